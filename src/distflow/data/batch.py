@@ -1,0 +1,311 @@
+"""Columns over many samples. Per-token columns are stored flat (values + lengths), never padded at rest."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from distflow.data.sample import Sample
+from distflow.graph.fields import ALIASES, TOKEN_AXES, Axis, Field, find_field
+
+Column = Tensor | list[Any]
+
+
+class Batch:
+    """Named columns over `len(batch)` samples.
+
+    A column belongs to an axis: tokens of the prompt, the response or both (`sequence`), one entry a sample, or plain
+    Python objects. `batch[name]` hands out token columns padded as `(bs, longest)`, `batch.flat(name)` as stored.
+    `input_ids`, `attention_mask`, `loss_mask` are derived where nobody wrote them.
+    """
+
+    def __init__(self, prompt_lengths: Tensor, response_lengths: Tensor) -> None:
+        """prompt_lengths, response_lengths: int64 `(bs,)`, in tokens."""
+        self._lengths = {Axis.PROMPT: prompt_lengths.long(), Axis.RESPONSE: response_lengths.long()}
+        self._lengths[Axis.SEQUENCE] = self._lengths[Axis.PROMPT] + self._lengths[Axis.RESPONSE]
+        self._columns: dict[str, Column] = {}
+        self._fields: dict[str, Field] = {}
+
+    @staticmethod
+    def from_samples(samples: Sequence[Sample]) -> "Batch":
+        """The standard columns of finished trajectories."""
+        prompts = torch.tensor([len(s.prompt_ids) for s in samples], dtype=torch.int64)
+        responses = torch.tensor(
+            [sum(len(seg.token_ids) for seg in s.response_segments) for s in samples], dtype=torch.int64
+        )
+        batch = Batch(prompts, responses)
+        segments = [segment for s in samples for segment in s.response_segments]
+        batch["uid"] = [s.uid for s in samples]
+        batch["prompts"] = [s.prompt for s in samples]
+        batch["responses"] = [s.response for s in samples]
+        batch["domain"] = [s.domain for s in samples]
+        batch["ground_truth"] = [s.ground_truth for s in samples]
+        batch["extra_info"] = [s.extra_info for s in samples]
+        batch["finish_reason"] = [s.finish_reason for s in samples]
+        batch["group_index"] = torch.tensor([s.group_index for s in samples])
+        batch["valid"] = torch.tensor([s.valid for s in samples])
+        batch["truncated"] = torch.tensor([s.truncated for s in samples])
+        batch["prompt_ids"] = _flat_tensor([s.prompt_ids for s in samples], torch.int64)
+        batch["response_ids"] = _flat_tensor([seg.token_ids for seg in segments], torch.int64)
+        batch["response_mask"] = _flat_tensor(
+            [[float(seg.owner == "policy")] * len(seg.token_ids) for seg in segments], torch.float32
+        )
+        batch["versions"] = _flat_tensor([seg.versions or [-1] * len(seg.token_ids) for seg in segments], torch.int64)
+        for name, attribute in (("rollout_log_probs", "log_probs"), ("sampling_log_probs", "sampling_log_probs")):
+            values = [getattr(seg, attribute) or [0.0] * len(seg.token_ids) for seg in segments]
+            batch[name] = _flat_tensor(values, torch.float32)
+        return batch
+
+    def __len__(self) -> int:
+        return int(self._lengths[Axis.PROMPT].numel())
+
+    def __contains__(self, name: object) -> bool:
+        name = ALIASES.get(str(name), str(name))
+        if name in self._columns:
+            return True
+        if name in ("input_ids", "attention_mask"):
+            return "prompt_ids" in self._columns and "response_ids" in self._columns
+        return name == "loss_mask" and "response_mask" in self._columns
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The stored columns, in the order in which they were first written."""
+        return tuple(self._columns)
+
+    def lengths(self, axis: Axis | str) -> Tensor:
+        """Tokens of each sample on a token axis: int64 `(bs,)`."""
+        return self._lengths[Axis(axis)]
+
+    def field(self, name: str) -> Field:
+        """What the column is. Raises KeyError if there is no such column."""
+        name = ALIASES.get(name, name)
+        if name in self._fields:
+            return self._fields[name]
+        known = find_field(name)
+        if known is None or name not in self:
+            raise KeyError(f"the batch has no column '{name}'; it has {', '.join(self._columns)}")
+        return known
+
+    def __getitem__(self, name: str) -> Any:
+        field = self.field(name)
+        return self.padded(name) if field.axis in TOKEN_AXES else self.flat(name)
+
+    def flat(self, name: str) -> Any:
+        """The column as stored: all tokens of all samples in one `(tokens,)` tensor, `(bs,)` for samples, or a list."""
+        name = ALIASES.get(name, name)
+        if name in self._columns:
+            return self._columns[name]
+        self.field(name)
+        if name == "input_ids":
+            return self._interleave(self.flat("prompt_ids"), self.flat("response_ids"))
+        if name == "attention_mask":
+            return torch.ones(int(self._lengths[Axis.SEQUENCE].sum()), dtype=torch.float32)
+        return self._derived_loss_mask()
+
+    def padded(self, name: str, fill: float = 0) -> Tensor:
+        """A token column as `(bs, longest)`, right-padded with `fill`."""
+        field = self.field(name)
+        if field.axis not in TOKEN_AXES:
+            raise ValueError(f"column '{name}' is per {field.axis.value}: only token columns can be padded")
+        return self.pad(self.flat(name), field.axis, fill)
+
+    def pad(self, values: Tensor, axis: Axis | str, fill: float = 0) -> Tensor:
+        """Spread flat `(tokens,)` values over `(bs, longest)`; keeps the gradient."""
+        mask = self.mask(axis)
+        return torch.full(mask.shape, fill, dtype=values.dtype, device=values.device).masked_scatter(
+            mask.to(values.device), values
+        )
+
+    def unpad(self, values: Tensor, axis: Axis | str) -> Tensor:
+        """The flat `(tokens,)` values of a padded `(bs, longest)` tensor; keeps the gradient."""
+        return values[self.mask(axis).to(values.device)]
+
+    def mask(self, axis: Axis | str) -> Tensor:
+        """bool `(bs, longest)`: where a padded token column has a token."""
+        lengths = self._lengths[Axis(axis)]
+        longest = int(lengths.max()) if len(self) else 0
+        return torch.arange(longest)[None, :] < lengths[:, None]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Write a column: flat or padded tensor, `(bs,)` tensor, or a list of objects.
+
+        Raises ValueError where the shape fits no axis of the batch. An unknown name's axis is told by the shape.
+        """
+        name = ALIASES.get(name, name)
+        field = find_field(name) or self._fields.get(name) or self._guess_field(name, value)
+        self._columns[name] = self._stored(field, value)
+        self._fields[name] = field
+
+    def select(self, indices: Tensor | Sequence[int]) -> "Batch":
+        """The samples at `indices`, in that order."""
+        index = torch.as_tensor(indices, dtype=torch.int64).reshape(-1)
+        out = Batch(self._lengths[Axis.PROMPT][index], self._lengths[Axis.RESPONSE][index])
+        for name, column in self._columns.items():
+            field = self._fields[name]
+            if isinstance(column, list):
+                picked: Column = [column[i] for i in index.tolist()]
+            elif field.axis in TOKEN_AXES:
+                picked = column[self._token_positions(field.axis, index)]
+            else:
+                picked = column[index]
+            out._columns[name], out._fields[name] = picked, field
+        return out
+
+    reorder = select
+
+    def chunk(self, num_chunks: int) -> list["Batch"]:
+        """At most `num_chunks` runs of neighbouring samples, as even as can be."""
+        return [self.select(part) for part in torch.arange(len(self)).tensor_split(num_chunks) if part.numel()]
+
+    def repeat(self, times: int) -> "Batch":
+        """Each sample `times` times, repetitions side by side."""
+        return self.select(torch.arange(len(self)).repeat_interleave(times))
+
+    def only(self, names: Iterable[str]) -> "Batch":
+        """A batch with just these stored columns."""
+        out = Batch(self._lengths[Axis.PROMPT], self._lengths[Axis.RESPONSE])
+        for name in names:
+            name = ALIASES.get(name, name)
+            out._columns[name], out._fields[name] = self.flat(name), self.field(name)
+        return out
+
+    def merge(self, other: "Batch") -> "Batch":
+        """All columns of both; where both have one, the other's. Raises ValueError if the samples differ in length."""
+        if any(not torch.equal(self._lengths[axis], other._lengths[axis]) for axis in TOKEN_AXES):
+            raise ValueError("batches over different samples cannot be merged: their lengths differ")
+        out = self.only(self.names)
+        out._columns.update(other._columns)
+        out._fields.update(other._fields)
+        return out
+
+    @staticmethod
+    def concat(batches: Sequence["Batch"]) -> "Batch":
+        """All samples of all batches in order. Raises ValueError if their columns differ."""
+        if not batches:
+            raise ValueError("concat needs at least one batch")
+        names = set(batches[0].names)
+        for other in batches[1:]:
+            if set(other.names) != names:
+                raise ValueError(f"batches with different columns: {sorted(names ^ set(other.names))} not in all")
+        out = Batch(
+            torch.cat([b._lengths[Axis.PROMPT] for b in batches]),
+            torch.cat([b._lengths[Axis.RESPONSE] for b in batches]),
+        )
+        for name in batches[0].names:
+            parts = [b._columns[name] for b in batches]
+            out._columns[name] = (
+                [value for part in parts for value in part] if isinstance(parts[0], list) else torch.cat(parts)  # type: ignore[arg-type]
+            )
+            out._fields[name] = batches[0]._fields[name]
+        return out
+
+    def save(self, path: Path) -> None:
+        """Write to one safetensors file; objects go as JSON. Raises TypeError if one is no JSON value."""
+        tensors = {"lengths.prompt": self._lengths[Axis.PROMPT], "lengths.response": self._lengths[Axis.RESPONSE]}
+        header = []
+        for name, column in self._columns.items():
+            field = self._fields[name]
+            header.append([name, field.dtype, field.axis.value])
+            if isinstance(column, list):
+                text = json.dumps(column, ensure_ascii=False).encode("utf-8", "surrogatepass")
+                tensors[f"column.{name}"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            else:
+                tensors[f"column.{name}"] = column.contiguous()
+        save_file(tensors, path, metadata={"fields": json.dumps(header)})
+
+    @staticmethod
+    def load(path: Path) -> "Batch":
+        """Read what `save` wrote."""
+        from safetensors import safe_open
+
+        with safe_open(path, "pt") as file:
+            header = json.loads(file.metadata()["fields"])
+        tensors = load_file(path)
+        batch = Batch(tensors["lengths.prompt"], tensors["lengths.response"])
+        for name, dtype, axis in header:
+            column: Column = tensors[f"column.{name}"]
+            if axis == Axis.OBJECT.value:
+                column = json.loads(bytes(tensors[f"column.{name}"].numpy()).decode("utf-8", "surrogatepass"))
+            batch._columns[name], batch._fields[name] = column, Field(name, dtype, Axis(axis))
+        return batch
+
+    def _stored(self, field: Field, value: Any) -> Column:
+        if field.axis is Axis.OBJECT:
+            values = list(value)
+            if len(values) != len(self):
+                raise ValueError(f"column '{field.name}' has {len(values)} entries for {len(self)} samples")
+            return values
+        tensor = torch.as_tensor(value).to(getattr(torch, field.dtype)).detach()
+        if field.axis is Axis.SAMPLE:
+            if tensor.shape != (len(self),):
+                raise ValueError(f"column '{field.name}' has shape {tuple(tensor.shape)}, wanted ({len(self)},)")
+            return tensor
+        return self._flatten(field, tensor)
+
+    def _flatten(self, field: Field, tensor: Tensor) -> Tensor:
+        mask = self.mask(field.axis)
+        if tensor.shape == (int(mask.sum()),):
+            return tensor
+        if tensor.shape == mask.shape:
+            return tensor[mask]
+        raise ValueError(
+            f"column '{field.name}' is per {field.axis.value} token: shape {tuple(tensor.shape)} given, "
+            f"wanted {tuple(mask.shape)} padded or ({int(mask.sum())},) flat"
+        )
+
+    def _guess_field(self, name: str, value: Any) -> Field:
+        if not isinstance(value, Tensor | np.ndarray):
+            return Field(name, "object", Axis.OBJECT)
+        tensor = torch.as_tensor(value)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        shape = tuple(tensor.shape)
+        if shape == (len(self),):
+            return Field(name, dtype, Axis.SAMPLE)
+        for axis in (Axis.RESPONSE, Axis.SEQUENCE, Axis.PROMPT):
+            mask = self.mask(axis)
+            if shape in (tuple(mask.shape), (int(mask.sum()),)):
+                return Field(name, dtype, axis)
+        raise ValueError(f"column '{name}' of shape {shape} fits no axis of a batch of {len(self)} samples")
+
+    def _token_positions(self, axis: Axis, index: Tensor) -> Tensor:
+        lengths = self._lengths[axis]
+        starts = lengths.cumsum(0) - lengths
+        picked = lengths[index]
+        offsets = torch.arange(int(picked.sum())) - (picked.cumsum(0) - picked).repeat_interleave(picked)
+        return starts[index].repeat_interleave(picked) + offsets
+
+    def _interleave(self, prompt: Tensor, response: Tensor) -> Tensor:
+        is_response = torch.zeros(int(self._lengths[Axis.SEQUENCE].sum()), dtype=torch.bool)
+        is_response[self.response_positions()] = True
+        out = torch.empty(is_response.shape, dtype=prompt.dtype)
+        out[is_response] = response
+        out[~is_response] = prompt
+        return out
+
+    def response_positions(self) -> Tensor:
+        """Where each response token stands in the flat `sequence` columns: int64 `(response tokens,)`."""
+        prompts, responses = self._lengths[Axis.PROMPT], self._lengths[Axis.RESPONSE]
+        sequences = self._lengths[Axis.SEQUENCE]
+        starts = sequences.cumsum(0) - sequences + prompts
+        offsets = torch.arange(int(responses.sum())) - (responses.cumsum(0) - responses).repeat_interleave(responses)
+        return starts.repeat_interleave(responses) + offsets
+
+    def _derived_loss_mask(self) -> Tensor:
+        mask: Any = self._columns["response_mask"]
+        if "valid" not in self._columns:
+            return mask
+        valid: Any = self._columns["valid"]
+        return mask * valid.to(mask.dtype).repeat_interleave(self._lengths[Axis.RESPONSE])
+
+    def to_mapping(self) -> Mapping[str, Any]:
+        """All stored columns as `batch[name]` hands them out."""
+        return {name: self[name] for name in self._columns}
+
+
+def _flat_tensor(parts: Iterable[Iterable[Any]], dtype: torch.dtype) -> Tensor:
+    return torch.tensor([value for part in parts for value in part], dtype=dtype)

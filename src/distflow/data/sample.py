@@ -1,0 +1,60 @@
+"""One trajectory: append-only segments of token ids. Tokens are never re-tokenised."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Owner = Literal["prompt", "policy", "tool", "environment"]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Token ids with one owner. Policy segments carry one log-prob and one weight version a token.
+
+    log_probs: under softmax(logits / T). sampling_log_probs: after truncations and penalties.
+    """
+
+    owner: Owner
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...] = ()
+    sampling_log_probs: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        expected = len(self.token_ids) if self.owner == "policy" else 0
+        for name in ("log_probs", "sampling_log_probs", "versions"):
+            if len(getattr(self, name)) != expected:
+                raise ValueError(f"a {self.owner} segment of {len(self.token_ids)} tokens needs {expected} {name}")
+
+
+@dataclass
+class Sample:
+    """A trajectory of one prompt, whose first segment is the prompt.
+
+    uid: "<ticket number>-<sample index>". group_index: the ticket number.
+    valid: False once its verdict is a timeout or an error.
+    """
+
+    uid: str
+    group_index: int
+    segments: list[Segment]
+    prompt: str = ""
+    response: str = ""
+    domain: str = "default"
+    ground_truth: Any = None
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    finish_reason: str = "stop"
+    valid: bool = True
+    tags: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return self.segments[0].token_ids
+
+    @property
+    def response_segments(self) -> list[Segment]:
+        """All segments after the first prompt."""
+        return self.segments[1:]
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason == "length"

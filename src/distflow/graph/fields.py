@@ -1,0 +1,86 @@
+"""The columns of a batch: their names, dtypes and axes. Programs add their own with `register_field`."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Axis(Enum):
+    """What one entry of a column belongs to. `RESPONSE` is everything after the first prompt."""
+
+    PROMPT = "prompt"
+    RESPONSE = "response"
+    SEQUENCE = "sequence"
+    SAMPLE = "sample"
+    OBJECT = "object"
+
+
+TOKEN_AXES = (Axis.PROMPT, Axis.RESPONSE, Axis.SEQUENCE)
+
+
+@dataclass(frozen=True)
+class Field:
+    """A column. `dtype` is torch's name of it ("float32", "int64", "bool"), or "object" for plain Python values."""
+
+    name: str
+    dtype: str
+    axis: Axis
+    doc: str = ""
+
+
+def _table(*fields: Field) -> dict[str, Field]:
+    return {field.name: field for field in fields}
+
+
+STANDARD_FIELDS: dict[str, Field] = _table(
+    Field("uid", "object", Axis.OBJECT, "ticket number and sample index, e.g. '17-3'"),
+    Field("prompts", "object", Axis.OBJECT, "the prompts as texts"),
+    Field("responses", "object", Axis.OBJECT, "the responses as texts"),
+    Field("domain", "object", Axis.OBJECT, "which kind of task the sample belongs to"),
+    Field("ground_truth", "object", Axis.OBJECT, "what the verifier compares with"),
+    Field("extra_info", "object", Axis.OBJECT, "the rest of the data set's row"),
+    Field("reward_parts", "object", Axis.OBJECT, "score of each reward function by name"),
+    Field("reward_errors", "object", Axis.OBJECT, "why a sample has no verdict, or None"),
+    Field("finish_reason", "object", Axis.OBJECT, "stop or length"),
+    Field("prompt_ids", "int64", Axis.PROMPT, "token ids of the prompt"),
+    Field("response_ids", "int64", Axis.RESPONSE, "token ids after the prompt"),
+    Field("input_ids", "int64", Axis.SEQUENCE, "prompt and response ids"),
+    Field("attention_mask", "float32", Axis.SEQUENCE, "1 on every token"),
+    Field("response_mask", "float32", Axis.RESPONSE, "1 on tokens that a policy made"),
+    Field("loss_mask", "float32", Axis.RESPONSE, "response_mask less invalid and filtered samples; losses use it"),
+    Field("versions", "int64", Axis.RESPONSE, "step of the weights that made the token; -1 where no policy did"),
+    Field("rollout_log_probs", "float32", Axis.RESPONSE, "by the rollout engine, softmax(logits / T)"),
+    Field("sampling_log_probs", "float32", Axis.RESPONSE, "by the rollout engine, after truncation and penalties"),
+    Field("old_log_probs", "float32", Axis.RESPONSE, "by the trainer, before the update"),
+    Field("prox_log_probs", "float32", Axis.RESPONSE, "by the proximal policy of decoupled PPO"),
+    Field("ref_log_prob", "float32", Axis.RESPONSE, "by the frozen reference"),
+    Field("values", "float32", Axis.RESPONSE, "value before each response token"),
+    Field("token_level_scores", "float32", Axis.RESPONSE, "reward of the verifiers, on the last response token"),
+    Field("token_level_rewards", "float32", Axis.RESPONSE, "scores less the KL penalty, where one is on"),
+    Field("advantages", "float32", Axis.RESPONSE, "advantage of each response token"),
+    Field("returns", "float32", Axis.RESPONSE, "return from each response token"),
+    Field("group_index", "int64", Axis.SAMPLE, "ticket number: the samples of one prompt share it"),
+    Field("valid", "bool", Axis.SAMPLE, "False where the verdict is a timeout or an error"),
+    Field("truncated", "bool", Axis.SAMPLE, "the response ended at the length limit"),
+    Field("reward_baselines", "float32", Axis.SAMPLE, "score of a greedy sample of the same prompt"),
+)
+
+ALIASES = {"index": "group_index", "data_source": "domain"}
+
+_registered: dict[str, Field] = {}
+
+
+def register_field(name: str, dtype: str = "float32", axis: Axis | str = Axis.RESPONSE, doc: str = "") -> Field:
+    """Add a program's own column. Raises ValueError if the name is a standard one or was given another meaning."""
+    field = Field(name, dtype, Axis(axis), doc)
+    known = find_field(name)
+    if known is not None and (known.dtype, known.axis) != (field.dtype, field.axis):
+        raise ValueError(f"field '{name}' is already {known.dtype} per {known.axis.value}; choose another name")
+    if known is None:
+        _registered[name] = field
+    return known or field
+
+
+def find_field(name: str) -> Field | None:
+    """The field of that name (aliases resolved), standard or registered."""
+    name = ALIASES.get(name, name)
+    return STANDARD_FIELDS.get(name) or _registered.get(name)

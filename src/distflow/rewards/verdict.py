@@ -1,0 +1,29 @@
+"""What a verifier answers: a score, or why there is none. A timeout or an error is never a score of 0."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Score:
+    """A finite score; `extra` holds whatever else the verifier wants shown with the sample."""
+
+    value: float
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Timeout:
+    """The verifier was killed at its deadline."""
+
+    after_s: float
+
+
+@dataclass(frozen=True)
+class Error:
+    """The verifier raised, crashed or answered something that is no finite number."""
+
+    reason: str
+
+
+Verdict = Score | Timeout | Error

@@ -1,0 +1,110 @@
+"""The protocol of rollout engines: tokens in, tokens out."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from distflow.flow.ticket import Version
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn. The policy is softmax(logits / temperature); truncations and penalties come after it.
+
+    top_k: -1 means off. top_p: 1.0 is off. min_p: 0.0 is off. repetition_penalty: 1.0 is off.
+    max_tokens: the most tokens of one generation. stop: strings that end it (kept in the tokens).
+    stop_token_ids: tokens that end it (kept in the tokens; the end-of-sequence tokens of the model belong here).
+    greedy: take the most likely token; log-probs are still those at `temperature`.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    greedy: bool = False
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The random stream of a group: with the sample index and the token position it fixes every draw."""
+
+    seed: int
+    name: str
+    epoch: int
+    row: int
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One prompt with the sample indices wanted, e.g. `samples=(0, 1, 2, 3)` for a whole group of four."""
+
+    prompt_ids: tuple[int, ...]
+    samples: tuple[int, ...]
+    params: SamplingParams
+    stream: Stream
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One sample. All lists have one entry a token, the stop token included.
+
+    rollout_log_probs: under softmax(logits / T), before truncations and penalties.
+    sampling_log_probs: under the distribution that was really drawn from.
+    versions: the step of the weights that produced each token.
+    """
+
+    sample: int
+    token_ids: list[int]
+    rollout_log_probs: list[float]
+    sampling_log_probs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class GenerateResult:
+    """One generation for each wanted sample, in the order of the request."""
+
+    generations: tuple[Generation, ...]
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What an engine holds after a weight update: for each tensor a hash of a stripe of it.
+
+    shared: the engine computes on the trainer's own storage, so nothing was copied.
+    """
+
+    version: Version
+    hashes: dict[str, str] = field(default_factory=dict)
+    shared: bool = False
+
+
+class RolloutEngine(Protocol):
+    """Generates token ids. An async context manager: entering starts it, leaving ends its threads and processes."""
+
+    version: Version
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Generate all wanted samples; cancelling the task aborts them."""
+        ...
+
+    async def pause(self, release: bool = False) -> None:
+        """Stop between two decode steps; running sequences stay. `release` also frees KV and weights."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on decoding."""
+        ...
+
+    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> Receipt:
+        """Take new weights between two decode steps; drops cached KV of finished prompts."""
+        ...

@@ -1,0 +1,69 @@
+"""The protocol of train engines. They know no algorithm: a loss is a callable."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from distflow.data.batch import Batch
+
+Counts = dict[str, float]
+
+
+class LossFn(Protocol):
+    """A loss over one mini-batch (one optimizer step), exact however the mini-batch is split.
+
+    outputs: what the engine must compute, of "log_probs", "entropy", "values".
+    """
+
+    outputs: tuple[str, ...]
+
+    def counts(self, batch: Batch) -> Counts:
+        """Denominators of the loss. They add over micro-batches and ranks."""
+        ...
+
+    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Counts]:
+        """The micro-batch's share of the loss under the whole mini-batch's counts (shares add up to the loss),
+        and sums of statistics that add in the same way. `outputs` are padded `(bs, response_length)` tensors."""
+        ...
+
+    def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
+        """Metrics of the mini-batch from the summed statistics."""
+        ...
+
+
+class Collective(Protocol):
+    """Sums and maxima over the ranks of a group; the identity on one rank."""
+
+    def sum(self, value: Any) -> Any: ...
+
+    def max(self, value: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """All that a train engine needs to go on: tensors by name, and plain data that JSON can hold."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+class TrainEngine(Protocol):
+    """Computes log-probs and values, and takes optimizer steps."""
+
+    def forward(self, batch: Batch, outputs: tuple[str, ...]) -> Batch:
+        """The wanted per-token outputs as response columns, without gradient."""
+        ...
+
+    def train_step(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
+        """One optimizer step over `batch`."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights by their Hugging Face names."""
+        ...
+
+    def state(self) -> TrainState: ...
+
+    def load_state(self, state: TrainState) -> None: ...
