@@ -1,0 +1,164 @@
+"""Flat columns: what is stored, what is handed out, and that no operation mixes up samples."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distflow.data.batch import Batch
+from distflow.data.sample import Sample, Segment
+
+
+def policy(*ids: int) -> Segment:
+    return Segment(
+        "policy", ids, tuple(-0.5 * i for i in ids), tuple(-0.25 * i for i in ids), tuple(7 for _ in ids)
+    )
+
+
+def make(shapes: list[tuple[int, int]]) -> Batch:
+    """One sample a `(prompt length, response length)`; token ids are unique over the batch."""
+    samples, next_id = [], 1
+    for i, (prompt, response) in enumerate(shapes):
+        ids = list(range(next_id, next_id + prompt + response))
+        next_id += prompt + response
+        segments = [Segment("prompt", tuple(ids[:prompt])), policy(*ids[prompt:])]
+        samples.append(Sample(f"{i // 2}-{i % 2}", i // 2, segments, prompt=f"p{i}", response=f"r{i}"))
+    return Batch.from_samples(samples)
+
+
+shapes = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=7)
+
+
+def test_tokens_of_tools_are_masked_and_have_no_version() -> None:
+    sample = Sample("0-0", 0, [Segment("prompt", (1, 2)), policy(3, 4), Segment("tool", (5,)), policy(6)])
+    batch = Batch.from_samples([sample])
+    assert batch["response_ids"].tolist() == [[3, 4, 5, 6]]
+    assert batch["response_mask"].tolist() == [[1, 1, 0, 1]]
+    assert batch["versions"].tolist() == [[7, 7, -1, 7]]
+    assert batch["rollout_log_probs"].tolist() == [[-1.5, -2.0, 0.0, -3.0]]
+    assert batch["sampling_log_probs"].tolist() == [[-0.75, -1.0, 0.0, -1.5]]
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6]]
+
+
+def test_a_policy_segment_without_log_probs_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs 2 log_probs"):
+        Segment("policy", (1, 2), (), (), (0, 0))
+
+
+@given(shapes)
+@settings(max_examples=60, deadline=None)
+def test_input_ids_are_prompt_then_response_and_positions_point_at_the_response(shape: list[tuple[int, int]]) -> None:
+    batch = make(shape)
+    flat = batch.flat("input_ids")
+    assert flat.tolist() == list(range(1, len(flat) + 1))
+    assert flat[batch.response_positions()].tolist() == batch.flat("response_ids").tolist()
+
+
+@given(shapes, st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_select_keeps_each_sample_whole(shape: list[tuple[int, int]], random) -> None:
+    batch = make(shape)
+    order = [random.randrange(len(shape)) for _ in range(random.randint(1, 9))]
+    picked = batch.select(order)
+    for row, source in enumerate(order):
+        assert picked["prompts"][row] == batch["prompts"][source]
+        for name in ("prompt_ids", "response_ids", "rollout_log_probs", "input_ids"):
+            axis = batch.field(name).axis
+            length = int(batch.lengths(axis)[source])
+            assert int(picked.lengths(axis)[row]) == length
+            assert picked[name][row, :length].tolist() == batch[name][source, :length].tolist()
+
+
+@given(shapes, st.integers(1, 4))
+@settings(max_examples=40, deadline=None)
+def test_chunks_concatenate_to_the_whole(shape: list[tuple[int, int]], num_chunks: int) -> None:
+    batch = make(shape)
+    whole = Batch.concat(batch.chunk(num_chunks))
+    assert whole.names == batch.names
+    assert all(_equal(whole.flat(name), batch.flat(name)) for name in batch.names)
+
+
+@given(shapes)
+@settings(max_examples=30, deadline=None)
+def test_saved_and_loaded_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, shape: list[tuple[int, int]]) -> None:
+    batch = make(shape)
+    batch["note"] = [{"text": "é\ud800", "n": i} for i in range(len(batch))]
+    path = tmp_path_factory.mktemp("batch") / "batch.safetensors"
+    batch.save(path)
+    loaded = Batch.load(path)
+    assert loaded.names == batch.names
+    assert all(_equal(loaded.flat(name), batch.flat(name)) for name in batch.names)
+
+
+def test_padding_and_unpadding_keep_the_gradient() -> None:
+    batch = make([(1, 2), (1, 3), (2, 0)])
+    values = torch.arange(5.0, requires_grad=True)
+    padded = batch.pad(values, "response")
+    assert padded.tolist() == [[0, 1, 0], [2, 3, 4], [0, 0, 0]]
+    (batch.unpad(padded, "response") * torch.tensor([1.0, 2, 3, 4, 5])).sum().backward()
+    assert values.grad is not None and values.grad.tolist() == [1, 2, 3, 4, 5]
+
+
+def test_padding_of_a_written_column_is_not_stored() -> None:
+    batch = make([(1, 1), (1, 3)])
+    batch["advantages"] = torch.tensor([[1.0, math.nan, math.nan], [2, 3, 4]])
+    assert batch.flat("advantages").tolist() == [1, 2, 3, 4]
+    assert batch["advantages"].tolist() == [[1, 0, 0], [2, 3, 4]]
+
+
+def test_loss_mask_leaves_out_invalid_samples() -> None:
+    batch = make([(1, 2), (1, 1)])
+    batch["valid"] = torch.tensor([True, False])
+    assert batch["loss_mask"].tolist() == [[1, 1], [0, 0]]
+    batch["loss_mask"] = torch.zeros(2, 2)
+    assert batch["loss_mask"].sum() == 0
+
+
+def test_aliases_are_the_same_column() -> None:
+    batch = make([(1, 1), (1, 1), (1, 1)])
+    assert batch["index"].tolist() == batch["group_index"].tolist() == [0, 0, 1]
+    batch["data_source"] = ["a", "b", "c"]
+    assert batch["domain"] == ["a", "b", "c"]
+
+
+def test_merge_takes_the_columns_of_both() -> None:
+    left, right = make([(1, 2)]), make([(1, 2)]).only(["uid"])
+    right["returns"] = torch.tensor([[5.0, 6.0]])
+    right["prompts"] = ["other"]
+    merged = left.merge(right)
+    assert merged["returns"].tolist() == [[5, 6]] and merged["prompts"] == ["other"] and "versions" in merged
+    with pytest.raises(ValueError, match="lengths differ"):
+        left.merge(make([(1, 3)]))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("advantages", torch.zeros(2, 9), r"shape \(2, 9\) given, wanted \(2, 3\) padded or \(4,\) flat"),
+        ("valid", torch.zeros(3, dtype=torch.bool), r"wanted \(2,\)"),
+        ("domain", ["a"], "1 entries for 2 samples"),
+        ("mine", torch.zeros(7, 7), "fits no axis"),
+    ],
+)
+def test_a_column_of_a_wrong_shape_is_refused(name: str, value: object, message: str) -> None:
+    batch = make([(2, 1), (2, 3)])
+    with pytest.raises(ValueError, match=message):
+        batch[name] = value
+
+
+def test_an_unknown_column_names_those_that_are_there() -> None:
+    with pytest.raises(KeyError, match="no column 'advantage'; it has uid, prompts"):
+        make([(1, 1)])["advantage"]
+
+
+def test_concat_refuses_different_columns() -> None:
+    other = make([(1, 1)])
+    other["extra"] = ["x"]
+    with pytest.raises(ValueError, match="extra"):
+        Batch.concat([make([(1, 1)]), other])
+
+
+def _equal(left: object, right: object) -> bool:
+    return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
