@@ -1,0 +1,65 @@
+"""Tiny decoders with a character tokenizer, written as Hugging Face folders, for the tests of every room."""
+
+import string
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+CHARACTERS = "\n" + "".join(c for c in string.printable if c.isprintable())
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character: printable ASCII and newline after `<pad>` (0), `<bos>` (1), `<eos>` (2). A character
+    outside becomes '?'. Adds no special token by itself."""
+    vocabulary = {token: index for index, token in enumerate([PAD, BOS, EOS, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS)
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+def tiny_config(family: str = "llama", **changes: Any) -> Any:
+    """A config of that `model_type` with grouped query heads: 2 layers of width 32, as many logits as tokens."""
+    numbers: dict[str, Any] = {
+        "vocab_size": 3 + len(CHARACTERS),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.2,  # large enough that neighbours matter: a leak between sequences shows
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return AutoConfig.for_model(family, **{**numbers, **changes})
+
+
+def write_tiny_model(
+    folder: Path, family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Path:
+    """Write a randomly initialised model of `family` ("llama", "qwen2", "qwen3", ...) and its tokenizer to `folder`.
+
+    `changes` replace entries of the config. Returns `folder`. Load the tokenizer with `load_tokenizer`: for "qwen2"
+    `AutoTokenizer` would rebuild it as Qwen's own.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(tiny_config(family, **changes)).to(dtype)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return Path(folder)
