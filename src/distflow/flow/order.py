@@ -1,0 +1,44 @@
+"""The order of the data: which row of which epoch a ticket names. A pure function of the seed, on any machine."""
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+EPOCHS, MINI_BATCHES = 0, 1
+"""Streams of `keyed_permutation`: one a purpose, so that equal seeds and counts never give equal orders."""
+
+_WORD = (1 << 64) - 1
+
+
+def keyed_permutation(num_items: int, seed: int, stream: int, *words: int) -> NDArray[np.int64]:
+    """A permutation of `range(num_items)` drawn by counter: only the arguments decide it, nothing drawn before.
+
+    It sorts raw 64-bit Philox words (Salmon et al. 2011). Numpy promises those on every platform and in every
+    version; it promises no such thing of `Generator.permutation`.
+    At most two `words` tell draws of one stream apart. `(num_items,)` int64.
+    """
+    assert num_items >= 0 and len(words) <= 2, "the counter has room for two words besides the drawing one"
+    key = np.array([seed & _WORD, stream], dtype=np.uint64)
+    counter = np.array([0, 0, *words, *(0,) * (2 - len(words))], dtype=np.uint64)
+    return np.argsort(np.random.Philox(key=key, counter=counter).random_raw(num_items), kind="stable")
+
+
+@lru_cache(maxsize=4)
+def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> NDArray[np.int64]:
+    """The rows of one pass over the data, in the order in which tickets name them: `(num_rows,)` int64, read-only."""
+    rows = keyed_permutation(num_rows, seed, EPOCHS, epoch) if shuffle else np.arange(num_rows, dtype=np.int64)
+    rows.flags.writeable = False
+    return rows
+
+
+def place(number: int, num_rows: int, seed: int, shuffle: bool) -> tuple[int, int]:
+    """Epoch and row of ticket `number`, for a data set of `num_rows` rows."""
+    assert number >= 0 and num_rows > 0
+    epoch, position = divmod(number, num_rows)
+    return epoch, int(epoch_order(num_rows, seed, epoch, shuffle)[position])
+
+
+def total_steps(num_epochs: int, num_rows: int, consumer_batch: int) -> int:
+    """Steps of a run that drops nothing: steps cross the borders of epochs, and the last one may be short."""
+    return -(-num_epochs * num_rows // consumer_batch)
