@@ -16,6 +16,7 @@ def pack(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> Bins:
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
+    lengths = [int(length) for length in lengths]
     assert min_bins >= 0 and all(length >= 0 for length in lengths)
     alone = [[i] for i, length in enumerate(lengths) if length > max_tokens]
     longest_first = sorted((i for i, length in enumerate(lengths) if length <= max_tokens), key=lambda i: -lengths[i])
