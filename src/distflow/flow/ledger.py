@@ -1,0 +1,213 @@
+"""The ledger: an append-only journal of tickets, versions and steps, `ledger.jsonl` in the run's folder.
+
+One JSON object a line: {"t": seconds since 1970, "inc": incarnation, "kind": ..., ...}. The kinds that count tickets:
+
+    opened      ledger (its id)                                the first line
+    issued      ticket, epoch, row, version, attempt           complete    ticket, tokens
+    dropped     ticket, reason                                 consumed    step, tickets, tokens
+    version     step, weights (the step that made them: less than `step` where the version is an alias)
+    inherited   step, issued, consumed, dropped                the account of a checkpoint from another folder
+    rolled_back to (a byte offset)                             a resume: the records since `to` no longer hold
+
+Nothing is ever rewritten. Records of other kinds may be added by anyone; readers pass over what they do not know.
+"""
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distflow.config.errors import UserError
+from distflow.flow.account import Account, AccountingError
+from distflow.flow.tally import Tally
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place in a ledger, for a checkpoint to come back to. offset: bytes."""
+
+    ledger: str
+    offset: int
+    incarnation: int
+
+
+class LedgerError(UserError):
+    """A ledger that cannot be read: damaged, or not one."""
+
+
+class Ledger:
+    """The one writer of a journal. Each record reaches the operating system at once, the disk at `sync`.
+
+    mark: where the checkpoint that the run goes on from was cut, None for a run from the start. An existing journal
+    is rolled back to it. If it belongs to another journal, this one starts empty and `inherits` is True.
+    """
+
+    def __init__(self, path: Path, mark: Mark | None = None) -> None:
+        self.path = path
+        self.incarnation = mark.incarnation + 1 if mark else 0
+        self._tally = Tally()
+        if _holds_nothing(path):
+            self._start(mark)
+        else:
+            self._reopen(mark)
+
+    @property
+    def account(self) -> Account:
+        """Counted from the records, independently of whoever wrote them."""
+        return self._tally.account
+
+    def append(self, kind: str, **fields: Any) -> None:
+        """Raises AccountingError, and writes nothing, where the record moves a ticket as no run can."""
+        record = {"t": round(time.time(), 3), "inc": self.incarnation, "kind": kind, **fields}
+        self._tally.apply(record)
+        self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Returns when all records are on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def mark(self) -> Mark:
+        """The place behind the last record."""
+        return Mark(self.id, self._file.tell(), self.incarnation)
+
+    def close(self) -> None:
+        self.sync()
+        self._file.close()
+
+    def _start(self, mark: Mark | None) -> None:
+        self.id = secrets.token_hex(8)
+        self.inherits = mark is not None
+        self._file = self.path.open("wb")
+        self.append("opened", ledger=self.id)
+        _sync_folder(self.path.parent)
+
+    def _reopen(self, mark: Mark | None) -> None:
+        last = -1
+        for position, record in _records(self.path):
+            if position == 0:
+                self.id = str(record.get("ledger"))
+            last = max(last, record["inc"])
+        if last < 0:
+            raise LedgerError(f"{self.path} is no ledger: its first line is no record. Move it away")
+        self.incarnation = max(self.incarnation, last + 1)
+        self.inherits = mark is not None and mark.ledger != self.id
+        to = mark.offset if mark and not self.inherits else 0
+        if to > self.path.stat().st_size:
+            raise LedgerError(
+                f"{self.path} ends before byte {to}, where the checkpoint was cut: lines were taken from it. "
+                "Resume into an empty folder (trainer.default_local_dir), which starts a new ledger"
+            )
+        self._file = self.path.open("ab")
+        if not _ends_with_newline(self.path):
+            self._file.write(b"\n")
+        self.append("rolled_back", to=to)
+        self.sync()
+        for _, record in timeline(self.path):
+            self._tally.apply(record)
+
+
+def timeline(path: Path, until: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(byte offset, record) of the records that hold: those that no later `rolled_back` took back.
+
+    until: judge the journal as it was at this byte offset. A torn line where a writer was killed is passed over.
+    Raises LedgerError for any other damage.
+    """
+    rollbacks = [(position, record["to"]) for position, record in _records(path) if record["kind"] == "rolled_back"]
+    end = path.stat().st_size if until is None else until
+    spans: list[tuple[int, int]] = []
+    for position, to in reversed(rollbacks):
+        if position < end:
+            spans.append((position, end))
+            end = to
+    spans.append((0, end))
+    for position, record in _records(path):
+        while spans and position >= spans[-1][1]:
+            spans.pop()
+        if spans and position >= spans[-1][0]:
+            yield position, record
+
+
+def replay(path: Path) -> Account:
+    """The account of the surviving timeline. Raises AccountingError naming a ticket that it moves as no run can,
+    such as one consumed twice."""
+    tally = Tally()
+    for _, record in timeline(path):
+        tally.apply(record)
+    return tally.account
+
+
+def verify(path: Path) -> Account:
+    """`replay`, and that each row of an epoch was issued under one ticket only, and each step ended in a version.
+
+    Raises AccountingError.
+    """
+    owner: dict[tuple[int, int], int] = {}
+    num_consumed = num_versions = 0
+    for _, record in timeline(path):
+        if record["kind"] == "issued":
+            where = (record["epoch"], record["row"])
+            if owner.setdefault(where, record["ticket"]) != record["ticket"]:
+                raise AccountingError(
+                    f"row {where[1]} of epoch {where[0]} went out twice, as tickets {owner[where]} and "
+                    f"{record['ticket']}"
+                )
+        num_consumed += record["kind"] == "consumed"
+        num_versions += record["kind"] == "version"
+    if num_consumed > num_versions:
+        raise AccountingError(f"{num_consumed} steps were consumed, but only {num_versions} ended in a version")
+    account = replay(path)
+    account.check()
+    return account
+
+
+def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """All records with their offsets. A line that is none may only be the last, or the last before a rollback."""
+    offset, torn = 0, None
+    with path.open("rb") as file:
+        for line in file:
+            record = _parse(line)
+            if record is None:
+                torn = offset if torn is None else torn
+            elif torn is not None and record["kind"] != "rolled_back":
+                raise LedgerError(f"{path} is damaged at byte {torn}: a line in its middle is no record")
+            else:
+                torn = None
+                yield offset, record
+            offset += len(line)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and {"kind", "inc"} <= record.keys() else None
+
+
+def _holds_nothing(path: Path) -> bool:
+    """Whether a journal is missing, empty, or was killed within its first line."""
+    if not path.exists():
+        return True
+    with path.open("rb") as file:
+        first = file.readline()
+    return not first.endswith(b"\n") and _parse(first) is None
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
