@@ -1,0 +1,128 @@
+"""JSON lines that survive a kill: whole lines appended by one writer, and a reader that steps over torn ones.
+
+JSON has no NaN and no infinity: they are written as the strings "NaN", "Infinity" and "-Infinity".
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def to_json(value: Any) -> Any:
+    """The value as plain JSON data. Scalars of numpy or torch become numbers, whatever JSON cannot hold its `str`."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else number_name(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_json(item) for item in value]
+    if callable(getattr(value, "tolist", None)):
+        return to_json(value.tolist())
+    return str(value)
+
+
+def number_name(value: float) -> str:
+    """ "NaN", "Infinity" or "-Infinity" for a value that is not finite."""
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
+
+
+def to_number(value: Any) -> float | None:
+    """The number that `to_json` wrote, or None if it is no number."""
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, int | float):
+        return float(value)
+    return NON_FINITE.get(value) if isinstance(value, str) else None
+
+
+def encode(value: Any, indent: int | None = None) -> bytes:
+    """JSON in UTF-8. A lone surrogate, which UTF-8 cannot hold, becomes its JSON escape and is read back as it was."""
+    text = json.dumps(to_json(value), ensure_ascii=False, allow_nan=False, indent=indent)
+    return text.encode("utf-8", "backslashreplace")
+
+
+class LineFile:
+    """Appends one JSON object a line. Each flush is one `write`, so that a kill tears at most the last line."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._pending: list[bytes] = []
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        self._torn = _ends_torn(self._fd)
+
+    def append(self, record: Mapping[str, Any], flush: bool = True) -> None:
+        """Add one line; without `flush` it waits in memory for the next flush."""
+        self._pending.append(encode(record) + b"\n")
+        if flush:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand all waiting lines to the operating system. Raises OSError naming the file (a full disk)."""
+        if not self._pending:
+            return
+        data = memoryview((b"\n" if self._torn else b"") + b"".join(self._pending))
+        self._pending.clear()
+        self._torn = True
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError as error:
+            raise OSError(error.errno, f"cannot write to the run's folder: {error.strerror}", str(self.path)) from error
+        self._torn = False
+
+    def close(self) -> None:
+        """Flush and close."""
+        self.flush()
+        os.close(self._fd)
+
+
+def _ends_torn(fd: int) -> bool:
+    """Whether an earlier writer was killed inside a line: the next line must then start on a line of its own."""
+    size = os.fstat(fd).st_size
+    return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+
+
+def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The objects of a JSON-lines file and the number of lines that could not be read; a missing file has none."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return [], 0
+    records: list[dict[str, Any]] = []
+    num_unreadable = 0
+    for line in data.split(b"\n"):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict):
+            records.append(record)
+        else:
+            num_unreadable += 1
+    return records, num_unreadable
+
+
+def write_aside(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all: beside its place, synced, then renamed."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,189 @@
+"""The metrics of a run in one table: what each means, its unit, and how parts of it are combined.
+
+A name is a path with "/" (`actor/pg_loss`); "*" in the table stands for one or more parts of a path.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+Kind = Literal["mean", "sum", "max", "min", "last", "percentile"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric or family of metrics.
+
+    kind: how values of parts (ranks, mini-batches) become one; "mean" is weighted by what was averaged over, "last" is
+    a state such as a learning rate, and a "percentile" can only be taken over all values at once.
+    """
+
+    name: str
+    kind: Kind
+    doc: str
+    unit: str = ""
+
+
+METRICS = (
+    Metric("actor/loss", "sum", "total loss of the policy: policy gradient, KL and entropy terms together"),
+    Metric("actor/pg_loss", "sum", "policy-gradient part of the loss; near 0 on-policy, its gradient is what counts"),
+    Metric("actor/kl_loss", "sum", "KL to the reference as it enters the loss, before its coefficient", "nats"),
+    Metric("actor/pg_clipfrac", "mean", "share of response tokens whose probability ratio was clipped", "share"),
+    Metric("actor/pg_clipfrac_lower", "mean", "share of response tokens stopped by the dual clip", "share"),
+    Metric("actor/ppo_kl", "mean", "mean of old minus new log-prob: how far the updates of this step moved", "nats"),
+    Metric("actor/entropy", "mean", "mean entropy of the next token: how undecided the policy is", "nats"),
+    Metric("actor/grad_norm", "mean", "norm of the policy's gradient before clipping"),
+    Metric("actor/lr", "last", "learning rate of the policy"),
+    Metric("actor/skipped", "sum", "optimizer steps skipped because loss or gradient was not finite", "steps"),
+    Metric("actor/reward_kl_penalty", "mean", "KL to the reference as it is taken off the reward", "nats"),
+    Metric("actor/kl_coef", "last", "coefficient of the KL penalty in the reward"),
+    Metric("critic/loss", "sum", "total loss of the value model"),
+    Metric("critic/vf_loss", "sum", "clipped squared error of the value model"),
+    Metric("critic/vf_clipfrac", "mean", "share of values that were clipped", "share"),
+    Metric("critic/grad_norm", "mean", "norm of the value model's gradient before clipping"),
+    Metric("critic/lr", "last", "learning rate of the value model"),
+    Metric("critic/skipped", "sum", "optimizer steps of the value model that were skipped", "steps"),
+    Metric("reward/mean_score", "mean", "mean score of the samples of this step that have a verdict"),
+    Metric("reward/std", "mean", "standard deviation of the scores of this step"),
+    Metric("reward/errors", "sum", "verdicts that were errors: out of every mean, never a score of 0", "samples"),
+    Metric("reward/timeouts", "sum", "verdicts that ran into their time limit", "samples"),
+    Metric("reward/*/mean", "mean", "mean of one part of the reward, or of one domain"),
+    Metric("rollout/avg_response_length", "mean", "mean length of a response", "tokens"),
+    Metric("rollout/avg_prompt_length", "mean", "mean length of a prompt", "tokens"),
+    Metric("rollout/truncated", "mean", "share of responses that hit the length limit", "share"),
+    Metric("rollout/*/p*", "percentile", "percentile over the samples of this step"),
+    Metric("async/stale_data_count", "sum", "groups dropped because they were too old", "groups"),
+    Metric("async/version_diff/max", "max", "oldest token trained on, in versions behind", "versions"),
+    Metric("async/version_diff/*", "mean", "how many versions behind the trained tokens were", "versions"),
+    Metric("async/version_start", "min", "lowest weight version among the tokens of this step"),
+    Metric("async/version_end", "max", "highest weight version among the tokens of this step"),
+    Metric("async/*", "last", "groups by state, counted since the start", "groups"),
+    Metric("val_correct/all/mean", "mean", "share of held-out problems answered correctly", "share"),
+    Metric("val_correct/*/mean", "mean", "share of this source's held-out problems answered correctly", "share"),
+    Metric("val_correct/*/pass@*", "mean", "share of problems with a correct answer among k samples", "share"),
+    Metric("val_correct/*/mean@*", "mean", "share of correct answers among k samples of each problem", "share"),
+    Metric("val_correct/*", "mean", "accuracy on held-out problems", "share"),
+    Metric("mismatch/*", "max", "difference between the engine's and the trainer's log-probs", "nats"),
+    Metric("canary/*", "max", "difference on fixed prompts between the engine's and the trainer's log-probs", "nats"),
+    Metric("timing_s/step", "max", "wall time of the whole step; the phases add up to it", "s"),
+    Metric("timing_s/other", "max", "time of the step outside every named phase", "s"),
+    Metric("timing_s/*", "max", "time of this phase, without the phases inside it", "s"),
+    Metric("throughput/tokens_per_s", "sum", "tokens trained on, prompts too, per second of the step", "tokens/s"),
+    Metric("throughput/*", "sum", "work done per second", "1/s"),
+    Metric("memory/*", "max", "memory in use, by device and phase", "bytes"),
+)
+
+# What a line of text shows of a step: label, the names that may carry it (the first present one counts), the format.
+HEADLINES: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("reward", ("reward/mean_score",), ".3f"),
+    ("loss", ("sft/loss", "loss"), ".4f"),
+    ("accuracy", ("val_correct/all/mean",), ".3f"),
+    ("kl", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), ".4f"),
+    ("entropy", ("actor/entropy",), ".3f"),
+    ("length", ("rollout/avg_response_length",), ".1f"),
+    ("tokens/s", ("throughput/tokens_per_s",), ",.0f"),
+)
+
+_LEAF = "/"  # the key of a value at a name that is also the start of other names; no part of a name can be "/"
+
+
+def find_metric(name: str) -> Metric | None:
+    """The first entry of the table that fits a name."""
+    return next((metric for metric in METRICS if _pattern(metric.name).fullmatch(name)), None)
+
+
+@lru_cache
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(".+".join(re.escape(part) for part in name.split("*")))
+
+
+def headlines(values: Mapping[str, float]) -> dict[str, str]:
+    """What a line of text shows of these metrics: label → formatted value."""
+    shown = {}
+    for label, names, form in HEADLINES:
+        present = next((name for name in names if name in values), None)
+        if present is not None:
+            shown[label] = format(values[present], form)
+    return shown
+
+
+def nest(values: Mapping[str, float]) -> dict[str, Any]:
+    """{"actor/loss": 1.0} → {"actor": {"loss": 1.0}}; `flatten` gives back exactly what went in."""
+    root: dict[str, Any] = {}
+    for name, value in values.items():
+        *branches, leaf = name.split("/")
+        node = root
+        for branch in branches:
+            child = node.setdefault(branch, {})
+            if not isinstance(child, dict):
+                child = node[branch] = {_LEAF: child}
+            node = child
+        if isinstance(node.get(leaf), dict):
+            node[leaf][_LEAF] = value
+        else:
+            node[leaf] = value
+    return root
+
+
+def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
+    """{"actor": {"loss": 1.0}} → {"actor/loss": 1.0}."""
+    return {"/".join(parts): value for parts, value in _leaves(nested, ())}
+
+
+def _leaves(nested: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in nested.items():
+        if key == _LEAF:
+            yield above, value
+        elif isinstance(value, Mapping):
+            yield from _leaves(value, (*above, key))
+        else:
+            yield (*above, key), value
+
+
+def combine(parts: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
+    """One set of metrics from the metrics of parts with their weights (what their means were averaged over).
+
+    A metric that only some parts have is combined over those. A name that is not in the table is a mean. Raises
+    ValueError for a percentile in more than one part: it cannot be had from the percentiles of parts.
+    """
+    gathered: dict[str, list[tuple[float, float]]] = {}
+    for values, weight in parts:
+        for name, value in values.items():
+            gathered.setdefault(name, []).append((value, weight))
+    return {name: _combine_one(name, pairs) for name, pairs in gathered.items()}
+
+
+def _combine_one(name: str, pairs: list[tuple[float, float]]) -> float:
+    values = [value for value, _ in pairs]
+    if len(values) == 1:
+        return values[0]
+    metric = find_metric(name)
+    kind = metric.kind if metric else "mean"
+    if kind == "percentile":
+        raise ValueError(f"{name} is a percentile: take it over all values at once with `distribution`")
+    if kind == "mean":
+        total = sum(weight for _, weight in pairs)
+        return sum(value * weight for value, weight in pairs if weight) / total if total else 0.0
+    if kind == "last":
+        return values[-1]
+    if kind == "sum":
+        return sum(values)
+    # max() and min() of Python lose a NaN or keep it by its position; a NaN anywhere must be seen.
+    nan = next((value for value in values if value != value), None)
+    return nan if nan is not None else (max(values) if kind == "max" else min(values))
+
+
+def distribution(name: str, values: Sequence[float], percentiles: Sequence[int] = (50, 95)) -> dict[str, float]:
+    """`name/mean`, `name/min`, `name/max` and `name/pK` (linear interpolation between ranks); empty for no values."""
+    if not values:
+        return {}
+    ranked = sorted(values)
+    result = {f"{name}/mean": sum(ranked) / len(ranked), f"{name}/min": ranked[0], f"{name}/max": ranked[-1]}
+    for percentile in percentiles:
+        position = percentile / 100 * (len(ranked) - 1)
+        below = int(position)
+        above = min(below + 1, len(ranked) - 1)
+        result[f"{name}/p{percentile}"] = ranked[below] + (position - below) * (ranked[above] - ranked[below])
+    return result

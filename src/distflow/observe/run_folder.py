@@ -1,0 +1,179 @@
+"""The writer of a run's folder, which is the interface of everything that looks at a run.
+
+`run_reader` reads what is written here; `docs/observe.md` describes every file.
+"""
+
+import fcntl
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from distflow.observe.jsonlines import LineFile, encode, write_aside
+from distflow.observe.metrics import nest
+
+SCHEMA_VERSION = 1
+
+SAMPLE_KEYS = (
+    "uid",
+    "prompt",
+    "response",
+    "ground_truth",
+    "score",
+    "reward_parts",
+    "errors",
+    "advantage",
+    "prompt_length",
+    "response_length",
+    "finish_reason",
+    "versions",
+    "domain",
+)
+
+
+class RunFolderError(ValueError):
+    """The run's folder cannot be used: another run writes to it, or it is no folder."""
+
+
+class RunFolder:
+    """Appends metrics, events and spans, and writes samples and JSON files whole. Safe to call from several threads.
+
+    incarnation: counts the starts of this run in this folder, from 0.
+    resumed_at: the step whose checkpoint this incarnation goes on from; what earlier incarnations wrote about later
+    steps was rolled back, and readers leave it out. Without it that is taken from the first step that is written.
+
+    Raises RunFolderError when the folder is in use by another process.
+    """
+
+    def __init__(self, path: Path, incarnation: int, resumed_at: int | None = None):
+        self.path = Path(path)
+        self.incarnation = incarnation
+        self._lock = threading.Lock()
+        self._make_folder()
+        self._owner = self._own()
+        self._metrics = LineFile(self.path / "metrics.jsonl")
+        self._events = LineFile(self.path / "events.jsonl")
+        self._spans: dict[str, LineFile] = {}
+        self._closed = False
+        where = {} if resumed_at is None else {"resumed_at": resumed_at}
+        self.event("start", f"incarnation {incarnation} started", schema=SCHEMA_VERSION, pid=os.getpid(), **where)
+
+    def write_json(self, name: str, data: Any) -> None:
+        """Write `name` (e.g. "run.json") whole or not at all."""
+        write_aside(self._plain(name), encode(data, indent=2) + b"\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a text file (e.g. "config.yaml") whole or not at all."""
+        write_aside(self._plain(name), text.encode("utf-8", "backslashreplace"))
+
+    def metrics(self, step: int, kind: str, values: Mapping[str, float]) -> None:
+        """Append one record of flat metric names; `kind` is "train", "val", "sft", ... Flushes everything."""
+        record = {
+            "step": step,
+            "t": time.time(),
+            "inc": self.incarnation,
+            "kind": kind,
+            "m": nest({name: float(value) for name, value in values.items()}),
+        }
+        with self._lock:
+            self._metrics.append(record)
+            for spans in self._spans.values():
+                spans.flush()
+
+    def event(self, kind: str, message: str, **fields: Any) -> None:
+        """Append something that happened: "start", "end", "info", "warning", "error", "finding", "checkpoint", ...
+
+        `step` among the fields places it on the timeline.
+        """
+        record = {"t": time.time(), "inc": self.incarnation, "kind": kind, "message": message, **fields}
+        with self._lock:
+            self._events.append(record)
+
+    def span(
+        self,
+        actor: str,
+        t0: float,
+        t1: float,
+        kind: str,
+        what: str,
+        step: int | None = None,
+        ticket: int | None = None,
+        version: int | None = None,
+        on: str | None = None,
+    ) -> None:
+        """Append to `spans/ACTOR.jsonl` what an actor did or waited for (`on`: for whom); times are `time.time()`."""
+        record = {"t0": t0, "t1": t1, "kind": kind, "what": what, "inc": self.incarnation}
+        given = {"step": step, "ticket": ticket, "version": version, "on": on}
+        record.update({key: value for key, value in given.items() if value is not None})
+        with self._lock:
+            if actor not in self._spans:
+                (self.path / "spans").mkdir(mode=0o700, exist_ok=True)
+                self._spans[actor] = LineFile(self.path / "spans" / f"{_file_name(actor)}.jsonl")
+            self._spans[actor].append(record, flush=False)
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]], split: str = "train") -> None:
+        """Write all samples of a step, known keys (`SAMPLE_KEYS`) first; a second call replaces the first."""
+        folder = self.path / "samples"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        lines = [encode({**_in_order(row), "inc": self.incarnation}) for row in rows]
+        write_aside(folder / sample_file_name(step, split), b"".join(line + b"\n" for line in lines))
+
+    def close(self) -> None:
+        """Flush and close everything; a second call does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for file in (self._metrics, self._events, *self._spans.values()):
+                file.close()
+            os.close(self._owner)
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _make_folder(self) -> None:
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise RunFolderError(
+                f"the run's folder cannot be {self.path}: a file is in the way; set trainer.default_local_dir"
+            ) from error
+        self.path.chmod(0o700)
+
+    def _own(self) -> int:
+        """Hold a lock while we write: two writers would mix their lines. The system frees it when we are killed."""
+        fd = os.open(self.path / ".writer", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            raise RunFolderError(
+                f"another process is writing to the run's folder {self.path}; "
+                "end it, or set trainer.default_local_dir or trainer.experiment_name to another folder"
+            ) from error
+        return fd
+
+    def _plain(self, name: str) -> Path:
+        assert name == Path(name).name, f"{name!r} is not a plain file name"
+        return self.path / name
+
+
+def sample_file_name(step: int, split: str) -> str:
+    """ "000012.jsonl" for training samples, "val-000012.jsonl" for those of the split "val"."""
+    prefix = "" if split == "train" else f"{_file_name(split)}-"
+    return f"{prefix}{step:06d}.jsonl"
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", name).lstrip(".") or "_"
+
+
+def _in_order(row: Mapping[str, Any]) -> dict[str, Any]:
+    known = {key: row[key] for key in SAMPLE_KEYS if key in row}
+    return known | {key: value for key, value in row.items() if key not in known}

@@ -1,0 +1,179 @@
+"""Reads a run's folder: while it is written, after a crash, and across resumes.
+
+After a resume from step k, what earlier incarnations wrote about steps after k never happened for the run that went
+on. Readers return the surviving timeline; events, being history, are all returned and marked.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from distflow.observe.jsonlines import read_records, to_number
+from distflow.observe.metrics import flatten
+from distflow.observe.run_folder import sample_file_name
+
+_NUMBERS_OF_A_SAMPLE = ("score", "advantage")
+
+
+@dataclass(frozen=True)
+class MetricsRecord:
+    """The metrics of one step and kind, under flat names such as "actor/loss"; `t` is seconds since the epoch."""
+
+    step: int
+    t: float
+    inc: int
+    kind: str
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened. `rolled_back`: at a step that a later incarnation went back behind."""
+
+    t: float
+    inc: int
+    kind: str
+    message: str
+    step: int | None
+    fields: Mapping[str, Any]
+    rolled_back: bool
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """For each incarnation that resumed, the last step of earlier incarnations that it kept."""
+
+    kept_until: Mapping[int, int] = field(default_factory=dict)
+
+    def survives(self, inc: int, step: int) -> bool:
+        """Whether what incarnation `inc` wrote about `step` belongs to the run that went on."""
+        return all(step <= kept for later, kept in self.kept_until.items() if later > inc)
+
+
+def read_json(run_dir: Path, name: str) -> dict[str, Any]:
+    """A JSON object of the folder (e.g. "run.json"); empty when it is missing or unreadable."""
+    try:
+        data = json.loads((run_dir / name).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def read_timeline(run_dir: Path) -> Timeline:
+    """What resumes kept: as their start event says, else everything before the first training step they wrote."""
+    events, _ = read_records(run_dir / "events.jsonl")
+    metrics, _ = read_records(run_dir / "metrics.jsonl")
+    return _timeline(events, metrics)
+
+
+def read_metrics(run_dir: Path) -> list[MetricsRecord]:
+    """The surviving records by step, in the order of writing within one; an incarnation replaces older records."""
+    raw, _ = read_records(run_dir / "metrics.jsonl")
+    events, _ = read_records(run_dir / "events.jsonl")
+    timeline = _timeline(events, raw)
+    records = [record for record in map(_metrics_record, raw) if record and timeline.survives(record.inc, record.step)]
+    newest: dict[tuple[int, str], int] = {}
+    for record in records:
+        key = (record.step, record.kind)
+        newest[key] = max(record.inc, newest.get(key, record.inc))
+    kept = [record for record in records if record.inc == newest[(record.step, record.kind)]]
+    return sorted(kept, key=lambda record: record.step)
+
+
+def read_events(run_dir: Path) -> list[Event]:
+    """All events in the order of writing."""
+    raw, _ = read_records(run_dir / "events.jsonl")
+    metrics, _ = read_records(run_dir / "metrics.jsonl")
+    timeline = _timeline(raw, metrics)
+    return [_event(record, timeline) for record in raw]
+
+
+def sample_steps(run_dir: Path, split: str = "train") -> list[int]:
+    """The steps that have a sample file, rolled back or not, ascending. `read_samples` tells."""
+    pattern = re.compile(re.escape(sample_file_name(0, split)).replace("000000", r"(\d{6,})"))
+    folder = run_dir / "samples"
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(match[1]) for match in map(pattern.fullmatch, names) if match)
+
+
+def sample_splits(run_dir: Path) -> list[str]:
+    """The splits that have sample files, "train" first if it is there."""
+    folder = run_dir / "samples"
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    found = {
+        match[1] or "train" for match in (re.fullmatch(r"(?:(.+)-)?\d{6,}\.jsonl", name) for name in names) if match
+    }
+    return sorted(found, key=lambda split: (split != "train", split))
+
+
+def read_samples(
+    run_dir: Path, step: int, split: str = "train", timeline: Timeline | None = None
+) -> list[dict[str, Any]]:
+    """The samples of a step; empty when there are none or the step was rolled back. Non-finite scores are floats.
+
+    timeline: saves reading it again for every step.
+    """
+    rows, _ = read_records(run_dir / "samples" / sample_file_name(step, split))
+    timeline = timeline or read_timeline(run_dir)
+    return [_sample(row) for row in rows if timeline.survives(_whole(row.get("inc")) or 0, step)]
+
+
+def last_incarnation(run_dir: Path) -> int | None:
+    """The number of the newest start in this folder; None for a folder without one."""
+    records, _ = read_records(run_dir / "events.jsonl")
+    numbers = [number for record in records if (number := _whole(record.get("inc"))) is not None]
+    return max(numbers, default=None)
+
+
+def _timeline(events: list[dict[str, Any]], metrics: list[dict[str, Any]]) -> Timeline:
+    kept: dict[int, int] = {}
+    for record in metrics:
+        inc, step = _whole(record.get("inc")), _whole(record.get("step"))
+        if inc and step is not None and record.get("kind") != "val":
+            kept[inc] = min(step - 1, kept.get(inc, step - 1))
+    for event in events:
+        inc, step = _whole(event.get("inc")), _whole(event.get("resumed_at"))
+        if inc and step is not None and event.get("kind") == "start":
+            kept[inc] = step
+    return Timeline(kept)
+
+
+def _metrics_record(record: dict[str, Any]) -> MetricsRecord | None:
+    step, nested = _whole(record.get("step")), record.get("m")
+    if step is None or not isinstance(nested, dict):
+        return None
+    values = {name: number for name, value in flatten(nested).items() if (number := to_number(value)) is not None}
+    t = to_number(record.get("t")) or 0.0
+    return MetricsRecord(step, t, _whole(record.get("inc")) or 0, str(record.get("kind", "train")), values)
+
+
+def _event(record: dict[str, Any], timeline: Timeline) -> Event:
+    known = ("t", "inc", "kind", "message", "step")
+    inc, step = _whole(record.get("inc")) or 0, _whole(record.get("step"))
+    return Event(
+        t=to_number(record.get("t")) or 0.0,
+        inc=inc,
+        kind=str(record.get("kind", "info")),
+        message=str(record.get("message", "")),
+        step=step,
+        fields={key: value for key, value in record.items() if key not in known},
+        rolled_back=step is not None and not timeline.survives(inc, step),
+    )
+
+
+def _sample(row: dict[str, Any]) -> dict[str, Any]:
+    """Turn "NaN" back into a number where a number is meant; a response that reads "NaN" stays text."""
+    for key in _NUMBERS_OF_A_SAMPLE:
+        if key in row:
+            row[key] = to_number(row[key])
+    parts = row.get("reward_parts")
+    if isinstance(parts, dict):
+        row["reward_parts"] = {name: value if (n := to_number(value)) is None else n for name, value in parts.items()}
+    return row
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -1,0 +1,70 @@
+"""Where the time of a step goes: named phases that add up to the step, and spans for the run's folder."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+# Told of every phase when it ends: its start and end as `time.time()`, and its name.
+OnPhase = Callable[[float, float, str], None]
+
+
+class PhaseTimer:
+    """Times the phases of one thread: `with phases("rollout"): ...`, then `finish_step()` once a step.
+
+    A phase inside another is taken out of the outer one, so the phases and `timing_s/other` add up to `timing_s/step`;
+    time between two steps belongs to the next one.
+    """
+
+    def __init__(
+        self,
+        on_phase: OnPhase | None = None,
+        on_start: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self._on_phase = on_phase
+        self._on_start = on_start
+        self._clock = clock
+        self._thread = threading.get_ident()
+        self._open: list[str] = []
+        self._seconds: dict[str, float] = {}
+        self._since = clock()
+        self._step_start = self._since
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Charge the time inside to `name`; a phase that ends by an exception is charged too."""
+        assert name not in ("step", "other"), f"the phase name {name!r} is taken"
+        assert threading.get_ident() == self._thread, "phases of another thread would be counted twice"
+        wall_start, start = time.time(), self._clock()
+        self._charge(start)
+        self._open.append(name)
+        if self._on_start:
+            self._on_start(name)
+        try:
+            yield
+        finally:
+            end = self._clock()
+            self._charge(end)
+            self._open.pop()
+            if self._on_phase:
+                # The wall clock may be set back while a phase runs; its length never is negative.
+                self._on_phase(wall_start, wall_start + end - start, name)
+
+    def finish_step(self) -> dict[str, float]:
+        """The `timing_s/*` metrics in seconds since the last call; starts the next step."""
+        assert not self._open, f"the step ends inside the phase {self._open[-1]!r}"
+        now = self._clock()
+        self._charge(now)
+        other = self._seconds.pop("other", 0.0)
+        metrics = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
+        metrics["timing_s/other"] = other
+        metrics["timing_s/step"] = now - self._step_start
+        self._seconds = {}
+        self._step_start = now
+        return metrics
+
+    def _charge(self, now: float) -> None:
+        name = self._open[-1] if self._open else "other"
+        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
+        self._since = now

@@ -1,0 +1,163 @@
+"""Sends metrics to trackers (console, TensorBoard, Weights & Biases) which can neither slow a run down nor end it."""
+
+import contextlib
+import importlib.util
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+TRACKER_NAMES = ("console", "tensorboard", "wandb")
+
+# Told once of each tracker that fails: the kind of the event ("warning"), and what happened.
+OnFailure = Callable[[str, str], None]
+
+_QUEUE_LENGTH = 256
+_CLOSE_TIMEOUT_S = 30.0
+
+
+class TrackerError(ValueError):
+    """`trainer.logger` names a tracker that does not exist or whose package is not installed."""
+
+
+class Tracker(Protocol):
+    """Receives copies of the metrics."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the metrics of one step under flat names; values may be NaN or infinite."""
+        ...
+
+    def close(self) -> None:
+        """Finish what is being sent."""
+        ...
+
+
+class Trackers:
+    """All trackers of a run as one.
+
+    Those of `remote` are built and used in a thread each: one that raises, hangs or is slow costs only its own copies,
+    and `on_failure` hears of it once. The trackers of `local` are called directly.
+    """
+
+    def __init__(
+        self,
+        local: Sequence[Tracker] = (),
+        remote: Mapping[str, Callable[[], Tracker]] | None = None,
+        on_failure: OnFailure = lambda kind, message: None,
+        close_timeout_s: float = _CLOSE_TIMEOUT_S,
+    ):
+        self._local = tuple(local)
+        self._remote = [_TrackerThread(name, build, on_failure) for name, build in (remote or {}).items()]
+        self._close_timeout_s = close_timeout_s
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Hand a copy of the metrics to every tracker; never waits for a remote one."""
+        copy = {name: float(value) for name, value in values.items()}
+        for tracker in self._local:
+            tracker.log(step, copy)
+        for thread in self._remote:
+            thread.put((step, copy))
+
+    def close(self) -> None:
+        """Close all; one that is not done in `close_timeout_s` is left behind and named."""
+        for tracker in self._local:
+            tracker.close()
+        deadline = time.monotonic() + self._close_timeout_s
+        for thread in self._remote:
+            thread.finish(deadline)
+
+
+class _TrackerThread:
+    """Consumes queued metrics · waits for the queue · unblocked by the run or its end · produces tracker calls."""
+
+    def __init__(self, name: str, build: Callable[[], Tracker], on_failure: OnFailure):
+        self._name = name
+        self._build = build
+        self._on_failure = on_failure
+        self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_QUEUE_LENGTH)
+        self._failed = threading.Event()
+        self._told = False
+        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, item: tuple[int, dict[str, float]]) -> None:
+        if self._failed.is_set():
+            return
+        try:
+            self._queue.put_nowait(item)
+        except queue.Full:
+            self._tell("is too slow: steps are left out there; metrics.jsonl has all of them")
+
+    def finish(self, deadline: float) -> None:
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=max(deadline - time.monotonic(), 0.0))
+        self._thread.join(max(deadline - time.monotonic(), 0.0))
+        if self._thread.is_alive():
+            self._tell("did not finish in time and was left behind; metrics.jsonl has everything")
+
+    def _run(self) -> None:
+        try:
+            tracker = self._build()
+            while (item := self._queue.get()) is not None:
+                tracker.log(*item)
+            tracker.close()
+        except BaseException as error:  # the edge of a foreign library: whatever it raises must not reach the run
+            self._failed.set()
+            self._tell(f"failed and is off for the rest of the run ({type(error).__name__}: {error})")
+
+    def _tell(self, what: str) -> None:
+        if not self._told:
+            self._told = True
+            self._on_failure("warning", f"tracker {self._name} {what}")
+
+
+def open_trackers(
+    names: Sequence[str],
+    run_dir: Path,
+    *,
+    project: str,
+    experiment: str,
+    config: Mapping[str, Any],
+    console: Tracker,
+    on_failure: OnFailure,
+) -> Trackers:
+    """The trackers of `trainer.logger`; `console` is used if "console" is among them.
+
+    Raises TrackerError for an unknown name, or for one whose package is not installed.
+    """
+    remote: dict[str, Callable[[], Tracker]] = {}
+    for name in dict.fromkeys(names):
+        if name == "tensorboard":
+            _need(name, "tensorboard")
+            remote[name] = lambda: _tensorboard(run_dir)
+        elif name == "wandb":
+            _need(name, "wandb")
+            remote[name] = lambda: _wandb(run_dir, project, experiment, config)
+        elif name not in TRACKER_NAMES:
+            raise TrackerError(
+                f"trainer.logger names the tracker {name!r}, which does not exist; "
+                f"choose from {', '.join(TRACKER_NAMES)} (metrics.jsonl is always written)"
+            )
+    return Trackers([console] if "console" in names else [], remote, on_failure)
+
+
+def _need(name: str, package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise TrackerError(
+            f"trainer.logger names {name!r}, but the package {package} is not installed: "
+            f"pip install 'distflow[{name}]', or take it out of trainer.logger"
+        )
+
+
+def _tensorboard(run_dir: Path) -> Tracker:
+    from distflow.observe.tracker_tensorboard import TensorBoardTracker
+
+    return TensorBoardTracker(run_dir / "tensorboard")
+
+
+def _wandb(run_dir: Path, project: str, experiment: str, config: Mapping[str, Any]) -> Tracker:
+    from distflow.observe.tracker_wandb import WandbTracker
+
+    return WandbTracker(run_dir, project, experiment, config)
