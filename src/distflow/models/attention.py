@@ -1,0 +1,120 @@
+"""Attention over packed sequences: each sequence to itself, at the cost of its own length, on any device.
+
+Registered with `transformers` under a name; a forward without `packing` is exactly its `sdpa`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+PACKED_ATTENTION = "distflow_packed"
+
+# A bucket of sequences is padded to its longest; shorter ones than this share of it go to the next bucket.
+_SHORTEST_IN_BUCKET = 0.75
+
+_mask_is_ours: ContextVar[bool] = ContextVar("distflow_packed_mask", default=False)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences of similar length, as rows padded on the right.
+
+    gather: int64 `(rows * longest,)`, the packed position of each padded one. Padding repeats some real token: causal
+    attention never lets a real token see it.
+    """
+
+    gather: Tensor
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a packed row divides into sequences. scatter: int64 `(tokens,)`, where each token's output stands among the
+    padded outputs of all buckets."""
+
+    buckets: tuple[Bucket, ...]
+    scatter: Tensor
+
+    @staticmethod
+    def of(lengths: Tensor, device: torch.device) -> "Packing":
+        """lengths: int64 `(sequences,)` on the CPU, all at least 1, in packed order."""
+        starts = lengths.cumsum(0) - lengths
+        scatter = torch.empty(int(lengths.sum()), dtype=torch.int64)
+        buckets = []
+        num_padded = 0
+        for rows in _similar(lengths):
+            longest = int(lengths[rows].max())
+            offsets = torch.arange(longest)[None, :].expand(len(rows), -1)
+            real = offsets < lengths[rows][:, None]
+            gather = torch.where(real, starts[rows][:, None] + offsets, starts[rows][:, None])
+            scatter[gather[real]] = num_padded + torch.arange(gather.numel()).view_as(gather)[real]
+            buckets.append(Bucket(gather.reshape(-1).to(device), len(rows)))
+            num_padded += gather.numel()
+        return Packing(tuple(buckets), scatter.to(device))
+
+
+def _similar(lengths: Tensor) -> list[Tensor]:
+    """Indices of sequences, grouped so that none is much shorter than the longest of its group."""
+    order = torch.argsort(lengths, descending=True, stable=True)
+    groups: list[list[int]] = []
+    longest = 0
+    for index in order.tolist():
+        length = int(lengths[index])
+        if not groups or length < _SHORTEST_IN_BUCKET * longest:
+            groups.append([])
+            longest = length
+        groups[-1].append(index)
+    return [torch.tensor(group) for group in groups]
+
+
+@contextmanager
+def without_dense_mask() -> Iterator[None]:
+    """Inside, `transformers` builds no `(tokens, tokens)` mask for a packed row: `packing` replaces it."""
+    token = _mask_is_ours.set(True)
+    try:
+        yield
+    finally:
+        _mask_is_ours.reset(token)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    packing: Packing | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query `(1, heads, tokens, head_dim)`, key and value with their own number of heads; returns
+    `(1, tokens, heads, head_dim)`."""
+    if packing is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    flat = [x[0].transpose(0, 1) for x in (query, key, value)]
+    outputs = []
+    for bucket in packing.buckets:
+        rows = [x.index_select(0, bucket.gather).unflatten(0, (bucket.num_rows, -1)).transpose(1, 2) for x in flat]
+        out = scaled_dot_product_attention(
+            *rows, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, packing.scatter)[None], None
+
+
+def _packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    return None if _mask_is_ours.get() else sdpa_mask(*args, **kwargs)
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+AttentionMaskInterface.register(PACKED_ATTENTION, _packed_mask)

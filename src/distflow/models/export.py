@@ -1,0 +1,67 @@
+"""Writes a model and its tokenizer as a folder that `transformers` loads, adapters merged."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from distflow.config.errors import UserError
+from distflow.models.heads import unwrapped
+from distflow.models.lora import has_adapter, named_weights
+
+
+def export_model(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Write config, safetensors and tokenizer to `folder`, which must not exist or be empty; it appears whole.
+
+    dtype: of the stored weights (the model's own by default). Returns the folder.
+    Raises UserError if the folder holds something already.
+    """
+    target = Path(folder)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"'{target}' exists and is not an empty folder: export to another one")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        _write(model, tokenizer, aside, dtype)
+        aside.chmod(0o755)
+        if target.exists():
+            target.rmdir()
+        aside.rename(target)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return target
+
+
+def _write(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: Path, dtype: torch.dtype | None
+) -> None:
+    causal = unwrapped(model)
+    stored = dtype or next(causal.parameters()).dtype
+    previous = causal.config.dtype
+    causal.config.dtype = stored
+    try:
+        causal.save_pretrained(folder, state_dict=_plain_weights(model, stored))
+    finally:
+        causal.config.dtype = previous
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _plain_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The model's own state dict: with merged adapters, in `dtype` where it is floating point."""
+    causal = unwrapped(model)
+    if has_adapter(model):
+        weights = dict(named_weights(model))
+        weights.update({name: buffer for name, buffer in causal.named_buffers() if name in causal.state_dict()})
+    else:
+        weights = causal.state_dict()
+    return {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}

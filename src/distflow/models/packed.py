@@ -1,0 +1,99 @@
+"""Packed forwards: sequences one after the other in one row, no padding, no attention mask, no cache.
+
+With a cache or a mask of ones `transformers` lets packed sequences see each other without a word, so every model is
+checked before it is used: each packed sequence against itself alone, through the model's own forward.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distflow.config.errors import UserError
+from distflow.models.attention import PACKED_ATTENTION, Packing, without_dense_mask
+from distflow.models.heads import backbone, output_head, unwrapped
+
+# Largest error of a logit, relative to the largest logit: rounding stays well below, a leak is far above.
+_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.08, torch.float16: 0.02}
+_CHECK_LENGTHS = (5, 1, 11, 1, 3, 8)
+
+
+def packed_hidden_states(model: nn.Module, input_ids: Tensor, lengths: Tensor) -> Tensor:
+    """Last hidden states `(tokens, hidden)` of sequences that follow each other in `input_ids` `(tokens,)`.
+
+    lengths: int64 `(sequences,)` on the CPU, all at least 1. The output head is not run.
+    """
+    decoder = backbone(model)
+    lengths = lengths[lengths > 0]
+    starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    position_ids = (torch.arange(int(lengths.sum())) - starts).to(input_ids.device)
+    call: dict[str, Any] = {"input_ids": input_ids[None], "position_ids": position_ids[None], "use_cache": False}
+    if decoder.config._attn_implementation != PACKED_ATTENTION:  # type: ignore[union-attr]
+        return decoder(**call).last_hidden_state[0]
+    with without_dense_mask():
+        return decoder(**call, packing=Packing.of(lengths, input_ids.device)).last_hidden_state[0]
+
+
+def choose_attention(model: nn.Module) -> str:
+    """Set and return the fastest attention that keeps packed sequences apart in this model.
+
+    Raises UserError if none does.
+    """
+    causal = unwrapped(model)
+    errors = {}
+    for name in _candidates(causal.config):
+        causal.set_attn_implementation(name)
+        errors[name] = packed_error(model)
+        if errors[name] <= _tolerance(model):
+            return name
+    raise UserError(_refusal(model, errors))
+
+
+def check_packed_forward(model: nn.Module) -> None:
+    """Raise UserError if the model's packed forward is not, sequence by sequence, its plain forward."""
+    error = packed_error(model)
+    if not error <= _tolerance(model):
+        raise UserError(_refusal(model, {unwrapped(model).config._attn_implementation: error}))
+
+
+@torch.no_grad()
+def packed_error(model: nn.Module) -> float:
+    """Largest difference of a logit between packed sequences and each alone, relative to the largest logit.
+
+    `inf` if the attention that is set cannot run the model.
+    """
+    lengths = torch.tensor(_CHECK_LENGTHS)
+    embedding = unwrapped(model).get_input_embeddings().weight
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(embedding.shape[0], (int(lengths.sum()),), generator=generator).to(embedding.device)
+    was_training = model.training
+    model.eval()
+    try:
+        packed = output_head(model)(packed_hidden_states(model, ids, lengths))
+        alone = [model(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(lengths.tolist())]
+    except (TypeError, ValueError):  # a keyword that the family's layers do not take, softcap under sdpa, ...
+        return float("inf")
+    finally:
+        model.train(was_training)
+    expected = torch.cat(alone)
+    error = (packed - expected).abs().max() / expected.abs().max()
+    return float("inf") if error.isnan() else float(error)
+
+
+def _candidates(config: Any) -> tuple[str, ...]:
+    """Ours knows plain causal attention only; a window or a soft cap is left to the family's own code."""
+    layer_types = set(getattr(config, "layer_types", None) or ("full_attention",))
+    windowed = layer_types != {"full_attention"} or getattr(config, "sliding_window", None) is not None
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return ("eager",)
+    return ("sdpa", "eager") if windowed else (PACKED_ATTENTION, "sdpa", "eager")
+
+
+def _tolerance(model: nn.Module) -> float:
+    return _TOLERANCE[unwrapped(model).get_input_embeddings().weight.dtype]
+
+
+def _refusal(model: nn.Module, errors: dict[str, float]) -> str:
+    tried = ", ".join(f"{name}: relative error {error:.2g}" for name, error in errors.items())
+    family = getattr(unwrapped(model).config, "model_type", type(model).__name__)
+    return f"models of the family '{family}' cannot be trained packed: a packed sequence is not itself alone ({tried})"

@@ -1,0 +1,61 @@
+"""Where a model lies: a local folder, a model shipped with the package (`builtin:NAME`), or a Hugging Face hub id."""
+
+import re
+from pathlib import Path
+
+from distflow.config.errors import UserError
+
+BUILTIN_FOLDER = Path(__file__).parent / "builtin"
+BUILTIN_PREFIX = "builtin:"
+WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+)
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def resolve_path(path: str | Path) -> str:
+    """The folder (as an absolute path) or hub id that `path` means.
+
+    Raises UserError for an unknown built-in model, a missing folder, and a file where a folder is wanted.
+    """
+    text = str(path)
+    if text.startswith(BUILTIN_PREFIX):
+        return str(_builtin(text.removeprefix(BUILTIN_PREFIX)))
+    folder = Path(text).expanduser()
+    if folder.is_dir():
+        return str(folder.resolve())
+    if folder.is_file():
+        hint = (
+            "; give its folder as path and its name as gguf_file" if folder.suffix == ".gguf" else "; give its folder"
+        )
+        raise UserError(f"model path '{text}' is a file{hint}")
+    if text.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(text):
+        raise UserError(f"model folder '{text}' does not exist; give a folder, a hub id (org/name) or builtin:NAME")
+    return text
+
+
+def is_local(resolved: str) -> bool:
+    """Whether a resolved path is a folder of this machine, not a hub id."""
+    return Path(resolved).is_dir()
+
+
+def require_files(resolved: str, patterns: tuple[str, ...], what: str) -> None:
+    """Raise UserError if a local folder holds none of the files. A hub id passes: its files are known later."""
+    if is_local(resolved) and not any(any(Path(resolved).glob(pattern)) for pattern in patterns):
+        raise UserError(f"model folder '{resolved}' has no {what} ({', '.join(patterns)})")
+
+
+def _builtin(name: str) -> Path:
+    folder = BUILTIN_FOLDER / name
+    if not name or not (folder / "config.json").is_file():
+        known = sorted(p.parent.name for p in BUILTIN_FOLDER.glob("*/config.json"))
+        raise UserError(f"there is no built-in model '{name}'; there are: {', '.join(known) or 'none'}")
+    return folder

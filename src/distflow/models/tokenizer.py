@@ -1,0 +1,83 @@
+"""Loads tokenizers, and says which tokens end a generation."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from distflow.config.errors import UserError
+from distflow.models.paths import TOKENIZER_FILES, is_local, require_files, resolve_path
+
+# Ends of a chat turn. They count only where the tokenizer has them as one special token.
+CHAT_END_TOKENS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|end_of_text|>",
+    "<|return|>",
+)
+
+_GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+
+def load_tokenizer(
+    path: str | Path,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    gguf_file: str | None = None,
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder, hub id, `builtin:NAME` or GGUF file, with a pad token.
+
+    Raises UserError if there is none, or if it has no end-of-sequence token.
+    """
+    source = resolve_path(path)
+    if gguf_file is None:
+        require_files(source, TOKENIZER_FILES, "tokenizer; set tokenizer_path to a folder that has one")
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    if gguf_file is not None:
+        options["gguf_file"] = gguf_file
+    try:
+        loader: Any = PreTrainedTokenizerFast if _names_generic_class(source) else AutoTokenizer
+        tokenizer = loader.from_pretrained(source, **options)
+    except ImportError as error:
+        raise UserError(f"the tokenizer of '{source}' needs a package that is not installed: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"the tokenizer of '{source}' cannot be loaded: {reason}") from error
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"the tokenizer of '{source}' has no eos_token: generations could not end; set it there")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def stop_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids that end a generation, ascending: the model's and the tokenizer's eos ids, and the ends of a chat turn
+    that the tokenizer's chat template writes."""
+    ids = {int(tokenizer.eos_token_id)}  # type: ignore[arg-type]
+    for owner in (model.config, getattr(model, "generation_config", None)):
+        found = getattr(owner, "eos_token_id", None)
+        ids.update([found] if isinstance(found, int) else found or [])
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    added = tokenizer.get_added_vocab()
+    ids.update(added[token] for token in CHAT_END_TOKENS if token in added and token in template)
+    return tuple(sorted(ids))
+
+
+def _names_generic_class(source: str) -> bool:
+    """Whether the folder says that its tokenizer is nothing but its tokenizer.json.
+
+    `AutoTokenizer` rebuilds some families' tokenizers (qwen2) from the vocabulary whatever the folder says, and so
+    changes how text is split.
+    """
+    config = Path(source) / "tokenizer_config.json"
+    if not is_local(source) or not config.is_file() or not (config.parent / "tokenizer.json").is_file():
+        return False
+    try:
+        return json.loads(config.read_text("utf-8")).get("tokenizer_class") in _GENERIC_CLASSES
+    except ValueError as error:
+        raise UserError(f"'{config}' is no valid JSON: {error}") from error

@@ -1,0 +1,54 @@
+"""An optimizer's state as named tensors and plain data, and back, bit for bit."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Meta = dict[str, Any]
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]
+) -> tuple[dict[str, Tensor], Meta]:
+    """Tensors by "state key/parameter name", and what JSON can hold: the optimizer's class, and its other entries."""
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, dict[str, Any]] = {}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"{key}/{name}"] = value.detach()
+            else:
+                plain.setdefault(name, {})[key] = value
+    return tensors, {"class": type(optimizer).__name__, "plain": plain}
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], tensors: dict[str, Tensor], meta: Meta
+) -> None:
+    """Replace the optimizer's state; an optimizer that had taken no step is as new.
+
+    Raises ValueError, with nothing changed, if the state is another optimizer's or of other parameters.
+    """
+    if meta["class"] != type(optimizer).__name__:
+        raise ValueError(
+            f"the state is of the optimizer {meta['class']}, this run has {type(optimizer).__name__}: "
+            "set optim.optimizer to what the run began with"
+        )
+    states: dict[nn.Parameter, dict[str, Any]] = {}
+    for name, entries in meta["plain"].items():
+        states.setdefault(_find(parameters, name), {}).update(entries)
+    for path, tensor in tensors.items():
+        key, _, name = path.partition("/")
+        parameter = _find(parameters, name)
+        # A step counter lies on the CPU, whatever the parameter's device; everything else beside its parameter.
+        device = torch.device("cpu") if tensor.dim() == 0 else parameter.device
+        states.setdefault(parameter, {})[key] = tensor.detach().to(device, copy=True)
+    optimizer.state.clear()
+    optimizer.state.update(states)
+
+
+def _find(parameters: dict[str, nn.Parameter], name: str) -> nn.Parameter:
+    if name not in parameters:
+        raise ValueError(f"the optimizer's state has an entry for '{name}', which this model does not train")
+    return parameters[name]

@@ -1,0 +1,165 @@
+"""The train engine of one device: packed micro-batches, exact accumulation, one optimizer step a mini-batch."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from distflow.config.errors import UserError
+from distflow.data.batch import Batch
+from distflow.models.heads import unwrapped
+from distflow.models.lora import named_weights
+from distflow.training.collective import OneRank
+from distflow.training.engine import Collective, Counts, LossFn, TrainState
+from distflow.training.optim_state import load_optimizer_state, optimizer_state
+from distflow.training.packing import micro_batches
+from distflow.training.schedule import Schedule
+from distflow.training.scorer import TorchScorer, padded_outputs
+
+MODEL_PREFIX = "model."
+OPTIMIZER_PREFIX = "optimizer."
+
+
+class TorchTrainEngine:
+    """Trains `model`, whose parameters are float32, with `optimizer` over its trainable ones.
+
+    Losses and gradients of micro-batches add up: the loss function weighs each by the counts of the whole mini-batch,
+    so the gradient does not depend on how the mini-batch was divided, over micro-batches or over ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        max_tokens_per_micro_batch: int = 16384,
+        temperature: float = 1.0,
+        max_grad_norm: float | None = 1.0,
+        compute_dtype: torch.dtype | None = None,
+        gradient_checkpointing: bool = False,
+        group: Collective | None = None,
+    ) -> None:
+        """compute_dtype: bfloat16 runs the matrix products in it by autocast over the float32 weights.
+        max_grad_norm: gradients above it are scaled down to it; None never does.
+        gradient_checkpointing: keep only each layer's input, and compute the layer again in the backward pass.
+        group: the ranks that share the mini-batch; each sees its own part, all take the same step.
+        """
+        self.model = model
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.max_grad_norm = max_grad_norm
+        self.group = group or OneRank()
+        self.scorer = TorchScorer(
+            model,
+            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
+            temperature=temperature,
+            compute_dtype=compute_dtype,
+        )
+        self.num_steps = 0
+        self._trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        low = [name for name, p in self._trainable.items() if p.dtype in (torch.bfloat16, torch.float16)]
+        if low:
+            raise UserError(
+                f"weights that are trained must be float32 ({low[0]} is not): load the model in float32 and set "
+                "compute_dtype to the precision wanted, or small updates would be rounded away"
+            )
+        if gradient_checkpointing:
+            unwrapped(model).gradient_checkpointing_enable({"use_reentrant": False})
+
+    def forward(self, batch: Batch, outputs: tuple[str, ...]) -> Batch:
+        """The wanted outputs ("log_probs", "entropy", "values") as response columns, without gradient."""
+        return self.scorer.forward(batch, outputs)
+
+    def train_step(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
+        """One optimizer step over a mini-batch (this rank's part of it).
+
+        A loss or gradient norm that is not finite skips the step: weights, optimizer and schedule stay as they were.
+        Returns `loss`, `grad_norm` (before clipping), `lr`, `skipped` (0 or 1), and the loss function's own metrics.
+        """
+        counts = self.group.sum(loss_fn.counts(batch))
+        sums = self.group.sum(self._accumulate(batch, loss_fn, counts))
+        loss = sums.pop("loss")
+        grad_norm = self._reduce_and_clip()
+        factor = self.schedule(self.num_steps)
+        lrs = [base * factor for base in self._base_lrs]
+        skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
+        if not skipped:
+            self._step(lrs)
+        self.optimizer.zero_grad(set_to_none=True)
+        own = loss_fn.finish(sums, counts)
+        return {**own, "loss": loss, "grad_norm": grad_norm, "lr": lrs[0], "skipped": float(skipped)}
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights by their Hugging Face names, tied ones once, LoRA merged; else the model's own storage."""
+        return named_weights(self.model)
+
+    def state(self) -> TrainState:
+        """All that changes by training: trainable weights, the optimizer's state, the number of steps taken.
+
+        The tensors are the live ones: copy or write them before the next step.
+        """
+        tensors = {MODEL_PREFIX + name: p.detach() for name, p in self._trainable.items()}
+        moments, meta = optimizer_state(self.optimizer, self._trainable)
+        tensors.update({OPTIMIZER_PREFIX + name: tensor for name, tensor in moments.items()})
+        return TrainState(tensors, {"num_steps": self.num_steps, "optimizer": meta})
+
+    def load_state(self, state: TrainState) -> None:
+        """Go on, bit for bit, from what `state` gave. Rates and other options stay those of this engine.
+
+        Raises ValueError, with nothing changed, if the weights' names or shapes or the optimizer differ.
+        """
+        weights = _with_prefix(state.tensors, MODEL_PREFIX)
+        _check_same_weights(self._trainable, weights)
+        moments = _with_prefix(state.tensors, OPTIMIZER_PREFIX)
+        load_optimizer_state(self.optimizer, self._trainable, moments, state.meta["optimizer"])
+        with torch.no_grad():
+            for name, parameter in self._trainable.items():
+                parameter.copy_(weights[name])
+        self.num_steps = int(state.meta["num_steps"])
+
+    def _accumulate(self, batch: Batch, loss_fn: LossFn, counts: Counts) -> Counts:
+        """Backward of every micro-batch; returns this rank's summed loss and statistics."""
+        self.model.train()
+        sums: Counts = {"loss": 0.0}
+        for index in micro_batches(batch, self.scorer.max_tokens):
+            micro = batch.select(index)
+            outputs = padded_outputs(micro, self.scorer.compute(micro, loss_fn.outputs))
+            loss, stats = loss_fn(outputs, micro, counts)
+            if loss.requires_grad:
+                loss.backward()
+            for name, value in {"loss": float(loss.detach()), **stats}.items():
+                sums[name] = sums.get(name, 0.0) + value
+        return sums
+
+    def _reduce_and_clip(self) -> float:
+        """Sum the gradients over the group and clip them; returns their global norm before clipping."""
+        for parameter in self._trainable.values():
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = self.group.sum(grad)
+        norm = get_total_norm([p.grad for p in self._trainable.values() if p.grad is not None])
+        if self.max_grad_norm is not None and bool(norm.isfinite()):
+            clip_grads_with_norm_(self._trainable.values(), self.max_grad_norm, norm)
+        return float(norm)
+
+    def _step(self, lrs: list[float]) -> None:
+        for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
+            group["lr"] = lr
+        self.optimizer.step()
+        self.num_steps += 1
+
+
+def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _check_same_weights(own: dict[str, nn.Parameter], given: dict[str, Tensor]) -> None:
+    different = sorted(own.keys() ^ given.keys()) or [n for n, p in own.items() if p.shape != given[n].shape]
+    if different:
+        raise ValueError(
+            f"the state is of another model: {len(different)} weights differ in name or shape, {different[0]} first; "
+            "resume with the model (and lora_rank) that the run began with"
+        )
