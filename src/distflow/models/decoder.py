@@ -1,0 +1,215 @@
+"""A Hugging Face decoder run by our own prefill and cached decode, over the module's own parameters.
+
+The projections, norms and MLPs of the module are called as they are (so LoRA layers and replaced submodules take
+part); only the attention and the key-value memory are ours. Keys are stored transposed, because decoding is a batched
+matrix product of one query row with all keys of its slot.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from distflow.config.errors import UserError
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length seen so far
+
+
+@dataclass(frozen=True)
+class PromptKV:
+    """Keys and values of prefilled prompts, and where their decoding starts.
+
+    keys: `(layers, prompts, kv_heads, head_dim, longest)`; values: `(layers, prompts, kv_heads, longest, head_dim)`;
+    what lies beyond a prompt's length is finite and meaningless. hidden: `(prompts, hidden)`, after the final norm,
+    of each prompt's last token.
+    """
+
+    keys: Tensor
+    values: Tensor
+    hidden: Tensor
+
+
+def supports(model: nn.Module) -> bool:
+    """Whether `DecoderView` can run this model."""
+    return _refusal(unwrap(model)) is None
+
+
+def unwrap(model: nn.Module) -> Any:
+    """The causal language model itself; of a peft model the base, whose linears then carry the adapters."""
+    get_base_model = getattr(model, "get_base_model", None)
+    return model if get_base_model is None else get_base_model()
+
+
+class DecoderView:
+    """Prefill and decode for Llama-like models. Owns no weights: it sees each in-place update of the module's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Raises UserError for a family that it cannot run, or whose logits come out different from the module's."""
+        causal = unwrap(model)
+        if refusal := _refusal(causal):
+            raise UserError(f"the embedded rollout engine cannot run this model: {refusal}; set rollout.name=hf")
+        config = causal.config
+        self._body = causal.model
+        self._head = causal.lm_head
+        self._module = causal
+        self.num_layers: int = config.num_hidden_layers
+        self.num_heads: int = config.num_attention_heads
+        self.num_kv_heads: int = config.num_key_value_heads
+        self.head_dim: int = self._body.layers[0].self_attn.head_dim
+        self.vocab_size: int = self._head.out_features
+        self.max_positions: int = config.max_position_embeddings
+        self._cos = self._sin = torch.empty(0, self.head_dim)
+        self._check_against_module()
+
+    @property
+    def device(self) -> torch.device:
+        return self._body.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._body.embed_tokens.weight.dtype
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`(rows, hidden)` → `(rows, vocab)`."""
+        return self._head(hidden)
+
+    def prefill(self, prompts: list[tuple[int, ...]]) -> PromptKV:
+        """Run prompts, padded on the right: under a causal mask the padding is seen by no real token."""
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        longest = max(len(prompt) for prompt in prompts)
+        ids = torch.tensor([prompt + (0,) * (longest - len(prompt)) for prompt in prompts], device=self.device)
+        hidden = self._body.embed_tokens(ids)
+        cos, sin = self._rotary_rows(longest, hidden)
+        cos, sin = cos[:longest, None], sin[:longest, None]
+        shape = (self.num_layers, len(prompts), self.num_kv_heads)
+        keys = hidden.new_empty(*shape, self.head_dim, longest)
+        values = hidden.new_empty(*shape, longest, self.head_dim)
+        for index, layer in enumerate(self._body.layers):
+            query, key, value = self._project(layer, hidden, cos, sin)
+            keys[index] = key.permute(0, 2, 3, 1)
+            values[index] = value.transpose(1, 2)
+            mixed = scaled_dot_product_attention(
+                query.transpose(1, 2),
+                key.transpose(1, 2),
+                values[index],
+                is_causal=True,
+                scale=layer.self_attn.scaling,
+                enable_gqa=self.num_heads != self.num_kv_heads,
+            )
+            hidden = self._rest_of_layer(layer, hidden, mixed.transpose(1, 2))
+        last = hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
+        return PromptKV(keys, values, self._body.norm(last))
+
+    def decode(self, token_ids: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """One token for each row, written to the memory at its position and attending up to it.
+
+        token_ids, positions: `(rows,)`. keys: `(layers, rows, kv_heads, head_dim, extent)` and values:
+        `(layers, rows, kv_heads, extent, head_dim)` are written in place; `extent` is above every position, and the
+        memory beyond a row's position must be finite. Returns `(rows, hidden)` after the final norm.
+        """
+        num_rows, extent = token_ids.shape[0], keys.shape[-1]
+        rows = torch.arange(num_rows, device=self.device)
+        hidden = self._body.embed_tokens(token_ids)
+        cos, sin = self._rotary_rows(extent, hidden)
+        cos, sin = cos[positions, None], sin[positions, None]
+        unseen = torch.arange(extent, device=self.device) > positions[:, None]
+        bias = torch.zeros(num_rows, 1, extent, device=self.device).masked_fill_(unseen[:, None], float("-inf"))
+        for index, layer in enumerate(self._body.layers):
+            query, key, value = self._project(layer, hidden, cos, sin)
+            keys[index][rows, :, :, positions] = key
+            values[index][rows, :, positions] = value
+            mixed = self._attend(query * layer.self_attn.scaling, keys[index], values[index], bias)
+            hidden = self._rest_of_layer(layer, hidden, mixed)
+        return self._body.norm(hidden)
+
+    def _attend(self, query: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+        """Batched products over (row, kv head); the query heads of one kv head are the rows of one matrix."""
+        num_rows, extent = keys.shape[0], keys.shape[-1]
+        groups = num_rows * self.num_kv_heads
+        scores = torch.bmm(query.reshape(groups, -1, self.head_dim), keys.flatten(0, 1))
+        scores = scores.view(num_rows, self.num_heads, extent).float().add_(bias)
+        weights = torch.softmax(scores, dim=-1).to(values.dtype)
+        return torch.bmm(weights.view(groups, -1, extent), values.flatten(0, 1))
+
+    def _project(self, layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries `(..., heads, head_dim)`, rotated keys and values `(..., kv_heads, head_dim)`."""
+        attention = layer.self_attn
+        normed = layer.input_layernorm(hidden)
+        query, key, value = (
+            project(normed).unflatten(-1, (-1, self.head_dim))
+            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        if hasattr(attention, "q_norm"):
+            query, key = attention.q_norm(query), attention.k_norm(key)
+        both = _rotate(torch.cat((query, key), dim=-2), cos, sin)
+        return both[..., : self.num_heads, :], both[..., self.num_heads :, :], value
+
+    @staticmethod
+    def _rest_of_layer(layer: Any, hidden: Tensor, mixed: Tensor) -> Tensor:
+        """Output projection and MLP with their residuals. mixed: attention's result, of as many numbers a token."""
+        hidden = hidden + layer.self_attn.o_proj(mixed.reshape(*hidden.shape[:-1], -1))
+        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+
+    def _rotary_rows(self, extent: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """The rotary table `(positions, head_dim)`, at least `extent` long; made once, by the module itself."""
+        table = self._cos
+        if table.shape[0] < extent or table.dtype != like.dtype or table.device != like.device:
+            positions = torch.arange(max(extent, 2 * table.shape[0]), device=like.device)[None]
+            cos, sin = self._body.rotary_emb(like, positions)
+            self._cos, self._sin = cos[0], sin[0]
+        return self._cos, self._sin
+
+    @torch.no_grad()
+    def _check_against_module(self) -> None:
+        """Compare logits of a prefill and two decoded tokens with the module's forward.
+
+        The families agree to rounding; a variant that only looks like one of them is off by far more. The bound is
+        1e-3 of the logits' size in float32 (absolute below size 1) and 0.1 of it in 16-bit types.
+        """
+        was_training = self._module.training
+        self._module.eval()
+        ids = [(7 * i + 3) % self.vocab_size for i in range(7)]
+        expected = self._module(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0].float()
+        short = self.prefill([tuple(ids[:5]), tuple(ids[:3])])
+        rows = [self.logits(short.hidden)]
+        pad = (0, 2)
+        keys = nn.functional.pad(short.keys, pad)
+        values = nn.functional.pad(short.values, (0, 0, *pad))
+        for step in range(2):
+            positions = torch.tensor([5 + step, 3 + step], device=self.device)
+            tokens = torch.tensor([ids[5 + step], ids[3 + step]], device=self.device)
+            rows.append(self.logits(self.decode(tokens, positions, keys, values)))
+        self._module.train(was_training)
+        difference = (torch.cat(rows).float() - expected[[4, 2, 5, 3, 6, 4]]).abs().max().item()
+        tolerance = (1e-3 if self.dtype == torch.float32 else 0.1) * max(1.0, expected.abs().max().item())
+        if not difference <= tolerance:
+            raise UserError(
+                f"the embedded rollout engine computes other logits than this {self._module.config.model_type} model "
+                f"itself (difference {difference:.2g}, allowed {tolerance:.2g}); set rollout.name=hf"
+            )
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def _refusal(causal: Any) -> str | None:
+    """Why this model cannot run here, or None."""
+    config: Any = getattr(causal, "config", None)
+    family = getattr(config, "model_type", type(causal).__name__)
+    if family not in FAMILIES:
+        return f"family {family!r} is not one of {', '.join(FAMILIES)}"
+    if not hasattr(causal, "lm_head"):
+        return "it has no language-model head"
+    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope_type not in ROPE_TYPES:
+        return f"rotary type {rope_type!r} is not one of {', '.join(ROPE_TYPES)}"
+    window = getattr(config, "sliding_window", None)
+    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ()) or family == "mistral"
+    if sliding and window is not None and window < config.max_position_embeddings:
+        return f"it attends in a sliding window of {window} tokens"
+    return None

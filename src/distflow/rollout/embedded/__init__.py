@@ -1,0 +1,5 @@
+"""The embedded rollout engine: schedule, run, sample, in this process."""
+
+from distflow.rollout.embedded.engine import EmbeddedEngine
+
+__all__ = ["EmbeddedEngine"]

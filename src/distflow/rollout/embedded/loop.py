@@ -1,0 +1,87 @@
+"""The thread of the embedded engine: it steps while there is work, and runs everything else between two steps."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class StepLoop:
+    """Consumes commands, then steps; waits for a command where there is nothing to step or the loop is paused;
+    unblocked by `post`; produces what `step` does. Only this thread touches the engine's state, so there is no lock.
+    """
+
+    def __init__(
+        self, name: str, step: Callable[[], None], has_work: Callable[[], bool], fail: Callable[[Exception], None]
+    ) -> None:
+        """fail: told the exception of a step; the loop goes on after it."""
+        self.paused = False
+        self._step = step
+        self._has_work = has_work
+        self._fail = fail
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Run `command` between two steps. It must not raise."""
+        if self._stopping or not self._thread.is_alive():
+            raise RuntimeError("the rollout engine is not running: use it inside `async with engine:`")
+        self._commands.put(command)
+
+    async def call(self, command: Callable[[], T]) -> T:
+        """Run `command` between two steps and wait for its result or exception."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def run() -> None:
+            try:
+                result = command()
+            except Exception as error:  # the thread's edge: whoever waits gets it
+                settle(loop, future, error)
+            else:
+                settle(loop, future, result)
+
+        self.post(run)
+        return await future
+
+    async def stop(self) -> None:
+        """End after the step that runs; commands posted before are still done."""
+
+        def end() -> None:
+            self._stopping = True
+
+        await self.call(end)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            idle = self.paused or not self._has_work()
+            if idle or not self._commands.empty():
+                self._commands.get()()
+                continue
+            try:
+                self._step()
+            except Exception as error:  # the thread's edge: every waiting request gets it
+                self._fail(error)
+
+
+def settle(loop: asyncio.AbstractEventLoop, future: "asyncio.Future[T]", outcome: T | Exception) -> None:
+    """Give a future of another thread's loop its result or exception, unless nobody waits for it any more."""
+
+    def deliver() -> None:
+        if future.done():
+            return
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(deliver)

@@ -1,0 +1,136 @@
+"""Drawing tokens: an inverse CDF in vocabulary order, with log-probs before and after truncations and penalties.
+
+Every row is computed on its own, and its uniform number comes from its own counter, so that what is drawn does not
+depend on the batch. Top-k, top-p and min-p only mask; nothing is reordered.
+"""
+
+from collections.abc import Sequence as Rows
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from distflow.rollout.embedded.sequence import Sequence
+from distflow.rollout.engine import SamplingParams
+from distflow.rollout.randomness import uniforms
+
+BLOCK = 256  # the CDF is searched by blocks of this many tokens first; float64 is needed for one block a row only
+TOP_P_CANDIDATES = 1024  # the nucleus is looked for among so many tokens before the whole vocabulary is sorted
+
+
+class Draws(NamedTuple):
+    """One token a row: ids int64 `(rows,)`; log-probs float64 `(rows,)`, see `Generation`."""
+
+    token_ids: Tensor
+    rollout_log_probs: Tensor
+    sampling_log_probs: Tensor
+
+
+class Distribution:
+    """softmax of scores `(rows, vocab)` float32, as unnormalised masses whose sums are exact to float64."""
+
+    def __init__(self, scores: Tensor) -> None:
+        self.scores = scores
+        self.top = scores.amax(dim=-1, keepdim=True)
+        self.masses = torch.exp(scores - self.top)
+        width = min(BLOCK, scores.shape[-1])
+        self.blocks = pad(self.masses, (0, -scores.shape[-1] % width)).unflatten(-1, (-1, width))
+        self.block_masses = self.blocks.sum(dim=-1, dtype=torch.float64)
+        self.total = self.block_masses.sum(dim=-1)
+
+    def log_probs(self, token_ids: Tensor) -> Tensor:
+        chosen = self.scores.gather(-1, token_ids[:, None]).double() - self.top.double()
+        return chosen.squeeze(-1) - self.total.log()
+
+    def draw(self, uniform: Tensor) -> Tensor:
+        """The first token whose cumulative mass exceeds `uniform` (float64 `(rows,)`, in [0, 1)) of the total."""
+        cumulative = self.block_masses.cumsum(dim=-1)
+        target = _below(uniform[:, None] * cumulative[:, -1:], cumulative[:, -1:])
+        block = torch.searchsorted(cumulative, target, right=True)
+        before = pad(cumulative, (1, 0)).gather(-1, block)
+        rows = torch.arange(len(block), device=block.device)
+        inside = self.blocks[rows, block.squeeze(-1)].double().cumsum(dim=-1)
+        offset = torch.searchsorted(inside, _below(target - before, inside[:, -1:]), right=True)
+        return (block * self.blocks.shape[-1] + offset).squeeze(-1)
+
+
+def sample(logits: Tensor, sequences: Rows[Sequence]) -> Draws:
+    """Draw the next token of each sequence. logits: `(rows, vocab)` in any float type.
+
+    Raises FloatingPointError for logits that are NaN or +inf, or -inf for a whole row.
+    """
+    groups: dict[int, list[int]] = {}
+    for row, sequence in enumerate(sequences):
+        groups.setdefault(id(sequence.params), []).append(row)
+    uniform = _uniforms_of(sequences).to(logits.device)
+    if len(groups) == 1:
+        return _draw_rows(logits.float(), sequences, uniform)
+    parts = []
+    for rows in groups.values():
+        index = torch.tensor(rows, device=logits.device)
+        parts.append(_draw_rows(logits[index].float(), [sequences[row] for row in rows], uniform[index]))
+    order = torch.tensor([row for rows in groups.values() for row in rows], device=logits.device).argsort()
+    return Draws(*(torch.cat(column)[order] for column in zip(*parts, strict=True)))
+
+
+def _draw_rows(logits: Tensor, sequences: Rows[Sequence], uniform: Tensor) -> Draws:
+    """All rows have the same parameters."""
+    params = sequences[0].params
+    policy = Distribution(logits if params.temperature == 1.0 else logits / params.temperature)
+    if not torch.isfinite(policy.top).all():
+        raise FloatingPointError("the model's logits are not finite: its weights hold NaN or inf, or it overflowed")
+    drawn_from = policy
+    if params.repetition_penalty != 1.0:
+        drawn_from = Distribution(_penalised(logits, sequences, params.repetition_penalty) / params.temperature)
+    drawn_from = _truncated(drawn_from, params)
+    token_ids = drawn_from.scores.argmax(dim=-1) if params.greedy else drawn_from.draw(uniform)
+    log_probs = policy.log_probs(token_ids)
+    return Draws(token_ids, log_probs, log_probs if drawn_from is policy else drawn_from.log_probs(token_ids))
+
+
+def _penalised(logits: Tensor, sequences: Rows[Sequence], penalty: float) -> Tensor:
+    """Logits of tokens in prompt or response are divided by the penalty if positive, else multiplied (CTRL, 2019)."""
+    seen = torch.zeros_like(logits, dtype=torch.bool)
+    for row, sequence in enumerate(sequences):
+        seen[row, list(set(sequence.context))] = True
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def _truncated(full: Distribution, params: SamplingParams) -> Distribution:
+    """Top-k, then top-p of what is left, then min-p; tokens tied with the last one that is kept are kept too."""
+    current = full
+    if 0 < params.top_k < full.scores.shape[-1]:
+        least = current.scores.topk(params.top_k, dim=-1).values[:, -1:]
+        current = Distribution(current.scores.masked_fill(current.scores < least, float("-inf")))
+    if params.top_p < 1.0:
+        least = _nucleus_edge(current, params.top_p)
+        current = Distribution(current.scores.masked_fill(current.scores < least, float("-inf")))
+    if params.min_p > 0.0:
+        current = Distribution(current.scores.masked_fill(current.masses < params.min_p, float("-inf")))
+    return current
+
+
+def _nucleus_edge(current: Distribution, top_p: float) -> Tensor:
+    """The score, `(rows, 1)`, of the last token of the smallest set of likeliest tokens with mass `top_p`."""
+    vocab_size = current.scores.shape[-1]
+    wanted = top_p * current.total[:, None]
+    for num_candidates in (min(TOP_P_CANDIDATES, vocab_size), vocab_size):
+        scores = current.scores.topk(num_candidates, dim=-1).values
+        before = pad(torch.exp(scores - current.top).double().cumsum(dim=-1), (1, 0))
+        if (before[:, -1:] >= wanted).all():
+            break
+    inside = (before[:, :-1] < wanted).sum(dim=-1, keepdim=True)
+    return scores.gather(-1, inside - 1)
+
+
+def _uniforms_of(sequences: Rows[Sequence]) -> Tensor:
+    keys = np.array([sequence.key for sequence in sequences], dtype=np.uint64)
+    positions = np.array([len(sequence.token_ids) for sequence in sequences], dtype=np.int64)
+    return torch.from_numpy(uniforms(keys, positions))
+
+
+def _below(value: Tensor, bound: Tensor) -> Tensor:
+    """`value`, or the largest number below `bound` where rounding took it there or beyond."""
+    return torch.minimum(value, torch.nextafter(bound, torch.zeros_like(bound)))

@@ -1,0 +1,116 @@
+"""Who runs next: pure decisions over waiting and running sequences, without a tensor.
+
+A step either prefills or decodes. Running sequence number i sits in slot i, so the slots in use are always the first
+ones and a decode step computes nothing for an empty slot; when a sequence leaves, the last ones move into the gaps.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from distflow.rollout.embedded.sequence import Sequence
+
+Move = tuple[int, int]
+"""(from slot, to slot)"""
+
+REFILL_FRACTION = 1 / 16  # a prefill for fewer slots than this costs more than letting them stay empty for a while
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Different contexts to run in one forward, of similar lengths, each with the sequences that start from it."""
+
+    contexts: list[tuple[int, ...]]
+    starts: list[list[Sequence]]
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step. sequences: those that get a token, in the order of their slots from `first_slot` on."""
+
+    prefills: list[Prefill]
+    sequences: list[Sequence]
+    first_slot: int
+
+
+class Scheduler:
+    """Slots are given out in the order of submission."""
+
+    def __init__(self, max_num_seqs: int, max_prefill_tokens: int) -> None:
+        """max_prefill_tokens: the most prompt tokens of one step (a single longer prompt runs alone)."""
+        self.max_num_seqs = max_num_seqs
+        self.max_prefill_tokens = max_prefill_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        self.waiting.extend(sequences)
+
+    def schedule(self) -> Work:
+        """The next step; there must be work."""
+        if self.can_prefill():
+            return self.do_prefill()
+        return self.do_decode()
+
+    def can_prefill(self) -> bool:
+        """Enough free slots to be worth a forward: a part of all, or room for all that wait."""
+        free = self.max_num_seqs - len(self.running)
+        enough = max(1, int(self.max_num_seqs * REFILL_FRACTION))
+        return bool(self.waiting) and free >= min(enough, len(self.waiting))
+
+    def do_prefill(self) -> Work:
+        """Admit waiting sequences in order; those with the same context share its prefill."""
+        starts: dict[tuple[int, ...], list[Sequence]] = {}
+        num_tokens, free = 0, self.max_num_seqs - len(self.running)
+        while self.waiting and free > 0:
+            context = self.waiting[0].context
+            if context not in starts:
+                num_tokens += len(context)
+                if starts and num_tokens > self.max_prefill_tokens:
+                    break
+            starts.setdefault(context, []).append(self.waiting.popleft())
+            free -= 1
+        prefills = _of_similar_lengths(starts)
+        admitted = [seq for prefill in prefills for group in prefill.starts for seq in group]
+        first_slot = len(self.running)
+        self.running.extend(admitted)
+        return Work(prefills, admitted, first_slot)
+
+    def do_decode(self) -> Work:
+        assert self.running, "a step needs work"
+        return Work([], list(self.running), 0)
+
+    def remove(self, gone: Collection[Sequence]) -> list[Move]:
+        """Forget sequences, finished or aborted, and say which slots move into the gaps."""
+        if not gone:
+            return []
+        gone = set(gone)
+        self.waiting = deque(seq for seq in self.waiting if seq not in gone)
+        kept = [slot for slot, seq in enumerate(self.running) if seq not in gone]
+        sources = [slot for slot in kept if slot >= len(kept)]
+        gaps = [slot for slot in range(len(kept)) if self.running[slot] in gone]
+        moves = list(zip(sources, gaps, strict=True))
+        for source, gap in moves:
+            self.running[gap] = self.running[source]
+        del self.running[len(kept) :]
+        return moves
+
+    def preempt(self) -> None:
+        """Send all running sequences back, first in line: their context is prefilled again."""
+        self.waiting.extendleft(reversed(self.running))
+        self.running = []
+
+
+def _of_similar_lengths(starts: dict[tuple[int, ...], list[Sequence]]) -> list[Prefill]:
+    """Split so that in each forward no context is padded to more than twice its length."""
+    prefills: list[Prefill] = []
+    for context in sorted(starts, key=len, reverse=True):
+        if not prefills or 2 * len(context) < len(prefills[-1].contexts[0]):
+            prefills.append(Prefill([], []))
+        prefills[-1].contexts.append(context)
+        prefills[-1].starts.append(starts[context])
+    return prefills

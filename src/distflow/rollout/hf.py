@@ -1,0 +1,193 @@
+"""The plain reference engine: `generate` of transformers, for any of its causal language models."""
+
+import asyncio
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from distflow.flow.ticket import Version
+from distflow.rollout.checks import check_request
+from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Receipt, SamplingParams
+from distflow.rollout.randomness import sample_key, uniforms
+from distflow.rollout.stopping import finish_reason
+from distflow.rollout.weights import check_shared, check_version, copy_weights
+
+
+class HFEngine:
+    """A `RolloutEngine` in which forward, cache, penalties and truncations are those of transformers.
+
+    Requests run one after another, each as one call of `generate`; its log-probs come from a plain forward over the
+    finished sequences. Only the draw itself is ours, as the last logits processor: one counter-based uniform number
+    a token, the same as in the embedded engine, so both draw the same tokens up to rounding.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any, *, version: Version, shares_weights: bool = False) -> None:
+        """tokenizer: for stop strings. shares_weights: `model` is the trainer's, so `load_weights` copies nothing."""
+        self.version = version
+        self.num_generated_tokens = 0
+        self._model: Any = model
+        self._tokenizer = tokenizer
+        self._shares_weights = shares_weights
+        self._config: Any = model.config
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-rollout")
+        self._open = asyncio.Event()
+        self._open.set()
+
+    async def __aenter__(self) -> "HFEngine":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._worker.shutdown(wait=True, cancel_futures=True)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Generate all wanted samples, in one batch; cancelling ends it after the token that is computed.
+
+        Raises UserError for a request that cannot run.
+        """
+        check_request(request, vocab_size=self._config.vocab_size, max_positions=self._config.max_position_embeddings)
+        await self._open.wait()
+        cancelled = threading.Event()
+        try:
+            return await self._call(partial(self._generate, request, cancelled))
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    async def pause(self, release: bool = False) -> None:
+        """Requests that run are finished first: transformers' loop cannot be halted. Nothing is kept to release."""
+        self._open.clear()
+        await self._call(lambda: None)
+
+    async def resume(self) -> None:
+        self._open.set()
+
+    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> Receipt:
+        """Take weights between two requests; raises ValueError as the embedded engine does."""
+        return await self._call(partial(self._take_weights, version, weights))
+
+    async def _call(self, work: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+
+    @torch.no_grad()
+    def _generate(self, request: GenerateRequest, cancelled: threading.Event) -> GenerateResult:
+        self._model.eval()
+        params, num_samples = request.params, len(request.samples)
+        prompt = torch.tensor([request.prompt_ids] * num_samples, device=self._model.device)
+        draw = _Draw([sample_key(request.stream, sample) for sample in request.samples], params.greedy)
+        stop = _Stop(len(request.prompt_ids), params, self._tokenizer, cancelled)
+        ids = self._model.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,  # the processors leave exactly one token to choose
+            num_beams=1,
+            max_new_tokens=params.max_tokens,
+            repetition_penalty=1.0,
+            eos_token_id=None,
+            pad_token_id=0,
+            logits_processor=LogitsProcessorList([*_warpers(params), draw]),
+            stopping_criteria=StoppingCriteriaList([stop]),
+        )
+        if cancelled.is_set():
+            raise asyncio.CancelledError
+        log_probs = self._log_probs(ids, len(request.prompt_ids), params.temperature)
+        generations = []
+        for row, sample in enumerate(request.samples):
+            response = ids[row, prompt.shape[1] :].tolist()[: stop.lengths[row]]
+            reason = finish_reason(response, params, self._tokenizer)
+            assert reason is not None, "transformers stopped where we would not have"
+            sampling = [step[row] for step in draw.log_probs[: len(response)]]
+            versions = [self.version.step] * len(response)
+            rollout = log_probs[row, : len(response)].tolist()
+            generations.append(Generation(sample, response, rollout, sampling, versions, reason))
+        self.num_generated_tokens += sum(len(generation.token_ids) for generation in generations)
+        return GenerateResult(tuple(generations))
+
+    def _log_probs(self, ids: Tensor, prompt_length: int, temperature: float) -> Tensor:
+        """`(samples, response_length)` of a forward without cache; what follows a stop token is meaningless."""
+        logits = self._model(input_ids=ids, use_cache=False).logits[:, prompt_length - 1 : -1].float()
+        policy = (logits / temperature).log_softmax(dim=-1)
+        return policy.gather(-1, ids[:, prompt_length:, None]).squeeze(-1)
+
+    def _take_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> Receipt:
+        check_version(self.version, version)
+        hashes: dict[str, str] = {}
+        if self._shares_weights:
+            check_shared(self._model, weights)
+        else:
+            hashes = copy_weights(self._model, weights)
+        self.version = version
+        return Receipt(version, hashes, self._shares_weights)
+
+
+def _warpers(params: SamplingParams) -> list[LogitsProcessor]:
+    """transformers' own, in the order in which it applies them."""
+    warpers: list[LogitsProcessor] = []
+    if params.repetition_penalty != 1.0:
+        warpers.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    warpers.append(TemperatureLogitsWarper(float(params.temperature)))
+    if params.top_k > 0:
+        warpers.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1.0:
+        warpers.append(TopPLogitsWarper(params.top_p))
+    if params.min_p > 0.0:
+        warpers.append(MinPLogitsWarper(params.min_p))
+    return warpers
+
+
+@dataclass
+class _Draw(LogitsProcessor):
+    """Chooses a token a row by its uniform number and leaves only that one. log_probs: of each step, a number a row."""
+
+    keys: list[int]
+    greedy: bool
+    log_probs: list[list[float]] = field(default_factory=list)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        position = np.full(len(self.keys), len(self.log_probs), dtype=np.int64)
+        uniform = torch.from_numpy(uniforms(np.array(self.keys, dtype=np.uint64), position)).to(scores.device)
+        probs = scores.double().softmax(dim=-1)
+        cumulative = probs.cumsum(dim=-1)
+        target = torch.minimum(uniform * cumulative[:, -1], cumulative[:, -1].nextafter(torch.zeros_like(uniform)))
+        drawn = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(-1)
+        chosen = scores.argmax(dim=-1) if self.greedy else drawn
+        self.log_probs.append(probs.gather(-1, chosen[:, None]).log().squeeze(-1).tolist())
+        return torch.full_like(scores, float("-inf")).scatter(-1, chosen[:, None], 0.0)
+
+
+@dataclass
+class _Stop(StoppingCriteria):
+    """Ends a row at its own stop. lengths: response tokens of each finished row (rows go on as padding after it)."""
+
+    prompt_length: int
+    params: SamplingParams
+    tokenizer: Any
+    cancelled: threading.Event
+    lengths: dict[int, int] = field(default_factory=dict)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        for row, response in enumerate(input_ids[:, self.prompt_length :].tolist()):
+            if row not in self.lengths and finish_reason(response, self.params, self.tokenizer) is not None:
+                self.lengths[row] = len(response)
+        done = [self.cancelled.is_set() or row in self.lengths for row in range(len(input_ids))]
+        return torch.tensor(done, device=input_ids.device)

@@ -1,0 +1,28 @@
+"""Receipts of weight updates: a hash of a stripe of each tensor, computed alike by sender and receiver."""
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+STRIPE_LENGTH = 1024
+
+
+def stripe_hash(tensor: Tensor, dtype: torch.dtype | None = None) -> str:
+    """Hash of at most `STRIPE_LENGTH` evenly spaced elements, with the shape and the dtype.
+
+    dtype: what the receiver stores, where the sender keeps another; the stripe is cast before it is hashed.
+    """
+    dtype = dtype or tensor.dtype
+    flat = tensor.detach().reshape(-1)
+    stride = max(1, -(-flat.numel() // STRIPE_LENGTH))
+    stripe = flat[::stride].to(dtype).cpu().contiguous()
+    digest = hashlib.blake2b(f"{tuple(tensor.shape)} {dtype}".encode(), digest_size=16)
+    digest.update(stripe.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def stripe_hashes(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> dict[str, str]:
+    """The hash of each named tensor, as in a receipt."""
+    return {name: stripe_hash(tensor, dtype) for name, tensor in weights}
