@@ -1,0 +1,23 @@
+"""`exact_match`: is the final answer the ground truth, character by character (white space apart)?"""
+
+from typing import Any
+
+from distflow.rewards.answers import marked_answer
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    """1.0 or 0.0. The answer is the last box, else what follows the last `####`, else the whole response.
+
+    ground_truth: a text or number, or a list of accepted ones. Raises ValueError where there is none.
+    """
+    golds = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    if not golds or any(gold is None or isinstance(gold, dict) for gold in golds):
+        raise ValueError(
+            f"the ground truth is {ground_truth!r}: 'exact_match' needs a text or a number (data.answer_key)"
+        )
+    return float(_answer(solution_str) in {_answer(str(gold)) for gold in golds})
+
+
+def _answer(text: str) -> str:
+    marked = marked_answer(text)
+    return " ".join((text if marked is None else marked).split())

@@ -1,0 +1,23 @@
+"""`format`: does the response keep the form that was asked for?"""
+
+import re
+from typing import Any
+
+from distflow.rewards.answers import last_box
+
+PATTERN_KEY = "format_regex"
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    r"""1.0 where the response has a complete, non-empty `\boxed{...}`, else 0.0.
+
+    A row whose extra_info holds `format_regex` is judged by that expression instead, which must match the whole
+    response ("." matches line ends too). Raises ValueError where the expression is none.
+    """
+    pattern = (extra_info or {}).get(PATTERN_KEY)
+    if pattern is None:
+        return float(bool((last_box(solution_str) or "").strip()))
+    try:
+        return float(re.fullmatch(pattern, solution_str, re.DOTALL) is not None)
+    except re.error as error:
+        raise ValueError(f"extra_info['{PATTERN_KEY}'] is no regular expression: {error}") from error

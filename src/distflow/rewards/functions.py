@@ -1,0 +1,112 @@
+"""Which function a reward's name means, how it is called, and how what it returns is read. Imports none of them itself."""
+
+import importlib
+import importlib.util
+import inspect
+import math
+import numbers
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+BUILTIN = {
+    "math": "distflow.rewards.math_answer:compute_score",
+    "exact_match": "distflow.rewards.exact_match:compute_score",
+    "format": "distflow.rewards.format:compute_score",
+}
+CUSTOM = "custom"
+PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+def custom_target(path: str, name: str) -> str:
+    """`custom_reward_function.path` and `.name` as one "module:function" or "file.py:function", the file absolute."""
+    return f"{Path(path).resolve()}:{name}" if path.endswith(".py") else f"{path}:{name}"
+
+
+def load_function(target: str) -> Callable[..., Any]:
+    """The function that "module:function" or "/path/file.py:function" names.
+
+    Raises ValueError where there is none, or it takes other parameters than `compute_score` does, or it is async;
+    whatever the module raises while it is imported passes through.
+    """
+    path, _, name = target.rpartition(":")
+    module = _module_of_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
+        raise ValueError(f"'{path}' has no function '{name}'; its functions: {', '.join(known) or 'none'}")
+    _check_parameters(function, target)
+    return function
+
+
+def call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Call it by keyword with those of `PARAMETERS` that it takes."""
+    return function(**{name: arguments[name] for name in _accepted(function)})
+
+
+def read_score(returned: Any) -> tuple[float, dict[str, Any]]:
+    """The score and what else a dictionary held. Raises ValueError for anything that is no finite number."""
+    extra: dict[str, Any] = {}
+    if isinstance(returned, dict):
+        if "score" not in returned:
+            raise ValueError(
+                f"it returned a dictionary without 'score' (keys: {', '.join(map(str, returned)) or 'none'})"
+            )
+        extra = {str(key): _plain(value) for key, value in returned.items() if key != "score"}
+        returned = returned["score"]
+    if not isinstance(returned, numbers.Real) and callable(getattr(returned, "item", None)):
+        returned = returned.item()  # numpy and torch scalars; those with more than one element raise here
+    if not isinstance(returned, numbers.Real):
+        raise ValueError(f"it returned {returned!r:.80}, which is no number")
+    score = float(returned)
+    if not math.isfinite(score):
+        raise ValueError(f"it returned {score}, which is no finite number")
+    return score, extra
+
+
+def _module_of_file(path: Path) -> Any:
+    if not path.is_file():
+        raise ValueError(f"there is no file '{path}'")
+    name = f"distflow_custom_reward_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and the like look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _check_parameters(function: Callable[..., Any], target: str) -> None:
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(f"'{target}' is async: a reward runs in a process of its own and may block")
+    required = [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    unknown = [name for name in required if name not in PARAMETERS]
+    if unknown or not _accepted(function):
+        raise ValueError(
+            f"'{target}' takes ({', '.join(required)}): a reward takes some of ({', '.join(PARAMETERS)}); "
+            "one over a whole batch is a node of a custom pipeline"
+        )
+
+
+def _accepted(function: Callable[..., Any]) -> tuple[str, ...]:
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return PARAMETERS
+    return tuple(name for name in PARAMETERS if name in parameters)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold of a function's remarks: they are shown with the sample, nothing is computed from them."""
+    if isinstance(value, str | bool | int | float | type(None)):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_plain(entry) for entry in value]
+    return repr(value)[:1000]

@@ -1,0 +1,159 @@
+"""Which reward functions judge a sample: those of its domain, weighted, each verdict kept by name."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+import torch
+
+from distflow.algorithms.filters import overlong_penalty
+from distflow.config.errors import UserError
+from distflow.data.sample import Sample
+from distflow.rewards.functions import BUILTIN, CUSTOM, custom_target
+from distflow.rewards.pool import MEMORY_BYTES, VerifierPool
+from distflow.rewards.verdict import Error, Score, Timeout, Verdict
+
+DEFAULT_DOMAIN = "default"
+OVERLONG = "overlong"
+
+
+class Overlong(NamedTuple):
+    """DAPO's penalty: grows to `factor` over the last `buffer_tokens` before the length limit; 0 tokens is off."""
+
+    buffer_tokens: int = 0
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The verdict on a sample, and those of its parts by name, unweighted."""
+
+    verdict: Verdict
+    parts: dict[str, Verdict] = field(default_factory=dict)
+
+    def scores(self) -> dict[str, float]:
+        """The parts that have a score."""
+        return {name: part.value for name, part in self.parts.items() if isinstance(part, Score)}
+
+
+class RewardRouter:
+    """Judges samples by the functions of their domain, in processes that can be killed. A context manager."""
+
+    def __init__(
+        self,
+        functions: Mapping[str, Sequence[tuple[str, float]]],
+        *,
+        timeout_s: float,
+        num_workers: int,
+        overlong: Overlong = Overlong(),  # noqa: B008  immutable
+        custom: tuple[str, str] | None = None,
+        memory_bytes: int = MEMORY_BYTES,
+    ) -> None:
+        """functions: domain → (name, weight) of its parts; "default" serves domains that are not named.
+
+        A name is a built-in one, "custom" (then `custom` is the path and the name of the user's function) or
+        "module:function". Starts a verifier process; raises UserError where a function is unknown or cannot be loaded.
+        """
+        if not functions or not all(functions.values()):
+            raise UserError("reward.functions names no function; write e.g. reward.functions={default: [math]}")
+        self._functions = {domain: tuple(parts) for domain, parts in functions.items()}
+        self._overlong = overlong
+        self._counts: Counter[str] = Counter()
+        self.names = sorted({name for parts in self._functions.values() for name, _ in parts})
+        targets = {name: _target(name, custom) for name in self.names}
+        self.pool = VerifierPool(targets, num_workers=num_workers, timeout_s=timeout_s, memory_bytes=memory_bytes)
+
+    def __enter__(self) -> "RewardRouter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill the verifier processes."""
+        self.pool.close()
+
+    def functions_of(self, domain: str) -> tuple[tuple[str, float], ...]:
+        """Names and weights that judge the domain. Raises UserError where none do."""
+        parts = self._functions.get(domain) or self._functions.get(DEFAULT_DOMAIN)
+        if parts is None:
+            near = get_close_matches(domain, self._functions, n=1)
+            raise UserError(
+                f"no reward function for the domain '{domain}'"
+                + (f" (nearest: '{near[0]}')" if near else "")
+                + f": add it to reward.functions, or a '{DEFAULT_DOMAIN}' entry, or see data.domain_key"
+            )
+        return parts
+
+    def check_domains(self, domains: Iterable[str]) -> None:
+        """Raises UserError for the first domain that no function judges; call it before the run starts."""
+        for domain in sorted(set(domains)):
+            self.functions_of(domain)
+
+    async def score(self, sample: Sample, max_response_length: int) -> Judgement:
+        """The weighted sum of the parts and the overlong penalty. One part without a score leaves the sample without.
+
+        max_response_length: in tokens. Raises UserError for a domain that no function judges.
+        """
+        functions = self.functions_of(sample.domain)
+        arguments = {
+            "data_source": sample.domain,
+            "solution_str": sample.response,
+            "ground_truth": sample.ground_truth,
+            "extra_info": sample.extra_info,
+        }
+        verdicts = await asyncio.gather(*(self.pool.judge(name, arguments) for name, _ in functions))
+        parts: dict[str, Verdict] = {name: verdict for (name, _), verdict in zip(functions, verdicts, strict=True)}
+        weights = dict(functions)
+        if self._overlong.buffer_tokens > 0:
+            parts[OVERLONG] = Score(self._length_penalty(sample, max_response_length))
+            weights[OVERLONG] = 1.0
+        self._count(parts)
+        return Judgement(_combine(parts, weights), parts)
+
+    def take_counts(self) -> dict[str, float]:
+        """Metrics since the last call: verdicts that failed, in all and by part."""
+        counts, self._counts = self._counts, Counter()
+        totals = {f"reward/{kind}": float(counts.pop(kind, 0)) for kind in ("verdicts", "errors", "timeouts")}
+        return totals | {f"reward/{name}": float(number) for name, number in sorted(counts.items())}
+
+    def _length_penalty(self, sample: Sample, max_response_length: int) -> float:
+        length = sum(len(segment.token_ids) for segment in sample.response_segments)
+        return float(overlong_penalty(torch.tensor([length]), max_response_length, *self._overlong))
+
+    def _count(self, parts: Mapping[str, Verdict]) -> None:
+        self._counts["verdicts"] += 1
+        for name, verdict in parts.items():
+            kind = {Error: "errors", Timeout: "timeouts"}.get(type(verdict))
+            if kind is not None:
+                self._counts[kind] += 1
+                self._counts[f"{kind}/{name}"] += 1
+
+
+def _combine(parts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Verdict:
+    total, extra = 0.0, {}
+    for name, part in parts.items():
+        if isinstance(part, Error):
+            return Error(f"{name}: {part.reason}")
+        if isinstance(part, Timeout):
+            return part
+        total += weights[name] * part.value
+        extra.update({f"{name}/{key}": value for key, value in part.extra.items()})
+    return Score(total, extra)
+
+
+def _target(name: str, custom: tuple[str, str] | None) -> str:
+    if name == CUSTOM:
+        if custom is None or not custom[0]:
+            raise UserError("reward.functions names 'custom': set custom_reward_function.path to its file or module")
+        return custom_target(*custom)
+    if name in BUILTIN:
+        return BUILTIN[name]
+    if ":" in name:
+        return name
+    known: list[Any] = [*BUILTIN, CUSTOM]
+    near = get_close_matches(name, known, n=1, cutoff=0.0)[0]
+    raise UserError(f"reward.functions names '{name}', which is none of {', '.join(known)}; did you mean '{near}'?")

@@ -1,0 +1,236 @@
+"""Faults 18 and 19, really injected: whatever a verifier does, it costs one verdict, and nothing is left behind."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distflow.config.errors import UserError
+from distflow.rewards.pool import VerifierPool
+from distflow.rewards.verdict import Error, Score, Timeout, Verdict
+
+FAULTY = f"{Path(__file__).with_name('faulty_verifiers.py')}:compute_score"
+SHORT_S = 0.4
+
+
+def make_pool(**settings) -> VerifierPool:
+    return VerifierPool({"faulty": FAULTY}, **{"num_workers": 1, "timeout_s": 20.0, **settings})
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[VerifierPool]:
+    pool = make_pool(memory_bytes=512 << 20)
+    yield pool
+    pool.close()
+
+
+def judge(pool: VerifierPool, what: str, timeout_s: float | None = None, **extra) -> Verdict:
+    return asyncio.run(pool.judge("faulty", arguments(what, **extra), timeout_s))
+
+
+def arguments(what: str, **extra) -> dict:
+    return {"data_source": "d", "solution_str": what, "ground_truth": "g", "extra_info": extra}
+
+
+def still_serves(pool: VerifierPool) -> bool:
+    return judge(pool, "echo", value=0.75) == Score(0.75)
+
+
+def is_running(pid: int) -> bool:
+    """A zombie does not run: in a container nobody may be there to reap it."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
+
+
+def wait_until_gone(pids: list[int], limit_s: float = 10.0) -> list[int]:
+    deadline = time.monotonic() + limit_s
+    while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+@pytest.mark.parametrize("what", ["hang in c", "hang with signals blocked"])
+def test_a_hang_is_killed_at_its_deadline(pool, what):
+    assert judge(pool, what, SHORT_S) == Timeout(SHORT_S)
+    assert still_serves(pool)
+
+
+def test_what_a_hanging_verifier_started_dies_with_it(pool, tmp_path):
+    assert judge(pool, "hang with a child", 1.5, file=str(tmp_path / "pid")) == Timeout(1.5)
+    assert wait_until_gone([int((tmp_path / "pid").read_text())]) == []
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("full memory", "ran out of memory"),
+        ("exit 0", "exited with 0"),
+        ("exit 3", "exited with 3"),
+        ("sys exit", "exited with 0"),
+        ("kill self", "killed by SIGKILL"),
+        ("segfault", "killed by SIGSEGV (the last words)"),
+    ],
+)
+def test_a_crash_is_an_error_after_one_retry(pool, what, reason):
+    verdict = judge(pool, what)
+    assert isinstance(verdict, Error) and reason in verdict.reason and "twice" in verdict.reason
+    assert still_serves(pool)
+
+
+def test_a_crash_is_retried_once_in_a_fresh_process(pool, tmp_path):
+    assert judge(pool, "crash once", file=str(tmp_path / "first")) == Score(0.25)
+    assert isinstance(judge(pool, "count then exit", file=str(tmp_path / "count")), Error)
+    assert (tmp_path / "count").read_text() == "xx"
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("nan", "nan"),
+        ("inf", "inf"),
+        ("none", "None"),
+        ("text", "'1.0'"),
+        ("complex", "no number"),
+        ("dict without score", "without 'score'"),
+        ("dict with nan", "nan"),
+        ("raises", "KeyError: 'what is missing' (at faulty_verifiers.py:"),
+        ("huge", "above the limit"),
+    ],
+)
+def test_what_is_no_finite_number_is_an_error_never_a_zero(pool, what, reason):
+    assert still_serves(pool)
+    pids = pool.pids()
+    verdict = judge(pool, what)
+    assert isinstance(verdict, Error) and reason in verdict.reason
+    assert still_serves(pool)
+    assert pool.pids() == pids, "an error that the verifier reports needs no new process"
+
+
+def test_scores_keep_their_remarks(pool):
+    assert judge(pool, "dict") == Score(0.5, {"why": "half", "set": [1], "object": "<class 'object'>"})
+    assert judge(pool, "true") == Score(1.0)
+    assert judge(pool, "chatty") == Score(0.5)
+
+
+def test_a_sample_that_json_cannot_hold_is_an_error(pool):
+    verdict = judge(pool, "echo", value={1, 2})
+    assert isinstance(verdict, Error) and "cannot be sent" in verdict.reason
+
+
+def test_answers_belong_to_their_requests_while_others_hang_and_crash():
+    """100 requests, 10 of which hang and 10 crash: every other one gets its own number back."""
+    pool = make_pool(num_workers=2)
+
+    async def judge_all() -> list[Verdict]:
+        def request(i: int):
+            if i % 10 == 3:
+                return pool.judge("faulty", arguments("hang in c"), SHORT_S)
+            what = "exit 0" if i % 10 == 7 else "echo"
+            return pool.judge("faulty", arguments(what, value=i))
+
+        return await asyncio.wait_for(asyncio.gather(*(request(i) for i in range(100))), 100)
+
+    try:
+        verdicts = asyncio.run(judge_all())
+        for i, verdict in enumerate(verdicts):
+            if i % 10 == 3:
+                assert verdict == Timeout(SHORT_S)
+            elif i % 10 == 7:
+                assert isinstance(verdict, Error)
+            else:
+                assert verdict == Score(float(i))
+        assert len(pool.pids()) <= 2
+    finally:
+        pool.close()
+
+
+def test_time_in_the_queue_does_not_count():
+    """Six verdicts of 0.3 s in one process with a deadline of 0.9 s: together longer than it, each within it."""
+    pool = make_pool(timeout_s=0.9)
+
+    async def judge_all() -> list[Verdict]:
+        return await asyncio.gather(*(pool.judge("faulty", arguments("sleep", seconds=0.3)) for _ in range(6)))
+
+    try:
+        assert asyncio.run(judge_all()) == [Score(1.0)] * 6
+    finally:
+        pool.close()
+
+
+def test_a_process_that_is_killed_while_idle_is_replaced(pool):
+    assert still_serves(pool)
+    for pid in pool.pids():
+        os.kill(pid, signal.SIGKILL)
+    assert still_serves(pool)
+
+
+def test_close_leaves_no_process_and_waits_for_no_verifier():
+    pool = make_pool(num_workers=2)
+
+    async def close_while_busy() -> tuple[list[int], list[Verdict]]:
+        tasks = [asyncio.create_task(pool.judge("faulty", arguments("hang with signals blocked"))) for _ in range(2)]
+        while len(pool.pids()) < 2:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        pids = pool.pids()
+        await asyncio.wait_for(asyncio.to_thread(pool.close), 10)
+        return pids, await asyncio.gather(*tasks)
+
+    pids, verdicts = asyncio.run(close_while_busy())
+    assert len(pids) == 2 and wait_until_gone(pids) == []
+    assert all(isinstance(verdict, Error) for verdict in verdicts)
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "hanging in C code"])
+def test_no_orphan_when_the_run_itself_is_killed(busy):
+    script = f"""
+import asyncio, sys
+from distflow.rewards.pool import VerifierPool
+pool = VerifierPool({{"faulty": {FAULTY!r}}}, num_workers=1, timeout_s=600)
+print(*pool.pids(), flush=True)
+if {busy}:
+    arguments = {arguments("hang in c")!r}
+    asyncio.run(pool.judge("faulty", arguments))
+sys.stdin.read()
+"""
+    run = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+    assert run.stdout is not None and run.stdin is not None
+    pids = [int(pid) for pid in run.stdout.readline().split()]
+    assert pids and all(is_running(pid) for pid in pids)
+    time.sleep(0.3)
+    run.kill()
+    run.communicate()
+    assert wait_until_gone(pids) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def compute_score(batch, config): return 0", "takes (batch, config)"),
+        ("def other(solution_str): return 0", "has no function 'compute_score'; its functions: other"),
+        ("async def compute_score(solution_str): return 0", "is async"),
+        ("import no_such_module", "No module named 'no_such_module'"),
+        ("raise RuntimeError('at import')", "at import"),
+        ("def compute_score(:", "SyntaxError"),
+        ("import os; os._exit(0)", "exited with 0"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_the_users_error(tmp_path, source, message):
+    (tmp_path / "reward.py").write_text(source)
+    with pytest.raises(UserError, match="cannot be loaded") as raised:
+        VerifierPool({"custom": f"{tmp_path / 'reward.py'}:compute_score"}, num_workers=1, timeout_s=1)
+    assert message in str(raised.value) and "reward.py" in str(raised.value)
+
+
+def test_workers_import_no_torch():
+    code = "import sys, distflow.rewards.worker, distflow.rewards.math_answer; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
