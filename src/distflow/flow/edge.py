@@ -119,8 +119,8 @@ class ExperienceEdge:
     def ready(self, step: int) -> tuple[int, ...] | None:
         """The tickets that form `step`, ascending, or None while it must wait. Once formed it stays the same.
 
-        It may hold fewer than `consumer_batch` at the end of the data; and fewer, down to none at all, where tickets
-        are exhausted and the run is to continue. Raises Exhausted where it is not.
+        It holds fewer than `consumer_batch` at the end of the data, and where tickets are exhausted and the run is to
+        continue; never none. Raises Exhausted where it is not to continue, or nothing is left to continue with.
         """
         if step != self.next_step:
             raise AccountingError(f"step {step} was asked for, but the next one is {self.next_step}")
@@ -153,14 +153,18 @@ class ExperienceEdge:
             return survivors or None
         if self.room(1):
             return None
-        if self._when_exhausted == "continue":
+        if survivors and self._when_exhausted == "continue":
             return survivors
+        raise Exhausted(self._exhausted_message(step, len(survivors)))
+
+    def _exhausted_message(self, step: int, num_left: int) -> str:
         reasons = ", ".join(f"{count} {reason}" for reason, count in self._dropped_for_step.most_common())
-        raise Exhausted(
+        remedy = "use prompts of fitting difficulty or raise algorithm.filter_groups.max_num_gen_batches"
+        if num_left:
+            remedy += ", or set algorithm.filter_groups.when_exhausted=continue to train on those left"
+        return (
             f"step {step} needs {self._consumer_batch} prompt groups, but of the {self._issued_for_step} drawn for it "
-            f"only {len(survivors)} are left (dropped: {reasons}). Use prompts of fitting difficulty, raise "
-            "algorithm.filter_groups.max_num_gen_batches, or set algorithm.filter_groups.when_exhausted=continue "
-            "to train on those left"
+            f"{num_left or 'none'} are left (dropped: {reasons}): {remedy}"
         )
 
     def _ordered(self) -> list[Group]:

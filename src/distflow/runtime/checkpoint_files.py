@@ -1,0 +1,134 @@
+"""Files of a checkpoint: parts as safetensors or JSON, a manifest of checksums, and writes that survive kills."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+Part = Mapping[str, Tensor] | Any
+"""Tensors by name (a mapping that holds nothing else, and is not empty), or a value that JSON can hold (keys are strings)."""
+
+
+class DamagedError(Exception):
+    """A checkpoint's files are not those that were written. For `CheckpointStore`, which falls back on it."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    sha256: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint folder holds. serial: orders checkpoints by when they were made, which steps do not after a
+    rollback. metric: what `keep_best` compares, more is better. files: by name; a part is the name's stem."""
+
+    step: int
+    serial: int
+    metric: float | None
+    files: Mapping[str, FileEntry]
+
+
+def write_part(folder: Path, name: str, part: Part) -> Path:
+    """Write a part to its file and the disk. Tensors may share storage or be strided; each is stored whole."""
+    if isinstance(part, Mapping) and part and all(isinstance(value, Tensor) for value in part.values()):
+        path = folder / f"{name}.safetensors"
+        save_file(_separate(part), path)
+    else:
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps(part))
+    sync(path)
+    return path
+
+
+def read_part(path: Path) -> Part:
+    """The part in a file; tensors are on the CPU."""
+    return load_file(path) if path.suffix == ".safetensors" else json.loads(path.read_text())
+
+
+def describe(path: Path) -> FileEntry:
+    with path.open("rb") as file:
+        return FileEntry(hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    body = {"format": FORMAT, **asdict(manifest)}
+    write_atomically(folder / MANIFEST, json.dumps({**body, "sha256": _digest(body)}, indent=1))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises DamagedError where it is missing or was changed."""
+    try:
+        body = json.loads((folder / MANIFEST).read_bytes())
+        digest = body.pop("sha256")
+        if digest != _digest(body) or body.pop("format") != FORMAT:
+            raise DamagedError(f"{MANIFEST} does not match its own checksum")
+        files = {name: FileEntry(**entry) for name, entry in body.pop("files").items()}
+        return Manifest(files=files, **body)
+    except OSError as err:
+        raise DamagedError(f"{MANIFEST} cannot be read: {err.strerror}") from err
+    except (ValueError, KeyError, TypeError, AttributeError) as err:
+        raise DamagedError(f"{MANIFEST} is no manifest") from err
+
+
+def verify(folder: Path) -> Manifest:
+    """The manifest, once every file has been found to be as it says. Raises DamagedError naming the file."""
+    manifest = read_manifest(folder)
+    for name, entry in manifest.files.items():
+        path = folder / name
+        try:
+            found = path.stat().st_size
+            if found != entry.num_bytes:
+                raise DamagedError(f"{name} has {found} bytes instead of {entry.num_bytes}")
+            if describe(path) != entry:
+                raise DamagedError(f"{name} does not match its checksum")
+        except OSError as err:
+            raise DamagedError(f"{name} cannot be read: {err.strerror}") from err
+    return manifest
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Afterwards the file is whole and on the disk; until then, and if killed, it is what it was."""
+    aside = path.with_name(path.name + ".partial")
+    aside.write_text(text)
+    sync(aside)
+    aside.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Returns when a file's bytes, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors that share no storage, as safetensors wants them; tied ones become copies."""
+    seen: set[int] = set()
+    out = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        if storage in seen or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        seen.add(tensor.untyped_storage().data_ptr())
+        out[name] = tensor
+    return out
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
