@@ -1,0 +1,53 @@
+"""Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distflow.algorithms.advantages.group import counted_tokens
+from distflow.algorithms.advantages.scan import discounted_sum, last_value, next_value
+from distflow.algorithms.masking import Reduce, masked_whiten, under_mask
+from distflow.algorithms.registry import AdvantageEstimator, register_adv_est
+
+
+def _describe(options: Mapping[str, Any]) -> str:
+    end = "the last value" if options["bootstrap_truncated"] else "0"
+    return (
+        f"GAE with gamma {options['gamma']:g}, lambda {options['lam']:g}, value after a truncated answer {end}, "
+        "whitened over the batch"
+    )
+
+
+@register_adv_est(AdvantageEstimator.GAE, scope="global", describe=_describe)
+def compute_gae_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    values: Tensor,
+    valid: Tensor | None = None,
+    truncated: Tensor | None = None,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    bootstrap_truncated: bool = False,
+    reduce: Reduce | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A_t = Σ (γλ)^k δ_(t+k), δ_t = r_t + γ v_(t+1) − v_t, over the policy's tokens. Returns are A + v.
+
+    token_level_rewards, response_mask, values: `(bs, response_length)`; valid, truncated: `(bs,)`. Tokens between the
+    policy's carry value and accumulator over. The value after the last token is 0, or with `bootstrap_truncated` the
+    last known one where the answer was cut off. Advantages are whitened over the global batch of valid samples.
+    Raises ValueError if `bootstrap_truncated` is on and the batch does not say what was truncated.
+    """
+    mask = counted_tokens(response_mask, valid)
+    rewards, values = under_mask(token_level_rewards.double(), mask), under_mask(values.double(), mask)
+    after_last = values.new_zeros(len(values))
+    if bootstrap_truncated:
+        if truncated is None:
+            raise ValueError("bootstrap_truncated needs the field 'truncated'; write it or turn the option off")
+        after_last = torch.where(truncated.bool(), last_value(values, mask), after_last)
+    delta = rewards + gamma * next_value(values, mask, after_last) - values
+    advantages = under_mask(discounted_sum(delta, mask, gamma * lam), mask)
+    returns = under_mask(advantages + values, mask)
+    return masked_whiten(advantages, mask, reduce).float(), returns.float()

@@ -1,0 +1,107 @@
+"""From a loss per token to one number, exact over a mini-batch however it is split into micro-batches and ranks.
+
+A mini-batch is one optimizer step. Its counts are summed over all its parts first; each part then weighs its own tokens
+by those counts, so the parts' losses and gradients add up to those of the whole.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distflow.algorithms.masking import under_mask
+
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def check_loss_agg_mode(mode: str) -> None:
+    """Raises ValueError if there is no such mode."""
+    if mode not in LOSS_AGG_MODES:
+        raise ValueError(f"loss_agg_mode '{mode}' is unknown; choose one of {', '.join(LOSS_AGG_MODES)}")
+
+
+def loss_counts(loss_mask: Tensor) -> dict[str, float]:
+    """Tokens under the mask, and sequences with at least one; they add over micro-batches and ranks.
+
+    loss_mask: `(bs, response_length)`.
+    """
+    mask = loss_mask > 0
+    return {"tokens": float(mask.sum()), "sequences": float(mask.any(dim=-1).sum())}
+
+
+def token_weights(loss_mask: Tensor, mode: str, counts: Mapping[str, float], scale: float | None = None) -> Tensor:
+    """Each token's weight, float64 `(bs, response_length)`: the loss is Σ weight · per-token loss.
+
+    counts: `loss_counts` of the whole mini-batch. scale: divisor of `seq-mean-token-sum-norm`, in tokens; without it
+    the length of this mask, which differs between micro-batches. Rows without a token are left out of sequence means;
+    an empty mini-batch weighs nothing. Raises ValueError for an unknown mode.
+    """
+    check_loss_agg_mode(mode)
+    mask = (loss_mask > 0).double()
+    if mode == "token-mean":
+        return mask / max(counts["tokens"], 1.0)
+    per_sequence = mask / max(counts["sequences"], 1.0)
+    if mode == "seq-mean-token-sum":
+        return per_sequence
+    if mode == "seq-mean-token-mean":
+        return per_sequence / mask.sum(dim=-1, keepdim=True).clamp(min=1)
+    return per_sequence / (scale if scale is not None else max(loss_mask.shape[-1], 1))
+
+
+def weighted_sum(loss_mat: Tensor, weights: Tensor) -> Tensor:
+    """Σ weight · loss, a scalar; losses of weightless tokens are never read."""
+    return (under_mask(loss_mat, weights) * weights.to(loss_mat.dtype)).sum()
+
+
+@dataclass
+class BoundCounts:
+    """The mini-batch that `agg_loss` aggregates over, and whether it was asked to."""
+
+    counts: Mapping[str, float]
+    scale: float | None
+    used: bool = False
+
+
+_bound: ContextVar[BoundCounts | None] = ContextVar("distflow_loss_counts", default=None)
+
+
+@contextmanager
+def bind_counts(counts: Mapping[str, float], scale: float | None) -> Iterator[BoundCounts]:
+    """While this is open, `agg_loss` returns the share of a mini-batch with these counts."""
+    bound = BoundCounts(counts, scale)
+    token = _bound.set(bound)
+    try:
+        yield bound
+    finally:
+        _bound.reset(token)
+
+
+def agg_loss(
+    loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str = "token-mean", loss_scale_factor: float | None = None
+) -> Tensor:
+    """Aggregate per-token losses `(bs, response_length)` into a scalar.
+
+    Inside a policy loss it is this micro-batch's share of the mini-batch; anywhere else `loss_mat` is the whole batch.
+    A batch without a token gives 0 with zero gradient. Raises ValueError for an unknown mode.
+    """
+    bound = _bound.get() or BoundCounts(loss_counts(loss_mask), None)
+    bound.used = True
+    scale = bound.scale if loss_scale_factor is None else loss_scale_factor
+    return weighted_sum(loss_mat, token_weights(loss_mask, loss_agg_mode, bound.counts, scale))
+
+
+def check_scale(mode: str, scale: float | None) -> None:
+    """Raises ValueError where the mode needs a scale that does not hang on how the mini-batch is split."""
+    check_loss_agg_mode(mode)
+    if scale is not None and not scale > 0:
+        raise ValueError(f"loss_scale_factor must be positive, not {scale}")
+    if mode == "seq-mean-token-sum-norm" and scale is None:
+        raise ValueError("loss_agg_mode 'seq-mean-token-sum-norm' needs loss_scale_factor (the longest response)")
+
+
+def zero_loss(log_probs: Tensor) -> Tensor:
+    """0 with a zero gradient for every entry of `log_probs`, whatever it holds."""
+    return under_mask(log_probs, torch.zeros_like(log_probs)).sum()

@@ -1,0 +1,117 @@
+"""Corrections for a rollout policy that is not the trainer's: importance weights, truncated or masked.
+
+Truncated weights per token: "Your efficient RL framework secretly brings you off-policy RL training" (Yao et al. 2025).
+A band outside of which tokens do not count: IcePop (Ling team, arXiv:2510.18855).
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from distflow.algorithms.masking import Reduce, global_sum, masked_mean, under_mask
+from distflow.graph.fields import register_field
+
+LEVELS = ("token", "sequence", "geometric")
+MODES = ("truncate", "mask")
+
+register_field("rollout_is_weights", doc="importance weight of each token: trainer over rollout policy, corrected")
+
+
+def compute_rollout_weights(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    loss_mask: Tensor,
+    *,
+    level: Literal["token", "sequence", "geometric"],
+    mode: Literal["truncate", "mask"] = "truncate",
+    cap: float = 2.0,
+    floor: float | None = None,
+    reduce: Reduce | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """(weights float32 `(bs, response_length)`, statistics): π_trainer / π_rollout of the tokens under the mask.
+
+    level: the ratio of each token, the product over a sequence, or its geometric mean per token. mode: `truncate`
+    lowers weights above `cap` to it; `mask` sets weights above `cap` or below `floor` to 0. Weights carry no gradient
+    and are 0 outside the mask. Statistics are over the global batch: mean and maximum before the correction, the share
+    that it changed, and the effective sample size after it (0 where nothing is left).
+    Raises ValueError for an unknown level or mode, or bounds that make no sense.
+    """
+    _check(level, mode, cap, floor)
+    raw = _raw_weights(old_log_probs.detach(), rollout_log_probs.detach(), loss_mask, level)
+    weights = raw.clamp(max=cap)
+    if mode == "mask":
+        inside = (raw <= cap) & (raw >= (0.0 if floor is None else floor))
+        weights = torch.where(inside, raw, torch.zeros_like(raw))
+    raw, weights = under_mask(raw, loss_mask), under_mask(weights, loss_mask)
+    stats = {
+        "weight_mean": float(masked_mean(raw, loss_mask, reduce)),
+        "weight_max": _global_max(raw, reduce),
+        "corrected_fraction": float(masked_mean((weights != raw).double(), loss_mask, reduce)),
+        "ess": float(_sample_size(weights, loss_mask, level, reduce)),
+    }
+    return weights.float(), stats
+
+
+def effective_sample_size(weights: Tensor, mask: Tensor, reduce: Reduce | None = None) -> Tensor:
+    """(Σw)² / (n · Σw²) in 0..1 over the entries under the mask, a float64 scalar; 0 where all weights are 0."""
+    inside = under_mask(weights.double(), mask)
+    sums = torch.stack([inside.sum(), inside.square().sum(), (mask > 0).sum().double()])
+    total, squares, count = global_sum(sums, reduce).unbind()
+    size = total.square() / (squares * count)
+    return torch.where(squares * count > 0, size, torch.zeros_like(size))
+
+
+def mismatch_statistics(
+    trainer_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, reduce: Reduce | None = None
+) -> dict[str, float]:
+    """How far the rollout policy is from the trainer's, over the tokens of the global batch.
+
+    `mean_abs` and `max_abs` of the log-probs' difference, `k3` (estimate of KL(rollout ‖ trainer)), and `ess` of the
+    uncorrected token weights. log-probs, mask: `(bs, response_length)`.
+    """
+    difference = (under_mask(trainer_log_probs, mask) - under_mask(rollout_log_probs, mask)).double()
+    log_ratio = difference.clamp(-20.0, 20.0)
+    return {
+        "mean_abs": float(masked_mean(difference.abs(), mask, reduce)),
+        "max_abs": _global_max(difference.abs(), reduce),
+        "k3": float(masked_mean(log_ratio.exp() - log_ratio - 1.0, mask, reduce)),
+        "ess": float(effective_sample_size(log_ratio.exp(), mask, reduce)),
+    }
+
+
+def _raw_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, level: str) -> Tensor:
+    log_ratio = (under_mask(old_log_probs, mask) - under_mask(rollout_log_probs, mask)).double()
+    if level != "token":
+        total = log_ratio.sum(dim=-1, keepdim=True)
+        if level == "geometric":
+            total = total / (mask > 0).sum(dim=-1, keepdim=True).clamp(min=1)
+        log_ratio = total.expand_as(log_ratio)
+    return log_ratio.clamp(-20.0, 20.0).exp()
+
+
+def _sample_size(weights: Tensor, mask: Tensor, level: str, reduce: Reduce | None) -> Tensor:
+    if level == "token":
+        return effective_sample_size(weights, mask, reduce)
+    # One weight a sequence: a long sequence is still one draw.
+    rows = (mask > 0).any(dim=-1)
+    per_row = weights.sum(dim=-1) / (mask > 0).sum(dim=-1).clamp(min=1)
+    return effective_sample_size(per_row, rows, reduce)
+
+
+def _global_max(values: Tensor, reduce: Reduce | None) -> float:
+    largest = values.max() if values.numel() else values.new_zeros(())
+    return float(largest if reduce is None else reduce.max(largest))
+
+
+def _check(level: str, mode: str, cap: float, floor: float | None) -> None:
+    if level not in LEVELS:
+        raise ValueError(f"rollout_correction.level '{level}' is unknown; choose one of {', '.join(LEVELS)}")
+    if mode not in MODES:
+        raise ValueError(f"rollout_correction.mode '{mode}' is unknown; choose one of {', '.join(MODES)}")
+    if not cap > 0:
+        raise ValueError(f"rollout_correction.cap must be positive, not {cap}")
+    if floor is not None and mode != "mask":
+        raise ValueError("rollout_correction.floor is the lower end of a band: it needs rollout_correction.mode=mask")
+    if floor is not None and not 0 <= floor < cap:
+        raise ValueError(f"rollout_correction.floor must lie in 0..cap ({cap}), not {floor}")

@@ -1,0 +1,174 @@
+"""KL estimates from log-probs, the controllers of their coefficient, and the KL penalty in the reward.
+
+J. Schulman, "Approximating KL divergence" (joschu.net/blog/kl-approx.html).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from distflow.algorithms.masking import Reduce, masked_mean, under_mask
+
+KL_TYPES = ("kl", "abs", "mse", "low_var_kl", "full")
+_ALIASES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
+
+
+def kl_estimate(log_probs: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
+    """KL(policy ‖ reference) per token, estimated on tokens of the policy; same shape as its inputs.
+
+    kind: `kl` (k1, d), `abs` (|d|), `mse` (k2, d²/2), `low_var_kl` (k3, e^−d + d − 1 with d clamped to ±20 and the
+    result to ±10), where d = log_probs − ref_log_prob; `full` reads the last dimension as whole log-distributions and
+    drops it. With a `+` behind, the value is the estimator's and the gradient that of k2, whose expectation is the
+    gradient of the KL. Raises ValueError for an unknown kind.
+    """
+    name = check_kl_type(kind)
+    if name.endswith("+"):
+        value = _estimate(log_probs, ref_log_prob, name[:-1])
+        surrogate = _estimate(log_probs, ref_log_prob, "mse")
+        return surrogate - surrogate.detach() + value.detach()
+    return _estimate(log_probs, ref_log_prob, name)
+
+
+def check_kl_type(kind: str) -> str:
+    """The kind by its full name (`k3+` is `low_var_kl+`). Raises ValueError for an unknown one."""
+    base, plus = (kind[:-1], "+") if kind.endswith("+") else (kind, "")
+    base = _ALIASES.get(base, base)
+    if base not in KL_TYPES or base + plus == "full+":
+        near = get_close_matches(base, KL_TYPES, n=1)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        raise ValueError(
+            f"KL type '{kind}' is unknown; {hint}there are {', '.join(KL_TYPES)}, all but full also with +"
+        )
+    return base + plus
+
+
+def check_token_kl_type(kind: str) -> str:
+    """As `check_kl_type`, for places that hold the log-probs of the sampled tokens only; raises for `full`."""
+    name = check_kl_type(kind)
+    if name == "full":
+        raise ValueError("KL type 'full' needs whole distributions, which are never kept; use 'low_var_kl'")
+    return name
+
+
+def _estimate(log_probs: Tensor, ref_log_prob: Tensor, name: str) -> Tensor:
+    if name == "full":
+        return full_kl(log_probs, ref_log_prob)
+    difference = log_probs - ref_log_prob
+    if name == "kl":
+        return difference
+    if name == "abs":
+        return difference.abs()
+    if name == "mse":
+        return 0.5 * difference.square()
+    log_ratio = (-difference).clamp(-20.0, 20.0)
+    return (log_ratio.exp() - log_ratio - 1.0).clamp(-10.0, 10.0)
+
+
+def full_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Σ p (log p − log q) over the last dimension; a token with p = 0 adds 0, also where its log-prob is −inf."""
+    possible = log_p > -math.inf
+    zero = torch.zeros_like(log_p)
+    log_p = torch.where(possible, log_p, zero)
+    terms = log_p.exp() * (log_p - torch.where(possible, log_q, zero))
+    return torch.where(possible, terms, zero).sum(dim=-1)
+
+
+class KLController(Protocol):
+    """The coefficient of a KL penalty over the steps of a run."""
+
+    @property
+    def value(self) -> float: ...
+
+    def update(self, current_kl: float, n_steps: int) -> None: ...
+
+    def state(self) -> dict[str, float]: ...
+
+    def load(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass
+class FixedKLController:
+    """A coefficient that stays."""
+
+    value: float
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Nothing moves it."""
+
+    def state(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.value = float(state["value"])
+
+
+@dataclass
+class AdaptiveKLController:
+    """value ·= 1 + clip(kl / target_kl − 1, ±0.2) · n / horizon, never below 0 (Ziegler et al. 2019, arXiv:1909.08593).
+
+    horizon counts samples, as `n_steps` does. Raises ValueError if target or horizon is not positive.
+    """
+
+    value: float
+    target_kl: float
+    horizon: float
+
+    def __post_init__(self) -> None:
+        if not self.target_kl > 0 or not self.horizon > 0:
+            raise ValueError(f"adaptive KL needs target_kl > 0 and horizon > 0, not {self.target_kl}, {self.horizon}")
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """current_kl: mean over the batch's tokens; a non-finite one (that step is skipped) moves nothing."""
+        if not math.isfinite(current_kl):
+            return
+        error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
+        self.value = max(self.value * (1.0 + error * n_steps / self.horizon), 0.0)
+
+    def state(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.value = float(state["value"])
+
+
+def make_kl_controller(
+    type: str, kl_coef: float, target_kl: float | None = None, horizon: float | None = None
+) -> KLController:
+    """The controller of `algorithm.kl_ctrl`. Raises ValueError for an unknown type or missing numbers."""
+    if type == "fixed":
+        return FixedKLController(kl_coef)
+    if type != "adaptive":
+        raise ValueError(f"kl_ctrl.type '{type}' is unknown; choose fixed or adaptive")
+    if target_kl is None or horizon is None:
+        raise ValueError("kl_ctrl.type 'adaptive' needs kl_ctrl.target_kl and kl_ctrl.horizon")
+    return AdaptiveKLController(kl_coef, target_kl, horizon)
+
+
+def apply_kl_penalty(
+    token_level_scores: Tensor,
+    old_log_probs: Tensor,
+    ref_log_prob: Tensor,
+    response_mask: Tensor,
+    valid: Tensor | None = None,
+    *,
+    kl_coef: float,
+    kl_penalty: str = "kl",
+    reduce: Reduce | None = None,
+) -> tuple[Tensor, float]:
+    """(token_level_rewards, mean KL): scores − kl_coef · KL on each policy token; all `(bs, response_length)`.
+
+    The mean is over the tokens of valid samples of the global batch and feeds the controller. A score on a token that
+    no policy made stays as it is. Raises ValueError for an unknown `kl_penalty`, or `full`.
+    """
+    kind = check_token_kl_type(kl_penalty)
+    kl = kl_estimate(under_mask(old_log_probs, response_mask), under_mask(ref_log_prob, response_mask), kind)
+    kl = under_mask(kl, response_mask)
+    readable = (response_mask > 0) | token_level_scores.isfinite()
+    rewards = torch.where(readable, token_level_scores, torch.zeros_like(token_level_scores)) - kl_coef * kl
+    counted = response_mask if valid is None else response_mask * valid[:, None]
+    return rewards.float(), float(masked_mean(kl, counted, reduce))

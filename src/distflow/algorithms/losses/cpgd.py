@@ -1,0 +1,40 @@
+"""Clipped policy gradient with policy drift: the log-prob itself is clipped (Liu et al. 2025, arXiv:2505.12504)."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from distflow.algorithms.losses.ratio import Stats, as_stat, clip_range, log_ratio
+from distflow.algorithms.masking import under_mask
+from distflow.algorithms.registry import register_policy_loss
+
+
+@register_policy_loss("cpgd")
+def compute_cpgd_loss(
+    log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    old_log_probs: Tensor | None = None,
+    *,
+    clip_ratio: float = 0.2,
+    clip_ratio_low: float | None = None,
+    clip_ratio_high: float | None = None,
+) -> tuple[Tensor, Stats]:
+    """−clamp(logπ)·A per token; all `(bs, response_length)`.
+
+    The clamp is from above at logπ_old + ln(1 + ε_high) where A > 0, else from below at logπ_old + ln(1 − ε_low).
+    """
+    low, high = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)
+    current, advantages = under_mask(log_probs, loss_mask), under_mask(advantages, loss_mask)
+    old = current.detach() if old_log_probs is None else under_mask(old_log_probs, loss_mask)
+    ceiling = old + math.log1p(high)
+    floor = old + (math.log1p(-low) if low < 1.0 else -math.inf)
+    positive = advantages > 0
+    outside = torch.where(positive, current > ceiling, current < floor)
+    clipped = torch.where(outside, torch.where(positive, ceiling, floor), current)
+    stats = {
+        "pg_clipfrac": as_stat(outside, current),
+        "ppo_kl": -log_ratio(log_probs, old_log_probs, loss_mask).detach(),
+    }
+    return -clipped * advantages, stats

@@ -1,0 +1,194 @@
+"""What an optimizer step minimises: losses per token, aggregated exactly over the mini-batch, with their metrics.
+
+These have the shape that train engines expect of a loss: `outputs`, `counts`, a call for each micro-batch, `finish`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distflow.algorithms.aggregate import check_scale, loss_counts, token_weights, weighted_sum
+from distflow.algorithms.kl import check_token_kl_type, kl_estimate
+from distflow.algorithms.masking import under_mask
+from distflow.algorithms.registry import PolicyLoss, check_options, find_policy_loss
+from distflow.algorithms.seed_loss import SeedLoss
+from distflow.algorithms.value_loss import compute_value_loss
+from distflow.data.batch import Batch
+
+Counts = dict[str, float]
+
+# Sums with this prefix are over tokens and become means; the others are shares of the mini-batch and just add up.
+_PER_TOKEN = "token/"
+
+
+class PolicyObjective:
+    """policy loss + kl_loss_coef · KL to the reference − entropy_coef · entropy.
+
+    Metrics: `loss`, `pg_loss`, `entropy` (mean per token), `kl_loss`, the policy loss's statistics, and for each term
+    that is on `loss_term/NAME`, the weighted sum of its absolute per-token values: one that stays exactly 0 is dead.
+    """
+
+    outputs: tuple[str, ...] = ("log_probs", "entropy")
+
+    def __init__(
+        self,
+        loss: str | PolicyLoss = "vanilla",
+        options: Mapping[str, Any] | None = None,
+        *,
+        loss_agg_mode: str = "token-mean",
+        loss_scale_factor: float | None = None,
+        entropy_coef: float = 0.0,
+        kl_loss_type: str | None = None,
+        kl_loss_coef: float = 0.0,
+        weights_field: str | None = None,
+        actor: Mapping[str, Any] | None = None,
+    ) -> None:
+        """options: of the loss. kl_loss_type: None leaves the KL term out. weights_field: the column of rollout
+        correction weights, None for none. actor: the numbers that a seed-style loss sees as its `config`.
+
+        Raises ValueError for an unknown loss, option, mode or KL type, or where the mode needs `loss_scale_factor`.
+        """
+        check_scale(loss_agg_mode, loss_scale_factor)
+        self.loss = find_policy_loss(loss) if isinstance(loss, str) else loss
+        self.options = dict(options or {})
+        check_options(f"policy loss '{self.loss.name}'", self.options, self.loss.options)
+        self.loss_agg_mode, self.loss_scale_factor = loss_agg_mode, loss_scale_factor
+        self.entropy_coef, self.kl_loss_coef = entropy_coef, kl_loss_coef
+        self.kl_loss_type = None if kl_loss_type is None else check_token_kl_type(kl_loss_type)
+        self.weights_field = weights_field
+        self._seed_loss: SeedLoss | None = None
+        if self.loss.seed_style:
+            self._seed_loss = SeedLoss(self.loss, loss_agg_mode, loss_scale_factor, actor or {})
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The columns that a mini-batch must have."""
+        extra = ("ref_log_prob",) if self.kl_loss_type else ()
+        weights = (self.weights_field,) if self.weights_field else ()
+        return tuple(dict.fromkeys((*self.loss.reads, "loss_mask", *extra, *weights)))
+
+    def counts(self, batch: Batch) -> Counts:
+        """Tokens and sequences under `loss_mask`."""
+        return loss_counts(batch["loss_mask"])
+
+    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Counts]:
+        """The micro-batch's share of the loss, and of the sums that `finish` reads.
+
+        outputs: log_probs (with gradient) and entropy, padded `(bs, response_length)`.
+        """
+        log_probs = outputs["log_probs"]
+        mask = micro["loss_mask"].to(log_probs.device)
+        weights = token_weights(mask, self.loss_agg_mode, counts, self.loss_scale_factor)
+        loss, sums = self._policy_term(log_probs, micro, mask, weights, counts)
+        sums["pg_loss"] = loss
+
+        entropy = under_mask(outputs["entropy"], mask)
+        sums[_PER_TOKEN + "entropy"] = entropy.sum()
+        if self.entropy_coef:
+            loss = loss - self.entropy_coef * weighted_sum(entropy, weights)
+            sums["loss_term/entropy"] = abs(self.entropy_coef) * weighted_sum(entropy.abs(), weights)
+        if self.kl_loss_type is not None:
+            reference = under_mask(micro["ref_log_prob"].to(log_probs.device), mask)
+            kl = kl_estimate(under_mask(log_probs, mask), reference, self.kl_loss_type)
+            sums["kl_loss"] = weighted_sum(kl, weights)
+            sums["loss_term/kl"] = abs(self.kl_loss_coef) * weighted_sum(kl.abs(), weights)
+            loss = loss + self.kl_loss_coef * sums["kl_loss"]
+        return loss, _to_floats({"loss": loss} | sums)
+
+    def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
+        """Metrics of the mini-batch."""
+        return _finish(sums, counts)
+
+    def _policy_term(
+        self, log_probs: Tensor, micro: Batch, mask: Tensor, weights: Tensor, counts: Counts
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The policy loss's share, and its sums."""
+        fields = self._fields(micro, log_probs.device) | {"loss_mask": mask}
+        correction = None if self.weights_field is None else micro[self.weights_field].to(log_probs.device)
+        if self._seed_loss is not None:
+            loss, stats = self._seed_loss(log_probs, fields, correction, counts)
+            sums = {_PER_TOKEN + name: torch.as_tensor(value) for name, value in stats.items()}
+            return loss, sums | {"loss_term/pg": loss.abs()}
+        per_token, token_stats = self.loss.fn(log_probs=log_probs, **fields, **self.options)
+        if correction is not None:
+            per_token = under_mask(per_token, mask) * under_mask(correction, mask)
+        sums = {_PER_TOKEN + name: under_mask(value, mask).sum() for name, value in token_stats.items()}
+        return weighted_sum(per_token, weights), sums | {"loss_term/pg": weighted_sum(per_token.abs(), weights)}
+
+    def _fields(self, micro: Batch, device: torch.device) -> dict[str, Any]:
+        names = [*self.loss.reads, *(name for name in self.loss.optional if name in micro)]
+        columns = {name: micro[name] for name in names if name != "loss_mask"}
+        return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in columns.items()}
+
+
+class ValueObjective:
+    """The critic's clipped value loss. Metrics: `loss`, `vf_loss`, `vf_clipfrac`, `vpred_mean`."""
+
+    outputs: tuple[str, ...] = ("values",)
+    reads = ("values", "returns", "loss_mask")
+
+    def __init__(
+        self,
+        cliprange_value: float | None = 0.5,
+        loss_agg_mode: str = "token-mean",
+        loss_scale_factor: float | None = None,
+    ) -> None:
+        """Raises ValueError for an unknown mode, or where it needs `loss_scale_factor`."""
+        check_scale(loss_agg_mode, loss_scale_factor)
+        self.cliprange_value = cliprange_value
+        self.loss_agg_mode, self.loss_scale_factor = loss_agg_mode, loss_scale_factor
+
+    def counts(self, batch: Batch) -> Counts:
+        """Tokens and sequences under `loss_mask`."""
+        return loss_counts(batch["loss_mask"])
+
+    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Counts]:
+        """The micro-batch's share of the loss and sums. outputs: values, padded `(bs, response_length)`."""
+        values = outputs["values"]
+        old, returns, mask = (micro[name].to(values.device) for name in self.reads)
+        per_token, stats = compute_value_loss(values, old, returns, mask, cliprange_value=self.cliprange_value)
+        weights = token_weights(mask, self.loss_agg_mode, counts, self.loss_scale_factor)
+        loss = weighted_sum(per_token, weights)
+        sums = {_PER_TOKEN + name: under_mask(value, mask).sum() for name, value in stats.items()}
+        return loss, _to_floats({"loss": loss, "vf_loss": loss} | sums)
+
+    def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
+        """Metrics of the mini-batch."""
+        return _finish(sums, counts)
+
+
+class SFTObjective:
+    """Supervised fine-tuning: the mean negative log-likelihood of the tokens under `loss_mask`. Metric: `loss`."""
+
+    outputs: tuple[str, ...] = ("log_probs",)
+    reads = ("loss_mask",)
+
+    def counts(self, batch: Batch) -> Counts:
+        """Tokens and sequences under `loss_mask`."""
+        return loss_counts(batch["loss_mask"])
+
+    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Counts]:
+        """The micro-batch's share of the loss. outputs: log_probs, padded `(bs, response_length)`."""
+        mask = micro["loss_mask"].to(outputs["log_probs"].device)
+        loss = weighted_sum(-outputs["log_probs"], token_weights(mask, "token-mean", counts))
+        return loss, _to_floats({"loss": loss})
+
+    def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
+        """Metrics of the mini-batch."""
+        return _finish(sums, counts)
+
+
+def _to_floats(sums: Mapping[str, Tensor]) -> Counts:
+    """One transfer from the device for all of them."""
+    values = torch.stack([value.detach().double() for value in sums.values()]).tolist()
+    return dict(zip(sums, values, strict=True))
+
+
+def _finish(sums: Counts, counts: Counts) -> dict[str, float]:
+    tokens = max(counts["tokens"], 1.0)
+    return {
+        name.removeprefix(_PER_TOKEN): value / tokens if name.startswith(_PER_TOKEN) else value
+        for name, value in sums.items()
+    }

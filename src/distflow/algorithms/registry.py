@@ -1,0 +1,191 @@
+"""Advantage estimators and policy losses by name. A user's own is registered as the built-in ones are."""
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from enum import Enum
+from typing import Any, TypeVar
+
+from distflow.graph.roles import NodeRole, Scope
+from distflow.graph.spec import node
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
+
+# The signature of seed policy losses; these four parameters tell it from ours.
+SEED_LOSS_PARAMETERS = ("old_log_prob", "log_prob", "advantages", "response_mask")
+
+
+class AdvantageEstimator(Enum):
+    """The built-in estimators."""
+
+    GAE = "gae"
+    GRPO = "grpo"
+    RLOO = "rloo"
+    REINFORCE = "reinforce"
+    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
+    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
+    REMAX = "remax"
+    OPO = "opo"
+    CPGD = "cpgd"
+    GSPO = "gspo"
+    GPG = "gpg"
+    GRPO_PASSK = "grpo_passk"
+
+
+@dataclass(frozen=True)
+class AdvEstimator:
+    """A registered estimator. `fn` is a node function: a graph can run it as it is.
+
+    describe: from the values of its options to the formula that it computes.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    scope: Scope
+    describe: Callable[[Mapping[str, Any]], str] | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Its options and their defaults."""
+        return _options(self.fn)
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A registered loss, told by the names of its parameters.
+
+    reads, optional: batch columns it needs and takes where they are there; `log_probs` comes from the engine.
+    options: its options and their defaults. seed_style: it has the seed's signature and returns a scalar.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    reads: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    seed_style: bool = False
+
+
+ADV_ESTIMATORS: dict[str, AdvEstimator] = {}
+POLICY_LOSSES: dict[str, PolicyLoss] = {}
+
+
+def register_adv_est(
+    name: str | AdvantageEstimator,
+    scope: Scope = "group",
+    describe: Callable[[Mapping[str, Any]], str] | None = None,
+) -> Callable[[Fn], Fn]:
+    """Register an advantage estimator `(token_level_rewards, response_mask, ...) -> (advantages, returns)`.
+
+    Parameters are fields of the batch, keyword-only ones options; `**kwargs` is accepted. scope: which samples it must
+    see together ("sample", "group", "global"). A name that is taken gets the new function, with a warning.
+    """
+    key = str(name.value) if isinstance(name, Enum) else name
+
+    def register(fn: Fn) -> Fn:
+        _warn_if_taken("advantage estimator", key, ADV_ESTIMATORS)
+        marked = node(scope=scope, role=NodeRole.ADVANTAGE, writes=("advantages", "returns"))(fn)
+        ADV_ESTIMATORS[key] = AdvEstimator(key, marked, scope, describe)
+        return fn
+
+    return register
+
+
+def register_policy_loss(name: str) -> Callable[[Fn], Fn]:
+    """Register a policy loss, of either signature:
+
+    - ours: `(log_probs, advantages, loss_mask, ..., *, options) -> (per-token loss (bs, response_length), statistics)`;
+      parameters are fields of the batch, statistics are named per-token tensors;
+    - the seed's: `(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights) ->
+      (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)`, scalars.
+
+    A name that is taken gets the new function, with a warning. Raises ValueError if the parameters fit neither.
+    """
+
+    def register(fn: Fn) -> Fn:
+        _warn_if_taken("policy loss", name, POLICY_LOSSES)
+        POLICY_LOSSES[name] = read_policy_loss(name, fn)
+        return fn
+
+    return register
+
+
+def find_adv_est(name: str) -> AdvEstimator:
+    """The estimator of that name. Raises ValueError with the nearest name."""
+    return _find("advantage estimator", name, ADV_ESTIMATORS, "register_adv_est")
+
+
+def find_policy_loss(name: str) -> PolicyLoss:
+    """The loss of that name. Raises ValueError with the nearest name."""
+    return _find("policy loss", name, POLICY_LOSSES, "register_policy_loss")
+
+
+def describe_estimator(name: str, options: Mapping[str, Any] | None = None) -> str:
+    """One line that says what the estimator computes with these options (defaults where they are not given)."""
+    estimator = find_adv_est(name)
+    known = estimator.options
+    values = known | {key: value for key, value in (options or {}).items() if key in known}
+    if estimator.describe is not None:
+        return f"{name}: {estimator.describe(values)}"
+    shown = ", ".join(f"{key}={value}" for key, value in values.items())
+    return f"{name}: {estimator.fn.__module__}.{getattr(estimator.fn, '__qualname__', name)}({shown})"
+
+
+def check_options(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raises ValueError for an option that `what` does not take, with the nearest that it does."""
+    known = list(known)
+    for key in given:
+        if key not in known:
+            raise ValueError(
+                f"{what} takes no option '{key}'{_hint(key, known)}; it takes {', '.join(known) or 'none'}"
+            )
+
+
+def read_policy_loss(name: str, fn: Callable[..., Any]) -> PolicyLoss:
+    """What the signature says. Raises ValueError if it is neither ours nor the seed's."""
+    parameters = inspect.signature(fn).parameters
+    if all(wanted in parameters for wanted in SEED_LOSS_PARAMETERS):
+        return PolicyLoss(name, fn, reads=("advantages", "loss_mask"), optional=("old_log_probs",), seed_style=True)
+    if "log_probs" not in parameters:
+        raise ValueError(
+            f"policy loss '{name}' must take log_probs and fields of the batch, "
+            f"or the seed's {', '.join(SEED_LOSS_PARAMETERS)}; it takes {', '.join(parameters)}"
+        )
+    fields = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "log_probs"]
+    return PolicyLoss(
+        name,
+        fn,
+        reads=tuple(p.name for p in fields if p.default is p.empty),
+        optional=tuple(p.name for p in fields if p.default is not p.empty),
+        options=_options(fn),
+    )
+
+
+def _options(fn: Callable[..., Any]) -> dict[str, Any]:
+    parameters = inspect.signature(fn).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "reduce"}
+
+
+def _warn_if_taken(what: str, name: str, registry: Mapping[str, Any]) -> None:
+    if name in registry:
+        old = registry[name].fn
+        warnings.warn(f"{what} '{name}' of {old.__module__} is replaced", stacklevel=3)
+
+
+Entry = TypeVar("Entry")
+
+
+def _find(what: str, name: str, registry: Mapping[str, Entry], decorator: str) -> Entry:
+    if name in registry:
+        return registry[name]
+    raise ValueError(
+        f"{what} '{name}' is unknown{_hint(name, registry)}; there are {', '.join(sorted(registry))}. "
+        f"Register your own with {decorator} in a module of trainer.imports"
+    )
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    near = get_close_matches(name, list(known), n=1)
+    return f", did you mean '{near[0]}'?" if near else ""
