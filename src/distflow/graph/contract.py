@@ -1,0 +1,279 @@
+"""From a function's signature to its contract: the fields it reads and writes, its options, engines and scope."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from inspect import Parameter
+from typing import Any, Literal
+
+from distflow.graph.errors import PipelineError, hint
+from distflow.graph.fields import ALIASES, find_field
+from distflow.graph.functions import is_async
+from distflow.graph.roles import ENGINES, NodeRole, Scope
+from distflow.graph.spec import NodeSpec, as_names
+
+RESERVED = ("batch", "ctx", "config", "reduce")
+SCORE_FIELDS = ("token_level_scores", "token_level_rewards")
+_ROLE_WRITES = {NodeRole.REWARD: SCORE_FIELDS, NodeRole.ADVANTAGE: ("advantages", "returns")}
+
+
+class Form(StrEnum):
+    """How a function wants to be called.
+
+    WIRED: fields, options, engines and reserved names by parameter.
+    BATCH_CTX: `(batch, ctx)`.
+    BATCH_REWARD: `(batch, config, **kwargs)`, called by keyword; options are the kwargs.
+    SAMPLE_REWARD: `compute_score(data_source, solution_str, ground_truth[, extra_info])`, called for each sample.
+    """
+
+    WIRED = "wired"
+    BATCH_CTX = "batch_ctx"
+    BATCH_REWARD = "batch_reward"
+    SAMPLE_REWARD = "sample_reward"
+
+
+class _Required:
+    def __repr__(self) -> str:
+        return "REQUIRED"
+
+
+REQUIRED: Any = _Required()
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What a function takes and gives. Field names are spelled as the function spells them; see `canonical`.
+
+    reads, optional: fields that must be there, and those that may be missing.
+    by_keyword, by_position: the fields among them that are passed, and how; the others come in `batch`.
+    writes: fields it gives back.
+    engines: the parameters that receive an engine. reserved: of `batch`, `ctx`, `config`, `reduce`.
+    options: default of each option; REQUIRED where it has none. open_options: it also takes options it does not name.
+    takes: config keys used beyond the options.
+    """
+
+    form: Form
+    reads: tuple[str, ...]
+    optional: tuple[str, ...]
+    by_keyword: tuple[str, ...]
+    by_position: tuple[str, ...]
+    writes: tuple[str, ...]
+    scope: Scope
+    engines: tuple[str, ...]
+    reserved: tuple[str, ...]
+    options: Mapping[str, Any]
+    open_options: bool
+    takes: tuple[str, ...]
+    is_async: bool
+
+
+def canonical(name: str) -> str:
+    """The field's own name behind an alias: `index` is `group_index`."""
+    return ALIASES.get(name, name)
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the surroundings of a function say about it.
+
+    is_option: whether a positional parameter is an option, not a field.
+    spec: `@node`, its functions of the config already called.
+    extra_kwargs: a `**kwargs` needs no `reads` (a function that was chosen gets its named parameters).
+    late_reads: what it reads is not known before the config is.
+    """
+
+    where: str
+    spec: NodeSpec
+    role: NodeRole
+    scope: Scope | None
+    is_option: Callable[[str], bool]
+    extra_kwargs: bool = False
+    late_reads: bool = False
+
+
+def read_contract(fn: Callable[..., Any], wishes: Wishes) -> Contract:
+    """The contract of a function. Raises PipelineError if its signature does not tell what it reads."""
+    parameters = _parameters(fn)
+    form = Form.WIRED if wishes.late_reads else _form(parameters)
+    if wishes.late_reads:
+        fields = _Fields((), ())
+    elif form is Form.SAMPLE_REWARD:
+        fields = _sample_reward_fields(parameters or [])
+    elif form is not Form.WIRED:
+        fields = _Fields(*_explicit(wishes) or ((), ()))
+    elif wishes.spec.reads is not None:
+        fields = _explicit_fields(parameters, wishes)
+    else:
+        fields = _signature_fields(parameters, wishes)
+    parameters = parameters or []
+    names = {p.name for p in parameters}
+    reserved = tuple(name for name in RESERVED if name in names)
+    return Contract(
+        form=form,
+        reads=fields.reads,
+        optional=fields.optional,
+        by_keyword=fields.by_keyword,
+        by_position=fields.by_position,
+        writes=_writes(form, wishes),
+        scope=_scope(fields, reserved, wishes),
+        engines=tuple(name for name in ENGINES if name in names),
+        reserved=reserved,
+        options={} if form in (Form.BATCH_CTX, Form.BATCH_REWARD) else _options(parameters, form, wishes),
+        open_options=any(p.kind is Parameter.VAR_KEYWORD for p in parameters),
+        takes=as_names(wishes.spec.takes, f"{wishes.where}: takes"),
+        is_async=is_async(fn),
+    )
+
+
+@dataclass(frozen=True)
+class _Fields:
+    reads: tuple[str, ...]
+    optional: tuple[str, ...]
+    by_keyword: tuple[str, ...] = ()
+    by_position: tuple[str, ...] = ()
+
+
+def _parameters(fn: Callable[..., Any]) -> list[Parameter] | None:
+    """None where the callable cannot be inspected (some builtins)."""
+    try:
+        return list(inspect.signature(fn).parameters.values())
+    except (ValueError, TypeError):
+        return None
+
+
+def _form(parameters: list[Parameter] | None) -> Form:
+    if parameters is None:
+        return Form.WIRED
+    names = [p.name for p in parameters]
+    kinds = [p.kind for p in parameters]
+    if names == ["batch", "ctx"]:
+        return Form.BATCH_CTX
+    if names[:2] == ["batch", "config"] and kinds[2:] == [Parameter.VAR_KEYWORD]:
+        return Form.BATCH_REWARD
+    if names[:3] == ["data_source", "solution_str", "ground_truth"]:
+        return Form.SAMPLE_REWARD
+    return Form.WIRED
+
+
+def _sample_reward_fields(parameters: list[Parameter]) -> _Fields:
+    optional = ("extra_info",) if any(p.name == "extra_info" for p in parameters) else ()
+    return _Fields(("data_source", "responses", "ground_truth"), optional)
+
+
+def _is_ordinary(parameter: Parameter) -> bool:
+    return parameter.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _is_special(parameter: Parameter) -> bool:
+    return parameter.name in RESERVED or parameter.name in ENGINES
+
+
+def _role_of(parameter: Parameter, wishes: Wishes) -> Literal["field", "optional", "option", "special", "rest"]:
+    """What a parameter stands for where `reads` does not say."""
+    if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
+        return "rest"
+    if _is_special(parameter):
+        return "special"
+    if parameter.kind is Parameter.KEYWORD_ONLY or wishes.is_option(parameter.name):
+        return "option"
+    if parameter.default is Parameter.empty:
+        return "field"
+    if parameter.default is None or find_field(parameter.name) is not None:
+        return "optional"
+    return "option"
+
+
+def _signature_fields(parameters: list[Parameter] | None, wishes: Wishes) -> _Fields:
+    if parameters is None:
+        raise PipelineError(f"{wishes.where}: its function cannot be inspected; say what it reads by @node(reads=...)")
+    for p in parameters:
+        if p.kind is Parameter.VAR_POSITIONAL or (p.kind is Parameter.VAR_KEYWORD and not wishes.extra_kwargs):
+            raise PipelineError(f"{wishes.where}: '{p}' does not tell what it reads; say so by @node(reads=...)")
+    by_role: dict[str, list[Parameter]] = {"field": [], "optional": [], "option": [], "special": [], "rest": []}
+    for p in parameters:
+        by_role[_role_of(p, wishes)].append(p)
+    passed = [p for p in parameters if p in by_role["field"] or p in by_role["optional"]]
+    _check_positional_only(parameters, passed, wishes)
+    return _Fields(
+        reads=tuple(p.name for p in by_role["field"]),
+        optional=tuple(p.name for p in by_role["optional"]),
+        by_keyword=tuple(p.name for p in passed if p.kind is not Parameter.POSITIONAL_ONLY),
+        by_position=tuple(p.name for p in passed if p.kind is Parameter.POSITIONAL_ONLY),
+    )
+
+
+def _check_positional_only(parameters: list[Parameter], passed: list[Parameter], wishes: Wishes) -> None:
+    """Positional-only parameters are fields, or the call could not name them."""
+    for p in parameters:
+        if p.kind is Parameter.POSITIONAL_ONLY and p not in passed:
+            raise PipelineError(f"{wishes.where}: '{p.name}' is positional only, which only fields can be")
+
+
+def _explicit(wishes: Wishes) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """(required, optional) of `@node(reads=...)`."""
+    if wishes.spec.reads is None:
+        return None
+    names = as_names(wishes.spec.reads, f"{wishes.where}: reads")
+    return tuple(n for n in names if n[0] != "?"), tuple(n[1:] for n in names if n[0] == "?")
+
+
+def _explicit_fields(parameters: list[Parameter] | None, wishes: Wishes) -> _Fields:
+    required, optional = _explicit(wishes) or ((), ())
+    named = tuple(n.removeprefix("?") for n in as_names(wishes.spec.reads, f"{wishes.where}: reads"))
+    if parameters is None:
+        return _Fields(required, optional, by_position=named)
+    ordinary = [p for p in parameters if _is_ordinary(p) and not _is_special(p)]
+    for p in ordinary:
+        if p.name not in named and p.default is Parameter.empty and not wishes.is_option(p.name):
+            raise PipelineError(
+                f"{wishes.where}: @node(reads=...) leaves out its parameter '{p.name}'{hint(p.name, named)}"
+            )
+    if any(p.kind is Parameter.VAR_POSITIONAL for p in parameters):
+        leading = [p.name for p in parameters if _is_ordinary(p)]
+        if tuple(leading) != named[: len(leading)]:
+            raise PipelineError(
+                f"{wishes.where}: before its *args it takes {', '.join(leading)}; @node(reads=...) must begin so"
+            )
+        return _Fields(required, optional, by_position=named)
+    names = {p.name for p in ordinary}
+    unnamed = [n for n in named if n not in names]
+    open_kwargs = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
+    if unnamed and not open_kwargs and not any(p.name == "batch" for p in parameters):
+        raise PipelineError(
+            f"{wishes.where}: it reads '{unnamed[0]}' but has no parameter for it{hint(unnamed[0], names)}; "
+            "name one, or take `batch`"
+        )
+    by_position = tuple(p.name for p in ordinary if p.kind is Parameter.POSITIONAL_ONLY and p.name in named)
+    by_keyword = tuple(n for n in named if n not in by_position and (n in names or open_kwargs))
+    return _Fields(required, optional, by_keyword, by_position)
+
+
+def _writes(form: Form, wishes: Wishes) -> tuple[str, ...]:
+    if wishes.spec.writes is not None:
+        return as_names(wishes.spec.writes, f"{wishes.where}: writes")
+    if form in (Form.SAMPLE_REWARD, Form.BATCH_REWARD) and wishes.role in (NodeRole.DEFAULT, NodeRole.REWARD):
+        return SCORE_FIELDS
+    return _ROLE_WRITES.get(wishes.role, ())
+
+
+def _scope(fields: _Fields, reserved: tuple[str, ...], wishes: Wishes) -> Scope:
+    if "reduce" in reserved:
+        return "global"
+    declared = wishes.scope or wishes.spec.scope
+    if declared is not None:
+        return declared
+    reads_groups = any(canonical(name) == "group_index" for name in (*fields.reads, *fields.optional))
+    judges_groups = wishes.role in (NodeRole.REWARD, NodeRole.DYNAMIC_SAMPLING)
+    return "group" if reads_groups or judges_groups else "sample"
+
+
+def _options(parameters: list[Parameter], form: Form, wishes: Wishes) -> dict[str, Any]:
+    if form is Form.SAMPLE_REWARD:
+        given = ("data_source", "solution_str", "ground_truth", "extra_info")
+        found = [p for p in parameters if p.name not in given and p.kind is not Parameter.VAR_KEYWORD]
+    else:
+        required, optional = _explicit(wishes) or ((), ())
+        named = (*required, *optional)
+        found = [p for p in parameters if p.name not in named and _role_of(p, wishes) == "option"]
+    return {p.name: REQUIRED if p.default is Parameter.empty else p.default for p in found}

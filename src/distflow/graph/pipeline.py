@@ -1,0 +1,106 @@
+"""The builder of task graphs, in Python (`Pipeline`) and from a config file (`pipeline_from_config`)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from distflow.graph.errors import PipelineError, hint
+from distflow.graph.nodes import Node
+from distflow.graph.roles import NodeRole, NodeType, Scope
+from distflow.graph.task_graph import TaskGraph
+
+
+class Pipeline:
+    """Builds a TaskGraph, one chained `add_node` a node."""
+
+    def __init__(self, pipeline_id: str, description: str = "") -> None:
+        self.pipeline_id = pipeline_id
+        self.description = description
+        self._nodes: list[dict[str, Any]] = []
+
+    def add_node(
+        self,
+        node_id: str,
+        func: str | Callable[..., Any] | None = None,
+        deps: Sequence[str] | None = None,
+        *,
+        node_type: NodeType | str | None = None,
+        node_role: NodeRole | str | None = None,
+        only_forward_compute: bool = False,
+        config: str | Mapping[str, Any] | None = None,
+        agent_group: int = 0,
+        retry_limit: int = 0,
+        filter_plugin: str | Callable[..., bool] | None = None,
+        scope: Scope | None = None,
+        **options: Any,
+    ) -> "Pipeline":
+        """Add a node that runs `func` after the nodes `deps`. What the arguments mean: see `Node`.
+
+        Further keywords are values for options of `func`, and go before those of the config. Nothing is looked up
+        or checked before `build`.
+        """
+        self._nodes.append(
+            {
+                "node_id": node_id,
+                "func": func,
+                "deps": () if deps is None else deps,
+                "node_type": node_type,
+                "node_role": node_role,
+                "only_forward_compute": only_forward_compute,
+                "config": config,
+                "agent_group": agent_group,
+                "retry_limit": retry_limit,
+                "filter_plugin": filter_plugin,
+                "scope": scope,
+                "options": options,
+            }
+        )
+        return self
+
+    def build(self) -> TaskGraph:
+        """The checked graph. Raises PipelineError for whatever is wrong with its structure."""
+        graph = TaskGraph(self.pipeline_id, self.description)
+        for arguments in self._nodes:
+            graph.add_node(Node(**arguments))
+        graph.check()
+        return graph
+
+
+_ENTRY_KEYS = {
+    "id": "node_id",
+    "func": "func",
+    "deps": "deps",
+    "type": "node_type",
+    "role": "node_role",
+    "only_forward_compute": "only_forward_compute",
+    "config": "config",
+    "agent_group": "agent_group",
+    "retry_limit": "retry_limit",
+    "filter_plugin": "filter_plugin",
+    "scope": "scope",
+}
+
+
+def pipeline_from_config(pipeline_id: str, nodes: Sequence[Mapping[str, Any]]) -> TaskGraph:
+    """The graph of a program given as data: entries of id, func, deps, type, role, options, and what else a node takes.
+
+    Raises PipelineError that names the entry.
+    """
+    pipeline = Pipeline(pipeline_id)
+    for i, entry in enumerate(nodes):
+        where = f"entry {i + 1} of the nodes"
+        if not isinstance(entry, Mapping):
+            raise PipelineError(f"{where} must be a mapping of id, func, deps, ..., {entry!r} given")
+        if not entry.get("id"):
+            raise PipelineError(f"{where} has no id")
+        where += f" ({entry['id']!r})"
+        for key in entry:
+            if key not in _ENTRY_KEYS and key != "options":
+                raise PipelineError(f"{where} has the unknown key '{key}'{hint(str(key), [*_ENTRY_KEYS, 'options'])}")
+        options = entry.get("options") or {}
+        if not isinstance(options, Mapping):
+            raise PipelineError(f"{where}: options must be a mapping of names to values, {options!r} given")
+        reserved = [name for name in options if name in _ENTRY_KEYS.values()]
+        if reserved:
+            raise PipelineError(f"{where}: '{reserved[0]}' is no option; give it beside id and func")
+        pipeline.add_node(**{_ENTRY_KEYS[key]: value for key, value in entry.items() if key != "options"}, **options)
+    return pipeline.build()

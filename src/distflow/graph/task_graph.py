@@ -1,0 +1,141 @@
+"""The graph of a program's nodes: mutable until `bind`, which returns the frozen program."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from distflow.graph.bind import bind_program
+from distflow.graph.contract import Contract, canonical
+from distflow.graph.drawing import Box, flowchart
+from distflow.graph.errors import PipelineError, hint
+from distflow.graph.fields import Field
+from distflow.graph.nodes import Node, early_contract, engines_of
+from distflow.graph.options import check_options
+from distflow.graph.order import dependents, topological_order
+from distflow.graph.program import Program
+from distflow.graph.wiring import Vertex, Wiring, check_edges
+
+_SETTABLE = tuple(f.name for f in fields(Node) if f.init and f.name not in ("node_id", "options"))
+
+
+class TaskGraph:
+    """Nodes and their dependencies. `nodes` maps node id → Node, in the order in which they were added."""
+
+    def __init__(self, graph_id: str, description: str = "") -> None:
+        self.graph_id = graph_id
+        self.description = description
+        self.nodes: dict[str, Node] = {}
+
+    def add_node(self, node: Node) -> None:
+        """Raises PipelineError if the id is taken."""
+        if node.node_id in self.nodes:
+            raise PipelineError(f"node '{node.node_id}' is there already; node ids must be unique")
+        self.nodes[node.node_id] = node
+
+    def remove_node(self, node_id: str) -> Node:
+        """Take a node out; its dependents inherit its deps. Raises PipelineError if it is not there."""
+        removed = self.get_node(node_id)
+        del self.nodes[node_id]
+        for other in self.nodes.values():
+            if node_id in other.deps:
+                spliced = [x for dep in other.deps for x in (removed.deps if dep == node_id else (dep,))]
+                self.nodes[other.node_id] = replace(other, deps=tuple(dict.fromkeys(spliced)))
+        return removed
+
+    def update_node(self, node_id: str, **changes: Any) -> Node:
+        """Change what `add_node` said of a node; other names are options of its function, added to those it has.
+
+        Raises PipelineError if the node is not there or a value does not fit.
+        """
+        node = self.get_node(node_id)
+        if "node_id" in changes:
+            raise PipelineError(f"{node.where}: a node keeps its id; remove it and add another")
+        settings = {name: value for name, value in changes.items() if name in _SETTABLE}
+        options = {name: value for name, value in changes.items() if name not in _SETTABLE}
+        self.nodes[node_id] = replace(node, options={**node.options, **options}, **settings)
+        return self.nodes[node_id]
+
+    def get_node(self, node_id: str) -> Node:
+        """Raises PipelineError if it is not there."""
+        if node_id not in self.nodes:
+            raise PipelineError(f"graph '{self.graph_id}' has no node '{node_id}'{hint(node_id, self.nodes)}")
+        return self.nodes[node_id]
+
+    def get_entry_nodes(self) -> list[Node]:
+        """The nodes that depend on none."""
+        return [node for node in self.nodes.values() if not node.deps]
+
+    def get_dependents(self, node_id: str) -> list[Node]:
+        """The nodes that name this one in their deps."""
+        self.get_node(node_id)
+        check_edges(self._deps())
+        return [self.nodes[other] for other in dependents(self._deps())[node_id]]
+
+    def get_downstream_nodes(self, node_id: str) -> list[Node]:
+        """The same as `get_dependents`: both names are in use."""
+        return self.get_dependents(node_id)
+
+    def get_topological_sort(self) -> list[str]:
+        """Node ids such that each comes after its deps; of those that could come next, the one added first.
+
+        Raises PipelineError for an unknown dependency or a cycle.
+        """
+        check_edges(self._deps())
+        return topological_order(self._deps())
+
+    def validate_graph(self) -> tuple[bool, str | None]:
+        """(True, None), or False and what is wrong with the structure. See `check`."""
+        try:
+            self.check()
+        except PipelineError as error:
+            return False, str(error)
+        return True, None
+
+    def check(self) -> None:
+        """Raises PipelineError for whatever is wrong with the structure, as far as it can be seen without a config."""
+        check_edges(self._deps())
+        contracts = self._early_contracts()
+        for node in self.nodes.values():
+            if node.spec.chosen is None:
+                check_options(node, contracts[node.node_id])
+        Wiring({node_id: Vertex(node, contracts[node_id], node.deps) for node_id, node in self.nodes.items()})
+
+    def copy(self) -> "TaskGraph":
+        """A graph that can be changed without changing this one."""
+        graph = TaskGraph(self.graph_id, self.description)
+        graph.nodes = dict(self.nodes)
+        return graph
+
+    def bind(self, config: Any, data_fields: Iterable[str] | Mapping[str, Field]) -> Program:
+        """The frozen program under this config, over data that have these columns.
+
+        config: any object with the config groups as attributes. data_fields: what the loader delivers.
+        Raises PipelineError for whatever does not fit: see `bind_program`.
+        """
+        self.check()
+        return bind_program(self.graph_id, tuple(self.nodes.values()), config, data_fields)
+
+    def to_mermaid(self) -> str:
+        """The graph as a Mermaid flowchart; an edge shows the fields that its end reads of what its start writes."""
+        check_edges(self._deps())
+        contracts = self._early_contracts()
+        return flowchart(
+            [
+                Box(
+                    n.node_id,
+                    n.node_role.name,
+                    contracts[n.node_id],
+                    n.deps,
+                    engines=engines_of(n, contracts[n.node_id]),
+                )
+                for n in self.nodes.values()
+            ]
+        )
+
+    def _deps(self) -> dict[str, tuple[str, ...]]:
+        return {node_id: node.deps for node_id, node in self.nodes.items()}
+
+    def _early_contracts(self) -> dict[str, Contract]:
+        first = {node_id: early_contract(node, frozenset()) for node_id, node in self.nodes.items()}
+        written = frozenset(canonical(name) for contract in first.values() for name in contract.writes)
+        return {node_id: early_contract(node, written) for node_id, node in self.nodes.items()}

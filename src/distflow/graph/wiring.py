@@ -1,0 +1,163 @@
+"""The checks of a graph's wiring: who writes what others read, in which order, in which plane."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Literal
+
+from distflow.graph.contract import Contract, canonical
+from distflow.graph.errors import PipelineError, hint
+from distflow.graph.nodes import Node, engines_of
+from distflow.graph.order import ancestors, find_cycle, topological_order
+from distflow.graph.roles import TRAIN_ENGINES, NodeRole
+
+Plane = Literal["experience", "learning"]
+
+# Columns that a batch derives where no node writes them, and what from.
+DERIVED = {
+    "input_ids": ("prompt_ids", "response_ids"),
+    "attention_mask": ("prompt_ids", "response_ids"),
+    "loss_mask": ("response_mask",),
+}
+
+
+@dataclass(frozen=True)
+class Vertex:
+    """A node with its contract and the nodes it depends on, as the checks see it."""
+
+    node: Node
+    contract: Contract
+    deps: tuple[str, ...]
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Every field it reads, under the fields' own names."""
+        return tuple(canonical(name) for name in (*self.contract.reads, *self.contract.optional))
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return tuple(canonical(name) for name in self.contract.writes)
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        return engines_of(self.node, self.contract)
+
+
+Vertices = Mapping[str, Vertex]
+
+
+def check_edges(deps: Mapping[str, Sequence[str]]) -> None:
+    """Raises PipelineError for no nodes, an unknown dependency, or a cycle."""
+    if not deps:
+        raise PipelineError("the graph has no nodes; add at least one with add_node")
+    for node_id, ids in deps.items():
+        for dep in ids:
+            if dep not in deps:
+                others = [other for other in deps if other != node_id]
+                raise PipelineError(f"node '{node_id}' depends on '{dep}', which is no node{hint(dep, others)}")
+    cycle = find_cycle(deps)
+    if cycle:
+        raise PipelineError(f"the nodes form a cycle: {' -> '.join(cycle)}; take one of these deps away")
+
+
+class Wiring:
+    """Order, writers and planes of a graph without cycles. Building one raises PipelineError if they do not fit.
+
+    order: node ids, topological. planes: by node id. writers: field → ids of the nodes that write it, in order.
+    """
+
+    def __init__(self, vertices: Vertices) -> None:
+        deps = {node_id: vertex.deps for node_id, vertex in vertices.items()}
+        self.vertices = vertices
+        self.order = topological_order(deps)
+        self.before = ancestors(deps)
+        self.writers: dict[str, list[str]] = {}
+        for node_id in self.order:
+            for name in vertices[node_id].writes:
+                self.writers.setdefault(name, []).append(node_id)
+        self._learning_because: dict[str, str] = {}
+        self.planes = {node_id: self._plane(node_id) for node_id in self.order}
+        self._check_writers()
+        for node_id in self.order:
+            self._check_plane(node_id)
+            for name in vertices[node_id].reads:
+                derived = name in DERIVED and name not in self.writers
+                for source in DERIVED[name] if derived else (name,):
+                    self._check_read(node_id, source)
+
+    def ordered(self, one: str, other: str) -> bool:
+        """Whether one of the two nodes must have run before the other."""
+        return one in self.before[other] or other in self.before[one]
+
+    def has(self, node_id: str, name: str, loaded: frozenset[str]) -> bool:
+        """Whether the field is there when the node runs: written before, loaded with the data, or derived."""
+        if name in loaded or any(writer in self.before[node_id] for writer in self.writers.get(name, ())):
+            return True
+        return name in DERIVED and all(self.has(node_id, source, loaded) for source in DERIVED[name])
+
+    def _plane(self, node_id: str) -> Plane:
+        vertex = self.vertices[node_id]
+        inherited = [dep for dep in vertex.deps if dep in self._learning_because]
+        train = [engine for engine in vertex.engines if engine in TRAIN_ENGINES]
+        if vertex.contract.scope == "global":
+            self._learning_because[node_id] = "its scope is global"
+        elif train:
+            self._learning_because[node_id] = f"it uses the train engine '{train[0]}'"
+        elif inherited:
+            self._learning_because[node_id] = f"it comes after '{inherited[0]}'"
+        return "learning" if node_id in self._learning_because else "experience"
+
+    def _check_plane(self, node_id: str) -> None:
+        """Some things exist in the experience plane only: a node that needs them must not be in the other."""
+        vertex = self.vertices[node_id]
+        needs = (
+            "uses the rollout engine"
+            if "rollout" in vertex.engines
+            else "drops groups (its role is DYNAMIC_SAMPLING)"
+            if vertex.node.node_role is NodeRole.DYNAMIC_SAMPLING
+            else "is an async function"
+            if vertex.contract.is_async
+            else None
+        )
+        if needs and self.planes[node_id] == "learning":
+            raise PipelineError(
+                f"node '{node_id}' {needs}, which only the experience plane can, but runs in the learning plane: "
+                f"{self._reason(node_id)}"
+            )
+
+    def _reason(self, node_id: str) -> str:
+        """Why a node is in the learning plane, back to the node where it began."""
+        because = self._learning_because[node_id]
+        first = next((dep for dep in self.vertices[node_id].deps if because == f"it comes after '{dep}'"), None)
+        return because if first is None else f"{because} ({self._reason(first)})"
+
+    def _check_writers(self) -> None:
+        for name, writers in self.writers.items():
+            for one, other in combinations(writers, 2):
+                if not self.ordered(one, other):
+                    raise PipelineError(
+                        f"nodes '{one}' and '{other}' both write '{name}' and neither comes before the other; "
+                        f"add '{one}' to the deps of '{other}', or write another field"
+                    )
+
+    def _check_read(self, node_id: str, name: str) -> None:
+        writers = [writer for writer in self.writers.get(name, ()) if writer != node_id]
+        for writer in writers:
+            if not self.ordered(writer, node_id):
+                raise PipelineError(
+                    f"node '{node_id}'{self._in_plane(node_id, writer)} reads '{name}', which '{writer}'"
+                    f"{self._in_plane(writer, node_id)} writes, and neither comes before the other; "
+                    f"add '{writer}' to the deps of '{node_id}'"
+                )
+        if any(writer in self.before[node_id] for writer in writers):
+            return
+        for writer in writers:
+            if name not in self.vertices[writer].reads:  # one that updates the field needs it to be there already
+                raise PipelineError(
+                    f"node '{node_id}'{self._in_plane(node_id, writer)} reads '{name}' before '{writer}'"
+                    f"{self._in_plane(writer, node_id)} writes it; put '{node_id}' behind '{writer}'"
+                )
+
+    def _in_plane(self, node_id: str, other: str) -> str:
+        """Names the plane where it explains the error."""
+        return "" if self.planes[node_id] == self.planes[other] else f" ({self.planes[node_id]} plane)"
