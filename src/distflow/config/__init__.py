@@ -1,0 +1,34 @@
+"""Typed configuration: schema, composition by Hydra, checks, and what numbers mean together. Imports no torch."""
+
+from distflow.config.check import check
+from distflow.config.describe import describe
+from distflow.config.errors import ConfigError, Problem, UserError
+from distflow.config.keys import key
+from distflow.config.load import Loaded, config_from_dict, load_config
+from distflow.config.program import program_name
+from distflow.config.schema import Config, register_config_group
+from distflow.config.show import RESUMABLE, changed_keys, diff, explain, flatten, to_plain, to_yaml
+from distflow.config.sources import preset_names
+
+__all__ = [
+    "RESUMABLE",
+    "Config",
+    "ConfigError",
+    "Loaded",
+    "Problem",
+    "UserError",
+    "changed_keys",
+    "check",
+    "config_from_dict",
+    "describe",
+    "diff",
+    "explain",
+    "flatten",
+    "key",
+    "load_config",
+    "preset_names",
+    "program_name",
+    "register_config_group",
+    "to_plain",
+    "to_yaml",
+]

@@ -1,0 +1,52 @@
+"""The check of a whole config: each value by itself, then what the values mean together. All problems at once."""
+
+from collections.abc import Mapping
+
+from distflow.config.errors import ConfigError, Problem
+from distflow.config.rules import RULES
+from distflow.config.schema import Config, schema_keys
+from distflow.config.show import flatten
+from distflow.config.values import check_bounds, show
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError with all that is wrong with a config built in Python."""
+    problems = find_problems(config, {}, set())
+    if problems:
+        raise ConfigError(problems)
+
+
+def find_problems(config: Config, origins: Mapping[str, str], faulty: set[str]) -> list[Problem]:
+    """Problems of the values. `faulty` keys hold defaults in place of what could not be read; no rule judges them."""
+    problems = []
+    values = flatten(config)
+    faulty = set(faulty)
+    for name, info in schema_keys().items():
+        for mismatch in check_bounds(values[name], info):
+            problems.append(Problem(((name, where(name, origins)),), mismatch.what, mismatch.advice))
+            faulty.add(name)
+    for rule in RULES:
+        for finding in rule(config):
+            if not any(_covers(key, name) for key in finding.keys for name in faulty):
+                places = tuple((_with_value(key, values), where(key, origins)) for key in finding.keys)
+                problems.append(Problem(places, finding.what, finding.advice))
+    return problems
+
+
+def where(key: str, origins: Mapping[str, str]) -> str:
+    """Where a key was set: by itself, by the mapping that holds it, or nowhere."""
+    parent = key
+    while parent:
+        if parent in origins:
+            return origins[parent]
+        parent = parent.rpartition(".")[0]
+    return "default"
+
+
+def _covers(key: str, name: str) -> bool:
+    return key == name or key.startswith(f"{name}.")
+
+
+def _with_value(key: str, values: Mapping[str, object]) -> str:
+    value = values.get(key)
+    return f"{key} = {show(value)}" if isinstance(value, bool | int | float | str) else key

@@ -1,0 +1,211 @@
+"""Composition of presets, files and overrides by Hydra's compose API, and what each of them set."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from yaml import YAMLError
+
+from distflow.config.errors import ConfigError, Problem
+from distflow.config.sources import (
+    COMMAND_LINE,
+    PRESETS,
+    Setting,
+    display,
+    preset_names,
+    read_settings,
+    settings_of_value,
+)
+from distflow.config.values import nearest
+
+_SCHEMA, _RUN = "distflow_schema", "distflow_run"
+
+
+@dataclass
+class Composition:
+    """The composed plain values, every setting in the order in which it took effect, and what is wrong with them.
+
+    failure: why there are no values; often the consequence of a setting that no key takes.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    settings: list[Setting] = field(default_factory=list)
+    deleted: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    failure: Problem | None = None
+
+
+def find_source(preset_or_file: str) -> Path:
+    """The YAML file that is meant. Raises ConfigError naming the nearest preset."""
+    if preset_or_file in preset_names():
+        return PRESETS / f"{preset_or_file}.yaml"
+    path = Path(preset_or_file).expanduser()
+    if path.is_file() and path.suffix == ".yaml":
+        return path.resolve()
+    names = ", ".join(preset_names())
+    if path.is_file():
+        what, advice = "is no .yaml file", f"rename it to {path.stem}.yaml"
+    elif path.suffix in (".yaml", ".yml") or "/" in preset_or_file:
+        what, advice = "there is no such file", f"look at its path, or use a preset: {names}"
+    else:
+        guess = nearest(preset_or_file, preset_names())
+        meant = f"did you mean {guess}? " if guess else ""
+        what, advice = "is neither a preset nor a file", f"{meant}the presets are {names}"
+    raise ConfigError([Problem(((f"'{preset_or_file}'", COMMAND_LINE),), what, advice)])
+
+
+def compose_values(
+    source: Path, overrides: Sequence[str], defaults: dict[str, Any], known: Iterable[str]
+) -> Composition:
+    """Defaults, then what the file builds on, then the file, then the overrides. Raises ConfigError for a broken file.
+
+    `known` are the keys and groups of the schema: an override of anything else is noted as a setting and left out.
+    """
+    result = Composition()
+    parsed = _parse_overrides(overrides, result)
+    unreadable: list[Problem] = []
+    read_settings(source, "", unreadable)
+    if unreadable:
+        raise ConfigError([*result.problems, *unreadable])
+    with _hydra(source, defaults):
+        for path, package in _composed_files(source, result):
+            result.settings += read_settings(path, package, unreadable)
+        if result.failure:
+            return result
+        _check_deletions(parsed, defaults, set(known), result)
+        applied = [line for override in parsed if (line := _to_apply(override, set(known), result)) is not None]
+        try:
+            composed = compose(config_name=_RUN, overrides=applied)
+            result.values = _plain(composed)
+        except InterpolationResolutionError as error:
+            what = (error.msg or str(error)).splitlines()[0]
+            subject = str(error.full_key or "${...}")
+            advice = "name a key that there is, e.g. ${trainer.seed}"
+            result.failure = Problem(((subject, _where(subject, result)),), what, advice)
+        except (HydraException, OmegaConfBaseException) as error:
+            result.failure = Problem(((display(source), "its composition"),), _reason(error))
+    return result
+
+
+def _plain(composed: Any) -> dict[str, Any]:
+    values = OmegaConf.to_container(composed, resolve=True)
+    assert isinstance(values, dict)
+    return {str(name): value for name, value in values.items()}
+
+
+def _parse_overrides(overrides: Sequence[str], result: Composition) -> list[Override]:
+    parser = OverridesParser.create()
+    parsed = []
+    for line in overrides:
+        try:
+            override = parser.parse_override(line)
+        except HydraException as error:
+            advice = "write key=value; put values with spaces, commas or braces in quotes: 'key=\"a, b\"'"
+            result.problems.append(Problem(((f"'{line}'", COMMAND_LINE),), _reason(error), advice))
+            continue
+        if override.is_sweep_override():
+            advice = "start one run for each value, or put a text with commas in quotes: 'key=\"a,b\"'"
+            result.problems.append(Problem(((f"'{line}'", COMMAND_LINE),), "asks for several runs", advice))
+        elif override.package is not None or "/" in override.key_or_group:
+            advice = "write key=value; a file chooses what it builds on under defaults:"
+            result.problems.append(Problem(((f"'{line}'", COMMAND_LINE),), "names a file, not a key", advice))
+        else:
+            parsed.append(override)
+    return parsed
+
+
+def _to_apply(override: Override, known: set[str], result: Composition) -> str | None:
+    """The override as Hydra shall see it, or None. Every key has a default, so `key=`, `+key=`, `++key=` are one."""
+    key = override.key_or_group
+    if override.is_delete():
+        return override.input_line if key in result.deleted else None
+    value = override.value()
+    result.settings += settings_of_value(key, value, COMMAND_LINE)
+    if not _is_known(key, known):
+        return None
+    return f"++{key}={override.get_value_string()}"
+
+
+def _is_known(key: str, known: set[str]) -> bool:
+    return key in known or any(key.startswith(f"{name}.") for name in known if f"{name}.*" in known)
+
+
+def _check_deletions(
+    parsed: Sequence[Override], defaults: dict[str, Any], known: set[str], result: Composition
+) -> None:
+    """Only what was set can be removed, and the user's own names that a mapping has by default."""
+    keys = {setting.key for setting in result.settings}
+    for override in parsed:
+        key = override.key_or_group
+        if not override.is_delete():
+            keys |= {setting.key for setting in settings_of_value(key, override.value(), COMMAND_LINE)}
+        elif key in keys or (key not in known and OmegaConf.select(OmegaConf.create(defaults), key) is not None):
+            result.deleted.append(key)
+        else:
+            advice = "leave it away: the key has its default already"
+            result.problems.append(Problem(((f"~{key}", COMMAND_LINE),), "there is nothing to remove", advice))
+
+
+def _where(key: str, result: Composition) -> str:
+    return next((setting.where for setting in reversed(result.settings) if setting.key == key), "default")
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error.__cause__ or error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+@contextmanager
+def _hydra(source: Path, defaults: dict[str, Any]):
+    """Hydra with our schema's defaults below the file. Hydra knows one composition at a time: the outer one waits."""
+    ConfigStore.instance().store(name=_SCHEMA, node=defaults)
+    search = {"searchpath": ["pkg://distflow.config.presets"]}
+    run = {"defaults": [_SCHEMA, source.stem, "_self_"], "hydra": search}
+    ConfigStore.instance().store(name=_RUN, node=run)
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(config_dir=str(source.parent), version_base="1.3"):
+            yield
+    finally:
+        GlobalHydra.instance().hydra = outer
+
+
+def _composed_files(source: Path, result: Composition) -> list[tuple[Path, str]]:
+    """The YAML files that are composed, in order, each with its package as a prefix of its keys."""
+    loader = GlobalHydra.instance().config_loader()
+    try:
+        chosen = loader.compute_defaults_list(_RUN, [], RunMode.RUN).defaults
+    except (HydraException, YAMLError) as error:
+        reason = _reason(error)
+        advice = f"under defaults: name a preset ({', '.join(preset_names())}) or a file beside this one, without .yaml"
+        result.failure = Problem(((display(source), "defaults"),), reason, advice)
+        return []
+    except RecursionError:
+        advice = "break the circle; a file with the name of a preset cannot build on that preset: rename it"
+        result.failure = Problem(((display(source), "defaults"),), "builds on itself", advice)
+        return []
+    files = []
+    for entry in chosen:
+        path = _file_of(entry.config_path, source.parent)
+        if path is not None:
+            files.append((path, "" if entry.package in (None, "_global_") else str(entry.package)))
+    return files
+
+
+def _file_of(config_path: str | None, folder: Path) -> Path | None:
+    if config_path is None or config_path in (_SCHEMA, _RUN) or config_path.startswith("hydra/"):
+        return None
+    found = (parent / f"{config_path}.yaml" for parent in (folder, PRESETS))
+    return next((path for path in found if path.is_file()), None)

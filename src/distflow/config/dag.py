@@ -1,0 +1,58 @@
+"""Keys of `dag`: which program runs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from distflow.config.keys import key
+from distflow.config.names import PIPELINES
+from distflow.config.values import Mismatch
+
+NODE_KEYS = ("id", "type", "role", "func", "deps", "options", "only_forward_compute", "agent_group", "retry_limit")
+
+
+def parse_nodes(value: Any) -> tuple[dict[str, Any], ...]:
+    """The nodes of a program given in YAML, each with an id and a func. Raises Mismatch naming the entry."""
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple):
+        raise Mismatch("is not a list of nodes", "write - {id: ..., func: module:function, deps: [...]}")
+    seen: set[str] = set()
+    for place, node in enumerate(value, start=1):
+        _check_node(place, node, seen)
+    return tuple(dict(node) for node in value)
+
+
+def _check_node(place: int, node: Any, seen: set[str]) -> None:
+    if not isinstance(node, Mapping):
+        raise Mismatch(f"has {node!r} as entry {place}, not a mapping", f"its keys are {', '.join(NODE_KEYS)}")
+    for name in ("id", "func"):
+        if not isinstance(node.get(name), str):
+            raise Mismatch(f"has an entry {place} without '{name}'", "every node has an id and a func: module:function")
+    unknown = [name for name in node if name not in NODE_KEYS]
+    if unknown:
+        raise Mismatch(
+            f"has a node '{node['id']}' with the unknown key '{unknown[0]}'",
+            f"the keys of a node are {', '.join(NODE_KEYS)}; what its function takes goes under options",
+        )
+    if node["id"] in seen:
+        raise Mismatch(f"has two nodes with the id '{node['id']}'", "give each node an id of its own")
+    seen.add(node["id"])
+
+
+@dataclass(frozen=True)
+class DagConfig:
+    """The program: `custom_pipeline_fn` or `nodes` come before `pipeline`."""
+
+    pipeline: str | None = key(
+        None, "built-in program; null goes by algorithm.workflow_type and adv_estimator", choices=tuple(PIPELINES)
+    )
+    custom_pipeline_fn: str | None = key(None, "module:function that returns the program")
+    nodes: tuple[dict[str, Any], ...] = key(
+        (), f"a program as a list of nodes ({', '.join(NODE_KEYS)})", parse=parse_nodes
+    )
+    enable_perf: bool = key(False, "time each node in the metrics")
+    backend_threshold: int = key(32, "ranks from which object traffic has a group of its own", later=True)
+    apportion_strategy: str = key("param_aware", "how devices are shared among parallel parts", later=True)
+    consider_node_cohesion: bool = key(True, "keep a part on one machine where it fits", later=True)
+    consider_node_load: bool = key(True, "spread parts by the load of machines", later=True)

@@ -1,0 +1,40 @@
+"""Keys of `data`: files, what their columns are called, and how a row becomes a prompt."""
+
+from dataclasses import dataclass
+
+from distflow.config.keys import key
+
+_ALL_OR_SOME = "-1 means all"
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Data sets and prompts."""
+
+    train_files: tuple[str, ...] = key((), "data to train on: a path, a data set's id, builtin:NAME, or a list of them")
+    val_files: tuple[str, ...] = key((), "data to validate on, in the same forms; null is no validation")
+    prompt_key: str = key("prompt", "column of the prompt: a text or a list of chat messages")
+    answer_key: str = key("answer", "column of what the reward compares with")
+    response_key: str = key("response", "column of the response to learn (sft)")
+    domain_key: str = key("data_source", "column that says which kind of task a row is")
+    prompt_format: str = key(
+        "text", "chat: a text prompt becomes one user message of the chat template", choices=("text", "chat")
+    )
+    prompt_template: str | None = key(None, "text around a text prompt, with {prompt} in it")
+    system_prompt: str | None = key(None, "system message in front of each prompt (chat)")
+    enable_thinking: bool = key(False, "handed to the chat template")
+    train_batch_size: int = key(512, "prompts a step", minimum=1)
+    max_prompt_length: int = key(2048, "longest prompt in tokens", minimum=1)
+    max_response_length: int = key(4096, "longest response in tokens", minimum=1)
+    filter_overlong_prompts: bool = key(True, "leave out rows whose prompt is too long (counted)")
+    truncation: str = key(
+        "error",
+        "what happens to a prompt that is too long and not filtered: which side is cut off",
+        choices=("error", "left", "right", "middle"),
+    )
+    bad_rows: str = key("error", "what happens at a row that cannot be read", choices=("error", "skip"))
+    train_max_samples: int = key(-1, f"use only the first rows of train_files; {_ALL_OR_SOME}", minimum=-1)
+    val_max_samples: int = key(-1, f"use only the first rows of val_files; {_ALL_OR_SOME}", minimum=-1)
+    shuffle: bool = key(True, "shuffle the rows anew in each epoch")
+    seed: int = key(1, "seed of the order of the rows", minimum=0)
+    num_loader_workers: int = key(4, "workers that read and tokenise; 0 does it in the main process", minimum=0)

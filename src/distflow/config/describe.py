@@ -1,0 +1,118 @@
+"""What the numbers of a config mean together, in a few lines for people."""
+
+from distflow.config.program import CUSTOM, clip_range, is_rl, program_name
+from distflow.config.schema import Config
+
+
+def describe(config: Config) -> list[str]:
+    """A few lines such as `64 prompts × 8 = 512 samples → 4 optimizer steps of 128, on-policy`."""
+    if not is_rl(config):
+        return [_supervised_step(config), _learning_rate(config), _run(config)]
+    lines = [_step(config), _objective(config), _kl(config), _tokens(config), _learning_rate(config), _run(config)]
+    return lines + _notes(config)
+
+
+def _step(config: Config) -> str:
+    actor, group_size = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    prompts, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    sizes = [mini * group_size] * (prompts // mini)
+    if prompts % mini:
+        sizes.append(prompts % mini * group_size)
+    staleness = config.async_.max_staleness
+    policy = "on-policy" if staleness == 0 else f"weights at most {staleness} steps old"
+    steps = _count(len(sizes) * actor.ppo_epochs, "optimizer step")
+    shape = f"{steps} of {sizes[0]}" if len(sizes) > 1 or actor.ppo_epochs > 1 else f"1 optimizer step of {sizes[0]}"
+    if sizes[-1] != sizes[0]:
+        shape += f" (the last of a pass {sizes[-1]})"
+    if actor.ppo_epochs > 1:
+        shape += f" in {actor.ppo_epochs} passes"
+    samples = f"{_count(prompts, 'prompt')} × {group_size} = {_count(prompts * group_size, 'sample')}"
+    return f"{samples} → {shape}, {policy}"
+
+
+def _supervised_step(config: Config) -> str:
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    tokens = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+    examples = _count(config.data.train_batch_size, "example")
+    return f"{examples} a step, up to {longest} tokens each, in micro-batches of {tokens} tokens"
+
+
+def _objective(config: Config) -> str:
+    actor = config.actor_rollout_ref.actor
+    low, high = clip_range(config)
+    name = "a program of the user's" if program_name(config) == CUSTOM else f"program {program_name(config)}"
+    dual = "no dual clip" if actor.clip_ratio_c is None else f"dual clip {actor.clip_ratio_c:g}"
+    clip = f"ratio in [{1 - low:g}, {1 + high:g}], {dual}"
+    entropy = f", entropy bonus {actor.entropy_coef:g}" if actor.entropy_coef else ""
+    loss = f"{actor.policy_loss} loss ({actor.loss_agg_mode}; {clip}{entropy})"
+    return f"{name}: {config.algorithm.adv_estimator} advantages, {loss}"
+
+
+def _kl(config: Config) -> str:
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    terms = []
+    if algorithm.use_kl_in_reward:
+        control = algorithm.kl_ctrl
+        follows = f", adaptive to {control.target_kl:g}" if control.target_kl is not None else ""
+        terms.append(f"in the reward ({algorithm.kl_penalty} × {control.kl_coef:g}{follows})")
+    if actor.use_kl_loss:
+        terms.append(f"in the loss ({actor.kl_loss_type} × {actor.kl_loss_coef:g})")
+    return f"KL to the reference {' and '.join(terms)}" if terms else "no KL term: no reference is built"
+
+
+def _tokens(config: Config) -> str:
+    data, limit = config.data, config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+    longest = data.max_prompt_length + data.max_response_length
+    total = f"{data.max_prompt_length} + {data.max_response_length} = {longest} tokens a sample at most"
+    alone = "; the longest sample is a micro-batch of its own" if longest > limit else ""
+    return f"{total}, micro-batches of {limit} tokens{alone}"
+
+
+def _learning_rate(config: Config) -> str:
+    optim = config.actor_rollout_ref.actor.optim
+    if optim.scheduler == "constant":
+        rise = ""
+    elif optim.lr_warmup_steps >= 0:
+        rise = f", rising for {_count(optim.lr_warmup_steps, 'optimizer step')}"
+    else:
+        rise = f", rising for {optim.warmup_ratio:.0%} of the optimizer steps"
+    return f"{optim.optimizer}, learning rate {optim.lr:g} ({optim.scheduler}{rise})"
+
+
+def _run(config: Config) -> str:
+    trainer = config.trainer
+    length = (
+        _count(trainer.total_epochs, "epoch")
+        if trainer.total_training_steps is None
+        else _count(trainer.total_training_steps, "step")
+    )
+    saves = f"checkpoint {_every(trainer.save_freq)}"
+    validates = f"validation {_every(trainer.test_freq)}" if config.data.val_files else "no validation data"
+    return f"{length}, {saves}, {validates}, in {trainer.run_dir}"
+
+
+def _notes(config: Config) -> list[str]:
+    rollout = config.actor_rollout_ref.rollout
+    shaped = [
+        name
+        for name, value, off in (
+            ("top_p", rollout.top_p, 1.0),
+            ("top_k", rollout.top_k, -1),
+            ("min_p", rollout.min_p, 0.0),
+            ("repetition_penalty", rollout.repetition_penalty, 1.0),
+        )
+        if value != off
+    ]
+    if not shaped:
+        return []
+    return [f"note: {', '.join(shaped)} in training: the sampled policy is not the trained one"]
+
+
+def _every(freq: int) -> str:
+    if freq <= 0:
+        return "never"
+    return "every step" if freq == 1 else f"every {freq} steps"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,109 @@
+"""How a key of the config is declared: `key(default, description, ...)` in a dataclass, and the walk over all keys."""
+
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+
+@dataclass(frozen=True)
+class KeySpec:
+    """What is known of a key besides its type and default.
+
+    choices: the values there are. open_names: user modules may add to them (checked against the registry later).
+    later: choices whose part is not there yet; True means any value but the default.
+    minimum, maximum: inclusive bounds; above, below: exclusive ones.
+    parse: makes the value from plain data, where the type alone does not say how; plain: the way back.
+    advice: what to do about a value out of bounds, where the bound alone does not say it.
+    """
+
+    description: str = ""
+    choices: tuple[str, ...] = ()
+    open_names: bool = False
+    later: tuple[str, ...] | bool = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    below: float | None = None
+    parse: Callable[[Any], Any] | None = None
+    plain: Callable[[Any], Any] | None = None
+    advice: str = ""
+
+    def allowed(self) -> str:
+        """The bounds or choices in words; empty where there are none."""
+        if self.later is True:
+            return "only the default so far"
+        if self.choices:
+            absent = self.later or ()
+            listed = [f"{choice} (not there yet)" if choice in absent else choice for choice in self.choices]
+            return ", ".join(listed) + (", or a name of trainer.imports" if self.open_names else "")
+        bounds = (("≥", self.minimum), (">", self.above), ("≤", self.maximum), ("<", self.below))
+        return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
+
+
+@dataclass(frozen=True)
+class KeyInfo:
+    """A key of the whole config: its dotted name as in YAML, its type, its default."""
+
+    name: str
+    annotation: Any
+    default: Any
+    spec: KeySpec
+
+    @property
+    def is_map(self) -> bool:
+        """Whether its value is a mapping with names of the user's own."""
+        arms = get_args(self.annotation) if _is_union(self.annotation) else (self.annotation,)
+        return any(isinstance(base := get_origin(arm) or arm, type) and issubclass(base, dict) for arm in arms)
+
+
+def key(default: Any, description: str, **spec: Any) -> Any:
+    """A dataclass field with a `KeySpec`. A mutable default is copied for each instance."""
+    metadata = {"key": KeySpec(description, **spec)}
+    if isinstance(default, dict | list):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def group(config_class: type, **defaults: Any) -> Any:
+    """A dataclass field that holds a group of keys; `defaults` replace those of its class."""
+    return field(default_factory=lambda: config_class(**defaults))
+
+
+def yaml_name(attribute: str) -> str:
+    """The name in YAML: an attribute that would be a Python keyword ends in an underscore (`async_`)."""
+    return attribute.removesuffix("_")
+
+
+def dotted(prefix: str, name: str) -> str:
+    """The key `name` inside the group `prefix`, which may be empty."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+def walk(instance: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any, KeySpec]]:
+    """Every key below a group as (dotted name, annotation, value, spec), in the order of declaration."""
+    hints = get_type_hints(type(instance))
+    for item in fields(instance):
+        value, name = getattr(instance, item.name), dotted(prefix, yaml_name(item.name))
+        if is_dataclass(value):
+            yield from walk(value, name)
+        else:
+            yield name, hints[item.name], value, _spec(item.metadata)
+
+
+def collect(instance: Any, prefix: str = "") -> dict[str, KeyInfo]:
+    """The keys of a group that holds its defaults."""
+    return {name: KeyInfo(name, hint, value, spec) for name, hint, value, spec in walk(instance, prefix)}
+
+
+def has_default(item: Any) -> bool:
+    """Whether a dataclass field can be left out."""
+    return item.default is not MISSING or item.default_factory is not MISSING
+
+
+def _spec(metadata: Any) -> KeySpec:
+    return metadata.get("key") or KeySpec(description=metadata.get("help", ""))
+
+
+def _is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, types.UnionType)

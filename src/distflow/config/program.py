@@ -1,0 +1,45 @@
+"""Which program a config asks for, and what that means for the other keys."""
+
+from distflow.config.names import ESTIMATORS, Estimator
+from distflow.config.schema import Config
+
+CUSTOM = "custom"
+
+
+def program_name(config: Config) -> str:
+    """The built-in program that runs, or `custom` where the user gives one.
+
+    `dag.custom_pipeline_fn` and `dag.nodes` come first, then `dag.pipeline`; else `algorithm.workflow_type` and
+    `algorithm.adv_estimator` decide.
+    """
+    if config.dag.custom_pipeline_fn or config.dag.nodes:
+        return CUSTOM
+    if config.dag.pipeline:
+        return config.dag.pipeline
+    if config.algorithm.workflow_type == "DAPO":
+        return "dapo"
+    estimator = find_estimator(config)
+    return "ppo" if estimator and estimator.needs_critic else "grpo"
+
+
+def is_rl(config: Config) -> bool:
+    """Whether the program generates: all but supervised fine-tuning."""
+    return program_name(config) != "sft"
+
+
+def find_estimator(config: Config) -> Estimator | None:
+    """The built-in estimator that is chosen; None for a user's."""
+    return ESTIMATORS.get(config.algorithm.adv_estimator)
+
+
+def may_have_user_names(config: Config) -> bool:
+    """Whether modules of the user are loaded that may register names of their own."""
+    return bool(config.trainer.imports or config.dag.custom_pipeline_fn or config.dag.nodes)
+
+
+def clip_range(config: Config) -> tuple[float, float]:
+    """How far the ratio may fall and rise."""
+    actor = config.actor_rollout_ref.actor
+    low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
+    high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
+    return low, high

@@ -1,0 +1,36 @@
+"""Keys of `actor_rollout_ref.rollout`: how responses are generated."""
+
+from dataclasses import dataclass
+
+from distflow.config.keys import group, key
+from distflow.config.names import ROLLOUT_ENGINES
+
+_NO_ZERO = "greedy answers belong to validation: actor_rollout_ref.rollout.val_kwargs.greedy=true"
+
+
+@dataclass(frozen=True)
+class ValKwargsConfig:
+    """Generation in validation."""
+
+    greedy: bool = key(True, "one greedy answer a prompt")
+    n: int = key(0, "sampled answers a prompt besides it, for pass@k and mean@k", minimum=0)
+    temperature: float = key(0.6, "temperature of those", above=0, advice=_NO_ZERO)
+    top_p: float = key(1.0, "smallest set of tokens with this mass; 1 is off", above=0, maximum=1)
+    top_k: int = key(-1, "the most likely tokens; -1 is off", minimum=-1)
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Generation in training."""
+
+    name: str = key("embedded", "rollout engine", choices=ROLLOUT_ENGINES, later=("vllm", "sglang"))
+    tensor_model_parallel_size: int = key(1, "devices that share one engine", minimum=1, later=True)
+    n: int = key(8, "responses a prompt: the size of a group", minimum=1)
+    temperature: float = key(1.0, "the policy is softmax(logits / temperature)", above=0, advice=_NO_ZERO)
+    top_p: float = key(1.0, "smallest set of tokens with this mass; 1 is off", above=0, maximum=1)
+    top_k: int = key(-1, "the most likely tokens; -1 is off", minimum=-1)
+    min_p: float = key(0.0, "least probability as a share of the largest; 0 is off", minimum=0, below=1)
+    repetition_penalty: float = key(1.0, "penalty on tokens that occurred; 1 is off", above=0)
+    stop: tuple[str, ...] = key((), "texts that end a response: one or a list")
+    max_num_seqs: int = key(256, "responses generated at the same time", minimum=1)
+    val_kwargs: ValKwargsConfig = group(ValKwargsConfig)

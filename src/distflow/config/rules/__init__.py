@@ -1,0 +1,18 @@
+"""What keys mean together: each rule looks at the whole config and yields what cannot work."""
+
+from collections.abc import Callable, Iterator
+
+from distflow.config.rules import algorithm, data, engines, program, rewards, run
+from distflow.config.rules.finding import Finding
+from distflow.config.schema import Config
+
+RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
+    *program.RULES,
+    *data.RULES,
+    *engines.RULES,
+    *algorithm.RULES,
+    *rewards.RULES,
+    *run.RULES,
+)
+
+__all__ = ["RULES", "Finding"]

@@ -1,0 +1,127 @@
+"""Rules of the algorithm: KL terms, losses, corrections, dynamic sampling."""
+
+from collections.abc import Iterator
+
+from distflow.config.algorithm import RolloutCorrectionConfig
+from distflow.config.program import is_rl
+from distflow.config.rules.finding import ACTOR, ROLLOUT, Finding
+from distflow.config.schema import Config
+
+_CONTROL = "algorithm.kl_ctrl"
+_CORRECTION = "algorithm.rollout_correction"
+
+
+def kl_control(config: Config) -> Iterator[Finding]:
+    """The controller of the KL in the reward is whole, and there is something to control."""
+    algorithm, control = config.algorithm, config.algorithm.kl_ctrl
+    adaptive = control.type == "adaptive"
+    targets = (("target_kl", control.target_kl, "0.1"), ("horizon", control.horizon, "10000"))
+    for name, value, example in targets:
+        if adaptive and value is None:
+            yield Finding(
+                (f"{_CONTROL}.{name}", f"{_CONTROL}.type"),
+                "the adaptive controller needs it",
+                f"set {_CONTROL}.{name}={example}, or {_CONTROL}.type=fixed",
+            )
+        if not adaptive and value is not None:
+            yield Finding(
+                (f"{_CONTROL}.{name}", f"{_CONTROL}.type"),
+                "a fixed coefficient follows no target",
+                f"set {_CONTROL}.type=adaptive, or remove it",
+            )
+    if adaptive and not algorithm.use_kl_in_reward:
+        yield Finding(
+            (f"{_CONTROL}.type", "algorithm.use_kl_in_reward"),
+            "there is no KL in the reward to control",
+            "set algorithm.use_kl_in_reward=true, or remove it",
+        )
+
+
+def kl_terms_count(config: Config) -> Iterator[Finding]:
+    """A term that is on has a weight."""
+    actor = config.actor_rollout_ref.actor
+    if config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef == 0:
+        yield Finding(
+            (f"{_CONTROL}.kl_coef", "algorithm.use_kl_in_reward"),
+            "the KL in the reward is on with the coefficient 0",
+            "set algorithm.use_kl_in_reward=false, or a coefficient such as 0.001",
+        )
+    if actor.use_kl_loss and actor.kl_loss_coef == 0:
+        yield Finding(
+            (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.use_kl_loss"),
+            "the KL in the loss is on with the coefficient 0",
+            f"set {ACTOR}.use_kl_loss=false, or a coefficient such as 0.001",
+        )
+
+
+def loss_options(config: Config) -> Iterator[Finding]:
+    """Options of the loss that something takes, and that leave the ratio room."""
+    actor = config.actor_rollout_ref.actor
+    if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
+        yield Finding(
+            (f"{ACTOR}.loss_scale_factor", f"{ACTOR}.loss_agg_mode"),
+            f"'{actor.loss_agg_mode}' divides by no such factor",
+            f"set {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm, or remove it",
+        )
+    if actor.clip_ratio_low is None and actor.clip_ratio > 1:
+        yield Finding(
+            (f"{ACTOR}.clip_ratio",),
+            f"the ratio would be clipped at 1 - {actor.clip_ratio:g} < 0, which it never reaches",
+            f"set {ACTOR}.clip_ratio=0.2, or {ACTOR}.clip_ratio_low to 1 or less",
+        )
+
+
+def corrections(config: Config) -> Iterator[Finding]:
+    """A correction is on if its options are set, its band has room, and it is not done twice."""
+    correction = config.algorithm.rollout_correction
+    default = RolloutCorrectionConfig()
+    if correction.level is None:
+        for name in ("mode", "cap", "floor"):
+            if getattr(correction, name) != getattr(default, name):
+                yield Finding(
+                    (f"{_CORRECTION}.{name}", f"{_CORRECTION}.level"),
+                    "it shapes a correction that is off",
+                    f"set {_CORRECTION}.level=token (or sequence, geometric), or remove it",
+                )
+        return
+    if correction.floor is not None and correction.mode != "mask":
+        yield Finding(
+            (f"{_CORRECTION}.floor", f"{_CORRECTION}.mode"),
+            "truncating has no low end",
+            f"set {_CORRECTION}.mode=mask, or remove it",
+        )
+    if correction.floor is not None and correction.floor >= correction.cap:
+        yield Finding(
+            (f"{_CORRECTION}.floor", f"{_CORRECTION}.cap"),
+            f"no weight lies between {correction.floor:g} and {correction.cap:g}",
+            "set the floor below the cap, e.g. 0.5 and 2.0",
+        )
+    if config.actor_rollout_ref.actor.policy_loss == "decoupled":
+        yield Finding(
+            (f"{_CORRECTION}.level", f"{ACTOR}.policy_loss"),
+            "the decoupled loss weighs by the behaviour policy already; both would correct twice",
+            f"set {_CORRECTION}.level=null, or {ACTOR}.policy_loss=vanilla",
+        )
+
+
+def dynamic_sampling(config: Config) -> Iterator[Finding]:
+    """A filter compares the samples of a group by a score that there is."""
+    filters = config.algorithm.filter_groups
+    if not filters.enable or not is_rl(config):
+        return
+    if config.actor_rollout_ref.rollout.n == 1:
+        yield Finding(
+            ("algorithm.filter_groups.enable", f"{ROLLOUT}.n"),
+            "the only sample of a group equals itself: every group would be dropped",
+            f"set {ROLLOUT}.n=8, or algorithm.filter_groups.enable=false",
+        )
+    names = {part.name for parts in config.reward.functions.values() for part in parts}
+    if filters.metric != "score" and filters.metric not in names:
+        yield Finding(
+            ("algorithm.filter_groups.metric", "reward.functions"),
+            f"no reward function is called '{filters.metric}'",
+            f"set it to score, or to one of {', '.join(sorted(names))}",
+        )
+
+
+RULES = (kl_control, kl_terms_count, loss_options, corrections, dynamic_sampling)

@@ -1,0 +1,109 @@
+"""Rules of the data: files, batches, prompts."""
+
+from collections.abc import Iterator
+from string import Formatter
+
+from distflow.config.program import CUSTOM, is_rl, program_name
+from distflow.config.rules.finding import ACTOR, Finding
+from distflow.config.schema import Config
+
+
+def train_files(config: Config) -> Iterator[Finding]:
+    """There is something to train on."""
+    if not config.data.train_files:
+        yield Finding(
+            ("data.train_files",),
+            "there is no data to train on",
+            "set data.train_files=FILE.jsonl (or .parquet, .csv, a data set's id, builtin:NAME)",
+        )
+    for key, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
+        if any(not file.strip() for file in files):
+            yield Finding((key,), "one of the files has an empty name", "remove it from the list")
+
+
+def mini_batches(config: Config) -> Iterator[Finding]:
+    """A mini-batch is a part of the batch; it need not divide it."""
+    if not is_rl(config):
+        return
+    batch = config.data.train_batch_size
+    asked = [(f"{ACTOR}.ppo_mini_batch_size", config.actor_rollout_ref.actor.ppo_mini_batch_size)]
+    if program_name(config) in ("ppo", CUSTOM) and config.critic.ppo_mini_batch_size is not None:
+        asked.append(("critic.ppo_mini_batch_size", config.critic.ppo_mini_batch_size))
+    for key, size in asked:
+        if size > batch:
+            yield Finding(
+                (key, "data.train_batch_size"),
+                f"a mini-batch of {size} prompts cannot be taken from a batch of {batch} (both count prompts)",
+                f"set {key}={batch} or less, or data.train_batch_size={size} or more",
+            )
+
+
+def row_limits(config: Config) -> Iterator[Finding]:
+    """Limits on rows leave some, and enough for a batch."""
+    data = config.data
+    for key, limit in (
+        ("data.train_max_samples", data.train_max_samples),
+        ("data.val_max_samples", data.val_max_samples),
+    ):
+        if limit == 0:
+            yield Finding((key,), "no row would be left", "set it to -1 for all rows, or to 1 or more")
+    if 0 < data.train_max_samples < data.train_batch_size:
+        yield Finding(
+            ("data.train_batch_size", "data.train_max_samples"),
+            f"a batch of {data.train_batch_size} is larger than the {data.train_max_samples} rows that are used",
+            f"set data.train_batch_size={data.train_max_samples} or less, or use more rows",
+        )
+    if data.val_max_samples > 0 and not data.val_files:
+        yield Finding(
+            ("data.val_max_samples", "data.val_files"),
+            "it limits validation data, and there are none",
+            "set data.val_files, or remove the limit",
+        )
+
+
+def columns(config: Config) -> Iterator[Finding]:
+    """Two meanings cannot share a column."""
+    data = config.data
+    named = {"data.prompt_key": data.prompt_key}
+    named["data.answer_key" if is_rl(config) else "data.response_key"] = (
+        data.answer_key if is_rl(config) else data.response_key
+    )
+    keys = list(named)
+    if named[keys[0]] == named[keys[1]]:
+        yield Finding(
+            tuple(keys), f"both are read from the column '{data.prompt_key}'", f"set {keys[1]} to the other column"
+        )
+
+
+def prompts(config: Config) -> Iterator[Finding]:
+    """How a prompt is made is said without contradiction."""
+    data = config.data
+    if data.prompt_template is not None and not _takes_prompt(data.prompt_template):
+        yield Finding(
+            ("data.prompt_template",),
+            f"'{data.prompt_template}' must hold {{prompt}} and no other field",
+            'write e.g. "Question: {prompt} Answer:", with {{ and }} for plain braces',
+        )
+    if data.system_prompt is not None and data.prompt_format == "text":
+        yield Finding(
+            ("data.system_prompt", "data.prompt_format"),
+            "a system message needs a chat, and prompts are plain text",
+            "set data.prompt_format=chat, or put the words into data.prompt_template",
+        )
+    if data.truncation != "error" and data.filter_overlong_prompts:
+        yield Finding(
+            ("data.truncation", "data.filter_overlong_prompts"),
+            "prompts that are too long are filtered, so that none is ever truncated",
+            "set data.filter_overlong_prompts=false, or leave data.truncation at error",
+        )
+
+
+def _takes_prompt(template: str) -> bool:
+    try:
+        names = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+    except ValueError:
+        return False
+    return names == ["prompt"]
+
+
+RULES = (train_files, mini_batches, row_limits, columns, prompts)

@@ -1,0 +1,16 @@
+"""What a rule finds, and the keys that the rules speak of."""
+
+from dataclasses import dataclass
+
+MODEL = "actor_rollout_ref.model"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Keys that do not go together, the one to change first; what is wrong; what to do."""
+
+    keys: tuple[str, ...]
+    what: str
+    advice: str

@@ -1,0 +1,121 @@
+"""Rules of the program: what selects it, and what it cannot do without."""
+
+from collections.abc import Iterator
+
+from distflow.config.names import ESTIMATORS, POLICY_LOSSES, REWARDS
+from distflow.config.program import CUSTOM, find_estimator, is_rl, may_have_user_names, program_name
+from distflow.config.rules.finding import ACTOR, ROLLOUT, Finding
+from distflow.config.schema import Config
+from distflow.config.values import nearest
+
+
+def one_program(config: Config) -> Iterator[Finding]:
+    """A program of the user's own is given in one way."""
+    if config.dag.custom_pipeline_fn and config.dag.nodes:
+        yield Finding(
+            ("dag.nodes", "dag.custom_pipeline_fn"), "two programs are given", "keep one of them and remove the other"
+        )
+    function = config.dag.custom_pipeline_fn
+    if function is not None and not _is_reference(function):
+        yield Finding(
+            ("dag.custom_pipeline_fn",), f"'{function}' names no function in a module", "write module:function"
+        )
+
+
+def program_and_workflow(config: Config) -> Iterator[Finding]:
+    """`workflow_type` selects the program only where nothing else does, and must not contradict what does."""
+    pipeline = config.dag.pipeline
+    if program_name(config) != CUSTOM and config.algorithm.workflow_type == "DAPO" and pipeline not in (None, "dapo"):
+        yield Finding(
+            ("algorithm.workflow_type", "dag.pipeline"),
+            f"workflow_type=DAPO asks for the program dapo, dag.pipeline for {pipeline}",
+            "set algorithm.workflow_type=DEFAULT, or dag.pipeline=dapo",
+        )
+
+
+def program_and_estimator(config: Config) -> Iterator[Finding]:
+    """An estimator that reads values needs the program with a critic, and the other way round."""
+    program, estimator = program_name(config), find_estimator(config)
+    if program in (CUSTOM, "sft") or estimator is None:
+        return
+    name = config.algorithm.adv_estimator
+    # What named the program: the key to look at besides the estimator.
+    selector = "dag.pipeline" if config.dag.pipeline else "algorithm.workflow_type"
+    if estimator.needs_critic and program != "ppo":
+        yield Finding(
+            ("algorithm.adv_estimator", selector),
+            f"{name} needs the values of a critic, and the program {program} has none",
+            "set dag.pipeline=ppo, or an estimator without a critic such as algorithm.adv_estimator=grpo",
+        )
+    if program == "ppo" and not estimator.needs_critic:
+        yield Finding(
+            ("algorithm.adv_estimator", selector),
+            f"the program ppo trains a critic that {name} does not read",
+            "set algorithm.adv_estimator=gae, or dag.pipeline=grpo",
+        )
+
+
+def group_of_one(config: Config) -> Iterator[Finding]:
+    """An estimator that compares the samples of a group needs two of them."""
+    estimator = find_estimator(config)
+    alone = config.actor_rollout_ref.rollout.n == 1 and is_rl(config)
+    if alone and estimator and estimator.needs_group and not config.algorithm.allow_group_of_one:
+        yield Finding(
+            (f"{ROLLOUT}.n", "algorithm.adv_estimator"),
+            f"{config.algorithm.adv_estimator} compares the samples of a prompt, and there is only one",
+            f"set {ROLLOUT}.n=8, or algorithm.adv_estimator=reinforce_plus_plus, "
+            "or algorithm.allow_group_of_one=true if you mean it",
+        )
+
+
+def known_names(config: Config) -> Iterator[Finding]:
+    """A name outside the built-in tables needs a module that registers it."""
+    if may_have_user_names(config):
+        return
+    asked = [
+        ("algorithm.adv_estimator", config.algorithm.adv_estimator, tuple(ESTIMATORS)),
+        (f"{ACTOR}.policy_loss", config.actor_rollout_ref.actor.policy_loss, tuple(POLICY_LOSSES)),
+    ]
+    for domain, parts in config.reward.functions.items():
+        asked += [(f"reward.functions.{domain}", part.name, tuple(REWARDS)) for part in parts]
+    for key, name, table in asked:
+        if name not in table:
+            guess = nearest(name, table)
+            meant = f"did you mean {guess}? " if guess else ""
+            yield Finding(
+                (key,),
+                f"'{name}' is no built-in name",
+                f"{meant}built in are {', '.join(table)}; a name of your own needs its module in trainer.imports",
+            )
+
+
+def critic_warmup(config: Config) -> Iterator[Finding]:
+    """Warm-up of a critic needs a critic, and must end."""
+    warmup, steps = config.trainer.critic_warmup, config.trainer.total_training_steps
+    if warmup > 0 and program_name(config) not in ("ppo", CUSTOM):
+        yield Finding(
+            ("trainer.critic_warmup", "dag.pipeline"),
+            f"the program {program_name(config)} has no critic: nothing would be trained for {warmup} steps",
+            "set trainer.critic_warmup=0",
+        )
+    elif warmup > 0 and steps is not None and warmup >= steps:
+        yield Finding(
+            ("trainer.critic_warmup", "trainer.total_training_steps"),
+            f"the actor would never be trained: the critic warms up for {warmup} of {steps} steps",
+            "set trainer.critic_warmup to less than the steps of the run",
+        )
+
+
+def _is_reference(text: str) -> bool:
+    module, separator, attribute = text.partition(":")
+    return bool(separator) and all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")])
+
+
+RULES = (
+    one_program,
+    program_and_workflow,
+    program_and_estimator,
+    group_of_one,
+    known_names,
+    critic_warmup,
+)

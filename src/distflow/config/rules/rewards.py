@@ -1,0 +1,65 @@
+"""Rules of the rewards."""
+
+from collections.abc import Iterator
+
+from distflow.config.program import is_rl
+from distflow.config.reward import OverlongConfig
+from distflow.config.rules.finding import Finding
+from distflow.config.schema import Config
+
+
+def functions(config: Config) -> Iterator[Finding]:
+    """Every domain has a reward that can move."""
+    if not config.reward.functions:
+        yield Finding(("reward.functions",), "there is no reward", "set e.g. reward.functions.default=[math]")
+    for domain, parts in config.reward.functions.items():
+        if all(part.weight == 0 for part in parts):
+            yield Finding(
+                (f"reward.functions.{domain}",),
+                f"all weights of the domain '{domain}' are 0: its score never moves",
+                "give a reward function a weight",
+            )
+
+
+def custom_function(config: Config) -> Iterator[Finding]:
+    """The reward `custom` and its function belong together."""
+    uses_custom = any(part.name == "custom" for parts in config.reward.functions.values() for part in parts)
+    path = config.custom_reward_function.path
+    if uses_custom and path is None:
+        yield Finding(
+            ("custom_reward_function.path", "reward.functions"),
+            "the reward 'custom' has no function",
+            "set custom_reward_function.path=my_reward.py (and .name, if it is not compute_score)",
+        )
+    if path is not None and not uses_custom and is_rl(config):
+        yield Finding(
+            ("custom_reward_function.path", "reward.functions"),
+            "no domain uses the function",
+            "set reward.functions.default=[custom]",
+        )
+
+
+def overlong(config: Config) -> Iterator[Finding]:
+    """The zone of the penalty is a part of the response."""
+    penalty, limit = config.reward.overlong, config.data.max_response_length
+    if penalty.buffer_tokens >= limit and is_rl(config):
+        yield Finding(
+            ("reward.overlong.buffer_tokens", "data.max_response_length"),
+            f"a zone of {penalty.buffer_tokens} tokens covers the whole response of at most {limit}",
+            f"set it to less than {limit}, e.g. {max(limit // 4, 1)}",
+        )
+    if penalty.buffer_tokens == 0 and penalty.factor != OverlongConfig.factor:
+        yield Finding(
+            ("reward.overlong.factor", "reward.overlong.buffer_tokens"),
+            "the penalty has no zone",
+            "set reward.overlong.buffer_tokens, or remove the factor",
+        )
+    if penalty.buffer_tokens > 0 and penalty.factor == 0:
+        yield Finding(
+            ("reward.overlong.factor", "reward.overlong.buffer_tokens"),
+            "the penalty is on with the factor 0",
+            "set reward.overlong.factor=1.0, or reward.overlong.buffer_tokens=0",
+        )
+
+
+RULES = (functions, custom_function, overlong)

@@ -1,0 +1,97 @@
+"""Rules of the run: validation, checkpoints, names."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from distflow.config.program import is_rl
+from distflow.config.rules.finding import ROLLOUT, Finding
+from distflow.config.schema import Config
+from distflow.config.trainer import TrainerConfig
+
+
+def validation(config: Config) -> Iterator[Finding]:
+    """Validation that is asked for has data and answers."""
+    val_kwargs = config.actor_rollout_ref.rollout.val_kwargs
+    if config.trainer.val_before_train and not config.data.val_files:
+        yield Finding(
+            ("trainer.val_before_train", "data.val_files"),
+            "there is nothing to validate on",
+            "set data.val_files, or trainer.val_before_train=false",
+        )
+    if is_rl(config) and config.data.val_files and not val_kwargs.greedy and val_kwargs.n == 0:
+        yield Finding(
+            (f"{ROLLOUT}.val_kwargs.n", f"{ROLLOUT}.val_kwargs.greedy"),
+            "validation would ask for no answer at all",
+            f"set {ROLLOUT}.val_kwargs.greedy=true, or {ROLLOUT}.val_kwargs.n=4",
+        )
+
+
+def keep_best(config: Config) -> Iterator[Finding]:
+    """The best checkpoint is known only where checkpoints are saved and validated."""
+    trainer = config.trainer
+    if not trainer.keep_best:
+        if trainer.keep_best_metric != TrainerConfig.keep_best_metric:
+            yield Finding(
+                ("trainer.keep_best_metric", "trainer.keep_best"),
+                "no best checkpoint is kept",
+                "set trainer.keep_best=true, or remove the metric",
+            )
+        return
+    if not config.data.val_files:
+        yield Finding(
+            ("trainer.keep_best", "data.val_files"),
+            "without validation no checkpoint is the best",
+            "set data.val_files, or trainer.keep_best=false",
+        )
+    for name, value in (("test_freq", trainer.test_freq), ("save_freq", trainer.save_freq)):
+        if value <= 0:
+            yield Finding(
+                (f"trainer.{name}", "trainer.keep_best"),
+                f"{value} means never, and the best checkpoint is to be kept",
+                f"set trainer.{name}=10, or trainer.keep_best=false",
+            )
+
+
+def resume(config: Config) -> Iterator[Finding]:
+    """A checkpoint to resume from exists."""
+    mode = config.trainer.resume_mode
+    if mode not in ("auto", "never") and not Path(mode).expanduser().is_dir():
+        yield Finding(
+            ("trainer.resume_mode",), f"there is no folder '{mode}'", "write auto, never, or the folder of a checkpoint"
+        )
+
+
+def run_folder(config: Config) -> Iterator[Finding]:
+    """Names that become folders stay inside `runs`."""
+    trainer = config.trainer
+    if trainer.default_local_dir is not None:
+        return
+    for name, value in (("project_name", trainer.project_name), ("experiment_name", trainer.experiment_name)):
+        if value.strip() in ("", ".", "..") or "/" in value or "\0" in value:
+            yield Finding(
+                (f"trainer.{name}",),
+                f"'{value}' is no name of a folder",
+                "choose a name without slashes, or set trainer.default_local_dir",
+            )
+
+
+def saved_groups(config: Config) -> Iterator[Finding]:
+    """How many steps to keep is taken only by last_k."""
+    trainer = config.trainer
+    if trainer.save_groups_last != TrainerConfig.save_groups_last and trainer.save_groups != "last_k":
+        yield Finding(
+            ("trainer.save_groups_last", "trainer.save_groups"),
+            f"save_groups={trainer.save_groups} does not count steps",
+            "set trainer.save_groups=last_k, or remove it",
+        )
+
+
+def user_modules(config: Config) -> Iterator[Finding]:
+    """Modules are named, not files."""
+    for module in config.trainer.imports:
+        if not all(part.isidentifier() for part in module.split(".")):
+            advice = f"write {Path(module).stem}, and start where Python finds it (PYTHONPATH)"
+            yield Finding(("trainer.imports",), f"'{module}' is no name of a module", advice)
+
+
+RULES = (validation, keep_best, resume, run_folder, saved_groups, user_modules)

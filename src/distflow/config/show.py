@@ -1,0 +1,129 @@
+"""A config for people and for files: flat, as YAML, compared, and explained key by key."""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from distflow.config.errors import ConfigError, Problem
+from distflow.config.keys import KeyInfo, walk, yaml_name
+from distflow.config.schema import Config, find_group, group_names, schema_keys
+from distflow.config.sources import COMMAND_LINE
+from distflow.config.unknown import suggest
+from distflow.config.values import expected, show
+
+if TYPE_CHECKING:
+    from distflow.config.load import Loaded
+
+_PATHS = (
+    "trainer.project_name",
+    "trainer.experiment_name",
+    "trainer.default_local_dir",
+    "data.train_files",
+    "data.val_files",
+    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.model.tokenizer_path",
+    "critic.model.path",
+    "custom_reward_function.path",
+)
+
+RESUMABLE: frozenset[str] = frozenset(
+    (
+        "trainer.total_epochs",
+        "trainer.total_training_steps",
+        "trainer.save_freq",
+        "trainer.test_freq",
+        "trainer.logger",
+        "trainer.resume_mode",
+        "trainer.allocation",
+        "reward.timeout_s",
+        *_PATHS,
+    )
+)
+"""Keys that may change when a run is resumed: how long, how often, where things lie, time limits. What lies behind the
+paths of data is compared by fingerprint, not by name."""
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Every key's value by its dotted name, in the order of the schema."""
+    flat: dict[str, Any] = {}
+    for name in group_names():
+        flat |= {key: value for key, _, value, _ in walk(find_group(config, name), name)}
+    return flat
+
+
+def to_plain(config: Config) -> dict[str, Any]:
+    """Nested dicts, lists and scalars that JSON and YAML can hold, with the names of the YAML."""
+    return {name: _plain_group(find_group(config, name)) for name in group_names()}
+
+
+def to_yaml(config: Config) -> str:
+    """The whole config as YAML; loading it again gives an equal one."""
+    return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True, width=120)
+
+
+def diff(before: Config, after: Config) -> list[tuple[str, Any, Any]]:
+    """The keys in which two configs differ, with both values."""
+    old, new = flatten(before), flatten(after)
+    return [(key, old.get(key), new.get(key)) for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)]
+
+
+def changed_keys(before: Config, after: Config) -> list[tuple[str, Any, Any]]:
+    """The same without the keys that may change on resume."""
+    return [change for change in diff(before, after) if change[0] not in RESUMABLE]
+
+
+def explain(key: str, loaded: "Loaded") -> str:
+    """What a key means, what it may be, what it is here and who says so. A group lists its keys.
+
+    Raises ConfigError naming the nearest key.
+    """
+    keys = schema_keys()
+    if key in keys:
+        return _explain_key(keys[key], flatten(loaded.config)[key], loaded.origin(key))
+    below = [name for name in keys if name.startswith(f"{key}.")]
+    if below:
+        values = flatten(loaded.config)
+        return "\n".join(
+            f"{name}={show_value(keys[name], values[name])}  {keys[name].spec.description}" for name in below
+        )
+    raise ConfigError([Problem(((key, COMMAND_LINE),), "there is no such key", suggest(key, keys))])
+
+
+def show_value(info: KeyInfo, value: Any) -> str:
+    """A key's value as it would be written in YAML."""
+    return show(info.spec.plain(value) if info.spec.plain else value)
+
+
+def _explain_key(info: KeyInfo, value: Any, origin: str) -> str:
+    lines = [
+        info.name,
+        f"  {info.spec.description}",
+        f"  type     {expected(info.annotation)}",
+        f"  allowed  {info.spec.allowed()}" if info.spec.allowed() else "",
+        f"  default  {show_value(info, info.default)}",
+        f"  value    {show_value(info, value)}",
+        f"  origin   {origin}",
+    ]
+    return "\n".join(line for line in lines if line)
+
+
+def _plain_group(instance: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    for item in fields(instance):
+        value = getattr(instance, item.name)
+        if is_dataclass(value):
+            plain[yaml_name(item.name)] = _plain_group(value)
+        else:
+            spec = item.metadata.get("key")
+            plain[yaml_name(item.name)] = _plain_value(spec.plain(value) if spec and spec.plain else value)
+    return plain
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_plain_value(item) for item in value]
+    if isinstance(value, Mapping):
+        return {name: _plain_value(item) for name, item in value.items()}
+    return value

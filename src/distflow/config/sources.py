@@ -1,0 +1,104 @@
+"""Where settings were written: YAML files read for their keys and lines. Composition itself is Hydra's."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from distflow.config.errors import Problem
+from distflow.config.keys import dotted
+
+COMMAND_LINE = "command line"
+PRESETS = Path(__file__).parent / "presets"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key that was set. `is_group` tells a mapping that goes on below from a value (an empty mapping is one);
+    `has_dots` that its last name is written with dots, which YAML does not read as levels."""
+
+    key: str
+    where: str
+    is_group: bool
+    has_dots: bool = False
+
+
+def preset_names() -> list[str]:
+    """The presets that come with the package."""
+    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
+
+def display(path: Path) -> str:
+    """A file as it is shown to people: a preset by `presets/NAME.yaml`, others relative to where we are."""
+    if path.parent == PRESETS:
+        return f"presets/{path.name}"
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def read_settings(path: Path, prefix: str, problems: list[Problem]) -> list[Setting]:
+    """Every mapping entry of a YAML file, groups before what they hold; `prefix` is the file's Hydra package.
+
+    What is no readable mapping, or names a key twice, goes to `problems`.
+    """
+    root = _parse(path, problems)
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        problems.append(Problem(((display(path), "line 1"),), "is no mapping of keys", "write key: value lines"))
+        return []
+    return [setting for setting in _entries(root, prefix, path, problems) if not _is_directive(setting, prefix)]
+
+
+def settings_of_value(key: str, value: Any, where: str) -> Iterator[Setting]:
+    """The same for a value given on the command line, which may be a mapping."""
+    is_group = isinstance(value, dict) and bool(value)
+    yield Setting(key, where, is_group)
+    if is_group:
+        for name, item in value.items():
+            yield from settings_of_value(dotted(key, str(name)), item, where)
+
+
+def _parse(path: Path, problems: list[Problem]) -> yaml.Node | None:
+    try:
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+        if isinstance(root, yaml.MappingNode):
+            _flatten_merges(root, loader)
+        return root
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "somewhere"
+        problems.append(Problem(((display(path), where),), f"is no YAML: {error.problem}", "look at that line"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        problems.append(Problem(((display(path), "the file"),), f"cannot be read: {error}", "save it as UTF-8 text"))
+    return None
+
+
+def _flatten_merges(node: yaml.MappingNode, loader: yaml.SafeLoader) -> None:
+    loader.flatten_mapping(node)
+    for _, value in node.value:
+        if isinstance(value, yaml.MappingNode):
+            _flatten_merges(value, loader)
+
+
+def _entries(node: yaml.MappingNode, prefix: str, path: Path, problems: list[Problem]) -> Iterator[Setting]:
+    first_lines: dict[str, int] = {}
+    for name_node, value in node.value:
+        name, line = dotted(prefix, str(name_node.value)), name_node.start_mark.line + 1
+        where = f"{display(path)}:{line}"
+        if name in first_lines:
+            problems.append(
+                Problem(((name, where),), f"was set in line {first_lines[name]} already", "keep one of the two lines")
+            )
+        first_lines[name] = line
+        is_group = isinstance(value, yaml.MappingNode) and bool(value.value)
+        yield Setting(name, where, is_group, has_dots="." in str(name_node.value))
+        if isinstance(value, yaml.MappingNode):
+            yield from _entries(value, name, path, problems)
+
+
+def _is_directive(setting: Setting, prefix: str) -> bool:
+    return setting.key == dotted(prefix, "defaults") or setting.key.startswith(dotted(prefix, "defaults") + ".")

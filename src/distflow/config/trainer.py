@@ -1,0 +1,48 @@
+"""Keys of `trainer`: how long, how often, where to."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from distflow.config.keys import key
+from distflow.config.names import TRACKERS
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The run as a whole."""
+
+    project_name: str = key("my_project", "groups runs in trackers and folders")
+    experiment_name: str = key("grpo_training", "name of the run")
+    default_local_dir: str | None = key(None, "folder of the run; null is runs/<project_name>/<experiment_name>")
+    total_epochs: int = key(30, "passes over the training data", minimum=1)
+    total_training_steps: int | None = key(
+        None, "steps of the run; null goes by total_epochs", minimum=1, advice="null lets total_epochs decide"
+    )
+    critic_warmup: int = key(0, "steps in which only the critic learns", minimum=0)
+    val_before_train: bool = key(False, "validate before the first step")
+    test_freq: int = key(5, "validate every so many steps; 0 or less is never")
+    save_freq: int = key(10, "save a checkpoint every so many steps; 0 or less is never")
+    keep_last: int = key(2, "checkpoints that are kept", minimum=1)
+    keep_best: bool = key(False, "also keep the checkpoint that validated best")
+    keep_best_metric: str = key("val_correct/all/mean", "metric that says which is best")
+    resume_mode: str = key("auto", "auto: from the run's last checkpoint, if any; never; or a checkpoint's folder")
+    save_groups: str = key("none", "keep the tokens of steps for replay", choices=("none", "last_k", "all"))
+    save_groups_last: int = key(5, "how many steps last_k keeps", minimum=1)
+    logger: tuple[str, ...] = key(
+        ("console",), "trackers: one or a list (metrics.jsonl is always written)", choices=TRACKERS
+    )
+    seed: int = key(1, "seed of fresh weights and of sampling", minimum=0)
+    device: str = key("auto", "device to run on", choices=("auto", "cpu", "cuda"))
+    num_threads: int | None = key(None, "threads of torch; null is what the machine has", minimum=1)
+    imports: tuple[str, ...] = key(
+        (), "user modules to import first: they register estimators, losses, rewards, groups"
+    )
+    launcher: str = key("local", "what starts the workers", choices=("local", "ray"), later=("ray",))
+    nnodes: int = key(1, "machines", minimum=1, later=True)
+    n_gpus_per_node: int = key(1, "devices of any kind on each", minimum=1, later=True)
+    allocation: str | None = key(None, "which devices do what, as an expression", later=True)
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder of the run."""
+        return Path(self.default_local_dir or Path("runs", self.project_name, self.experiment_name))
