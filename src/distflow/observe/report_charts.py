@@ -1,0 +1,114 @@
+"""The charts of the report: each asks one question, and takes the metrics that answer it."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from distflow.observe.jsonlines import number_name
+from distflow.observe.metrics import find_metric
+from distflow.observe.run_reader import MetricsRecord
+
+MAX_POINTS = 1500
+MAX_SERIES = 300
+_MAX_LINES = 8
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A question and the patterns of the metrics in it; "stack" adds its series up."""
+
+    question: str
+    patterns: tuple[str, ...]
+    kind: Literal["line", "stack"] = "line"
+    unit: str = ""
+
+
+CHARTS = (
+    Chart("Does it answer more held-out problems correctly?", (r"val_correct/.*",), unit="share correct"),
+    Chart("Does the reward rise?", (r"reward/mean_score", r"reward/(?!std$|errors$|timeouts$).*"), unit="score"),
+    Chart("Does the loss fall?", (r"sft/.*loss.*", r"loss", r"val_loss.*"), unit="loss"),
+    Chart("How far has it moved from the reference?", (r"actor/kl_loss", r"actor/reward_kl_penalty"), unit="nats"),
+    Chart("How far does one step move it?", (r"actor/ppo_kl",), unit="nats"),
+    Chart("Does it still explore?", (r"actor/entropy",), unit="entropy, nats"),
+    Chart("Do responses get longer?", (r"rollout/avg_response_length", r"rollout/response_length/.*"), unit="tokens"),
+    Chart("How many responses are cut off?", (r"rollout/truncated",), unit="share"),
+    Chart("Are the gradients healthy?", (r"(actor|critic)?/?grad_norm",), unit="norm"),
+    Chart("How much of an update is clipped?", (r"actor/pg_clipfrac(_lower)?",), unit="share of tokens"),
+    Chart("Does the value model fit?", (r"critic/vf_loss",), unit="loss"),
+    Chart("Do engine and trainer agree?", (r"mismatch/.*", r"canary/.*"), unit="nats"),
+    Chart("Were all answers judged?", (r"reward/(errors|timeouts)",), unit="samples"),
+    Chart("How old is the data?", (r"async/version_diff/.*",), unit="versions"),
+    Chart("Where does the time of a step go?", (r"timing_s/(?!step$|eval$|save$).*",), kind="stack", unit="seconds"),
+    Chart("How fast is it?", (r"throughput/tokens_per_s",), unit="tokens a second"),
+)
+
+
+def choose_charts(names: Iterable[str]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The charts that have data, as JSON data, and the names that no chart shows.
+
+    A metric is in the first chart that takes it; a chart has at most 8 lines (a stack has all).
+    """
+    left = sorted(names)
+    charts = []
+    for chart in CHARTS:
+        taken = [name for pattern in chart.patterns for name in left if re.fullmatch(pattern, name)]
+        taken = list(dict.fromkeys(taken))
+        if chart.kind == "line":
+            taken = taken[:_MAX_LINES]
+        if taken:
+            charts.append({"question": chart.question, "kind": chart.kind, "unit": chart.unit, "names": taken})
+            left = [name for name in left if name not in taken]
+    return charts, left
+
+
+def describe(names: Iterable[str]) -> dict[str, str]:
+    """The one-line description of each name that the table of metrics knows."""
+    return {name: metric.doc for name in names if (metric := find_metric(name))}
+
+
+def tabulate(records: Sequence[MetricsRecord]) -> dict[int, dict[str, float]]:
+    """All metrics by step; records of several kinds (train, val) are merged, later ones win."""
+    steps: dict[int, dict[str, float]] = {}
+    for record in records:
+        steps.setdefault(record.step, {}).update(record.values)
+    return steps
+
+
+def series(steps: Mapping[int, Mapping[str, float]], max_points: int = MAX_POINTS) -> dict[str, Any]:
+    """Columns for the charts: `{"x": [...], "y": {name: [...]}, "thinned": bool, "left_out": names}`.
+
+    None is "not measured at this step", the strings "NaN", "Infinity", "-Infinity" are what was measured. With more
+    than `max_points` steps, neighbours are put together such that each column keeps its least and greatest value.
+    """
+    names = sorted({name for values in steps.values() for name in values})
+    shown, left_out = names[:MAX_SERIES], names[MAX_SERIES:]
+    order = sorted(steps)
+    if len(order) <= max_points:
+        y = {name: [_point(steps[step].get(name)) for step in order] for name in shown}
+        return {"x": order, "y": y, "thinned": False, "left_out": left_out}
+    size = -(-len(order) // (max_points // 2))
+    buckets = [order[start : start + size] for start in range(0, len(order), size)]
+    x = [step for bucket in buckets for step in (bucket[0], bucket[-1])[: len(bucket)]]
+    y = {name: [v for bucket in buckets for v in _extremes(bucket, steps, name)] for name in shown}
+    return {"x": x, "y": y, "thinned": True, "left_out": left_out}
+
+
+def _extremes(bucket: Sequence[int], steps: Mapping[int, Mapping[str, float]], name: str) -> list[float | str | None]:
+    """What stands for a bucket of steps: its least and greatest value as they came, and never hides a NaN."""
+    values = [steps[step][name] for step in bucket if name in steps[step]]
+    finite = [value for value in values if abs(value) < float("inf")]
+    kept: list[float] = []
+    if finite:
+        low, high = min(finite), max(finite)
+        kept = [low, high] if finite.index(low) <= finite.index(high) else [high, low]
+    if len(finite) < len(values):
+        kept = [*kept[:1], next(value for value in values if not abs(value) < float("inf"))]
+    points: list[float | str | None] = [_point(value) for value in kept]
+    return (points + [None, None])[: min(len(bucket), 2)]
+
+
+def _point(value: float | None) -> float | str | None:
+    if value is None:
+        return None
+    return float(f"{value:.6g}") if abs(value) < float("inf") else number_name(value)

@@ -1,0 +1,187 @@
+"""What the report says in words: did it learn, did anything go wrong, where did the time go."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from distflow.observe.run_reader import Event, MetricsRecord
+
+Tone = Literal["good", "bad", "flat", "unknown"]
+Steps = Mapping[int, Mapping[str, float]]
+
+PROBLEM_KINDS = ("error", "warning", "finding")
+ACCURACY = "val_correct/all/mean"
+REWARD = "reward/mean_score"
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Accuracy on held-out problems over the run: (step, value) points.
+
+    before_training: the first point was measured before any update. num_problems: how many; None where unknown.
+    """
+
+    name: str
+    points: tuple[tuple[int, float], ...]
+    before_training: bool
+    num_problems: int | None
+
+    @property
+    def best(self) -> tuple[int, float]:
+        """The first step that reached the highest value."""
+        return max(self.points, key=lambda point: (point[1], -point[0]))
+
+    @property
+    def change(self) -> float:
+        """Last minus first."""
+        return self.points[-1][1] - self.points[0][1]
+
+    def noise(self) -> float | None:
+        """Two standard errors of the change, as of independent problems; None for what is no share of a number."""
+        ends = (self.points[0][1], self.points[-1][1])
+        if not self.num_problems or not all(0 <= value <= 1 for value in ends):
+            return None
+        # One problem either way is below what can be told apart, however certain the shares look.
+        variance = sum(value * (1 - value) for value in ends) / self.num_problems
+        return max(2 * math.sqrt(variance), 1 / self.num_problems)
+
+
+def find_accuracy(records: Sequence[MetricsRecord], num_problems: int | None) -> Accuracy | None:
+    """The overall accuracy on held-out problems if the run measured it."""
+    names = {name for record in records for name in record.values if name.startswith("val_correct/")}
+    if not names:
+        return None
+    name = ACCURACY if ACCURACY in names else min(names, key=lambda name: (not name.endswith("/mean"), name))
+    found = {record.step: record.values[name] for record in records if name in record.values}
+    points = tuple((step, value) for step, value in sorted(found.items()) if math.isfinite(value))
+    if not points:
+        return None
+    first_update = min((record.step for record in records if record.kind == "train"), default=None)
+    before = points[0][0] == 0 or (first_update is not None and points[0][0] < first_update)
+    return Accuracy(name, points, before, num_problems)
+
+
+def learned(accuracy: Accuracy | None, steps: Steps) -> tuple[Tone, str]:
+    """Whether the run learned, by held-out accuracy if there is one, else by the reward, else by the loss."""
+    if accuracy and len(accuracy.points) > 1:
+        return _learned_by_accuracy(accuracy)
+    for name, word, sign in ((REWARD, "reward", 1), ("sft/loss", "loss", -1), ("loss", "loss", -1)):
+        values = [values[name] for _, values in sorted(steps.items()) if math.isfinite(values.get(name, math.nan))]
+        if len(values) >= 4:
+            return _learned_by_curve(values, word, sign)
+    return "unknown", "There are too few measurements to say whether it learned."
+
+
+def _learned_by_accuracy(accuracy: Accuracy) -> tuple[Tone, str]:
+    (first_step, first), (last_step, last) = accuracy.points[0], accuracy.points[-1]
+    noise = accuracy.noise()
+    problems = f" ({accuracy.num_problems:,} problems)" if accuracy.num_problems else ""
+    start = "before RL" if accuracy.before_training else f"at step {first_step}"
+    moved = f"accuracy on held-out problems{problems} was {first:.2f} {start} and is {last:.2f} at step {last_step}"
+    if abs(accuracy.change) <= (0.02 if noise is None else noise):
+        known = (
+            ""
+            if noise is None
+            else f": the change of {accuracy.change:+.2f} is within what chance gives (±{noise:.2f})"
+        )
+        return "flat", f"No clear change: {moved}{known}."
+    if accuracy.change < 0:
+        return "bad", f"It got worse: {moved}."
+    best_step, best = accuracy.best
+    peak = f" It was best at step {best_step} with {best:.2f}." if best - last > (noise or 0.02) else ""
+    return "good", f"It learned: {moved}.{peak}"
+
+
+def _learned_by_curve(values: Sequence[float], word: str, sign: int) -> tuple[Tone, str]:
+    """Compares the first and the last tenth of the steps (at least 2), with the spread inside the two."""
+    size = min(max(len(values) // 10, 2), 50)
+    first, last = values[:size], values[-size:]
+    before, after = sum(first) / size, sum(last) / size
+    spread = sum((v - before) ** 2 for v in first) + sum((v - after) ** 2 for v in last)
+    noise = 2 * math.sqrt(spread / max(2 * size - 2, 1) * 2 / size)
+    moved = f"the {word} was {before:.3g} over the first {size} steps and is {after:.3g} over the last {size}"
+    caveat = " Nothing was measured on held-out problems." if word == "reward" else ""
+    if abs(after - before) <= noise:
+        return "flat", f"No clear change: {moved}.{caveat}"
+    if (after - before) * sign < 0:
+        return "bad", f"It got worse: {moved}.{caveat}"
+    return "good", f"The {word} {'rose' if sign > 0 else 'fell'}: {moved}.{caveat}"
+
+
+def problems(groups: Sequence[Mapping[str, Any]], steps: Steps) -> tuple[Tone, str]:
+    """What went wrong, counted; `groups` are those of `group_events`."""
+    counts = []
+    for kind in PROBLEM_KINDS:
+        number = sum(group["count"] for group in groups if group["kind"] == kind)
+        if number:
+            counts.append(f"{number:,} {kind}{'s' if number > 1 else ''}")
+    for name, one, many in (
+        ("actor/skipped", "skipped update", "skipped updates"),
+        ("reward/errors", "answer without a verdict", "answers without a verdict"),
+        ("reward/timeouts", "verdict out of time", "verdicts out of time"),
+    ):
+        number = round(sum(v for values in steps.values() if math.isfinite(v := values.get(name, 0.0))))
+        if number:
+            counts.append(f"{number:,} {one if number == 1 else many}")
+    bad = sorted({name for values in steps.values() for name, value in values.items() if not math.isfinite(value)})
+    if bad:
+        counts.append(f"values that are not finite in {', '.join(bad[:3])}{' and others' if len(bad) > 3 else ''}")
+    if not counts:
+        return "good", "Nothing went wrong: no warnings, no skipped updates, no answers without a verdict."
+    tone: Tone = "bad" if any(group["kind"] == "error" for group in groups) else "flat"
+    return tone, f"Worth a look: {_and(counts)}."
+
+
+def time_sentence(steps: Steps) -> str:
+    """How many steps, how long, and which phase took most."""
+    total = sum(values.get("timing_s/step", 0.0) for values in steps.values())
+    phases: dict[str, float] = {}
+    for values in steps.values():
+        for name, seconds in values.items():
+            if name.startswith("timing_s/") and name != "timing_s/step" and math.isfinite(seconds):
+                phases[name.removeprefix("timing_s/")] = phases.get(name.removeprefix("timing_s/"), 0.0) + seconds
+    if not total or not phases or not math.isfinite(total):
+        return ""
+    longest = max(phases, key=lambda name: phases[name])
+    num_steps = sum("timing_s/step" in values for values in steps.values())
+    return f"{num_steps:,} steps took {readable_s(total)}; most of it was {longest} ({phases[longest] / total:.0%})."
+
+
+def group_events(events: Sequence[Event], max_groups: int = 200) -> list[dict[str, Any]]:
+    """Warnings, errors and findings with equal messages put together, errors first, then by number."""
+    groups: dict[tuple[str, str], dict[str, Any]] = {}
+    for event in events:
+        if event.kind in PROBLEM_KINDS:
+            empty = {"kind": event.kind, "message": event.message, "count": 0, "first": event.step, "fields": {}}
+            group = groups.setdefault((event.kind, event.message), empty)
+            group["count"] += 1
+            group["last"] = event.step
+            group["fields"] = dict(event.fields)
+            group["rolled_back"] = event.rolled_back and group.get("rolled_back", True)
+    order = sorted(groups.values(), key=lambda group: (PROBLEM_KINDS.index(group["kind"]), -group["count"]))
+    return order[:max_groups]
+
+
+def status(events: Sequence[Event]) -> dict[str, str]:
+    """How the run stands, from its last start and end: a word, and a sentence where there is more to say."""
+    ends = [event for event in events if event.kind in ("start", "end")]
+    if not ends:
+        return {"word": "unknown", "detail": "the folder has no start event"}
+    if ends[-1].kind == "start":
+        return {"word": "no end yet", "detail": "the run is still going, or it was killed"}
+    return {"word": str(ends[-1].fields.get("status", "finished")), "detail": ends[-1].message}
+
+
+def readable_s(seconds: float) -> str:
+    """`8.2 s`, `4 min 12 s`, `3 h 5 min`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def _and(parts: Sequence[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
