@@ -99,7 +99,7 @@ async def certify_answers(router: RewardRouter, rows: Iterable[tuple[str, Any, d
             ground_truth, verdict = failed[0]
             said = verdict.reason if isinstance(verdict, Error) else str(verdict)
             raise UserError(
-                f"{len(failed)} of {totals[domain]} answers of the domain '{domain}' do not score 1 against themselves, "
+                f"{len(failed)} of {totals[domain]} answers of domain '{domain}' do not score 1 against themselves, "
                 f"e.g. {ground_truth!r:.80} ({said}): see data.answer_key and reward.functions"
             )
 

@@ -1,4 +1,4 @@
-"""JSON messages between the run and its verifier processes: 4 bytes of length, then UTF-8. No pickle, every size capped."""
+"""JSON messages between the run and its verifiers: 4 bytes of length, then UTF-8. No pickle; sizes are capped."""
 
 import json
 import socket
@@ -34,7 +34,7 @@ def send_frame(channel: socket.socket, frame: bytes, timeout_s: float | None = N
 
 
 def receive_frame(channel: socket.socket, timeout_s: float | None = None) -> dict[str, Any]:
-    """The next message. Raises TimeoutError unless all of it came in time, PeerGone, ValueError if it is none of ours."""
+    """The next message. Raises TimeoutError unless all of it came in time, PeerGone, ValueError for nonsense."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     (size,) = _HEADER.unpack(_receive_exactly(channel, _HEADER.size, deadline))
     if size > MAX_FRAME_BYTES:

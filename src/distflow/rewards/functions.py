@@ -1,4 +1,4 @@
-"""Which function a reward's name means, how it is called, and how what it returns is read. Imports none of them itself."""
+"""Which function a reward's name means, how it is called, how its answer is read. Imports none by itself."""
 
 import importlib
 import importlib.util

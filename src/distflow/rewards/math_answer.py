@@ -1,11 +1,12 @@
 r"""`math`: is the final answer mathematically equal to the ground truth? Judged by math-verify, after normalisation.
 
 math-verify merges neighbouring boxes into a set, misses `42.`, `1e2` and `1\,000`, and rounds at the sixth decimal, so
-that 1e-7 equals 2e-7 to it. Here the last box wins, numbers are normalised first, and plain numbers are compared exactly.
+that 1e-7 equals 2e-7 to it. Here the last box wins, numbers are normalised first, plain numbers are compared exactly.
 """
 
 import logging
 import re
+from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 from typing import Any
@@ -77,9 +78,9 @@ def is_equal(gold: str, answer: str) -> bool:
     answer = normalise(answer)
     if not answer:
         return False
-    numbers = _plain_number(gold), _plain_number(answer)
-    if numbers[0] is not None and numbers[1] is not None:
-        return _numbers_equal(*numbers)
+    gold_number, number = _plain_number(gold), _plain_number(answer)
+    if gold_number is not None and number is not None:
+        return _numbers_equal(gold_number, number)
     return _verify(_parse_latex(gold), _parse(f"${answer}$"))
 
 
@@ -144,10 +145,13 @@ def _verify(gold: tuple[Basic | str, ...], answer: list[Basic | str]) -> bool:
 
 def _differ_below_rounding(gold: tuple[Basic | str, ...], answer: list[Basic | str]) -> bool:
     """True for small numbers that math-verify calls equal because it rounds at the sixth decimal."""
-    pair = [
-        next((found for found in side if isinstance(found, Expr) and found.is_number), None) for side in (gold, answer)
-    ]
-    if pair[0] is None or pair[1] is None or not (pair[0].is_real and pair[1].is_real):
+    first, second = _real_value(gold), _real_value(answer)
+    if first is None or second is None or abs(first) >= _SMALL:
         return False
-    first, second = (float(number.evalf()) for number in pair)
-    return abs(first) < _SMALL and abs(first - second) > float(_RELATIVE_TOLERANCE) * max(abs(first), abs(second))
+    return abs(first - second) > float(_RELATIVE_TOLERANCE) * max(abs(first), abs(second))
+
+
+def _real_value(parsed: Sequence[Basic | str]) -> float | None:
+    """The value of the first expression, where it is a real number."""
+    number: Any = next((found for found in parsed if isinstance(found, Expr)), None)
+    return float(number.evalf()) if number is not None and number.is_number and number.is_real else None

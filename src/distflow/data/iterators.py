@@ -1,0 +1,129 @@
+"""Data sets given as Python code: written once to an Arrow file in the run folder, so that a resume reads the same."""
+
+import hashlib
+import importlib
+import importlib.util
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from distflow.config.errors import UserError
+from distflow.data.rows import Record, plain
+
+MAX_ROWS = 1_000_000
+_CHUNK_ROWS = 1000
+
+
+def from_function(target: str, key: str) -> Callable[[], Iterable[Any]]:
+    """The function that "module:function" or "file.py:function" names. Raises UserError where there is none."""
+    path, _, name = target.rpartition(":")
+    try:
+        module = _load_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
+    except ImportError as error:
+        raise UserError(f"{key}: '{target}': {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UserError(f"{key}: '{path}' has no function '{name}'")
+    return function
+
+
+def keep(
+    make_rows: Callable[[], Iterable[Any]],
+    file: Path,
+    *,
+    source: str,
+    key: str,
+    max_rows: int = MAX_ROWS,
+    wanted: int = -1,
+) -> Iterator[Record]:
+    """The rows of an iterator, read from `file`, which is written first unless it holds those of `source` already.
+
+    wanted: stop after so many rows; -1 takes all, of which there may be `max_rows`.
+    Raises UserError for an iterator with more, for rows that are no mappings or that JSON cannot hold.
+    """
+    identity = source if wanted < 0 else f"{source}, first {wanted}"
+    if not _is_kept(file, identity):
+        texts = _as_json(make_rows(), source=source, key=key, max_rows=max_rows, wanted=wanted)
+        _write(texts, file, identity)
+    return _read(file, source, key)
+
+
+def _as_json(rows: Iterable[Any], *, source: str, key: str, max_rows: int, wanted: int) -> list[str]:
+    """Each row as one JSON text: exact, whatever its types."""
+    try:
+        taken = itertools.islice(iter(rows), wanted if wanted >= 0 else max_rows + 1)
+    except TypeError:
+        raise UserError(f"{key}: {source} gives {type(rows).__name__}, which cannot be iterated over") from None
+    texts: list[str] = []
+    for row in taken:
+        if not isinstance(row, Mapping):
+            raise UserError(
+                f"{key}: row {len(texts) + 1} of {source} is {type(row).__name__}, not a mapping from columns to values"
+            )
+        texts.append(json.dumps(plain(row)))
+    if wanted < 0 and len(texts) > max_rows:
+        raise UserError(
+            f"{key}: {source} gave more than {max_rows:,} rows; is it endless? "
+            "Set data.train_max_samples (data.val_max_samples) to the number wanted"
+        )
+    return texts
+
+
+def _write(texts: list[str], file: Path, identity: str) -> None:
+    """One column of JSON texts; the schema's metadata hold what they are and their fingerprint."""
+    import pyarrow
+
+    table = pyarrow.table({"row": pyarrow.array(texts, pyarrow.string())})
+    table = table.replace_schema_metadata({"source": identity, "fingerprint": _fingerprint(texts)})
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    with pyarrow.OSFile(str(aside), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=_CHUNK_ROWS)
+    os.replace(aside, file)
+
+
+def _fingerprint(texts: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _is_kept(file: Path, identity: str) -> bool:
+    import pyarrow
+
+    if not file.exists():
+        return False
+    try:
+        with pyarrow.memory_map(str(file)) as memory:
+            return (pyarrow.ipc.open_file(memory).schema.metadata or {}).get(b"source") == identity.encode()
+    except pyarrow.ArrowInvalid:
+        return False  # not ours, or torn: written anew
+
+
+def _read(file: Path, source: str, key: str) -> Iterator[Record]:
+    import pyarrow
+
+    with pyarrow.memory_map(str(file)) as memory:
+        reader = pyarrow.ipc.open_file(memory)
+        texts = [
+            text for index in range(reader.num_record_batches) for text in reader.get_batch(index)["row"].to_pylist()
+        ]
+        expected = reader.schema.metadata[b"fingerprint"].decode()
+    if _fingerprint(texts) != expected:
+        raise UserError(f"{key}: '{file}' is damaged: delete it, and {source} is read again")
+    for number, text in enumerate(texts, 1):
+        yield Record(f"{source}, row {number}", json.loads(text))
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise ImportError(f"there is no file '{path}'")
+    spec = importlib.util.spec_from_file_location(f"distflow_data_{path.stem}", path)
+    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,317 @@
+"""From rows to token ids: templates, chat messages, prompts that are too long. Each prompt is tokenised once."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, overload
+
+import jinja2
+import numpy as np
+from numpy.typing import NDArray
+
+from distflow.config.errors import UserError
+from distflow.data.rows import BadRows, Messages, RawRow
+
+_CHUNK_ROWS = 512
+_PLACE = "{prompt}"
+
+Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One prompt, ready for an engine.
+
+    index: its row in the set, as tickets count. prompt_text: what was tokenised. response_ids: the response to learn,
+    with the end token (SFT), else None. origin: file and line.
+    """
+
+    index: int
+    prompt_ids: tuple[int, ...]
+    prompt_text: str
+    ground_truth: Any = None
+    domain: str = "default"
+    extra_info: dict[str, Any] | None = None
+    response_ids: tuple[int, ...] | None = None
+    origin: str = ""
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """The keys of `data` that turn a row into a prompt; lengths in tokens.
+
+    prompt_format: "text", or "chat" where a text prompt becomes one user message. Lists of messages are chat always.
+    prompt_template: text around a text prompt, with `{prompt}` in it. system_prompt: chat only; a row's own wins.
+    num_workers: threads that render and tokenise; 0 does it in the calling thread. The result is the same.
+    """
+
+    max_prompt_length: int
+    max_response_length: int
+    prompt_format: str = "text"
+    prompt_template: str | None = None
+    system_prompt: str | None = None
+    enable_thinking: bool = False
+    filter_overlong: bool = True
+    truncation: str = "error"
+    num_workers: int = 4
+
+
+@dataclass(frozen=True)
+class PromptReport:
+    """What became of the rows."""
+
+    num_rows: int
+    num_bad: int
+    num_overlong_prompts: int
+    num_overlong_responses: int
+    num_truncated: int
+    longest_prompt_tokens: int
+
+    def lines(self) -> list[str]:
+        """For people: what is used, and what is left out and why."""
+        counts = {
+            "bad rows skipped": self.num_bad,
+            "over-long prompts left out": self.num_overlong_prompts,
+            "over-long responses left out": self.num_overlong_responses,
+            "cut to the longest length": self.num_truncated,
+        }
+        used = f"{self.num_rows:,} rows, longest prompt {self.longest_prompt_tokens} tokens"
+        return [used, *(f"{number:,} {what}" for what, number in counts.items() if number)]
+
+
+class PromptSet(Sequence[PromptRow]):
+    """Prompts in the order of their rows, their tokens stored flat."""
+
+    def __init__(self, rows: Sequence[RawRow], encoded: Sequence["_Encoded"], report: PromptReport) -> None:
+        assert len(rows) == len(encoded)
+        self.report = report
+        self._rows = list(rows)
+        self._texts = [entry.text for entry in encoded]
+        self._prompts = _Flat([entry.ids for entry in encoded])
+        has_responses = any(entry.response_ids is not None for entry in encoded)
+        self._responses = _Flat([entry.response_ids or () for entry in encoded]) if has_responses else None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> PromptRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PromptRow]: ...
+    def __getitem__(self, index: int | slice) -> PromptRow | list[PromptRow]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        row = self._rows[index]
+        return PromptRow(
+            index=index % len(self),
+            prompt_ids=self._prompts[index],
+            prompt_text=self._texts[index],
+            ground_truth=row.answer,
+            domain=row.domain,
+            extra_info=row.extra_info,
+            response_ids=None if self._responses is None else self._responses[index],
+            origin=row.origin,
+        )
+
+    @property
+    def domains(self) -> list[str]:
+        """Sorted, each once."""
+        return sorted({row.domain for row in self._rows})
+
+    @property
+    def has_responses(self) -> bool:
+        return self._responses is not None
+
+    def fingerprint(self) -> str:
+        """A hash of everything in the rows that a run can see: tokens, texts, answers, domains, extra information."""
+        digest = hashlib.sha256()
+        for part in (self._prompts, self._responses):
+            digest.update(part.bytes() if part is not None else b"no responses")
+        for text, row in zip(self._texts, self._rows, strict=True):
+            digest.update(json.dumps([text, row.answer, row.domain, row.extra_info], sort_keys=True).encode())
+        return digest.hexdigest()
+
+
+def encode_rows(rows: Sequence[RawRow], tokenizer: Any, options: PromptOptions, bad_rows: BadRows) -> PromptSet:
+    """Tokenise the prompts (and responses, where the rows have them); leave out or cut those that are too long.
+
+    A text prompt is tokenised with the tokenizer's own special tokens; a chat is rendered by its template, with the
+    generation prompt, and gets none besides. Rows that the template refuses are added to `bad_rows`.
+    Raises UserError for a tokenizer without what is needed, for bad rows unless skipped, for a prompt that is too long
+    with truncation "error", and where no row is left.
+    """
+    _check_options(tokenizer, rows, options)
+    encoded = _encode_all(rows, tokenizer, options)
+    good: list[tuple[RawRow, _Encoded]] = []
+    for row, entry in zip(rows, encoded, strict=True):
+        if isinstance(entry, str):
+            bad_rows.add(row.origin, entry)
+        else:
+            good.append((row, entry))
+    bad_rows.check()
+    return _fit(good, tokenizer, options, len(bad_rows.reasons))
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    text: str
+    ids: Sequence[int]
+    response_ids: Sequence[int] | None = None
+
+
+class _Flat:
+    """Lists of token ids, end to end."""
+
+    def __init__(self, lists: Sequence[Sequence[int]]) -> None:
+        self._ends = np.cumsum([0, *map(len, lists)], dtype=np.int64)
+        self._values: Ids = np.fromiter(chain.from_iterable(lists), dtype=np.int32, count=int(self._ends[-1]))
+
+    def __getitem__(self, index: int) -> tuple[int, ...]:
+        index %= len(self._ends) - 1
+        return tuple(self._values[self._ends[index] : self._ends[index + 1]].tolist())
+
+    def bytes(self) -> bytes:
+        return self._ends.tobytes() + self._values.tobytes()
+
+
+def _check_options(tokenizer: Any, rows: Sequence[RawRow], options: PromptOptions) -> None:
+    if options.prompt_template is not None and _PLACE not in options.prompt_template:
+        raise UserError(f"data.prompt_template has no {_PLACE} in it: {options.prompt_template!r}")
+    chat = options.prompt_format == "chat" or any(not isinstance(row.prompt, str) for row in rows)
+    if chat and not getattr(tokenizer, "chat_template", None):
+        why = "data.prompt_format=chat" if options.prompt_format == "chat" else "the prompts are chat messages"
+        raise UserError(
+            f"the tokenizer has no chat template, but {why}: use data.prompt_format=text with text prompts, "
+            "or set actor_rollout_ref.model.tokenizer_path to an instruction-tuned model"
+        )
+    if any(row.response is not None for row in rows) and tokenizer.eos_token_id is None:
+        raise UserError(
+            "the tokenizer has no end token, so responses cannot end: see actor_rollout_ref.model.tokenizer_path"
+        )
+
+
+def _encode_all(rows: Sequence[RawRow], tokenizer: Any, options: PromptOptions) -> Iterator[_Encoded | str]:
+    """In chunks; over threads where there are several: tokenizers written in Rust let go of the interpreter."""
+    chunks = [rows[start : start + _CHUNK_ROWS] for start in range(0, len(rows), _CHUNK_ROWS)]
+
+    def encode(chunk: Sequence[RawRow]) -> list[_Encoded | str]:
+        return _encode_chunk(chunk, tokenizer, options)
+
+    if options.num_workers < 1 or len(chunks) < 2:
+        yield from chain.from_iterable(map(encode, chunks))
+        return
+    with ThreadPoolExecutor(options.num_workers, thread_name_prefix="distflow-tokenise") as threads:
+        yield from chain.from_iterable(threads.map(encode, chunks))
+
+
+def _encode_chunk(rows: Sequence[RawRow], tokenizer: Any, options: PromptOptions) -> list[_Encoded | str]:
+    """One entry a row: the tokens, or what is wrong with it."""
+    rendered = [_render(row, tokenizer, options) for row in rows]
+    texts = [(i, entry) for i, entry in enumerate(rendered) if isinstance(entry, _Rendered)]
+    out: list[_Encoded | str] = [entry if isinstance(entry, str) else "" for entry in rendered]
+    for is_chat in (False, True):
+        indices = [i for i, entry in texts if entry.is_chat == is_chat]
+        prompts = [entry.text for _, entry in texts if entry.is_chat == is_chat]
+        special = {"add_special_tokens": False} if is_chat else {}
+        for i, text, ids in zip(indices, prompts, _tokenise(tokenizer, prompts, **special), strict=True):
+            out[i] = _Encoded(text, ids) if ids else "the prompt has no tokens"
+    return _with_responses(rows, out, tokenizer)
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    text: str
+    is_chat: bool
+
+
+def _render(row: RawRow, tokenizer: Any, options: PromptOptions) -> _Rendered | str:
+    prompt = row.prompt
+    if isinstance(prompt, str):
+        if options.prompt_template is not None:
+            prompt = options.prompt_template.replace(_PLACE, prompt)
+        if options.prompt_format == "text":
+            return _Rendered(prompt, False)
+    messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if options.system_prompt is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": options.system_prompt}, *messages]
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, enable_thinking=options.enable_thinking
+        )
+    except jinja2.TemplateError as error:
+        return f"the chat template refuses the messages: {error}"
+    return _Rendered(text, True)
+
+
+def _tokenise(tokenizer: Any, texts: list[str], **settings: Any) -> list[list[int]]:
+    return tokenizer(texts, return_attention_mask=False, verbose=False, **settings)["input_ids"] if texts else []
+
+
+def _with_responses(rows: Sequence[RawRow], encoded: list[_Encoded | str], tokenizer: Any) -> list[_Encoded | str]:
+    """Responses are tokenised apart, as an engine would have made them, and end with the end token."""
+    indices = [i for i, entry in enumerate(encoded) if isinstance(entry, _Encoded) and rows[i].response is not None]
+    responses = _tokenise(tokenizer, [str(rows[i].response) for i in indices], add_special_tokens=False)
+    for i, ids in zip(indices, responses, strict=True):
+        entry = encoded[i]
+        assert isinstance(entry, _Encoded)
+        ended = ids if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
+        encoded[i] = replace(entry, response_ids=ended)
+    return encoded
+
+
+def _fit(good: list[tuple[RawRow, _Encoded]], tokenizer: Any, options: PromptOptions, num_bad: int) -> PromptSet:
+    """Leave out or cut what is too long, and count it."""
+    kept: list[tuple[RawRow, _Encoded]] = []
+    num_prompts = num_responses = num_truncated = 0
+    for row, entry in good:
+        long_prompt = len(entry.ids) > options.max_prompt_length
+        long_response = len(entry.response_ids or ()) > options.max_response_length
+        if (long_prompt or long_response) and options.filter_overlong:
+            num_prompts += long_prompt
+            num_responses += long_response and not long_prompt
+            continue
+        if long_prompt or long_response:
+            entry = _cut(row, entry, tokenizer, options)
+            num_truncated += 1
+        kept.append((row, entry))
+    if not kept:
+        shortest = min((len(entry.ids) for _, entry in good), default=0)
+        raise UserError(
+            f"none of {len(good):,} rows is short enough: data.max_prompt_length={options.max_prompt_length} "
+            f"(the shortest prompt has {shortest} tokens), data.max_response_length={options.max_response_length}"
+        )
+    longest = max(len(entry.ids) for _, entry in kept)
+    report = PromptReport(len(kept), num_bad, num_prompts, num_responses, num_truncated, longest)
+    return PromptSet([row for row, _ in kept], [entry for _, entry in kept], report)
+
+
+def _cut(row: RawRow, entry: _Encoded, tokenizer: Any, options: PromptOptions) -> _Encoded:
+    """The prompt cut by `truncation`; of a response the end is cut off, its end token with it."""
+    if options.truncation == "error":
+        long_prompt = len(entry.ids) > options.max_prompt_length
+        part, ids = ("prompt", entry.ids) if long_prompt else ("response", entry.response_ids or ())
+        raise UserError(
+            f"{row.origin}: the {part} has {len(ids)} tokens, more than data.max_{part}_length="
+            f"{options.max_prompt_length if long_prompt else options.max_response_length}: raise it, "
+            "or set data.filter_overlong_prompts=true or data.truncation=left"
+        )
+    ids = truncated(entry.ids, options.max_prompt_length, options.truncation)
+    text = entry.text if len(ids) == len(entry.ids) else tokenizer.decode(ids)
+    response = None if entry.response_ids is None else entry.response_ids[: options.max_response_length]
+    return _Encoded(text, ids, response)
+
+
+def truncated(ids: Sequence[int], max_tokens: int, side: str) -> Sequence[int]:
+    """At most `max_tokens` of the ids. side: which part is cut off, "left", "right" or "middle"."""
+    if len(ids) <= max_tokens:
+        return ids
+    if side == "left":
+        return ids[len(ids) - max_tokens :]
+    if side == "right":
+        return ids[:max_tokens]
+    assert side == "middle", side
+    head = max_tokens // 2
+    return [*ids[:head], *ids[len(ids) - (max_tokens - head) :]]

@@ -1,0 +1,134 @@
+"""From what `data.train_files` names to rows: files, data sets of Hugging Face `datasets`, built-in ones, Python."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from distflow.config.errors import UserError
+from distflow.data import iterators
+from distflow.data.files import READERS, read_file
+from distflow.data.rows import BadRows, Columns, RawRow, Record, read_rows
+
+BUILTIN_FOLDER = Path(__file__).parent / "builtin"
+_FUNCTION = re.compile(r"(?:[A-Za-z_][\w.]*|.*\.py):[A-Za-z_]\w*")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]*){0,2}")
+
+Source = str | Path | Iterable[Any] | Callable[[], Iterable[Any]]
+
+
+def load_rows(
+    sources: Source | Sequence[str | Path],
+    columns: Columns,
+    *,
+    key: str = "data.train_files",
+    bad_rows: str = "error",
+    max_samples: int = -1,
+    run_folder: Path | None = None,
+    max_iterator_rows: int = iterators.MAX_ROWS,
+) -> tuple[list[RawRow], BadRows]:
+    """All good rows, in the order of the sources, and what was wrong with the others.
+
+    sources: one or a list of
+      - a `.jsonl`, `.json`, `.csv` or `.parquet` file;
+      - a folder that `datasets` can read, or an id on the hub with, if wanted, its configuration and its split:
+        `openai/gsm8k:main:train`; without a split, the only one there is;
+      - `builtin:NAME`, which ships with the package;
+      - "module:function" or "file.py:function" that gives mappings; or, from Python, such a function or an iterable.
+    key: the config key that named them, for messages. bad_rows: "error" or "skip". max_samples: rows in all, -1 for
+    all. run_folder: where the rows of Python code are kept; needed for them.
+    Raises UserError for whatever cannot be read, for bad rows unless skipped, and for no rows at all.
+    """
+    bad = BadRows(bad_rows)
+    rows: list[RawRow] = []
+    listed = sources if isinstance(sources, list | tuple) and _are_paths(sources) else [sources]
+    for number, source in enumerate(listed):
+        wanted = -1 if max_samples < 0 else max_samples - len(rows)
+        if wanted == 0:
+            break
+        file = run_folder / "data" / f"{key.rpartition('.')[2]}-{number}.arrow" if run_folder is not None else None
+        records = _records(source, key, file, max_iterator_rows, wanted)
+        found = read_rows(records, columns, bad, name_of(source))
+        rows.extend(found if wanted < 0 else islice(found, wanted))
+    bad.check()
+    if not rows:
+        skipped = f" ({len(bad.reasons)} bad ones skipped, the first: {bad.reasons[0]})" if bad.reasons else ""
+        raise UserError(f"{key}: no rows in {', '.join(map(name_of, listed)) or 'an empty list'}{skipped}")
+    return rows, bad
+
+
+def name_of(source: Any) -> str:
+    """What messages and fingerprints call a source."""
+    if isinstance(source, str | Path):
+        return f"'{source}'"
+    return f"the {type(source).__name__} {getattr(source, '__qualname__', '')}".strip()
+
+
+def _are_paths(sources: Sequence[Any]) -> bool:
+    return all(isinstance(source, str | Path) for source in sources)
+
+
+def _records(source: Any, key: str, kept: Path | None, max_rows: int, wanted: int) -> Iterator[Record]:
+    if not isinstance(source, str | Path):
+        make_rows = source if callable(source) else lambda: source
+        return _kept_records(make_rows, source, key, kept, max_rows, wanted)
+    text = str(source)
+    if text.startswith("builtin:"):
+        return read_file(_builtin(text.removeprefix("builtin:"), key), key)
+    path = Path(text).expanduser()
+    if path.is_file():
+        return read_file(path, key)
+    if path.is_dir():
+        return _hub_records(text, key)
+    if _FUNCTION.fullmatch(text):
+        return _kept_records(iterators.from_function(text, key), source, key, kept, max_rows, wanted)
+    if _HUB_ID.fullmatch(text) and path.suffix.lower() not in READERS:
+        return _hub_records(text, key)
+    raise UserError(_no_file(path, key))
+
+
+def _kept_records(
+    make_rows: Callable[[], Iterable[Any]], source: Any, key: str, kept: Path | None, max_rows: int, wanted: int
+) -> Iterator[Record]:
+    if kept is None:
+        raise UserError(f"{key}: rows from Python need a run folder (trainer.default_local_dir) to be kept in")
+    return iterators.keep(make_rows, kept, source=name_of(source), key=key, max_rows=max_rows, wanted=wanted)
+
+
+def _builtin(name: str, key: str) -> Path:
+    path = BUILTIN_FOLDER / f"{name}.jsonl"
+    if not path.is_file():
+        known = sorted(file.stem for file in BUILTIN_FOLDER.glob("*.jsonl"))
+        raise UserError(f"{key}: there is no built-in data set '{name}'; there are: {', '.join(known) or 'none'}")
+    return path
+
+
+def _no_file(path: Path, key: str) -> str:
+    if not path.parent.is_dir():
+        return f"{key}: there is no file '{path}', nor a folder '{path.parent}' (looked from '{Path.cwd()}')"
+    near = get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=1)
+    return f"{key}: there is no file '{path}'" + (f"; did you mean '{path.with_name(near[0])}'?" if near else "")
+
+
+def _hub_records(name: str, key: str) -> Iterator[Record]:
+    """A folder that `datasets` saved or can read, or an id on the hub, as `id:configuration:split`."""
+    import datasets
+
+    path, configuration, split = (*name.split(":"), "", "")[:3] if not Path(name).is_dir() else (name, "", "")
+    try:
+        if Path(path).is_dir() and any((Path(path) / state).exists() for state in ("state.json", "dataset_dict.json")):
+            found = datasets.load_from_disk(path)
+        else:
+            found = datasets.load_dataset(path, configuration or None, split=split or None)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{key}: the data set '{name}' cannot be loaded: {str(error).splitlines()[0]}") from error
+    if isinstance(found, dict):
+        if len(found) != 1:
+            raise UserError(
+                f"{key}: '{name}' has the splits {', '.join(found)}: name one, e.g. {path}::{next(iter(found))}"
+            )
+        found = next(iter(found.values()))
+    for number, values in enumerate(found, 1):
+        yield Record(f"{name}, row {number}", values)
