@@ -15,9 +15,9 @@ from distflow.graph.options import (
     check_options,
     check_own_config,
     group_of,
+    groups_taken,
     lookup,
     resolve_options,
-    takes_group,
 )
 from distflow.graph.order import without
 from distflow.graph.program import BoundNode, Program
@@ -151,7 +151,7 @@ def _wishes(settled: _Settled, known: frozenset[str]) -> Wishes:
         role=node.node_role,
         scope=node_scope(node),
         is_option=is_option,
-        extra_kwargs=settled.chosen,
+        chosen=settled.chosen,
     )
 
 
@@ -199,9 +199,7 @@ def _bind_node(vertex: Vertex, settled: _Settled, wiring: Wiring) -> tuple[Bound
         filter_plugin=node.filter_plugin,
         config=group.value,
     )
-    if takes_group(contract) and not contract.takes and group.key is not None:
-        keys |= {group.key}
-    return bound, keys.union(contract.takes)
+    return bound, keys.union(contract.takes or groups_taken(contract, group))
 
 
 def _loaded(data_fields: DataFields) -> dict[str, Field]:

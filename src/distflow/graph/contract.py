@@ -79,7 +79,7 @@ class Wishes:
 
     is_option: whether a positional parameter is an option, not a field.
     spec: `@node`, its functions of the config already called.
-    extra_kwargs: a `**kwargs` needs no `reads` (a function that was chosen gets its named parameters).
+    chosen: it was chosen by name, so a `**kwargs` needs no `reads`: it gets its named parameters, as estimators do.
     late_reads: what it reads is not known before the config is.
     """
 
@@ -88,7 +88,7 @@ class Wishes:
     role: NodeRole
     scope: Scope | None
     is_option: Callable[[str], bool]
-    extra_kwargs: bool = False
+    chosen: bool = False
     late_reads: bool = False
 
 
@@ -187,8 +187,9 @@ def _role_of(parameter: Parameter, wishes: Wishes) -> Literal["field", "optional
 def _signature_fields(parameters: list[Parameter] | None, wishes: Wishes) -> _Fields:
     if parameters is None:
         raise PipelineError(f"{wishes.where}: its function cannot be inspected; say what it reads by @node(reads=...)")
+    named_only = wishes.chosen or wishes.role is NodeRole.ADVANTAGE
     for p in parameters:
-        if p.kind is Parameter.VAR_POSITIONAL or (p.kind is Parameter.VAR_KEYWORD and not wishes.extra_kwargs):
+        if p.kind is Parameter.VAR_POSITIONAL or (p.kind is Parameter.VAR_KEYWORD and not named_only):
             raise PipelineError(f"{wishes.where}: '{p}' does not tell what it reads; say so by @node(reads=...)")
     by_role: dict[str, list[Parameter]] = {"field": [], "optional": [], "option": [], "special": [], "rest": []}
     for p in parameters:

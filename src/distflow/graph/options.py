@@ -16,7 +16,7 @@ _PLAIN_TYPES = {t.__name__: t for t in (bool, int, float, str)}
 
 @dataclass(frozen=True)
 class Group:
-    """The part of the config that a node receives. `key` is its dotted key, "" for the whole config, None if its own."""
+    """What a node receives of the config. `key` is its dotted key: "" for all, None if it is the node's own."""
 
     value: Any
     key: str | None
@@ -64,7 +64,7 @@ def check_options(node: Node, contract: Contract) -> None:
 
 def check_own_config(node: Node, contract: Contract) -> None:
     """Raises PipelineError for an entry of the node's own `config` mapping that its function cannot receive."""
-    if not isinstance(node.config, Mapping) or contract.open_options or takes_group(contract):
+    if not isinstance(node.config, Mapping) or contract.open_options or "config" in contract.reserved:
         return
     for name in node.config:
         if name not in contract.options:
@@ -73,9 +73,11 @@ def check_own_config(node: Node, contract: Contract) -> None:
             )
 
 
-def takes_group(contract: Contract) -> bool:
-    """Whether the function receives its config group, and may take any key of it."""
-    return "config" in contract.reserved or contract.form is Form.BATCH_CTX
+def groups_taken(contract: Contract, group: Group) -> tuple[str, ...]:
+    """The groups of which a function that declares no `takes` may take any key: it is handed them whole."""
+    if contract.form is Form.BATCH_CTX:
+        return ("",)  # the context holds the whole config
+    return (group.key,) if "config" in contract.reserved and group.key is not None else ()
 
 
 def resolve_options(node: Node, contract: Contract, group: Group) -> tuple[dict[str, Any], frozenset[str]]:

@@ -1,0 +1,306 @@
+"""Structure: every error of `build` names the node, the field or option, and the nearest existing name."""
+
+import pytest
+
+from distflow.graph import NodeRole, NodeType, Pipeline, PipelineError, node
+
+
+@node(writes=("response_ids", "response_mask", "responses"), role=NodeRole.ROLLOUT)
+async def generate(prompt_ids, *, rollout): ...
+
+
+@node(writes="token_level_scores")
+def judge(responses): ...
+
+
+@node(writes="advantages")
+def centred(token_level_scores, response_mask, group_index, *, scale: float = 1.0): ...
+
+
+@node(writes="old_log_probs")
+def log_probs(input_ids, *, actor): ...
+
+
+def train(advantages, old_log_probs=None, *, actor, batch): ...
+
+
+def nothing(ctx): ...
+
+
+def writer_of(field):
+    @node(writes=field)
+    def write(ctx): ...
+
+    return write
+
+
+def reader_of(field):
+    @node(reads=field)
+    def read(batch): ...
+
+    return read
+
+
+def fails(pipeline: Pipeline) -> str:
+    with pytest.raises(PipelineError) as caught:
+        pipeline.build()
+    assert isinstance(caught.value, ValueError)
+    return str(caught.value)
+
+
+def test_whole_program_builds():
+    graph = (
+        Pipeline("small", "a small one")
+        .add_node("rollout_actor", generate)
+        .add_node("reward", judge, ["rollout_actor"])
+        .add_node("advantage", centred, ["reward"], scale=0.5)
+        .add_node("actor_train", train, ["advantage"], node_role=NodeRole.ACTOR)
+        .build()
+    )
+    assert graph.graph_id == "small" and graph.description == "a small one"
+    assert graph.get_topological_sort() == ["rollout_actor", "reward", "advantage", "actor_train"]
+    assert [n.node_type for n in graph.nodes.values()] == [
+        NodeType.MODEL_INFERENCE,
+        NodeType.COMPUTE,
+        NodeType.COMPUTE,
+        NodeType.MODEL_TRAIN,
+    ]
+    assert graph.get_node("advantage").options == {"scale": 0.5}
+
+
+def test_nothing_is_looked_up_before_build():
+    pipeline = Pipeline("p").add_node("a", "no_such_module_anywhere:f", ["ghost"], node_type=17)
+    assert isinstance(pipeline, Pipeline)
+
+
+def test_empty_graph():
+    assert "no nodes" in fails(Pipeline("p"))
+
+
+def test_id_given_twice():
+    assert "node 'a' is there already" in fails(Pipeline("p").add_node("a", nothing).add_node("a", nothing))
+
+
+def test_unknown_dependency_names_the_nearest():
+    message = fails(Pipeline("p").add_node("rollout_actor", nothing).add_node("reward", nothing, ["rolout_actor"]))
+    assert "node 'reward' depends on 'rolout_actor'" in message and "did you mean 'rollout_actor'?" in message
+
+
+def test_unknown_dependency_far_from_all_lists_them():
+    message = fails(Pipeline("p").add_node("rollout", nothing).add_node("judge", nothing, ["zzz"]))
+    assert "known: rollout" in message
+
+
+def test_dependency_on_itself():
+    assert "cycle: a -> a" in fails(Pipeline("p").add_node("a", nothing, ["a"]))
+
+
+def test_cycle_is_shown_in_the_direction_of_the_data():
+    pipeline = (
+        Pipeline("p")
+        .add_node("start", nothing)
+        .add_node("a", nothing, ["start", "c"])
+        .add_node("b", nothing, ["a"])
+        .add_node("c", nothing, ["b"])
+        .add_node("end", nothing, ["c"])
+    )
+    message = fails(pipeline)
+    assert any(path in message for path in ("a -> b -> c -> a", "b -> c -> a -> b", "c -> a -> b -> c"))
+    assert "start" not in message and "end" not in message
+
+
+def test_field_read_before_its_writer():
+    pipeline = (
+        Pipeline("p")
+        .add_node("rollout_actor", generate)
+        .add_node("advantage", centred, ["rollout_actor"])
+        .add_node("reward", judge, ["advantage"])
+    )
+    message = fails(pipeline)
+    assert "'advantage' reads 'token_level_scores' before 'reward' writes it" in message
+
+
+def test_optional_field_read_before_its_writer_is_no_less_wrong():
+    @node(writes="old_log_probs")
+    def late(batch): ...
+
+    pipeline = (
+        Pipeline("p")
+        .add_node("advantage", writer_of("advantages"))
+        .add_node("actor_train", train, ["advantage"])
+        .add_node("late", late, ["actor_train"])
+    )
+    message = fails(pipeline)
+    assert "'actor_train' reads 'old_log_probs' before 'late' writes it" in message
+
+
+def test_field_read_beside_its_writer():
+    pipeline = (
+        Pipeline("p")
+        .add_node("start", nothing)
+        .add_node("write", writer_of("returns"), ["start"])
+        .add_node("read", reader_of("returns"), ["start"])
+    )
+    message = fails(pipeline)
+    assert "'read' reads 'returns', which 'write' writes" in message
+    assert "add 'write' to the deps of 'read'" in message
+
+
+def test_aliases_are_the_same_field():
+    pipeline = Pipeline("p").add_node("write", writer_of("group_index")).add_node("read", reader_of("index"))
+    assert "'read' reads 'group_index'" in fails(pipeline)
+
+
+def test_derived_field_counts_as_its_sources():
+    pipeline = Pipeline("p").add_node("write", writer_of("response_ids")).add_node("read", reader_of("input_ids"))
+    assert "'read' reads 'response_ids'" in fails(pipeline)
+
+
+def test_experience_node_that_reads_a_learning_field_names_the_planes():
+    pipeline = (
+        Pipeline("p")
+        .add_node("rollout_actor", generate)
+        .add_node("log_probs", log_probs, ["rollout_actor"])
+        .add_node("reward", reader_of("old_log_probs"), ["rollout_actor"])
+    )
+    message = fails(pipeline)
+    assert "'reward' (experience plane) reads 'old_log_probs'" in message
+    assert "'log_probs' (learning plane) writes" in message
+
+
+def test_two_unordered_writers():
+    pipeline = (
+        Pipeline("p")
+        .add_node("start", nothing)
+        .add_node("one", writer_of("returns"), ["start"])
+        .add_node("two", writer_of("returns"), ["start"])
+    )
+    message = fails(pipeline)
+    assert "'one' and 'two' both write 'returns'" in message and "add 'one' to the deps of 'two'" in message
+
+
+def test_ordered_writers_and_an_update_in_place_are_fine():
+    @node(writes="loss_mask")
+    def tighten(loss_mask, response_mask): ...
+
+    graph = (
+        Pipeline("p")
+        .add_node("make", writer_of("response_mask"))
+        .add_node("look", reader_of("loss_mask"), ["make"])
+        .add_node("tighten", tighten, ["look"])
+        .add_node("tighten_more", tighten, ["tighten"])
+        .build()
+    )
+    assert graph.validate_graph() == (True, None)
+
+
+def test_unknown_option_names_the_nearest():
+    message = fails(Pipeline("p").add_node("advantage", centred, scal=0.5))
+    assert "node 'advantage'" in message and "'scal'" in message and "did you mean 'scale'?" in message
+
+
+def test_misspelt_keyword_of_add_node_is_named_too():
+    message = fails(Pipeline("p").add_node("advantage", centred, node_rol=NodeRole.ADVANTAGE))
+    assert "'node_rol'" in message and "did you mean 'node_role'?" in message
+
+
+@pytest.mark.parametrize("value", ["0.5", True, [0.5]])
+def test_option_of_another_type(value):
+    message = fails(Pipeline("p").add_node("advantage", centred, scale=value))
+    assert "node 'advantage': option 'scale' must be float" in message and repr(value) in message
+
+
+@pytest.mark.parametrize("value", [0.5, 2, None])
+def test_option_types_that_fit(value):
+    assert Pipeline("p").add_node("advantage", centred, scale=value).build()
+
+
+def test_option_types_of_unions_and_postponed_annotations(tmp_path, monkeypatch):
+    (tmp_path / "postponed_options.py").write_text(
+        "from __future__ import annotations\ndef f(prompts, *, cap: int | None = None, mode: list[str] = ()): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert Pipeline("p").add_node("a", "postponed_options:f", cap=3, mode=["x"]).build()
+    message = fails(Pipeline("p").add_node("a", "postponed_options:f", cap="three"))
+    assert "option 'cap' must be int" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"deps": "start"}, "deps must be a list"),
+        ({"deps": [3]}, "deps must be a list"),
+        ({"deps": 3}, "deps must be a list"),
+        ({"deps": ["start", "start"]}, "'start' is named twice"),
+        ({"node_type": "COMPUT"}, "did you mean 'COMPUTE'?"),
+        ({"node_type": 3}, "3 is no NodeType"),
+        ({"node_role": "ACTR"}, "did you mean 'ACTOR'?"),
+        ({"node_role": NodeType.COMPUTE}, "is no NodeRole"),
+        ({"scope": "groups"}, "did you mean 'group'?"),
+        ({"retry_limit": -1}, "retry_limit must be a whole number"),
+        ({"retry_limit": True}, "retry_limit must be a whole number"),
+        ({"agent_group": 0.5}, "agent_group must be a whole number"),
+        ({"only_forward_compute": 1}, "only_forward_compute must be True or False"),
+        ({"config": 3}, "config must be a dotted key"),
+        ({"filter_plugin": 3}, "cannot be called"),
+        ({"func": None}, "has no func"),
+        ({"func": 3}, "cannot be called"),
+        ({"func": dict}, "is a class"),
+    ],
+)
+def test_arguments_of_a_wrong_type(arguments, said):
+    message = fails(Pipeline("p").add_node("start", nothing).add_node("bad", **{"func": nothing, **arguments}))
+    assert "'bad'" in message and said in message
+
+
+@pytest.mark.parametrize("node_id", ["", "  ", 3, None])
+def test_node_id_of_a_wrong_type(node_id):
+    assert "node_id must be" in fails(Pipeline("p").add_node(node_id, nothing))
+
+
+def test_type_and_role_by_name():
+    graph = Pipeline("p").add_node("a", nothing, node_type="barrier_sync", node_role="actor").build()
+    assert graph.get_node("a").node_type is NodeType.BARRIER_SYNC
+    assert graph.get_node("a").node_role is NodeRole.ACTOR
+
+
+def test_role_of_the_call_goes_before_that_of_the_function():
+    graph = Pipeline("p").add_node("a", generate).add_node("b", generate, ["a"], node_role=NodeRole.DEFAULT).build()
+    assert [graph.get_node(i).node_role for i in "ab"] == [NodeRole.ROLLOUT, NodeRole.DEFAULT]
+
+
+@pytest.mark.parametrize("kind", [NodeType.PUT_TO_BUFFER, NodeType.GET_FROM_BUFFER, NodeType.BARRIER_SYNC])
+def test_markers_need_no_function_and_change_nothing(kind):
+    graph = Pipeline("p").add_node("a", nothing).add_node("mark", deps=["a"], node_type=kind).build()
+    batch = object()
+    assert graph.get_node("mark").fn(batch=batch) is batch
+
+
+def test_engine_type_without_an_engine():
+    message = fails(Pipeline("p").add_node("a", nothing, node_type=NodeType.MODEL_TRAIN, node_role="ADVANTAGE"))
+    assert "'a' is of type MODEL_TRAIN" in message and "ADVANTAGE" in message and "CRITIC" in message
+
+
+def test_a_node_with_side_effects_is_not_retried():
+    message = fails(Pipeline("p").add_node("actor_train", train, retry_limit=2))
+    assert "'actor_train': retry_limit=2" in message and "side effects" in message
+    assert Pipeline("p").add_node("a", train, retry_limit=2, only_forward_compute=True).build()
+
+
+def test_decorator_checks_its_own_words():
+    with pytest.raises(PipelineError, match="did you mean 'ADVANTAGE'"):
+        node(role="ADVANTAG")
+    with pytest.raises(PipelineError, match="no scope"):
+        node(scope="world")
+
+
+def test_names_given_twice_or_empty():
+    @node(writes=("returns", "returns"))
+    def twice(ctx): ...
+
+    assert "'returns' is named twice" in fails(Pipeline("p").add_node("a", twice))
+
+    @node(writes=(3,))
+    def number(ctx): ...
+
+    assert "names wanted, 3 given" in fails(Pipeline("p").add_node("a", number))
