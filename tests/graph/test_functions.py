@@ -6,7 +6,7 @@ import pytest
 
 from distflow.graph import Pipeline, PipelineError, node
 
-MODULE = '''
+MODULE = """
 from distflow.graph import node
 
 def score(responses): return "score"
@@ -32,7 +32,7 @@ class Callable:
 
 instance = Callable()
 number = 3
-'''
+"""
 
 
 @pytest.fixture

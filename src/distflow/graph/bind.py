@@ -140,17 +140,13 @@ def _contracts(settled: Mapping[str, _Settled], loaded: frozenset[str]) -> dict[
 
 def _wishes(settled: _Settled, known: frozenset[str]) -> Wishes:
     node, group = settled.node, settled.group
-
-    def is_option(name: str) -> bool:
-        is_field = canonical(name) in known or find_field(name) is not None
-        return not is_field and (name in node.options or group.has(name))
-
     return Wishes(
         where=node.where,
         spec=node.spec,
         role=node.node_role,
         scope=node_scope(node),
-        is_option=is_option,
+        is_field=lambda name: canonical(name) in known or find_field(name) is not None,
+        is_option=lambda name: name in node.options or group.has(name),
         chosen=settled.chosen,
     )
 

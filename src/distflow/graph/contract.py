@@ -8,7 +8,7 @@ from inspect import Parameter
 from typing import Any, Literal
 
 from distflow.graph.errors import PipelineError, hint
-from distflow.graph.fields import ALIASES, find_field
+from distflow.graph.fields import ALIASES
 from distflow.graph.functions import is_async
 from distflow.graph.roles import ENGINES, NodeRole, Scope
 from distflow.graph.spec import NodeSpec, as_names
@@ -77,7 +77,8 @@ def canonical(name: str) -> str:
 class Wishes:
     """What the surroundings of a function say about it.
 
-    is_option: whether a positional parameter is an option, not a field.
+    is_field: whether a field of that name is known. is_option: whether an option of that name has a value at hand; it
+        decides about a positional parameter that is no known field.
     spec: `@node`, its functions of the config already called.
     chosen: it was chosen by name, so a `**kwargs` needs no `reads`: it gets its named parameters, as estimators do.
     late_reads: what it reads is not known before the config is.
@@ -87,6 +88,7 @@ class Wishes:
     spec: NodeSpec
     role: NodeRole
     scope: Scope | None
+    is_field: Callable[[str], bool]
     is_option: Callable[[str], bool]
     chosen: bool = False
     late_reads: bool = False
@@ -175,13 +177,14 @@ def _role_of(parameter: Parameter, wishes: Wishes) -> Literal["field", "optional
         return "rest"
     if _is_special(parameter):
         return "special"
-    if parameter.kind is Parameter.KEYWORD_ONLY or wishes.is_option(parameter.name):
+    if parameter.kind is Parameter.KEYWORD_ONLY:
+        return "option"
+    is_field = wishes.is_field(parameter.name)
+    if not is_field and wishes.is_option(parameter.name):
         return "option"
     if parameter.default is Parameter.empty:
         return "field"
-    if parameter.default is None or find_field(parameter.name) is not None:
-        return "optional"
-    return "option"
+    return "optional" if is_field or parameter.default is None else "option"
 
 
 def _signature_fields(parameters: list[Parameter] | None, wishes: Wishes) -> _Fields:
@@ -226,7 +229,7 @@ def _explicit_fields(parameters: list[Parameter] | None, wishes: Wishes) -> _Fie
         return _Fields(required, optional, by_position=named)
     ordinary = [p for p in parameters if _is_ordinary(p) and not _is_special(p)]
     for p in ordinary:
-        if p.name not in named and p.default is Parameter.empty and not wishes.is_option(p.name):
+        if p.name not in named and _role_of(p, wishes) == "field":
             raise PipelineError(
                 f"{wishes.where}: @node(reads=...) leaves out its parameter '{p.name}'{hint(p.name, named)}"
             )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from distflow.graph.contract import Contract, Form, Wishes, read_contract
+from distflow.graph.contract import Contract, Form, Wishes, canonical, read_contract
 from distflow.graph.errors import PipelineError
 from distflow.graph.fields import find_field
 from distflow.graph.functions import resolve_func
@@ -145,7 +145,8 @@ def early_contract(node: Node, fields: frozenset[str]) -> Contract:
         spec=known,
         role=node.node_role or spec.role or NodeRole.DEFAULT,
         scope=node_scope(node),
-        is_option=lambda name: name in node.options and name not in fields and find_field(name) is None,
+        is_field=lambda name: canonical(name) in fields or find_field(name) is not None,
+        is_option=node.options.__contains__,
         late_reads=spec.chosen is not None or callable(spec.reads),
     )
     return read_contract(node.fn, wishes)
