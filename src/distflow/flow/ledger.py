@@ -147,6 +147,8 @@ def verify(path: Path) -> Account:
 
     Raises AccountingError.
     """
+    account = replay(path)
+    account.check()
     owner: dict[tuple[int, int], int] = {}
     num_consumed = num_versions = 0
     for _, record in timeline(path):
@@ -161,8 +163,6 @@ def verify(path: Path) -> Account:
         num_versions += record["kind"] == "version"
     if num_consumed > num_versions:
         raise AccountingError(f"{num_consumed} steps were consumed, but only {num_versions} ended in a version")
-    account = replay(path)
-    account.check()
     return account
 
 

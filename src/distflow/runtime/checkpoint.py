@@ -95,11 +95,11 @@ class CheckpointStore:
             raise CheckpointError(self._write_failure(step, err)) from err
 
     def load(self, which: Literal["latest"] | int | Path = LATEST) -> Checkpoint:
-        """A checkpoint verified against its checksums: the latest, that of a step, or that in a folder (its own, or one like
-        this store's).
+        """A checkpoint verified against its checksums: the latest, that of a step, or that in a folder.
 
-        A damaged latest one is passed over for the newest whole one, and the checkpoint's `message` says so. Raises
-        CheckpointError where there is none, or the one that was named is damaged.
+        A folder is a checkpoint's own, or a store's, of which the latest is taken. A damaged latest one is passed
+        over for the newest whole one, and the checkpoint's `message` says so. Raises CheckpointError where there is
+        none, or the one that was named is damaged.
         """
         if which == LATEST:
             return self._load_latest()

@@ -16,7 +16,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 
 Part = Mapping[str, Tensor] | Any
-"""Tensors by name (a mapping that holds nothing else, and is not empty), or a value that JSON can hold (keys are strings)."""
+"""Tensors by name (a mapping of nothing else, and not empty), or a value that JSON can hold, whose keys are strings."""
 
 
 class DamagedError(Exception):

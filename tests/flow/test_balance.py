@@ -1,0 +1,77 @@
+"""Balancing over ranks: nothing lost, groups whole, and as even as the better of two heuristics."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distflow.flow.balance import karmarkar_karp, partition
+from distflow.flow.packing import lightest_first
+
+
+def heaviest(parts, lengths):
+    return max(sum(lengths[i] for i in part) for part in parts)
+
+
+def best_possible(lengths, num_parts):
+    return min(
+        max(sum(n for n, w in zip(lengths, where, strict=True) if w == part) for part in range(num_parts))
+        for where in itertools.product(range(num_parts), repeat=len(lengths))
+    )
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.lists(st.integers(0, 30), max_size=30), st.integers(1, 6))
+def test_every_item_is_in_one_part(lengths, num_parts):
+    parts = partition(lengths, num_parts)
+    assert len(parts) == num_parts
+    assert sorted(itertools.chain(*parts)) == list(range(len(lengths)))
+    assert parts == partition(lengths, num_parts)
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=7), st.integers(1, 3))
+def test_near_the_best_possible(lengths, num_parts):
+    """The greedy alone is within 4/3 − 1/3k of the best (Graham 1969); the result is no worse than either."""
+    best = best_possible(lengths, num_parts)
+    assert heaviest(partition(lengths, num_parts), lengths) <= best * (4 / 3 - 1 / (3 * num_parts)) + 1e-9
+
+
+def test_the_better_of_both_wins():
+    """Each of the two is ahead on some of these, and the result is never behind either."""
+    rng = random.Random(0)
+    ahead = set()
+    for _ in range(300):
+        lengths = [int(rng.lognormvariate(6, 1.5)) + 1 for _ in range(rng.randint(4, 40))]
+        num_parts = rng.randint(2, 8)
+        differencing = heaviest(karmarkar_karp(lengths, num_parts), lengths)
+        longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        greedy = heaviest(lightest_first(longest_first, lengths, num_parts), lengths)
+        assert heaviest(partition(lengths, num_parts), lengths) == min(differencing, greedy)
+        ahead.add((differencing > greedy) - (differencing < greedy))
+    assert ahead == {-1, 0, 1}
+
+
+def test_differencing_worked_by_hand():
+    """Karmarkar-Karp on {8, 7, 6, 5, 4}: 8−7, 6−5, 4−1, 3−1 leaves 16 to 14, where the greedy leaves 17 to 13."""
+    lengths = [8, 7, 6, 5, 4]
+    assert heaviest(karmarkar_karp(lengths, 2), lengths) == 16
+    assert heaviest(lightest_first(range(5), lengths, 2), lengths) == 17
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 5)), min_size=1, max_size=30), st.integers(1, 4))
+def test_groups_stay_whole(items, num_parts):
+    lengths = [length for length, _ in items]
+    groups = [group for _, group in items]
+    parts = partition(lengths, num_parts, groups)
+    assert sorted(itertools.chain(*parts)) == list(range(len(items)))
+    homes = {(groups[item], number) for number, part in enumerate(parts) for item in part}
+    assert len(homes) == len(set(groups))
+
+
+def test_no_parts_are_refused():
+    with pytest.raises(ValueError, match="num_parts"):
+        partition([1], 0)

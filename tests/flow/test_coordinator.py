@@ -1,0 +1,270 @@
+"""The coordinator: waves of tickets, the end of the data, versions, resume, and what it refuses."""
+
+import json
+
+import pytest
+
+from distflow.config.errors import UserError
+from distflow.flow.account import Account, AccountingError
+from distflow.flow.coordinator import Coordinator, DataPlan, mark_of
+from distflow.flow.edge import Exhausted
+from distflow.flow.ledger import Ledger, timeline, verify
+from distflow.flow.order import place, total_steps
+from distflow.flow.ticket import Version
+
+
+def plan_of(num_rows=10, batch=4, epochs=2, **options):
+    options = {"total_tickets": epochs * num_rows, "total_steps": total_steps(epochs, num_rows, batch), **options}
+    return DataPlan(num_rows=num_rows, consumer_batch=batch, group_size=8, **options)
+
+
+def numbers_of(tickets):
+    return [ticket.number for ticket in tickets]
+
+
+def judge(coordinator, tickets, drop=()):
+    for ticket in tickets:
+        if ticket.number in drop:
+            coordinator.drop(ticket.number, "equal_rewards")
+        else:
+            coordinator.complete(ticket.number, 5)
+
+
+def run_to_the_end(coordinator, drop=lambda ticket: False):
+    """Consumed tickets of each step, by the loop that a worker runs."""
+    steps = []
+    while not coordinator.finished:
+        tickets = coordinator.take_tickets()
+        judge(coordinator, tickets, {ticket.number for ticket in tickets if drop(ticket)})
+        if (numbers := coordinator.ready(coordinator.step)) is not None:
+            coordinator.release(coordinator.step)
+            steps.append(numbers)
+        else:
+            assert tickets, "no step is formed and nothing runs: stuck"
+    return steps
+
+
+def test_tickets_name_the_rows_of_the_epochs_in_order():
+    plan = plan_of(seed=3)
+    seen = []
+    coordinator = Coordinator(plan)
+    while not coordinator.finished:
+        tickets = coordinator.take_tickets()
+        seen += tickets
+        judge(coordinator, tickets)
+        coordinator.release(coordinator.step)
+    assert numbers_of(seen) == list(range(20))
+    assert [(t.epoch, t.row) for t in seen] == [place(number, 10, 3, True) for number in range(20)]
+    assert [t.version for t in seen] == [t.number // 4 for t in seen]
+    assert {(t.group_size, t.attempt, t.stream) for t in seen} == {(8, 0, "train")}
+
+
+def test_steps_cross_the_border_of_an_epoch_and_the_last_is_short():
+    assert run_to_the_end(Coordinator(plan_of(num_rows=5, batch=4, epochs=2))) == [
+        (0, 1, 2, 3),
+        (4, 5, 6, 7),
+        (8, 9),
+    ]
+
+
+def test_drops_are_refilled_by_further_waves():
+    coordinator = Coordinator(plan_of())
+    first = coordinator.take_tickets()
+    assert numbers_of(first) == [0, 1, 2, 3]
+    assert coordinator.take_tickets() == []
+    for number in (3, 1):
+        coordinator.drop(number, "equal_rewards")
+    coordinator.complete(0, 5)
+    assert coordinator.take_tickets() == [], "a wave opens only when the last one is wholly judged"
+    coordinator.complete(2, 5)
+    assert numbers_of(coordinator.take_tickets()) == [4, 5]
+    judge(coordinator, [], ())
+    coordinator.complete(5, 5)
+    assert coordinator.ready(0) is None
+    coordinator.complete(4, 5)
+    assert coordinator.ready(0) == (0, 2, 4, 5)
+    assert coordinator.take_tickets() == [], "the step is full"
+    coordinator.release(0)
+    assert numbers_of(coordinator.take_tickets()) == [6, 7, 8, 9]
+
+
+def test_waves_are_bounded_by_what_may_run_at_once():
+    coordinator = Coordinator(plan_of(max_concurrent=3))
+    assert numbers_of(coordinator.take_tickets()) == [0, 1, 2]
+    judge(coordinator, coordinator.take_tickets())
+    for number in range(3):
+        coordinator.complete(number, 1)
+    assert numbers_of(coordinator.take_tickets()) == [3]
+
+
+def test_an_engine_that_lags_gets_nothing_until_it_serves_the_new_version():
+    coordinator = Coordinator(plan_of())
+    judge(coordinator, coordinator.take_tickets())
+    coordinator.release(0)
+    assert coordinator.take_tickets(served_step=0) == []
+    assert len(coordinator.take_tickets(served_step=1)) == 4
+
+
+def test_the_run_ends_after_its_steps_though_rows_are_left():
+    coordinator = Coordinator(plan_of(total_steps=2, total_tickets=1000))
+    steps = run_to_the_end(coordinator, drop=lambda ticket: ticket.number % 3 == 0)
+    assert [len(step) for step in steps] == [4, 4]
+    assert coordinator.take_tickets() == []
+
+
+def test_the_run_ends_with_its_data_though_steps_are_left():
+    coordinator = Coordinator(plan_of())
+    steps = run_to_the_end(coordinator, drop=lambda ticket: ticket.number >= 8)
+    assert steps == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert coordinator.accounting() == Account(issued=20, consumed=8, dropped={"equal_rewards": 12})
+
+
+def test_exhausted_after_the_batches_that_a_step_may_draw():
+    coordinator = Coordinator(plan_of(num_rows=100, max_num_gen_batches=2))
+    drawn = 0
+    while tickets := coordinator.take_tickets():
+        drawn += len(tickets)
+        judge(coordinator, tickets, drop=range(1, 100))
+        if drawn < 8:
+            assert coordinator.ready(0) is None
+    assert drawn == 8
+    with pytest.raises(Exhausted, match="of the 8 drawn for it 1 are left"):
+        coordinator.ready(0)
+
+
+def test_going_on_when_exhausted_counts_the_short_step_as_full():
+    coordinator = Coordinator(plan_of(num_rows=100, max_num_gen_batches=1, when_exhausted="continue"))
+    judge(coordinator, coordinator.take_tickets(), drop=(0, 1))
+    assert coordinator.ready(0) == (2, 3)
+    coordinator.release(0)
+    assert numbers_of(coordinator.take_tickets()) == [4, 5, 6, 7]
+
+
+def test_every_consumed_step_ends_in_a_version_an_alias_where_nothing_was_sent(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    coordinator = Coordinator(plan_of(), ledger)
+    for step, published in enumerate((True, False, False, True)):
+        judge(coordinator, coordinator.take_tickets())
+        assert coordinator.release(step, published) == Version(0, step + 1)
+    ledger.close()
+    versions = [(r["step"], r["weights"]) for _, r in timeline(ledger.path) if r["kind"] == "version"]
+    assert versions == [(1, 1), (2, 1), (3, 1), (4, 4)]
+    assert coordinator.weights_step == 4
+
+
+def test_a_group_that_crashes_is_tried_three_times_under_one_ticket(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    coordinator = Coordinator(plan_of(), ledger)
+    first = coordinator.take_tickets()[2]
+    second = coordinator.retry(2)
+    third = coordinator.retry(2)
+    assert [(t.number, t.row, t.attempt) for t in (first, second, third)] == [(2, first.row, n) for n in range(3)]
+    assert coordinator.accounting().issued == 4
+    assert coordinator.retry(2) is None
+    assert coordinator.accounting() == Account(issued=4, running=3, dropped={"quarantined": 1})
+    ledger.close()
+    assert verify(ledger.path) == coordinator.accounting()
+
+
+def test_the_snapshot_is_the_cut_of_the_last_release():
+    coordinator = Coordinator(plan_of())
+    judge(coordinator, coordinator.take_tickets(), drop=(1,))
+    judge(coordinator, coordinator.take_tickets())
+    coordinator.release(0)
+    at_release = json.loads(json.dumps(coordinator.snapshot()))
+    judge(coordinator, coordinator.take_tickets()[:2])
+    assert coordinator.snapshot() == at_release
+    resumed = Coordinator(plan_of(), snapshot=at_release)
+    assert resumed.version == Version(1, 1)
+    assert resumed.accounting() == Account(issued=5, consumed=4, dropped={"equal_rewards": 1})
+    assert numbers_of(resumed.take_tickets()) == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("kill_after", range(12))
+def test_a_resumed_run_trains_what_the_uninterrupted_one_does(tmp_path, kill_after):
+    """Killed after any number of waves, with groups in flight and queued: the same rows in the same steps, once."""
+
+    def drop(ticket):
+        return ticket.row % 3 == 1
+
+    expected = run_to_the_end(Coordinator(plan_of(epochs=3)), drop)
+
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    coordinator = Coordinator(plan_of(epochs=3), ledger)
+    checkpoint, steps = None, []
+    for wave in range(kill_after):
+        tickets = coordinator.take_tickets()
+        dropped = {ticket.number for ticket in tickets if drop(ticket)}
+        judge(coordinator, tickets if wave < kill_after - 1 else tickets[:1], dropped)
+        if coordinator.ready(coordinator.step) is not None:
+            steps.append(coordinator.ready(coordinator.step))
+            coordinator.release(coordinator.step)
+            if len(steps) % 2 == 0:
+                checkpoint = json.dumps([coordinator.snapshot(), steps])
+    ledger.close()
+
+    snapshot, steps = json.loads(checkpoint) if checkpoint else (None, [])
+    ledger = Ledger(path, mark_of(snapshot) if snapshot else None)
+    resumed = Coordinator(plan_of(epochs=3), ledger, snapshot)
+    assert resumed.version == Version(1, len(steps))
+    assert [tuple(step) for step in steps] + run_to_the_end(resumed, drop) == expected
+    ledger.close()
+    assert verify(path) == resumed.accounting()
+
+
+def test_a_checkpoint_of_another_folder_goes_on_with_its_account(tmp_path):
+    ledger = Ledger(tmp_path / "old.jsonl")
+    coordinator = Coordinator(plan_of(), ledger)
+    judge(coordinator, coordinator.take_tickets(), drop=(0,))
+    judge(coordinator, coordinator.take_tickets())
+    coordinator.release(0)
+    snapshot = coordinator.snapshot()
+    ledger.close()
+
+    ledger = Ledger(tmp_path / "new.jsonl", mark_of(snapshot))
+    resumed = Coordinator(plan_of(), ledger, snapshot)
+    run_to_the_end(resumed)
+    ledger.close()
+    assert verify(ledger.path) == resumed.accounting()
+    assert resumed.accounting() == Account(issued=20, consumed=19, dropped={"equal_rewards": 1})
+
+
+def test_more_epochs_may_be_asked_for_on_resume():
+    coordinator = Coordinator(plan_of(num_rows=5, epochs=1))
+    run_to_the_end(coordinator)
+    assert Coordinator(plan_of(num_rows=5, epochs=1), snapshot=coordinator.snapshot()).finished
+    resumed = Coordinator(plan_of(num_rows=5, epochs=2), snapshot=coordinator.snapshot())
+    assert run_to_the_end(resumed) == [(5, 6, 7, 8)]
+    assert resumed.finished, "three steps are all that two epochs of five rows have"
+
+
+@pytest.mark.parametrize("change", [{"num_rows": 11}, {"seed": 2}, {"shuffle": False}])
+def test_other_data_on_resume_are_refused(change):
+    snapshot = Coordinator(plan_of()).snapshot()
+    with pytest.raises(UserError, match=f"{next(iter(change))}=.*resume_mode"):
+        Coordinator(plan_of(**change), snapshot=snapshot)
+
+
+def test_a_ledger_that_does_not_fit_the_snapshot_is_found(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    coordinator = Coordinator(plan_of(), ledger)
+    start = mark_of(coordinator.snapshot())
+    judge(coordinator, coordinator.take_tickets())
+    coordinator.release(0)
+    ledger.close()
+    with pytest.raises(AccountingError, match="the ledger counts .*issued=0.* the coordinator .*issued=4"):
+        Coordinator(plan_of(), Ledger(ledger.path, start), coordinator.snapshot())
+
+
+def test_a_ticket_that_is_not_running_is_named():
+    coordinator = Coordinator(plan_of())
+    judge(coordinator, coordinator.take_tickets())
+    coordinator.release(0)
+    for wrong in (
+        lambda: coordinator.complete(2, 1),
+        lambda: coordinator.drop(2, "late"),
+        lambda: coordinator.retry(2),
+    ):
+        with pytest.raises(AccountingError, match="ticket 2 "):
+            wrong()
