@@ -12,9 +12,7 @@ from distflow.data.sample import Sample, Segment
 
 
 def policy(*ids: int) -> Segment:
-    return Segment(
-        "policy", ids, tuple(-0.5 * i for i in ids), tuple(-0.25 * i for i in ids), tuple(7 for _ in ids)
-    )
+    return Segment("policy", ids, tuple(-0.5 * i for i in ids), tuple(-0.25 * i for i in ids), tuple(7 for _ in ids))
 
 
 def make(shapes: list[tuple[int, int]]) -> Batch:

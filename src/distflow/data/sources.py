@@ -33,8 +33,8 @@ def load_rows(
 
     sources: one or a list of
       - a `.jsonl`, `.json`, `.csv` or `.parquet` file;
-      - a folder that `datasets` can read, or an id on the hub with, if wanted, its configuration and its split:
-        `openai/gsm8k:main:train`; without a split, the only one there is;
+      - a folder that `datasets` can read, or an id on the hub, with its configuration and split where there are
+        several: `openai/gsm8k:main:train`, `folder::train`;
       - `builtin:NAME`, which ships with the package;
       - "module:function" or "file.py:function" that gives mappings; or, from Python, such a function or an iterable.
     key: the config key that named them, for messages. bad_rows: "error" or "skip". max_samples: rows in all, -1 for
@@ -80,7 +80,7 @@ def _records(source: Any, key: str, kept: Path | None, max_rows: int, wanted: in
     path = Path(text).expanduser()
     if path.is_file():
         return read_file(path, key)
-    if path.is_dir():
+    if Path(text.partition(":")[0]).expanduser().is_dir():
         return _hub_records(text, key)
     if _FUNCTION.fullmatch(text):
         return _kept_records(iterators.from_function(text, key), source, key, kept, max_rows, wanted)
@@ -116,19 +116,22 @@ def _hub_records(name: str, key: str) -> Iterator[Record]:
     """A folder that `datasets` saved or can read, or an id on the hub, as `id:configuration:split`."""
     import datasets
 
-    path, configuration, split = (*name.split(":"), "", "")[:3] if not Path(name).is_dir() else (name, "", "")
+    path, configuration, split = (*name.split(":"), "", "")[:3]
+    folder = Path(path).expanduser()
     try:
-        if Path(path).is_dir() and any((Path(path) / state).exists() for state in ("state.json", "dataset_dict.json")):
-            found = datasets.load_from_disk(path)
+        if any((folder / state).exists() for state in ("state.json", "dataset_dict.json")):
+            found = datasets.load_from_disk(folder)
         else:
-            found = datasets.load_dataset(path, configuration or None, split=split or None)
-    except (OSError, ValueError, RuntimeError) as error:
+            found = datasets.load_dataset(str(folder) if folder.is_dir() else path, configuration or None)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise UserError(f"{key}: the data set '{name}' cannot be loaded: {str(error).splitlines()[0]}") from error
-    if isinstance(found, dict):
-        if len(found) != 1:
-            raise UserError(
-                f"{key}: '{name}' has the splits {', '.join(found)}: name one, e.g. {path}::{next(iter(found))}"
-            )
-        found = next(iter(found.values()))
-    for number, values in enumerate(found, 1):
+    for number, values in enumerate(_split_of(found, path, split, key), 1):
         yield Record(f"{name}, row {number}", values)
+
+
+def _split_of(found: Any, name: str, split: str, key: str) -> Any:
+    if not isinstance(found, dict):
+        return found
+    if split in found or (not split and len(found) == 1):
+        return found[split or next(iter(found))]
+    raise UserError(f"{key}: '{name}' has the splits {', '.join(found)}: name one, e.g. {name}::{next(iter(found))}")

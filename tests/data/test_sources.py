@@ -1,0 +1,294 @@
+"""Data sets of every kind, and what each kind of damage is answered with."""
+
+import csv
+import itertools
+import json
+from datetime import date
+from decimal import Decimal
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from distflow.config.errors import UserError
+from distflow.data.rows import Columns
+from distflow.data.sources import load_rows
+
+SETS = Path(__file__).parent / "sets"
+GSM8K = Columns(prompt="question")
+ROWS = [
+    {"prompt": "1+1=", "answer": "2", "data_source": "sums", "level": 1},
+    {"prompt": "2*3=", "answer": "6", "data_source": "products", "level": None},
+]
+
+
+def write_jsonl(path: Path, rows: list) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def load(source, columns=Columns(), **settings):  # noqa: B008  frozen
+    return load_rows(source, columns, **settings)[0]
+
+
+def message(source, columns=Columns(), **settings) -> str:  # noqa: B008  frozen
+    with pytest.raises(UserError) as raised:
+        load_rows(source, columns, **settings)
+    return str(raised.value)
+
+
+def test_jsonl_rows_keep_the_rest_as_extra_info(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    first, second = load(str(path))
+    assert (first.prompt, first.answer, first.domain, first.extra_info) == ("1+1=", "2", "sums", {"level": 1})
+    assert (second.domain, second.extra_info) == ("products", {})
+    assert first.origin == f"{path}:1" and second.origin == f"{path}:2"
+
+
+def test_the_same_rows_from_every_format(tmp_path):
+    rows = [{key: value for key, value in row.items() if key != "level"} for row in ROWS]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=2))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    with open(tmp_path / "a.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    (tmp_path / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "a.jsonl").read_bytes())
+    (tmp_path / "lines.json").write_bytes((tmp_path / "a.jsonl").read_bytes())
+
+    def seen(source) -> list:
+        return [(row.prompt, row.answer, row.domain, row.extra_info) for row in load(source, run_folder=tmp_path)]
+
+    expected = seen(tmp_path / "a.jsonl")
+    for name in ("a.json", "a.parquet", "a.csv", "bom.jsonl", "lines.json"):
+        assert seen(tmp_path / name) == expected, name
+    assert seen(rows) == expected
+    assert seen(lambda: iter(rows)) == expected
+
+
+def test_several_files_in_their_order_up_to_max_samples(tmp_path):
+    paths = [
+        str(write_jsonl(tmp_path / f"{i}.jsonl", [{"prompt": f"{i}{j}", "answer": 1} for j in "ab"])) for i in "12"
+    ]
+    assert [row.prompt for row in load(paths)] == ["1a", "1b", "2a", "2b"]
+    assert [row.prompt for row in load(paths, max_samples=3)] == ["1a", "1b", "2a"]
+    assert [row.prompt for row in load(paths, max_samples=2)] == ["1a", "1b"]
+
+
+def test_gsm8k_and_svamp_load():
+    assert len(load(SETS / "gsm8k_test_200.jsonl", GSM8K)) == 200
+    rows = load(SETS / "svamp_test_60.jsonl", Columns(prompt="Body", answer="Answer", domain="Type"))
+    assert len(rows) == 60 and isinstance(rows[0].answer, float) and "Equation" in rows[0].extra_info
+
+
+def test_nested_columns_and_extra_info_as_verl_writes_them(tmp_path):
+    row = {
+        "data_source": "gsm8k",
+        "prompt": [{"role": "user", "content": "1+1?"}],
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+        "extra_info": {"split": "train", "index": 7},
+    }
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+    (loaded,) = load(tmp_path / "a.parquet", Columns(answer="reward_model.ground_truth"))
+    assert loaded.answer == "2" and loaded.prompt == [{"role": "user", "content": "1+1?"}]
+    assert loaded.extra_info["split"] == "train" and loaded.extra_info["index"] == 7
+
+
+def test_values_that_json_cannot_hold_become_plain(tmp_path):
+    row = {"prompt": "p", "answer": Decimal("2"), "when": date(2024, 5, 6), "price": Decimal("1.5"), "raw": b"\xff"}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+    (loaded,) = load(tmp_path / "a.parquet")
+    assert loaded.answer == 2
+    assert loaded.extra_info == {"when": "2024-05-06", "price": 1.5, "raw": "b'\\xff'"}
+    json.dumps(loaded.extra_info)
+
+
+def test_a_folder_of_the_datasets_library(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    table = datasets.Dataset.from_list([{"prompt": "p", "answer": "1"}])
+    table.save_to_disk(tmp_path / "one")
+    assert [row.prompt for row in load(str(tmp_path / "one"))] == ["p"]
+    datasets.DatasetDict({"train": table, "test": table}).save_to_disk(tmp_path / "two")
+    assert "the splits train, test: name one" in message(str(tmp_path / "two"))
+    assert [row.prompt for row in load(f"{tmp_path / 'two'}::test")] == ["p"]
+    write_jsonl(tmp_path / "plain" / "train.jsonl", ROWS)
+    assert len(load(str(tmp_path / "plain"))) == 2
+
+
+def test_a_hub_id_that_cannot_be_reached_is_the_users_error(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    text = message("no-such-organisation/no-such-set")
+    assert "data.train_files" in text and "no-such-organisation/no-such-set" in text
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{folder}/trian.jsonl", "did you mean '{folder}/train.jsonl'?"),
+        ("{folder}/no/train.jsonl", "nor a folder '{folder}/no'"),
+        ("{folder}/notes.txt", "ends in '.txt'; known are .jsonl"),
+        ("builtin:no_such_set", "no built-in data set 'no_such_set'"),
+        ("no_such_module:rows", "No module named 'no_such_module'"),
+        ("{folder}/rows.py:rows", "no file '{folder}/rows.py'"),
+        ("json:no_such_function", "has no function 'no_such_function'"),
+        ("{folder}/damaged.parquet", "damaged.parquet' is not Parquet"),
+        ("{folder}/torn.parquet", "torn.parquet"),
+        ("{folder}/latin.csv", "latin.csv' is not UTF-8"),
+        ("{folder}/quote.csv", "not CSV"),
+        ("{folder}/broken.json", "broken.json' is not JSON"),
+        ("{folder}/empty.jsonl", "no rows in '{folder}/empty.jsonl'"),
+        ("{folder}/blank.jsonl", "no rows"),
+        ("{folder}/header.csv", "no rows"),
+        ([], "no rows in an empty list"),
+        ("{folder}/other.jsonl", "the column 'prompt' (data.prompt_key); the nearest column is 'promt'"),
+        ("{folder}/no_answer.jsonl", "the column 'answer' (data.answer_key); the nearest column is 'anwser'"),
+    ],
+)
+def test_sources_that_cannot_be_read(tmp_path, source, said):
+    write_jsonl(tmp_path / "train.jsonl", ROWS)
+    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "damaged.parquet").write_bytes(b"PAR1 not really")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "whole.parquet")
+    (tmp_path / "torn.parquet").write_bytes((tmp_path / "whole.parquet").read_bytes()[:-10])
+    (tmp_path / "latin.csv").write_bytes("prompt,answer\nd\xe9j\xe0,1\n".encode("latin-1"))
+    (tmp_path / "quote.csv").write_text('prompt,answer\n"a"b,1\n')
+    (tmp_path / "broken.json").write_text('[{"prompt": "a"},')
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "blank.jsonl").write_text("\n  \n")
+    (tmp_path / "header.csv").write_text("prompt,answer\n")
+    write_jsonl(tmp_path / "other.jsonl", [{"promt": "a", "answer": "1"}])
+    write_jsonl(tmp_path / "no_answer.jsonl", [{"prompt": "a", "anwser": "1"}])
+    source = source.format(folder=tmp_path) if isinstance(source, str) else source
+    assert said.format(folder=tmp_path) in message(source, run_folder=tmp_path / "run")
+
+
+BAD_LINES = [
+    (b'{"prompt": "a", "answer": "1"', "not JSON"),
+    (b'{"prompt": "d\xe9", "answer": "1"}', "not UTF-8 (byte 14 of the line)"),
+    (b'["prompt", "answer"]', "a JSON list, not an object"),
+    (b'{"prompt": 3, "answer": "1"}', "is int 3, neither a text nor a list of chat messages"),
+    (b'{"prompt": null, "answer": "1"}', "is missing"),
+    (b'{"prompt": "", "answer": "1"}', "is empty"),
+    (b'{"prompt": [], "answer": "1"}', "empty list"),
+    (b'{"prompt": [{"role": "user"}], "answer": "1"}', "message 1 of the prompt"),
+    (b'{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "1"}', "message 1 of the prompt"),
+    (b'{"prompt": "\\ud800", "answer": "1"}', "half a surrogate pair"),
+    (b'{"prompt": [{"role": "user", "content": "\\ud800"}], "answer": "1"}', "half a surrogate pair"),
+    (b'{"prompt": "a"}', "no answer in the column 'answer'"),
+    (b'{"prompt": "a", "answer": ""}', "no answer in the column 'answer'"),
+    (b"[" * 100_000, "nested too deeply"),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD_LINES)
+def test_a_bad_row_is_named_with_its_file_line_and_reason_or_skipped_and_counted(tmp_path, line, reason):
+    good = b'{"prompt": "good", "answer": "1"}\n'
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(good + b"\n" + line + b"\n" + good)
+    text = message(path)
+    assert f"{path}:3: " in text and reason in text and "data.bad_rows=skip" in text
+    rows, bad = load_rows(path, Columns(), bad_rows="skip")
+    assert [row.origin for row in rows] == [f"{path}:1", f"{path}:4"]
+    assert len(bad.reasons) == 1 and reason in bad.reasons[0]
+
+
+def test_many_bad_rows_are_counted_and_the_first_are_shown(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a", "answer": 1}\n' + "oops\n" * 12)
+    text = message(path)
+    assert "12 bad rows" in text and "and 7 more" in text and text.count("not JSON") == 5
+
+
+def test_only_bad_rows_are_an_empty_data_set(tmp_path):
+    (tmp_path / "a.jsonl").write_text("oops\n" * 3)
+    assert "3 bad ones skipped, the first:" in message(tmp_path / "a.jsonl", bad_rows="skip")
+
+
+def test_csv_rows_of_the_wrong_width(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,answer\na,1\nb\nc,1,2\n")
+    rows, bad = load_rows(tmp_path / "a.csv", Columns(), bad_rows="skip")
+    assert [row.prompt for row in rows] == ["a"]
+    assert bad.reasons == [
+        f"{tmp_path / 'a.csv'}:3: no field for the column 'answer'",
+        f"{tmp_path / 'a.csv'}:4: 1 more fields than columns",
+    ]
+
+
+def test_an_answer_is_optional_where_no_function_needs_it(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}])
+    assert load(tmp_path / "a.jsonl", Columns(answer_required=False))[0].answer is None
+
+
+def test_responses_to_learn_from(tmp_path):
+    columns = Columns(response="response", answer_required=False)
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "response": "b"}])
+    assert load(tmp_path / "a.jsonl", columns)[0].response == "b"
+    write_jsonl(tmp_path / "b.jsonl", [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": 3}])
+    assert "the response (column 'response') is int 3, not a text" in message(tmp_path / "b.jsonl", columns)
+    write_jsonl(tmp_path / "c.jsonl", [{"prompt": "a", "completion": "b"}])
+    assert "(data.response_key)" in message(tmp_path / "c.jsonl", columns)
+
+
+class TestPythonRows:
+    def test_they_are_read_once_and_come_back_the_same_on_resume(self, tmp_path):
+        calls = itertools.count()
+
+        def rows():
+            call = next(calls)
+            return ({"prompt": f"{call}-{i}", "answer": i, "mixed": [1, "a", {"b": None}]} for i in range(3))
+
+        first = load(rows, run_folder=tmp_path)
+        again = load(rows, run_folder=tmp_path)
+        assert first == again and next(calls) == 1
+        assert [row.answer for row in first] == [0, 1, 2] and first[0].extra_info["mixed"] == [1, "a", {"b": None}]
+        assert (tmp_path / "data" / "train_files-0.arrow").is_file()
+
+    def test_a_function_named_in_the_config(self, tmp_path):
+        (tmp_path / "my_rows.py").write_text("def rows():\n    yield {'prompt': 'a', 'answer': '1'}\n")
+        assert load(f"{tmp_path / 'my_rows.py'}:rows", run_folder=tmp_path)[0].prompt == "a"
+
+    def test_endless_ones_are_refused_unless_a_number_is_asked_for(self, tmp_path):
+        def endless():
+            return ({"prompt": str(i), "answer": i} for i in itertools.count())
+
+        text = message(endless, run_folder=tmp_path, max_iterator_rows=1000)
+        assert "more than 1,000 rows" in text and "data.train_max_samples" in text
+        assert len(load(endless, run_folder=tmp_path, max_iterator_rows=1000, max_samples=7)) == 7
+
+    def test_a_damaged_copy_is_noticed(self, tmp_path):
+        def rows():
+            return [{"prompt": "abcdefgh", "answer": 1}]
+
+        load(rows, run_folder=tmp_path)
+        kept = tmp_path / "data" / "train_files-0.arrow"
+        kept.write_bytes(kept.read_bytes().replace(b"abcdefgh", b"abcdefgX"))
+        assert "is damaged: delete it" in message(rows, run_folder=tmp_path)
+
+    def test_a_torn_copy_is_written_anew(self, tmp_path):
+        rows = [{"prompt": "abcdefgh", "answer": 1}]
+        load(rows, run_folder=tmp_path)
+        kept = tmp_path / "data" / "train_files-0.arrow"
+        kept.write_bytes(kept.read_bytes()[:100])
+        assert load(rows, run_folder=tmp_path)[0].prompt == "abcdefgh"
+
+    @pytest.mark.parametrize(
+        ("rows", "said"),
+        [
+            (lambda: 3, "gives int, which cannot be iterated over"),
+            (lambda: ["a"], "row 1 of the function"),
+            (lambda: [], "no rows"),
+        ],
+    )
+    def test_what_gives_no_rows_is_refused(self, tmp_path, rows, said):
+        assert said in message(rows, run_folder=tmp_path)
+
+    def test_they_need_a_run_folder(self):
+        assert "run folder" in message(lambda: [])
