@@ -1,0 +1,355 @@
+"""Checkpoints: bit-equal round trips, retention, and the faults that must leave one that loads."""
+
+import json
+import math
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from distflow.runtime.checkpoint import CheckpointError, CheckpointStore
+
+
+def parts_of(step, size=64):
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "actor": {"model/embed.weight": torch.randn(size, generator=generator), "m/0": torch.full((3,), float(step))},
+        "coordinator": {"step": step, "dropped": {"equal_rewards": 3}},
+    }
+
+
+def assert_whole(checkpoint, step):
+    assert checkpoint.step == step
+    expected = parts_of(step)
+    assert checkpoint.load("coordinator") == expected["coordinator"]
+    actor = checkpoint.load("actor")
+    assert actor.keys() == expected["actor"].keys()
+    assert all(torch.equal(actor[name], tensor) for name, tensor in expected["actor"].items())
+
+
+def names_in(store):
+    return sorted(path.name for path in store.folder.iterdir())
+
+
+def test_tensors_and_values_come_back_bit_for_bit(tmp_path):
+    tied = torch.arange(6, dtype=torch.float64).reshape(2, 3)
+    tensors = {
+        "a/b.c": torch.tensor([1.0, -0.0, math.nan, math.inf, 1e-45]),
+        "bf16": torch.randn(5, dtype=torch.bfloat16),
+        "scalar": torch.tensor(7),
+        "empty": torch.zeros(2, 0),
+        "empty too": torch.zeros(0),
+        "bool": torch.tensor([True, False]),
+        "rng": torch.get_rng_state(),
+        "tied": tied,
+        "tied again": tied,
+        "a row of it": tied[1],
+        "strided": tied.t(),
+        "expanded": torch.ones(1).expand(4),
+        "trained": torch.nn.Parameter(torch.ones(3)),
+    }
+    values = {
+        "rng": list(range(625)),
+        "kl": 0.1 + 0.2,
+        "nan": math.nan,
+        "text": "ünï\ud83d",
+        "none": None,
+        "big": 2**63,
+    }
+    store = CheckpointStore(tmp_path / "checkpoints")
+    store.save(3, {"state": tensors, "meta": values, "nothing": {}, "list": [1, [2]]})
+    checkpoint = store.load()
+    assert sorted(checkpoint.parts) == ["list", "meta", "nothing", "state"]
+    loaded = checkpoint.load("state")
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype and loaded[name].shape == tensor.shape
+        raw = tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor
+        assert torch.equal(loaded[name].contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor, raw)
+    meta = checkpoint.load("meta")
+    assert math.isnan(meta.pop("nan")) and meta == {key: value for key, value in values.items() if key != "nan"}
+    assert checkpoint.load("nothing") == {} and checkpoint.load("list") == [1, [2]]
+    with pytest.raises(KeyError):
+        checkpoint.load("critic")
+
+
+def test_load_by_step_by_folder_and_from_another_store(tmp_path):
+    store = CheckpointStore(tmp_path)
+    paths = {step: store.save(step, parts_of(step)) for step in (5, 10)}
+    assert_whole(store.load(), 10)
+    assert_whole(store.load(5), 5)
+    assert_whole(store.load(paths[5]), 5)
+    assert_whole(CheckpointStore(tmp_path / "new run").load(tmp_path), 10)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7 .* step-000005, step-000010"):
+        store.load(7)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        store.load(tmp_path / "step-000099")
+
+
+def test_nothing_to_load(tmp_path):
+    store = CheckpointStore(tmp_path / "none")
+    assert not store.exists()
+    with pytest.raises(CheckpointError, match="no checkpoint in .*none"):
+        store.load()
+    store.save(1, parts_of(1))
+    assert store.exists()
+
+
+def test_retention_keeps_the_newest_and_the_best(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2, keep_best=1)
+    for step, metric in enumerate([0.1, 0.9, 0.3, math.nan, None, 0.2]):
+        store.save(step, parts_of(step), metric)
+    assert names_in(store) == ["latest", "step-000001", "step-000004", "step-000005"]
+    assert store.load(1).metric == 0.9 and store.load(4).metric is None
+
+
+def test_the_newest_is_what_was_saved_last_whatever_its_step(tmp_path):
+    """After going back to step 2, step 4 is newer than the abandoned steps 10 and 12: those go, it stays."""
+    store = CheckpointStore(tmp_path, keep_last=2)
+    for step in (2, 10, 12, 4):
+        store.save(step, parts_of(step))
+    assert_whole(store.load(), 4)
+    store.save(6, parts_of(6))
+    assert names_in(store) == ["latest", "step-000004", "step-000006"]
+
+
+def test_a_step_that_is_saved_again_does_not_touch_the_old_one_before_it_is_whole(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(2, parts_of(2))
+    other = {**parts_of(2), "coordinator": {"again": True}}
+    path = store.save(2, other)
+    assert names_in(store) == ["latest", "step-000002", path.name]
+    assert store.load().load("coordinator") == {"again": True} == store.load(2).load("coordinator")
+
+
+def test_keeping_none_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="at least 1"):
+        CheckpointStore(tmp_path, keep_last=0)
+
+
+# Fault 12: killed at each point of a checkpoint's writing
+
+
+def save_and_die(folder, fatal_point):
+    def on_point(point):
+        if point == fatal_point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    CheckpointStore(folder, keep_last=2, keep_best=1, on_point=on_point).save(4, parts_of(4), metric=0.4)
+
+
+def points_of_a_save(folder):
+    """Every point that a save passes which also removes an old checkpoint."""
+    points = []
+    for step in (1, 2, 3):
+        points.clear()
+        CheckpointStore(folder, keep_last=2, keep_best=1, on_point=points.append).save(step, parts_of(step), -step)
+    points.clear()
+    CheckpointStore(folder, keep_last=2, keep_best=1, on_point=points.append).save(4, parts_of(4), metric=0.4)
+    return points
+
+
+POINTS = [
+    "begun", "part actor", "part coordinator", "manifest", "renamed", "latest", "removing step-000001",
+    "removing step-000002",
+]  # fmt: skip
+
+
+def test_these_are_the_points(tmp_path):
+    assert points_of_a_save(tmp_path) == POINTS
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_kill_at_any_point_leaves_a_whole_checkpoint_and_no_leftovers_after_the_next_start(tmp_path, point):
+    for step in (1, 2, 3):
+        CheckpointStore(tmp_path, keep_last=2, keep_best=1).save(step, parts_of(step), -step)
+    child = multiprocessing.get_context("fork").Process(target=save_and_die, args=(tmp_path, point))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL, "the fault did not fire"
+
+    survivor = CheckpointStore(tmp_path, keep_last=2, keep_best=1)
+    latest_moved = POINTS.index(point) >= POINTS.index("latest")
+    assert_whole(survivor.load(), 4 if latest_moved else 3)
+    assert survivor.load().message == ""
+    survivor.remove_leftovers()
+    assert all(name == "latest" or name.startswith("step-") and "." not in name for name in names_in(survivor))
+    survivor.save(5, parts_of(5), metric=0.0)
+    assert_whole(survivor.load(), 5)
+    assert len(names_in(survivor)) <= 4
+
+
+def test_a_reader_leaves_a_running_save_alone(tmp_path):
+    seen = []
+
+    def on_point(point):
+        assert_whole(CheckpointStore(tmp_path).load(), 1)
+        seen.append(point)
+
+    CheckpointStore(tmp_path).save(1, parts_of(1))
+    CheckpointStore(tmp_path, on_point=lambda p: on_point(p) if p != "latest" else None).save(2, parts_of(2))
+    assert "manifest" in seen
+    assert_whole(CheckpointStore(tmp_path).load(), 2)
+
+
+# Fault 13: disk full
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("no right to mount a small disk here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_fails_loudly_and_keeps_the_old_one(small_disk):
+    store = CheckpointStore(small_disk / "checkpoints")
+    store.save(1, parts_of(1))
+    too_large = {**parts_of(2, size=1 << 20)}
+    for _ in range(2):
+        with pytest.raises(CheckpointError) as caught:
+            store.save(2, too_large)
+        for piece in ("step 2", str(store.folder), "disk is full", "trainer.default_local_dir"):
+            assert piece in str(caught.value)
+        assert names_in(store) == ["latest", "step-000001"]
+        assert_whole(store.load(), 1)
+    store.save(3, parts_of(3))
+    assert_whole(store.load(), 3)
+
+
+def save_under_a_limit(folder, limit_bytes, answer):
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+    try:
+        CheckpointStore(folder).save(2, {"log": "x" * 100_000, **parts_of(2)})
+    except CheckpointError as err:
+        answer.send(str(err))
+
+
+def test_a_file_that_cannot_grow_fails_loudly_and_keeps_the_old_one(tmp_path):
+    """A JSON part hits the limit in the middle of its write, as on a full disk, without the right to mount one."""
+    CheckpointStore(tmp_path).save(1, parts_of(1))
+    ours, theirs = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=save_under_a_limit, args=(tmp_path, 50_000, theirs))
+    child.start()
+    child.join()
+    assert child.exitcode == 0 and "the disk is full" in ours.recv()
+    assert names_in(CheckpointStore(tmp_path)) == ["latest", "step-000001"]
+    assert_whole(CheckpointStore(tmp_path).load(), 1)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file/checkpoints.*Not a directory.*default_local_dir"):
+        CheckpointStore(tmp_path / "file" / "checkpoints").save(1, parts_of(1))
+
+
+# Fault 14: the newest checkpoint is corrupt
+
+
+def flip_a_bit(path: Path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def cut_short(path: Path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGES = [flip_a_bit, cut_short, Path.unlink, lambda path: path.write_bytes(b"")]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["actor.safetensors", "coordinator.json", "manifest.json"])
+def test_a_damaged_newest_checkpoint_is_passed_over_and_the_user_told(tmp_path, name, damage):
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3):
+        store.save(step, parts_of(step))
+    damage(tmp_path / "step-000003" / name)
+    checkpoint = store.load()
+    assert_whole(checkpoint, 2)
+    assert "step-000003 is damaged" in checkpoint.message and name in checkpoint.message
+    assert "going on from step 2" in checkpoint.message
+    with pytest.raises(CheckpointError, match="step-000003 is damaged.*step-000002"):
+        store.load(tmp_path / "step-000003")
+
+
+def test_every_field_of_the_manifest_is_covered_by_its_checksum(tmp_path):
+    store = CheckpointStore(tmp_path)
+    path = store.save(1, parts_of(1), metric=0.5) / "manifest.json"
+    body = json.loads(path.read_text())
+    for key, value in (("step", 2), ("serial", 9), ("metric", 0.6), ("files", {})):
+        path.write_text(json.dumps({**body, key: value}))
+        with pytest.raises(CheckpointError, match="own checksum"):
+            store.load(path.parent)
+
+
+def test_a_run_goes_on_after_a_damaged_one_and_saves_its_step_again(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    for step in (1, 2):
+        store.save(step, parts_of(step))
+    flip_a_bit(tmp_path / "step-000002" / "actor.safetensors")
+    assert_whole(store.load(), 1)
+    store.save(2, parts_of(2))
+    checkpoint = store.load()
+    assert_whole(checkpoint, 2)
+    assert checkpoint.message == ""
+
+
+def test_all_damaged_is_an_error_that_names_each(tmp_path):
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2):
+        flip_a_bit(store.save(step, parts_of(step)) / "actor.safetensors")
+    with pytest.raises(CheckpointError, match="no checkpoint .* is whole: .*step-000002.*step-000001"):
+        store.load()
+
+
+@pytest.mark.parametrize("content", [None, "", "step-000099", "../elsewhere"])
+def test_a_lost_pointer_costs_nothing(tmp_path, content):
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2):
+        store.save(step, parts_of(step))
+    if content is None:
+        (tmp_path / "latest").unlink()
+    else:
+        (tmp_path / "latest").write_text(content)
+    assert_whole(store.load(), 2)
+
+
+def save_for_ever(folder, first):
+    store = CheckpointStore(folder, keep_last=2, keep_best=1)
+    step = first
+    while True:
+        store.save(step, parts_of(step), metric=-step)
+        step += 1
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments(tmp_path):
+    """Within a write too, which the named points are not."""
+    rng = random.Random(0)
+    store = CheckpointStore(tmp_path)
+    store.save(0, parts_of(0))
+    reached = 0
+    for _ in range(30):
+        child = multiprocessing.get_context("fork").Process(target=save_for_ever, args=(tmp_path, reached + 1))
+        child.start()
+        child.join(rng.uniform(0.02, 0.3))
+        child.kill()
+        child.join()
+        checkpoint = store.load()
+        assert checkpoint.message == "" and checkpoint.step >= reached
+        assert_whole(checkpoint, checkpoint.step)
+        reached = checkpoint.step
+    assert reached > 0, "no save was ever finished"
