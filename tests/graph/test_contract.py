@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from distflow.graph import REQUIRED, SCORE_FIELDS, Form, Pipeline, PipelineError, node
+from distflow.graph import REQUIRED, SCORE_FIELDS, Form, PipelineError, node
 from distflow.graph.nodes import Node, early_contract
 
 
@@ -124,6 +124,12 @@ def test_reads_beyond_the_parameters_come_in_the_batch():
     contract = contract_of(f)
     assert contract.reads == ("advantages", "returns") and contract.optional == ("values",)
     assert contract.by_keyword == ("returns",) and contract.options == {"scale": 1.0}
+
+    @node(reads="advantages")
+    def keyword_only(*, advantages, scale): ...
+
+    contract = contract_of(keyword_only)
+    assert contract.by_keyword == ("advantages",) and contract.options == {"scale": REQUIRED}
 
 
 def test_reads_that_do_not_fit_the_parameters():

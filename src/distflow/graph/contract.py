@@ -240,7 +240,7 @@ def _explicit_fields(parameters: list[Parameter] | None, wishes: Wishes) -> _Fie
                 f"{wishes.where}: before its *args it takes {', '.join(leading)}; @node(reads=...) must begin so"
             )
         return _Fields(required, optional, by_position=named)
-    names = {p.name for p in ordinary}
+    names = {p.name for p in ordinary} | {p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY}
     unnamed = [n for n in named if n not in names]
     open_kwargs = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
     if unnamed and not open_kwargs and not any(p.name == "batch" for p in parameters):

@@ -96,11 +96,18 @@ def pipeline_from_config(pipeline_id: str, nodes: Sequence[Mapping[str, Any]]) -
         for key in entry:
             if key not in _ENTRY_KEYS and key != "options":
                 raise PipelineError(f"{where} has the unknown key '{key}'{hint(str(key), [*_ENTRY_KEYS, 'options'])}")
-        options = entry.get("options") or {}
-        if not isinstance(options, Mapping):
-            raise PipelineError(f"{where}: options must be a mapping of names to values, {options!r} given")
-        reserved = [name for name in options if name in _ENTRY_KEYS.values()]
-        if reserved:
-            raise PipelineError(f"{where}: '{reserved[0]}' is no option; give it beside id and func")
+        options = _options_of(entry, where)
         pipeline.add_node(**{_ENTRY_KEYS[key]: value for key, value in entry.items() if key != "options"}, **options)
     return pipeline.build()
+
+
+def _options_of(entry: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    options = entry.get("options") or {}
+    if not isinstance(options, Mapping):
+        raise PipelineError(f"{where}: options must be a mapping of names to values, {options!r} given")
+    if not all(isinstance(name, str) for name in options):
+        raise PipelineError(f"{where}: options must be named by texts, {options!r} given")
+    reserved = [name for name in options if name in _ENTRY_KEYS.values()]
+    if reserved:
+        raise PipelineError(f"{where}: '{reserved[0]}' is no option; give it beside id and func")
+    return options

@@ -42,7 +42,7 @@ class TaskGraph:
                 self.nodes[other.node_id] = replace(other, deps=tuple(dict.fromkeys(spliced)))
         return removed
 
-    def update_node(self, node_id: str, **changes: Any) -> Node:
+    def update_node(self, node_id: str, /, **changes: Any) -> Node:
         """Change what `add_node` said of a node; other names are options of its function, added to those it has.
 
         Raises PipelineError if the node is not there or a value does not fit.

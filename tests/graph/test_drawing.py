@@ -1,0 +1,73 @@
+"""The Mermaid text of graphs and programs."""
+
+from distflow.graph import Pipeline, node
+
+
+@node(writes=("responses", "response_ids"), role="ROLLOUT")
+async def generate(prompt_ids, *, rollout): ...
+
+
+@node(writes="token_level_scores", role="REWARD")
+def judge(responses): ...
+
+
+@node(writes="old_log_probs", role="ACTOR")
+def log_probs(response_ids, *, actor): ...
+
+
+def train(token_level_scores, old_log_probs=None, *, actor): ...
+
+
+def small():
+    return (
+        Pipeline("small")
+        .add_node("rollout_actor", generate)
+        .add_node("reward", judge, ["rollout_actor"])
+        .add_node("log_probs", log_probs, ["rollout_actor"])
+        .add_node("actor_train", train, ["reward", "log_probs"], node_role="ACTOR")
+        .build()
+    )
+
+
+def test_a_graph_is_drawn_with_the_fields_on_its_edges():
+    assert (
+        small().to_mermaid()
+        == """flowchart TD
+    n0["rollout_actor<br/><i>ROLLOUT · rollout</i>"]
+    n1["reward<br/><i>REWARD</i>"]
+    n2["log_probs<br/><i>ACTOR · actor</i>"]
+    n3["actor_train<br/><i>ACTOR · actor</i>"]
+    n0 -->|"responses"| n1
+    n0 -->|"response_ids"| n2
+    n1 -->|"token_level_scores"| n3
+    n2 -->|"old_log_probs"| n3
+"""
+    )
+
+
+def test_a_program_is_drawn_with_its_planes(config):
+    assert (
+        small().bind(config, ["prompt_ids"]).to_mermaid()
+        == """flowchart TD
+    subgraph experience["experience plane"]
+        n0["rollout_actor<br/><i>ROLLOUT · rollout</i>"]
+        n1["reward<br/><i>REWARD</i>"]
+    end
+    subgraph learning["learning plane"]
+        n2["log_probs<br/><i>ACTOR · actor</i>"]
+        n3["actor_train<br/><i>ACTOR · actor</i>"]
+    end
+    n0 -->|"responses"| n1
+    n0 ==>|"response_ids"| n2
+    n1 ==>|"token_level_scores"| n3
+    n2 -->|"old_log_probs"| n3
+"""
+    )
+
+
+def test_ids_cannot_break_the_drawing():
+    hostile = 'end"]; click n0 "javascript:x" <script>&#35;'
+    text = Pipeline("p").add_node(hostile, lambda ctx: None).build().to_mermaid()
+    label = text.splitlines()[1]
+    assert label.count('"') == 2 and "<script>" not in label
+    assert "#quot;" in label and "#lt;script#gt;" in label and "#amp;#35;" in label

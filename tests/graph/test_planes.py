@@ -1,0 +1,111 @@
+"""Which plane each node runs in, and what only one of them can do."""
+
+import pytest
+
+from distflow.graph import Pipeline, PipelineError, node
+
+
+def plain(ctx): ...
+
+
+def trains(actor): ...
+
+
+def generates(rollout): ...
+
+
+async def waits(ctx): ...
+
+
+def sums(reduce): ...
+
+
+def planes(config, *nodes):
+    pipeline = Pipeline("p")
+    for node_id, fn, deps, settings in nodes:
+        pipeline.add_node(node_id, fn, deps, **settings)
+    return {n.node_id: n.plane for n in pipeline.build().bind(config, []).nodes}
+
+
+def fails(config, *nodes):
+    with pytest.raises(PipelineError) as caught:
+        planes(config, *nodes)
+    return str(caught.value)
+
+
+def test_without_train_engine_or_global_scope_all_is_experience(config):
+    assert planes(
+        config,
+        ("rollout", generates, [], {}),
+        ("reward", waits, ["rollout"], {}),
+        ("filter", plain, ["reward"], {"node_role": "DYNAMIC_SAMPLING"}),
+    ) == {"rollout": "experience", "reward": "experience", "filter": "experience"}
+
+
+@pytest.mark.parametrize("engine", ["actor", "critic", "ref", "reward_model"])
+def test_train_engines_and_what_comes_after_are_learning(config, engine):
+    uses = eval(f"lambda {engine}: None")
+    assert planes(
+        config,
+        ("a", plain, [], {}),
+        ("uses", uses, ["a"], {}),
+        ("beside", plain, ["a"], {}),
+        ("after", plain, ["uses"], {}),
+        ("join", plain, ["beside", "after"], {}),
+    ) == {"a": "experience", "uses": "learning", "beside": "experience", "after": "learning", "join": "learning"}
+
+
+@pytest.mark.parametrize(
+    ("fn", "settings"),
+    [
+        (sums, {}),
+        (plain, {"scope": "global"}),
+        (node(scope="global")(lambda ctx: None), {}),
+        (None, {"node_type": "BARRIER_SYNC"}),
+        (None, {"node_type": "PUT_TO_BUFFER"}),
+        (None, {"node_type": "GET_FROM_BUFFER"}),
+        (lambda batch, ctx: None, {"node_type": "MODEL_TRAIN", "node_role": "CRITIC"}),
+    ],
+)
+def test_global_scope_markers_and_engines_by_role_are_learning(config, fn, settings):
+    assert planes(config, ("x", fn, [], settings)) == {"x": "learning"}
+
+
+def test_an_engine_by_role_only_where_the_type_says_so(config):
+    assert planes(config, ("x", plain, [], {"node_role": "CRITIC"})) == {"x": "experience"}
+    assert planes(config, ("x", plain, [], {"node_type": "MODEL_INFERENCE", "node_role": "ROLLOUT"})) == {
+        "x": "experience"
+    }
+
+
+def test_a_node_left_out_does_not_make_its_dependents_learning(config):
+    @node(when="algorithm.use_kl_in_reward")
+    def reference(ref): ...
+
+    nodes = [("ref", reference, [], {}), ("after", plain, ["ref"], {})]
+    assert planes(config, *nodes) == {"after": "experience"}
+    config.algorithm.use_kl_in_reward = True
+    assert planes(config, *nodes) == {"ref": "learning", "after": "learning"}
+
+
+@pytest.mark.parametrize(
+    ("fn", "settings", "what"),
+    [
+        (generates, {}, "uses the rollout engine"),
+        (waits, {}, "is an async function"),
+        (plain, {"node_role": "DYNAMIC_SAMPLING"}, "drops groups"),
+    ],
+)
+def test_what_only_the_experience_plane_can(config, fn, settings, what):
+    message = fails(
+        config, ("train", trains, [], {}), ("between", plain, ["train"], {}), ("x", fn, ["between"], settings)
+    )
+    assert f"node 'x' {what}" in message
+    assert "it comes after 'between' (it comes after 'train' (it uses the train engine 'actor'))" in message
+
+
+def test_a_node_cannot_be_of_both_planes(config):
+    def both(rollout, actor): ...
+
+    assert "node 'x' uses the rollout engine" in fails(config, ("x", both, [], {}))
+    assert "its scope is global" in fails(config, ("x", waits, [], {"scope": "global"}))

@@ -1,0 +1,173 @@
+"""Random graphs against brute force: orders, left-out nodes, and what `build` accepts."""
+
+import random
+from itertools import permutations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distflow.graph import Node, PipelineError, TaskGraph
+from distflow.graph import node as mark
+from distflow.graph.order import ancestors, find_cycle, topological_order, without
+
+
+@st.composite
+def dags(draw, max_nodes=9):
+    """node id → deps; ids in an order that says nothing about the edges."""
+    n = draw(st.integers(1, max_nodes))
+    edges = {j: [i for i in range(j) if draw(st.booleans())] for j in range(n)}
+    names = draw(st.permutations([f"n{i}" for i in range(n)]))
+    order = draw(st.permutations(range(n)))
+    return {names[j]: tuple(names[i] for i in edges[j]) for j in order}
+
+
+def reaches(deps, start, end):
+    return any(dep == end or reaches(deps, dep, end) for dep in deps[start])
+
+
+@given(dags())
+def test_order_respects_edges_and_keeps_every_node_once(deps):
+    order = topological_order(deps)
+    assert sorted(order) == sorted(deps)
+    for node_id, ids in deps.items():
+        assert all(order.index(dep) < order.index(node_id) for dep in ids)
+    assert order == topological_order(dict(deps)), "the same graph has the same order"
+
+
+@given(dags(max_nodes=7))
+def test_of_the_nodes_that_could_come_next_the_first_added_comes(deps):
+    rank = list(deps)
+    done: list[str] = []
+    for node_id in topological_order(deps):
+        ready = [other for other in rank if other not in done and all(dep in done for dep in deps[other])]
+        assert node_id == ready[0]
+        done.append(node_id)
+
+
+@given(dags())
+def test_ancestors(deps):
+    before = ancestors(deps)
+    for one in deps:
+        assert before[one] == {other for other in deps if reaches(deps, one, other)}
+
+
+@given(dags(), st.data())
+def test_a_cycle_is_found_and_is_one(deps, data):
+    assert find_cycle(deps) is None
+    ids = list(deps)
+    for _ in range(data.draw(st.integers(1, 3))):
+        one, other = data.draw(st.sampled_from(ids)), data.draw(st.sampled_from(ids))
+        deps[one] = tuple(dict.fromkeys((*deps[one], other)))
+    cycle = find_cycle(deps)
+    order_exists = any(
+        all(order.index(d) < order.index(n) for n in deps for d in deps[n]) for order in _some_orders(deps)
+    )
+    if cycle is None:
+        assert sorted(topological_order(deps)) == sorted(deps)
+    else:
+        assert not order_exists
+        assert cycle[0] == cycle[-1] and len(set(cycle)) == len(cycle) - 1
+        assert all(before in deps[after] for before, after in zip(cycle, cycle[1:], strict=False))
+
+
+def _some_orders(deps):
+    return permutations(deps) if len(deps) <= 5 else []
+
+
+@given(dags(), st.data())
+def test_nodes_left_out_pass_their_order_on(deps, data):
+    left_out = set(data.draw(st.lists(st.sampled_from(list(deps)), unique=True)))
+    rest = without(deps, left_out)
+    assert set(rest) == set(deps) - left_out
+    for one in rest:
+        assert {o for o in rest if reaches(rest, one, o)} == {o for o in rest if reaches(deps, one, o)}
+
+
+FIELDS = ("returns", "values", "advantages")
+
+
+@st.composite
+def wired_dags(draw):
+    """A small graph whose nodes read and write a few fields at random."""
+    deps = draw(dags(max_nodes=5))
+    names = st.lists(st.sampled_from(FIELDS), unique=True, max_size=2)
+    return deps, {node_id: (tuple(draw(names)), tuple(draw(names))) for node_id in deps}
+
+
+def graph_of(deps, wires):
+    graph = TaskGraph("random")
+    for node_id, ids in deps.items():
+        reads, writes = wires[node_id]
+        graph.add_node(Node(node_id, mark(reads=reads, writes=writes)(lambda batch: None), ids))
+    return graph
+
+
+def says_the_same_in_every_order(deps, wires):
+    """Brute force over all orders: nothing that a node reads, and nothing left at the end, depends on the order, and
+    no node reads a field that only a later node makes (one that updates the field does not make it)."""
+    seen = set()
+    for order in permutations(deps):
+        if any(order.index(dep) > order.index(n) for n in deps for dep in deps[n]):
+            continue
+        written: dict[str, tuple[str, ...]] = {field: () for field in FIELDS}
+        reads = {}
+        for node_id in order:
+            for field in wires[node_id][0]:
+                reads[node_id, field] = written[field]
+                makers = [n for n in deps if field in wires[n][1] and field not in wires[n][0] and n != node_id]
+                if makers and not written[field]:
+                    return False
+            for field in wires[node_id][1]:
+                written[field] += (node_id,)
+        seen.add((tuple(sorted(reads.items())), tuple(written.items())))
+    return len(seen) == 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(wired_dags())
+def test_a_graph_is_accepted_if_and_only_if_it_means_one_thing(case):
+    deps, wires = case
+    ok, message = graph_of(deps, wires).validate_graph()
+    assert ok == says_the_same_in_every_order(deps, wires), message
+
+
+@settings(max_examples=300, deadline=None)
+@given(wired_dags(), st.lists(st.sampled_from(FIELDS), unique=True))
+def test_a_bound_program_never_misses_a_field(case, data_fields):
+    deps, wires = case
+    graph = graph_of(deps, wires)
+    if not graph.validate_graph()[0]:
+        return
+    try:
+        program = graph.bind(None, data_fields)
+    except PipelineError:
+        program = None
+    there = set(data_fields)
+    complete = True
+    for node_id in graph.get_topological_sort():
+        complete &= there.issuperset(wires[node_id][0])
+        there |= set(wires[node_id][1])
+    assert (program is not None) == complete
+    if program:
+        assert [n.node_id for n in program.nodes] == graph.get_topological_sort()
+        assert set(program.fields) == there
+
+
+@given(dags(), st.data())
+def test_planes_against_their_definition(deps, data):
+    uses = {node_id: data.draw(st.sampled_from(["plain", "train", "global"])) for node_id in deps}
+    functions = {"plain": lambda ctx: None, "train": lambda actor: None, "global": lambda reduce: None}
+    graph = TaskGraph("planes")
+    for node_id, ids in deps.items():
+        graph.add_node(Node(node_id, functions[uses[node_id]], ids))
+    program = graph.bind(None, [])
+    for bound in program.nodes:
+        before = [n for n in deps if n == bound.node_id or reaches(deps, bound.node_id, n)]
+        assert (bound.plane == "learning") == any(uses[n] != "plain" for n in before)
+    assert program.experience + program.learning == tuple(sorted(program.nodes, key=lambda n: n.plane))
+
+
+def test_a_large_graph_is_ordered_quickly():
+    rng = random.Random(0)
+    deps = {str(i): tuple({str(rng.randrange(i)) for _ in range(3)}) if i else () for i in range(2000)}
+    assert len(topological_order(deps)) == 2000 and find_cycle(deps) is None

@@ -1,0 +1,93 @@
+"""A program given as data, as a YAML file holds it; errors name the entry."""
+
+import pytest
+import yaml
+
+from distflow.graph import NodeRole, NodeType, PipelineError, pipeline_from_config
+
+PROGRAM = """
+- id: rollout_actor
+  func: graph_yaml_nodes:generate
+  type: MODEL_INFERENCE
+  role: ROLLOUT
+- id: reward
+  func: graph_yaml_nodes.length_penalised
+  role: reward
+  deps: [rollout_actor]
+  options: {penalty: 0.5}
+- id: fence
+  type: BARRIER_SYNC
+  deps: [reward]
+- id: old
+  func: graph_yaml_nodes:old
+  type: MODEL_TRAIN
+  role: ACTOR
+  deps: [fence]
+  only_forward_compute: true
+  retry_limit: 1
+  scope: sample
+"""
+
+MODULE = """
+from distflow.graph import node
+
+@node(writes=("responses", "response_ids"))
+async def generate(prompt_ids, *, rollout): ...
+
+def length_penalised(responses, *, penalty: float): ...
+
+@node(writes="old_log_probs")
+def old(input_ids, *, actor): ...
+"""
+
+
+@pytest.fixture
+def entries(tmp_path, monkeypatch):
+    (tmp_path / "graph_yaml_nodes.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return yaml.safe_load(PROGRAM)
+
+
+def test_a_program_in_yaml(entries, config):
+    graph = pipeline_from_config("mine", entries)
+    assert graph.graph_id == "mine"
+    assert graph.get_topological_sort() == ["rollout_actor", "reward", "fence", "old"]
+    old = graph.get_node("old")
+    assert (old.node_type, old.node_role) == (NodeType.MODEL_TRAIN, NodeRole.ACTOR)
+    assert old.only_forward_compute and old.retry_limit == 1 and old.scope == "sample"
+    program = graph.bind(config, ["prompt_ids"])
+    assert program.node("reward").options == {"penalty": 0.5}
+    assert [n.plane for n in program.nodes] == ["experience", "experience", "learning", "learning"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rol": "REWARD"}, "entry 2 of the nodes ('reward') has the unknown key 'rol'; did you mean 'role'?"),
+        ({"id": None}, "entry 2 of the nodes has no id"),
+        ({"id": "rollout_actor"}, "node 'rollout_actor' is there already"),
+        ({"options": [1]}, "entry 2 of the nodes ('reward'): options must be a mapping"),
+        ({"options": {"func": 1}}, "entry 2 of the nodes ('reward'): 'func' is no option"),
+        ({"options": {1: 2}}, "entry 2 of the nodes ('reward'): options must be named by texts"),
+        ({"options": {"penalti": 1}}, "did you mean 'penalty'?"),
+        ({"options": {"penalty": "much"}}, "option 'penalty' must be float"),
+        ({"role": "REWAARD"}, "node 'reward': node_role: 'REWAARD' is no NodeRole; did you mean 'REWARD'?"),
+        ({"type": "COMPUTER"}, "did you mean 'COMPUTE'?"),
+        ({"func": "graph_yaml_nodes:length_penalized"}, "did you mean 'length_penalised'?"),
+        ({"func": None}, "node 'reward' has no func"),
+        ({"deps": "rollout_actor"}, "node 'reward': deps must be a list"),
+        ({"deps": ["rollout"]}, "did you mean 'rollout_actor'?"),
+    ],
+)
+def test_what_is_wrong_with_an_entry(entries, change, said):
+    entries[1] = {**entries[1], **change}
+    with pytest.raises(PipelineError) as caught:
+        pipeline_from_config("mine", entries)
+    assert said in str(caught.value)
+
+
+def test_entries_that_are_no_mappings(entries):
+    with pytest.raises(PipelineError, match="entry 1 of the nodes must be a mapping"):
+        pipeline_from_config("mine", ["rollout_actor"])
+    with pytest.raises(PipelineError, match="no nodes"):
+        pipeline_from_config("mine", [])
