@@ -3,6 +3,7 @@
 Text of models and data goes through `visible` and is never read as markup.
 """
 
+import contextlib
 import os
 import sys
 import threading
@@ -11,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleDimensions, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -50,12 +51,13 @@ class TerminalView:
         self._clock = clock
         self._lock = threading.RLock()
         self._state = _State(total_steps, clock())
+        self._console = Console(file=self._out, force_terminal=True, highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
         if can_redraw(self._out) if live is None else live:
-            console = Console(file=self._out, force_terminal=True, highlight=False, markup=False, emoji=False)
+            self._fit()
             self._live = Live(
                 get_renderable=self._render,
-                console=console,
+                console=self._console,
                 refresh_per_second=_REDRAWS_PER_S,
                 transient=True,
                 vertical_overflow="crop",
@@ -65,6 +67,7 @@ class TerminalView:
     def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
         """Say what the run is doing now, e.g. `phase("rollout", 12, 64)`; shown only by the live view."""
         with self._lock:
+            name = visible(name, 40, one_line=True)
             if name != self._state.phase:
                 self._state.phase, self._state.phase_since = name, self._clock()
             self._state.phase_done = "" if done is None else f"{done}/{total}" if total else str(done)
@@ -101,15 +104,24 @@ class TerminalView:
 
     def _write(self, line: str, style: str = "") -> None:
         if self._live:
-            self._live.console.print(Text(line, style=style), soft_wrap=True)
+            self._console.print(Text(line, style=style), soft_wrap=True)
         else:
             encoding = getattr(self._out, "encoding", None) or "utf-8"
             self._out.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
             self._out.flush()
 
+    def _fit(self) -> None:
+        """Follow the size of our own terminal, which may change; left alone, rich asks that of the standard streams."""
+        with contextlib.suppress(OSError):
+            columns, rows = os.get_terminal_size(self._out.fileno())
+            self._console.size = ConsoleDimensions(columns, rows)
+
     def _render(self) -> RenderableType:
         with self._lock:
-            return Panel(self._state.render(self._clock()), title=Text(self._title), title_align="left", padding=(0, 1))
+            self._fit()
+            columns, rows = self._console.size
+            shown = self._state.render(self._clock(), columns - 4, rows - 3)
+            return Panel(shown, title=Text(self._title), title_align="left", padding=(0, 1))
 
 
 class _State:
@@ -145,20 +157,20 @@ class _State:
         pace = (self.step_ends[-1] - self.step_ends[0]) / (len(self.step_ends) - 1)
         return pace * (self.total_steps - self.step)
 
-    def render(self, now: float) -> RenderableType:
-        parts: list[RenderableType] = [self._progress(now), self._numbers()]
+    def render(self, now: float, columns: int, rows: int) -> RenderableType:
+        """At most `rows` lines, the least important left out."""
+        lines: list[RenderableType] = []
         times = _phase_shares(self.values)
         if times:
-            parts.append(_row("time", times))
+            lines.append(_row("time", times))
+        lines += [_row(kind, message, style=_TONES[kind]) for kind, message in self.notes]
         if self.sample:
             prompt, response, score = self.sample
-            parts.append(_row("prompt", prompt))
-            parts.append(_row("answer", response, f"  score {score}"))
-        for kind, message in self.notes:
-            parts.append(_row(kind, message, style=_TONES[kind]))
+            lines += [_row("prompt", prompt), _row("answer", response, f"  score {score}")]
         if self.num_notes > len(self.notes):
-            parts.append(_row("", f"and {self.num_notes - len(self.notes)} earlier ones, in events.jsonl", style="dim"))
-        return Group(*parts)
+            lines.append(_row("", f"and {self.num_notes - len(self.notes)} earlier ones, in events.jsonl", style="dim"))
+        numbers = self._numbers(per_row=2 if columns >= 76 else 1, rows=max(rows - 2, 0))
+        return Group(self._progress(now), numbers, *lines[: max(rows - 2 - numbers.row_count, 0)])
 
     def _progress(self, now: float) -> RenderableType:
         table = Table.grid(padding=(0, 2), expand=True)
@@ -175,12 +187,14 @@ class _State:
         table.add_row(Text("now", style="dim"), Text(doing, no_wrap=True, overflow="ellipsis"), Text(""))
         return table
 
-    def _numbers(self) -> RenderableType:
+    def _numbers(self, per_row: int, rows: int) -> Table:
         table = Table.grid(padding=(0, 2))
-        shown = list(headlines(self.values).items())
-        for first in range(0, len(shown), 2):
+        for _ in range(3 * per_row):
+            table.add_column(no_wrap=True)
+        shown = list(headlines(self.values).items())[: per_row * rows]
+        for first in range(0, len(shown), per_row):
             cells: list[RenderableType] = []
-            for label, value in shown[first : first + 2]:
+            for label, value in shown[first : first + per_row]:
                 if label == "accuracy" and self.first_accuracy is not None and len(self.history[label]) > 1:
                     value = f"{value} (was {self.first_accuracy:.3f})"
                 cells += [

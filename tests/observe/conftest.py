@@ -1,0 +1,204 @@
+"""A run's folder as a short training run leaves it, with hostile samples among the rest; and a real browser."""
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.observe.run_folder import RunFolder
+
+HOSTILE = (
+    "<script>document.documentElement.dataset.hacked = 1</script>",
+    "<img src=x onerror=\"document.documentElement.dataset.hacked=1\"><img src='LEAK'>",
+    "</script><script>document.documentElement.dataset.hacked = 1</script><link rel=stylesheet href='LEAK'>",
+    "<!--<script>",
+    "\x1b]0;owned\x07\x1b[2J\x1b[31mred",
+    "invoice\u202egnp.exe",
+    "$title ${data} {{7*7}}",
+    "a lone \ud800 surrogate and a NUL \x00",
+    "line\u2028separator\r\nand more",
+    "",
+    "x" * 1_000_000,
+    "javascript:alert(1)",
+)
+
+
+def write_run(folder: Path, leak: str = "http://127.0.0.1:1/leak", num_steps: int = 12) -> Path:
+    """60 % of 20 problems are learned over the run; one gradient norm is NaN, one KL infinite."""
+    with RunFolder(folder, 0) as run:
+        run.write_json("run.json", {"experiment": "<b>tiny</b> & co", "model": "tiny", "config": {"seed": 1}})
+        run.write_text("config.yaml", "trainer:\n  seed: 1\n")
+        _validate(run, 0, 4)
+        for step in range(1, num_steps + 1):
+            run.metrics(step, "train", _metrics(step, num_steps))
+            run.samples(step, [_sample(step, i, leak) for i in range(len(HOSTILE) + 4)])
+        _validate(run, num_steps, 16)
+        run.event("warning", "<script>document.documentElement.dataset.hacked = 1</script> is slow", step=3)
+        run.event("end", "all steps done", status="finished")
+    return folder
+
+
+def _metrics(step: int, num_steps: int) -> dict[str, float]:
+    return {
+        "reward/mean_score": step / num_steps,
+        "actor/kl_loss": math.inf if step == 5 else 0.01 * step,
+        "actor/entropy": 2.0 - step / num_steps,
+        "actor/grad_norm": math.nan if step == 3 else 0.5,
+        "actor/pg_clipfrac": 0.1,
+        "rollout/avg_response_length": 10.0 + step,
+        "timing_s/rollout": 0.5,
+        "timing_s/train_step": 0.25,
+        "timing_s/other": 0.25,
+        "timing_s/step": 1.0,
+        "throughput/tokens_per_s": 1000.0,
+        '<img src=x onerror="document.documentElement.dataset.hacked=1">/"quoted"': 1.0,
+    }
+
+
+def _sample(step: int, i: int, leak: str) -> dict[str, Any]:
+    text = HOSTILE[i].replace("LEAK", leak) if i < len(HOSTILE) else f"the answer is {i}"
+    return {
+        "uid": f"{step}:{i}",
+        "prompt": text if i % 2 else f"question {i}",
+        "response": text,
+        "ground_truth": str(i),
+        "score": None if i == 3 else float(i % 2),
+        "reward_parts": {text[:40]: float(i % 2)},
+        "errors": ["math: out of time"] if i == 3 else [],
+        "advantage": math.nan if i == 4 else i - 8.0,
+        "prompt_length": 3,
+        "response_length": 5 + i,
+        "finish_reason": "stop",
+        "versions": [step - 1],
+    }
+
+
+def _validate(run: RunFolder, step: int, num_right: int) -> None:
+    rows = [
+        {
+            "prompt": f"problem {i}",
+            "response": f"answer {i} of {step}",
+            "ground_truth": i,
+            "score": float(i < num_right),
+        }
+        for i in range(20)
+    ]
+    run.samples(step, rows, "val")
+    run.metrics(step, "val", {"val_correct/all/mean": num_right / 20})
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a run's folder, see `write_run`."""
+    return lambda name="run", **options: write_run(tmp_path / name, **options)
+
+
+class Browser:
+    """A headless Chromium, driven by the DevTools protocol over a pair of pipes."""
+
+    def __init__(self, binary: str, profile: Path):
+        read_commands, self._commands = os.pipe()
+        self._answers, write_answers = os.pipe()
+
+        def connect() -> None:
+            commands, answers = os.dup(read_commands), os.dup(write_answers)
+            os.dup2(commands, 3)
+            os.dup2(answers, 4)
+
+        arguments = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run"]
+        self._process = subprocess.Popen(
+            [binary, *arguments, f"--user-data-dir={profile}"],
+            preexec_fn=connect,
+            close_fds=False,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        os.close(read_commands)
+        os.close(write_answers)
+        self._number = 0
+        self._buffer = b""
+        self._session: str | None = None
+        self.events: list[dict[str, Any]] = []
+
+    def open(self, url: str, width: int = 1280, height: int = 900, theme: str = "light") -> None:
+        """Load a page in a new tab of this size and wait until it is loaded; forgets the events of earlier pages."""
+        self._session = None
+        self.events = []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
+        self.call("Page.navigate", url=url)
+        while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
+            self._receive()
+        self.script("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+    def script(self, expression: str) -> Any:
+        """The value of a JavaScript expression in the page."""
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def complaints(self) -> list[str]:
+        """Errors, warnings and messages that the page left on the console."""
+        kinds = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
+        return [json.dumps(event["params"]) for event in self.events if event.get("method") in kinds]
+
+    def requests(self) -> list[str]:
+        """The addresses of everything that the page asked for."""
+        sent = [event["params"] for event in self.events if event.get("method") == "Network.requestWillBeSent"]
+        return [params["request"]["url"] for params in sent]
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """Send a command and wait for its answer; what happens meanwhile goes to `events`."""
+        self._number += 1
+        message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
+        if self._session:
+            message["sessionId"] = self._session
+        data = memoryview(json.dumps(message).encode() + b"\0")
+        while data:
+            data = data[os.write(self._commands, data) :]
+        while (answer := self._receive()).get("id") != self._number:
+            pass
+        assert "error" not in answer, answer
+        return answer["result"]
+
+    def _receive(self) -> dict[str, Any]:
+        while b"\0" not in self._buffer:
+            data = os.read(self._answers, 1 << 20)
+            assert data, "the browser ended"
+            self._buffer += data
+        line, self._buffer = self._buffer.split(b"\0", 1)
+        message = json.loads(line)
+        if "method" in message:
+            self.events.append(message)
+        return message
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        os.close(self._commands)
+        os.close(self._answers)
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if binary is None:
+        pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
+    started = Browser(binary, tmp_path_factory.mktemp("browser"))
+    yield started
+    started.close()

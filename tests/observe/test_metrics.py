@@ -1,0 +1,99 @@
+"""The table of metrics, nesting, and how parts are combined."""
+
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distflow.observe.metrics import METRICS, combine, distribution, find_metric, flatten, headlines, nest
+
+names = st.lists(st.text("ab/@é", max_size=5), min_size=1, max_size=4).map("/".join)
+
+
+@given(st.dictionaries(names, st.floats(allow_nan=False)))
+def test_nesting_loses_nothing_whatever_the_names(values: dict[str, float]) -> None:
+    assert flatten(nest(values)) == values
+
+
+@pytest.mark.parametrize(
+    "name",
+    re.split(
+        r"\s+",
+        """actor/loss actor/pg_loss actor/pg_clipfrac actor/pg_clipfrac_lower actor/ppo_kl actor/entropy actor/grad_norm
+    actor/lr actor/reward_kl_penalty actor/kl_coef critic/vf_loss critic/grad_norm reward/mean_score
+    rollout/avg_response_length async/stale_data_count async/version_diff/mean async/version_start async/version_end
+    async/enqueued async/submitted async/accepted async/running async/rejected val_correct/all/mean
+    val_correct/openai/gsm8k/mean timing_s/rollout timing_s/recompute_logp timing_s/ref_logp timing_s/compute_advantage
+    timing_s/train_step timing_s/update_weights timing_s/save timing_s/eval throughput/tokens_per_s memory/cpu/peak""",
+    ),
+)
+def test_every_named_metric_has_a_description(name: str) -> None:
+    metric = find_metric(name)
+    assert metric is not None and metric.doc
+
+
+def test_the_first_fitting_entry_counts_and_none_is_out_of_reach() -> None:
+    assert find_metric("val_correct/all/mean") is METRICS[[m.name for m in METRICS].index("val_correct/all/mean")]
+    assert find_metric("val_correct/math/pass@8").name == "val_correct/*/pass@*"
+    assert find_metric("something/else") is None
+    assert [m.name for m in METRICS if find_metric(m.name.replace("*", "x")) is not m] == []
+
+
+def test_parts_are_combined_by_kind() -> None:
+    parts = [
+        ({"reward/mean_score": 1.0, "actor/loss": 1.0, "timing_s/rollout": 3.0, "actor/lr": 0.1, "mine": 2.0}, 3.0),
+        ({"reward/mean_score": 0.0, "actor/loss": 2.0, "timing_s/rollout": 1.0, "actor/lr": 0.2, "mine": 6.0}, 1.0),
+        ({"async/version_start": 4.0}, 1.0),
+        ({"async/version_start": 3.0}, 1.0),
+    ]
+    assert combine(parts) == {
+        "reward/mean_score": 0.75,
+        "actor/loss": 3.0,
+        "timing_s/rollout": 3.0,
+        "actor/lr": 0.2,
+        "mine": 3.0,
+        "async/version_start": 3.0,
+    }
+
+
+def test_a_part_without_weight_counts_nothing_even_if_it_is_nan() -> None:
+    assert combine([({"reward/mean_score": math.nan}, 0.0), ({"reward/mean_score": 0.5}, 2.0)]) == {
+        "reward/mean_score": 0.5
+    }
+    assert combine([({"x": 1.0}, 0.0), ({"x": 2.0}, 0.0)]) == {"x": 0.0}
+
+
+@pytest.mark.parametrize("values", [(math.nan, 1.0), (1.0, math.nan)])
+def test_a_nan_is_never_hidden(values: tuple[float, float]) -> None:
+    parts = [({"timing_s/x": v, "async/version_start": v, "actor/loss": v, "reward/std": v}, 1.0) for v in values]
+    assert all(math.isnan(value) for value in combine(parts).values())
+
+
+def test_percentiles_of_parts_are_refused() -> None:
+    one = distribution("rollout/response_length", [1.0, 2.0])
+    assert combine([(one, 2.0)]) == one
+    with pytest.raises(ValueError, match="percentile"):
+        combine([(one, 2.0), (one, 2.0)])
+
+
+def test_distribution_by_hand() -> None:
+    found = distribution("n", [4.0, 1.0, 3.0, 2.0], percentiles=(0, 50, 95, 100))
+    assert found == {
+        "n/mean": 2.5,
+        "n/min": 1.0,
+        "n/max": 4.0,
+        "n/p0": 1.0,
+        "n/p50": 2.5,
+        "n/p95": pytest.approx(3.85),
+        "n/p100": 4.0,
+    }
+    assert distribution("n", []) == {}
+
+
+def test_headlines_take_the_first_name_that_is_there() -> None:
+    assert headlines({"actor/ppo_kl": 0.5, "actor/kl_loss": 0.25, "reward/mean_score": math.nan}) == {
+        "reward": "nan",
+        "kl": "0.2500",
+    }
