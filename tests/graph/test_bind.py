@@ -1,12 +1,16 @@
 """What a config and the data's columns make of a graph."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from distflow.data.batch import Batch
 from distflow.graph import Field, Pipeline, PipelineError, find_field, inert_keys, node
 from distflow.graph.fields import Axis
+from distflow.graph.wiring import DERIVED
 
 
 def graph_of(*nodes):
@@ -30,6 +34,9 @@ def by_group(token_level_rewards, response_mask, group_index): ...
 
 
 def discounted(token_level_rewards, response_mask, gamma, epsilon: float = 1e-6, *, lam=1.0, missing="default"): ...
+
+
+def by_lambda(token_level_rewards, *, gamma, lam=1.0): ...
 
 
 def picks(chosen, **said):
@@ -61,6 +68,16 @@ def test_an_option_that_the_group_sets_to_none_is_none(config):
     config.algorithm.missing = None
     bound = one(discounted, node_role="ADVANTAGE").bind(config, REWARDS).node("x")
     assert bound.options["missing"] is None
+
+
+def test_what_a_partial_sets_goes_before_the_group(config):
+    program = one(functools.partial(by_lambda, gamma=0.5)).bind(config, REWARDS)
+    assert program.node("x").options == {"gamma": 0.5, "lam": 1.0} and program.takes == frozenset()
+    chosen = picks(functools.partial(by_lambda, gamma=0.5))
+    program = one(chosen, lam=0.1).bind(config, REWARDS)
+    assert program.node("x").options == {"gamma": 0.5, "lam": 0.1} and program.takes == frozenset()
+    message = fails(one(picks(functools.partial(by_lambda, gama=0.5))), config, REWARDS)
+    assert "node 'x': its function takes no option 'gama'; did you mean 'gamma'?" in message
 
 
 def test_an_option_without_a_value(config):
@@ -112,6 +129,18 @@ def test_aliases_and_derived_fields_are_there(config):
     assert one(f).bind(config, columns)
     assert one(f).bind(config, ["index", "data_source", *columns[2:]])
     assert "reads 'input_ids'" in fails(one(f), config, [c for c in columns if c != "prompt_ids"])
+
+
+def test_derived_fields_are_those_of_a_batch():
+    def has(name, columns):
+        batch = Batch(torch.tensor([2]), torch.tensor([1]))
+        for column in columns:
+            batch[column] = torch.ones(2 if column == "prompt_ids" else 1)
+        return name in batch
+
+    for name, sources in DERIVED.items():
+        assert has(name, sources)
+        assert not any(has(name, [s for s in sources if s != missing]) for missing in sources)
 
 
 def test_a_node_that_declares_no_writes_is_pointed_at(config):

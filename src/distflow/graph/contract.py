@@ -1,5 +1,6 @@
 """From a function's signature to its contract: the fields it reads and writes, its options, engines and scope."""
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ class Wishes:
 
 def read_contract(fn: Callable[..., Any], wishes: Wishes) -> Contract:
     """The contract of a function. Raises PipelineError if its signature does not tell what it reads."""
-    parameters = _parameters(fn)
+    parameters = _parameters(fn, wishes.where)
     form = Form.WIRED if wishes.late_reads else _form(parameters)
     if wishes.late_reads:
         fields = _Fields((), ())
@@ -136,8 +137,13 @@ class _Fields:
     by_position: tuple[str, ...] = ()
 
 
-def _parameters(fn: Callable[..., Any]) -> list[Parameter] | None:
+def _parameters(fn: Callable[..., Any], where: str) -> list[Parameter] | None:
     """None where the callable cannot be inspected (some builtins)."""
+    if isinstance(fn, functools.partial) and (inner := _parameters(fn.func, where)) is not None:
+        names = [p.name for p in inner]
+        unknown = [name for name in fn.keywords if name not in names]
+        if unknown and not any(p.kind is Parameter.VAR_KEYWORD for p in inner):
+            raise PipelineError(f"{where}: its function takes no option '{unknown[0]}'{hint(unknown[0], names)}")
     try:
         return list(inspect.signature(fn).parameters.values())
     except (ValueError, TypeError):

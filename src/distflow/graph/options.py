@@ -1,5 +1,6 @@
 """Options of node functions: which a function takes, their values under a config, and keys that nothing takes."""
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from inspect import Parameter, signature
@@ -81,14 +82,18 @@ def groups_taken(contract: Contract, group: Group) -> tuple[str, ...]:
 
 
 def resolve_options(node: Node, contract: Contract, group: Group) -> tuple[dict[str, Any], frozenset[str]]:
-    """Values of all options, and the config keys that gave one. `add_node` goes before the group, then the default.
+    """Values of all options, and the config keys that gave one.
+
+    `add_node` and what a `functools.partial` sets go before the group, and that before the function's default.
 
     Raises PipelineError for an option without a value.
     """
+    preset = node.fn.keywords if isinstance(node.fn, functools.partial) else {}
+    fixed = {**{name: value for name, value in preset.items() if name in contract.options}, **node.options}
     values: dict[str, Any] = {}
     keys: set[str] = set()
     for name, default in contract.options.items():
-        if name in node.options:
+        if name in fixed:
             continue
         if group.has(name):
             values[name] = getattr(group.value, name)
@@ -101,7 +106,7 @@ def resolve_options(node: Node, contract: Contract, group: Group) -> tuple[dict[
                 f"{node.where}: option '{name}' has no value: add_node gives none, {where} has no such key"
                 f"{hint(name, group.names())}, and the function has no default"
             )
-    return {**values, **node.options}, frozenset(keys)
+    return {**values, **fixed}, frozenset(keys)
 
 
 def inert_keys(taken: Iterable[str], set_keys: Iterable[str], always_taken: Iterable[str] = ()) -> list[str]:
