@@ -1,6 +1,5 @@
 """From rows to tokens: templates, chats, lengths; checked against the tokenizer called by hand on each row alone."""
 
-import jinja2
 import numpy as np
 import pytest
 from hypothesis import given
@@ -70,7 +69,8 @@ def test_chat_prompts_go_through_the_chat_template(tokenizer):
 def test_messages_are_chat_in_either_format_and_a_rows_own_system_message_wins(tokenizer):
     messages = [{"role": "system", "content": "own"}, {"role": "user", "content": "hi"}]
     chat, text = encode([row(messages), row("plain")], tokenizer, prompt_format="text", system_prompt="be kind")
-    assert chat.prompt_text == "<bos>system: own\nuser: hi\nassistant: "
+    assert chat.prompt_text == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert chat.prompt_text.startswith("<bos>system: own") and "be kind" not in chat.prompt_text
     assert text.prompt_text == "plain"
 
 
@@ -94,7 +94,8 @@ def test_no_chat_template_is_the_users_error():
 
 def test_messages_that_the_template_refuses_are_bad_rows():
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}{{ messages[0]['content'] }}"
+    refuse = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}"
+    tokenizer.chat_template = refuse + "{{ messages[0]['content'] }}"
     rows = [
         row([{"role": "tool", "content": "a"}], origin="f:1"),
         row([{"role": "user", "content": "b"}], origin="f:2"),
@@ -104,7 +105,6 @@ def test_messages_that_the_template_refuses_are_bad_rows():
     bad = BadRows("skip")
     prompts = encode(rows, tokenizer, bad)
     assert [prompt.prompt_text for prompt in prompts] == ["b"] and prompts.report.num_bad == 1
-    assert issubclass(jinja2.TemplateError, Exception)
 
 
 class TestLengths:

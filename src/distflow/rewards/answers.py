@@ -4,7 +4,7 @@ import re
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _UNBRACED_BOX = re.compile(r"[^\s${}\\]+")
-_PHRASE = re.compile(r"\banswer\b(?:\s+is)?\s*(?:\*\*)?\s*[:=]?\s*(?:\*\*)?\s*(?P<answer>[^\n]+)", re.IGNORECASE)
+_PHRASE = re.compile(r"\banswer\b[^\n.:=]{0,60}?(?:\bis\b|[:=])(?:\*\*|[\s:])*", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?]\s+(?=[A-Z])")
 
 
@@ -35,7 +35,10 @@ def marked_answer(text: str) -> str | None:
 def phrased_answer(text: str) -> str | None:
     """What follows the last "answer is" or "answer:", to the end of that sentence or line."""
     found = list(_PHRASE.finditer(text))
-    return _SENTENCE_END.split(found[-1].group("answer"))[0].strip() if found else None
+    if not found:
+        return None
+    line, *_ = text[found[-1].end() :].split("\n")
+    return _SENTENCE_END.split(line)[0].strip()
 
 
 def _braced(text: str, start: int) -> str | None:

@@ -5,6 +5,7 @@ that 1e-7 equals 2e-7 to it. Here the last box wins, numbers are normalised firs
 """
 
 import logging
+import math
 import re
 from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
@@ -27,6 +28,7 @@ _THIN_SPACES = re.compile("(?<=\\d)(?:\\\\[,;:! ]|~|\\\\thinspace(?![A-Za-z])|[\
 _SCIENTIFIC = re.compile(r"(?<![\w\\.])(-?\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.]*\w)")
 _CURRENCY_MARK = re.compile(r"\\?\$(?=\s?\d[\d,]*(?:\.\d+)?[.,;:!?)*]*(?:\s+[A-Za-z(]|\s*$|\s*\n))")
 _PLAIN_NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?")
+_NUMBERS_IN_A_ROW = re.compile(r"[\d.]+(?: [\d.]+)+")
 _ROUNDED_DECIMALS = 6
 _RELATIVE_TOLERANCE = Decimal("1e-6")
 _SMALL = 1e-3
@@ -53,6 +55,8 @@ def gold_answer(ground_truth: Any) -> str:
         raise ValueError(f"the ground truth is {ground_truth!r}: 'math' needs a number or a text (data.answer_key)")
     if isinstance(ground_truth, float) and ground_truth.is_integer():
         ground_truth = int(ground_truth)
+    if isinstance(ground_truth, float) and not math.isfinite(ground_truth):
+        raise ValueError(f"the ground truth is {ground_truth} (data.answer_key)")
     if isinstance(ground_truth, int | float):
         return normalise(repr(ground_truth))
     marked = marked_answer(ground_truth)
@@ -66,7 +70,8 @@ def normalise(answer: str) -> str:
     r"""Without delimiters, currency marks, trailing stops, thin spaces in numbers; `1e2` as a power of ten."""
     inner = last_box(answer)
     answer = answer if inner is None else inner
-    answer = answer.replace(r"\$", "").replace("$", "").replace("**", "").replace("−", "-").replace("{,}", ",")
+    answer = answer.replace(r"\$", "").replace("$", "").replace("**", "").replace("−", "-")
+    answer = answer.replace("{,}", ",").replace(r"\varnothing", r"\emptyset")
     answer = re.sub(r"\\[()\[\]]|\\(?:displaystyle|left|right)(?![A-Za-z])", "", " ".join(answer.split()))
     answer = re.sub(r"[\s.,;:]+$", "", re.sub(r"(?:\\[,;:! ]|~)+$", "", answer.strip()))
     answer = _THIN_SPACES.sub("", answer)
@@ -81,28 +86,41 @@ def is_equal(gold: str, answer: str) -> bool:
     gold_number, number = _plain_number(gold), _plain_number(answer)
     if gold_number is not None and number is not None:
         return _numbers_equal(gold_number, number)
+    if _NUMBERS_IN_A_ROW.fullmatch(answer):
+        return answer == gold  # math-verify would multiply them
     return _verify(_parse_latex(gold), _parse(f"${answer}$"))
 
 
 def _prose_equals(gold: str, text: str) -> bool:
     """The answer was not marked: look at what follows "answer is", else where math-verify looks."""
     phrase = phrased_answer(text)
-    prose = _CURRENCY_MARK.sub("", phrase if phrase is not None else text).replace(r"\$", "")
-    prose = _SCIENTIFIC.sub(r"$\1 \\cdot 10^{\2}$", _THIN_SPACES.sub("", prose))
-    bare = normalise(prose)
-    if _plain_number(bare) is not None:
-        return is_equal(gold, bare)
-    parsed = _parse(prose)
-    plain = [_plain_number(found) for found in parsed if isinstance(found, str)]
+    for prose in (_cleaned(part) for part in (phrase, text) if part is not None):
+        bare = normalise(prose)
+        if _plain_number(bare) is not None:
+            return is_equal(gold, bare)
+        parsed = _parse(prose)
+        if parsed:
+            return _parsed_equals(gold, parsed)
+    return False
+
+
+def _cleaned(prose: str) -> str:
+    prose = _CURRENCY_MARK.sub("", prose).replace(r"\$", "")
+    return _SCIENTIFIC.sub(r"$\1 \\cdot 10^{\2}$", _THIN_SPACES.sub("", prose))
+
+
+def _parsed_equals(gold: str, parsed: list[Basic | str]) -> bool:
+    """math-verify's own reading of a text, plain numbers compared exactly."""
     gold_number = _plain_number(gold)
-    if gold_number is not None and plain and plain[0] is not None:
-        return _numbers_equal(gold_number, plain[0])
+    number = next((_plain_number(found) for found in parsed if isinstance(found, str)), None)
+    if gold_number is not None and number is not None:
+        return _numbers_equal(gold_number, number)
     return _verify(_parse_latex(gold), parsed)
 
 
 def _plain_number(text: str) -> Decimal | None:
     """The value of a plain decimal number, thousands separators and `a \\cdot 10^{b}` included; None for all else."""
-    mantissa, power, exponent = text.replace(" ", "").partition(r"\cdot10^{")
+    mantissa, power, exponent = text.partition(r" \cdot 10^{")
     if not re.search(r"\d", mantissa) or not _PLAIN_NUMBER.fullmatch(mantissa):
         return None
     try:

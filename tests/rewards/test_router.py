@@ -1,0 +1,122 @@
+"""Rewards by domain: weights, parts by name, the overlong penalty, and parts that fail."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distflow.config.errors import UserError
+from distflow.data.sample import Sample, Segment
+from distflow.rewards.router import Judgement, Overlong, RewardRouter
+from distflow.rewards.verdict import Error, Score, Timeout
+
+FAULTY = str(Path(__file__).with_name("faulty_verifiers.py"))
+SETTINGS = {"timeout_s": 20.0, "num_workers": 1}
+
+
+def sample(response: str, ground_truth="5", domain: str = "default", num_tokens: int = 1, **extra) -> Sample:
+    segments = [Segment("prompt", (1,)), Segment("environment", (1,) * num_tokens)]
+    return Sample("0-0", 0, segments, response=response, ground_truth=ground_truth, domain=domain, extra_info=extra)
+
+
+def score(router: RewardRouter, judged: Sample, max_response_length: int = 100) -> Judgement:
+    return asyncio.run(router.score(judged, max_response_length))
+
+
+@pytest.fixture(scope="module")
+def router() -> Iterator[RewardRouter]:
+    functions = {
+        "default": [("math", 1.0), ("format", 0.25)],
+        "text": [("exact_match", 2.0)],
+        "faulty": [("custom", 1.0), ("exact_match", 1.0)],
+    }
+    with RewardRouter(functions, overlong=Overlong(10, 0.5), custom=(FAULTY, "compute_score"), **SETTINGS) as router:
+        yield router
+
+
+@pytest.mark.parametrize(
+    ("response", "total", "parts"),
+    [
+        (r"\boxed{5}", 1.25, {"math": 1.0, "format": 1.0}),
+        (r"\boxed{6}", 0.25, {"math": 0.0, "format": 1.0}),
+        ("5", 1.0, {"math": 1.0, "format": 0.0}),
+        ("6", 0.0, {"math": 0.0, "format": 0.0}),
+    ],
+)
+def test_the_score_is_the_weighted_sum_of_the_parts(router, response, total, parts):
+    judgement = score(router, sample(response))
+    assert judgement.verdict == Score(total)
+    assert judgement.scores() == {**parts, "overlong": 0.0}
+
+
+def test_a_domain_has_its_own_functions_and_others_the_default_ones(router):
+    assert score(router, sample("a", "a", "text")).verdict == Score(2.0)
+    assert set(score(router, sample("5", "5", "elsewhere")).parts) == {"math", "format", "overlong"}
+
+
+@pytest.mark.parametrize(("num_tokens", "penalty"), [(90, 0.0), (91, -0.05), (95, -0.25), (100, -0.5), (200, -0.5)])
+def test_the_overlong_penalty_grows_over_the_buffer_and_stops_at_the_factor(router, num_tokens, penalty):
+    judgement = score(router, sample("a", "a", "text", num_tokens))
+    assert judgement.parts["overlong"] == Score(pytest.approx(penalty))
+    assert judgement.verdict == Score(pytest.approx(2.0 + penalty))
+
+
+def test_one_part_that_fails_leaves_the_sample_without_a_score_and_keeps_the_others(router):
+    router.take_counts()
+    judgement = score(router, sample("raises", "raises", "faulty"))
+    assert isinstance(judgement.verdict, Error) and judgement.verdict.reason.startswith("custom: KeyError")
+    assert judgement.scores() == {"exact_match": 1.0, "overlong": 0.0}
+    assert isinstance(score(router, sample("nan", "x", "faulty")).verdict, Error)
+    counts = router.take_counts()
+    assert counts["reward/errors"] == counts["reward/errors/custom"] == 2 and counts["reward/timeouts"] == 0
+    assert router.take_counts()["reward/errors"] == 0
+
+
+def test_a_part_that_hangs_is_a_timeout_of_the_sample():
+    with RewardRouter(
+        {"default": [("custom", 1.0)]}, timeout_s=0.4, num_workers=1, custom=(FAULTY, "compute_score")
+    ) as router:
+        assert score(router, sample("hang in c")).verdict == Timeout(0.4)
+        assert score(router, sample("echo", value=3)).verdict == Score(3.0)
+        counts = router.take_counts()
+        assert (counts["reward/timeouts"], counts["reward/timeouts/custom"], counts["reward/verdicts"]) == (1, 1, 2)
+
+
+def test_a_missing_ground_truth_is_an_error(router):
+    assert isinstance(score(router, sample(r"\boxed{5}", None)).verdict, Error)
+
+
+def test_remarks_of_a_part_are_kept_under_its_name(router):
+    verdict = score(router, sample("dict", "x", "faulty")).verdict
+    assert isinstance(verdict, Score) and verdict.value == 0.5 and verdict.extra["custom/why"] == "half"
+
+
+def test_domains_are_checked_before_the_run():
+    with RewardRouter({"gsm8k": [("math", 1.0)]}, **SETTINGS) as router:
+        router.check_domains(["gsm8k", "gsm8k"])
+        with pytest.raises(UserError, match=r"the domain 'gsm8x' \(nearest: 'gsm8k'\): add it to reward.functions"):
+            router.check_domains(["gsm8k", "gsm8x"])
+
+
+@pytest.mark.parametrize(
+    ("functions", "custom", "said"),
+    [
+        ({}, None, "names no function"),
+        ({"default": []}, None, "names no function"),
+        ({"default": [("maths", 1.0)]}, None, "did you mean 'math'"),
+        ({"default": [("custom", 1.0)]}, None, "set custom_reward_function.path"),
+        ({"default": [("custom", 1.0)]}, ("no/such/file.py", "compute_score"), "no file"),
+        ({"default": [("custom", 1.0)]}, ("no_such_module", "compute_score"), "No module named 'no_such_module'"),
+        ({"default": [("custom", 1.0)]}, (FAULTY, "compute_scores"), "has no function 'compute_scores'"),
+    ],
+)
+def test_functions_that_are_not_there(functions, custom, said):
+    with pytest.raises(UserError) as raised:
+        RewardRouter(functions, custom=custom, **SETTINGS)
+    assert said in str(raised.value)
+
+
+def test_a_function_may_be_named_by_its_module():
+    with RewardRouter({"default": [("distflow.rewards.exact_match:compute_score", 1.0)]}, **SETTINGS) as router:
+        assert score(router, sample("a", "a")).verdict == Score(1.0)
