@@ -85,7 +85,7 @@ class PolicyObjective:
         sums["pg_loss"] = loss
 
         entropy = under_mask(outputs["entropy"], mask)
-        sums[_PER_TOKEN + "entropy"] = entropy.sum()
+        sums[_PER_TOKEN + "entropy"] = entropy.detach().double().sum()
         if self.entropy_coef:
             loss = loss - self.entropy_coef * weighted_sum(entropy, weights)
             sums["loss_term/entropy"] = abs(self.entropy_coef) * weighted_sum(entropy.abs(), weights)
@@ -114,7 +114,7 @@ class PolicyObjective:
         per_token, token_stats = self.loss.fn(log_probs=log_probs, **fields, **self.options)
         if correction is not None:
             per_token = under_mask(per_token, mask) * under_mask(correction, mask)
-        sums = {_PER_TOKEN + name: under_mask(value, mask).sum() for name, value in token_stats.items()}
+        sums = {_PER_TOKEN + name: under_mask(value, mask).double().sum() for name, value in token_stats.items()}
         return weighted_sum(per_token, weights), sums | {"loss_term/pg": weighted_sum(per_token.abs(), weights)}
 
     def _fields(self, micro: Batch, device: torch.device) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class ValueObjective:
         per_token, stats = compute_value_loss(values, old, returns, mask, cliprange_value=self.cliprange_value)
         weights = token_weights(mask, self.loss_agg_mode, counts, self.loss_scale_factor)
         loss = weighted_sum(per_token, weights)
-        sums = {_PER_TOKEN + name: under_mask(value, mask).sum() for name, value in stats.items()}
+        sums = {_PER_TOKEN + name: under_mask(value, mask).double().sum() for name, value in stats.items()}
         return loss, _to_floats({"loss": loss, "vf_loss": loss} | sums)
 
     def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:

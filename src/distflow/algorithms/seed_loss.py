@@ -57,20 +57,20 @@ class SeedLoss:
         fields: Mapping[str, Tensor],
         weights: Tensor | None,
         counts: Mapping[str, float],
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, dict[str, float]]:
         """(share of the policy loss, sums over tokens of its statistics). Raises ValueError if it returns others."""
         mask = fields["loss_mask"]
-        num_tokens = (mask > 0).sum()
-        if not num_tokens:
+        num_tokens = float((mask > 0).sum())
+        if num_tokens == 0:
             # Its own means would divide by nothing.
-            return zero_loss(log_probs), dict.fromkeys(SEED_RETURNS[1:], num_tokens)
+            return zero_loss(log_probs), dict.fromkeys(SEED_RETURNS[1:], 0.0)
         result, aggregated = self._run(log_probs, fields, weights, counts)
         pg_loss = result[0]
         if not aggregated:
             self._warn_once()
             pg_loss = pg_loss * (num_tokens / max(counts["tokens"], 1.0))
         means = dict(zip(SEED_RETURNS[1:], result[1:], strict=True))
-        return pg_loss, {name: mean * num_tokens for name, mean in means.items()}
+        return pg_loss, {name: float(mean) * num_tokens for name, mean in means.items()}
 
     def _run(
         self, log_probs: Tensor, fields: Mapping[str, Tensor], weights: Tensor | None, counts: Mapping[str, float]

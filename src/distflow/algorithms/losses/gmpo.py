@@ -26,7 +26,7 @@ def compute_gmpo_loss(
     """
     low, high = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)
     difference = log_ratio(log_probs, old_log_probs, loss_mask)
-    advantages = under_mask(advantages, loss_mask)
+    advantages = under_mask(advantages, loss_mask).to(difference.dtype)
     lengths = (loss_mask > 0).sum(dim=-1, keepdim=True).clamp(min=1)
     pessimistic = torch.where(advantages > 0, difference.clamp(max=high), difference.clamp(min=-low))
     pessimistic = torch.where(advantages == 0, torch.zeros_like(pessimistic), pessimistic)

@@ -1,0 +1,118 @@
+"""One gloo rank: the gradient of every objective over unequal shares, against the undivided mini-batch.
+
+Run as `python -m tests.algorithms.rank_worker RANK STORE OUT`; four of them form groups of 1, 2 and 4 ranks.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from distflow.algorithms import LOSS_AGG_MODES, POLICY_LOSSES, PolicyObjective, ValueObjective, advantages
+from distflow.data.batch import Batch
+from tests.algorithms.toy_policy import LONGEST, gradient, toy_batch
+
+ROWS = 13
+# Rows of each rank: unequal, none for one of them.
+SHARES = {
+    1: [list(range(ROWS))],
+    2: [[0, 1], list(range(2, ROWS))],
+    4: [[0, 4, 9, 12, 2, 7], [3, 6], [], [1, 5, 8, 10, 11]],
+}
+# Groups are whole in every share.
+GROUPS = [0, 1, 2, 3, 2, 4, 3, 2, 4, 2, 4, 4, 2]
+
+
+class Ranks:
+    """Sums and maxima over a process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        value = value.clone()
+        dist.all_reduce(value, dist.ReduceOp.SUM, group=self.group)
+        return value
+
+    def max(self, value: torch.Tensor) -> torch.Tensor:
+        value = value.clone()
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group)
+        return value
+
+    def sum_named(self, values: dict[str, float]) -> dict[str, float]:
+        summed = self.sum(torch.tensor([values[name] for name in sorted(values)], dtype=torch.float64))
+        return dict(zip(sorted(values), summed.tolist(), strict=True))
+
+
+def objectives() -> dict[str, PolicyObjective | ValueObjective]:
+    """Every loss in every mode."""
+    built: dict[str, PolicyObjective | ValueObjective] = {}
+    for mode in LOSS_AGG_MODES:
+        scale = float(LONGEST) if mode == "seq-mean-token-sum-norm" else None
+        for name in sorted(POLICY_LOSSES):
+            built[f"{name} {mode}"] = PolicyObjective(
+                name,
+                loss_agg_mode=mode,
+                loss_scale_factor=scale,
+                entropy_coef=0.01,
+                kl_loss_type="low_var_kl",
+                kl_loss_coef=0.1,
+                weights_field="rollout_is_weights" if name == "vanilla" else None,
+            )
+        built[f"value {mode}"] = ValueObjective(0.3, mode, scale)
+    return built
+
+
+def compare_losses(ranks: Ranks, batch: Batch, mine: Batch) -> dict[str, float]:
+    """The largest relative deviation of gradient or metric, by objective."""
+    deviations = {}
+    for name, objective in objectives().items():
+        counts = ranks.sum_named(objective.counts(mine))
+        parts = [mine.select(part) for part in torch.arange(len(mine)).split(2)] or [mine]
+        grad, sums = gradient(objective, parts, counts)
+        grad, metrics = ranks.sum(grad), objective.finish(ranks.sum_named(sums), counts)
+        whole = objective.counts(batch)
+        wanted, wanted_sums = gradient(objective, [batch], whole)
+        wanted_metrics = objective.finish(wanted_sums, whole)
+        assert counts == whole and metrics.keys() == wanted_metrics.keys() and wanted.abs().max() > 1e-3
+        worst = float((grad - wanted).abs().max() / wanted.abs().max())
+        deviations[name] = max(worst, *(abs(metrics[k] - wanted_metrics[k]) for k in metrics))
+    return deviations
+
+
+def compare_advantages(ranks: Ranks, batch: Batch, mine: Batch, rows: list[int]) -> dict[str, float]:
+    """The same of the estimators that whiten or count over the global batch."""
+    estimators = {
+        "gae": (advantages.compute_gae_advantage, "values"),
+        "reinforce_plus_plus": (advantages.compute_reinforce_plus_plus_advantage, None),
+        "reinforce_plus_plus_baseline": (advantages.compute_reinforce_plus_plus_baseline_advantage, "group_index"),
+        "gpg": (advantages.compute_gpg_advantage, "group_index"),
+    }
+    deviations = {}
+    for name, (estimate, extra) in estimators.items():
+        names = ["token_level_scores", "response_mask", *([extra] if extra else []), "valid"]
+        own = estimate(*(mine[n] for n in names), reduce=ranks)[0]
+        whole = estimate(*(batch[n] for n in names))[0][rows][:, : own.shape[1]]
+        deviations[name] = float((own - whole).abs().max()) if rows else 0.0
+    return deviations
+
+
+def main(rank: int, store: str, out: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
+    groups = {size: dist.new_group(list(range(size))) for size in SHARES}
+    batch, results = toy_batch(seed=1, bs=ROWS), {}
+    batch["group_index"] = torch.tensor(GROUPS)
+    for size, shares in SHARES.items():
+        if rank < size:
+            rows = shares[rank]
+            ranks, mine = Ranks(groups[size]), batch.select(rows)
+            results[size] = compare_losses(ranks, batch, mine) | compare_advantages(ranks, batch, mine, rows)
+    out.write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

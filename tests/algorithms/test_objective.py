@@ -1,0 +1,286 @@
+"""Objectives: the same gradient and metrics however a mini-batch is split, wiring by parameter names, dead terms."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from distflow.algorithms import (
+    LOSS_AGG_MODES,
+    POLICY_LOSSES,
+    PolicyObjective,
+    SFTObjective,
+    ValueObjective,
+    find_policy_loss,
+    loss_counts,
+    register_policy_loss,
+    token_weights,
+)
+from distflow.algorithms.aggregate import weighted_sum
+from distflow.data.batch import Batch
+from tests.algorithms.toy_policy import LONGEST, gradient, outputs, toy_batch, toy_weights
+
+ROWS = 13
+
+
+def random_split(batch: Batch, seed: int) -> list[Batch]:
+    """Parts of unequal size in a shuffled order, one of them empty, one of only masked rows."""
+    rng = random.Random(seed)
+    masked = [i for i in range(len(batch)) if batch["loss_mask"][i].sum() == 0]
+    rest = [i for i in range(len(batch)) if i not in masked]
+    rng.shuffle(rest)
+    parts: list[list[int]] = [masked, []]
+    while rest:
+        size = rng.randint(1, 5)
+        parts.append(rest[:size])
+        rest = rest[size:]
+    rng.shuffle(parts)
+    return [batch.select(part) for part in parts]
+
+
+def scale_of(mode: str) -> float | None:
+    return float(LONGEST) if mode == "seq-mean-token-sum-norm" else None
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_the_gradient_does_not_depend_on_the_micro_batches(name: str, mode: str) -> None:
+    objective = PolicyObjective(
+        name,
+        loss_agg_mode=mode,
+        loss_scale_factor=scale_of(mode),
+        entropy_coef=0.01,
+        kl_loss_type="kl+",
+        kl_loss_coef=0.1,
+        weights_field="rollout_is_weights",
+    )
+    batch = toy_batch(seed=3, bs=ROWS)
+    counts = objective.counts(batch)
+    wanted, wanted_sums = gradient(objective, [batch], counts)
+    assert wanted.abs().max() > 1e-3
+    for seed in range(2):
+        parts = random_split(batch, seed)
+        assert {k: sum(objective.counts(p)[k] for p in parts) for k in counts} == counts
+        actual, sums = gradient(objective, parts, counts)
+        torch.testing.assert_close(actual, wanted, rtol=1e-11, atol=1e-13)
+        assert objective.finish(sums, counts) == pytest.approx(
+            objective.finish(wanted_sums, counts), rel=1e-11, abs=1e-13
+        )
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_the_gradient_of_the_critic_does_not_depend_on_the_micro_batches(mode: str) -> None:
+    objective = ValueObjective(0.3, mode, scale_of(mode))
+    batch = toy_batch(seed=4, bs=ROWS)
+    counts = objective.counts(batch)
+    wanted, wanted_sums = gradient(objective, [batch], counts)
+    actual, sums = gradient(objective, random_split(batch, 0), counts)
+    torch.testing.assert_close(actual, wanted, rtol=1e-11, atol=1e-13)
+    metrics = objective.finish(sums, counts)
+    assert metrics == pytest.approx(objective.finish(wanted_sums, counts))
+    assert set(metrics) == {"loss", "vf_loss", "vf_clipfrac", "vpred_mean"}
+
+
+def test_supervised_fine_tuning_is_the_mean_negative_log_likelihood() -> None:
+    objective, batch = SFTObjective(), toy_batch(seed=5, bs=ROWS)
+    counts = objective.counts(batch)
+    _, sums = gradient(objective, random_split(batch, 1), counts)
+    log_probs, mask = outputs(toy_weights(), batch)["log_probs"], batch["loss_mask"]
+    tokens = [-float(x) for x, m in zip(log_probs.detach().flatten(), mask.flatten(), strict=True) if m]
+    assert objective.finish(sums, counts)["loss"] == pytest.approx(sum(tokens) / len(tokens))
+
+
+def brute_force_loss(batch: Batch, mode: str, entropy_coef: float, kl_coef: float) -> dict[str, float]:
+    """gpg − entropy + k2 in plain Python."""
+    out = outputs(toy_weights(), batch)
+    rows: dict[str, list[list[float]]] = {"pg": [], "entropy": [], "kl": []}
+    for i, keep in enumerate(batch["loss_mask"].tolist()):
+        tokens = [t for t, m in enumerate(keep) if m]
+        lp = [float(out["log_probs"][i, t].detach()) for t in tokens]
+        rows["pg"].append([-x * float(batch["advantages"][i, t]) for x, t in zip(lp, tokens, strict=True)])
+        rows["entropy"].append([float(out["entropy"][i, t].detach()) for t in tokens])
+        rows["kl"].append(
+            [0.5 * (x - float(batch["ref_log_prob"][i, t])) ** 2 for x, t in zip(lp, tokens, strict=True)]
+        )
+
+    def aggregate(values: list[list[float]]) -> float:
+        live = [row for row in values if row]
+        if mode == "token-mean":
+            return sum(map(sum, live)) / sum(map(len, live))
+        per_row = [sum(row) / (len(row) if mode == "seq-mean-token-mean" else 1) for row in live]
+        return sum(per_row) / len(live) / (LONGEST if mode == "seq-mean-token-sum-norm" else 1)
+
+    pg, entropy, kl = (aggregate(rows[name]) for name in ("pg", "entropy", "kl"))
+    flat = [x for row in rows["entropy"] for x in row]
+    return {
+        "loss": pg - entropy_coef * entropy + kl_coef * kl,
+        "pg_loss": pg,
+        "entropy": sum(flat) / len(flat),
+        "kl_loss": kl,
+        "loss_term/pg": aggregate([[abs(x) for x in row] for row in rows["pg"]]),
+        "loss_term/entropy": entropy_coef * entropy,
+        "loss_term/kl": kl_coef * kl,
+    }
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_metrics_are_those_of_the_whole_mini_batch(mode: str) -> None:
+    objective = PolicyObjective(
+        "gpg",
+        loss_agg_mode=mode,
+        loss_scale_factor=scale_of(mode),
+        entropy_coef=0.05,
+        kl_loss_type="mse",
+        kl_loss_coef=0.3,
+    )
+    batch = toy_batch(seed=6, bs=ROWS)
+    counts = objective.counts(batch)
+    _, sums = gradient(objective, random_split(batch, 2), counts)
+    assert objective.finish(sums, counts) == pytest.approx(brute_force_loss(batch, mode, 0.05, 0.3))
+
+
+def test_statistics_are_means_over_the_tokens_of_the_mini_batch() -> None:
+    objective, batch = PolicyObjective("vanilla", {"clip_ratio": 0.1}), toy_batch(seed=7, bs=ROWS)
+    counts = objective.counts(batch)
+    _, sums = gradient(objective, random_split(batch, 3), counts)
+    metrics = objective.finish(sums, counts)
+    mask = batch["loss_mask"] > 0
+    _, stats = find_policy_loss("vanilla").fn(
+        outputs(toy_weights(), batch)["log_probs"],
+        batch["advantages"],
+        batch["loss_mask"],
+        batch["old_log_probs"],
+        clip_ratio=0.1,
+    )
+    for name in ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl"):
+        assert metrics[name] == pytest.approx(float(stats[name][mask].double().mean()))
+    assert 0 < metrics["pg_clipfrac"] < 1
+
+
+def test_a_dead_term_is_exactly_zero_and_a_live_one_is_not() -> None:
+    batch = toy_batch(seed=8, bs=ROWS)
+    objective = PolicyObjective("vanilla", entropy_coef=0.01, kl_loss_type="low_var_kl", kl_loss_coef=0.1)
+    counts = objective.counts(batch)
+    live = objective.finish(gradient(objective, [batch], counts)[1], counts)
+    assert all(live[f"loss_term/{name}"] > 0 for name in ("pg", "entropy", "kl"))
+
+    batch["advantages"] = torch.zeros_like(batch["advantages"])
+    batch["ref_log_prob"] = outputs(toy_weights(), batch)["log_probs"].nan_to_num()
+    weights = toy_weights()
+    out = outputs(weights, batch)
+    out["log_probs"] = out["log_probs"].float()
+    dead = objective.finish(objective(out, batch, counts)[1], counts)
+    assert dead["loss_term/pg"] == 0.0
+    assert dead["loss_term/kl"] == 0.0
+    assert dead["loss_term/entropy"] > 0
+
+
+def test_advantages_that_cancel_are_no_dead_term() -> None:
+    """On policy a centred group's loss is 0 in value, while its gradient is not."""
+    batch = toy_batch(seed=9, bs=2).select([0, 0])
+    batch["advantages"] = torch.tensor([[1.0], [-1.0]]) * batch["response_mask"]
+    batch["old_log_probs"] = outputs(toy_weights(), batch)["log_probs"].nan_to_num()
+    objective = PolicyObjective("vanilla")
+    counts = objective.counts(batch)
+    _, sums = gradient(objective, [batch], counts)
+    metrics = objective.finish(sums, counts)
+    assert abs(metrics["pg_loss"]) < 1e-6
+    assert metrics["loss_term/pg"] == pytest.approx(1.0, rel=1e-6)
+
+
+def test_invalid_samples_have_no_gradient() -> None:
+    batch = toy_batch(seed=10, bs=ROWS)
+    objective = PolicyObjective("vanilla", entropy_coef=0.01)
+    wanted, _ = gradient(objective, [batch], objective.counts(batch))
+    poisoned = batch.select(range(len(batch)))
+    advantages = poisoned["advantages"]
+    advantages[~poisoned["valid"]] = 1e6
+    poisoned["advantages"] = advantages
+    actual, _ = gradient(objective, [poisoned], objective.counts(poisoned))
+    assert torch.equal(actual, wanted)
+
+
+def test_terms_that_are_off_are_not_read() -> None:
+    batch = toy_batch(seed=11, bs=5)
+    objective = PolicyObjective("gpg")
+    assert objective.reads == ("advantages", "loss_mask")
+    bare = batch.only(["response_ids", "response_mask", "advantages"])
+    counts = objective.counts(bare)
+    metrics = objective.finish(gradient(objective, [bare], counts)[1], counts)
+    assert set(metrics) == {"loss", "pg_loss", "entropy", "loss_term/pg"}
+
+
+def test_a_loss_of_ones_own_is_wired_by_its_parameter_names() -> None:
+    @register_policy_loss("test_own_loss")
+    def own_loss(
+        log_probs: Any, advantages: Any, loss_mask: Any, returns: Any, values: Any = None, *, power: float = 1.0
+    ) -> Any:
+        assert values is not None
+        return -log_probs * advantages * returns.abs() ** power, {"seen": returns}
+
+    try:
+        objective = PolicyObjective("test_own_loss", {"power": 2.0})
+        batch = toy_batch(seed=12, bs=ROWS)
+        assert objective.reads == ("advantages", "loss_mask", "returns")
+        counts = objective.counts(batch)
+        wanted, _ = gradient(objective, [batch], counts)
+        actual, sums = gradient(objective, random_split(batch, 5), counts)
+        torch.testing.assert_close(actual, wanted)
+        assert actual.isfinite().all()
+        mask = batch["loss_mask"] > 0
+        seen = objective.finish(sums, counts)["seen"]
+        assert seen == pytest.approx(float(batch["returns"][mask].double().mean()))
+        with pytest.raises(ValueError, match="'powr'.*did you mean 'power'"):
+            PolicyObjective("test_own_loss", {"powr": 2.0})
+    finally:
+        del POLICY_LOSSES["test_own_loss"]
+
+
+def test_correction_weights_multiply_each_token() -> None:
+    batch = toy_batch(seed=13, bs=ROWS)
+    objective = PolicyObjective("gpg", weights_field="rollout_is_weights")
+    counts = objective.counts(batch)
+    actual, _ = gradient(objective, [batch], counts)
+    batch["advantages"] = batch["advantages"] * batch["rollout_is_weights"]
+    wanted, _ = gradient(PolicyObjective("gpg"), [batch], counts)
+    torch.testing.assert_close(actual, wanted, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"loss": "vanila"}, "did you mean 'vanilla'"),
+        ({"loss_agg_mode": "mean"}, "token-mean"),
+        ({"loss_agg_mode": "seq-mean-token-sum-norm"}, "loss_scale_factor"),
+        ({"loss_scale_factor": 0.0}, "positive"),
+        ({"options": {"clip_ration": 0.1}}, "did you mean 'clip_ratio'"),
+        ({"kl_loss_type": "low_var"}, "did you mean 'low_var_kl'"),
+        ({"kl_loss_type": "full"}, "low_var_kl"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_what_to_do(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PolicyObjective(**arguments)
+
+
+def test_a_missing_column_is_named() -> None:
+    batch = toy_batch(seed=14, bs=3).only(["response_ids", "response_mask", "advantages"])
+    objective = PolicyObjective("decoupled")
+    with pytest.raises(KeyError, match="old_log_probs"):
+        objective(outputs(toy_weights(), batch), batch, objective.counts(batch))
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_token_weights_against_loops(case: Any, mode: str) -> None:
+    mask, loss = case(6).mask, torch.randn(9, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rows = [[x for x, m in zip(r, k, strict=True) if m] for r, k in zip(loss.tolist(), mask.tolist(), strict=True)]
+    live = [row for row in rows if row]
+    wanted = {
+        "token-mean": sum(map(sum, live)) / sum(map(len, live)),
+        "seq-mean-token-sum": sum(map(sum, live)) / len(live),
+        "seq-mean-token-mean": sum(sum(row) / len(row) for row in live) / len(live),
+        "seq-mean-token-sum-norm": sum(map(sum, live)) / len(live) / 7,
+    }[mode]
+    weights = token_weights(mask, mode, loss_counts(mask))
+    assert float(weighted_sum(loss, weights)) == pytest.approx(wanted, rel=1e-12)

@@ -1,0 +1,152 @@
+"""Policy losses of the seed's signature: exact where they aggregate with our `agg_loss`, weighted by tokens where not."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from distflow.algorithms import (
+    LOSS_AGG_MODES,
+    POLICY_LOSSES,
+    PolicyObjective,
+    agg_loss,
+    masked_mean,
+    register_policy_loss,
+)
+from tests.algorithms.test_objective import random_split, scale_of
+from tests.algorithms.toy_policy import gradient, toy_batch
+
+ROWS = 13
+ACTOR = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "clip_ratio_c": 3.0}
+
+
+def seed_vanilla(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As a user of the seed would write it."""
+    low = config.clip_ratio_low or config.clip_ratio
+    high = config.clip_ratio_high or config.clip_ratio
+    difference = log_prob - old_log_prob
+    ratio = torch.exp(difference)
+    plain, clipped = -advantages * ratio, -advantages * torch.clamp(ratio, 1 - low, 1 + high)
+    worst = torch.maximum(plain, clipped)
+    bound = -advantages * config.get("clip_ratio_c", 3.0)
+    losses = torch.where(advantages < 0, torch.min(bound, worst), worst)
+    if rollout_is_weights is not None:
+        losses = losses * rollout_is_weights
+    lower = torch.gt(worst, bound) * (advantages < 0).float()
+    return (
+        agg_loss(losses, response_mask, loss_agg_mode),
+        masked_mean(torch.gt(clipped, plain).float(), response_mask),
+        masked_mean(-difference.detach(), response_mask),
+        masked_mean(lower, response_mask),
+    )
+
+
+def seed_mean(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, **kwargs: Any) -> Any:
+    """A scalar made without `agg_loss`; it would be NaN on a micro-batch without tokens."""
+    loss = -(log_prob * advantages * response_mask).sum() / response_mask.sum()
+    zero = torch.tensor(0.0)
+    return loss, zero, zero, zero
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    register_policy_loss("test_seed_vanilla")(seed_vanilla)
+    register_policy_loss("test_seed_mean")(seed_mean)
+    yield
+    del POLICY_LOSSES["test_seed_vanilla"], POLICY_LOSSES["test_seed_mean"]
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_with_agg_loss_it_equals_the_built_in_one_for_every_split(mode: str, corrected: bool) -> None:
+    batch = toy_batch(seed=20, bs=ROWS)
+    common: dict[str, Any] = {
+        "loss_agg_mode": mode,
+        "loss_scale_factor": scale_of(mode),
+        "entropy_coef": 0.02,
+        "weights_field": "rollout_is_weights" if corrected else None,
+    }
+    built_in, seed = PolicyObjective("vanilla", **common), PolicyObjective("test_seed_vanilla", actor=ACTOR, **common)
+    assert seed.loss.seed_style
+    counts = seed.counts(batch)
+    wanted, wanted_sums = gradient(built_in, [batch], counts)
+    wanted_metrics = built_in.finish(wanted_sums, counts)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for parts in ([batch], random_split(batch, 0), random_split(batch, 1)):
+            actual, sums = gradient(seed, parts, counts)
+            torch.testing.assert_close(actual, wanted, rtol=1e-10, atol=1e-12)
+            metrics = seed.finish(sums, counts)
+            del metrics["loss_term/pg"]
+            assert metrics == pytest.approx({name: wanted_metrics[name] for name in metrics}, rel=1e-6)
+
+
+def test_a_scalar_made_in_another_way_counts_by_its_tokens_with_one_warning() -> None:
+    batch = toy_batch(seed=21, bs=ROWS)
+    seed, counts = PolicyObjective("test_seed_mean"), PolicyObjective("gpg").counts(batch)
+    wanted, _ = gradient(PolicyObjective("gpg"), [batch], counts)
+    with pytest.warns(UserWarning, match="agg_loss") as caught:
+        actual, _ = gradient(seed, random_split(batch, 2), counts)
+    assert len(caught) == 1
+    torch.testing.assert_close(actual, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_its_config_is_read_only_and_names_what_is_missing() -> None:
+    seen = []
+
+    def spy(old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any, config: Any) -> Any:
+        seen.append(config)
+        return agg_loss(-log_prob * advantages, response_mask), *[torch.tensor(0.0)] * 3
+
+    register_policy_loss("test_spy")(spy)
+    try:
+        batch = toy_batch(seed=22, bs=4)
+        objective = PolicyObjective("test_spy", actor=ACTOR)
+        gradient(objective, [batch], objective.counts(batch))
+        with pytest.raises(ValueError, match="rollout_is_weights"):
+            corrected = PolicyObjective("test_spy", actor=ACTOR, weights_field="rollout_is_weights")
+            gradient(corrected, [batch], objective.counts(batch))
+    finally:
+        del POLICY_LOSSES["test_spy"]
+    (config,) = seen
+    assert (config.clip_ratio, config["clip_ratio_c"], config.get("nothing", 7)) == (0.2, 3.0, 7)
+    with pytest.raises(AttributeError, match="read only"):
+        config.clip_ratio = 0.5
+    with pytest.raises(AttributeError, match="no number 'clip_ration'"):
+        _ = config.clip_ration
+
+
+def test_another_return_value_is_refused() -> None:
+    def wrong(old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any) -> Any:
+        return log_prob.sum()
+
+    register_policy_loss("test_wrong")(wrong)
+    try:
+        batch = toy_batch(seed=23, bs=4)
+        objective = PolicyObjective("test_wrong")
+        with pytest.raises(ValueError, match="pg_clipfrac_lower"):
+            gradient(objective, [batch], objective.counts(batch))
+    finally:
+        del POLICY_LOSSES["test_wrong"]
+
+
+def test_outside_of_a_policy_loss_agg_loss_takes_the_batch_as_the_whole() -> None:
+    loss, mask = torch.tensor([[1.0, 2.0], [5.0, float("nan")]]), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+    assert float(agg_loss(loss, mask, "token-mean")) == pytest.approx(8 / 3)
+    assert float(agg_loss(loss, mask, "seq-mean-token-mean")) == pytest.approx((1.5 + 5) / 2)
+    assert float(agg_loss(loss, mask, "seq-mean-token-sum")) == pytest.approx((3 + 5) / 2)
+    assert float(agg_loss(loss, mask, "seq-mean-token-sum-norm", loss_scale_factor=10)) == pytest.approx(0.4)
+    assert float(agg_loss(loss, mask, "seq-mean-token-sum-norm")) == pytest.approx(2.0)
+    with pytest.raises(ValueError, match="seq-mean-token-sum-norm"):
+        agg_loss(loss, mask, "sum")

@@ -1,0 +1,72 @@
+"""A policy of one weight matrix over a vocabulary of six, and batches for it, to differentiate objectives through."""
+
+import torch
+from torch import Tensor
+
+from distflow.algorithms import PolicyObjective
+from distflow.data.batch import Batch
+
+VOCABULARY = 6
+LONGEST = 8
+COLUMNS = (
+    "old_log_probs",
+    "prox_log_probs",
+    "ref_log_prob",
+    "advantages",
+    "token_level_scores",
+    "rollout_is_weights",
+    "values",
+    "returns",
+)
+
+
+def toy_batch(seed: int, bs: int) -> Batch:
+    """Ragged rows with holes; every fourth sample is invalid and one has no token of the policy at all."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, LONGEST + 1, (bs,), generator=generator)
+    batch = Batch(torch.ones(bs, dtype=torch.int64), lengths)
+    tokens = int(lengths.sum())
+    batch["prompt_ids"] = torch.zeros(bs, dtype=torch.int64)
+    batch["response_ids"] = torch.randint(VOCABULARY, (tokens,), generator=generator)
+    batch["response_mask"] = (torch.rand(tokens, generator=generator) < 0.8).float()
+    mask = batch["response_mask"]
+    mask[bs // 2] = 0.0
+    batch["response_mask"] = mask
+    batch["valid"] = torch.arange(bs) % 4 != 3
+    for name in COLUMNS:
+        values = torch.randn(tokens, generator=generator)
+        if name.endswith(("log_probs", "log_prob")):
+            values = -1.8 + 0.4 * values
+        batch[name] = values.exp() if name == "rollout_is_weights" else values
+    return batch
+
+
+def toy_weights() -> Tensor:
+    generator = torch.Generator().manual_seed(99)
+    return torch.randn(VOCABULARY, VOCABULARY, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def outputs(weights: Tensor, micro: Batch) -> dict[str, Tensor]:
+    """What a train engine computes, by the token before; NaN where rows are padded."""
+    ids = micro["response_ids"]
+    before = torch.cat([torch.zeros_like(ids[:, :1]), ids[:, :-1]], dim=1)
+    logits = torch.log_softmax(weights[before], dim=-1)
+    log_probs = logits.gather(-1, ids[..., None])[..., 0]
+    entropy = -(logits.exp() * logits).sum(-1)
+    padding = ~micro.mask("response")
+    columns = {"log_probs": log_probs, "entropy": entropy, "values": weights[before, ids] * 0.7}
+    return {name: value.masked_fill(padding, float("nan")) for name, value in columns.items()}
+
+
+def gradient(
+    objective: PolicyObjective, parts: list[Batch], counts: dict[str, float]
+) -> tuple[Tensor, dict[str, float]]:
+    """The summed gradient of the parts' shares, float64, and their summed statistics."""
+    weights, sums = toy_weights(), {}
+    for part in parts:
+        loss, stats = objective(outputs(weights, part), part, counts)
+        loss.backward()
+        for name, value in stats.items():
+            sums[name] = sums.get(name, 0.0) + value
+    grad = torch.zeros_like(weights) if weights.grad is None else weights.grad
+    return grad, sums
