@@ -1,0 +1,7 @@
+"""`python -m distflow`."""
+
+import sys
+
+from distflow.cli import main
+
+sys.exit(main())

@@ -1,0 +1,161 @@
+"""From the config to engines: which model, in which precision, sharing what."""
+
+import copy
+from collections.abc import Collection
+from math import ceil
+from typing import Any
+
+import torch
+from torch import nn
+
+from distflow.config import Config
+from distflow.config.actor import OptimConfig
+from distflow.flow.ticket import Version
+from distflow.models.loading import load_model
+from distflow.models.lora import add_lora
+from distflow.models.value_head import load_value_model
+from distflow.rollout.embedded.engine import EmbeddedEngine
+from distflow.rollout.engine import RolloutEngine
+from distflow.rollout.hf import HFEngine
+from distflow.runtime.parts import Engines
+from distflow.training.optim import make_optimizer
+from distflow.training.schedule import make_schedule
+from distflow.training.scorer import TorchScorer
+from distflow.training.torch_engine import TorchTrainEngine
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    """What models compute in; weights that are trained are float32 always."""
+    return DTYPES[config.actor_rollout_ref.model.dtype]
+
+
+def shares_weights(config: Config) -> bool:
+    """Whether the rollout engine computes on the trainer's own storage: where both compute in the stored dtype."""
+    return compute_dtype(config) is torch.float32
+
+
+def build_engines(config: Config, model: nn.Module, needed: Collection[str], tokenizer: Any, steps: int) -> Engines:
+    """The engines that the program uses, and no other. steps: training steps of the whole run.
+
+    model: the policy, from `load_policy`. Raises UserError for a model that cannot be loaded.
+    """
+    actor = config.actor_rollout_ref.actor
+    updates = (steps - config.trainer.critic_warmup) * actor.ppo_epochs
+    updates *= ceil(config.data.train_batch_size / actor.ppo_mini_batch_size)
+    return Engines(
+        actor=_train_engine(config, model, actor.optim, updates, actor.ppo_max_token_len_per_gpu, actor.max_grad_norm),
+        critic=_critic(config, steps) if "critic" in needed else None,
+        ref=_reference(config, model) if "ref" in needed else None,
+        rollout=_rollout(config, model, tokenizer) if "rollout" in needed else None,
+    )
+
+
+def load_policy(config: Config) -> nn.Module:
+    """The model that is trained, with its adapter where one is asked for."""
+    settings = config.actor_rollout_ref.model
+    model: nn.Module = load_model(**_source(config, settings.path))
+    if settings.lora_rank:
+        targets = settings.target_modules
+        model = add_lora(
+            model,  # type: ignore[arg-type]
+            rank=settings.lora_rank,
+            alpha=settings.lora_alpha,  # type: ignore[arg-type]
+            target_modules=targets if isinstance(targets, str) else list(targets),
+            seed=config.trainer.seed,
+        )
+    return model
+
+
+def _source(config: Config, path: str | None) -> dict[str, Any]:
+    settings = config.actor_rollout_ref.model
+    assert path is not None, "the config's rules see to it"
+    return {
+        "path": path,
+        "device": choose_device(config),
+        "init": settings.init,
+        "seed": config.trainer.seed,
+        "revision": settings.revision,
+        "trust_remote_code": settings.trust_remote_code,
+        "gguf_file": settings.gguf_file,
+    }
+
+
+def choose_device(config: Config) -> torch.device:
+    """The device that `trainer.device` means on this machine."""
+    wanted = config.trainer.device
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
+
+
+def _train_engine(
+    config: Config, model: nn.Module, optim: OptimConfig, updates: int, max_tokens: int, max_grad_norm: float
+) -> TorchTrainEngine:
+    optimizer = make_optimizer(
+        optim.optimizer,
+        model.parameters(),
+        lr=optim.lr,
+        weight_decay=optim.weight_decay,
+        betas=optim.betas,
+        eps=optim.eps,
+    )
+    schedule = make_schedule(
+        optim.scheduler,
+        total_steps=max(updates, 1),
+        warmup_ratio=optim.warmup_ratio,
+        warmup_steps=optim.lr_warmup_steps,
+        min_lr_ratio=optim.min_lr_ratio,
+    )
+    return TorchTrainEngine(
+        model,
+        optimizer=optimizer,
+        schedule=schedule,
+        max_tokens_per_micro_batch=max_tokens,
+        temperature=config.actor_rollout_ref.rollout.temperature,
+        max_grad_norm=max_grad_norm,
+        compute_dtype=compute_dtype(config),
+        gradient_checkpointing=config.actor_rollout_ref.model.enable_gradient_checkpointing,
+    )
+
+
+def _critic(config: Config, steps: int) -> TorchTrainEngine:
+    settings, actor = config.critic, config.actor_rollout_ref.actor
+    model = load_value_model(**_source(config, settings.model.path or config.actor_rollout_ref.model.path))
+    mini_batch = settings.ppo_mini_batch_size or actor.ppo_mini_batch_size
+    updates = steps * settings.ppo_epochs * ceil(config.data.train_batch_size / mini_batch)
+    max_tokens = settings.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+    return _train_engine(config, model, settings.optim, updates, max_tokens, settings.max_grad_norm)
+
+
+def _reference(config: Config, policy: nn.Module) -> TorchScorer:
+    """The policy as it was before training; with an adapter that is the policy with the adapter switched off."""
+    settings = config.actor_rollout_ref
+    has_adapter = settings.model.lora_rank > 0
+    model = policy if has_adapter else load_model(**_source(config, settings.model.path)).requires_grad_(False)
+    return TorchScorer(
+        model,
+        max_tokens_per_micro_batch=settings.ref.log_prob_max_token_len_per_gpu
+        or settings.actor.ppo_max_token_len_per_gpu,
+        temperature=settings.rollout.temperature,
+        compute_dtype=compute_dtype(config),
+        without_adapter=has_adapter,
+    )
+
+
+def _rollout(config: Config, policy: nn.Module, tokenizer: Any) -> RolloutEngine:
+    """An engine on the policy's own storage, or on a copy in the dtype that it computes in."""
+    settings, shares = config.actor_rollout_ref.rollout, shares_weights(config)
+    model = policy if shares else _inference_copy(config, policy)
+    version = Version(0, 0)
+    if settings.name == "hf":
+        return HFEngine(model, tokenizer, version=version, shares_weights=shares)
+    return EmbeddedEngine(model, tokenizer, version=version, max_num_seqs=settings.max_num_seqs, shares_weights=shares)
+
+
+def _inference_copy(config: Config, policy: nn.Module) -> nn.Module:
+    """Without an adapter: its weights arrive merged."""
+    if config.actor_rollout_ref.model.lora_rank:
+        model: nn.Module = load_model(**_source(config, config.actor_rollout_ref.model.path))
+    else:
+        model = copy.deepcopy(policy)
+    return model.to(compute_dtype(config)).requires_grad_(False)

@@ -1,0 +1,49 @@
+"""`distflow export`: a checkpoint as a Hugging Face folder."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from distflow.config import Config, config_from_dict
+from distflow.config.errors import UserError
+from distflow.models.export import export_model
+from distflow.models.tokenizer import load_tokenizer
+from distflow.pipelines.engines import load_policy
+from distflow.runtime.checkpoint import CheckpointStore
+from distflow.training.torch_engine import MODEL_PREFIX
+
+
+def export_checkpoint(source: Path, target: Path) -> Path:
+    """Write the policy of a run's folder (its latest checkpoint) or of one checkpoint; adapters are merged.
+
+    Raises UserError where there is no whole checkpoint, or the target is taken.
+    """
+    store = source / "checkpoints" if (source / "checkpoints").is_dir() else source
+    checkpoint = CheckpointStore(store.parent).load(store)
+    config = config_from_dict(checkpoint.load("run")["config"])
+    model = load_policy(config)
+    _fill(model, checkpoint.load("actor"), source)
+    return export_model(model, _tokenizer(config), target)
+
+
+def _fill(model: nn.Module, tensors: dict[str, Tensor], source: Path) -> None:
+    trained = {n.removeprefix(MODEL_PREFIX): t for n, t in tensors.items() if n.startswith(MODEL_PREFIX)}
+    parameters = dict(model.named_parameters())
+    unknown = [name for name in trained if name not in parameters]
+    if unknown:
+        raise UserError(f"{source} was made from another model: it has '{unknown[0]}', the model has no such weight")
+    with torch.no_grad():
+        for name, tensor in trained.items():
+            parameters[name].copy_(tensor)
+
+
+def _tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    settings = config.actor_rollout_ref.model
+    return load_tokenizer(
+        settings.tokenizer_path or str(settings.path),
+        revision=settings.revision,
+        trust_remote_code=settings.trust_remote_code,
+        gguf_file=None if settings.tokenizer_path else settings.gguf_file,
+    )

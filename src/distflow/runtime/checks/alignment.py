@@ -1,0 +1,60 @@
+"""Claim: masks, versions, groups and prompts of a batch belong together."""
+
+import torch
+
+from distflow.data.batch import Batch
+from distflow.runtime.checks import TrustError
+
+
+def check_alignment(batch: Batch) -> None:
+    """Compare columns that were written by different parts.
+
+    Raises TrustError where response_mask is not exactly on the tokens that carry a version, a rollout log-prob is no
+    log-probability, or the samples of a group differ in prompt or ticket.
+    """
+    _check_mask(batch)
+    _check_log_probs(batch)
+    _check_groups(batch)
+
+
+def _check_mask(batch: Batch) -> None:
+    made_by_policy = batch.flat("versions") >= 0
+    wrong = made_by_policy != (batch.flat("response_mask") > 0)
+    if bool(wrong.any()):
+        uid, token = _where(batch, wrong)
+        raise TrustError(
+            f"response_mask is wrong at token {token} of sample {uid}: it must be 1 exactly on tokens that the policy "
+            "made. A node shifted or rewrote the mask; training on it would push the wrong tokens"
+        )
+
+
+def _check_log_probs(batch: Batch) -> None:
+    if "rollout_log_probs" not in batch:
+        return
+    mask = batch.flat("response_mask") > 0
+    values = batch.flat("rollout_log_probs")
+    wrong = mask & ~(torch.isfinite(values) & (values <= 1e-3))
+    if bool(wrong.any()):
+        uid, token = _where(batch, wrong)
+        raise TrustError(
+            f"rollout_log_probs of sample {uid} is {float(values[wrong][0]):g} at token {token}: no log-probability"
+        )
+
+
+def _check_groups(batch: Batch) -> None:
+    prompts: dict[int, tuple[str, tuple[int, ...]]] = {}
+    ids = batch.flat("prompt_ids").split(batch.lengths("prompt").tolist())
+    for uid, group, prompt in zip(batch["uid"], batch["group_index"].tolist(), ids, strict=True):
+        if int(uid.split("-")[0]) != group:
+            raise TrustError(f"sample {uid} carries group_index {group}: a node mixed up groups")
+        first_uid, first = prompts.setdefault(group, (uid, tuple(prompt.tolist())))
+        if tuple(prompt.tolist()) != first:
+            raise TrustError(f"samples {first_uid} and {uid} are one group but have different prompts")
+
+
+def _where(batch: Batch, wrong: torch.Tensor) -> tuple[str, int]:
+    """uid and response position of the first wrong token."""
+    position = int(wrong.nonzero()[0])
+    ends = batch.lengths("response").cumsum(0)
+    row = int((ends <= position).sum())
+    return batch["uid"][row], position - int(ends[row] - batch.lengths("response")[row])

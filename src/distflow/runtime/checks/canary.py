@@ -1,0 +1,83 @@
+"""Claim: the engine serves the weights that the trainer has. Fixed prompts, greedy, through the normal path."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from distflow.data.batch import Batch
+from distflow.data.sample import Sample, Segment
+from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine, SamplingParams, Stream
+from distflow.runtime.checks import TrustError
+from distflow.runtime.checks.mismatch import HOLD_MEAN, Tolerance, mismatch
+from distflow.training.engine import TrainEngine
+
+
+@dataclass
+class Canary:
+    """Compares engine and trainer at the start, and after every `frequency` publishes (0: never).
+
+    shares_weights: the engine computes on the trainer's own storage; there every batch is compared anyway, so only the
+    start is checked.
+    """
+
+    NUM_PROMPTS: ClassVar[int] = 4
+    NUM_TOKENS: ClassVar[int] = 16
+
+    rollout: RolloutEngine
+    actor: TrainEngine
+    prompts: Sequence[tuple[int, ...]]
+    sampling: SamplingParams
+    tolerance: Tolerance
+    frequency: int
+    shares_weights: bool
+    _limit: float = field(default=float("inf"))
+    _num_published: int = 0
+
+    def is_due(self, at_start: bool) -> bool:
+        """Call once a publish."""
+        if at_start or self.frequency == 0:
+            return self.frequency > 0
+        self._num_published += 1
+        return not self.shares_weights and self._num_published % self.frequency == 0
+
+    def judge(self, song: Batch, at_start: bool) -> dict[str, float]:
+        """Score the engine's tokens by the trainer. Raises TrustError where they mean different weights.
+
+        The largest |Δ log-prob| may be 5 times what was measured at the start, and at least the tolerance.
+        """
+        scored = self.actor.forward(song, ("log_probs",))
+        gap = mismatch(song.flat("rollout_log_probs"), scored.flat("log_probs"), song.flat("response_mask"))
+        mean, largest = gap["mismatch/mean_abs"], gap["mismatch/max_abs"]
+        if mean > HOLD_MEAN or largest > self._limit:
+            raise TrustError(
+                f"canary: on fixed prompts the engine's log-probs differ from the trainer's by {mean:.3g} on average, "
+                f"{largest:.3g} at most. Likely causes: weights that did not arrive, KV kept from older weights, a "
+                "prefix cache not keyed by version, another temperature"
+            )
+        if at_start:
+            self._limit = max(5 * largest, self.tolerance.mean)
+        return {"canary/mean_abs": mean, "canary/max_abs": largest}
+
+    async def sing(self) -> Batch:
+        """The engine's greedy answers to the fixed prompts."""
+        params = replace(self.sampling, max_tokens=min(self.NUM_TOKENS, self.sampling.max_tokens), greedy=True)
+        requests = [
+            GenerateRequest(prompt, (0,), params, Stream(0, "canary", 0, row))
+            for row, prompt in enumerate(self.prompts)
+        ]
+        results = await asyncio.gather(*(self.rollout.generate(request) for request in requests))
+        pairs = zip(requests, results, strict=True)
+        return Batch.from_samples([_sample(row, *pair) for row, pair in enumerate(pairs)])
+
+
+def _sample(row: int, request: GenerateRequest, result: GenerateResult) -> Sample:
+    (made,) = result.generations
+    segment = Segment(
+        "policy",
+        tuple(made.token_ids),
+        tuple(made.rollout_log_probs),
+        tuple(made.sampling_log_probs),
+        tuple(made.versions),
+    )
+    return Sample(f"{row}-0", row, [Segment("prompt", request.prompt_ids), segment])

@@ -1,0 +1,67 @@
+"""The checks of a running worker, at the points where their evidence appears."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from distflow.data.batch import Batch
+from distflow.runtime.checks import TrustError
+from distflow.runtime.checks.alignment import check_alignment
+from distflow.runtime.checks.mismatch import Tolerance, check_mismatch
+from distflow.runtime.checks.movement import LossTerms, Movement
+from distflow.runtime.checks.nonfinite import NonFinite
+from distflow.training.engine import TrainEngine
+
+Note = Callable[[str, str], None]
+"""(kind, message): tells the user and the run's events."""
+
+
+@dataclass
+class LiveChecks:
+    """What is checked in every step. Failures raise TrustError; doubts are noted.
+
+    ratio_limit: mean |log ratio| that the first mini-batch may have against the trainer's own old log-probs.
+    movement: by role of the engine.
+    """
+
+    note: Note
+    tolerance: Tolerance
+    ratio_limit: float
+    nonfinite: NonFinite
+    movement: dict[str, Movement]
+    loss_terms: LossTerms
+    _warned_of_mismatch: bool = False
+
+    def taken(self, batch: Batch) -> None:
+        """A step's groups have left the experience edge."""
+        check_alignment(batch)
+
+    def updated(
+        self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int, first: bool
+    ) -> None:
+        """An optimizer step was taken or skipped; `first` of its training step."""
+        bundle = self.nonfinite.updated(role, engine, batch, metrics, step)
+        if bundle is not None:
+            self.note("warning", f"an update of the {role} was skipped: loss or gradient is not finite ({bundle})")
+        for name in self.movement[role].updated(engine, metrics):
+            self.note("finding", f"{role}: '{name}' has not moved in {self.movement[role].after} updates")
+        if first and role == "actor" and not metrics.get("skipped"):
+            self._check_ratio(batch, metrics)
+
+    def learned(self, batch: Batch, metrics: dict[str, float], step: int) -> dict[str, float]:
+        """All nodes of a step have run; more metrics."""
+        found, warning = check_mismatch(batch, step, self.tolerance)
+        if warning is not None and not self._warned_of_mismatch:
+            self._warned_of_mismatch = True
+            self.note("warning", warning)
+        if "actor/loss" in metrics:
+            for name in self.loss_terms.updated(metrics):
+                self.note("finding", f"the loss term {name} is on but was exactly 0 in {self.loss_terms.after} steps")
+        return found
+
+    def _check_ratio(self, batch: Batch, metrics: dict[str, float]) -> None:
+        gap = metrics.get("log_ratio_abs")
+        if gap is not None and "old_log_probs" in batch and gap > self.ratio_limit:
+            raise TrustError(
+                f"before the first update of this step the ratio to the old policy must be 1, but |log ratio| is "
+                f"{gap:.3g} on average (limit {self.ratio_limit:g}): tokens, masks or old_log_probs are misaligned"
+            )

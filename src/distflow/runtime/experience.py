@@ -1,0 +1,113 @@
+"""The experience plane: asyncio tasks, one for each prompt group, from ticket to rewarded and filtered group."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distflow.data.batch import Batch
+from distflow.flow.ticket import Ticket
+from distflow.graph import BoundNode, Drop
+from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine
+from distflow.runtime.context import NodeContext
+from distflow.runtime.contexts import prompts_of
+from distflow.runtime.edge import LocalEdge
+from distflow.runtime.invoke import merge_output, run_node
+from distflow.training.engine import Collective
+
+
+class SubmissionGate:
+    """Counts the groups of a wave that have handed their request to the engine, or ended without one."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self._waiting: set[asyncio.Task[None] | None] = set()
+        self._all_in = asyncio.Event()
+
+    def expect(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """Begin a wave of these group tasks."""
+        self._waiting = set(tasks)
+        self._all_in = asyncio.Event()
+        for task in tasks:
+            task.add_done_callback(self._arrived)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """The engine's `generate`; its request is in the engine's queue before this yields for the first time."""
+        pending = asyncio.ensure_future(self._engine.generate(request))
+        await asyncio.sleep(0)
+        self._arrived(asyncio.current_task())
+        return await pending
+
+    async def all_in(self) -> None:
+        """Wait until every group of the wave has arrived."""
+        if self._waiting:
+            await self._all_in.wait()
+
+    def _arrived(self, task: asyncio.Task[Any] | None) -> None:
+        self._waiting.discard(task)
+        if not self._waiting:
+            self._all_in.set()
+
+
+@dataclass
+class ExperiencePlane:
+    """Runs the experience nodes of a program on groups.
+
+    context: makes the context of a node that works for a ticket, by ticket and node id.
+    timeout_s: what a plain function may take for each sample.
+    """
+
+    nodes: tuple[BoundNode, ...]
+    engines: Mapping[str, Any]
+    context: Callable[[Ticket, str], NodeContext]
+    reduce: Collective
+    timeout_s: float
+
+    async def group(self, ticket: Ticket, engines: Mapping[str, Any]) -> Batch | Drop:
+        """One group from its prompts to its rewards; `Drop` where a node dropped it."""
+        batch: Batch | None = None
+        for node in self.nodes:
+            ctx = self.context(ticket, node.node_id)
+            if batch is None:
+                assert ctx.group is not None
+                batch = prompts_of(ctx.group)
+            output = await run_node(node, batch, engines, ctx, self.reduce, self.timeout_s * len(batch))
+            if isinstance(output, Drop):
+                return output
+            batch, _ = merge_output(node, batch, output)
+        assert batch is not None, "a program has at least one experience-plane node"
+        return batch
+
+    async def loop(self, edge: LocalEdge) -> None:
+        """consumes tickets · waits for credits · unblocked by released steps and dropped groups · produces groups
+
+        A wave is submitted in ticket order to a paused engine that then resumes, so that what shares a decode step
+        never depends on timing.
+        """
+        rollout = self.engines.get("rollout")
+        async for wave in edge.waves():
+            if rollout is None:
+                await asyncio.gather(*(self._run_group(t, edge, self.engines) for t in wave))
+                continue
+            gate = SubmissionGate(rollout)
+            engines = {**self.engines, "rollout": gate}
+            await rollout.pause()
+            tasks = [asyncio.create_task(self._run_group(t, edge, engines)) for t in wave]
+            gate.expect(tasks)
+            await gate.all_in()
+            await rollout.resume()
+            await asyncio.gather(*tasks)
+
+    async def _run_group(self, ticket: Ticket, edge: LocalEdge, engines: Mapping[str, Any]) -> None:
+        """Never raises: whatever a node does costs its own group only, and is recorded."""
+        started = time.time()
+        try:
+            result = await self.group(ticket, engines)
+        except Exception as err:  # the edge of a user's code
+            edge.drop(ticket, "error", f"{type(err).__name__}: {err}", started)
+            return
+        if isinstance(result, Drop):
+            edge.drop(ticket, result.reason, "", started)
+        else:
+            edge.put(ticket, result, started)

@@ -1,0 +1,127 @@
+"""The local launcher: a whole run in this process, resumed where its folder holds a checkpoint."""
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distflow import __version__
+from distflow.flow.coordinator import Coordinator, mark_of
+from distflow.flow.ledger import Ledger
+from distflow.observe.report_summary import find_accuracy
+from distflow.observe.run_reader import read_metrics
+from distflow.runtime.checkpoint import Checkpoint, CheckpointStore
+from distflow.runtime.checks.live import LiveChecks
+from distflow.runtime.checks.movement import LossTerms, Movement
+from distflow.runtime.checks.nonfinite import NonFinite
+from distflow.runtime.parts import Parts
+from distflow.runtime.recorder import Recorder
+from distflow.runtime.saved import Saved, check_same_run, restore_engines
+from distflow.runtime.stop import StopRequest
+from distflow.runtime.worker import Worker
+
+_STOPPING = "finishing this step, then saving and leaving; a second time leaves at once"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """steps: consumed in all. stopped: by a signal, before the end. report: the run's report.
+
+    accuracy_before, accuracy_after: on held-out problems, before the first step and at the end, where measured.
+    """
+
+    steps: int
+    stopped: bool
+    report: Path
+    accuracy_before: float | None
+    accuracy_after: float | None
+
+
+def launch_local(parts: Parts, *, resume: str = "auto", allow_change: tuple[str, ...] = ()) -> Outcome:
+    """Run to the end, or to the first signal.
+
+    resume: "auto" (from the run's last whole checkpoint, if any), "never", or a checkpoint's folder.
+    allow_change: config keys that may differ from the checkpoint's.
+    Raises UserError for a checkpoint that does not fit, TrustError where a check fails, NoProgress, NodeError.
+    """
+    config, store = parts.config, _store(parts)
+    store.remove_leftovers()
+    checkpoint = _find_checkpoint(store, resume)
+    notes = check_same_run(checkpoint, parts, allow_change) if checkpoint else []
+    coordinator, ledger, saved = _begin(parts, checkpoint)
+    if allow_change and checkpoint:
+        ledger.append("allowed_change", keys=list(allow_change))
+    total = coordinator.plan.total_steps
+    resumed_at = checkpoint.step if checkpoint else None
+    with Recorder(config, parts.run_dir, total, ledger.incarnation, resumed_at) as recorder:
+        _write_facts(parts, recorder, total)
+        if checkpoint:
+            notes = [f"resumed from {checkpoint.path.name}", *filter(None, [checkpoint.message]), *notes]
+        for note in notes:
+            recorder.note("info", note)
+        with StopRequest(lambda name: recorder.note("info", f"{name}: {_STOPPING}")) as stop:
+            checks = _checks(parts, recorder)
+            Worker(parts, coordinator, ledger, recorder, checks, store, stop, saved).run()
+        ledger.close()
+        before, after = _accuracy(parts.run_dir)
+        return Outcome(coordinator.step, stop.wanted, recorder.report(), before, after)
+
+
+def _store(parts: Parts) -> CheckpointStore:
+    trainer = parts.config.trainer
+    return CheckpointStore(parts.run_dir / "checkpoints", trainer.keep_last, int(trainer.keep_best))
+
+
+def _find_checkpoint(store: CheckpointStore, resume: str) -> Checkpoint | None:
+    if resume == "never":
+        return None
+    if resume == "auto":
+        return store.load() if store.exists() else None
+    return store.load(Path(resume))
+
+
+def _begin(parts: Parts, checkpoint: Checkpoint | None) -> tuple[Coordinator, Ledger, Saved]:
+    parts.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = parts.run_dir / "ledger.jsonl"
+    if checkpoint is None:
+        ledger = Ledger(path)
+        return Coordinator(parts.plan, ledger), ledger, Saved()
+    saved = restore_engines(checkpoint, parts)
+    snapshot = checkpoint.load("run")["coordinator"]
+    ledger = Ledger(path, mark_of(snapshot))
+    return Coordinator(parts.plan, ledger, snapshot), ledger, saved
+
+
+def _checks(parts: Parts, recorder: Recorder) -> LiveChecks:
+    trust = parts.config.trust
+    return LiveChecks(
+        recorder.note,
+        parts.tolerance,
+        parts.ratio_limit,
+        NonFinite(parts.run_dir / "bundles", trust.max_skipped_updates, parts.config_yaml),
+        {role: Movement(trust.unmoved_after) for role in parts.engines.trained()},
+        LossTerms(parts.loss_terms),
+    )
+
+
+def _write_facts(parts: Parts, recorder: Recorder, total_steps: int) -> None:
+    facts: Mapping[str, Any] = {
+        "distflow": __version__,
+        "python": platform.python_version(),
+        "program": parts.program.graph_id,
+        "total_steps": total_steps,
+        **parts.facts,
+    }
+    recorder.folder.write_json("run.json", facts)
+    recorder.folder.write_text("config.yaml", parts.config_yaml)
+    recorder.folder.write_json("plan.json", parts.placement)
+
+
+def _accuracy(run_dir: Path) -> tuple[float | None, float | None]:
+    """The first and last of the whole run, this incarnation's or an earlier one's."""
+    found = find_accuracy(read_metrics(run_dir), None)
+    if found is None:
+        return None, None
+    first, last = found.points[0], found.points[-1]
+    return first[1] if first[0] == 0 else None, last[1] if last[0] > 0 else None

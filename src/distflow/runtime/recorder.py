@@ -1,0 +1,95 @@
+"""What a run tells: to its folder, to the terminal, to trackers. Nothing here can end a run."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from distflow.config import Config, to_dict
+from distflow.data.batch import Batch
+from distflow.flow.ticket import Ticket
+from distflow.observe.report import write_report
+from distflow.observe.run_folder import RunFolder
+from distflow.observe.terminal import TerminalView
+from distflow.observe.timing import PhaseTimer
+from distflow.observe.trackers import open_trackers
+from distflow.runtime.step_metrics import sample_rows, scores
+
+
+class Recorder:
+    """Owns the run's folder while the run is alive. A context manager."""
+
+    def __init__(self, config: Config, run_dir: Path, total_steps: int, incarnation: int, resumed_at: int | None):
+        self._config = config
+        self.folder = RunFolder(run_dir, incarnation, resumed_at)
+        title = f"{config.trainer.project_name} / {config.trainer.experiment_name}"
+        self.view = TerminalView(title, total_steps)
+        self._trackers = open_trackers(
+            config.trainer.logger,
+            run_dir,
+            project=config.trainer.project_name,
+            experiment=config.trainer.experiment_name,
+            config=to_dict(config),
+            console=self.view,
+            on_failure=self.note,
+        )
+        self.phases = PhaseTimer(self._on_phase, self.view.phase)
+        self._step = 0
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
+        if error is not None:
+            self.folder.event("error", f"{type(error).__name__}: {error}", step=self._step)
+        self._trackers.close()
+        self.view.close()
+        self.folder.event("end", "the run ended" if error is None else "the run failed", step=self._step)
+        self.folder.close()
+
+    def note(self, kind: str, message: str, **fields: Any) -> None:
+        """Something that happened: shown, and kept in events.jsonl."""
+        self.folder.event(kind, message, step=self._step, **fields)
+        self.view.note(kind, message)
+
+    def group_ended(self, ticket: Ticket, outcome: str, started: float, ended: float) -> None:
+        """A span for each prompt group; why it was dropped, where it was."""
+        self.folder.span(
+            "experience", started, ended, "group", outcome, self._step, ticket.number, version=ticket.version
+        )
+
+    def training_step(self, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
+        """A finished step, counted from 1."""
+        self._step = step
+        self.folder.metrics(step, "train", metrics)
+        self.folder.samples(step, sample_rows(batch))
+        self._trackers.log(step, metrics)
+        self._show_one(batch)
+
+    def validation(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
+        """Held-out problems after `step` steps."""
+        self.folder.metrics(step, "val", metrics)
+        if rows:
+            self.folder.samples(step, rows, split="val")
+        self._trackers.log(step, metrics)
+
+    def keep_groups(self, step: int, batch: Batch) -> None:
+        """Keep all columns of a step where `trainer.save_groups` says so: what a replay needs."""
+        trainer, folder = self._config.trainer, self.folder.path / "tokens"
+        if trainer.save_groups == "none":
+            return
+        folder.mkdir(mode=0o700, exist_ok=True)
+        batch.save(folder / f"{step:06d}.safetensors")
+        if trainer.save_groups == "last_k":
+            for old in sorted(folder.glob("*.safetensors"))[: -trainer.save_groups_last]:
+                old.unlink()
+
+    def report(self) -> Path:
+        """Write report.html from the folder."""
+        return write_report(self.folder.path)
+
+    def _show_one(self, batch: Batch) -> None:
+        score = float(scores(batch)[0]) if "token_level_scores" in batch and bool(batch["valid"][0]) else None
+        self.view.sample(batch["prompts"][0], batch["responses"][0], score)
+
+    def _on_phase(self, started: float, ended: float, name: str) -> None:
+        self.folder.span("learner", started, ended, "phase", name, self._step)

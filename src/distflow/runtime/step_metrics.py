@@ -1,0 +1,116 @@
+"""What is measured of every step's batch, and each sample's row in the samples file."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distflow.data.batch import Batch
+from distflow.flow.account import Account
+
+
+def batch_metrics(batch: Batch) -> dict[str, float]:
+    """Scores over samples with a verdict, lengths over all."""
+    lengths = batch.lengths("response").double()
+    metrics = {
+        "rollout/avg_response_length": float(lengths.mean()),
+        "rollout/avg_prompt_length": float(batch.lengths("prompt").double().mean()),
+        "rollout/max_response_length": float(lengths.max()),
+        "rollout/truncated": float(batch["truncated"].double().mean()),
+    }
+    if "token_level_scores" in batch:
+        metrics |= score_metrics(scores(batch), batch["valid"])
+    if "reward_parts" in batch:
+        metrics |= part_metrics(batch["reward_parts"])
+    return metrics
+
+
+def scores(batch: Batch) -> Tensor:
+    """The verifiers' score of each sample: `(bs,)`."""
+    return batch["token_level_scores"].sum(-1)
+
+
+def score_metrics(values: Tensor, valid: Tensor) -> dict[str, float]:
+    judged = values[valid].double()
+    if not judged.numel():
+        return {}
+    return {
+        "reward/mean_score": float(judged.mean()),
+        "reward/std": float(judged.std(correction=0)),
+        "reward/max": float(judged.max()),
+        "reward/min": float(judged.min()),
+    }
+
+
+def part_metrics(parts: list[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of each reward part over the samples that have it."""
+    names = sorted({name for part in parts for name in part})
+    means = {}
+    for name in names:
+        values = [part[name] for part in parts if name in part]
+        means[f"reward/{name}/mean"] = sum(values) / len(values)
+    return means
+
+
+def group_metrics(account: Account, batch: Batch, step: int) -> dict[str, float]:
+    """Counters of prompt groups since the start of the run, and the age of this step's tokens in versions."""
+    versions = batch.flat("versions")
+    versions = versions[versions >= 0]
+    metrics = {
+        "async/enqueued": float(account.issued),
+        "async/submitted": float(account.issued),
+        "async/accepted": float(account.consumed + account.complete),
+        "async/running": float(account.running),
+        "async/rejected": float(sum(account.dropped.values())),
+        "async/stale_data_count": float(account.dropped.get("stale", 0)),
+    }
+    metrics |= {f"async/dropped/{reason}": float(count) for reason, count in account.dropped.items()}
+    if versions.numel():
+        metrics |= {
+            "async/version_start": float(versions.min()),
+            "async/version_end": float(versions.max()),
+            "async/version_diff/mean": float((step - versions.double()).mean()),
+            "async/version_diff/max": float(step - versions.min()),
+        }
+    return metrics
+
+
+def memory_metrics() -> dict[str, float]:
+    """Peak resident memory of this process, and of the accelerator where there is one, in bytes."""
+    import resource
+
+    metrics = {"memory/process/peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0}
+    if torch.cuda.is_available():
+        metrics["memory/cuda/peak"] = float(torch.cuda.max_memory_allocated())
+    return metrics
+
+
+def sample_rows(batch: Batch) -> list[dict[str, Any]]:
+    """One row a sample, for people: texts, verdicts, and the advantage (its mean over the policy's tokens)."""
+    score = scores(batch).tolist() if "token_level_scores" in batch else [None] * len(batch)
+    advantage = _mean_over_policy_tokens(batch, "advantages") if "advantages" in batch else [None] * len(batch)
+    versions = batch.flat("versions").split(batch.lengths("response").tolist())
+    return [
+        {
+            "uid": batch["uid"][i],
+            "prompt": batch["prompts"][i],
+            "response": batch["responses"][i],
+            "ground_truth": batch["ground_truth"][i],
+            "score": score[i],
+            "reward_parts": batch["reward_parts"][i] if "reward_parts" in batch else {},
+            "errors": batch["reward_errors"][i] if "reward_errors" in batch else None,
+            "advantage": advantage[i],
+            "prompt_length": int(batch.lengths("prompt")[i]),
+            "response_length": int(batch.lengths("response")[i]),
+            "finish_reason": batch["finish_reason"][i],
+            "versions": sorted(set(versions[i].tolist()) - {-1}),
+            "domain": batch["domain"][i],
+        }
+        for i in range(len(batch))
+    ]
+
+
+def _mean_over_policy_tokens(batch: Batch, name: str) -> list[float]:
+    mask = batch["response_mask"]
+    return ((batch[name] * mask).sum(-1) / mask.sum(-1).clamp(min=1)).tolist()

@@ -1,0 +1,137 @@
+"""Answers held-out prompts and says how many answers are right, by data source."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from math import comb
+from typing import Any
+
+from distflow.data.batch import Batch
+from distflow.data.sample import Sample, Segment
+from distflow.flow.ticket import Ticket
+from distflow.graph import Drop, NodeRole
+from distflow.rollout.engine import SamplingParams
+from distflow.runtime.contexts import Contexts
+from distflow.runtime.experience import ExperiencePlane
+from distflow.runtime.parts import ValidationSet
+from distflow.runtime.step_metrics import sample_rows, scores
+from distflow.training.engine import TrainEngine
+
+CORRECT = 1.0 - 1e-6
+
+
+@dataclass(frozen=True)
+class Validator:
+    """Runs the rollout and reward nodes of a program on held-out prompts. Its tickets take no credit."""
+
+    sets: Sequence[ValidationSet]
+    contexts: Contexts
+    plane: ExperiencePlane
+
+    async def run(self, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Metrics and sample rows after `step` steps."""
+        return await validate(self.sets, self._answer, step)
+
+    async def _answer(self, chosen: ValidationSet, ticket: Ticket, params: SamplingParams) -> Batch | Drop:
+        plane = replace(
+            self.plane,
+            nodes=tuple(n for n in self.plane.nodes if n.node_role in (NodeRole.ROLLOUT, NodeRole.REWARD)),
+            context=lambda t, node_id: self.contexts.validating(t, node_id, chosen.rows, params),
+        )
+        return await plane.group(ticket, plane.engines)
+
+
+Answer = Callable[[ValidationSet, Ticket, SamplingParams], Awaitable[Batch | Drop]]
+
+
+async def validate(
+    sets: Sequence[ValidationSet], answer: Answer, step: int
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """`val_correct/*` and the samples.
+
+    `mean` is the share of greedy answers whose score is 1 (of sampled ones where none is greedy); `mean@k` and `pass@k`
+    are over k sampled answers a prompt. An answer without a verdict counts as wrong and is counted in `val/errors`.
+    """
+    metrics: dict[str, float] = {}
+    rows: list[dict[str, Any]] = []
+    outcomes: dict[str, list[list[bool]]] = defaultdict(list)
+    sampled: dict[str, list[list[bool]]] = defaultdict(list)
+    errors = 0
+    for chosen in sets:
+        for params, count, into in ((chosen.greedy, 1, outcomes), (chosen.sampled, chosen.num_samples, sampled)):
+            if params is None or count == 0:
+                continue
+            groups = await _answer_all(chosen, params, count, answer, step)
+            for row, group in zip(chosen.rows, groups, strict=True):
+                right = _right(group, count)
+                errors += sum(1 for r in right if r is None)
+                into[row.domain].append([bool(r) for r in right])
+                if isinstance(group, Batch):
+                    kind = "greedy" if params.greedy else "sampled"
+                    rows += [{**r, "set": chosen.name, "kind": kind} for r in sample_rows(group)]
+    metrics |= _accuracy(outcomes or sampled)
+    metrics |= _at_k(sampled)
+    metrics["val/errors"] = float(errors)
+    return metrics, rows
+
+
+async def _answer_all(
+    chosen: ValidationSet, params: SamplingParams, count: int, answer: Answer, step: int
+) -> list[Batch | Drop]:
+    kind = "greedy" if params.greedy else "sampled"
+    tickets = [Ticket(i, step, i, count, step, stream=f"val/{chosen.name}/{kind}") for i in range(len(chosen.rows))]
+    return await asyncio.gather(*(answer(chosen, ticket, params) for ticket in tickets))
+
+
+def _right(group: Batch | Drop, count: int) -> list[bool | None]:
+    """Whether each answer is right; None where it has no verdict."""
+    if isinstance(group, Drop):
+        return [None] * count
+    return [
+        bool(score >= CORRECT) if valid else None
+        for score, valid in zip(scores(group).tolist(), group["valid"].tolist(), strict=True)
+    ]
+
+
+def _accuracy(outcomes: dict[str, list[list[bool]]]) -> dict[str, float]:
+    flat = {tag: [right for group in groups for right in group] for tag, groups in outcomes.items()}
+    everything = [right for group in flat.values() for right in group]
+    if not everything:
+        return {}
+    metrics = {"val_correct/all/mean": sum(everything) / len(everything)}
+    if set(flat) != {"default"}:
+        metrics |= {f"val_correct/{tag}/mean": sum(rights) / len(rights) for tag, rights in flat.items()}
+    return metrics
+
+
+def _at_k(sampled: dict[str, list[list[bool]]]) -> dict[str, float]:
+    groups = [group for by_tag in sampled.values() for group in by_tag]
+    if not groups:
+        return {}
+    n = len(groups[0])
+    metrics = {f"val_correct/all/mean@{n}": sum(sum(g) for g in groups) / (n * len(groups))}
+    for k in sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n}):
+        metrics[f"val_correct/all/pass@{k}"] = sum(pass_at_k(n, sum(g), k) for g in groups) / len(groups)
+    return metrics
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased chance that one of k answers is right: 1 − C(n − c, k) / C(n, k) (arXiv:2107.03374, equation 1)."""
+    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
+
+
+def held_out_loss(sets: Sequence[ValidationSet], actor: TrainEngine) -> dict[str, float]:
+    """Mean negative log-likelihood a token of the data's own answers (`val/loss`)."""
+    total = tokens = 0.0
+    for chosen in sets:
+        samples = []
+        for i, row in enumerate(chosen.rows):
+            answer = tuple(row.response_ids or ())
+            zeros = (0.0,) * len(answer)
+            segment = Segment("policy", answer, zeros, zeros, (0,) * len(answer))
+            samples.append(Sample(f"{i}-0", i, [Segment("prompt", tuple(row.prompt_ids)), segment]))
+        scored = actor.forward(Batch.from_samples(samples), ("log_probs",))
+        total -= float(scored.flat("log_probs").double().sum())
+        tokens += float(scored.lengths("response").sum())
+    return {"val/loss": total / max(tokens, 1.0)}

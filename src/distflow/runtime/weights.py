@@ -1,0 +1,45 @@
+"""The weight edge of one process: hands the trainer's weights to the engine and compares receipts."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from distflow.flow.ticket import Version
+from distflow.rollout.engine import RolloutEngine
+from distflow.rollout.receipts import stripe_hashes
+from distflow.runtime.checks import TrustError
+from distflow.training.engine import TrainEngine
+
+
+class WeightEdge:
+    """Publishes versions. The trainer's float32 weights arrive in the engine's dtype."""
+
+    def __init__(self, actor: TrainEngine, rollout: RolloutEngine, dtype: torch.dtype) -> None:
+        self._actor = actor
+        self._rollout = rollout
+        self._dtype = dtype
+        self._sent: dict[str, str] = {}
+        self._received: dict[str, str] = {}
+
+    async def publish(self, version: Version) -> None:
+        """Send the weights as `version`. Raises TrustError where what arrived is not what was sent, or where a tensor
+        changed on one side only; the engine then must not serve."""
+        receipt = await self._rollout.load_weights(version, self._cast(self._actor.weights()))
+        if receipt.shared:
+            return
+        sent = stripe_hashes(self._actor.weights(), self._dtype)
+        different = [name for name in sent if receipt.hashes.get(name) != sent[name]]
+        one_sided = [
+            name
+            for name in sent
+            if name in self._sent
+            and (sent[name] != self._sent[name]) != (receipt.hashes.get(name) != self._received.get(name))
+        ]
+        if different or one_sided:
+            names = ", ".join((different or one_sided)[:5])
+            raise TrustError(f"weights of version {version.step} did not arrive whole; tensors that differ: {names}")
+        self._sent, self._received = sent, dict(receipt.hashes)
+
+    def _cast(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor.to(self._dtype)) for name, tensor in weights)

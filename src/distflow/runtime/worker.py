@@ -1,0 +1,126 @@
+"""One process of a run: the experience plane on an asyncio thread, the learning plane on this one."""
+
+from functools import partial
+from typing import Any
+
+from distflow.data.batch import Batch
+from distflow.flow.coordinator import Coordinator
+from distflow.flow.ledger import Ledger
+from distflow.flow.ticket import Version
+from distflow.runtime.checkpoint import CheckpointStore
+from distflow.runtime.checks.live import LiveChecks
+from distflow.runtime.contexts import Contexts
+from distflow.runtime.edge import LocalEdge
+from distflow.runtime.experience import ExperiencePlane
+from distflow.runtime.learning import LearningPlane
+from distflow.runtime.parts import Parts
+from distflow.runtime.recorder import Recorder
+from distflow.runtime.saved import Saved, saved_parts
+from distflow.runtime.session import Session
+from distflow.runtime.step_metrics import batch_metrics, group_metrics, memory_metrics
+from distflow.runtime.stop import StopRequest
+from distflow.runtime.validation import Validator, held_out_loss
+from distflow.training.collective import OneRank
+
+
+class Worker:
+    """Runs a program from a coordinator's tickets to its last step."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        coordinator: Coordinator,
+        ledger: Ledger,
+        recorder: Recorder,
+        checks: LiveChecks,
+        store: CheckpointStore,
+        stop: StopRequest,
+        saved: Saved,
+    ) -> None:
+        self._parts, self._config = parts, parts.config
+        self._coordinator, self._ledger, self._recorder = coordinator, ledger, recorder
+        self._checks, self._store, self._stop, self._saved = checks, store, stop, saved
+        self._edge = LocalEdge(coordinator, recorder.group_ended)
+        engines, program = parts.engines.by_name(), parts.program
+        self._contexts = Contexts(parts, checks.updated, saved.node_state)
+        self._experience = ExperiencePlane(
+            program.experience, engines, self._contexts.training, OneRank(), self._config.reward.timeout_s
+        )
+        self._learning = LearningPlane(
+            program.learning, engines, OneRank(), recorder.phases, self._config.dag.enable_perf
+        )
+        self._validator = Validator(parts.validation, self._contexts, self._experience)
+        self._session = Session(parts)
+
+    def run(self) -> None:
+        """Start the engines, validate if asked, learn until the data ends or a stop is requested."""
+        with self._session:
+            self._session.publish(self._coordinator.version, at_start=True)
+            if self._config.trainer.val_before_train and self._coordinator.step == 0:
+                self._validate(0)
+            experience = self._session.start(self._experience_loop())
+            self.learning_loop()
+            self._edge.close()
+            experience.result()
+
+    def learning_loop(self) -> None:
+        """consumes steps · waits until one is complete · unblocked by the experience plane · produces versions"""
+        while not self._stop.wanted:
+            step = self._coordinator.step
+            with self._recorder.phases("rollout"):
+                batch = self._edge.take(step)
+            if batch is None:
+                return
+            self._checks.taken(batch)
+            batch, metrics = self._learning.run(batch, partial(self._contexts.learning, step))
+            metrics |= self._checks.learned(batch, metrics, step)
+            published = (step + 1) % self._config.actor_rollout_ref.actor.model_update_frequency == 0
+            if published:
+                with self._recorder.phases("update_weights"):
+                    metrics |= self._session.publish(Version(self._coordinator.version.incarnation, step + 1))
+            self._edge.release(step, published)
+            self._after_step(step + 1, batch, metrics)
+
+    def _after_step(self, step: int, batch: Batch, metrics: dict[str, float]) -> None:
+        """Validate, save and record step number `step`, counted from 1."""
+        trainer = self._config.trainer
+        last = self._coordinator.finished or self._stop.wanted
+        if _is_due(step, trainer.test_freq, last):
+            with self._recorder.phases("eval"):
+                self._validate(step)
+        if _is_due(step, trainer.save_freq, last):
+            with self._recorder.phases("save"):
+                self._save(step)
+        metrics |= batch_metrics(batch) | group_metrics(self._coordinator.accounting(), batch, step - 1)
+        metrics |= memory_metrics() | self._recorder.phases.finish_step()
+        if self._parts.rewards is not None:
+            metrics |= self._parts.rewards.take_counts()
+        metrics["throughput/tokens_per_s"] = float(batch.lengths("sequence").sum()) / metrics["timing_s/step"]
+        self._recorder.training_step(step, metrics, batch)
+        self._recorder.keep_groups(step, batch)
+
+    async def _experience_loop(self) -> None:
+        try:
+            await self._experience.loop(self._edge)
+        except BaseException as err:  # whatever ends this plane must wake the learner
+            self._edge.fail(err)
+
+    def _validate(self, step: int) -> None:
+        if not self._parts.validation:
+            return
+        if self._parts.engines.rollout is None:
+            metrics, rows = held_out_loss(self._parts.validation, self._parts.engines.actor), list[dict[str, Any]]()
+        else:
+            metrics, rows = self._session.call(self._validator.run(step))
+        self._ledger.append("validated", step=step, metrics=metrics)
+        self._saved.metrics = metrics
+        self._recorder.validation(step, metrics, rows)
+
+    def _save(self, step: int) -> None:
+        metric = self._saved.metrics.get(self._config.trainer.keep_best_metric)
+        path = self._store.save(step, saved_parts(self._parts, self._coordinator, self._saved), metric)
+        self._recorder.folder.event("checkpoint", f"saved {path.name}", step=step)
+
+
+def _is_due(step: int, frequency: int, last: bool) -> bool:
+    return frequency > 0 and (last or step % frequency == 0)
