@@ -50,7 +50,8 @@ def write_report(run_dir: Path) -> Path:
 
 def report_data(run_dir: Path) -> dict[str, Any]:
     """Everything that the page shows, as JSON data."""
-    records, events, timeline = read_metrics(run_dir), read_events(run_dir), read_timeline(run_dir)
+    timeline = read_timeline(run_dir)
+    records, events = read_metrics(run_dir, timeline), read_events(run_dir, timeline)
     steps = tabulate(records)
     accuracy = find_accuracy(records, num_problems(run_dir, timeline))
     groups = group_events(events)

@@ -96,7 +96,13 @@ def series(steps: Mapping[int, Mapping[str, float]], max_points: int = MAX_POINT
 
 def _extremes(bucket: Sequence[int], steps: Mapping[int, Mapping[str, float]], name: str) -> list[float | str | None]:
     """What stands for a bucket of steps: its least and greatest value as they came, and never hides a NaN."""
-    values = [steps[step][name] for step in bucket if name in steps[step]]
+    found = [(step, steps[step][name]) for step in bucket if name in steps[step]]
+    if len(found) == 1:
+        (step, value) = found[0]
+        isolated: list[float | str | None] = [None] * min(len(bucket), 2)
+        isolated[-1 if step - bucket[0] > bucket[-1] - step else 0] = _point(value)
+        return isolated
+    values = [value for _, value in found]
     finite = [value for value in values if abs(value) < float("inf")]
     kept: list[float] = []
     if finite:

@@ -65,15 +65,24 @@ def read_json(run_dir: Path, name: str) -> dict[str, Any]:
 def read_timeline(run_dir: Path) -> Timeline:
     """What resumes kept: as their start event says, else everything before the first training step they wrote."""
     events, _ = read_records(run_dir / "events.jsonl")
-    metrics, _ = read_records(run_dir / "metrics.jsonl")
-    return _timeline(events, metrics)
+    starts = [event for event in events if event.get("kind") == "start"]
+    kept = {
+        inc: step for event in starts if (inc := _whole(event.get("inc"))) and (step := _resumed_at(event)) is not None
+    }
+    silent = not starts or any(_whole(event.get("inc")) and _resumed_at(event) is None for event in starts)
+    if silent:
+        for inc, step in _first_steps(run_dir).items():
+            kept.setdefault(inc, step - 1)
+    return Timeline(kept)
 
 
-def read_metrics(run_dir: Path) -> list[MetricsRecord]:
-    """The surviving records by step, in the order of writing within one; an incarnation replaces older records."""
+def read_metrics(run_dir: Path, timeline: Timeline | None = None) -> list[MetricsRecord]:
+    """The surviving records by step, in the order of writing within one; an incarnation replaces older records.
+
+    timeline: here and below, saves reading it again.
+    """
+    timeline = timeline or read_timeline(run_dir)
     raw, _ = read_records(run_dir / "metrics.jsonl")
-    events, _ = read_records(run_dir / "events.jsonl")
-    timeline = _timeline(events, raw)
     records = [record for record in map(_metrics_record, raw) if record and timeline.survives(record.inc, record.step)]
     newest: dict[tuple[int, str], int] = {}
     for record in records:
@@ -83,11 +92,10 @@ def read_metrics(run_dir: Path) -> list[MetricsRecord]:
     return sorted(kept, key=lambda record: record.step)
 
 
-def read_events(run_dir: Path) -> list[Event]:
+def read_events(run_dir: Path, timeline: Timeline | None = None) -> list[Event]:
     """All events in the order of writing."""
+    timeline = timeline or read_timeline(run_dir)
     raw, _ = read_records(run_dir / "events.jsonl")
-    metrics, _ = read_records(run_dir / "metrics.jsonl")
-    timeline = _timeline(raw, metrics)
     return [_event(record, timeline) for record in raw]
 
 
@@ -112,10 +120,7 @@ def sample_splits(run_dir: Path) -> list[str]:
 def read_samples(
     run_dir: Path, step: int, split: str = "train", timeline: Timeline | None = None
 ) -> list[dict[str, Any]]:
-    """The samples of a step; empty when there are none or the step was rolled back. Non-finite scores are floats.
-
-    timeline: saves reading it again for every step.
-    """
+    """The samples of a step; empty when there are none or the step was rolled back. Non-finite scores are floats."""
     rows, _ = read_records(run_dir / "samples" / sample_file_name(step, split))
     timeline = timeline or read_timeline(run_dir)
     return [_sample(row) for row in rows if timeline.survives(_whole(row.get("inc")) or 0, step)]
@@ -128,17 +133,18 @@ def last_incarnation(run_dir: Path) -> int | None:
     return max(numbers, default=None)
 
 
-def _timeline(events: list[dict[str, Any]], metrics: list[dict[str, Any]]) -> Timeline:
-    kept: dict[int, int] = {}
-    for record in metrics:
+def _resumed_at(start: Mapping[str, Any]) -> int | None:
+    return _whole(start.get("resumed_at"))
+
+
+def _first_steps(run_dir: Path) -> dict[int, int]:
+    """The first step that each later incarnation trained; a validation alone takes nothing back."""
+    first: dict[int, int] = {}
+    for record in read_records(run_dir / "metrics.jsonl")[0]:
         inc, step = _whole(record.get("inc")), _whole(record.get("step"))
         if inc and step is not None and record.get("kind") != "val":
-            kept[inc] = min(step - 1, kept.get(inc, step - 1))
-    for event in events:
-        inc, step = _whole(event.get("inc")), _whole(event.get("resumed_at"))
-        if inc and step is not None and event.get("kind") == "start":
-            kept[inc] = step
-    return Timeline(kept)
+            first[inc] = min(step, first.get(inc, step))
+    return first
 
 
 def _metrics_record(record: dict[str, Any]) -> MetricsRecord | None:
