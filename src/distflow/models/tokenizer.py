@@ -58,7 +58,7 @@ def load_tokenizer(
 def stop_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Ids that end a generation, ascending: the model's and the tokenizer's eos ids, and the ends of a chat turn
     that the tokenizer's chat template writes."""
-    ids = {int(tokenizer.eos_token_id)}  # type: ignore[arg-type]
+    ids = {int(tokenizer.eos_token_id)}
     for owner in (model.config, getattr(model, "generation_config", None)):
         found = getattr(owner, "eos_token_id", None)
         ids.update([found] if isinstance(found, int) else found or [])

@@ -35,7 +35,7 @@ def load_optimizer_state(
             f"the state is of the optimizer {meta['class']}, this run has {type(optimizer).__name__}: "
             "set optim.optimizer to what the run began with"
         )
-    states: dict[nn.Parameter, dict[str, Any]] = {}
+    states: dict[Tensor, dict[str, Any]] = {}
     for name, entries in meta["plain"].items():
         states.setdefault(_find(parameters, name), {}).update(entries)
     for path, tensor in tensors.items():

@@ -54,14 +54,11 @@ class TorchScorer:
     def forward(self, batch: Batch, outputs: tuple[str, ...]) -> Batch:
         """The wanted outputs as response columns of a batch with the samples of `batch`, on the CPU."""
         self.model.eval()
-        bins = micro_batches(batch, self.max_tokens)
-        parts = [(batch.select(index), index) for index in bins if len(index)]
-        scored = Batch(batch.lengths("prompt"), batch.lengths("response"))
-        if not parts:
-            return scored
-        order = torch.cat([index for _, index in parts]).argsort()
-        results = [self._columns(part, outputs) for part, _ in parts]
-        return Batch.concat(results).select(order)
+        bins = [index for index in micro_batches(batch, self.max_tokens) if len(index)]
+        if not bins:
+            return self._columns(batch, outputs)
+        scored = Batch.concat([self._columns(batch.select(index), outputs) for index in bins])
+        return scored.select(torch.cat(bins).argsort())
 
     def compute(self, micro: Batch, outputs: tuple[str, ...]) -> dict[str, Tensor]:
         """The wanted outputs of one micro-batch, flat `(response tokens,)` on the model's device, with gradient.

@@ -1,0 +1,65 @@
+"""Exported folders load in `transformers` and compute the same."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.tiny_models import tiny_tokenizer, write_tiny_model
+from transformers import AutoModelForCausalLM
+
+from distflow.config.errors import UserError
+from distflow.models.export import export_model
+from distflow.models.loading import load_model
+from distflow.models.lora import add_lora
+from distflow.models.tokenizer import load_tokenizer
+
+IDS = torch.arange(3, 40)[None]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_reloaded_by_transformers_the_logits_are_the_same(tmp_path: Path, family: str, tied: bool) -> None:
+    model = load_model(write_tiny_model(tmp_path / "m", family, tie_word_embeddings=tied))
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(1.5)
+    out = export_model(model, load_tokenizer(tmp_path / "m"), tmp_path / "deep" / "out")
+    again = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    assert torch.equal(again(IDS).logits, AutoModelForCausalLM.from_pretrained(out)(IDS).logits)
+    torch.testing.assert_close(again(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
+    assert (again.lm_head.weight.data_ptr() == again.model.embed_tokens.weight.data_ptr()) is tied
+    text = "(3 + 4) * 2\n= 14"
+    assert load_tokenizer(out)(text).input_ids == tiny_tokenizer()(text).input_ids
+    assert load_tokenizer(out).chat_template == tiny_tokenizer().chat_template
+
+
+def test_an_adapter_is_merged_and_the_model_left_as_it_is(tmp_path: Path) -> None:
+    model = add_lora(load_model(write_tiny_model(tmp_path / "m", "qwen2", tie_word_embeddings=True)), rank=4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+    expected = model(IDS).logits
+    again = AutoModelForCausalLM.from_pretrained(export_model(model, None, tmp_path / "out"))
+    torch.testing.assert_close(again(IDS).logits, expected, rtol=0, atol=1e-5)
+    assert torch.equal(model(IDS).logits, expected)
+    again = load_model(tmp_path / "out")
+    torch.testing.assert_close(again(IDS).logits, expected, rtol=0, atol=1e-5)
+
+
+def test_weights_are_stored_in_the_dtype_asked_for(tmp_path: Path) -> None:
+    model = load_model(write_tiny_model(tmp_path / "m"))
+    again = AutoModelForCausalLM.from_pretrained(
+        export_model(model, None, tmp_path / "out", dtype=torch.bfloat16), dtype="auto"
+    )
+    assert again.dtype == torch.bfloat16 and model.dtype == torch.float32
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight.bfloat16())
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+    model = load_model(write_tiny_model(tmp_path / "m"))
+    (tmp_path / "out").mkdir()
+    export_model(model, None, tmp_path / "out")
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    with pytest.raises(UserError, match="not an empty folder"):
+        export_model(model, None, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before

@@ -1,0 +1,170 @@
+"""Loading models and tokenizers: what comes out, and one clear message for everything that can be wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.tiny_models import tiny_tokenizer, write_tiny_model
+from torch import nn
+
+from distflow.config.errors import UserError
+from distflow.models.loading import load_model
+from distflow.models.paths import resolve_path
+from distflow.models.tokenizer import load_tokenizer, stop_token_ids
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "model")
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_come_out_as_stored_in_the_dtype_asked_for(folder: Path, dtype: torch.dtype) -> None:
+    model = load_model(folder, dtype=dtype)
+    stored = load_file(folder / "model.safetensors")
+    loaded = dict(model.named_parameters())
+    assert stored.keys() == loaded.keys()
+    for name, weight in stored.items():
+        assert torch.equal(loaded[name], weight.to(dtype))
+        assert loaded[name].data_ptr() % 64 == 0, "rounding must not depend on where the file's header ended"
+    assert not model.training
+
+
+def test_random_weights_depend_on_the_seed_alone(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.manual_seed(1)
+    first = load_model(folder, init="random", seed=7)
+    after = torch.rand(())
+    torch.manual_seed(1)
+    untouched = torch.rand(())
+    torch.manual_seed(2)
+    again = load_model(folder, init="random", seed=7)
+    other = load_model(folder, init="random", seed=8)
+    assert torch.equal(first.lm_head.weight, again.lm_head.weight)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+    assert torch.equal(after, untouched), "loading must not move the global random state"
+
+
+def test_dropout_is_off_even_in_training_mode(tmp_path: Path) -> None:
+    model = load_model(write_tiny_model(tmp_path / "m", attention_dropout=0.5)).train()
+    ids = torch.arange(3, 30)[None]
+    assert torch.equal(model(ids).logits, model(ids).logits)
+    assert all(module.p == 0 for module in model.modules() if isinstance(module, nn.Dropout))
+
+
+def test_missing_and_odd_paths(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(UserError, match="'/no/such/folder' does not exist"):
+        load_model("/no/such/folder")
+    with pytest.raises(UserError, match="does not exist"):
+        load_model("runs/of/mine")
+    with pytest.raises(UserError, match="is a file: give its folder$"):
+        load_model(folder / "config.json")
+    (tmp_path / "x.gguf").touch()
+    with pytest.raises(UserError, match="gguf_file"):
+        load_model(tmp_path / "x.gguf")
+    with pytest.raises(UserError, match="no built-in model 'nonesuch'"):
+        resolve_path("builtin:nonesuch")
+    with pytest.raises(UserError, match="no config.json"):
+        load_model(tmp_path)
+    with pytest.raises(UserError, match="no config.json"):
+        load_model(tmp_path, init="random")
+
+
+def test_a_hub_id_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="no-such-org/no-such-model.*HF_HUB_OFFLINE"):
+        load_model("no-such-org/no-such-model")
+    with pytest.raises(UserError, match="tokenizer of 'no-such-org/no-such-model'"):
+        load_tokenizer("no-such-org/no-such-model")
+
+
+def test_remote_code_of_the_hub_must_be_pinned() -> None:
+    with pytest.raises(UserError, match="revision"):
+        load_model("some-org/some-model", trust_remote_code=True)
+
+
+def test_folders_without_weights_or_with_broken_ones(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_model(folder)
+    save_file({k: v for k, v in load_file_bytes(whole, folder).items() if "layers.1.mlp" not in k}, weights)
+    with pytest.raises(UserError, match="lacks weights.*layers.1.mlp.down_proj.weight"):
+        load_model(folder)
+    weights.unlink()
+    with pytest.raises(UserError, match="no weights"):
+        load_model(folder)
+
+
+def load_file_bytes(content: bytes, folder: Path) -> dict[str, torch.Tensor]:
+    copy = folder.parent / "copy.safetensors"
+    copy.write_bytes(content)
+    return load_file(copy)
+
+
+def test_weights_of_other_shapes_are_refused(folder: Path) -> None:
+    edit_json(folder / "config.json", hidden_size=64)
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_model(folder)
+
+
+def test_unknown_architectures_are_refused(folder: Path) -> None:
+    edit_json(folder / "config.json", model_type="nonesuch")
+    with pytest.raises(UserError, match="cannot be loaded.*nonesuch"):
+        load_model(folder)
+    (folder / "config.json").write_text('{"model_type": "vit"}')
+    for init in ("pretrained", "random"):
+        with pytest.raises(UserError):
+            load_model(folder, init=init)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_model(folder)
+
+
+def test_gguf_files_that_are_missing_or_broken(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"other.gguf"):
+        load_model(folder, gguf_file="other.gguf")
+    (folder / "weights.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=r"weights.gguf.*cannot be loaded"):
+        load_model(folder, gguf_file="weights.gguf")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_tokenizers_split_text_as_they_were_saved(tmp_path: Path, family: str) -> None:
+    tokenizer = load_tokenizer(write_tiny_model(tmp_path / "m", family))
+    text = "2 + 2 = 4\nIs it?  Yes!"
+    assert tokenizer(text).input_ids == tiny_tokenizer()(text).input_ids
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_models_without_a_usable_tokenizer(folder: Path) -> None:
+    edit_json(folder / "tokenizer_config.json", eos_token=None)
+    with pytest.raises(UserError, match="eos_token"):
+        load_tokenizer(folder)
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(UserError, match="no tokenizer; set tokenizer_path"):
+        load_tokenizer(folder)
+
+
+def test_a_tokenizer_without_a_pad_token_gets_its_eos(folder: Path) -> None:
+    edit_json(folder / "tokenizer_config.json", pad_token=None)
+    assert load_tokenizer(folder).pad_token == "<eos>"
+
+
+def test_stop_ids_are_those_of_model_tokenizer_and_chat_template(folder: Path) -> None:
+    model, tokenizer = load_model(folder), load_tokenizer(folder)
+    assert stop_token_ids(model, tokenizer) == (2,)
+    model.generation_config.eos_token_id = [2, 9]
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "<|eot_id|>"]})
+    assert stop_token_ids(model, tokenizer) == (2, 9), "a special token that no chat template writes ends nothing"
+    tokenizer.chat_template = "{{ messages[0]['content'] }}<|im_end|>"
+    im_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert stop_token_ids(model, tokenizer) == (2, 9, im_end)

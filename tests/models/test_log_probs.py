@@ -1,0 +1,109 @@
+"""Chunked log-probs and entropy against a float64 log-softmax of full logits."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distflow.models.log_probs import token_log_probs
+
+ROWS, WIDTH, VOCABULARY = 23, 8, 17
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[nn.Linear, Tensor, Tensor]:
+    torch.manual_seed(0)
+    head = nn.Linear(WIDTH, VOCABULARY, bias=True).to(dtype)
+    hidden = torch.randn(ROWS, WIDTH).to(dtype).requires_grad_()
+    return head, hidden, torch.randint(VOCABULARY, (ROWS,))
+
+
+def brute_force(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies by the definitions, over the tokens that have any probability."""
+    log_probs, entropies = [], []
+    for row, target in zip(logits, targets, strict=True):
+        weights = torch.exp((row - row.max()) / temperature)
+        probs = weights / weights.sum()
+        log_probs.append(torch.log(probs[target]))
+        possible = probs[probs > 0]
+        entropies.append(-(possible * possible.log()).sum())
+    return torch.stack(log_probs), torch.stack(entropies)
+
+
+@pytest.mark.parametrize("rows_in_chunk", [1, 4, ROWS - 1, ROWS, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+def test_values_and_gradients_are_those_of_full_logits(rows_in_chunk: int, temperature: float) -> None:
+    head, hidden, targets = inputs()
+    weights = torch.randn(2, ROWS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = brute_force(head(hidden), targets, temperature)
+    wanted = torch.autograd.grad((torch.stack(expected) * weights).sum(), [hidden, head.weight, head.bias])
+
+    found = token_log_probs(
+        head,
+        hidden,
+        targets,
+        temperature=temperature,
+        vocabulary=VOCABULARY,
+        chunk_elements=rows_in_chunk * VOCABULARY,
+    )
+    grads = torch.autograd.grad((torch.stack(found) * weights).sum(), [hidden, head.weight, head.bias])
+    for ours, theirs in zip((*found, *grads), (*expected, *wanted), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_logits_of_minus_infinity_leave_entropy_and_gradients_finite() -> None:
+    head, hidden, targets = inputs()
+    forbidden = torch.zeros(VOCABULARY, dtype=torch.float64)
+    forbidden[[0, 5]] = -torch.inf
+    targets = targets.where((targets != 0) & (targets != 5), torch.tensor(3))
+
+    def masked_head(states: Tensor) -> Tensor:
+        return head(states) + forbidden
+
+    log_probs, entropies = token_log_probs(masked_head, hidden, targets, vocabulary=VOCABULARY, chunk_elements=50)
+    expected = brute_force(masked_head(hidden), targets, 1.0)
+    torch.testing.assert_close(log_probs, expected[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(entropies, expected[1], rtol=0, atol=1e-12)
+    (log_probs.sum() + entropies.sum()).backward()
+    assert hidden.grad.isfinite().all() and head.weight.grad.isfinite().all()
+
+
+def test_the_softmax_of_bfloat16_logits_is_in_float32() -> None:
+    head, hidden, targets = inputs(torch.bfloat16)
+    log_probs, entropies = token_log_probs(head, hidden, targets, temperature=0.7, vocabulary=VOCABULARY)
+    expected = brute_force(head(hidden).double(), targets, 0.7)
+    assert log_probs.dtype == entropies.dtype == torch.float32
+    torch.testing.assert_close(log_probs.double(), expected[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropies.double(), expected[1], rtol=0, atol=1e-5)
+
+
+def test_full_logits_never_exist() -> None:
+    head, hidden, targets = inputs(torch.float32)
+    largest, saved = [], []
+
+    def watched_head(states: Tensor) -> Tensor:
+        largest.append(states.shape[0])
+        return head(states)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        log_probs, entropies = token_log_probs(
+            watched_head, hidden, targets, vocabulary=VOCABULARY, chunk_elements=3 * VOCABULARY
+        )
+    assert max(saved, default=0) < ROWS * VOCABULARY
+    (log_probs + entropies).sum().backward()
+    assert max(largest) <= 3
+
+
+def test_without_entropy_there_is_none() -> None:
+    head, hidden, targets = inputs()
+    for chunk_elements in (40, 4000):
+        log_probs, entropies = token_log_probs(
+            head, hidden, targets, vocabulary=VOCABULARY, with_entropy=False, chunk_elements=chunk_elements
+        )
+        assert entropies is None
+        torch.testing.assert_close(log_probs, brute_force(head(hidden), targets, 1.0)[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+def test_a_temperature_without_a_softmax_is_refused(temperature: float) -> None:
+    head, hidden, targets = inputs()
+    with pytest.raises(ValueError, match="temperature"):
+        token_log_probs(head, hidden, targets, temperature=temperature, vocabulary=VOCABULARY)

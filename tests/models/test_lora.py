@@ -1,0 +1,85 @@
+"""Adapters: nothing at the start, off is the base model, merged weights are peft's own."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.tiny_models import write_tiny_model
+
+from distflow.config.errors import UserError
+from distflow.models.loading import load_model
+from distflow.models.lora import adapter_off, add_lora, has_adapter, named_weights
+from distflow.models.packed import check_packed_forward, packed_hidden_states
+
+IDS = torch.arange(3, 40)
+LENGTHS = torch.tensor([30, 7])
+
+
+def adapted(tmp_path: Path, family: str = "qwen3", **options):
+    """A model with an adapter that has moved away from its start."""
+    model = add_lora(load_model(write_tiny_model(tmp_path / "m", family)), rank=4, **options)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(0))
+    return model
+
+
+def test_a_new_adapter_changes_nothing_and_is_all_that_trains(tmp_path: Path) -> None:
+    base = load_model(write_tiny_model(tmp_path / "m"))
+    expected = packed_hidden_states(base, IDS, LENGTHS)
+    model = add_lora(base, rank=4)
+    assert has_adapter(model) and not has_adapter(load_model(tmp_path / "m"))
+    assert torch.equal(packed_hidden_states(model, IDS, LENGTHS), expected)
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trainable and all(".lora_" in name for name in trainable)
+    assert not any("lm_head" in name for name in trainable)
+
+
+def test_adapters_depend_on_the_seed_alone(tmp_path: Path) -> None:
+    def first_a(seed: int) -> torch.Tensor:
+        model = add_lora(load_model(write_tiny_model(tmp_path / "m")), rank=4, seed=seed)
+        return next(p for name, p in model.named_parameters() if "lora_A" in name)
+
+    torch.manual_seed(1)
+    one = first_a(5)
+    torch.manual_seed(2)
+    assert torch.equal(one, first_a(5)) and not torch.equal(one, first_a(6))
+
+
+def test_switched_off_the_model_is_its_own_reference(tmp_path: Path) -> None:
+    model = adapted(tmp_path)
+    base = load_model(tmp_path / "m")
+    with torch.no_grad():
+        with_adapter = packed_hidden_states(model, IDS, LENGTHS)
+        with adapter_off(model):
+            assert torch.equal(packed_hidden_states(model, IDS, LENGTHS), packed_hidden_states(base, IDS, LENGTHS))
+        assert torch.equal(packed_hidden_states(model, IDS, LENGTHS), with_adapter)
+    assert (with_adapter - packed_hidden_states(base, IDS, LENGTHS)).abs().max() > 0.1
+    assert any(p.requires_grad for p in model.parameters()), "switching back must leave the adapter trainable"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_merged_weights_are_pefts_own_and_leave_the_model_as_it_is(tmp_path: Path, tied: bool) -> None:
+    folder = write_tiny_model(tmp_path / "m", "qwen2", tie_word_embeddings=tied)
+    model = add_lora(load_model(folder), rank=4, alpha=9, target_modules=["q_proj", "down_proj"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(0))
+    check_packed_forward(model)
+    before = packed_hidden_states(model, IDS, LENGTHS)
+    merged = {name: weight.clone() for name, weight in named_weights(model)}
+    assert torch.equal(packed_hidden_states(model, IDS, LENGTHS), before)
+
+    plain = dict(load_model(folder).named_parameters())
+    theirs = dict(model.merge_and_unload().named_parameters())
+    assert list(merged) == list(plain) and merged.keys() == theirs.keys()
+    for name, weight in merged.items():
+        torch.testing.assert_close(weight, theirs[name], rtol=0, atol=1e-6)
+    assert not torch.equal(merged["model.layers.0.mlp.down_proj.weight"], plain["model.layers.0.mlp.down_proj.weight"])
+
+
+def test_names_of_no_module_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nonesuch"):
+        add_lora(load_model(write_tiny_model(tmp_path / "m")), rank=4, target_modules=["nonesuch"])

@@ -1,0 +1,144 @@
+"""Packed forwards against each sequence alone, in float64, for values and gradients."""
+
+import pytest
+import torch
+from tests.tiny_models import tiny_config
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+
+from distflow.config.errors import UserError
+from distflow.models.attention import PACKED_ATTENTION, Packing
+from distflow.models.heads import output_head
+from distflow.models.loading import ready
+from distflow.models.packed import check_packed_forward, choose_attention, packed_hidden_states
+
+LENGTHS = torch.tensor([1, 7, 1, 23, 2, 12, 1, 22])
+FAMILIES = {
+    "llama": {},
+    "llama-rope-scaled": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        }
+    },
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen2-window": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "qwen3": {"head_dim": 16},
+    "mistral": {"sliding_window": 4},
+    "smollm3": {},
+    "gemma2": {"sliding_window": 4, "final_logit_softcapping": 2.0},
+    "granite": {"logits_scaling": 3.0},
+    "cohere": {"logit_scale": 0.5},
+}
+
+
+def make_model(name: str, dtype: torch.dtype = torch.float64):
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(tiny_config(name.split("-")[0], **FAMILIES[name]))
+    return ready(model, dtype, "cpu")
+
+
+def sequences() -> list[torch.Tensor]:
+    ids = torch.randint(3, 99, (int(LENGTHS.sum()),), generator=torch.Generator().manual_seed(5))
+    return list(ids.split(LENGTHS.tolist()))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packed_logits_are_those_of_each_sequence_alone(name: str) -> None:
+    model = make_model(name)
+    parts = sequences()
+    with torch.no_grad():
+        packed = output_head(model)(packed_hidden_states(model, torch.cat(parts), LENGTHS))
+        for ours, part in zip(packed.split(LENGTHS.tolist()), parts, strict=True):
+            # gemma2's eager softmax is float32 whatever the model
+            torch.testing.assert_close(
+                ours, model(part[None]).logits[0], rtol=0, atol=1e-5 if name == "gemma2" else 1e-10
+            )
+
+
+@pytest.mark.parametrize("implementation", [PACKED_ATTENTION, "sdpa", "eager"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_packed_gradients_are_those_of_a_loop(implementation: str, checkpointing: bool) -> None:
+    model = make_model("qwen3")
+    parts = sequences()
+    weights = torch.randn(int(LENGTHS.sum()), 32, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    for part, weight in zip(parts, weights.split(LENGTHS.tolist()), strict=True):
+        (model.model(part[None]).last_hidden_state[0] * weight).sum().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+
+    model.set_attn_implementation(implementation)
+    model.train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    runs = []
+    model.model.layers[1].self_attn.register_forward_hook(lambda *_: runs.append(1))
+    (packed_hidden_states(model, torch.cat(parts), LENGTHS) * weights).sum().backward()
+    assert len(runs) == (2 if checkpointing else 1)
+    assert expected.keys() == {name for name, p in model.named_parameters() if p.grad is not None}
+    for name, parameter in model.named_parameters():
+        if name in expected:
+            atol = 1e-4 if implementation == "eager" else 1e-10
+            torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=atol, msg=name)
+
+
+def test_plain_families_get_our_attention_and_windows_their_own() -> None:
+    assert make_model("llama").config._attn_implementation == PACKED_ATTENTION
+    assert make_model("qwen3").config._attn_implementation == PACKED_ATTENTION
+    assert make_model("mistral").config._attn_implementation == "sdpa"
+    assert make_model("gemma2").config._attn_implementation == "eager"
+
+
+def test_an_attention_that_leaks_is_refused_by_family() -> None:
+    def leaky(module, query, key, value, attention_mask, **kwargs):
+        plain = AttentionInterface()["sdpa"]
+        return plain(module, query, key, value, None, **{k: v for k, v in kwargs.items() if k != "packing"})
+
+    AttentionInterface.register("leaky", leaky)
+    AttentionMaskInterface.register("leaky", lambda *args, **kwargs: None)
+    model = make_model("llama", torch.float32)
+    check_packed_forward(model)
+    model.set_attn_implementation("leaky")
+    with pytest.raises(UserError, match="family 'llama'"):
+        check_packed_forward(model)
+
+
+def test_a_head_with_an_unknown_rule_is_refused() -> None:
+    model = make_model("llama", torch.float32)
+    original = model.forward
+
+    def forward(*args, **kwargs):
+        out = original(*args, **kwargs)
+        out.logits = out.logits / 3.0
+        return out
+
+    model.forward = forward
+    with pytest.raises(UserError, match="family 'llama'"):
+        choose_attention(model)
+
+
+def test_forwards_that_are_not_packed_stay_as_with_sdpa() -> None:
+    model = make_model("llama")
+    ids = torch.randint(3, 99, (3, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0  # padded on the left, as in generation
+    outputs = {}
+    for implementation in (PACKED_ATTENTION, "sdpa"):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            logits = model(ids, attention_mask=mask).logits
+        tokens = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0)
+        outputs[implementation] = (logits, tokens)
+    assert torch.equal(outputs["sdpa"][0], outputs[PACKED_ATTENTION][0])
+    assert torch.equal(outputs["sdpa"][1], outputs[PACKED_ATTENTION][1])
+
+
+@pytest.mark.parametrize("lengths", [[4], [1, 1, 1], [100, 1, 74, 76, 75, 3, 2], list(range(1, 60))])
+def test_packing_reads_and_writes_every_token_once(lengths: list[int]) -> None:
+    packing = Packing.of(torch.tensor(lengths), torch.device("cpu"))
+    padded = torch.cat([bucket.gather for bucket in packing.buckets])
+    assert torch.equal(padded[packing.scatter], torch.arange(sum(lengths)))
+    assert padded.numel() <= sum(lengths) / 0.75

@@ -1,0 +1,55 @@
+"""Optimizers by name, and their steps against formulas."""
+
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+
+from distflow.config.errors import UserError
+from distflow.training.optim import make_optimizer
+
+
+def stepped(name: str, **options) -> float:
+    parameter = nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
+    optimizer = make_optimizer(name, [parameter], **options)
+    for gradient in (0.5, -0.25):
+        parameter.grad = torch.tensor([gradient], dtype=torch.float64)
+        optimizer.step()
+    return float(parameter.detach())
+
+
+def test_adamw_takes_the_steps_of_its_paper() -> None:
+    lr, decay, (b1, b2), eps = 0.1, 0.01, (0.9, 0.95), 1e-8
+    x, m, v = 2.0, 0.0, 0.0
+    for t, g in ((1, 0.5), (2, -0.25)):
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        x = x - lr * decay * x - lr * (m / (1 - b1**t)) / ((v / (1 - b2**t)) ** 0.5 + eps)
+    assert stepped("adamw", lr=lr, weight_decay=decay, betas=(b1, b2), eps=eps) == pytest.approx(x, abs=1e-12)
+
+
+def test_sgd_has_momentum_and_decay() -> None:
+    x, momentum = 2.0, None
+    for g in (0.5, -0.25):
+        g = g + 0.01 * x
+        momentum = g if momentum is None else 0.9 * momentum + g
+        x -= 0.1 * momentum
+    assert stepped("sgd", lr=0.1, weight_decay=0.01) == pytest.approx(x, abs=1e-12)
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    frozen, trained = nn.Parameter(torch.zeros(1), requires_grad=False), nn.Parameter(torch.zeros(1))
+    assert make_optimizer("adamw", [frozen, trained], lr=1.0).param_groups[0]["params"] == [trained]
+    with pytest.raises(UserError, match="nothing would be trained"):
+        make_optimizer("adamw", [frozen], lr=1.0)
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(UserError, match="adamw_8bit"):
+        make_optimizer("adam", [nn.Parameter(torch.zeros(1))], lr=1.0)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="the extra is installed")
+def test_eight_bits_without_their_package_name_the_extra() -> None:
+    with pytest.raises(UserError, match=r"distflow\[optim8bit\]"):
+        make_optimizer("adamw_8bit", [nn.Parameter(torch.zeros(1))], lr=1.0)

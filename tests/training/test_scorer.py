@@ -1,0 +1,109 @@
+"""Which token is scored from where: against plain forwards of single sequences."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.tiny_models import write_tiny_model
+from tests.training.batches import plain_outputs, plain_values, ragged_batch
+
+from distflow.models.loading import load_model
+from distflow.models.lora import add_lora
+from distflow.models.value_head import load_value_model
+from distflow.training.packing import micro_batches
+from distflow.training.scorer import TorchScorer
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_outputs_are_those_of_each_sequence_alone(tmp_path: Path, family: str, temperature: float) -> None:
+    model = load_model(write_tiny_model(tmp_path / "m", family), dtype=torch.float64)
+    batch = ragged_batch()
+    scorer = TorchScorer(model, temperature=temperature)
+    found = scorer.compute(batch, ("log_probs", "entropy"))
+    expected = plain_outputs(model, batch, temperature)
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name], values, rtol=0, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 15, 20, 40, 10_000])
+def test_forward_keeps_the_order_of_samples_however_they_are_packed(tmp_path: Path, max_tokens: int) -> None:
+    model = load_model(write_tiny_model(tmp_path / "m", "qwen3"))
+    batch = ragged_batch()
+    scored = TorchScorer(model, max_tokens_per_micro_batch=max_tokens).forward(batch, ("entropy", "log_probs"))
+    expected = plain_outputs(model, batch)
+    assert torch.equal(scored.lengths("response"), batch.lengths("response"))
+    for name, values in expected.items():
+        assert scored.flat(name).dtype == torch.float32 and not scored.flat(name).requires_grad
+        torch.testing.assert_close(scored.flat(name), values, rtol=0, atol=1e-5, msg=name)
+    assert scored["log_probs"].shape == (8, 14)
+
+
+def test_values_are_those_before_each_token(tmp_path: Path) -> None:
+    critic = load_value_model(write_tiny_model(tmp_path / "m"), seed=1)
+    batch = ragged_batch()
+    scored = TorchScorer(critic, max_tokens_per_micro_batch=20).forward(batch, ("values",))
+    assert scored.names == ("values",)
+    torch.testing.assert_close(scored.flat("values"), plain_values(critic, batch), rtol=0, atol=1e-5)
+
+
+def test_one_token_responses_are_response_columns(tmp_path: Path) -> None:
+    """As many tokens as samples must not be taken for one entry a sample."""
+    model = load_model(write_tiny_model(tmp_path / "m"))
+    batch = ragged_batch([(3, 1), (2, 1), (4, 1)])
+    scored = TorchScorer(model).forward(batch, ("log_probs", "entropy"))
+    assert scored["log_probs"].shape == scored["entropy"].shape == (3, 1)
+    assert batch.merge(scored)["log_probs"].shape == (3, 1)
+
+
+@pytest.mark.parametrize("lengths", [[], [(4, 0), (2, 0)]])
+def test_nothing_to_score_gives_empty_columns(tmp_path: Path, lengths: list[tuple[int, int]]) -> None:
+    model = load_model(write_tiny_model(tmp_path / "m"))
+    scored = TorchScorer(model).forward(ragged_batch(lengths), ("log_probs",))
+    assert len(scored) == len(lengths)
+    assert scored.flat("log_probs").shape == (0,)
+
+
+def test_a_sample_without_a_prompt_is_refused_by_name(tmp_path: Path) -> None:
+    model = load_model(write_tiny_model(tmp_path / "m"))
+    with pytest.raises(ValueError, match="sample 1-0 has an empty prompt"):
+        TorchScorer(model).forward(ragged_batch([(3, 2), (0, 2)]), ("log_probs",))
+
+
+def test_a_policy_without_its_adapter_is_the_reference(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "m")
+    policy = add_lora(load_model(folder), rank=2)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.1)
+    batch = ragged_batch()
+    base = TorchScorer(load_model(folder)).forward(batch, ("log_probs",)).flat("log_probs")
+    off = TorchScorer(policy, without_adapter=True).forward(batch, ("log_probs",)).flat("log_probs")
+    on = TorchScorer(policy).forward(batch, ("log_probs",)).flat("log_probs")
+    assert torch.equal(off, base)
+    assert (on - base).abs().max() > 1e-3
+
+
+def test_bfloat16_by_autocast_is_near_float32(tmp_path: Path) -> None:
+    model = load_model(write_tiny_model(tmp_path / "m"))
+    batch = ragged_batch()
+    exact = TorchScorer(model).forward(batch, ("log_probs", "entropy"))
+    rough = TorchScorer(model, compute_dtype=torch.bfloat16).forward(batch, ("log_probs", "entropy"))
+    stored = TorchScorer(load_model(tmp_path / "m", dtype=torch.bfloat16)).forward(batch, ("log_probs", "entropy"))
+    for name in ("log_probs", "entropy"):
+        for other in (rough, stored):
+            error = (other.flat(name) - exact.flat(name)).abs()
+            assert 0 < error.max() < 0.2 and error.mean() < 0.05
+
+
+def test_micro_batches_hold_every_sample_once_within_the_bound() -> None:
+    batch = ragged_batch()
+    lengths = batch.lengths("sequence")
+    bins = micro_batches(batch, 16, min_micro_batches=6)
+    assert torch.equal(torch.cat(bins).sort().values, torch.arange(len(batch)))
+    assert len(bins) >= 6 and all(lengths[b].sum() <= 16 for b in bins)
+    alone = micro_batches(batch, 10)
+    assert [3] in [b.tolist() for b in alone], "a sample longer than the bound is a micro-batch of its own"
+    assert all(len(b) == 1 or lengths[b].sum() <= 10 for b in alone)
+    assert sum(len(b) == 0 for b in micro_batches(ragged_batch([(1, 1)]), 16, min_micro_batches=3)) == 2

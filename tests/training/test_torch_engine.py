@@ -1,0 +1,317 @@
+"""The train engine against a plain loop: the same gradient for every split, steps that resume bit for bit."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tests.tiny_models import write_tiny_model
+from tests.training.batches import TokenMeanLoss, plain_outputs, plain_values, ragged_batch
+from torch import nn
+
+from distflow.config.errors import UserError
+from distflow.models.export import export_model
+from distflow.models.loading import load_model
+from distflow.models.lora import add_lora
+from distflow.models.value_head import load_value_model
+from distflow.training.engine import TrainState
+from distflow.training.optim import make_optimizer
+from distflow.training.schedule import make_schedule
+from distflow.training.torch_engine import TorchTrainEngine
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "m", "qwen3")
+
+
+def make_engine(model: nn.Module, *, optimizer: str = "adamw", lr: float = 1e-2, **options) -> TorchTrainEngine:
+    schedule = options.pop("schedule", make_schedule("constant", total_steps=10))
+    return TorchTrainEngine(
+        model, optimizer=make_optimizer(optimizer, model.parameters(), lr=lr), schedule=schedule, **options
+    )
+
+
+def weights_of(engine: TorchTrainEngine) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in engine.weights()}
+
+
+def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    assert not different
+
+
+class Ranks:
+    """The collective of one of two ranks; `other` is what the other rank contributes, in order of the calls."""
+
+    def __init__(self, other: list) -> None:
+        self.other, self.own = list(other), []
+
+    def sum(self, value):
+        self.own.append({**value} if isinstance(value, dict) else value.clone())
+        if not self.other:
+            return value
+        other = self.other.pop(0)
+        if isinstance(value, dict):
+            return {name: value.get(name, 0.0) + other.get(name, 0.0) for name in {**value, **other}}
+        return value + other
+
+    def max(self, value):
+        return value
+
+
+@pytest.mark.parametrize("max_tokens", [1, 16, 33, 10_000])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_step_is_that_of_a_plain_loop_for_every_split(folder: Path, max_tokens: int, checkpointing: bool) -> None:
+    batch, loss_fn = ragged_batch(), TokenMeanLoss()
+    plain = load_model(folder, dtype=torch.float64)
+    per_token = loss_fn.per_token(plain_outputs(plain, batch, 0.8), batch)
+    loss = (per_token * batch.flat("loss_mask")).sum() / batch.flat("loss_mask").sum()
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+    torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9, weight_decay=0.01).step()
+
+    engine = make_engine(
+        load_model(folder, dtype=torch.float64),
+        optimizer="sgd",
+        lr=0.5,
+        temperature=0.8,
+        max_grad_norm=0.05,
+        max_tokens_per_micro_batch=max_tokens,
+        gradient_checkpointing=checkpointing,
+    )
+    metrics = engine.train_step(batch, loss_fn)
+    assert metrics["loss"] == pytest.approx(float(loss), abs=1e-9)
+    assert metrics["mean"] == pytest.approx(float(loss), abs=1e-9)
+    assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-9)
+    assert float(norm) > 0.05 and metrics["skipped"] == 0.0 and metrics["lr"] == 0.5
+    for name, weight in plain.named_parameters():
+        torch.testing.assert_close(weights_of(engine)[name], weight.detach(), rtol=0, atol=1e-10, msg=name)
+
+
+def test_float32_training_follows_the_float64_loop(folder: Path) -> None:
+    loss_fn = TokenMeanLoss()
+    plain = load_model(folder, dtype=torch.float64)
+    reference = make_optimizer("adamw", plain.parameters(), lr=1e-3)
+    engine = make_engine(load_model(folder), lr=1e-3, max_tokens_per_micro_batch=30)
+    for step in range(5):
+        batch = ragged_batch(seed=step)
+        reference.zero_grad()
+        per_token = loss_fn.per_token(plain_outputs(plain, batch), batch)
+        ((per_token * batch.flat("loss_mask")).sum() / batch.flat("loss_mask").sum()).backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        reference.step()
+        assert engine.train_step(batch, loss_fn)["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    start = dict(load_model(folder, dtype=torch.float64).named_parameters())
+    moved = sum(float((w - start[name]).norm() ** 2) for name, w in plain.named_parameters())
+    off = sum(float((w - weights_of(engine)[name].double()).norm() ** 2) for name, w in plain.named_parameters())
+    assert math.sqrt(off / moved) < 1e-3
+
+
+def test_two_ranks_with_unequal_shares_take_the_step_of_one(folder: Path) -> None:
+    batch, loss_fn = ragged_batch(), TokenMeanLoss()
+    alone = make_engine(load_model(folder, dtype=torch.float64))
+    alone.train_step(batch, loss_fn)
+    parts = (batch.select([0, 1, 2, 5, 6, 7]), batch.select([3, 4]))
+    counts = loss_fn.counts(batch)
+    recorded = []
+    for part in parts:  # what each rank hands to the collective, under the counts of both
+        share = {name: counts[name] - value for name, value in loss_fn.counts(part).items()}
+        ranks = Ranks([share])
+        make_engine(load_model(folder, dtype=torch.float64), group=ranks).train_step(part, loss_fn)
+        recorded.append(ranks.own)
+    for rank in (0, 1):
+        engine = make_engine(load_model(folder, dtype=torch.float64), group=Ranks(recorded[1 - rank]))
+        metrics = engine.train_step(parts[rank], loss_fn)
+        assert metrics["loss"] == pytest.approx(metrics["mean"], abs=1e-12)
+        for name, weight in alone.weights():
+            torch.testing.assert_close(weights_of(engine)[name], weight, rtol=0, atol=1e-10, msg=name)
+
+
+def test_a_critic_learns_its_returns(tmp_path: Path, folder: Path) -> None:
+    batch, loss_fn = ragged_batch(), TokenMeanLoss(("values",))
+    plain = load_value_model(folder, dtype=torch.float64, seed=1)
+    per_token = loss_fn.per_token({"values": plain_values(plain, batch)}, batch)
+    ((per_token * batch.flat("loss_mask")).sum() / batch.flat("loss_mask").sum()).backward()
+    make_optimizer("sgd", plain.parameters(), lr=0.1).step()
+
+    critic = load_value_model(folder, dtype=torch.float64, seed=1)
+    engine = make_engine(critic, optimizer="sgd", lr=0.1, max_grad_norm=None, max_tokens_per_micro_batch=30)
+    losses = [engine.train_step(batch, loss_fn)["loss"]]
+    for name, weight in plain.named_parameters():
+        torch.testing.assert_close(weights_of(engine)[name], weight.detach(), rtol=0, atol=1e-10, msg=name)
+    losses += [engine.train_step(batch, loss_fn)["loss"] for _ in range(20)]
+    assert losses[-1] < 0.5 * losses[0]
+    again = load_value_model(export_model(critic, None, tmp_path / "critic"), dtype=torch.float64)
+    values = engine.forward(batch, ("values",)).flat("values")
+    torch.testing.assert_close(plain_values(again, batch).float(), values, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("saved_after", [0, 3])
+def test_a_resumed_engine_goes_on_bit_for_bit(tmp_path: Path, folder: Path, optimizer: str, saved_after: int) -> None:
+    def new_engine(path: Path) -> TorchTrainEngine:
+        schedule = make_schedule("cosine_with_warmup", total_steps=6, warmup_steps=2)
+        model = load_model(path)
+        return make_engine(model, optimizer=optimizer, schedule=schedule, max_tokens_per_micro_batch=30)
+
+    def train(engine: TorchTrainEngine, steps: range) -> list[dict[str, float]]:
+        return [engine.train_step(ragged_batch(seed=step), TokenMeanLoss()) for step in steps]
+
+    engine = new_engine(folder)
+    train(engine, range(saved_after))
+    state = engine.state()
+    torch.save(state.tensors, tmp_path / "state.pt")
+    export_model(engine.model, None, tmp_path / "weights")
+    went_on = train(engine, range(saved_after, 6))
+
+    # into a fresh model, a model that has since trained on other data, and one loaded from the exported weights
+    for path, strayed in ((folder, 0), (folder, 2), (tmp_path / "weights", 0)):
+        resumed = new_engine(path)
+        train(resumed, range(100, 100 + strayed))
+        resumed.load_state(TrainState(torch.load(tmp_path / "state.pt"), state.meta))
+        assert train(resumed, range(saved_after, 6)) == went_on
+        assert_same_bits(weights_of(resumed), weights_of(engine))
+        assert_same_bits(dict(resumed.state().tensors), dict(engine.state().tensors))
+        assert resumed.state().meta == engine.state().meta
+
+
+def test_states_of_another_model_or_optimizer_change_nothing(tmp_path: Path, folder: Path) -> None:
+    engine = make_engine(load_model(folder))
+    engine.train_step(ragged_batch(), TokenMeanLoss())
+    before = {name: tensor.clone() for name, tensor in engine.state().tensors.items()}
+    wider = make_engine(load_model(write_tiny_model(tmp_path / "wide", "qwen3", intermediate_size=48)))
+    other = make_engine(load_model(write_tiny_model(tmp_path / "llama", "llama")))
+    sgd = make_engine(load_model(folder), optimizer="sgd")
+    for wrong, message in ((wider, "mlp"), (other, "norm"), (sgd, "optim.optimizer")):
+        wrong.train_step(ragged_batch(), TokenMeanLoss())
+        with pytest.raises(ValueError, match=message):
+            engine.load_state(wrong.state())
+        assert_same_bits(dict(engine.state().tensors), before)
+
+
+@pytest.mark.parametrize("fault", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_is_skipped_and_counted(folder: Path, fault: str) -> None:
+    class Faulty(TokenMeanLoss):
+        def __call__(self, outputs, micro, counts):
+            loss, stats = super().__call__(outputs, micro, counts)
+            if fault == "loss":
+                return loss * float("nan"), stats
+            outputs["log_probs"].register_hook(lambda grad: grad * float("inf"))
+            return loss, stats
+
+    schedule = make_schedule("constant_with_warmup", total_steps=10, warmup_steps=4)
+    engine = make_engine(load_model(folder), schedule=schedule, max_tokens_per_micro_batch=30)
+    for step in range(2):
+        engine.train_step(ragged_batch(seed=step), TokenMeanLoss())
+    before = {name: tensor.clone() for name, tensor in engine.state().tensors.items()}
+    metrics = engine.train_step(ragged_batch(), Faulty())
+    assert metrics["skipped"] == 1.0
+    assert not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]))
+    assert_same_bits(dict(engine.state().tensors), before)
+    after = engine.train_step(ragged_batch(), TokenMeanLoss())
+    assert after["skipped"] == 0.0 and math.isfinite(after["grad_norm"])
+    assert after["lr"] == metrics["lr"] == 1e-2 * 2 / 4, "a skipped step does not move the schedule"
+
+
+@pytest.mark.parametrize("batch", ["masked", "empty", "no responses"])
+def test_nothing_to_learn_from_is_a_zero_gradient(folder: Path, batch: str) -> None:
+    lengths = {"masked": [(3, 4), (2, 2)], "empty": [], "no responses": [(3, 0), (2, 0)]}[batch]
+    mini = ragged_batch(lengths)
+    mini["response_mask"] = torch.zeros_like(mini.flat("response_mask"))
+    engine = make_engine(load_model(folder), optimizer="sgd")
+    engine.optimizer.param_groups[0]["weight_decay"] = 0.0
+    before = weights_of(engine)
+    metrics = engine.train_step(mini, TokenMeanLoss())
+    assert (metrics["loss"], metrics["grad_norm"], metrics["skipped"]) == (0.0, 0.0, 0.0)
+    assert_same_bits(weights_of(engine), before)
+
+
+def test_the_rate_follows_the_schedule_step_by_step(folder: Path) -> None:
+    schedule = make_schedule("linear_with_warmup", total_steps=4, warmup_steps=2)
+    engine = make_engine(load_model(folder), lr=0.1, schedule=schedule)
+    before = weights_of(engine)
+    lrs = [engine.train_step(ragged_batch(seed=step), TokenMeanLoss())["lr"] for step in range(2)]
+    assert lrs == pytest.approx([0.0, 0.05])
+    assert any(not torch.equal(weight, before[name]) for name, weight in engine.weights())
+    lrs = [engine.train_step(ragged_batch(seed=step), TokenMeanLoss())["lr"] for step in range(4)]
+    assert lrs == pytest.approx([0.1, 0.05, 0.0, 0.0])
+
+
+def test_forward_between_steps_changes_nothing(folder: Path) -> None:
+    engines = [make_engine(load_model(folder), gradient_checkpointing=True) for _ in range(2)]
+    for step in range(2):
+        for engine in engines:
+            engine.train_step(ragged_batch(seed=step), TokenMeanLoss())
+        engines[1].forward(ragged_batch(seed=9), ("log_probs", "entropy"))
+    assert_same_bits(weights_of(engines[0]), weights_of(engines[1]))
+
+
+def test_trainer_log_probs_equal_forward_log_probs(folder: Path) -> None:
+    """ratio = 1: what the loss sees is what `forward` gave as old log-probs, whatever the split."""
+
+    class Watching(TokenMeanLoss):
+        worst = 0.0
+
+        def __call__(self, outputs, micro, counts):
+            self.worst = max(self.worst, float((outputs["log_probs"] - micro["old_log_probs"]).abs().max()))
+            return super().__call__(outputs, micro, counts)
+
+    engine = make_engine(load_model(folder), temperature=0.6, max_tokens_per_micro_batch=30)
+    batch = ragged_batch()
+    batch["old_log_probs"] = engine.forward(batch, ("log_probs",)).flat("log_probs")
+    watching = Watching()
+    engine.scorer.max_tokens = 20
+    engine.train_step(batch, watching)
+    assert watching.worst < 1e-5
+
+
+def test_bfloat16_computes_and_float32_keeps(folder: Path) -> None:
+    engine = make_engine(load_model(folder), compute_dtype=torch.bfloat16, lr=1e-6, max_tokens_per_micro_batch=30)
+    before = weights_of(engine)
+    metrics = [engine.train_step(ragged_batch(), TokenMeanLoss()) for _ in range(3)]
+    assert all(m["skipped"] == 0.0 and math.isfinite(m["loss"]) and m["grad_norm"] > 0 for m in metrics)
+    after = weights_of(engine)
+    assert all(weight.dtype == torch.float32 for weight in after.values())
+    moved = before["lm_head.weight"] - after["lm_head.weight"]
+    assert 0 < moved.abs().max() < 1e-5, "an update far below bfloat16's resolution must be kept"
+    with pytest.raises(UserError, match="compute_dtype"):
+        make_engine(load_model(folder, dtype=torch.bfloat16))
+
+
+def test_lora_trains_its_adapter_alone_and_resumes(tmp_path: Path, folder: Path) -> None:
+    def new_engine() -> TorchTrainEngine:
+        return make_engine(add_lora(load_model(folder), rank=4, seed=3), gradient_checkpointing=True)
+
+    engine = new_engine()
+    base = dict(load_model(folder).named_parameters())
+    for step in range(2):
+        engine.train_step(ragged_batch(seed=step), TokenMeanLoss())
+    state = engine.state()
+    assert all(".lora_" in name for name in state.tensors)
+    state = TrainState({name: tensor.clone() for name, tensor in state.tensors.items()}, state.meta)
+    merged = weights_of(engine)
+    assert merged.keys() == base.keys()
+    assert torch.equal(merged["lm_head.weight"], base["lm_head.weight"])
+    assert not torch.equal(
+        merged["model.layers.1.self_attn.v_proj.weight"], base["model.layers.1.self_attn.v_proj.weight"]
+    )
+
+    resumed = new_engine()
+    resumed.load_state(state)
+    for other in (engine, resumed):
+        other.train_step(ragged_batch(seed=7), TokenMeanLoss())
+    assert_same_bits(weights_of(resumed), weights_of(engine))
+    plain = load_model(export_model(engine.model, None, tmp_path / "merged"))
+    scores = engine.forward(ragged_batch(), ("log_probs",)).flat("log_probs")
+    torch.testing.assert_close(plain_outputs(plain, ragged_batch())["log_probs"], scores, rtol=0, atol=1e-4)
+
+
+def test_tied_weights_are_named_once_and_trained_by_both_uses(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "m", "qwen2", tie_word_embeddings=True)
+    engine = make_engine(load_model(folder))
+    names = [name for name, _ in engine.weights()]
+    assert "lm_head.weight" not in names and len(names) == len(set(names))
+    engine.train_step(ragged_batch(), TokenMeanLoss())
+    assert engine.model.lm_head.weight is engine.model.model.embed_tokens.weight
