@@ -15,6 +15,7 @@ USER_FAULT, OUR_FAULT = 2, 1
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 2 for a mistake of the user's, 1 for anything else."""
     arguments = _parser().parse_args(argv)
+    sys.path.insert(0, "")  # "module:function" of the user's is looked for in the current folder first
     try:
         return int(arguments.run(arguments) or 0)
     except KeyboardInterrupt:

@@ -121,7 +121,7 @@ async def greedy_baseline(batch: Batch, rollout: RolloutEngine, ctx: NodeContext
     role=NodeRole.DYNAMIC_SAMPLING,
     scope="group",
     writes=(),
-    when=lambda config: config.algorithm.filter_groups.enable,
+    when="algorithm.filter_groups.enable",
     takes=("algorithm.filter_groups",),
 )
 def dynamic_sampling(token_level_scores: Tensor, valid: Tensor, reward_parts: list, *, metric: str) -> Drop | None:
@@ -199,7 +199,7 @@ def compute_ref_log_prob(batch: Batch, ref: TrainEngine) -> Tensor:
     writes="token_level_rewards",
     role=NodeRole.REWARD,
     scope="global",
-    when=lambda config: config.algorithm.use_kl_in_reward,
+    when="algorithm.use_kl_in_reward",
     takes=("algorithm.kl_ctrl", "algorithm.kl_penalty"),
 )
 def apply_kl_penalty(

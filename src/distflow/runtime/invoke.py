@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from distflow.data.batch import Batch
-from distflow.graph import BoundNode, NodeOutput
+from distflow.graph import SCORE_FIELDS, BoundNode, NodeOutput
 from distflow.graph.contract import Form
 from distflow.graph.fields import Axis
 from distflow.runtime.context import NodeContext
@@ -30,7 +30,7 @@ def call_node(node: BoundNode, batch: Batch, engines: Mapping[str, Any], ctx: No
         return node.fn(batch=_as_mapping(batch), config=node.config, **node.options)
     reserved = {"batch": batch, "ctx": ctx, "config": node.config, "reduce": reduce}
     return node.fn(
-        *(batch[name] for name in contract.by_position if name in batch),
+        *(batch[name] if name in batch else None for name in contract.by_position),
         **{name: batch[name] for name in contract.by_keyword if name in contract.reads or name in batch},
         **{name: engines[name] for name in contract.engines},
         **{name: reserved[name] for name in contract.reserved},
@@ -87,6 +87,8 @@ def _merge_batch(batch: Batch, output: Batch) -> Batch:
 
 def _by_name(node: BoundNode, output: Any) -> dict[str, Any]:
     writes = node.contract.writes
+    if writes == SCORE_FIELDS and not isinstance(output, tuple):
+        return dict.fromkeys(SCORE_FIELDS, output)
     values = output if isinstance(output, tuple) else (output,)
     if len(values) != len(writes):
         raise ValueError(f"{len(values)} values for the fields {', '.join(writes) or '(none)'}")
