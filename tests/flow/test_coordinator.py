@@ -133,11 +133,23 @@ def test_exhausted_after_the_batches_that_a_step_may_draw():
 
 
 def test_going_on_when_exhausted_counts_the_short_step_as_full():
-    coordinator = Coordinator(plan_of(num_rows=100, max_num_gen_batches=1, when_exhausted="continue"))
+    plan = plan_of(num_rows=100, max_concurrent=64, max_num_gen_batches=1, when_exhausted="continue")
+    coordinator = Coordinator(plan)
     judge(coordinator, coordinator.take_tickets(), drop=(0, 1))
     assert coordinator.ready(0) == (2, 3)
     coordinator.release(0)
-    assert numbers_of(coordinator.take_tickets()) == [4, 5, 6, 7]
+    judge(coordinator, coordinator.take_tickets())
+    assert coordinator.ready(1) == (4, 5, 6, 7)
+
+
+def test_a_short_step_counts_as_full_without_a_bound_on_its_tickets_too():
+    """What it lacked is no credit of the next step, which would then leave groups behind."""
+    plan = plan_of(num_rows=6, batch=4, epochs=1, max_concurrent=64)
+    coordinator = Coordinator(plan)
+    assert run_to_the_end(coordinator) == [(0, 1, 2, 3), (4, 5)]
+    longer = plan_of(num_rows=6, batch=4, epochs=3, max_concurrent=64)
+    resumed = Coordinator(longer, snapshot=coordinator.snapshot())
+    assert numbers_of(resumed.take_tickets()) == [6, 7, 8, 9]
 
 
 def test_every_consumed_step_ends_in_a_version_an_alias_where_nothing_was_sent(tmp_path):

@@ -183,6 +183,15 @@ def test_what_was_consumed_cannot_move_again(tmp_path, kind):
         verify(path)
 
 
+def test_a_running_ticket_is_issued_again_only_as_a_further_attempt(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    issue(ledger, 0)
+    issue(ledger, 0, attempt=1)
+    with pytest.raises(AccountingError, match="ticket 0 was issued twice: it is running, attempt 1"):
+        issue(ledger, 0, attempt=1)
+    assert ledger.account == Account(issued=1, running=1)
+
+
 def test_gaps_are_found(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     with pytest.raises(AccountingError, match="ticket 3 .* but 0 is the next"):

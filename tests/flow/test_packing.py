@@ -52,6 +52,8 @@ def test_tight_bins_are_evened_out_without_overflow():
     """Lightest first would overflow here (3 + 2 + 2 > 6), so the bins of first-fit are levelled instead."""
     lengths = [3, 3, 2, 2, 2]
     assert loads(pack(lengths, 6), lengths) == [6, 6]
+    lengths = [5, 5, 4, 4, 4, 3, 3]
+    assert sorted(loads(pack(lengths, 10), lengths)) == [9, 9, 10]
     rng = random.Random(0)
     lengths = [rng.randint(100, 4000) for _ in range(500)]
     found = loads(pack(lengths, 16384), lengths)

@@ -165,7 +165,7 @@ def test_these_are_the_points(tmp_path):
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_kill_at_any_point_leaves_a_whole_checkpoint_and_no_leftovers_after_the_next_start(tmp_path, point):
+def test_a_kill_at_any_point_leaves_a_whole_checkpoint_and_no_leftovers(tmp_path, point):
     for step in (1, 2, 3):
         CheckpointStore(tmp_path, keep_last=2, keep_best=1).save(step, parts_of(step), -step)
     child = multiprocessing.get_context("fork").Process(target=save_and_die, args=(tmp_path, point))
@@ -177,11 +177,23 @@ def test_a_kill_at_any_point_leaves_a_whole_checkpoint_and_no_leftovers_after_th
     latest_moved = POINTS.index(point) >= POINTS.index("latest")
     assert_whole(survivor.load(), 4 if latest_moved else 3)
     assert survivor.load().message == ""
-    survivor.remove_leftovers()
+    survivor.save(4, parts_of(4), metric=0.5)
+    assert_whole(survivor.load(), 4)
     assert all(name == "latest" or name.startswith("step-") and "." not in name for name in names_in(survivor))
-    survivor.save(5, parts_of(5), metric=0.0)
-    assert_whole(survivor.load(), 5)
     assert len(names_in(survivor)) <= 4
+
+
+def test_leftovers_are_removed_at_the_start_and_nothing_else(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.remove_leftovers()
+    store.save(1, parts_of(1))
+    for name in ("step-000002.partial", "step-000000.removed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "actor.safetensors").write_bytes(b"half")
+    (tmp_path / "latest.partial").write_text("step-0")
+    store.remove_leftovers()
+    assert names_in(store) == ["latest", "step-000001"]
+    assert_whole(store.load(), 1)
 
 
 def test_a_reader_leaves_a_running_save_alone(tmp_path):

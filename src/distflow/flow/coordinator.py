@@ -42,12 +42,17 @@ class DataPlan:
 
 
 _START: Mapping[str, Any] = {
-    "incarnation": -1, "step": 0, "weights_step": 0, "issued": 0, "consumed": 0, "dropped": {}
-}  # fmt: skip
+    "incarnation": -1,
+    "step": 0,
+    "weights_step": 0,
+    "issued": 0,
+    "consumed": 0,
+    "dropped": {},
+}
 
 
 class Coordinator:
-    """Metadata only, and no task of its own: an object that one thread drives, or that an actor wraps.
+    """Metadata only, with no task and no lock of its own: threads share it under a lock, processes through an actor.
 
     A group goes take_tickets → complete | drop | retry; a step goes ready → release, which makes its groups consumed
     and ends in a new version. Every move is journaled; one that cannot be made raises AccountingError naming the
