@@ -7,7 +7,7 @@ from distflow.config.keys import key
 from distflow.config.load import Loaded, config_from_dict, load_config
 from distflow.config.program import program_name
 from distflow.config.schema import Config, register_config_group
-from distflow.config.show import RESUMABLE, changed_keys, diff, explain, flatten, to_plain, to_yaml
+from distflow.config.show import RESUMABLE, changed_keys, diff, explain, flatten, to_dict, to_yaml
 from distflow.config.sources import preset_names
 
 __all__ = [
@@ -29,6 +29,6 @@ __all__ = [
     "preset_names",
     "program_name",
     "register_config_group",
-    "to_plain",
+    "to_dict",
     "to_yaml",
 ]

@@ -66,7 +66,7 @@ class AlgorithmConfig:
         False, "GAE continues a truncated response with the critic's last value, not with 0"
     )
     use_kl_in_reward: bool = key(False, "subtract the KL to the reference from the rewards of tokens")
-    kl_penalty: str = key("kl", "estimator of the KL in the reward", choices=KL_TYPES, later=("full", "full+"))
+    kl_penalty: str = key("kl", "estimator of the KL in the reward", choices=KL_TYPES, later=("full",))
     kl_ctrl: KLControlConfig = group(KLControlConfig)
     rollout_correction: RolloutCorrectionConfig = group(RolloutCorrectionConfig)
     filter_groups: FilterGroupsConfig = group(FilterGroupsConfig)

@@ -1,6 +1,6 @@
 """Composition of presets, files and overrides by Hydra's compose API, and what each of them set."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,10 +26,11 @@ from distflow.config.sources import (
     preset_names,
     read_settings,
     settings_of_value,
+    yaml_problem,
 )
 from distflow.config.values import nearest
 
-_SCHEMA, _RUN = "distflow_schema", "distflow_run"
+_RUN = "distflow_run"
 
 
 @dataclass
@@ -70,6 +71,7 @@ def compose_values(
 ) -> Composition:
     """Defaults, then what the file builds on, then the file, then the overrides. Raises ConfigError for a broken file.
 
+    `defaults` hold no list and no mapping of the user's own names: setting one replaces its default as a whole.
     `known` are the keys and groups of the schema: an override of anything else is noted as a setting and left out.
     """
     result = Composition()
@@ -78,23 +80,23 @@ def compose_values(
     read_settings(source, "", unreadable)
     if unreadable:
         raise ConfigError([*result.problems, *unreadable])
-    with _hydra(source, defaults):
+    with _hydra(source):
         for path, package in _composed_files(source, result):
             result.settings += read_settings(path, package, unreadable)
         if result.failure:
             return result
-        _check_deletions(parsed, defaults, set(known), result)
+        _check_deletions(parsed, result)
         applied = [line for override in parsed if (line := _to_apply(override, set(known), result)) is not None]
         try:
             composed = compose(config_name=_RUN, overrides=applied)
-            result.values = _plain(composed)
+            result.values = _plain(OmegaConf.merge(defaults, composed))
         except InterpolationResolutionError as error:
             what = (error.msg or str(error)).splitlines()[0]
             subject = str(error.full_key or "${...}")
             advice = "name a key that there is, e.g. ${trainer.seed}"
             result.failure = Problem(((subject, _where(subject, result)),), what, advice)
         except (HydraException, OmegaConfBaseException) as error:
-            result.failure = Problem(((display(source), "its composition"),), _reason(error))
+            result.failure = Problem(((display(source), "its composition"),), _reason(error.__cause__ or error))
     return result
 
 
@@ -141,16 +143,14 @@ def _is_known(key: str, known: set[str]) -> bool:
     return key in known or any(key.startswith(f"{name}.") for name in known if f"{name}.*" in known)
 
 
-def _check_deletions(
-    parsed: Sequence[Override], defaults: dict[str, Any], known: set[str], result: Composition
-) -> None:
-    """Only what was set can be removed, and the user's own names that a mapping has by default."""
+def _check_deletions(parsed: Sequence[Override], result: Composition) -> None:
+    """Only what was set can be removed."""
     keys = {setting.key for setting in result.settings}
     for override in parsed:
         key = override.key_or_group
         if not override.is_delete():
             keys |= {setting.key for setting in settings_of_value(key, override.value(), COMMAND_LINE)}
-        elif key in keys or (key not in known and OmegaConf.select(OmegaConf.create(defaults), key) is not None):
+        elif key in keys:
             result.deleted.append(key)
         else:
             advice = "leave it away: the key has its default already"
@@ -161,17 +161,16 @@ def _where(key: str, result: Composition) -> str:
     return next((setting.where for setting in reversed(result.settings) if setting.key == key), "default")
 
 
-def _reason(error: Exception) -> str:
-    lines = [line.strip() for line in str(error.__cause__ or error).splitlines() if line.strip()]
+def _reason(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
 
 @contextmanager
-def _hydra(source: Path, defaults: dict[str, Any]):
-    """Hydra with our schema's defaults below the file. Hydra knows one composition at a time: the outer one waits."""
-    ConfigStore.instance().store(name=_SCHEMA, node=defaults)
+def _hydra(source: Path) -> Iterator[None]:
+    """Hydra over the file's folder and the presets. It knows one composition at a time: an outer one waits."""
     search = {"searchpath": ["pkg://distflow.config.presets"]}
-    run = {"defaults": [_SCHEMA, source.stem, "_self_"], "hydra": search}
+    run = {"defaults": [source.stem, "_self_"], "hydra": search}
     ConfigStore.instance().store(name=_RUN, node=run)
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
@@ -187,7 +186,10 @@ def _composed_files(source: Path, result: Composition) -> list[tuple[Path, str]]
     loader = GlobalHydra.instance().config_loader()
     try:
         chosen = loader.compute_defaults_list(_RUN, [], RunMode.RUN).defaults
-    except (HydraException, YAMLError) as error:
+    except YAMLError as error:
+        result.failure = yaml_problem(error, source)
+        return []
+    except HydraException as error:
         reason = _reason(error)
         advice = f"under defaults: name a preset ({', '.join(preset_names())}) or a file beside this one, without .yaml"
         result.failure = Problem(((display(source), "defaults"),), reason, advice)
@@ -205,7 +207,7 @@ def _composed_files(source: Path, result: Composition) -> list[tuple[Path, str]]
 
 
 def _file_of(config_path: str | None, folder: Path) -> Path | None:
-    if config_path is None or config_path in (_SCHEMA, _RUN) or config_path.startswith("hydra/"):
+    if config_path is None or config_path == _RUN or config_path.startswith("hydra/"):
         return None
     found = (parent / f"{config_path}.yaml" for parent in (folder, PRESETS))
     return next((path for path in found if path.is_file()), None)

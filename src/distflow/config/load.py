@@ -9,9 +9,9 @@ from distflow.config.check import find_problems, where
 from distflow.config.errors import ConfigError, Problem
 from distflow.config.keys import KeyInfo, dotted, yaml_name
 from distflow.config.schema import Config, find_group, group_names, schema_keys
-from distflow.config.show import flatten, to_plain, to_yaml
+from distflow.config.show import flatten, to_dict, to_yaml
 from distflow.config.sources import COMMAND_LINE, Setting
-from distflow.config.unknown import suggest
+from distflow.config.unknown import holds_replaced, suggest
 from distflow.config.values import Mismatch, convert
 
 
@@ -45,12 +45,12 @@ def load_config(preset_or_file: str, overrides: Sequence[str] = ()) -> Loaded:
     from distflow.config import composition
 
     source = composition.find_source(preset_or_file)
-    composed = composition.compose_values(source, overrides, to_plain(Config()), _known_names())
+    composed = composition.compose_values(source, overrides, _plain_defaults(), _known_names())
     if composed.failure:
         problems = [*composed.problems, *_unknown_problems(composed.settings)]
         raise ConfigError(problems or [composed.failure])
     if _register_user_groups(composed.values, composed.settings, composed.problems):
-        composed = composition.compose_values(source, overrides, to_plain(Config()), _known_names())
+        composed = composition.compose_values(source, overrides, _plain_defaults(), _known_names())
     unknown = _unknown_problems(composed.settings)
     return _build(composed.values, _origins(composed.settings, composed.deleted), [*composed.problems, *unknown])
 
@@ -65,6 +65,19 @@ def _settings_in_python(name: str, value: Any) -> list[Setting]:
     from distflow.config.sources import settings_of_value
 
     return list(settings_of_value(name, value, "given in Python"))
+
+
+def _plain_defaults() -> dict[str, Any]:
+    """The schema's defaults as plain values, without lists and mappings: those are replaced, not merged into."""
+    plain = to_dict(Config())
+    for name, info in schema_keys().items():
+        if isinstance(info.default, dict | tuple | list):
+            *groups, last = name.split(".")
+            holder = plain
+            for part in groups:
+                holder = holder[part]
+            del holder[last]
+    return plain
 
 
 def _known_names() -> set[str]:
@@ -106,11 +119,14 @@ def _unknown_problems(settings: Sequence[Setting]) -> list[Problem]:
             continue
         inside_map = any(f"{name}.*" in known and setting.key.startswith(f"{name}.") for name in _parents(setting.key))
         if setting.key not in known and not inside_map:
+            if setting.is_group and holds_replaced(setting.key):
+                continue  # what it holds gets the message
             problems.append(
                 Problem(((setting.key, setting.where),), "there is no such key", suggest(setting.key, keys))
             )
-            if not setting.is_group or not _may_hold_known(setting.key):
-                reported.append(setting.key)
+            reported.append(setting.key)
+        elif setting.key in keys and setting.is_group and not keys[setting.key].is_map:
+            reported.append(setting.key)  # what is wrong with its value is said where it is read
         elif setting.has_dots and setting.key in known:
             advice = (
                 "write one level a line: " + ": {".join(setting.key.split(".")) + ": ..." + "}" * setting.key.count(".")
@@ -121,13 +137,6 @@ def _unknown_problems(settings: Sequence[Setting]) -> list[Problem]:
             advice = f"write keys below it, e.g. {next(name for name in keys if name.startswith(setting.key + '.'))}"
             problems.append(Problem(((setting.key, setting.where),), "is a group of keys, not a value", advice))
     return problems
-
-
-def _may_hold_known(key: str) -> bool:
-    """Whether the children of an unknown group deserve a message of their own: where one was replaced by name."""
-    from distflow.config.replaced import REPLACED
-
-    return any(name.startswith(f"{key}.") for name in REPLACED)
 
 
 def _parents(key: str) -> list[str]:

@@ -23,9 +23,11 @@ ESTIMATORS: dict[str, Estimator] = {
     ),
     "remax": Estimator("score less that of a greedy sample of the same prompt"),
     "opo": Estimator("score less the length-weighted mean of the group", needs_group=True),
-    "cpgd": Estimator("the group's centred score, for the loss of the same name", needs_group=True),
-    "gspo": Estimator("the group's normalised score, for the loss of the same name", needs_group=True),
-    "gpg": Estimator("the group's centred score, scaled by the share of groups with a signal", needs_group=True),
+    "cpgd": Estimator("as grpo, under its name there", needs_group=True),
+    "gspo": Estimator("as grpo, under its name there", needs_group=True),
+    "gpg": Estimator(
+        "score less the group's mean, scaled up by the share of samples without a reward", needs_group=True
+    ),
     "grpo_passk": Estimator("only the group's best sample, by its lead over the second best", needs_group=True),
 }
 
@@ -43,8 +45,8 @@ POLICY_LOSSES: dict[str, str] = {
 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
-_PLAIN_KL_TYPES = ("kl", "abs", "mse", "low_var_kl", "full")
-KL_TYPES = _PLAIN_KL_TYPES + tuple(f"{name}+" for name in _PLAIN_KL_TYPES)
+_SAMPLED_KL_TYPES = ("kl", "abs", "mse", "low_var_kl")
+KL_TYPES = (*_SAMPLED_KL_TYPES, "full", *(f"{name}+" for name in _SAMPLED_KL_TYPES))
 
 REWARDS: dict[str, str] = {
     "math": "the last boxed answer (or number) equals the ground truth, by math-verify",

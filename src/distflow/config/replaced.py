@@ -5,6 +5,7 @@ _ENGINE = "the embedded engine needs no such limit; actor_rollout_ref.rollout.ma
 _GREEDY = "actor_rollout_ref.rollout.val_kwargs.greedy"
 
 REPLACED: dict[str, str] = {
+    "hydra": "Hydra only composes here; the folder of the run is trainer.default_local_dir",
     "actor_rollout_ref.rollout.mode": "engines are always asynchronous; how far they run ahead is async.max_staleness",
     "actor_rollout_ref.rollout.response_length": "it is data.max_response_length",
     "actor_rollout_ref.rollout.prompt_length": "it is data.max_prompt_length",

@@ -53,14 +53,14 @@ def flatten(config: Config) -> dict[str, Any]:
     return flat
 
 
-def to_plain(config: Config) -> dict[str, Any]:
+def to_dict(config: Config) -> dict[str, Any]:
     """Nested dicts, lists and scalars that JSON and YAML can hold, with the names of the YAML."""
     return {name: _plain_group(find_group(config, name)) for name in group_names()}
 
 
 def to_yaml(config: Config) -> str:
     """The whole config as YAML; loading it again gives an equal one."""
-    return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True, width=120)
+    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True, width=120)
 
 
 def diff(before: Config, after: Config) -> list[tuple[str, Any, Any]]:

@@ -49,7 +49,7 @@ def read_settings(path: Path, prefix: str, problems: list[Problem]) -> list[Sett
     if not isinstance(root, yaml.MappingNode):
         problems.append(Problem(((display(path), "line 1"),), "is no mapping of keys", "write key: value lines"))
         return []
-    return [setting for setting in _entries(root, prefix, path, problems) if not _is_directive(setting, prefix)]
+    return [setting for setting in _entries(root, prefix, path) if not _is_directive(setting, prefix)]
 
 
 def settings_of_value(key: str, value: Any, where: str) -> Iterator[Setting]:
@@ -61,20 +61,42 @@ def settings_of_value(key: str, value: Any, where: str) -> Iterator[Setting]:
             yield from settings_of_value(dotted(key, str(name)), item, where)
 
 
+def yaml_problem(error: yaml.YAMLError, path: Path) -> Problem:
+    """What a YAML error says, with the file and line that it names; `path` where it names none."""
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return Problem(((display(path), "the file"),), f"cannot be read: {error}", "save it as UTF-8 text")
+    mark = error.problem_mark or error.context_mark
+    where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "somewhere"
+    named = Path(mark.name) if mark and Path(mark.name).is_file() else path
+    return Problem(((display(named), where),), f"is no YAML that is read here: {error.problem}", "look at that line")
+
+
 def _parse(path: Path, problems: list[Problem]) -> yaml.Node | None:
     try:
         loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
         root = loader.get_single_node()
-        if isinstance(root, yaml.MappingNode):
-            _flatten_merges(root, loader)
-        return root
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "somewhere"
-        problems.append(Problem(((display(path), where),), f"is no YAML: {error.problem}", "look at that line"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except yaml.YAMLError as error:
+        problems.append(yaml_problem(error, path))
+        return None
+    except UnicodeDecodeError as error:
         problems.append(Problem(((display(path), "the file"),), f"cannot be read: {error}", "save it as UTF-8 text"))
-    return None
+        return None
+    if isinstance(root, yaml.MappingNode):
+        _check_twice(root, "", path, problems)
+        _flatten_merges(root, loader)
+    return root
+
+
+def _check_twice(node: yaml.MappingNode, prefix: str, path: Path, problems: list[Problem]) -> None:
+    first_lines: dict[str, int] = {}
+    for name_node, value in node.value:
+        name, line = dotted(prefix, str(name_node.value)), name_node.start_mark.line + 1
+        if name in first_lines:
+            what = f"was set in line {first_lines[name]} already"
+            problems.append(Problem(((name, f"{display(path)}:{line}"),), what, "keep one of the two lines"))
+        first_lines[name] = line
+        if isinstance(value, yaml.MappingNode):
+            _check_twice(value, name, path, problems)
 
 
 def _flatten_merges(node: yaml.MappingNode, loader: yaml.SafeLoader) -> None:
@@ -84,20 +106,14 @@ def _flatten_merges(node: yaml.MappingNode, loader: yaml.SafeLoader) -> None:
             _flatten_merges(value, loader)
 
 
-def _entries(node: yaml.MappingNode, prefix: str, path: Path, problems: list[Problem]) -> Iterator[Setting]:
-    first_lines: dict[str, int] = {}
+def _entries(node: yaml.MappingNode, prefix: str, path: Path) -> Iterator[Setting]:
     for name_node, value in node.value:
-        name, line = dotted(prefix, str(name_node.value)), name_node.start_mark.line + 1
-        where = f"{display(path)}:{line}"
-        if name in first_lines:
-            problems.append(
-                Problem(((name, where),), f"was set in line {first_lines[name]} already", "keep one of the two lines")
-            )
-        first_lines[name] = line
+        name = dotted(prefix, str(name_node.value))
+        where = f"{display(path)}:{name_node.start_mark.line + 1}"
         is_group = isinstance(value, yaml.MappingNode) and bool(value.value)
         yield Setting(name, where, is_group, has_dots="." in str(name_node.value))
         if isinstance(value, yaml.MappingNode):
-            yield from _entries(value, name, path, problems)
+            yield from _entries(value, name, path)
 
 
 def _is_directive(setting: Setting, prefix: str) -> bool:

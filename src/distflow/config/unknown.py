@@ -17,6 +17,11 @@ def suggest(key: str, known: Collection[str]) -> str:
     return f"did you mean {guess}?" if guess else "see docs/config.md for all keys"
 
 
+def holds_replaced(group: str) -> bool:
+    """Whether keys below an unknown group have a message of their own."""
+    return any(name.startswith(f"{group}.") for name in REPLACED)
+
+
 def _nearest_key(key: str, known: Collection[str]) -> str:
     """By its end (`actor.clip_ratio`), then by its last word in another group, then by spelling."""
     by_end = [name for name in known if name.endswith(f".{key}")]

@@ -84,7 +84,9 @@ def check_bounds(value: Any, info: KeyInfo) -> Iterator[Mismatch]:
         for name in value if isinstance(value, tuple) else (value,):
             yield from _check_choice(name, info)
     elif isinstance(value, int | float) and not _inside(value, info):
-        yield Mismatch(f"is {show(value)} and must be {spec.allowed()}", spec.advice)
+        yield Mismatch(
+            f"is {show(value)} and must be {spec.allowed()}", spec.advice or f"write a number {spec.allowed()}"
+        )
 
 
 def show(value: Any) -> str:

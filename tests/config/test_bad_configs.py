@@ -1,0 +1,466 @@
+"""A hundred bad configs: each is refused with the key to change, what is wrong with it, and what to do."""
+
+import pytest
+
+from distflow.config import ConfigError, load_config
+
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+GOOD = ("data.train_files=train.jsonl", f"{MODEL}.path=model")
+VAL = "data.val_files=val.jsonl"
+
+# name: (preset, overrides, the key that is named first, parts of the message)
+BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
+    # what is missing
+    "no data": ("grpo", ["~data.train_files"], "data.train_files", ("no data to train on", "FILE.jsonl")),
+    "no data, null": ("grpo", ["data.train_files=null"], "data.train_files", ("no data to train on",)),
+    "an empty file name": ("grpo", ["data.train_files=['a.jsonl','']"], "data.train_files", ("empty name",)),
+    "no model": ("sft", [f"~{MODEL}.path"], f"{MODEL}.path", ("no model", "builtin:NAME")),
+    "an empty model path": ("sft", [f"{MODEL}.path=''"], f"{MODEL}.path", ("no model",)),
+    # unknown keys
+    "a key misspelt": ("grpo", ["data.train_batch_sise=8"], "data.train_batch_sise", ("data.train_batch_size",)),
+    "with +": ("grpo", ["+data.train_batch_sise=8"], "data.train_batch_sise", ("data.train_batch_size",)),
+    "with ++": ("grpo", ["++data.train_batch_sise=8"], "data.train_batch_sise", ("data.train_batch_size",)),
+    "a short form": ("grpo", ["actor.clip_ratio=0.1"], "actor.clip_ratio", (f"did you mean {ACTOR}.clip_ratio?",)),
+    "a wrong group": ("grpo", ["trainer.train_batch_size=8"], "trainer.train_batch_size", ("data.train_batch_size",)),
+    "a wrong case": ("grpo", ["data.Seed=8"], "data.Seed", ("did you mean data.seed?",)),
+    "below a value": ("grpo", ["trainer.seed.x=1"], "trainer.seed.x", ("did you mean trainer.seed?",)),
+    "a group misspelt": ("grpo", ["algoritm.gamma=0.9"], "algoritm.gamma", ("algorithm.gamma",)),
+    "inside a mapping": ("grpo", ["data={seeds: 3}"], "data.seeds", ("did you mean data.seed?",)),
+    "hydra's own": ("grpo", ["hydra.run.dir=x"], "hydra.run.dir", ("trainer.default_local_dir",)),
+    "rollout.mode": ("grpo", [f"{ROLLOUT}.mode=async"], f"{ROLLOUT}.mode", ("async.max_staleness",)),
+    "verl's micro-batch": (
+        "grpo",
+        [f"{ACTOR}.ppo_micro_batch_size_per_gpu=4"],
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+        ("ppo_max_token_len_per_gpu",),
+    ),
+    "verl's loss mode": ("grpo", [f"{ACTOR}.policy_loss.loss_mode=gspo"], f"{ACTOR}.policy_loss.loss_mode", ("it is",)),
+    "AReaL's staleness": ("grpo", ["async.max_head_offpolicyness=2"], "async.max_head_offpolicyness", ("staleness",)),
+    # the grammar of overrides
+    "no value": ("grpo", ["data.seed"], "'data.seed'", ("key=value",)),
+    "an option": ("grpo", ["--seed=1"], "'--seed=1'", ("key=value",)),
+    "a sweep": ("grpo", ["data.seed=1,2"], "'data.seed=1,2'", ("several runs",)),
+    "a range": ("grpo", ["data.seed=range(1,3)"], "'data.seed=range(1,3)'", ("several runs",)),
+    "a group choice": ("grpo", ["algorithm/kl=x"], "'algorithm/kl=x'", ("names a file",)),
+    "nothing to remove": ("grpo", ["~trainer.seed"], "~trainer.seed", ("nothing to remove",)),
+    "a group as a value": ("grpo", ["critic=null"], "critic", ("group of keys", "critic.model.path")),
+    "an unknown reference": ("grpo", ["data.seed=${trainer.sed}"], "data.seed", ("trainer.sed", "not found")),
+    # types
+    "a text for a whole number": ("grpo", ["data.train_batch_size=many"], "data.train_batch_size", ("'many'",)),
+    "a quoted number": ("grpo", ["data.seed='7'"], "data.seed", ("without quotes",)),
+    "a fraction for a count": ("grpo", ["data.train_batch_size=1.5"], "data.train_batch_size", ("a whole number",)),
+    "a boolean for a count": ("grpo", ["data.seed=true"], "data.seed", ("not a whole number",)),
+    "a number for a boolean": ("grpo", ["data.shuffle=1"], "data.shuffle", ("write true or false",)),
+    "yes for a boolean": ("grpo", ["data.shuffle=yes"], "data.shuffle", ("write true or false",)),
+    "a boolean for a number": ("grpo", ["algorithm.gamma=true"], "algorithm.gamma", ("a number",)),
+    "a number for a text": ("grpo", ["trainer.experiment_name=7"], "trainer.experiment_name", ('"7"',)),
+    "a list for a text": ("grpo", [f"{MODEL}.path=[a]"], f"{MODEL}.path", ("not a text",)),
+    "null for a number": ("grpo", ["data.seed=null"], "data.seed", ("is null",)),
+    "not a number": ("grpo", ["algorithm.gamma=nan"], "algorithm.gamma", ("finite",)),
+    "infinity": ("grpo", [f"{ACTOR}.max_grad_norm=inf"], f"{ACTOR}.max_grad_norm", ("finite",)),
+    "a mapping for a list": ("grpo", ["data.train_files={a: b}"], "data.train_files", ("list of texts",)),
+    "numbers in a list of texts": ("grpo", [f"{ROLLOUT}.stop=[1]"], f"{ROLLOUT}.stop", ("quotes",)),
+    "a list for a mapping": ("grpo", [f"{ACTOR}.policy_loss_kwargs=[1]"], f"{ACTOR}.policy_loss_kwargs", ("mapping",)),
+    "three betas": ("grpo", [f"{ACTOR}.optim.betas=[0.9,0.9,0.9]"], f"{ACTOR}.optim.betas", ("3 entries, not 2",)),
+    "a boolean for a name or list": ("grpo", [f"{MODEL}.target_modules=true"], f"{MODEL}.target_modules", ("true",)),
+    # bounds
+    "an empty batch": ("grpo", ["data.train_batch_size=0"], "data.train_batch_size", ("≥ 1",)),
+    "a negative seed": ("grpo", ["trainer.seed=-1"], "trainer.seed", ("≥ 0",)),
+    "gamma above 1": ("grpo", ["algorithm.gamma=1.1"], "algorithm.gamma", ("≤ 1",)),
+    "lam below 0": ("ppo", ["algorithm.lam=-0.1"], "algorithm.lam", ("≥ 0",)),
+    "temperature 0": ("grpo", [f"{ROLLOUT}.temperature=0"], f"{ROLLOUT}.temperature", ("> 0", "val_kwargs.greedy")),
+    "validation at temperature 0": (
+        "grpo",
+        [f"{ROLLOUT}.val_kwargs.temperature=0"],
+        f"{ROLLOUT}.val_kwargs.temperature",
+        ("val_kwargs.greedy=true",),
+    ),
+    "top_p 0": ("grpo", [f"{ROLLOUT}.top_p=0"], f"{ROLLOUT}.top_p", ("> 0 and ≤ 1",)),
+    "top_p above 1": ("grpo", [f"{ROLLOUT}.top_p=1.01"], f"{ROLLOUT}.top_p", ("≤ 1",)),
+    "top_k 0": ("grpo", [f"{ROLLOUT}.top_k=0"], f"{ROLLOUT}.top_k", ("-1 (off)",)),
+    "top_k -2": ("grpo", [f"{ROLLOUT}.top_k=-2"], f"{ROLLOUT}.top_k", ("≥ -1",)),
+    "min_p 1": ("grpo", [f"{ROLLOUT}.min_p=1"], f"{ROLLOUT}.min_p", ("< 1",)),
+    "no penalty at all": ("grpo", [f"{ROLLOUT}.repetition_penalty=0"], f"{ROLLOUT}.repetition_penalty", ("> 0",)),
+    "an empty stop text": ("grpo", [f"{ROLLOUT}.stop=['']"], f"{ROLLOUT}.stop", ("end every response",)),
+    "no response": ("grpo", [f"{ROLLOUT}.n=0"], f"{ROLLOUT}.n", ("≥ 1",)),
+    "clip_ratio 0": ("grpo", [f"{ACTOR}.clip_ratio=0"], f"{ACTOR}.clip_ratio", ("> 0",)),
+    "clip_ratio above 1": ("grpo", [f"{ACTOR}.clip_ratio=1.5"], f"{ACTOR}.clip_ratio", ("never reaches",)),
+    "clip_ratio_low above 1": ("grpo", [f"{ACTOR}.clip_ratio_low=1.2"], f"{ACTOR}.clip_ratio_low", ("≤ 1",)),
+    "dual clip at 1": ("grpo", [f"{ACTOR}.clip_ratio_c=1"], f"{ACTOR}.clip_ratio_c", ("> 1",)),
+    "no passes": ("grpo", [f"{ACTOR}.ppo_epochs=0"], f"{ACTOR}.ppo_epochs", ("≥ 1",)),
+    "a negative learning rate": ("grpo", [f"{ACTOR}.optim.lr=-1e-6"], f"{ACTOR}.optim.lr", ("≥ 0",)),
+    "a beta of 1": ("grpo", [f"{ACTOR}.optim.betas=[0.9,1.0]"], f"{ACTOR}.optim.betas", ("< 1",)),
+    "a warm-up above 1": ("grpo", [f"{ACTOR}.optim.warmup_ratio=5"], f"{ACTOR}.optim.warmup_ratio", ("≤ 1",)),
+    "no steps": ("grpo", ["trainer.total_training_steps=0"], "trainer.total_training_steps", ("total_epochs decide",)),
+    "no epochs": ("grpo", ["trainer.total_epochs=0"], "trainer.total_epochs", ("≥ 1",)),
+    "no checkpoint kept": ("grpo", ["trainer.keep_last=0"], "trainer.keep_last", ("≥ 1",)),
+    "no time for a verdict": ("grpo", ["reward.timeout_s=0"], "reward.timeout_s", ("> 0",)),
+    "no judge": ("grpo", ["reward.num_workers=0"], "reward.num_workers", ("≥ 1",)),
+    # choices
+    "an estimator misspelt": ("grpo", ["algorithm.adv_estimator=gropo"], "algorithm.adv_estimator", ("grpo?",)),
+    "a loss misspelt": ("grpo", [f"{ACTOR}.policy_loss=vanila"], f"{ACTOR}.policy_loss", ("vanilla?", "imports")),
+    "an aggregation misspelt": (
+        "grpo",
+        [f"{ACTOR}.loss_agg_mode=token_mean"],
+        f"{ACTOR}.loss_agg_mode",
+        ("token-mean",),
+    ),
+    "a KL type misspelt": ("grpo", [f"{ACTOR}.kl_loss_type=low_var"], f"{ACTOR}.kl_loss_type", ("low_var_kl?",)),
+    "a schedule misspelt": ("grpo", [f"{ACTOR}.optim.scheduler=cosine"], f"{ACTOR}.optim.scheduler", ("with_warmup",)),
+    "an optimizer misspelt": ("grpo", [f"{ACTOR}.optim.optimizer=adam"], f"{ACTOR}.optim.optimizer", ("adamw?",)),
+    "a dtype misspelt": ("grpo", [f"{MODEL}.dtype=bf16"], f"{MODEL}.dtype", ("bfloat16",)),
+    "a tracker misspelt": ("grpo", ["trainer.logger=[console,wandbb]"], "trainer.logger", ("wandb?",)),
+    "a device misspelt": ("grpo", ["trainer.device=gpu"], "trainer.device", ("auto, cpu, cuda",)),
+    "a program misspelt": ("grpo", ["dag.pipeline=dappo"], "dag.pipeline", ("dapo?",)),
+    "a reward misspelt": ("grpo", ["reward.functions={default: [maths]}"], "reward.functions.default", ("math?",)),
+    "a resume mode misspelt": ("grpo", ["trainer.resume_mode=nevr"], "trainer.resume_mode", ("no folder", "never")),
+    # parts that are not there yet
+    "ray": ("grpo", ["trainer.launcher=ray"], "trainer.launcher", ("not there yet", "local")),
+    "two machines": ("grpo", ["trainer.nnodes=2"], "trainer.nnodes", ("not there yet",)),
+    "eight devices": ("grpo", ["trainer.n_gpus_per_node=8"], "trainer.n_gpus_per_node", ("not there yet",)),
+    "an allocation": ("grpo", ["trainer.allocation='d4'"], "trainer.allocation", ("not there yet",)),
+    "staleness": ("grpo", ["async.max_staleness=2"], "async.max_staleness", ("not there yet",)),
+    "vllm": ("grpo", [f"{ROLLOUT}.name=vllm"], f"{ROLLOUT}.name", ("not there yet", "embedded, hf")),
+    "sglang": ("grpo", [f"{ROLLOUT}.name=sglang"], f"{ROLLOUT}.name", ("not there yet",)),
+    "tensor parallel": (
+        "grpo",
+        [f"{ROLLOUT}.tensor_model_parallel_size=2"],
+        f"{ROLLOUT}.tensor_model_parallel_size",
+        ("not there yet",),
+    ),
+    "fsdp": ("grpo", [f"{ACTOR}.strategy=fsdp"], f"{ACTOR}.strategy", ("not there yet", "torch")),
+    "megatron": ("grpo", [f"{ACTOR}.strategy=megatron"], f"{ACTOR}.strategy", ("not there yet",)),
+    "a reward model": ("grpo", ["reward_model.enable=true"], "reward_model.enable", ("not there yet",)),
+    "the profiler": ("grpo", ["profiler.enable=true"], "profiler.enable", ("not there yet",)),
+    "embodied": ("grpo", ["algorithm.workflow_type=EMBODIED"], "algorithm.workflow_type", ("not there yet",)),
+    "apportioning": ("grpo", ["dag.apportion_strategy=even"], "dag.apportion_strategy", ("not there yet",)),
+    "the whole KL": ("grpo", ["algorithm.kl_penalty=full"], "algorithm.kl_penalty", ("not there yet",)),
+    # the program
+    "two programs": (
+        "grpo",
+        ["dag.custom_pipeline_fn=a:b", "dag.nodes=[{id: a, func: 'm:f'}]"],
+        "dag.nodes = [{id: 'a', func: 'm:f'}]",
+        ("two programs",),
+    ),
+    "a function without a module": (
+        "grpo",
+        ["dag.custom_pipeline_fn=build"],
+        "dag.custom_pipeline_fn",
+        ("module:fun",),
+    ),
+    "a node without func": ("grpo", ["dag.nodes=[{id: a}]"], "dag.nodes", ("entry 1 without 'func'",)),
+    "a node with an unknown key": ("grpo", ["dag.nodes=[{id: a, func: f, dep: b}]"], "dag.nodes", ("'dep'", "deps")),
+    "a node twice": ("grpo", ["dag.nodes=[{id: a, func: f},{id: a, func: f}]"], "dag.nodes", ("two nodes",)),
+    "nodes as a mapping": ("grpo", ["dag.nodes={a: b}"], "dag.nodes", ("not a list",)),
+    "DAPO workflow, grpo program": (
+        "grpo",
+        ["algorithm.workflow_type=DAPO"],
+        "algorithm.workflow_type",
+        ("dag.pipeline",),
+    ),
+    "DAPO workflow, sft program": ("sft", ["algorithm.workflow_type=DAPO"], "algorithm.workflow_type", ("sft",)),
+    "gae without a critic": ("grpo", ["algorithm.adv_estimator=gae"], "algorithm.adv_estimator", ("dag.pipeline=ppo",)),
+    "gae in dapo": ("dapo", ["algorithm.adv_estimator=gae"], "algorithm.adv_estimator", ("critic", "dapo")),
+    "a critic that nobody reads": (
+        "ppo",
+        ["algorithm.adv_estimator=rloo", f"{ROLLOUT}.n=4"],
+        "algorithm.adv_estimator",
+        ("gae",),
+    ),
+    "a group of one": ("grpo", [f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n", ("only one", "allow_group_of_one")),
+    "a group of one, rloo": ("grpo", [f"{ROLLOUT}.n=1", "algorithm.adv_estimator=rloo"], f"{ROLLOUT}.n", ("rloo",)),
+    "warm-up without a critic": ("grpo", ["trainer.critic_warmup=5"], "trainer.critic_warmup", ("no critic",)),
+    "warm-up without an end": (
+        "ppo",
+        ["trainer.critic_warmup=10", "trainer.total_training_steps=10"],
+        "trainer.critic_warmup",
+        ("never be trained",),
+    ),
+    # batches and data
+    "a mini-batch too large": ("grpo", ["data.train_batch_size=64"], f"{ACTOR}.ppo_mini_batch_size", ("=64 or less",)),
+    "a critic's mini-batch too large": (
+        "ppo",
+        ["critic.ppo_mini_batch_size=1024"],
+        "critic.ppo_mini_batch_size",
+        ("data.train_batch_size", "1024"),
+    ),
+    "no training rows": ("grpo", ["data.train_max_samples=0"], "data.train_max_samples", ("-1",)),
+    "fewer rows than a batch": ("grpo", ["data.train_max_samples=100"], "data.train_batch_size", ("100 rows",)),
+    "a limit on no validation": ("grpo", ["data.val_max_samples=9"], "data.val_max_samples", ("there are none",)),
+    "one column for two": ("grpo", ["data.answer_key=prompt"], "data.prompt_key", ("both", "data.answer_key")),
+    "one column for two, sft": ("sft", ["data.response_key=prompt"], "data.prompt_key", ("data.response_key",)),
+    "a template without a prompt": ("grpo", ["data.prompt_template='Q:'"], "data.prompt_template", ("{prompt}",)),
+    "a template with a stray brace": ("grpo", ["data.prompt_template='{prompt} {'"], "data.prompt_template", ("{{",)),
+    "a template with another field": (
+        "grpo",
+        ["data.prompt_template='{prompt}{x}'"],
+        "data.prompt_template",
+        ("no other",),
+    ),
+    "a system prompt without a chat": (
+        "grpo",
+        ["data.system_prompt=Hi"],
+        "data.system_prompt",
+        ("prompt_format=chat",),
+    ),
+    "a truncation that never happens": ("grpo", ["data.truncation=left"], "data.truncation", ("filter_overlong",)),
+    # models and engines
+    "remote code of a moving model": (
+        "grpo",
+        [f"{MODEL}.trust_remote_code=true"],
+        f"{MODEL}.trust_remote_code",
+        ("pinned",),
+    ),
+    "remote code of a branch": (
+        "grpo",
+        [f"{MODEL}.trust_remote_code=true", f"{MODEL}.revision=main"],
+        f"{MODEL}.trust_remote_code",
+        ("commit hash",),
+    ),
+    "fresh and trained weights": (
+        "grpo",
+        [f"{MODEL}.init=random", f"{MODEL}.gguf_file=a.gguf"],
+        f"{MODEL}.init",
+        ("pretrained",),
+    ),
+    "a GGUF file of another kind": ("grpo", [f"{MODEL}.gguf_file=a.bin"], f"{MODEL}.gguf_file", (".gguf",)),
+    "options of no adapter": ("grpo", [f"{MODEL}.lora_alpha=32"], f"{MODEL}.lora_alpha", ("lora_rank",)),
+    "modules of no adapter": ("grpo", [f"{MODEL}.target_modules=[q_proj]"], f"{MODEL}.target_modules", ("lora_rank",)),
+    "an adapter on random weights": (
+        "sft",
+        [f"{MODEL}.lora_rank=8", f"{MODEL}.init=random"],
+        f"{MODEL}.lora_rank",
+        ("stay random",),
+    ),
+    "an adapter on no module": (
+        "grpo",
+        [f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[]"],
+        f"{MODEL}.target_modules",
+        ("no module",),
+    ),
+    "momentum of sgd": (
+        "grpo",
+        [f"{ACTOR}.optim.optimizer=sgd", f"{ACTOR}.optim.betas=[0.8,0.9]"],
+        f"{ACTOR}.optim.betas",
+        ("no moments",),
+    ),
+    "warm-up of a constant rate": (
+        "grpo",
+        [f"{ACTOR}.optim.scheduler=constant", f"{ACTOR}.optim.lr_warmup_steps=5"],
+        f"{ACTOR}.optim.lr_warmup_steps",
+        ("constant_with_warmup",),
+    ),
+    "the end of a constant rate": (
+        "grpo",
+        [f"{ACTOR}.optim.scheduler=constant_with_warmup", f"{ACTOR}.optim.min_lr_ratio=0.1"],
+        f"{ACTOR}.optim.min_lr_ratio",
+        ("does not fall",),
+    ),
+    "a warm-up longer than the run": (
+        "grpo",
+        [f"{ACTOR}.optim.lr_warmup_steps=20", "trainer.total_training_steps=10"],
+        f"{ACTOR}.optim.lr_warmup_steps",
+        ("20 of 20 optimizer steps",),
+    ),
+    "a critic's warm-up": (
+        "ppo",
+        ["critic.optim.scheduler=constant", "critic.optim.lr_warmup_steps=5"],
+        "critic.optim.lr_warmup_steps",
+        ("critic.optim.scheduler",),
+    ),
+    "publishing too seldom": (
+        "grpo",
+        [f"{ACTOR}.model_update_frequency=2"],
+        f"{ACTOR}.model_update_frequency",
+        ("=1 or less",),
+    ),
+    "a bound that hf has not": (
+        "grpo",
+        [f"{ROLLOUT}.name=hf", "async.max_concurrent_rollouts=4"],
+        "async.max_concurrent_rollouts",
+        ("one group after another",),
+    ),
+    # the algorithm
+    "adaptive without a target": (
+        "ppo",
+        ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100"],
+        "algorithm.kl_ctrl.target_kl",
+        ("=0.1",),
+    ),
+    "adaptive without a horizon": (
+        "ppo",
+        ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.1"],
+        "algorithm.kl_ctrl.horizon",
+        ("=10000",),
+    ),
+    "a target that is not followed": (
+        "ppo",
+        ["algorithm.kl_ctrl.target_kl=0.1"],
+        "algorithm.kl_ctrl.target_kl",
+        ("adaptive",),
+    ),
+    "a controller of nothing": (
+        "grpo",
+        ["algorithm.kl_ctrl={type: adaptive, target_kl: 0.1, horizon: 9}"],
+        "algorithm.kl_ctrl.type",
+        ("use_kl_in_reward=true",),
+    ),
+    "a KL in the reward of 0": ("ppo", ["algorithm.kl_ctrl.kl_coef=0"], "algorithm.kl_ctrl.kl_coef", ("=false",)),
+    "a KL in the loss of 0": ("grpo", [f"{ACTOR}.kl_loss_coef=0"], f"{ACTOR}.kl_loss_coef", ("use_kl_loss=false",)),
+    "a scale that is not taken": (
+        "grpo",
+        [f"{ACTOR}.loss_scale_factor=100"],
+        f"{ACTOR}.loss_scale_factor",
+        ("sum-norm",),
+    ),
+    "options of no correction": (
+        "grpo",
+        ["algorithm.rollout_correction.cap=3"],
+        "algorithm.rollout_correction.cap",
+        ("level=token",),
+    ),
+    "a low end of truncation": (
+        "grpo",
+        ["algorithm.rollout_correction={level: token, floor: 0.5}"],
+        "algorithm.rollout_correction.floor",
+        ("mode=mask",),
+    ),
+    "an empty band": (
+        "grpo",
+        ["algorithm.rollout_correction={level: token, mode: mask, floor: 3}"],
+        "algorithm.rollout_correction.floor",
+        ("no weight",),
+    ),
+    "a correction done twice": (
+        "grpo",
+        ["algorithm.rollout_correction.level=token", f"{ACTOR}.policy_loss=decoupled"],
+        "algorithm.rollout_correction.level",
+        ("twice",),
+    ),
+    "a filter of single samples": (
+        "dapo",
+        [f"{ROLLOUT}.n=1", "algorithm.allow_group_of_one=true"],
+        "algorithm.filter_groups.enable",
+        ("dropped",),
+    ),
+    "a filter by no reward": (
+        "dapo",
+        ["algorithm.filter_groups.metric=acc"],
+        "algorithm.filter_groups.metric",
+        ("score", "math"),
+    ),
+    # rewards
+    "no reward": ("grpo", ["reward.functions={}"], "reward.functions", ("no reward",)),
+    "no reward of a domain": ("grpo", ["reward.functions={a: []}"], "reward.functions", ("the domain 'a'",)),
+    "a part of another form": ("grpo", ["reward.functions={a: [{nam: x}]}"], "reward.functions", ("{name, weight}",)),
+    "a weight that is a text": (
+        "grpo",
+        ["reward.functions={a: [{name: math, weight: x}]}"],
+        "reward.functions",
+        ("'math'",),
+    ),
+    "a part twice": ("grpo", ["reward.functions={a: [math, math]}"], "reward.functions", ("twice",)),
+    "weights of 0": (
+        "grpo",
+        ["reward.functions={a: [{name: math, weight: 0}]}"],
+        "reward.functions.a",
+        ("never moves",),
+    ),
+    "rewards as a list": ("grpo", ["reward.functions=[math]"], "reward.functions", ("{default: [math]",)),
+    "custom without a function": (
+        "grpo",
+        ["reward.functions={default: [custom]}"],
+        "custom_reward_function.path",
+        ("no function",),
+    ),
+    "a function that nobody uses": (
+        "grpo",
+        ["custom_reward_function.path=r.py"],
+        "custom_reward_function.path",
+        ("[custom]",),
+    ),
+    "a penalty on everything": (
+        "dapo",
+        ["data.max_response_length=1024"],
+        "reward.overlong.buffer_tokens",
+        ("whole response", "256"),
+    ),
+    "a penalty without a zone": ("grpo", ["reward.overlong.factor=2"], "reward.overlong.factor", ("no zone",)),
+    "a penalty of 0": ("dapo", ["reward.overlong.factor=0"], "reward.overlong.factor", ("factor 0",)),
+    # the run
+    "validation of nothing": (
+        "grpo",
+        ["trainer.val_before_train=true"],
+        "trainer.val_before_train",
+        ("data.val_files",),
+    ),
+    "validation without answers": (
+        "grpo",
+        [VAL, f"{ROLLOUT}.val_kwargs.greedy=false"],
+        f"{ROLLOUT}.val_kwargs.n",
+        ("no answer at all",),
+    ),
+    "the best without validation": ("grpo", ["trainer.keep_best=true"], "trainer.keep_best", ("data.val_files",)),
+    "the best, never validated": (
+        "grpo",
+        [VAL, "trainer.keep_best=true", "trainer.test_freq=0"],
+        "trainer.test_freq",
+        ("never",),
+    ),
+    "the best, never saved": (
+        "grpo",
+        [VAL, "trainer.keep_best=true", "trainer.save_freq=-1"],
+        "trainer.save_freq",
+        ("never",),
+    ),
+    "a metric of no best": (
+        "grpo",
+        ["trainer.keep_best_metric=reward/x"],
+        "trainer.keep_best_metric",
+        ("keep_best=true",),
+    ),
+    "a name that leaves the folder": (
+        "grpo",
+        ["trainer.experiment_name='../x'"],
+        "trainer.experiment_name",
+        ("slashes",),
+    ),
+    "a name that is the folder": ("grpo", ["trainer.project_name='..'"], "trainer.project_name", ("no name",)),
+    "a count that is not taken": ("grpo", ["trainer.save_groups_last=3"], "trainer.save_groups_last", ("last_k",)),
+    "a file for a module": ("grpo", ["trainer.imports=[my/code.py]"], "trainer.imports", ("write code",)),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_config_is_refused_with_its_key_and_what_to_do(name):
+    preset, overrides, key, parts = BAD[name]
+    with pytest.raises(ConfigError) as caught:
+        load_config(preset, [*GOOD, *overrides])
+    problems = caught.value.problems
+    assert len(problems) == 1, f"one mistake gave {len(problems)} problems:\n{caught.value}"
+    subject, where = problems[0].places[0]
+    assert subject.split(" = ")[0] == key.split(" = ")[0]
+    assert where == "default" or where == "command line" or where.startswith("presets/")
+    assert problems[0].advice, "says what to do"
+    for part in parts:
+        assert part in str(problems[0])
+
+
+def test_there_are_a_hundred_of_them():
+    assert len(BAD) >= 100
+
+
+def test_all_problems_come_at_once():
+    overrides = ["data.seed=x", "foo=1", "data.seed=1,2", f"{ROLLOUT}.top_p=2", f"{ROLLOUT}.n=1", "data.seeed=1"]
+    with pytest.raises(ConfigError) as caught:
+        load_config("grpo", overrides)
+    named = [problem.places[0][0].split(" = ")[0] for problem in caught.value.problems]
+    expected = ["data.seed", "foo", "'data.seed=1,2'", f"{ROLLOUT}.top_p", f"{ROLLOUT}.n", "data.seeed"]
+    assert sorted(named) == sorted([*expected, "data.train_files", f"{MODEL}.path"])
+    assert str(caught.value).startswith("8 problems in the config\n")
+
+
+def test_no_rule_judges_a_value_that_could_not_be_read():
+    with pytest.raises(ConfigError) as caught:
+        load_config("grpo", [*GOOD, f"{ROLLOUT}.n=one", "data.train_batch_size=-5"])
+    assert [problem.places[0][0] for problem in caught.value.problems] == [f"{ROLLOUT}.n", "data.train_batch_size"]

@@ -1,0 +1,369 @@
+"""A config for people and files: YAML, differences, explanations, what numbers mean together."""
+
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+from distflow.config import (
+    RESUMABLE,
+    Config,
+    ConfigError,
+    changed_keys,
+    check,
+    config_from_dict,
+    describe,
+    diff,
+    explain,
+    flatten,
+    load_config,
+    to_dict,
+    to_yaml,
+)
+from distflow.config.schema import schema_keys
+
+GOOD = ["data.train_files=train.jsonl", "actor_rollout_ref.model.path=model"]
+
+
+def good(**groups):
+    values = {"data": {"train_files": "train.jsonl"}, "actor_rollout_ref": {"model": {"path": "model"}}}
+    for name, keys in groups.items():
+        values[name] = {**values.get(name, {}), **keys}
+    return config_from_dict(values)
+
+
+@pytest.mark.parametrize("preset", ["grpo", "ppo", "dapo", "sft"])
+def test_yaml_round_trips(preset, tmp_path):
+    first = load_config(preset, [*GOOD, "reward.functions.a=[math,{name: format, weight: 0.5}]", "trainer.seed=3"])
+    (tmp_path / "config.yaml").write_text(first.text)
+    again = load_config(str(tmp_path / "config.yaml"))
+    assert again.config == first.config and again.text == first.text == to_yaml(first.config)
+    assert set(again.set_keys) == set(first.set_keys), "a key at its default is not a set key"
+    assert config_from_dict(to_dict(first.config)) == first.config
+
+
+EVERY_KEY = """
+algorithm:
+  adv_estimator: gae
+  adv_estimator_kwargs: {whiten: false}
+  gamma: 0.99
+  lam: 0.9
+  norm_adv_by_std_in_grpo: false
+  adv_epsilon: 1e-4
+  allow_group_of_one: true
+  bootstrap_truncated: true
+  use_kl_in_reward: true
+  kl_penalty: low_var_kl
+  kl_ctrl: {type: adaptive, kl_coef: 0.01, target_kl: 0.1, horizon: 10000}
+  rollout_correction: {level: sequence, mode: mask, cap: 3, floor: 0.5}
+  filter_groups: {enable: true, metric: format, max_num_gen_batches: 3, when_exhausted: continue}
+data:
+  train_files: [a.jsonl, builtin:sums]
+  val_files: b.jsonl
+  prompt_key: question
+  answer_key: gold
+  response_key: solution
+  domain_key: kind
+  prompt_format: chat
+  prompt_template: "Q: {prompt}\\nA:"
+  system_prompt: "Be brief: yes"
+  enable_thinking: true
+  train_batch_size: 32
+  max_prompt_length: 100
+  max_response_length: 200
+  filter_overlong_prompts: false
+  truncation: left
+  bad_rows: skip
+  train_max_samples: 1000
+  val_max_samples: 100
+  shuffle: false
+  seed: 2
+  num_loader_workers: 0
+actor_rollout_ref:
+  model:
+    path: model
+    tokenizer_path: tokenizer
+    gguf_file: model.gguf
+    revision: 0a1b2c3d
+    trust_remote_code: true
+    dtype: float32
+    enable_gradient_checkpointing: true
+    lora_rank: 8
+    lora_alpha: 32
+    target_modules: [q_proj, v_proj]
+  actor:
+    policy_loss: cispo
+    policy_loss_kwargs: {clip_below: false}
+    loss_agg_mode: seq-mean-token-sum-norm
+    loss_scale_factor: 100
+    clip_ratio: 0.1
+    clip_ratio_low: 0.15
+    clip_ratio_high: 0.3
+    clip_ratio_c: null
+    entropy_coef: 0
+    use_kl_loss: true
+    kl_loss_coef: 0.1
+    kl_loss_type: mse+
+    ppo_epochs: 2
+    ppo_mini_batch_size: 16
+    ppo_max_token_len_per_gpu: 1000
+    max_grad_norm: 0.5
+    optim: &optim
+      optimizer: adamw_8bit
+      lr: 1e-4
+      weight_decay: 0
+      betas: [0.8, 0.99]
+      eps: 1e-6
+      scheduler: linear_with_warmup
+      warmup_ratio: 0.2
+      lr_warmup_steps: 3
+      min_lr_ratio: 0.1
+  rollout:
+    name: hf
+    n: 4
+    temperature: 0.9
+    top_p: 0.95
+    top_k: 50
+    min_p: 0.01
+    repetition_penalty: 1.1
+    stop: ["\\n\\n", "é: #"]
+    max_num_seqs: 16
+    val_kwargs: {greedy: false, n: 4, temperature: 0.8, top_p: 0.9, top_k: 20}
+  ref: {log_prob_max_token_len_per_gpu: 2000}
+critic:
+  model: {path: critic}
+  cliprange_value: 0.2
+  loss_agg_mode: seq-mean-token-sum
+  ppo_epochs: 3
+  ppo_mini_batch_size: 8
+  ppo_max_token_len_per_gpu: 3000
+  max_grad_norm: 2
+  optim:
+    <<: *optim
+    lr: 1e-3
+reward:
+  functions: {a: [math, {name: format, weight: 0.1}], b: custom}
+  timeout_s: 3
+  num_workers: 1
+  overlong: {buffer_tokens: 50, factor: 0.5}
+custom_reward_function: {path: my_reward.py, name: score}
+trainer:
+  project_name: p
+  experiment_name: e
+  default_local_dir: runs/here
+  total_epochs: 2
+  total_training_steps: 50
+  critic_warmup: 1
+  val_before_train: true
+  test_freq: 2
+  save_freq: 3
+  keep_last: 1
+  keep_best: true
+  keep_best_metric: reward/mean_score
+  resume_mode: never
+  save_groups: last_k
+  save_groups_last: 2
+  logger: [tensorboard, wandb]
+  seed: 3
+  device: cpu
+  num_threads: 1
+  imports: [json]
+trust: {canary_freq: 0, max_skipped_updates: 1, unmoved_after: 5, certify_rewards: false}
+dag: {pipeline: ppo, enable_perf: true}
+"""
+
+# Keys that exclude one of those above.
+ELSEWHERE = {
+    "algorithm.workflow_type": "DAPO",
+    "actor_rollout_ref.model.init": "random",
+    "async.max_concurrent_rollouts": 4,
+    "dag.custom_pipeline_fn": "module:function",
+    "dag.nodes": [{"id": "a", "func": "m:f", "deps": [], "options": {"scale": 0.5}}],
+}
+
+
+def test_every_key_can_be_set_and_written_and_read_again(tmp_path):
+    (tmp_path / "all.yaml").write_text(EVERY_KEY)
+    loaded = load_config(str(tmp_path / "all.yaml"))
+    values = flatten(loaded.config)
+    left_alone = {name for name, info in schema_keys().items() if values[name] == info.default}
+    assert left_alone == set(ELSEWHERE) | {
+        # A step of staleness allows this; like the others it waits for its part.
+        "actor_rollout_ref.actor.model_update_frequency",
+        *(name for name, info in schema_keys().items() if info.spec.later is True),
+        "actor_rollout_ref.actor.strategy",
+        "trainer.launcher",
+    }
+    (tmp_path / "again.yaml").write_text(loaded.text)
+    assert load_config(str(tmp_path / "again.yaml")).config == loaded.config
+    assert loaded.set_keys.keys() == set(values) - left_alone
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_keys_that_exclude_others_can_be_set_too(name):
+    group, _, rest = name.partition(".")
+    keys = {rest: ELSEWHERE[name]}
+    if group == "actor_rollout_ref":
+        keys = {"model": {"path": "model", "init": "random"}}
+    config = good(**{group: keys})
+    assert name in {key for key, _, _ in diff(config, good())}
+    assert config_from_dict(to_dict(config)) == config
+
+
+def test_defaults_are_those_that_were_settled():
+    settled = {
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.workflow_type": "DEFAULT",
+        "algorithm.gamma": 1.0,
+        "algorithm.lam": 0.95,
+        "algorithm.use_kl_in_reward": False,
+        "algorithm.norm_adv_by_std_in_grpo": True,
+        "algorithm.kl_ctrl.type": "fixed",
+        "algorithm.kl_ctrl.kl_coef": 0.001,
+        "algorithm.filter_groups.metric": "score",
+        "algorithm.filter_groups.max_num_gen_batches": 10,
+        "algorithm.filter_groups.when_exhausted": "error",
+        "data.prompt_key": "prompt",
+        "data.answer_key": "answer",
+        "data.domain_key": "data_source",
+        "data.train_batch_size": 512,
+        "data.max_prompt_length": 2048,
+        "data.max_response_length": 4096,
+        "data.num_loader_workers": 4,
+        "data.shuffle": True,
+        "data.seed": 1,
+        "data.enable_thinking": False,
+        "actor_rollout_ref.model.dtype": "bfloat16",
+        "actor_rollout_ref.model.trust_remote_code": False,
+        "actor_rollout_ref.actor.strategy": "torch",
+        "actor_rollout_ref.actor.clip_ratio": 0.2,
+        "actor_rollout_ref.actor.clip_ratio_low": None,
+        "actor_rollout_ref.actor.clip_ratio_high": None,
+        "actor_rollout_ref.actor.clip_ratio_c": 3.0,
+        "actor_rollout_ref.actor.entropy_coef": 0.01,
+        "actor_rollout_ref.actor.ppo_epochs": 1,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
+        "actor_rollout_ref.actor.max_grad_norm": 1.0,
+        "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
+        "actor_rollout_ref.actor.policy_loss": "vanilla",
+        "actor_rollout_ref.actor.model_update_frequency": 1,
+        "actor_rollout_ref.actor.optim.lr": 1e-6,
+        "actor_rollout_ref.actor.optim.weight_decay": 0.01,
+        "actor_rollout_ref.actor.optim.scheduler": "cosine_with_warmup",
+        "actor_rollout_ref.actor.optim.warmup_ratio": 0.1,
+        "actor_rollout_ref.rollout.name": "embedded",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+        "actor_rollout_ref.rollout.n": 8,
+        "actor_rollout_ref.rollout.temperature": 1.0,
+        "actor_rollout_ref.rollout.top_p": 1.0,
+        "actor_rollout_ref.rollout.top_k": -1,
+        "actor_rollout_ref.rollout.max_num_seqs": 256,
+        "actor_rollout_ref.rollout.val_kwargs.temperature": 0.6,
+        "critic.optim.lr": 1e-5,
+        "critic.cliprange_value": 0.5,
+        "reward.functions": {"default": (("math", 1.0),)},
+        "reward.timeout_s": 10.0,
+        "reward.num_workers": 2,
+        "reward.overlong.buffer_tokens": 0,
+        "reward.overlong.factor": 1.0,
+        "trust.canary_freq": 1,
+        "trainer.launcher": "local",
+        "trainer.nnodes": 1,
+        "trainer.n_gpus_per_node": 1,
+        "trainer.total_epochs": 30,
+        "trainer.total_training_steps": None,
+        "trainer.save_freq": 10,
+        "trainer.test_freq": 5,
+        "trainer.val_before_train": False,
+        "trainer.critic_warmup": 0,
+        "trainer.project_name": "my_project",
+        "trainer.experiment_name": "grpo_training",
+        "trainer.seed": 1,
+        "trainer.save_groups": "none",
+        "trainer.logger": ("console",),
+        "trainer.resume_mode": "auto",
+        "dag.custom_pipeline_fn": None,
+        "dag.enable_perf": False,
+        "dag.backend_threshold": 32,
+        "dag.apportion_strategy": "param_aware",
+        "dag.consider_node_cohesion": True,
+        "dag.consider_node_load": True,
+        "async.max_staleness": 0,
+        "async.max_concurrent_rollouts": None,
+    }
+    flat = flatten(Config())
+    assert {name: flat[name] for name in settled} == settled
+
+
+def test_the_config_is_frozen_and_async_is_async_():
+    config = good()
+    assert config.async_.max_staleness == 0
+    assert "async" in to_dict(config) and "async_" not in to_dict(config)
+    with pytest.raises(FrozenInstanceError):
+        config.trainer.seed = 2
+
+
+def test_a_config_changed_in_python_can_be_checked():
+    config = good()
+    check(config)
+    broken = replace(config, algorithm=replace(config.algorithm, gamma=2.0))
+    with pytest.raises(ConfigError, match="algorithm.gamma"):
+        check(broken)
+
+
+def test_differences_and_what_may_change_on_resume():
+    before = good()
+    after = good(trainer={"seed": 2, "total_epochs": 5}, data={"train_files": "moved/train.jsonl"})
+    assert {key for key, _, _ in diff(before, after)} == {"trainer.seed", "trainer.total_epochs", "data.train_files"}
+    assert ("trainer.seed", 1, 2) in diff(before, after)
+    assert changed_keys(before, after) == [("trainer.seed", 1, 2)]
+    assert diff(before, before) == []
+    assert set(schema_keys()) >= RESUMABLE
+
+
+def test_explain_says_what_a_key_means_and_who_set_it():
+    loaded = load_config("dapo", [*GOOD, "algorithm.gamma=0.5"])
+    text = explain("algorithm.gamma", loaded)
+    for part in ("discount", "≥ 0 and ≤ 1", "default  1.0", "value    0.5", "origin   command line"):
+        assert part in text
+    assert "presets/dapo.yaml:" in explain("actor_rollout_ref.actor.clip_ratio_high", loaded)
+    assert "default  {default: ['math']}" in explain("reward.functions", loaded)
+    assert "algorithm.kl_ctrl.horizon=null" in explain("algorithm.kl_ctrl", loaded)
+    with pytest.raises(ConfigError, match="did you mean algorithm.gamma"):
+        explain("algorithm.gama", loaded)
+
+
+# (prompts, n, mini-batch, passes) → the first line, counted by hand
+STEPS = {
+    (64, 8, 16, 1): "64 prompts × 8 = 512 samples → 4 optimizer steps of 128, on-policy",
+    (256, 4, 256, 1): "256 prompts × 4 = 1024 samples → 1 optimizer step of 1024, on-policy",
+    (100, 2, 30, 1): "100 prompts × 2 = 200 samples → 4 optimizer steps of 60 (the last of a pass 20), on-policy",
+    (
+        10,
+        8,
+        4,
+        3,
+    ): "10 prompts × 8 = 80 samples → 9 optimizer steps of 32 (the last of a pass 16) in 3 passes, on-policy",
+    (1, 2, 1, 2): "1 prompt × 2 = 2 samples → 2 optimizer steps of 2 in 2 passes, on-policy",
+}
+
+
+@pytest.mark.parametrize("numbers", STEPS)
+def test_what_the_numbers_of_a_step_mean(numbers):
+    prompts, group, mini, passes = numbers
+    config = good(
+        data={"train_batch_size": prompts},
+        actor_rollout_ref={
+            "model": {"path": "model"},
+            "rollout": {"n": group},
+            "actor": {"ppo_mini_batch_size": mini, "ppo_epochs": passes},
+        },
+    )
+    assert describe(config)[0] == STEPS[numbers]
+
+
+def test_describe_tells_the_rest():
+    lines = "\n".join(describe(load_config("dapo", [*GOOD, "actor_rollout_ref.rollout.top_p=0.9"]).config))
+    for part in ("[0.8, 1.28]", "no reference is built", "2048 + 4096 = 6144", "note: top_p", "30 epochs"):
+        assert part in lines
+    assert "in the reward (kl × 0.001)" in "\n".join(describe(load_config("ppo", GOOD).config))
+    assert describe(load_config("sft", GOOD).config)[0].startswith("64 examples a step")
