@@ -19,7 +19,7 @@ from distflow.rollout.embedded.loop import StepLoop, settle
 from distflow.rollout.embedded.sampler import Draws, sample
 from distflow.rollout.embedded.scheduler import Prefill, Scheduler, Work
 from distflow.rollout.embedded.sequence import Sequence, sequences_of
-from distflow.rollout.engine import GenerateRequest, GenerateResult, Receipt, SamplingParams
+from distflow.rollout.engine import GenerateRequest, GenerateResult, Receipt
 from distflow.rollout.stopping import finish_reason
 from distflow.rollout.weights import check_shared, check_version, copy_weights
 
@@ -76,7 +76,6 @@ class EmbeddedEngine:
         self._numbers = itertools.count()
         self._pending: dict[int, _Pending] = {}
         self._unfinished: dict[int, list[Sequence]] = {}
-        self._equal_params: dict[SamplingParams, SamplingParams] = {}
         self._loop = StepLoop("embedded-rollout", self.step, lambda: self._scheduler.has_work, self._fail)
 
     async def __aenter__(self) -> "EmbeddedEngine":
@@ -188,12 +187,9 @@ class EmbeddedEngine:
         if not self._scheduler.has_work:
             self._slots.reset()
             self._prompts.clear()
-            self._equal_params.clear()
 
     def _submit(self, number: int, pending: _Pending) -> None:
-        request = pending.request
-        params = self._equal_params.setdefault(request.params, request.params)
-        sequences = sequences_of(number, request, params)
+        sequences = sequences_of(number, pending.request)
         self._pending[number], self._unfinished[number] = pending, sequences
         self._scheduler.add(sequences)
 

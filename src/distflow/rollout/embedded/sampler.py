@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from distflow.rollout.embedded.sequence import Sequence
-from distflow.rollout.engine import SamplingParams
+from distflow.rollout.embedded.sequence import Law, Sequence
 from distflow.rollout.randomness import uniforms
 
 BLOCK = 256  # the CDF is searched by blocks of this many tokens first; float64 is needed for one block a row only
@@ -61,9 +60,9 @@ def sample(logits: Tensor, sequences: Rows[Sequence]) -> Draws:
 
     Raises FloatingPointError for logits that are NaN or +inf, or -inf for a whole row.
     """
-    groups: dict[int, list[int]] = {}
+    groups: dict[Law, list[int]] = {}
     for row, sequence in enumerate(sequences):
-        groups.setdefault(id(sequence.params), []).append(row)
+        groups.setdefault(sequence.law, []).append(row)
     uniform = _uniforms_of(sequences).to(logits.device)
     if len(groups) == 1:
         return _draw_rows(logits.float(), sequences, uniform)
@@ -76,16 +75,16 @@ def sample(logits: Tensor, sequences: Rows[Sequence]) -> Draws:
 
 
 def _draw_rows(logits: Tensor, sequences: Rows[Sequence], uniform: Tensor) -> Draws:
-    """All rows have the same parameters."""
-    params = sequences[0].params
-    policy = Distribution(logits if params.temperature == 1.0 else logits / params.temperature)
+    """All rows have the same law."""
+    law = sequences[0].law
+    policy = Distribution(logits if law.temperature == 1.0 else logits / law.temperature)
     if not torch.isfinite(policy.top).all():
         raise FloatingPointError("the model's logits are not finite: its weights hold NaN or inf, or it overflowed")
     drawn_from = policy
-    if params.repetition_penalty != 1.0:
-        drawn_from = Distribution(_penalised(logits, sequences, params.repetition_penalty) / params.temperature)
-    drawn_from = _truncated(drawn_from, params)
-    token_ids = drawn_from.scores.argmax(dim=-1) if params.greedy else drawn_from.draw(uniform)
+    if law.repetition_penalty != 1.0:
+        drawn_from = Distribution(_penalised(logits, sequences, law.repetition_penalty) / law.temperature)
+    drawn_from = _truncated(drawn_from, law)
+    token_ids = drawn_from.scores.argmax(dim=-1) if law.greedy else drawn_from.draw(uniform)
     log_probs = policy.log_probs(token_ids)
     return Draws(token_ids, log_probs, log_probs if drawn_from is policy else drawn_from.log_probs(token_ids))
 
@@ -98,17 +97,17 @@ def _penalised(logits: Tensor, sequences: Rows[Sequence], penalty: float) -> Ten
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def _truncated(full: Distribution, params: SamplingParams) -> Distribution:
+def _truncated(full: Distribution, law: Law) -> Distribution:
     """Top-k, then top-p of what is left, then min-p; tokens tied with the last one that is kept are kept too."""
     current = full
-    if 0 < params.top_k < full.scores.shape[-1]:
-        least = current.scores.topk(params.top_k, dim=-1).values[:, -1:]
+    if 0 < law.top_k < full.scores.shape[-1]:
+        least = current.scores.topk(law.top_k, dim=-1).values[:, -1:]
         current = Distribution(current.scores.masked_fill(current.scores < least, float("-inf")))
-    if params.top_p < 1.0:
-        least = _nucleus_edge(current, params.top_p)
+    if law.top_p < 1.0:
+        least = _nucleus_edge(current, law.top_p)
         current = Distribution(current.scores.masked_fill(current.scores < least, float("-inf")))
-    if params.min_p > 0.0:
-        current = Distribution(current.scores.masked_fill(current.masses < params.min_p, float("-inf")))
+    if law.min_p > 0.0:
+        current = Distribution(current.scores.masked_fill(current.masses < law.min_p, float("-inf")))
     return current
 
 

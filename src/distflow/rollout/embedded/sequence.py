@@ -1,9 +1,21 @@
 """One sample on its way: its prompt, what it has drawn so far, and how it ends."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from distflow.rollout.engine import FinishReason, GenerateRequest, Generation, SamplingParams
 from distflow.rollout.randomness import sample_key
+
+
+class Law(NamedTuple):
+    """The part of `SamplingParams` that shapes the distribution: rows with equal ones are drawn together."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    greedy: bool
 
 
 @dataclass(eq=False)
@@ -14,6 +26,7 @@ class Sequence:
     sample: int
     prompt_ids: tuple[int, ...]
     params: SamplingParams
+    law: Law
     key: int
     token_ids: list[int] = field(default_factory=list)
     rollout_log_probs: list[float] = field(default_factory=list)
@@ -49,9 +62,11 @@ class Sequence:
         )
 
 
-def sequences_of(number: int, request: GenerateRequest, params: SamplingParams) -> list[Sequence]:
-    """One sequence for each wanted sample. params: equal to the request's, one object for all equal ones."""
+def sequences_of(number: int, request: GenerateRequest) -> list[Sequence]:
+    """One sequence for each wanted sample."""
+    params = request.params
+    law = Law(params.temperature, params.top_p, params.top_k, params.min_p, params.repetition_penalty, params.greedy)
     return [
-        Sequence(number, sample, request.prompt_ids, params, sample_key(request.stream, sample))
+        Sequence(number, sample, request.prompt_ids, params, law, sample_key(request.stream, sample))
         for sample in request.samples
     ]

@@ -1,0 +1,66 @@
+"""What the tests of the rollout room share: tiny decoders, requests, and running an engine to the end."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tests.tiny_models import tiny_config, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from distflow.flow.ticket import Version
+from distflow.rollout.embedded import EmbeddedEngine
+from distflow.rollout.engine import GenerateRequest, Generation, GenerateResult, SamplingParams, Stream
+
+FIRST = Version(0, 0)
+
+
+def make_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(tiny_config(family, **changes)).eval()
+
+
+def make_engine(model: Any, **options: Any) -> EmbeddedEngine:
+    return EmbeddedEngine(model, tiny_tokenizer(), version=FIRST, **options)
+
+
+def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return tuple(torch.randint(3, 90, (length,), generator=generator).tolist())
+
+
+def request_of(
+    prompt: tuple[int, ...], samples: tuple[int, ...] = (0,), row: int = 0, seed: int = 1, **params: Any
+) -> GenerateRequest:
+    return GenerateRequest(prompt, samples, SamplingParams(**{"max_tokens": 12, **params}), Stream(seed, "t", 0, row))
+
+
+async def generate_all(engine: Any, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+    """Submit in order to the paused engine, then let it run."""
+    await engine.pause()
+    tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+    await asyncio.sleep(0)
+    await engine.resume()
+    return list(await asyncio.gather(*tasks))
+
+
+def run_all(engine: Any, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+    async def run() -> list[GenerateResult]:
+        async with engine:
+            return await generate_all(engine, requests)
+
+    return asyncio.run(run())
+
+
+def tokens_of(results: Sequence[GenerateResult]) -> list[list[int]]:
+    return [generation.token_ids for result in results for generation in result.generations]
+
+
+@torch.no_grad()
+def forward_log_probs(
+    model: Any, prompt: tuple[int, ...], generation: Generation, temperature: float = 1.0
+) -> list[float]:
+    """Of the generated tokens, by a plain forward of the whole sequence."""
+    ids = torch.tensor([[*prompt, *generation.token_ids]])
+    log_probs = (model(input_ids=ids, use_cache=False).logits[0].double() / temperature).log_softmax(-1)
+    return log_probs[len(prompt) - 1 : -1].gather(-1, ids[0, len(prompt) :, None])[:, 0].tolist()

@@ -1,0 +1,108 @@
+"""The scheduler: order, sharing, budgets, and slots that stay dense whatever happens."""
+
+import random
+
+import pytest
+
+from distflow.rollout.embedded.scheduler import Scheduler
+from distflow.rollout.embedded.sequence import Sequence, sequences_of
+from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
+
+
+def sequences(prompt: tuple[int, ...], count: int, number: int = 0) -> list[Sequence]:
+    params = SamplingParams(max_tokens=100)
+    return sequences_of(number, GenerateRequest(prompt, tuple(range(count)), params, Stream(0, "t", 0, 0)))
+
+
+def test_samples_of_a_prompt_share_one_prefill() -> None:
+    scheduler = Scheduler(max_num_seqs=16, max_prefill_tokens=100)
+    scheduler.add(sequences((1, 2, 3), 4))
+    scheduler.add(sequences((4, 5), 2, number=1))
+    work = scheduler.schedule()
+    assert [prefill.contexts for prefill in work.prefills] == [[(1, 2, 3), (4, 5)]]
+    assert [len(starts) for starts in work.prefills[0].starts] == [4, 2]
+    assert work.sequences == scheduler.running and len(scheduler.running) == 6
+
+
+def test_slots_limit_admission_and_order_is_kept() -> None:
+    scheduler = Scheduler(max_num_seqs=3, max_prefill_tokens=100)
+    group = sequences((1, 2), 5)
+    scheduler.add(group)
+    assert scheduler.schedule().sequences == group[:3]
+    for sequence in group[:3]:
+        sequence.append(7, 0.0, 0.0, 0)
+    assert scheduler.schedule().prefills == []
+    assert scheduler.remove([group[1]]) == [(2, 1)]
+    work = scheduler.schedule()
+    assert work.first_slot == 2 and work.sequences == [group[3]]
+
+
+def test_the_token_budget_splits_prefills_but_a_long_prompt_still_runs() -> None:
+    scheduler = Scheduler(max_num_seqs=16, max_prefill_tokens=10)
+    for number, length in enumerate((6, 6, 30, 2)):
+        scheduler.add(sequences(tuple(range(number, number + length)), 2, number))
+    lengths = []
+    while scheduler.waiting:
+        lengths.append([len(context) for prefill in scheduler.schedule().prefills for context in prefill.contexts])
+    assert lengths == [[6], [6], [30], [2]]
+
+
+def test_prompts_of_one_forward_are_at_most_half_padding() -> None:
+    scheduler = Scheduler(max_num_seqs=64, max_prefill_tokens=10_000)
+    for number, length in enumerate((3, 100, 51, 49, 24, 7, 200)):
+        scheduler.add(sequences(tuple(range(length)), 1, number))
+    work = scheduler.schedule()
+    lengths = [[len(context) for context in prefill.contexts] for prefill in work.prefills]
+    assert lengths == [[200, 100], [51, 49], [24], [7], [3]]
+    assert [len(sequence.prompt_ids) for sequence in work.sequences] == [200, 100, 51, 49, 24, 7, 3]
+
+
+def test_free_slots_are_refilled_together() -> None:
+    scheduler = Scheduler(max_num_seqs=64, max_prefill_tokens=10_000)
+    scheduler.add(sequences((1,), 80))
+    running = scheduler.schedule().sequences
+    scheduler.remove(running[:3])
+    assert not scheduler.can_prefill()
+    scheduler.remove(running[3:4])
+    assert scheduler.can_prefill()
+
+
+def test_preempted_sequences_come_first_with_their_tokens() -> None:
+    scheduler = Scheduler(max_num_seqs=2, max_prefill_tokens=100)
+    group = sequences((1, 2), 3)
+    scheduler.add(group)
+    scheduler.schedule()
+    group[0].append(8, 0.0, 0.0, 0)
+    group[1].append(9, 0.0, 0.0, 0)
+    scheduler.preempt()
+    work = scheduler.schedule()
+    assert work.sequences == group[:2]
+    assert work.prefills[0].contexts == [(1, 2, 8), (1, 2, 9)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_moves_keep_each_sequence_with_its_memory(seed: int) -> None:
+    """A dictionary plays the slots: after any history, slot i holds what running sequence i wrote."""
+    rng = random.Random(seed)
+    scheduler = Scheduler(max_num_seqs=rng.randint(1, 12), max_prefill_tokens=rng.randint(1, 40))
+    memory: dict[int, Sequence] = {}
+    everyone, served = [], set()
+    for number in range(30):
+        group = sequences(tuple(range(rng.randint(1, 9))), rng.randint(1, 5), number)
+        scheduler.add(group)
+        everyone += group
+        for _ in range(rng.randint(0, 6)):
+            if not scheduler.has_work:
+                break
+            work = scheduler.schedule()
+            if work.prefills:
+                memory.update({work.first_slot + i: sequence for i, sequence in enumerate(work.sequences)})
+            assert [memory[work.first_slot + i] for i in range(len(work.sequences))] == work.sequences
+            assert len(scheduler.running) <= scheduler.max_num_seqs
+            gone = [sequence for sequence in everyone if sequence not in served and rng.random() < 0.2]
+            served.update(gone)
+            moves = scheduler.remove(gone)
+            assert not {source for source, _ in moves} & {gap for _, gap in moves}
+            memory.update({gap: memory[source] for source, gap in moves})
+            assert [memory[slot] for slot in range(len(scheduler.running))] == scheduler.running
+            assert not served & {*scheduler.running, *scheduler.waiting}
