@@ -2,12 +2,22 @@
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.observe.metrics import METRICS, combine, distribution, find_metric, flatten, headlines, nest
+from distflow.observe.metrics import (
+    METRICS,
+    combine,
+    distribution,
+    find_metric,
+    flatten,
+    headlines,
+    markdown_table,
+    nest,
+)
 
 names = st.lists(st.text("ab/@é", max_size=5), min_size=1, max_size=4).map("/".join)
 
@@ -97,3 +107,8 @@ def test_headlines_take_the_first_name_that_is_there() -> None:
         "reward": "nan",
         "kl": "0.2500",
     }
+
+
+def test_the_docs_hold_the_table_as_it_is() -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "observe.md").read_text(encoding="utf-8")
+    assert docs.endswith(markdown_table()), "put the text of metrics.markdown_table() at the end of docs/observe.md"

@@ -200,6 +200,21 @@ def test_samples_are_sorted_filtered_and_opened_by_keyboard(browser: Any, make_r
     assert browser.complaints() == []
 
 
+def test_an_opened_sample_leaves_the_narrow_table_as_it_was(browser: Any, make_run: Callable) -> None:
+    browser.open(write_report(make_run()).as_uri(), width=400)
+    widths = "[...document.querySelectorAll('thead th')].map((c) => c.offsetWidth)"
+    before = browser.script(widths)
+    browser.script("document.querySelector('tr.sample .open').click()")
+    assert browser.script(widths) == before and browser.script("document.documentElement.scrollWidth") <= 400
+
+
+def test_a_constant_is_drawn_as_one_though_smoothing_rounds(browser: Any, make_run: Callable) -> None:
+    browser.open(write_report(make_run(num_steps=60)).as_uri())
+    assert browser.script("document.querySelector('#smoothing').value") != "0"
+    spans = browser.script("charts.map((c) => [c.spec.names[0], c.plot.scales.y.max - c.plot.scales.y.min])")
+    assert dict(spans)["actor/pg_clipfrac"] > 0.01
+
+
 def test_an_empty_run_gives_a_page_without_errors(browser: Any, tmp_path: Path) -> None:
     RunFolder(tmp_path / "run", 0).close()
     browser.open(write_report(tmp_path / "run").as_uri())

@@ -187,3 +187,10 @@ def distribution(name: str, values: Sequence[float], percentiles: Sequence[int] 
         above = min(below + 1, len(ranked) - 1)
         result[f"{name}/p{percentile}"] = ranked[below] + (position - below) * (ranked[above] - ranked[below])
     return result
+
+
+def markdown_table() -> str:
+    """The table of metrics as it stands in `docs/observe.md`."""
+    lines = ["| metric | unit | parts combine by | what it is |", "|---|---|---|---|"]
+    lines += [f"| `{metric.name}` | {metric.unit} | {metric.kind} | {metric.doc} |" for metric in METRICS]
+    return "\n".join(lines) + "\n"

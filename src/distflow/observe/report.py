@@ -31,6 +31,7 @@ from distflow.observe.run_reader import Event, read_events, read_json, read_metr
 from distflow.observe.text import visible
 
 MAX_BYTES = 5_000_000
+SCRIPTS = ("text.js", "top.js", "curves.js", "samples.js", "report.js")
 _MAX_CONFIG = 100_000
 _MAX_LOG = 300
 
@@ -147,7 +148,8 @@ def _page(data: Mapping[str, Any]) -> bytes:
         assert "</script" not in text.lower() and "</style" not in text.lower(), f"{name} would end its own tag"
         return text
 
-    plot, script = read("uplot/uPlot.iife.min.js"), read("report.js")
+    plot = read("uplot/uPlot.iife.min.js")
+    script = "\n".join(read(name) for name in SCRIPTS)
     style = read("uplot/uPlot.min.css") + "\n" + read("report.css")
     policy = (
         f"default-src 'none'; script-src {_hash(plot)} {_hash(script)}; style-src {_hash(style)}; "

@@ -1,0 +1,240 @@
+// The curves: one figure for each question, drawn with uPlot.
+
+const NUM_COLORS = 12;
+const FEW_POINTS = 25; // a curve of so few is drawn with its points and never smoothed
+const charts = [];
+const sync = uPlot.sync("run");
+
+// Columns of a chart: only the steps that one of its metrics was measured at. A step without a measurement is
+// `undefined` (joined over), a measurement that is not finite is `null` (a gap) and gets a mark.
+function columns(names) {
+  const rows = [];
+  for (let i = 0; i < data.series.x.length; i++) {
+    if (names.some((name) => data.series.y[name][i] !== null)) rows.push(i);
+  }
+  const x = rows.map((i) => data.series.x[i]);
+  const marks = [];
+  const y = names.map((name, s) => rows.map((i, at) => {
+    const value = data.series.y[name][i];
+    if (typeof value === "string") {
+      marks.push({ x: x[at], series: s, value });
+      return null;
+    }
+    return value === null ? undefined : value;
+  }));
+  return { x, y, marks };
+}
+
+function smooth(values, weight) {
+  if (!weight) return values;
+  let mean = null;
+  let total = 0;
+  return values.map((value) => {
+    if (typeof value !== "number") return value;
+    mean = (mean ?? 0) * weight + value * (1 - weight);
+    total = total * weight + (1 - weight);
+    return mean / total;
+  });
+}
+
+function stack(y, shown) {
+  let below = null;
+  return y.map((values, s) => {
+    if (!shown[s]) return values.map(() => undefined);
+    below = values.map((value, i) => (typeof value === "number" ? value : 0) + (below ? below[i] : 0));
+    return below;
+  });
+}
+
+function shortNames(names) {
+  if (names.length === 1) return names;
+  const parts = names.map((name) => name.split("/"));
+  let same = 0;
+  while (parts.every((p) => p.length > same + 1 && p[same] === parts[0][same])) same++;
+  return parts.map((p) => p.slice(same).join("/"));
+}
+
+class Chart {
+  constructor(spec, place) {
+    this.spec = spec;
+    this.shown = spec.names.map(() => true);
+    this.columns = columns(spec.names);
+    this.labels = shortNames(spec.names);
+    this.build(place);
+    charts.push(this);
+  }
+
+  build(place) {
+    const { spec } = this;
+    this.values = [];
+    const legend = el("div", { class: "legend", role: "group", "aria-label": "Lines" }, ...spec.names.map((name, s) => {
+      const value = el("b", {});
+      this.values.push(value);
+      const button = el("button", { type: "button", "aria-pressed": "true", title: this.title(name), onclick: () => this.toggle(s, button) },
+        inert(this.labels[s]), value);
+      button.style.setProperty("--c", `var(--c${s % NUM_COLORS})`);
+      return button;
+    }));
+    this.plotPlace = el("div", { class: "plot", tabindex: "0", role: "img", "aria-label": this.summary(), onkeydown: (event) => this.key(event) });
+    const doc = data.docs[spec.names[0]];
+    this.figure = el("figure", { class: "chart" },
+      el("div", { class: "head" }, el("h3", {}, inert(spec.question)), el("span", { class: "unit" }, spec.unit)),
+      legend, this.plotPlace, el("figcaption", {}, spec.kind === "stack" ? "the phases on top of each other" : doc ? inert(`${this.labels[0]}: ${doc}`) : "",
+        this.columns.marks.length ? el("span", { class: "bad" }, ` × ${this.columns.marks.length} not finite`) : ""));
+    place.append(this.figure);
+    this.redraw();
+    new ResizeObserver(() => this.plot.setSize(this.size())).observe(this.plotPlace);
+  }
+
+  title(name) {
+    return data.docs[name] ? `${name}: ${data.docs[name]}` : name;
+  }
+
+  summary() {
+    const parts = this.spec.names.map((name, s) => {
+      const known = this.columns.y[s].filter((v) => typeof v === "number");
+      return known.length ? `${name} from ${number(known[0])} to ${number(known[known.length - 1])}` : name;
+    });
+    return `${this.spec.question} ${parts.join("; ")}. Arrow keys move along the steps.`;
+  }
+
+  size() {
+    return { width: Math.max(this.plotPlace.clientWidth, 120), height: 210 };
+  }
+
+  // With smoothing, a faint raw line stays under each smoothed one.
+  drawn() {
+    const { x, y } = this.columns;
+    const weight = Number(byId("smoothing").value);
+    const visible = (values, s) => (this.shown[s] ? values : values.map(() => undefined));
+    if (this.spec.kind === "stack") {
+      const smoothed = y.map((values) => smooth(values, weight));
+      const stacked = stack(smoothed, this.shown);
+      const color = (s) => `--c${s % NUM_COLORS}`;
+      // Filled from the top of the stack down, so that each layer covers the sum of those below it.
+      const order = stacked.map((_, s) => s).reverse();
+      return { data: [x, ...order.map((s) => stacked[s])], lines: order.map((s) => ({ color: css(color(s)), width: 1, fill: true })) };
+    }
+    const lines = [];
+    const columnsDrawn = [x];
+    // The first line is drawn last: where two are equal it is the one to see.
+    [...y.keys()].reverse().forEach((s) => {
+      const values = y[s];
+      const color = css(`--c${s % NUM_COLORS}`);
+      const isDense = values.filter((value) => value !== undefined).length > FEW_POINTS;
+      if (weight && isDense) {
+        columnsDrawn.push(visible(values, s));
+        lines.push({ color: `${color}55`, width: 1 });
+      }
+      columnsDrawn.push(visible(isDense ? smooth(values, weight) : values, s));
+      lines.push({ color, width: 2, points: !isDense });
+    });
+    return { data: columnsDrawn, lines };
+  }
+
+  redraw() {
+    const { data: drawn, lines } = this.drawn();
+    this.plot?.destroy();
+    const isStack = this.spec.kind === "stack";
+    const axis = { stroke: css("--muted"), grid: { stroke: css("--grid"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
+    const range = (plot, low, high) => {
+      if (low === null || high === null) return [0, 1];
+      if (isStack) return [0, high * 1.05 || 1];
+      // What differs by rounding alone is a constant, and shown as one.
+      const isConstant = high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high));
+      const space = isConstant ? Math.abs(high) * 0.1 || 0.5 : (high - low) * 0.08;
+      return [low >= 0 && low - space < 0 ? 0 : low - space, high + space];
+    };
+    const first = this.columns.x[0];
+    const last = this.columns.x[this.columns.x.length - 1];
+    const options = {
+      ...this.size(),
+      legend: { show: false },
+      cursor: { sync: { key: "run", setSeries: false }, y: false, points: { size: 6 }, drag: { x: true, y: false } },
+      scales: { x: { time: false, ...(first === last ? { range: () => [first - 1, first + 1] } : {}) }, y: { range } },
+      axes: [
+        { ...axis, size: 26, gap: 4, space: 60, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000, 100000, 1000000] },
+        { ...axis, size: 52, gap: 4, space: 34, values: (_, ticks) => ticks.map(number) },
+      ],
+      series: [{}, ...lines.map((line) => ({
+        stroke: line.color, width: line.width, fill: line.fill ? line.color : undefined,
+        points: { show: Boolean(line.points), size: 6, fill: line.color },
+      }))],
+      hooks: { setCursor: [(plot) => this.readOut(plot)], draw: [(plot) => this.mark(plot)] },
+    };
+    this.plot = new uPlot(options, drawn, this.plotPlace);
+    this.readOut(this.plot);
+  }
+
+  // The legend shows the values under the cursor, or the last ones.
+  readOut(plot) {
+    const at = plot.cursor.idx;
+    this.values.forEach((place, s) => {
+      const column = this.columns.y[s];
+      let value = at === null || at === undefined ? undefined : column[at];
+      if (value === null) value = this.columns.marks.find((m) => m.series === s && m.x === this.columns.x[at]).value;
+      if (at === null || at === undefined) value = column.filter((v) => v !== undefined).pop() ?? undefined;
+      place.textContent = number(value);
+    });
+    const step = at === null || at === undefined ? "" : ` · step ${this.columns.x[at]}`;
+    this.figure.querySelector(".unit").textContent = this.spec.unit + step;
+  }
+
+  mark(plot) {
+    const { ctx, bbox } = plot;
+    ctx.save();
+    ctx.lineWidth = 2 * devicePixelRatio;
+    const size = 4 * devicePixelRatio;
+    const y = bbox.top + bbox.height - size * 2;
+    for (const mark of this.columns.marks) {
+      if (!this.shown[mark.series]) continue;
+      const x = plot.valToPos(mark.x, "x", true);
+      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+      ctx.strokeStyle = css("--bad");
+      ctx.beginPath();
+      ctx.moveTo(x - size, y - size);
+      ctx.lineTo(x + size, y + size);
+      ctx.moveTo(x - size, y + size);
+      ctx.lineTo(x + size, y - size);
+      ctx.stroke();
+    }
+    ctx.restore();
+  }
+
+  toggle(s, button) {
+    this.shown[s] = !this.shown[s];
+    button.setAttribute("aria-pressed", String(this.shown[s]));
+    this.redraw();
+  }
+
+  key(event) {
+    const moves = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity };
+    if (!(event.key in moves)) return;
+    event.preventDefault();
+    const top = this.columns.x.length - 1;
+    const at = Math.min(Math.max((this.plot.cursor.idx ?? top) + moves[event.key], 0), top);
+    this.plot.setCursor({ left: this.plot.valToPos(this.columns.x[at], "x"), top: 20 });
+  }
+}
+
+function showCharts() {
+  const note = [];
+  if (data.series.thinned) note.push("Neighbouring steps are put together, each curve keeps its lowest and highest values.");
+  if (data.series.left_out.length) note.push(`${data.series.left_out.length} more metrics are only in metrics.jsonl.`);
+  if (data.series.x.length === 0) note.push("No metrics were recorded.");
+  else note.push("Point at a chart to read all of them at one step; drag to zoom, double-click to zoom out.");
+  byId("curves-note").textContent = note.join(" ");
+  for (const spec of data.charts) new Chart(spec, byId("charts"));
+  byId("smoothing").value = data.series.x.length > 40 ? "0.6" : "0";
+  if (byId("smoothing").value !== "0") for (const chart of charts) chart.redraw();
+  byId("smoothing").addEventListener("change", () => { for (const chart of charts) chart.redraw(); });
+  if (!data.others.length) return;
+  const others = byId("others");
+  others.hidden = false;
+  others.querySelector("summary").textContent = `${data.others.length} other metric${data.others.length > 1 ? "s" : ""}`;
+  others.addEventListener("toggle", () => {
+    for (const name of data.others) {
+      new Chart({ question: name, kind: "line", unit: "", names: [name] }, others.querySelector(".charts"));
+    }
+  }, { once: true });
+}

@@ -1,0 +1,61 @@
+// Building blocks of the page. All text of models and data enters as text nodes, never as markup.
+"use strict";
+
+const root = document.documentElement;
+
+function el(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "class") node.className = value;
+    else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (value !== null && value !== undefined) node.setAttribute(name, value);
+  }
+  node.append(...children);
+  return node;
+}
+
+const byId = (id) => document.getElementById(id);
+const css = (name) => getComputedStyle(root).getPropertyValue(name).trim();
+
+// Characters that cannot be seen, or that move, hide or turn round the text beside them, are shown by their number;
+// not so the joiner inside an emoji.
+const HIDDEN = /(?!(?<=\p{Extended_Pictographic}\uFE0F?\p{Emoji_Modifier}?)\u200D)[^\P{C}\n\t]|[\u2028\u2029]/gu;
+
+function inert(text) {
+  const fragment = document.createDocumentFragment();
+  const source = String(text);
+  let end = 0;
+  for (const match of source.matchAll(HIDDEN)) {
+    fragment.append(source.slice(end, match.index));
+    const code = match[0].codePointAt(0).toString(16).toUpperCase().padStart(4, "0");
+    fragment.append(el("span", { class: "ctl", title: "a character that cannot be seen" }, `U+${code}`));
+    end = match.index + match[0].length;
+  }
+  fragment.append(source.slice(end));
+  return fragment;
+}
+
+function textBox(text, tag = "div") {
+  if (text === null || text === undefined || text === "") return el(tag, { class: "text empty" }, "(empty)");
+  return el(tag, { class: "text" }, inert(typeof text === "string" ? text : JSON.stringify(text)));
+}
+
+function number(value) {
+  if (value === null || value === undefined) return "–";
+  if (typeof value !== "number") return String(value);
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 1e6 || size < 1e-3) return value.toExponential(2);
+  if (size >= 1000) return Math.round(value).toLocaleString("en");
+  return String(Number(value.toPrecision(4)));
+}
+
+function scoreBadge(score) {
+  if (typeof score !== "number") return el("span", { class: "score", title: "no verdict" }, score ? String(score) : "none");
+  return el("span", { class: `score ${score > 0.5 ? "high" : "low"}` }, number(score));
+}
+
+function facts(pairs, small) {
+  const spans = pairs.map(([key, value]) => el("span", {}, el("b", {}, inert(key)), inert(value)));
+  return el("div", { class: small ? "facts small" : "facts" }, ...spans);
+}

@@ -1,0 +1,71 @@
+// The top of the page: what ran, the numbers to read first, what went wrong, answers before and after.
+
+function setTheme(theme) {
+  root.dataset.theme = theme;
+  for (const chart of charts) chart.redraw();
+}
+
+function startTheme() {
+  const asked = /theme=(dark|light)/.exec(location.hash);
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  root.dataset.theme = asked ? asked[1] : system.matches ? "dark" : "light";
+  system.addEventListener("change", (event) => setTheme(event.matches ? "dark" : "light"));
+  byId("theme").addEventListener("click", () => setTheme(root.dataset.theme === "dark" ? "light" : "dark"));
+}
+
+function showTop() {
+  const tone = { finished: "good", failed: "bad" }[data.status.word];
+  if (tone) byId("status").classList.add(tone);
+  byId("status").title = data.status.detail;
+  byId("facts").replaceWith(facts(data.run));
+  for (const tile of data.tiles) {
+    byId("tiles").append(
+      el("div", { class: "tile" }, el("p", { class: "label" }, tile.label), el("p", { class: "value" }, tile.value),
+        el("p", { class: "note" }, tile.note)),
+    );
+  }
+  byId("written").textContent = `Written ${data.written} by distflow. This file is complete: it loads nothing.`;
+}
+
+function showProblems() {
+  if (!data.problems.length) return;
+  byId("problems").hidden = false;
+  for (const group of data.problems) {
+    const where = [];
+    if (group.count > 1) where.push(`${group.count.toLocaleString("en")} times`);
+    if (group.first !== null) where.push(group.count > 1 ? `steps ${group.first} to ${group.last}` : `step ${group.first}`);
+    if (group.rolled_back) where.push("rolled back");
+    const item = el("li", { class: group.kind }, el("span", { class: "kind" }, group.kind), inert(group.message), " ",
+      el("span", { class: "where" }, where.join(", ")));
+    const fields = Object.entries(group.fields).map(([key, value]) =>
+      [key, typeof value === "string" ? value : JSON.stringify(value)]);
+    if (fields.length) item.append(facts(fields, true));
+    byId("problems").querySelector("ul").append(item);
+  }
+}
+
+function showCompare() {
+  const compare = data.compare;
+  if (!compare) return;
+  const section = byId("compare");
+  section.hidden = false;
+  const problems = (n) => `${n.toLocaleString("en")} problem${n === 1 ? "" : "s"}`;
+  let lead = `The same held-out problems at step ${compare.first} and at step ${compare.last}: ${problems(compare.num_better)} ` +
+    `scored higher afterwards, ${compare.num_worse.toLocaleString("en")} lower, ${compare.num_same.toLocaleString("en")} the same.`;
+  if (compare.lengths) {
+    lead += ` Mean length of a response: ${compare.lengths[0].toFixed(1)} tokens before, ${compare.lengths[1].toFixed(1)} after.`;
+  }
+  section.querySelector(".lead").textContent = lead;
+  for (const pair of compare.examples) {
+    const answer = (name, side) => el("div", { class: "answer" },
+      el("h4", {}, el("span", {}, side.num_answers > 1 ? `${name}, 1 of ${side.num_answers}` : name), scoreBadge(side.score)),
+      textBox(side.response));
+    const card = el("article", { class: "pair" }, el("div", { class: "text prompt", tabindex: "0" }, inert(pair.prompt ?? "")));
+    if (pair.ground_truth !== undefined) {
+      card.append(el("div", { class: "truth" }, "ground truth: ", textBox(pair.ground_truth, "span")));
+    }
+    card.append(el("div", { class: "answers" },
+      answer(`step ${compare.first}`, pair.before), answer(`step ${compare.last}`, pair.after)));
+    section.querySelector(".pairs").append(card);
+  }
+}
