@@ -274,12 +274,6 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         f"{ACTOR}.model_update_frequency",
         ("=1 or less",),
     ),
-    "a bound that hf has not": (
-        "grpo",
-        [f"{ROLLOUT}.name=hf", "async.max_concurrent_rollouts=4"],
-        "async.max_concurrent_rollouts",
-        ("one group after another",),
-    ),
     # the algorithm
     "adaptive without a target": (
         "ppo",

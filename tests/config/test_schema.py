@@ -81,6 +81,9 @@ def test_built_in_names_are_those_of_the_registries():
     assert algorithms
     assert set(ADV_ESTIMATORS) == set(table.ESTIMATORS)
     assert set(POLICY_LOSSES) == set(table.POLICY_LOSSES)
+    for name, loss in table.POLICY_LOSSES.items():
+        assert loss.clips == ("clip_ratio" in POLICY_LOSSES[name].options), name
+        assert loss.dual_clips == ("clip_ratio_c" in POLICY_LOSSES[name].options), name
     assert set(LOSS_AGG_MODES) == set(table.LOSS_AGG_MODES)
     for name, estimator in table.ESTIMATORS.items():
         reads = ADV_ESTIMATORS[name].fn.__code__.co_varnames

@@ -1,5 +1,6 @@
 """What the numbers of a config mean together, in a few lines for people."""
 
+from distflow.config.names import POLICY_LOSSES
 from distflow.config.program import CUSTOM, clip_range, is_rl, program_name
 from distflow.config.schema import Config
 
@@ -39,13 +40,23 @@ def _supervised_step(config: Config) -> str:
 
 def _objective(config: Config) -> str:
     actor = config.actor_rollout_ref.actor
-    low, high = clip_range(config)
     name = "a program of the user's" if program_name(config) == CUSTOM else f"program {program_name(config)}"
-    dual = "no dual clip" if actor.clip_ratio_c is None else f"dual clip {actor.clip_ratio_c:g}"
-    clip = f"ratio in [{1 - low:g}, {1 + high:g}], {dual}"
-    entropy = f", entropy bonus {actor.entropy_coef:g}" if actor.entropy_coef else ""
-    loss = f"{actor.policy_loss} loss ({actor.loss_agg_mode}; {clip}{entropy})"
-    return f"{name}: {config.algorithm.adv_estimator} advantages, {loss}"
+    details = [actor.loss_agg_mode, *_clips(config)]
+    if actor.entropy_coef:
+        details.append(f"entropy bonus {actor.entropy_coef:g}")
+    return f"{name}: {config.algorithm.adv_estimator} advantages, {actor.policy_loss} loss ({', '.join(details)})"
+
+
+def _clips(config: Config) -> list[str]:
+    actor = config.actor_rollout_ref.actor
+    loss = POLICY_LOSSES.get(actor.policy_loss)
+    if loss is None or not loss.clips:
+        return []
+    low, high = clip_range(config)
+    clips = [f"ratio in [{1 - low:g}, {1 + high:g}]"]
+    if loss.dual_clips:
+        clips.append("no dual clip" if actor.clip_ratio_c is None else f"dual clip {actor.clip_ratio_c:g}")
+    return clips
 
 
 def _kl(config: Config) -> str:

@@ -12,6 +12,15 @@ class Estimator:
     needs_critic: bool = False
 
 
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A policy loss: what it is, and which of the actor's clips it takes."""
+
+    description: str
+    clips: bool = False
+    dual_clips: bool = False
+
+
 ESTIMATORS: dict[str, Estimator] = {
     "gae": Estimator("generalised advantage estimation over a critic's values", needs_critic=True),
     "grpo": Estimator("score less the group's mean, over its standard deviation", needs_group=True),
@@ -31,16 +40,16 @@ ESTIMATORS: dict[str, Estimator] = {
     "grpo_passk": Estimator("only the group's best sample, by its lead over the second best", needs_group=True),
 }
 
-POLICY_LOSSES: dict[str, str] = {
-    "vanilla": "PPO's clipped ratio with dual clip and clip-higher",
-    "decoupled": "PPO around a proximal policy, with capped behaviour weights",
-    "gspo": "one ratio a sequence",
-    "cpgd": "clipped policy gradient without a ratio",
-    "gpg": "plain policy gradient",
-    "cispo": "clipped importance weights, no clipped tokens",
-    "topr": "tapered off-policy REINFORCE",
-    "sapo": "a soft gate in place of the clip",
-    "gmpo": "geometric mean of token ratios",
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "vanilla": PolicyLoss("PPO's clipped ratio with dual clip and clip-higher", clips=True, dual_clips=True),
+    "decoupled": PolicyLoss("PPO around a proximal policy, with capped behaviour weights", clips=True, dual_clips=True),
+    "gspo": PolicyLoss("one clipped ratio a sequence", clips=True),
+    "cpgd": PolicyLoss("policy gradient with a clipped log-prob in place of a ratio", clips=True),
+    "gpg": PolicyLoss("plain policy gradient"),
+    "cispo": PolicyLoss("clipped importance weights; no token loses its gradient", clips=True),
+    "topr": PolicyLoss("tapered off-policy REINFORCE"),
+    "sapo": PolicyLoss("a soft gate in place of the clip"),
+    "gmpo": PolicyLoss("geometric mean of clipped token ratios", clips=True),
 }
 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")

@@ -54,7 +54,7 @@ def render() -> str:
     parts += [_table(name, keys) for name, keys in _by_group(schema_keys().values()).items()]
     tables = (
         ("Advantage estimators", {name: entry.description for name, entry in ESTIMATORS.items()}),
-        ("Policy losses", POLICY_LOSSES),
+        ("Policy losses", {name: entry.description for name, entry in POLICY_LOSSES.items()}),
         ("Reward functions", REWARDS),
         ("Programs", PIPELINES),
     )

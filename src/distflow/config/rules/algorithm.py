@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from distflow.config.algorithm import RolloutCorrectionConfig
+from distflow.config.names import POLICY_LOSSES
 from distflow.config.program import is_rl
 from distflow.config.rules.finding import ACTOR, ROLLOUT, Finding
 from distflow.config.schema import Config
@@ -63,7 +64,8 @@ def loss_options(config: Config) -> Iterator[Finding]:
             f"'{actor.loss_agg_mode}' divides by no such factor",
             f"set {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm, or remove it",
         )
-    if actor.clip_ratio_low is None and actor.clip_ratio > 1:
+    loss = POLICY_LOSSES.get(actor.policy_loss)
+    if loss is not None and loss.clips and actor.clip_ratio_low is None and actor.clip_ratio > 1:
         yield Finding(
             (f"{ACTOR}.clip_ratio",),
             f"the ratio would be clipped at 1 - {actor.clip_ratio:g} < 0, which it never reaches",

@@ -87,17 +87,6 @@ def sampling(config: Config) -> Iterator[Finding]:
         yield Finding((f"{ROLLOUT}.stop",), "the empty text would end every response at once", "remove it")
 
 
-def hf_engine(config: Config) -> Iterator[Finding]:
-    """What the plain reference engine cannot do."""
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.name == "hf" and config.async_.max_concurrent_rollouts is not None:
-        yield Finding(
-            ("async.max_concurrent_rollouts", f"{ROLLOUT}.name"),
-            "the hf engine generates one group after another",
-            f"remove the bound, or set {ROLLOUT}.name=embedded",
-        )
-
-
 def publishing(config: Config) -> Iterator[Finding]:
     """Weights may not get older between two publishes than staleness allows."""
     every, staleness = config.actor_rollout_ref.actor.model_update_frequency, config.async_.max_staleness
@@ -162,4 +151,4 @@ def _is_pinned(model: ModelConfig) -> bool:
     return not is_builtin and model.revision is not None and bool(_COMMIT.fullmatch(model.revision))
 
 
-RULES = (model_source, remote_code, lora, optimizers, sampling, hf_engine, publishing)
+RULES = (model_source, remote_code, lora, optimizers, sampling, publishing)
