@@ -220,7 +220,7 @@ class TestDualClipByHand:
             **options,
         )
         loss.sum().backward()
-        return float(loss), float(log_probs.grad), {name: float(value) for name, value in stats.items()}
+        return float(loss.detach()), float(log_probs.grad), {name: float(value) for name, value in stats.items()}
 
     def test_on(self) -> None:
         loss, grad, stats = self.loss(-2.0)

@@ -1,10 +1,10 @@
 """Objectives: the same gradient and metrics however a mini-batch is split, wiring by parameter names, dead terms."""
 
-import random
 from typing import Any
 
 import pytest
 import torch
+from tests.algorithms.toy_policy import LONGEST, gradient, outputs, random_split, scale_of, toy_batch, toy_weights
 
 from distflow.algorithms import (
     LOSS_AGG_MODES,
@@ -19,28 +19,8 @@ from distflow.algorithms import (
 )
 from distflow.algorithms.aggregate import weighted_sum
 from distflow.data.batch import Batch
-from tests.algorithms.toy_policy import LONGEST, gradient, outputs, toy_batch, toy_weights
 
 ROWS = 13
-
-
-def random_split(batch: Batch, seed: int) -> list[Batch]:
-    """Parts of unequal size in a shuffled order, one of them empty, one of only masked rows."""
-    rng = random.Random(seed)
-    masked = [i for i in range(len(batch)) if batch["loss_mask"][i].sum() == 0]
-    rest = [i for i in range(len(batch)) if i not in masked]
-    rng.shuffle(rest)
-    parts: list[list[int]] = [masked, []]
-    while rest:
-        size = rng.randint(1, 5)
-        parts.append(rest[:size])
-        rest = rest[size:]
-    rng.shuffle(parts)
-    return [batch.select(part) for part in parts]
-
-
-def scale_of(mode: str) -> float | None:
-    return float(LONGEST) if mode == "seq-mean-token-sum-norm" else None
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)

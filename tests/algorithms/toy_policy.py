@@ -1,5 +1,7 @@
 """A policy of one weight matrix over a vocabulary of six, and batches for it, to differentiate objectives through."""
 
+import random
+
 import torch
 from torch import Tensor
 
@@ -70,3 +72,22 @@ def gradient(
             sums[name] = sums.get(name, 0.0) + value
     grad = torch.zeros_like(weights) if weights.grad is None else weights.grad
     return grad, sums
+
+
+def random_split(batch: Batch, seed: int) -> list[Batch]:
+    """Parts of unequal size in a shuffled order, one of them empty, one of only masked rows."""
+    rng = random.Random(seed)
+    masked = [i for i in range(len(batch)) if batch["loss_mask"][i].sum() == 0]
+    rest = [i for i in range(len(batch)) if i not in masked]
+    rng.shuffle(rest)
+    parts: list[list[int]] = [masked, []]
+    while rest:
+        size = rng.randint(1, 5)
+        parts.append(rest[:size])
+        rest = rest[size:]
+    rng.shuffle(parts)
+    return [batch.select(part) for part in parts]
+
+
+def scale_of(mode: str) -> float | None:
+    return float(LONGEST) if mode == "seq-mean-token-sum-norm" else None

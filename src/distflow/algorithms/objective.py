@@ -61,6 +61,8 @@ class PolicyObjective:
         self._seed_loss: SeedLoss | None = None
         if self.loss.seed_style:
             self._seed_loss = SeedLoss(self.loss, loss_agg_mode, loss_scale_factor, actor or {})
+            if weights_field is not None:
+                self._seed_loss.check_takes_weights()
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -109,7 +111,7 @@ class PolicyObjective:
         correction = None if self.weights_field is None else micro[self.weights_field].to(log_probs.device)
         if self._seed_loss is not None:
             loss, stats = self._seed_loss(log_probs, fields, correction, counts)
-            sums = {_PER_TOKEN + name: torch.as_tensor(value) for name, value in stats.items()}
+            sums = {_PER_TOKEN + name: torch.tensor(value) for name, value in stats.items()}
             return loss, sums | {"loss_term/pg": loss.abs()}
         per_token, token_stats = self.loss.fn(log_probs=log_probs, **fields, **self.options)
         if correction is not None:

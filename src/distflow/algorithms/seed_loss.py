@@ -51,6 +51,14 @@ class SeedLoss:
         self._takes = {p.name for p in parameters}
         self._warned = False
 
+    def check_takes_weights(self) -> None:
+        """Raises ValueError if correction weights would not reach the loss."""
+        if "rollout_is_weights" not in self._takes and not self._takes_all:
+            raise ValueError(
+                f"policy loss '{self.loss.name}' takes no rollout_is_weights; add the parameter, or turn "
+                "algorithm.rollout_correction off"
+            )
+
     def __call__(
         self,
         log_probs: Tensor,
@@ -87,10 +95,6 @@ class SeedLoss:
             "config": self.config,
             "rollout_is_weights": None if weights is None else under_mask(weights, mask),
         }
-        if weights is not None and "rollout_is_weights" not in self._takes and not self._takes_all:
-            raise ValueError(
-                f"policy loss '{self.loss.name}' takes no rollout_is_weights; turn rollout_correction off or take it"
-            )
         with bind_counts(counts, self.scale) as bound:
             result = self.loss.fn(**{k: v for k, v in arguments.items() if self._takes_all or k in self._takes})
         if not isinstance(result, tuple) or len(result) != len(SEED_RETURNS):

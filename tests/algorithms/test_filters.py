@@ -1,0 +1,33 @@
+"""Dynamic sampling and the penalty on over-long answers."""
+
+import pytest
+import torch
+
+from distflow.algorithms.filters import drop_reason, overlong_penalty
+
+
+@pytest.mark.parametrize(
+    ("metric", "valid", "reason"),
+    [
+        ([1.0, 0.0, 1.0], None, None),
+        ([1.0, 1.0, 1.0], None, "all_equal"),
+        ([0.1, 0.1], None, "all_equal"),
+        ([1.0, 1.0, 0.0], [True, True, False], "all_equal"),
+        ([1.0, 0.0, float("nan")], [True, True, False], None),
+        ([1.0, 0.0], [True, False], "too_few_verdicts"),
+        ([1.0, 0.0], [False, False], "too_few_verdicts"),
+        ([1.0], None, "too_few_verdicts"),
+    ],
+)
+def test_groups_without_a_signal(metric: list[float], valid: list[bool] | None, reason: str | None) -> None:
+    mask = None if valid is None else torch.tensor(valid)
+    assert drop_reason(torch.tensor(metric), mask) == reason
+
+
+def test_the_penalty_by_hand() -> None:
+    # Limit 100, buffer 20: nothing up to 80, half of it at 90, all at 100.
+    lengths = torch.tensor([0, 80, 85, 90, 100, 150])
+    assert overlong_penalty(lengths, 100, 20, 2.0).tolist() == [0.0, 0.0, -0.5, -1.0, -2.0, -2.0]
+    assert overlong_penalty(lengths, 100, 0).tolist() == [0.0] * 6
+    with pytest.raises(ValueError, match="0..100"):
+        overlong_penalty(lengths, 100, 101)

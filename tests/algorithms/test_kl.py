@@ -1,0 +1,167 @@
+"""KL estimators, the penalty in the reward, and the controllers of its coefficient."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from distflow.algorithms.kl import (
+    AdaptiveKLController,
+    FixedKLController,
+    apply_kl_penalty,
+    check_token_kl_type,
+    full_kl,
+    kl_estimate,
+    make_kl_controller,
+)
+
+
+def reference(lp: float, ref: float, kind: str) -> tuple[float, float]:
+    """(value, derivative by lp) in plain Python."""
+    d = lp - ref
+    if kind == "kl":
+        return d, 1.0
+    if kind == "abs":
+        return abs(d), math.copysign(1.0, d)
+    if kind == "mse":
+        return d * d / 2, d
+    x = max(-20.0, min(20.0, -d))
+    value = math.exp(x) - x - 1
+    return min(value, 10.0), 0.0 if value > 10.0 or abs(d) > 20.0 else 1 - math.exp(x)
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 30.0])
+@pytest.mark.parametrize(("kind", "name"), [("kl", "k1"), ("abs", "abs"), ("mse", "k2"), ("low_var_kl", "k3")])
+def test_estimators_and_their_gradients(kind: str, name: str, spread: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lp = (torch.randn(50, dtype=torch.float64, generator=generator) * spread).requires_grad_()
+    ref = torch.randn(50, dtype=torch.float64, generator=generator)
+    estimate = kl_estimate(lp, ref, kind)
+    estimate.sum().backward()
+    pairs = [reference(a, b, kind) for a, b in zip(lp.tolist(), ref.tolist(), strict=True)]
+    assert estimate.tolist() == pytest.approx([value for value, _ in pairs], rel=1e-12)
+    assert lp.grad.tolist() == pytest.approx([slope for _, slope in pairs], rel=1e-9)
+    assert torch.equal(kl_estimate(lp, ref, name), estimate)
+
+
+@pytest.mark.parametrize("kind", ["kl+", "abs+", "mse+", "low_var_kl+", "k3+"])
+def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(kind: str) -> None:
+    lp = torch.randn(20, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    ref = torch.zeros(20, dtype=torch.float64)
+    estimate = kl_estimate(lp, ref, kind)
+    torch.testing.assert_close(estimate, kl_estimate(lp, ref, kind[:-1]))
+    estimate.sum().backward()
+    torch.testing.assert_close(lp.grad, lp.detach())
+
+
+def test_k3_estimates_the_kl_that_full_computes() -> None:
+    """Its expectation under the policy, taken over a whole vocabulary, is the KL itself."""
+    generator = torch.Generator().manual_seed(2)
+    p, q = (torch.log_softmax(0.3 * torch.randn(3, 11, dtype=torch.float64, generator=generator), -1) for _ in range(2))
+    exact = full_kl(p, q)
+    assert (exact > 0).all()
+    for kind in ("kl", "low_var_kl"):
+        torch.testing.assert_close((p.exp() * kl_estimate(p, q, kind)).sum(-1), exact)
+    assert torch.equal(kl_estimate(p, q, "full"), exact)
+
+
+def test_full_is_finite_where_a_token_is_impossible() -> None:
+    p = torch.tensor([[0.0, -math.inf]], dtype=torch.float64).requires_grad_()
+    q = torch.tensor([[math.log(0.5), math.log(0.5)]], dtype=torch.float64)
+    kl = full_kl(p, q)
+    kl.sum().backward()
+    assert float(kl.detach()) == pytest.approx(math.log(2))
+    assert p.grad.isfinite().all()
+    assert full_kl(torch.tensor([[-math.inf, 0.0]]), torch.tensor([[-math.inf, 0.0]])).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("kind", ["k4", "low_var", "full+", ""])
+def test_unknown_estimators_are_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match="low_var_kl"):
+        kl_estimate(torch.zeros(1), torch.zeros(1), kind)
+    with pytest.raises(ValueError, match="low_var_kl"):
+        check_token_kl_type("full")
+
+
+@pytest.mark.parametrize("kind", ["kl", "abs", "mse", "low_var_kl"])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_penalty_in_the_reward(case: Any, seed: int, kind: str) -> None:
+    batch = case(seed)
+    rewards, mean = apply_kl_penalty(
+        batch["scores"],
+        batch["old_log_probs"],
+        batch["ref_log_prob"],
+        batch.mask,
+        batch.valid,
+        kl_coef=0.3,
+        kl_penalty=kind,
+    )
+    seen = []
+    for i, keep in enumerate(batch.mask.tolist()):
+        for t, m in enumerate(keep):
+            if not m:
+                assert rewards[i, t] == 0.0
+                continue
+            value, _ = reference(float(batch["old_log_probs"][i, t]), float(batch["ref_log_prob"][i, t]), kind)
+            assert float(rewards[i, t]) == pytest.approx(float(batch["scores"][i, t]) - 0.3 * value, rel=1e-6, abs=1e-6)
+            if batch.valid[i]:
+                seen.append(value)
+    assert mean == pytest.approx(sum(seen) / len(seen))
+
+
+def test_a_score_on_a_token_of_a_tool_survives_the_penalty() -> None:
+    scores, mask = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0]])
+    rewards, mean = apply_kl_penalty(
+        scores, torch.tensor([[-1.0, 9.0]]), torch.tensor([[-2.0, 9.0]]), mask, kl_coef=0.5
+    )
+    assert rewards.tolist() == [[-0.5, 1.0]]
+    assert mean == 1.0
+
+
+class TestAdaptiveByHand:
+    """value ·= 1 + clip(kl / target − 1, ±.2) · n / horizon."""
+
+    def test_figures(self) -> None:
+        controller = AdaptiveKLController(0.1, target_kl=6.0, horizon=1000)
+        controller.update(6.6, n_steps=100)  # error .1: · (1 + .1·.1)
+        assert controller.value == pytest.approx(0.101)
+        controller.update(60.0, n_steps=100)  # error 9, clipped to .2: · 1.02
+        assert controller.value == pytest.approx(0.10302)
+        controller.update(0.0, n_steps=500)  # error −1, clipped to −.2: · .9
+        assert controller.value == pytest.approx(0.092718)
+
+    def test_never_below_zero(self) -> None:
+        controller = AdaptiveKLController(0.1, target_kl=1.0, horizon=10)
+        controller.update(0.0, n_steps=100)
+        assert controller.value == 0.0
+
+    def test_a_kl_that_is_not_finite_moves_nothing(self) -> None:
+        controller = AdaptiveKLController(0.1, target_kl=1.0, horizon=10)
+        controller.update(math.nan, 5)
+        controller.update(math.inf, 5)
+        assert controller.value == 0.1
+
+    def test_it_goes_on_from_its_state(self) -> None:
+        one = AdaptiveKLController(0.1, 1.0, 100)
+        one.update(1.1, 7)
+        other = AdaptiveKLController(0.1, 1.0, 100)
+        other.load(one.state())
+        for controller in (one, other):
+            controller.update(0.95, 7)
+        assert one == other
+
+
+def test_controllers_are_made_from_the_config_keys() -> None:
+    fixed = make_kl_controller("fixed", 0.02)
+    fixed.update(99.0, 1)
+    assert fixed == FixedKLController(0.02)
+    assert make_kl_controller("adaptive", 0.1, 6.0, 1000) == AdaptiveKLController(0.1, 6.0, 1000)
+    for arguments, message in (
+        (("fix", 0.1), "fixed or adaptive"),
+        (("adaptive", 0.1), "target_kl"),
+        (("adaptive", 0.1, 0.0, 5), "target_kl"),
+        (("adaptive", 0.1, 1.0, 0), "horizon"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_kl_controller(*arguments)
