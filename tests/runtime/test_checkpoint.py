@@ -337,6 +337,7 @@ def test_a_lost_pointer_costs_nothing(tmp_path, content):
     else:
         (tmp_path / "latest").write_text(content)
     assert_whole(store.load(), 2)
+    assert_whole(CheckpointStore(tmp_path / "new run").load(tmp_path), 2)
 
 
 def save_for_ever(folder, first):

@@ -110,7 +110,7 @@ class CheckpointStore:
             path = found[-1]
         else:
             path = which
-            if (path / LATEST).is_file():
+            if CheckpointStore(path).exists():
                 return CheckpointStore(path).load()
             if not path.is_dir():
                 raise CheckpointError(f"there is no checkpoint {path}: no such folder")
