@@ -169,11 +169,40 @@ def test_without_a_word_about_the_resume_the_first_training_step_tells(tmp_path:
 
 
 def test_a_second_writer_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    with RunFolder(tmp_path / "run", 0), pytest.raises(RunFolderError, match=r"another process .*default_local_dir"):
-        RunFolder(tmp_path / "run", 1)
+    with RunFolder(tmp_path / "run", 0):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                RunFolder(tmp_path / "run", 1)
+            except RunFolderError as error:
+                os._exit(0 if "another process" in str(error) and "default_local_dir" in str(error) else 2)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match="a file is in the way"):
         RunFolder(tmp_path / "file", 0)
+
+
+def test_a_worker_that_outlives_its_killed_run_does_not_lock_the_folder(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        run = RunFolder(tmp_path / "run", 0)
+        worker = os.fork()
+        if worker == 0:
+            time.sleep(600)
+            os._exit(0)
+        os.write(write_end, str(worker).encode())
+        time.sleep(600)
+        run.close()
+    worker = int(os.read(read_end, 20))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    try:
+        RunFolder(tmp_path / "run", 1).close()
+        os.kill(worker, 0)
+    finally:
+        os.kill(worker, signal.SIGKILL)
 
 
 def test_nobody_else_can_read_the_folder(tmp_path: Path) -> None:

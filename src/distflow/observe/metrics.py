@@ -27,6 +27,10 @@ class Metric:
 
 
 METRICS = (
+    Metric("sft/loss", "mean", "mean cross-entropy of a target token in supervised training", "nats"),
+    Metric("sft/val_loss", "mean", "the same on held-out texts", "nats"),
+    Metric("sft/grad_norm", "mean", "norm of the gradient before clipping in supervised training"),
+    Metric("sft/lr", "last", "learning rate in supervised training"),
     Metric("actor/loss", "sum", "total loss of the policy: policy gradient, KL and entropy terms together"),
     Metric("actor/pg_loss", "sum", "policy-gradient part of the loss; near 0 on-policy, its gradient is what counts"),
     Metric("actor/kl_loss", "sum", "KL to the reference as it enters the loss, before its coefficient", "nats"),

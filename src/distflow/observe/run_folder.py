@@ -147,10 +147,13 @@ class RunFolder:
         self.path.chmod(0o700)
 
     def _own(self) -> int:
-        """Hold a lock while we write: two writers would mix their lines. The system frees it when we are killed."""
+        """Hold a lock while we write: two writers would mix their lines. The system frees it when we are killed.
+
+        A record lock, not `flock`: a forked worker that outlives us must not hold it for us.
+        """
         fd = os.open(self.path / ".writer", os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(fd)
             raise RunFolderError(
