@@ -177,7 +177,7 @@ def test_close_leaves_no_process_and_waits_for_no_verifier():
     pool = make_pool(num_workers=2)
 
     async def close_while_busy() -> tuple[list[int], list[Verdict]]:
-        tasks = [asyncio.create_task(pool.judge("faulty", arguments("hang with signals blocked"))) for _ in range(2)]
+        tasks = [asyncio.create_task(pool.judge("faulty", arguments("hang with signals blocked"))) for _ in range(5)]
         while len(pool.pids()) < 2:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
@@ -187,7 +187,8 @@ def test_close_leaves_no_process_and_waits_for_no_verifier():
 
     pids, verdicts = asyncio.run(close_while_busy())
     assert len(pids) == 2 and wait_until_gone(pids) == []
-    assert all(isinstance(verdict, Error) for verdict in verdicts)
+    assert all(isinstance(verdict, Error) and "closing" in verdict.reason for verdict in verdicts)
+    assert isinstance(judge(pool, "echo", value=1), Error)
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "hanging in C code"])

@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 from distflow.config.errors import UserError
 from distflow.data.rows import BadRows, Messages, RawRow
 
+PROMPT_FIELDS = ("uid", "prompts", "prompt_ids", "domain", "ground_truth", "extra_info", "group_index")
+"""The fields that exist before any node ran."""
+
 _CHUNK_ROWS = 512
 _PLACE = "{prompt}"
 

@@ -147,11 +147,16 @@ def _parse_latex(gold: str) -> tuple[Basic | str, ...]:
 
 
 def _parse(text: str) -> list[Basic | str]:
-    return math_verify.parse(text, extraction_config=_EXTRACTION, parsing_timeout=None)
+    """Raises MemoryError, as `_verify` does: it says nothing about the answer, and math-verify would call it wrong."""
+    try:
+        return math_verify.parse(text, extraction_config=_EXTRACTION, parsing_timeout=None, raise_on_error=True)
+    except MemoryError:
+        raise
+    except (Exception, TimeoutException):  # nonsense, which is no answer
+        return []
 
 
 def _verify(gold: tuple[Basic | str, ...], answer: list[Basic | str]) -> bool:
-    """Raises MemoryError: running out of memory says nothing about the answer, and math-verify would call it wrong."""
     try:
         equal = math_verify.verify(list(gold), answer, timeout_seconds=None, raise_on_error=True)
     except MemoryError:

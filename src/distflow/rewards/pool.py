@@ -22,6 +22,7 @@ from distflow.rewards.worker import EXIT_OUT_OF_MEMORY
 MEMORY_BYTES = 4 * 2**30
 START_TIMEOUT_S = 60.0
 _SHOWN_STDERR_BYTES = 300
+_CLOSING = "the run was closing its verifiers"
 
 
 class VerifierPool:
@@ -63,6 +64,8 @@ class VerifierPool:
 
     async def judge(self, name: str, arguments: Mapping[str, Any], timeout_s: float | None = None) -> Verdict:
         """Call function `name` with `arguments` (by their names in `functions.PARAMETERS`; plain JSON values)."""
+        if self._closed:
+            return Error(_CLOSING)
         try:
             request = encode({"name": name, "arguments": dict(arguments)})
         except (TypeError, ValueError) as error:
@@ -72,11 +75,11 @@ class VerifierPool:
         )
 
     def close(self) -> None:
-        """Kill all processes, at once; verdicts under way become errors."""
+        """Kill all processes, at once; verdicts under way, and those that queue, become errors."""
         self._closed = True
         for process in list(self._living):
             process.kill()
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._threads.shutdown(wait=True)
         for process in list(self._living):
             self._retire(process)
 
@@ -85,9 +88,12 @@ class VerifierPool:
         return sorted(process.pid for process in self._living)
 
     def _judge(self, request: bytes, timeout_s: float) -> Verdict:
+        """At most two attempts; what fails while the pool closes fails because of that."""
         verdict = self._attempt(request, timeout_s)
-        if isinstance(verdict, _Crash) and not self._closed:
+        if isinstance(verdict, _Crash):
             verdict = self._attempt(request, timeout_s)
+        if self._closed and not isinstance(verdict, Score):
+            return Error(_CLOSING)
         return Error(f"{verdict.reason}, twice") if isinstance(verdict, _Crash) else verdict
 
     def _attempt(self, request: bytes, timeout_s: float) -> "Verdict | _Crash":
@@ -103,7 +109,7 @@ class VerifierPool:
             return Timeout(timeout_s)
         except PeerGone:
             assert process is not None
-            return _Crash("the run is closing its verifiers" if self._closed else process.cause_of_death())
+            return _Crash(process.cause_of_death())
         except ValueError as error:
             return _Crash(f"the verifier process answered nonsense: {error}")
         finally:
@@ -129,11 +135,14 @@ class VerifierPool:
         if dead is not None:
             self._retire(dead)
         functions, memory_bytes, start_timeout_s = self._settings
-        process = _Process(memory_bytes)
+        try:
+            process = _Process(memory_bytes)
+        except OSError as error:
+            raise _StartFailed(str(error)) from None
         self._living.add(process)
         try:
             if self._closed:  # asked after the process is known to `close`: one of the two kills it
-                raise _StartFailed("the run is closing its verifiers")
+                raise _StartFailed(_CLOSING)
             process.load(functions, start_timeout_s)
         except _StartFailed:
             self._retire(process)
