@@ -1,8 +1,6 @@
 """Data sets given as Python code: written once to an Arrow file in the run folder, so that a resume reads the same."""
 
 import hashlib
-import importlib
-import importlib.util
 import itertools
 import json
 import os
@@ -12,6 +10,7 @@ from typing import Any
 
 from distflow.config.errors import UserError
 from distflow.data.rows import Record, plain
+from distflow.data.user_code import load_function
 
 MAX_ROWS = 1_000_000
 _CHUNK_ROWS = 1000
@@ -19,15 +18,10 @@ _CHUNK_ROWS = 1000
 
 def from_function(target: str, key: str) -> Callable[[], Iterable[Any]]:
     """The function that "module:function" or "file.py:function" names. Raises UserError where there is none."""
-    path, _, name = target.rpartition(":")
     try:
-        module = _load_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
-    except ImportError as error:
+        return load_function(target)
+    except (ImportError, ValueError) as error:
         raise UserError(f"{key}: '{target}': {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise UserError(f"{key}: '{path}' has no function '{name}'")
-    return function
 
 
 def keep(
@@ -117,13 +111,3 @@ def _read(file: Path, source: str, key: str) -> Iterator[Record]:
         raise UserError(f"{key}: '{file}' is damaged: delete it, and {source} is read again")
     for number, text in enumerate(texts, 1):
         yield Record(f"{source}, row {number}", json.loads(text))
-
-
-def _load_file(path: Path) -> Any:
-    if not path.is_file():
-        raise ImportError(f"there is no file '{path}'")
-    spec = importlib.util.spec_from_file_location(f"distflow_data_{path.stem}", path)
-    assert spec is not None and spec.loader is not None, "a .py file has a loader"
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

@@ -1,14 +1,13 @@
 """Which function a reward's name means, how it is called, how its answer is read. Imports none by itself."""
 
-import importlib
-import importlib.util
 import inspect
 import math
 import numbers
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from distflow.data.user_code import load_function
 
 BUILTIN = {
     "math": "distflow.rewards.math_answer:compute_score",
@@ -24,18 +23,13 @@ def custom_target(path: str, name: str) -> str:
     return f"{Path(path).resolve()}:{name}" if path.endswith(".py") else f"{path}:{name}"
 
 
-def load_function(target: str) -> Callable[..., Any]:
+def load_reward(target: str) -> Callable[..., Any]:
     """The function that "module:function" or "/path/file.py:function" names.
 
     Raises ValueError where there is none, or it takes other parameters than `compute_score` does, or it is async;
     whatever the module raises while it is imported passes through.
     """
-    path, _, name = target.rpartition(":")
-    module = _module_of_file(Path(path)) if path.endswith(".py") else importlib.import_module(path)
-    function = getattr(module, name, None)
-    if not callable(function):
-        known = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
-        raise ValueError(f"'{path}' has no function '{name}'; its functions: {', '.join(known) or 'none'}")
+    function = load_function(target)
     _check_parameters(function, target)
     return function
 
@@ -63,18 +57,6 @@ def read_score(returned: Any) -> tuple[float, dict[str, Any]]:
     if not math.isfinite(score):
         raise ValueError(f"it returned {score}, which is no finite number")
     return score, extra
-
-
-def _module_of_file(path: Path) -> Any:
-    if not path.is_file():
-        raise ValueError(f"there is no file '{path}'")
-    name = f"distflow_custom_reward_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, "a .py file has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and the like look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def _check_parameters(function: Callable[..., Any], target: str) -> None:

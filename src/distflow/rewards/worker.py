@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from distflow.rewards.frames import PeerGone, encode, receive_frame, send_frame
-from distflow.rewards.functions import call, load_function, read_score
+from distflow.rewards.functions import call, load_reward, read_score
 
 EXIT_OUT_OF_MEMORY = 86
 _PR_SET_PDEATHSIG = 1
@@ -40,7 +40,7 @@ def main() -> None:
 def serve(channel: socket.socket) -> None:
     """First the functions to load ({name: target}), then requests ({name, arguments}), each with one answer."""
     try:
-        functions = {name: load_function(target) for name, target in receive_frame(channel)["functions"].items()}
+        functions = {name: load_reward(target) for name, target in receive_frame(channel)["functions"].items()}
     except Exception as error:  # the edge of the process: whatever the user's module raises is told to the run
         send_frame(channel, encode({"error": _describe(error)}))
         return
