@@ -1,6 +1,6 @@
 """Composition of presets, files and overrides by Hydra's compose API, and what each of them set."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,12 +67,12 @@ def find_source(preset_or_file: str) -> Path:
 
 
 def compose_values(
-    source: Path, overrides: Sequence[str], defaults: dict[str, Any], known: Iterable[str]
+    source: Path, overrides: Sequence[str], defaults: dict[str, Any], is_known: Callable[[str], bool]
 ) -> Composition:
     """Defaults, then what the file builds on, then the file, then the overrides. Raises ConfigError for a broken file.
 
     `defaults` hold no list and no mapping of the user's own names: setting one replaces its default as a whole.
-    `known` are the keys and groups of the schema: an override of anything else is noted as a setting and left out.
+    is_known: whether there is such a key; an override of another one is noted as a setting and left out.
     """
     result = Composition()
     parsed = _parse_overrides(overrides, result)
@@ -86,7 +86,7 @@ def compose_values(
         if result.failure:
             return result
         _check_deletions(parsed, result)
-        applied = [line for override in parsed if (line := _to_apply(override, set(known), result)) is not None]
+        applied = [line for override in parsed if (line := _to_apply(override, is_known, result)) is not None]
         try:
             composed = compose(config_name=_RUN, overrides=applied)
             result.values = _plain(OmegaConf.merge(defaults, composed))
@@ -127,20 +127,14 @@ def _parse_overrides(overrides: Sequence[str], result: Composition) -> list[Over
     return parsed
 
 
-def _to_apply(override: Override, known: set[str], result: Composition) -> str | None:
+def _to_apply(override: Override, is_known: Callable[[str], bool], result: Composition) -> str | None:
     """The override as Hydra shall see it, or None. Every key has a default, so `key=`, `+key=`, `++key=` are one."""
     key = override.key_or_group
     if override.is_delete():
         return override.input_line if key in result.deleted else None
     value = override.value()
     result.settings += settings_of_value(key, value, COMMAND_LINE)
-    if not _is_known(key, known):
-        return None
-    return f"++{key}={override.get_value_string()}"
-
-
-def _is_known(key: str, known: set[str]) -> bool:
-    return key in known or any(key.startswith(f"{name}.") for name in known if f"{name}.*" in known)
+    return f"++{key}={override.get_value_string()}" if is_known(key) else None
 
 
 def _check_deletions(parsed: Sequence[Override], result: Composition) -> None:

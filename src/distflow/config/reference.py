@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Mapping
+from itertools import takewhile
 from pathlib import Path
 
 from distflow.config.keys import KeyInfo
@@ -74,8 +75,9 @@ def main() -> None:
 def _presets() -> str:
     lines = ["## Presets\n"]
     for name in preset_names():
-        first = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
-        lines.append(f"- `{name}`: {first.lstrip('# ')}")
+        text = (PRESETS / f"{name}.yaml").read_text(encoding="utf-8")
+        comment = takewhile(lambda line: line.startswith("#"), text.splitlines())
+        lines.append(f"- `{name}`: " + " ".join(line.lstrip("# ") for line in comment))
     return "\n".join(lines) + "\n"
 
 

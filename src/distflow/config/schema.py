@@ -68,7 +68,7 @@ def register_config_group(name: str, config_class: type) -> None:
     """
     if _user_groups.get(name) is config_class:
         return
-    if not name.isidentifier() or name in group_names():
+    if not name.isidentifier() or name in {*group_names(), *(item.name for item in fields(Config))}:
         raise ValueError(f"config group '{name}': the name is taken or no identifier; choose another one")
     _check_group_class(name, config_class)
     _user_groups[name] = config_class
