@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from distflow.flow.ticket import Version
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.engine import GenerateRequest, Generation, GenerateResult, SamplingParams, Stream
+from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, SamplingParams, Stream
 
 FIRST = Version(0, 0)
 

@@ -50,7 +50,7 @@ def test_uniform_and_uncorrelated_between_neighbours(coordinate: str) -> None:
     num_keys, num_positions = 2000, 50
     keys = np.repeat(np.array(keys_along(coordinate, num_keys), dtype=np.uint64), num_positions)
     table = uniforms(keys, np.tile(np.arange(num_positions), num_keys)).reshape(num_keys, num_positions)
-    assert 0 <= table.min() and table.max() < 1
+    assert table.min() >= 0 and table.max() < 1
     counts = np.histogram(table, bins=100, range=(0, 1))[0]
     expected = table.size / 100
     assert ((counts - expected) ** 2 / expected).sum() < 160  # chi-square with 99 degrees: P(> 160) is 1e-4

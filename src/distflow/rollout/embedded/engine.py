@@ -100,7 +100,8 @@ class EmbeddedEngine:
         try:
             return await pending.future
         except asyncio.CancelledError:
-            self._loop.post(partial(self._abort, number))
+            if self._loop.running:
+                self._loop.post(partial(self._abort, number))
             raise
 
     async def pause(self, release: bool = False) -> None:

@@ -35,9 +35,13 @@ class StepLoop:
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive() and not self._stopping
+
     def post(self, command: Callable[[], None]) -> None:
         """Run `command` between two steps. It must not raise."""
-        if self._stopping or not self._thread.is_alive():
+        if not self.running:
             raise RuntimeError("the rollout engine is not running: use it inside `async with engine:`")
         self._commands.put(command)
 
@@ -58,13 +62,15 @@ class StepLoop:
         return await future
 
     async def stop(self) -> None:
-        """End after the step that runs; commands posted before are still done."""
+        """End after the step that runs; commands posted meanwhile are still done, so that none waits for ever."""
 
         def end() -> None:
             self._stopping = True
 
         await self.call(end)
         self._thread.join()
+        while not self._commands.empty():
+            self._commands.get()()
 
     def _run(self) -> None:
         """Wait for commands; leave all computing, theirs included, to a thread that ends when it has no more to do."""

@@ -35,7 +35,8 @@ class Distribution:
         self.top = scores.amax(dim=-1, keepdim=True)
         self.masses = torch.exp(scores - self.top)
         width = min(BLOCK, scores.shape[-1])
-        self.blocks = pad(self.masses, (0, -scores.shape[-1] % width)).unflatten(-1, (-1, width))
+        missing = -scores.shape[-1] % width
+        self.blocks = (pad(self.masses, (0, missing)) if missing else self.masses).unflatten(-1, (-1, width))
         self.block_masses = self.blocks.sum(dim=-1, dtype=torch.float64)
         self.total = self.block_masses.sum(dim=-1)
 

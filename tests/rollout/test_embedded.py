@@ -1,0 +1,218 @@
+"""What the embedded engine generates: against transformers, against plain forwards, and against itself."""
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+import torch
+from tests.rollout.drive import (
+    forward_log_probs,
+    generate_all,
+    make_engine,
+    make_model,
+    prompt_of,
+    request_of,
+    run_all,
+    tokens_of,
+)
+from tests.tiny_models import tiny_tokenizer
+
+from distflow.config.errors import UserError
+from distflow.rollout.engine import GenerateRequest
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+}
+MIXED: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"top_k": 5, "max_tokens": 30},
+    {"min_p": 0.05, "repetition_penalty": 1.2, "max_tokens": 3},
+    {"greedy": True, "max_tokens": 25},
+    {"stop_token_ids": (10, 11, 12, 13, 14, 15, 16, 17, 18), "max_tokens": 40},
+]
+
+
+def mixed_requests(samples: tuple[int, ...] = (0, 1, 2)) -> list[GenerateRequest]:
+    lengths = (3, 17, 1, 40, 8, 9, 3, 25)
+    return [
+        request_of(prompt_of(length, seed=row), samples, row=row, **MIXED[row % len(MIXED)])
+        for row, length in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
+    name, changes = FAMILIES[family]
+    model = make_model(name, **changes)
+    requests = [
+        request_of(prompt_of(length), max_tokens=40, greedy=True, stop_token_ids=(2,)) for length in (1, 4, 9, 33)
+    ]
+    results = run_all(make_engine(model, max_num_seqs=3), requests)
+    for request, result in zip(requests, results, strict=True):
+        prompt = torch.tensor([request.prompt_ids])
+        expected = model.generate(prompt, max_new_tokens=40, do_sample=False, eos_token_id=2, pad_token_id=0)
+        assert result.generations[0].token_ids == expected[0, prompt.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_are_those_of_a_plain_forward(family: str) -> None:
+    name, changes = FAMILIES[family]
+    model = make_model(name, **changes)
+    requests = mixed_requests()
+    for request, result in zip(requests, run_all(make_engine(model, max_num_seqs=7), requests), strict=True):
+        for generation in result.generations:
+            expected = forward_log_probs(model, request.prompt_ids, generation, request.params.temperature)
+            assert generation.rollout_log_probs == pytest.approx(expected, abs=1e-4)
+            assert len(generation.sampling_log_probs) == len(generation.versions) == len(generation.token_ids)
+            if not request.params.greedy and request.params.repetition_penalty == 1.0:  # truncation raises the rest
+                pairs = zip(generation.sampling_log_probs, generation.rollout_log_probs, strict=True)
+                assert all(sampling >= rollout - 1e-9 for sampling, rollout in pairs)
+
+
+def test_tokens_do_not_depend_on_slots_order_or_company() -> None:
+    model, requests = make_model("qwen3"), mixed_requests()
+    alone = [tokens_of(run_all(make_engine(model), [request])) for request in requests]
+    for max_num_seqs in (1, 2, 5, 64):
+        results = run_all(make_engine(model, max_num_seqs=max_num_seqs), requests)
+        assert [tokens_of([result]) for result in results] == alone
+    order = list(range(len(requests)))
+    random.Random(0).shuffle(order)
+    shuffled = run_all(make_engine(model, max_num_seqs=6, max_prefill_tokens=20), [requests[row] for row in order])
+    assert [tokens_of([result]) for result in shuffled] == [alone[row] for row in order]
+
+
+def test_a_group_equals_its_samples_asked_for_one_by_one() -> None:
+    model, request = make_model(), request_of(prompt_of(6), (4, 0, 9), max_tokens=20)
+    group = run_all(make_engine(model), [request])[0]
+    assert [generation.sample for generation in group.generations] == [4, 0, 9]
+    assert len({tuple(generation.token_ids) for generation in group.generations}) == 3
+    singles = [request_of(request.prompt_ids, (sample,), max_tokens=20) for sample in (4, 0, 9)]
+    assert tokens_of(run_all(make_engine(model, max_num_seqs=2), singles)) == tokens_of([group])
+
+
+def test_the_stream_decides_what_is_drawn() -> None:
+    model, prompt = make_model(), prompt_of(6)
+    requests = [request_of(prompt, row=row, seed=seed, max_tokens=20) for row, seed in ((0, 1), (1, 1), (0, 2), (0, 1))]
+    first, other_row, other_seed, same = tokens_of(run_all(make_engine(model), requests))
+    assert first == same and len({tuple(first), tuple(other_row), tuple(other_seed)}) == 3
+
+
+def test_sampled_first_tokens_follow_the_softmax() -> None:
+    """The whole path, prefill to draw, at a temperature: chi-square over the tokens that are likely enough."""
+    model, prompt, count = make_model(seed=3), prompt_of(5), 4000
+    result = run_all(make_engine(model), [request_of(prompt, tuple(range(count)), max_tokens=1, temperature=1.3)])[0]
+    with torch.no_grad():
+        probs = (model(torch.tensor([prompt])).logits[0, -1].double() / 1.3).softmax(-1)
+    counts = torch.bincount(torch.tensor(tokens_of([result])).flatten(), minlength=len(probs)).double()
+    likely = probs * count >= 5
+    expected = torch.cat((probs[likely], probs[~likely].sum()[None])) * count
+    observed = torch.cat((counts[likely], counts[~likely].sum()[None]))
+    freedom = len(expected) - 1
+    assert freedom > 20
+    assert ((observed - expected) ** 2 / expected).sum() < freedom + 4 * (2 * freedom) ** 0.5
+
+
+def test_stop_tokens_end_a_generation_and_stay_in_it() -> None:
+    model, prompt = make_model(), prompt_of(7)
+    free = run_all(make_engine(model), [request_of(prompt, max_tokens=30)])[0].generations[0]
+    stop = free.token_ids[9]
+    end = free.token_ids.index(stop) + 1
+    stopped = run_all(make_engine(model), [request_of(prompt, max_tokens=30, stop_token_ids=(stop,))])[0].generations[0]
+    assert stopped.token_ids == free.token_ids[:end] and stopped.finish_reason == "stop"
+    assert free.finish_reason == "length" and len(free.token_ids) == 30
+
+
+def test_stop_strings_end_a_generation_where_they_are_complete() -> None:
+    model, prompt, tokenizer = make_model(), prompt_of(7), tiny_tokenizer()
+    free = run_all(make_engine(model), [request_of(prompt, max_tokens=30)])[0].generations[0]
+    stop = tokenizer.decode(free.token_ids)[7:10]
+    end = next(end for end in range(30) if stop in tokenizer.decode(free.token_ids[:end]))
+    (result,) = run_all(make_engine(model), [request_of(prompt, max_tokens=30, stop=("nowhere at all", stop))])
+    assert result.generations[0].token_ids == free.token_ids[:end] and end < 30
+    assert result.generations[0].finish_reason == "stop"
+
+
+def test_equal_prompts_are_prefilled_once() -> None:
+    model, seen = make_model(), []
+    model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: seen.append(tuple(inputs[0].shape)))
+    engine = make_engine(model, max_num_seqs=2)
+    seen.clear()
+    run_all(engine, [request_of(prompt_of(9), (0, 1, 2, 3, 4), max_tokens=4), request_of(prompt_of(9), (5,))])
+    assert [shape for shape in seen if len(shape) == 2] == [(1, 9)]
+
+
+def test_adapters_are_applied_unmerged() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(make_model("qwen2"), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.5)
+    model.eval()
+    request = request_of(prompt_of(8), max_tokens=20)
+    (result,) = run_all(make_engine(model), [request])
+    generation = result.generations[0]
+    assert generation.rollout_log_probs == pytest.approx(
+        forward_log_probs(model, request.prompt_ids, generation), abs=1e-4
+    )
+    with model.disable_adapter():
+        plain = forward_log_probs(model, request.prompt_ids, generation)
+    assert max(abs(a - b) for a, b in zip(plain, generation.rollout_log_probs, strict=True)) > 0.1
+
+
+def test_a_module_in_training_mode_generates_without_dropout() -> None:
+    model = make_model(attention_dropout=0.9)
+    request = request_of(prompt_of(8), max_tokens=10)
+    (result,) = run_all(make_engine(model.train()), [request])
+    expected = forward_log_probs(model.eval(), request.prompt_ids, result.generations[0])
+    assert result.generations[0].rollout_log_probs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_tokens": 510}, "prompt of 4 tokens with up to 510 new ones exceeds the 512 positions"),
+        ({"temperature": 0.0}, "rollout.temperature must be above 0"),
+        ({"top_p": 0.0}, "rollout.top_p must be in"),
+        ({"top_k": 0}, "rollout.top_k must be -1"),
+        ({"min_p": 1.5}, "rollout.min_p must be in"),
+        ({"repetition_penalty": 0.0}, "rollout.repetition_penalty must be above 0"),
+        ({"max_tokens": 0}, "rollout.max_tokens must be at least 1"),
+        ({"stop": ("",)}, "rollout.stop must be strings that are not empty"),
+    ],
+)
+def test_requests_that_cannot_run_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        run_all(make_engine(make_model()), [request_of(prompt_of(4), **changes)])
+
+
+@pytest.mark.parametrize("prompt", [(), (5, 10_000), (-1,)])
+def test_prompts_that_cannot_run_are_refused(prompt: tuple[int, ...]) -> None:
+    with pytest.raises(UserError, match="prompt"):
+        run_all(make_engine(make_model()), [request_of(prompt)])
+
+
+def test_the_last_position_of_the_model_can_be_used() -> None:
+    request = request_of(prompt_of(500), max_tokens=12)
+    model = make_model()
+    (result,) = run_all(make_engine(model), [request])
+    expected = forward_log_probs(model, request.prompt_ids, result.generations[0])
+    assert result.generations[0].rollout_log_probs == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_same_submissions_give_the_same_bits_whatever_ran_before() -> None:
+    model = make_model("qwen2")
+
+    async def run() -> None:
+        async with make_engine(model, max_num_seqs=5) as engine:
+            first = await generate_all(engine, mixed_requests())
+            await generate_all(engine, [request_of(prompt_of(30, seed=9), tuple(range(9)), row=7, max_tokens=60)])
+            await asyncio.gather(*(engine.generate(request) for request in mixed_requests()[:3]))
+            assert await generate_all(engine, mixed_requests()) == first
+
+    asyncio.run(run())

@@ -1,0 +1,277 @@
+"""The embedded engine's life: pause, cancel, failures, new weights in flight, closing."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.rollout.drive import (
+    FIRST,
+    forward_log_probs,
+    generate_all,
+    make_engine,
+    make_model,
+    prompt_of,
+    request_of,
+    run_all,
+    tokens_of,
+)
+
+from distflow.flow.ticket import Version
+from distflow.rollout.embedded import EmbeddedEngine
+from distflow.rollout.receipts import stripe_hashes
+
+NEXT = Version(0, 1)
+DEADLINE_S = 60
+
+
+def with_engine(engine: EmbeddedEngine, story: Callable[[EmbeddedEngine], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with engine:
+            await asyncio.wait_for(story(engine), DEADLINE_S)
+
+    asyncio.run(run())
+
+
+async def tokens_after(engine: EmbeddedEngine, count: int) -> None:
+    """Wait until `count` more tokens are there."""
+    start = engine.num_generated_tokens
+    while engine.num_generated_tokens < start + count:
+        await asyncio.sleep(0.001)
+
+
+def test_a_pause_stops_decoding_and_resume_goes_on_as_if_nothing_happened() -> None:
+    model, request = make_model(), request_of(prompt_of(5), (0, 1), max_tokens=400)
+
+    async def story(engine: EmbeddedEngine) -> None:
+        task = asyncio.create_task(engine.generate(request))
+        await tokens_after(engine, 20)
+        await engine.pause()
+        before = engine.num_generated_tokens
+        await asyncio.sleep(0.1)
+        assert engine.num_generated_tokens == before < 800
+        assert not task.done()
+        await engine.resume()
+        assert tokens_of([await task]) == undisturbed
+
+    undisturbed = tokens_of(run_all(make_engine(model), [request]))
+    with_engine(make_engine(model), story)
+
+
+def test_a_releasing_pause_drops_the_memory_and_recomputes_it() -> None:
+    model, request = make_model(), request_of(prompt_of(5), (0, 1, 2), max_tokens=200)
+
+    async def story(engine: EmbeddedEngine) -> None:
+        task = asyncio.create_task(engine.generate(request))
+        await tokens_after(engine, 30)
+        await engine.pause(release=True)
+        await engine.resume()
+        result = await task
+        assert tokens_of([result]) == undisturbed
+        for generation in result.generations:
+            expected = forward_log_probs(model, request.prompt_ids, generation)
+            assert generation.rollout_log_probs == pytest.approx(expected, abs=1e-4)
+
+    undisturbed = tokens_of(run_all(make_engine(model), [request]))
+    with_engine(make_engine(model), story)
+
+
+def test_cancelling_frees_the_slots_and_disturbs_nobody() -> None:
+    model = make_model()
+    endless = request_of(prompt_of(5), (0, 1, 2), max_tokens=500)
+    other = request_of(prompt_of(9), max_tokens=100, row=1)
+
+    async def story(engine: EmbeddedEngine) -> None:
+        doomed = asyncio.create_task(engine.generate(endless))
+        kept = asyncio.create_task(engine.generate(other))
+        await tokens_after(engine, 12)
+        doomed.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await doomed
+        assert tokens_of([await kept]) == undisturbed  # with 3 slots it runs only once the others' are free
+        before = engine.num_generated_tokens
+        await asyncio.sleep(0.05)
+        assert engine.num_generated_tokens == before
+
+    undisturbed = tokens_of(run_all(make_engine(model), [other]))
+    with_engine(make_engine(model, max_num_seqs=3), story)
+
+
+def test_an_error_in_the_model_reaches_every_waiting_request_and_the_next_is_served() -> None:
+    model, request = make_model(), request_of(prompt_of(5), max_tokens=300)
+
+    async def story(engine: EmbeddedEngine) -> None:
+        tasks = [asyncio.create_task(engine.generate(request)) for _ in range(5)]
+        await tokens_after(engine, 10)
+
+        def explode(*_: Any) -> None:
+            raise ArithmeticError("planted in the second layer")
+
+        hook = model.model.layers[1].mlp.register_forward_hook(explode)
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(outcome, ArithmeticError) and "planted" in str(outcome)
+        with pytest.raises(ArithmeticError):
+            await engine.generate(request)
+        hook.remove()
+        assert tokens_of([await engine.generate(request)]) == undisturbed
+
+    undisturbed = tokens_of(run_all(make_engine(model), [request]))
+    with_engine(make_engine(model, max_num_seqs=2), story)
+
+
+def test_weights_that_hold_nan_are_an_error_and_leave_no_nan_behind() -> None:
+    model, request = make_model(), request_of(prompt_of(5), max_tokens=20)
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    healthy = weight.detach().clone()
+
+    async def story(engine: EmbeddedEngine) -> None:
+        with torch.no_grad():
+            weight.fill_(float("nan"))
+        with pytest.raises(FloatingPointError, match="not finite"):
+            await engine.generate(request)
+        with torch.no_grad():
+            weight.copy_(healthy)
+        assert tokens_of([await engine.generate(request)]) == undisturbed
+
+    undisturbed = tokens_of(run_all(make_engine(model), [request]))
+    with_engine(make_engine(model), story)
+
+
+def changed(model: Any) -> Any:
+    """Another model of the same shapes."""
+    other = make_model(seed=7)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.05)
+    return other
+
+
+def test_cached_prompts_are_dropped_with_the_weights_that_made_them() -> None:
+    """The first request keeps the engine busy, so its prompt is still cached when the second one asks for it."""
+    model, other = make_model(), changed(make_model())
+    prompt = prompt_of(20)
+
+    async def story(engine: EmbeddedEngine) -> None:
+        running = asyncio.create_task(engine.generate(request_of(prompt, max_tokens=400)))
+        await tokens_after(engine, 5)
+        await engine.pause()
+        await engine.load_weights(NEXT, other.named_parameters())
+        second = asyncio.create_task(engine.generate(request_of(prompt, (1, 2), max_tokens=15)))
+        await asyncio.sleep(0)
+        await engine.resume()
+        for generation in (await second).generations:
+            expected = forward_log_probs(other, prompt, generation)
+            assert generation.rollout_log_probs == pytest.approx(expected, abs=1e-4)
+            assert generation.versions == [1] * 15
+        running.cancel()
+
+    with_engine(make_engine(model), story)
+
+
+@pytest.mark.parametrize("recompute_kv", [False, True])
+def test_running_sequences_take_new_weights_in_flight(recompute_kv: bool) -> None:
+    model, old, other = make_model(), make_model(), changed(make_model())
+    request = request_of(prompt_of(12), (0, 1), max_tokens=300)
+
+    async def story(engine: EmbeddedEngine) -> None:
+        task = asyncio.create_task(engine.generate(request))
+        await tokens_after(engine, 40)
+        await engine.load_weights(NEXT, other.named_parameters())
+        for generation in (await task).generations:
+            count = generation.versions.index(1)
+            assert generation.versions == [0] * count + [1] * (300 - count) and count >= 10
+            before = forward_log_probs(old, request.prompt_ids, generation)
+            after = forward_log_probs(other, request.prompt_ids, generation)
+            got = generation.rollout_log_probs
+            assert got[:count] == pytest.approx(before[:count], abs=1e-4)
+            difference = max(abs(a - b) for a, b in zip(got[count:], after[count:], strict=True))
+            assert (difference < 1e-4) == recompute_kv
+
+    with_engine(make_engine(model, recompute_kv=recompute_kv), story)
+
+
+def test_shared_storage_copies_nothing_and_follows_updates_in_place() -> None:
+    model, prompt = make_model(), prompt_of(10)
+
+    async def story(engine: EmbeddedEngine) -> None:
+        await engine.generate(request_of(prompt))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.2)
+        receipt = await engine.load_weights(NEXT, model.named_parameters())
+        assert receipt.shared and receipt.version == engine.version == NEXT
+        (generation,) = (await engine.generate(request_of(prompt))).generations
+        assert generation.rollout_log_probs == pytest.approx(forward_log_probs(model, prompt, generation), abs=1e-4)
+        with pytest.raises(ValueError, match="lie elsewhere"):
+            await engine.load_weights(NEXT, changed(model).named_parameters())
+
+    with_engine(make_engine(model, shares_weights=True), story)
+
+
+def test_receipts_of_both_sides_agree() -> None:
+    model, other = make_model(), changed(make_model())
+
+    async def story(engine: EmbeddedEngine) -> None:
+        receipt = await engine.load_weights(NEXT, other.named_parameters())
+        assert receipt.hashes == stripe_hashes(other.named_parameters()) and not receipt.shared
+
+    with_engine(make_engine(model), story)
+
+
+def test_versions_never_go_back_and_bad_weights_change_nothing() -> None:
+    model = make_model()
+
+    async def story(engine: EmbeddedEngine) -> None:
+        await engine.load_weights(Version(1, 3), make_model(seed=1).named_parameters())
+        before = stripe_hashes(model.named_parameters())
+        with pytest.raises(ValueError, match="versions never go back"):
+            await engine.load_weights(Version(0, 9), make_model(seed=2).named_parameters())
+        with pytest.raises(ValueError, match="model.norm.weight: missing"):
+            weights = [item for item in make_model(seed=2).named_parameters() if item[0] != "model.norm.weight"]
+            await engine.load_weights(Version(1, 4), weights)
+        assert engine.version == Version(1, 3)
+        assert stripe_hashes(model.named_parameters()) == before
+
+    with_engine(make_engine(model), story)
+
+
+def test_closing_fails_what_still_waits() -> None:
+    async def run() -> None:
+        async with make_engine(make_model()) as engine:
+            await engine.pause()
+            task = asyncio.create_task(engine.generate(request_of(prompt_of(5))))
+            await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="closed while requests were waiting"):
+            await asyncio.wait_for(task, DEADLINE_S)
+        with pytest.raises(RuntimeError, match="not running"):
+            await engine.generate(request_of(prompt_of(5)))
+
+    asyncio.run(run())
+
+
+def test_requests_of_several_event_loops_are_served() -> None:
+    """Validation and training may live in different threads."""
+    model, requests = make_model(), [request_of(prompt_of(length), max_tokens=20, row=length) for length in (3, 6)]
+    expected = [tokens_of(run_all(make_engine(model), [request])) for request in requests]
+
+    async def story(engine: EmbeddedEngine) -> None:
+        def elsewhere() -> Any:
+            return asyncio.run(engine.generate(requests[1]))
+
+        here, there = await asyncio.gather(engine.generate(requests[0]), asyncio.to_thread(elsewhere))
+        assert [tokens_of([here]), tokens_of([there])] == expected
+
+    with_engine(make_engine(model), story)
+
+
+def test_a_paused_start_is_deterministic_for_new_engines_too() -> None:
+    model = make_model("qwen3")
+    requests = [request_of(prompt_of(length), (0, 1, 2), row=length, max_tokens=20) for length in (4, 4, 15, 2)]
+
+    async def twice(engine: EmbeddedEngine) -> None:
+        assert await generate_all(engine, requests) == await generate_all(engine, requests) == alone
+
+    alone = run_all(make_engine(model, max_num_seqs=4), requests)
+    with_engine(make_engine(model, max_num_seqs=4), twice)
+    assert make_engine(model).version == FIRST

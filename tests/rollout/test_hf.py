@@ -1,0 +1,114 @@
+"""The reference engine agrees with the embedded one, and keeps the same protocol."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from tests.rollout.drive import FIRST, forward_log_probs, make_engine, make_model, prompt_of, request_of, run_all
+from tests.tiny_models import tiny_tokenizer
+
+from distflow.config.errors import UserError
+from distflow.flow.ticket import Version
+from distflow.rollout.hf import HFEngine
+from distflow.rollout.receipts import stripe_hashes
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"greedy": True},
+    {"temperature": 0.6, "top_p": 0.8},
+    {"top_k": 6},
+    {"min_p": 0.1},
+    {"repetition_penalty": 1.5},
+    {"temperature": 1.4, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.1},
+    {"stop_token_ids": tuple(range(10, 20))},
+    {"stop": ("a", "Q", "7")},
+]
+
+
+def make_hf(model: Any, **options: Any) -> HFEngine:
+    return HFEngine(model, tiny_tokenizer(), version=FIRST, **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "plain")
+def test_both_engines_draw_the_same_tokens(options: dict[str, Any]) -> None:
+    """Penalties, truncations and the forward are transformers' own there; only the uniform numbers are common."""
+    model = make_model("qwen3")
+    requests = [request_of(prompt_of(n), (0, 5, 2), row=n, **{"max_tokens": 25, **options}) for n in (1, 9)]
+    for ours, theirs in zip(run_all(make_engine(model), requests), run_all(make_hf(model), requests), strict=True):
+        for one, other in zip(ours.generations, theirs.generations, strict=True):
+            assert one.sample == other.sample and one.token_ids == other.token_ids
+            assert one.finish_reason == other.finish_reason and one.versions == other.versions
+            assert one.rollout_log_probs == pytest.approx(other.rollout_log_probs, abs=1e-4)
+            assert one.sampling_log_probs == pytest.approx(other.sampling_log_probs, abs=1e-4)
+
+
+def test_the_models_own_end_token_ends_nothing_unless_asked_for() -> None:
+    model = make_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight.zero_()  # every token is equally likely: greedy takes the first, of id 0
+        model.generation_config.eos_token_id = 0
+    (result,) = run_all(make_hf(model), [request_of(prompt_of(3), greedy=True, max_tokens=7)])
+    assert result.generations[0].token_ids == [0] * 7
+    assert result.generations[0].finish_reason == "length"
+
+
+def test_other_families_run() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=98, n_embd=16, n_layer=1, n_head=2, n_positions=64)).eval()
+    request = request_of(prompt_of(4), max_tokens=10)
+    (result,) = run_all(make_hf(model), [request])
+    expected = forward_log_probs(model, request.prompt_ids, result.generations[0])
+    assert result.generations[0].rollout_log_probs == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(UserError, match="exceeds the 64 positions"):
+        run_all(make_hf(model), [request_of(prompt_of(4), max_tokens=61)])
+
+
+def test_pause_finishes_what_runs_and_holds_what_comes() -> None:
+    async def run() -> None:
+        async with make_hf(make_model()) as engine:
+            first = asyncio.create_task(engine.generate(request_of(prompt_of(4))))
+            await asyncio.sleep(0)
+            await engine.pause()
+            before = engine.num_generated_tokens
+            assert before == 12
+            held = asyncio.create_task(engine.generate(request_of(prompt_of(4))))
+            await asyncio.sleep(0.05)
+            assert engine.num_generated_tokens == before and not held.done()
+            await engine.resume()
+            assert await held == await first
+
+    asyncio.run(run())
+
+
+def test_new_weights_are_used_and_stamped() -> None:
+    model, other, request = make_model(), make_model(seed=5), request_of(prompt_of(4))
+
+    async def run() -> None:
+        async with make_hf(model) as engine:
+            receipt = await engine.load_weights(Version(0, 3), other.named_parameters())
+            assert receipt.hashes == stripe_hashes(other.named_parameters())
+            (generation,) = (await engine.generate(request)).generations
+            assert generation.versions == [3] * 12
+            expected = forward_log_probs(other, request.prompt_ids, generation)
+            assert generation.rollout_log_probs == pytest.approx(expected, abs=1e-4)
+            with pytest.raises(ValueError, match="never go back"):
+                await engine.load_weights(Version(0, 2), other.named_parameters())
+
+    asyncio.run(run())
+
+
+def test_cancelling_ends_the_request() -> None:
+    async def run() -> None:
+        async with make_hf(make_model()) as engine:
+            task = asyncio.create_task(engine.generate(request_of(prompt_of(4), max_tokens=500)))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await asyncio.wait_for(engine.generate(request_of(prompt_of(4))), 60)
+            assert engine.num_generated_tokens == 12
+
+    asyncio.run(run())
