@@ -227,6 +227,13 @@ def test_an_answer_is_optional_where_no_function_needs_it(tmp_path):
     assert load(tmp_path / "a.jsonl", Columns(answer_required=False))[0].answer is None
 
 
+def test_a_domain_column_that_was_asked_for_must_be_there(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "answer": 1, "topic": "t"}])
+    assert load(tmp_path / "a.jsonl")[0].domain == "default"
+    assert load(tmp_path / "a.jsonl", Columns(domain="topic"))[0].domain == "t"
+    assert "(data.domain_key); the nearest column is 'topic'" in message(tmp_path / "a.jsonl", Columns(domain="topics"))
+
+
 def test_responses_to_learn_from(tmp_path):
     columns = Columns(response="response", answer_required=False)
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "response": "b"}])

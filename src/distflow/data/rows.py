@@ -10,6 +10,7 @@ from typing import Any
 from distflow.config.errors import UserError
 
 DEFAULT_DOMAIN = "default"
+_DEFAULT_DOMAIN_KEY = "data_source"
 _MAX_SHOWN = 5
 
 Messages = list[dict[str, str]]
@@ -19,12 +20,13 @@ Messages = list[dict[str, str]]
 class Columns:
     """Names of the columns. A dotted name reaches into nested values: `reward_model.ground_truth`.
 
-    answer_required: a row without an answer is then bad. response: the column to learn from (SFT), or None.
+    answer_required: a row without an answer is then bad. domain: may be missing where it has its default name.
+    response: the column to learn from (SFT), or None.
     """
 
     prompt: str = "prompt"
     answer: str = "answer"
-    domain: str = "data_source"
+    domain: str = _DEFAULT_DOMAIN_KEY
     response: str | None = None
     answer_required: bool = True
 
@@ -78,7 +80,7 @@ class BadRows:
 def read_rows(records: Iterator[Record], columns: Columns, bad_rows: BadRows, source: str) -> Iterator[RawRow]:
     """The good rows of one source; the bad ones go to `bad_rows`.
 
-    Raises UserError where no row has the prompt column, or (if required) the answer or the response column.
+    Raises UserError where no row has a column that is required: the prompt's, and others as `columns` says.
     """
     seen: set[str] = set()
     missing = _required(columns)
@@ -116,6 +118,8 @@ def _required(columns: Columns) -> dict[str, str]:
         required["data.answer_key"] = columns.answer
     if columns.response is not None:
         required["data.response_key"] = columns.response
+    if columns.domain != _DEFAULT_DOMAIN_KEY:
+        required["data.domain_key"] = columns.domain
     return required
 
 
