@@ -148,6 +148,9 @@ def test_models_without_a_usable_tokenizer(folder: Path) -> None:
     edit_json(folder / "tokenizer_config.json", eos_token=None)
     with pytest.raises(UserError, match="eos_token"):
         load_tokenizer(folder)
+    (folder / "tokenizer.json").write_text('{"model": 1}')
+    with pytest.raises(UserError, match="tokenizer of .* cannot be loaded"):
+        load_tokenizer(folder)
     for file in folder.glob("tokenizer*"):
         file.unlink()
     with pytest.raises(UserError, match="no tokenizer; set tokenizer_path"):

@@ -6,12 +6,13 @@ from tests.tiny_models import tiny_config
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 from distflow.config.errors import UserError
+from distflow.models.activations import checkpoint_activations
 from distflow.models.attention import PACKED_ATTENTION, Packing
 from distflow.models.heads import output_head
 from distflow.models.loading import ready
 from distflow.models.packed import check_packed_forward, choose_attention, packed_hidden_states
 
-LENGTHS = torch.tensor([1, 7, 1, 23, 2, 12, 1, 22])
+LENGTHS = torch.tensor([1, 7, 1, 1, 23, 2, 12, 1, 22])
 FAMILIES = {
     "llama": {},
     "llama-rope-scaled": {
@@ -73,7 +74,7 @@ def test_packed_gradients_are_those_of_a_loop(implementation: str, checkpointing
     model.set_attn_implementation(implementation)
     model.train()
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model)
     runs = []
     model.model.layers[1].self_attn.register_forward_hook(lambda *_: runs.append(1))
     (packed_hidden_states(model, torch.cat(parts), LENGTHS) * weights).sum().backward()

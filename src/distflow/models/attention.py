@@ -64,11 +64,11 @@ class Packing:
 
 def _similar(lengths: Tensor) -> list[Tensor]:
     """Indices of sequences, grouped so that none is much shorter than the longest of its group."""
-    order = torch.argsort(lengths, descending=True, stable=True)
+    by_length = lengths.tolist()
     groups: list[list[int]] = []
     longest = 0
-    for index in order.tolist():
-        length = int(lengths[index])
+    for index in sorted(range(len(by_length)), key=lambda i: -by_length[i]):
+        length = by_length[index]
         if not groups or length < _SHORTEST_IN_BUCKET * longest:
             groups.append([])
             longest = length

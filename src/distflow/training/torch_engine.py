@@ -9,16 +9,15 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from distflow.config.errors import UserError
 from distflow.data.batch import Batch
-from distflow.models.heads import unwrapped
+from distflow.models.activations import checkpoint_activations
 from distflow.models.lora import named_weights
 from distflow.training.collective import OneRank
-from distflow.training.engine import Collective, Counts, LossFn, TrainState
+from distflow.training.engine import MODEL_PREFIX, Collective, Counts, LossFn, TrainState
 from distflow.training.optim_state import load_optimizer_state, optimizer_state
 from distflow.training.packing import micro_batches
 from distflow.training.schedule import Schedule
 from distflow.training.scorer import TorchScorer, padded_outputs
 
-MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
 
 
@@ -68,7 +67,7 @@ class TorchTrainEngine:
                 "compute_dtype to the precision wanted, or small updates would be rounded away"
             )
         if gradient_checkpointing:
-            unwrapped(model).gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(model)
 
     def forward(self, batch: Batch, outputs: tuple[str, ...]) -> Batch:
         """The wanted outputs ("log_probs", "entropy", "values") as response columns, without gradient."""
@@ -112,7 +111,7 @@ class TorchTrainEngine:
 
         Raises ValueError, with nothing changed, if the weights' names or shapes or the optimizer differ.
         """
-        weights = _with_prefix(state.tensors, MODEL_PREFIX)
+        weights = state.trained_weights()
         _check_same_weights(self._trainable, weights)
         moments = _with_prefix(state.tensors, OPTIMIZER_PREFIX)
         load_optimizer_state(self.optimizer, self._trainable, moments, state.meta["optimizer"])
