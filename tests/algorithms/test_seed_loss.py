@@ -83,7 +83,7 @@ def test_with_agg_loss_it_equals_the_built_in_one_for_every_split(mode: str, cor
     wanted_metrics = built_in.finish(wanted_sums, counts)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for parts in ([batch], random_split(batch, 0), random_split(batch, 1)):
+        for parts in ([batch], random_split(batch, 0)):
             actual, sums = gradient(seed, parts, counts)
             torch.testing.assert_close(actual, wanted, rtol=1e-10, atol=1e-12)
             metrics = seed.finish(sums, counts)
