@@ -47,6 +47,8 @@ def _is_users(err: BaseException) -> bool:
 def _train(arguments: argparse.Namespace) -> int:
     from distflow.config import describe, load_config
 
+    if "=" in arguments.preset and arguments.command == "sft":  # the preset may be left out
+        arguments.preset, arguments.overrides = "sft", [arguments.preset, *arguments.overrides]
     print(f"distflow {__version__} · {arguments.preset}", flush=True)
     loaded = load_config(arguments.preset, arguments.overrides)
     for line in describe(loaded.config):

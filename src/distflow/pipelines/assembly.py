@@ -5,6 +5,8 @@ import importlib
 import json
 import os
 import platform
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 
 from distflow.algorithms.registry import describe_estimator
-from distflow.config import Config, Loaded
+from distflow.config import Config, Loaded, describe
 from distflow.config.errors import UserError
 from distflow.config.program import is_rl
 from distflow.data.prompts import PromptSet
@@ -67,18 +69,21 @@ def assemble(loaded: Loaded, say: Say) -> Parts:
     if is_rl(config):
         say(f"advantages: {describe_estimator(config.algorithm.adv_estimator, _estimator_options(program))}")
     exact = compute_dtype(config) is torch.float32
+    engines = build_engines(config, model, program.engines, tokenizer, plan.total_steps)
+    applies_adapter = shares_weights(config) and model_settings.lora_rank > 0
     return Parts(
         config=config,
         config_yaml=loaded.text,
         run_dir=run_dir,
         program=program,
         plan=plan,
-        engines=build_engines(config, model, program.engines, tokenizer, plan.total_steps),
+        engines=engines,
         tokenizer=tokenizer,
         train_rows=prompts,
         sampling=sampling,
         validation=[validation_set(config, held_out, sampling)] if held_out is not None else [],
         rewards=rewards,
+        published=tuple if applies_adapter else engines.actor.weights,
         weight_dtype=compute_dtype(config),
         shares_weights=shares_weights(config),
         tolerance=Tolerance.of(exact),
@@ -86,6 +91,7 @@ def assemble(loaded: Loaded, say: Say) -> Parts:
         loss_terms=loss_terms(config) if _uses_policy_loss(program) else (),
         placement=plan_local(program, str(choose_device(config))).to_json(),
         facts=_facts(prompts, tokenizer),
+        description=_description(config, prompts, held_out),
     )
 
 
@@ -185,6 +191,18 @@ def _estimator_options(program: Program) -> dict[str, Any]:
         if node.node_role is NodeRole.ADVANTAGE:
             return dict(node.options)
     return {}
+
+
+def _description(config: Config, train: PromptSet, held_out: PromptSet | None) -> dict[str, Any]:
+    """The head of the report."""
+    return {
+        "experiment": f"{config.trainer.project_name} / {config.trainer.experiment_name}",
+        "model": str(config.actor_rollout_ref.model.path),
+        "data": f"{len(train):,} prompts" + (f", {len(held_out):,} held out" if held_out is not None else ""),
+        "batch": describe(config)[0],
+        "command": shlex.join(sys.argv),
+        "machine": f"{platform.node()}: {_cpu_name()}, {os.cpu_count()} cores",
+    }
 
 
 def _facts(prompts: PromptSet, tokenizer: Any) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from distflow.models.export import export_model
 from distflow.models.tokenizer import load_tokenizer
 from distflow.pipelines.engines import load_policy
 from distflow.runtime.checkpoint import CheckpointStore
-from distflow.training.torch_engine import MODEL_PREFIX
+from distflow.runtime.local import CHECKPOINTS
+from distflow.training.engine import TrainState
 
 
 def export_checkpoint(source: Path, target: Path) -> Path:
@@ -20,16 +21,15 @@ def export_checkpoint(source: Path, target: Path) -> Path:
 
     Raises UserError where there is no whole checkpoint, or the target is taken.
     """
-    store = source / "checkpoints" if (source / "checkpoints").is_dir() else source
+    store = source / CHECKPOINTS if (source / CHECKPOINTS).is_dir() else source
     checkpoint = CheckpointStore(store.parent).load(store)
     config = config_from_dict(checkpoint.load("run")["config"])
     model = load_policy(config)
-    _fill(model, checkpoint.load("actor"), source)
+    _fill(model, TrainState(checkpoint.load("actor")).trained_weights(), source)
     return export_model(model, _tokenizer(config), target)
 
 
-def _fill(model: nn.Module, tensors: dict[str, Tensor], source: Path) -> None:
-    trained = {n.removeprefix(MODEL_PREFIX): t for n, t in tensors.items() if n.startswith(MODEL_PREFIX)}
+def _fill(model: nn.Module, trained: dict[str, Tensor], source: Path) -> None:
     parameters = dict(model.named_parameters())
     unknown = [name for name in trained if name not in parameters]
     if unknown:

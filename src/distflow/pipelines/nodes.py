@@ -299,7 +299,7 @@ def train_sft(batch: Batch, actor: TrainEngine, ctx: NodeContext) -> NodeOutput:
     """Update the policy towards the data set's answers."""
     size = ctx.config.actor_rollout_ref.actor.ppo_mini_batch_size
     metrics = _train(batch, actor, sft_objective(ctx.config), ctx, epochs=1, num_prompts=size)
-    return NodeOutput(None, {f"actor/{name}": value for name, value in metrics.items()})
+    return NodeOutput(None, {f"sft/{name}": value for name, value in metrics.items()})
 
 
 def _train(

@@ -30,12 +30,18 @@ def call_node(node: BoundNode, batch: Batch, engines: Mapping[str, Any], ctx: No
         return node.fn(batch=_as_mapping(batch), config=node.config, **node.options)
     reserved = {"batch": batch, "ctx": ctx, "config": node.config, "reduce": reduce}
     return node.fn(
-        *(batch[name] if name in batch else None for name in contract.by_position),
+        *(_present(batch, name) for name in contract.by_position),
         **{name: batch[name] for name in contract.by_keyword if name in contract.reads or name in batch},
         **{name: engines[name] for name in contract.engines},
         **{name: reserved[name] for name in contract.reserved},
         **node.options,
     )
+
+
+def _present(batch: Batch, name: str) -> Any:
+    if name not in batch:
+        return None
+    return batch[name]
 
 
 async def run_node(

@@ -21,6 +21,7 @@ from distflow.runtime.saved import Saved, check_same_run, restore_engines
 from distflow.runtime.stop import StopRequest
 from distflow.runtime.worker import Worker
 
+CHECKPOINTS = "checkpoints"
 _STOPPING = "finishing this step, then saving and leaving; a second time leaves at once"
 
 
@@ -41,7 +42,7 @@ class Outcome:
 def launch_local(parts: Parts, *, resume: str = "auto", allow_change: tuple[str, ...] = ()) -> Outcome:
     """Run to the end, or to the first signal.
 
-    resume: "auto" (from the run's last whole checkpoint, if any), "never", or a checkpoint's folder.
+    resume: "auto" (from the run's last whole checkpoint, if any), "never", or the folder of a checkpoint or a run.
     allow_change: config keys that may differ from the checkpoint's.
     Raises UserError for a checkpoint that does not fit, TrustError where a check fails, NoProgress, NodeError.
     """
@@ -63,6 +64,7 @@ def launch_local(parts: Parts, *, resume: str = "auto", allow_change: tuple[str,
         with StopRequest(lambda name: recorder.note("info", f"{name}: {_STOPPING}")) as stop:
             checks = _checks(parts, recorder)
             Worker(parts, coordinator, ledger, recorder, checks, store, stop, saved).run()
+            recorder.status = "stopped" if stop.wanted else "finished"
         ledger.close()
         before, after = _accuracy(parts.run_dir)
         return Outcome(coordinator.step, stop.wanted, recorder.report(), before, after)
@@ -70,7 +72,7 @@ def launch_local(parts: Parts, *, resume: str = "auto", allow_change: tuple[str,
 
 def _store(parts: Parts) -> CheckpointStore:
     trainer = parts.config.trainer
-    return CheckpointStore(parts.run_dir / "checkpoints", trainer.keep_last, int(trainer.keep_best))
+    return CheckpointStore(parts.run_dir / CHECKPOINTS, trainer.keep_last, int(trainer.keep_best))
 
 
 def _find_checkpoint(store: CheckpointStore, resume: str) -> Checkpoint | None:
@@ -78,7 +80,8 @@ def _find_checkpoint(store: CheckpointStore, resume: str) -> Checkpoint | None:
         return None
     if resume == "auto":
         return store.load() if store.exists() else None
-    return store.load(Path(resume))
+    path = Path(resume)
+    return store.load(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path)
 
 
 def _begin(parts: Parts, checkpoint: Checkpoint | None) -> tuple[Coordinator, Ledger, Saved]:
@@ -111,6 +114,7 @@ def _write_facts(parts: Parts, recorder: Recorder, total_steps: int) -> None:
         "python": platform.python_version(),
         "program": parts.program.graph_id,
         "total_steps": total_steps,
+        **parts.description,
         **parts.facts,
     }
     recorder.folder.write_json("run.json", facts)

@@ -16,6 +16,7 @@ from distflow.graph import Program
 from distflow.rewards.router import RewardRouter
 from distflow.rollout.engine import RolloutEngine, SamplingParams
 from distflow.runtime.checks.mismatch import Tolerance
+from distflow.runtime.weights import Weights
 from distflow.training.engine import TrainEngine
 
 
@@ -61,9 +62,9 @@ class Parts:
     """A run, ready to be started.
 
     run_dir: the run's folder. config_yaml: the resolved config as text. facts: what a checkpoint must agree with
-    when it is resumed (fingerprints of data and tokenizer, versions, threads).
-    rewards: None where the program judges nothing. weight_dtype: of the rollout engine's weights; shares_weights: it
-    computes on the trainer's own.
+    when it is resumed (fingerprints of data and tokenizer, versions, threads). description: the head of its report.
+    rewards: None where the program judges nothing. published: the tensors that a publish sends to the rollout engine.
+    weight_dtype: of the rollout engine's weights; shares_weights: it computes on the trainer's own.
     ratio_limit: mean |log ratio| allowed before a step's first update. placement: which rank runs which nodes, as JSON.
     loss_terms: metrics that hold what each loss term that is on contributes.
     """
@@ -79,6 +80,7 @@ class Parts:
     sampling: SamplingParams
     validation: Sequence[ValidationSet] = ()
     rewards: RewardRouter | None = None
+    published: Weights = tuple
     weight_dtype: torch.dtype = torch.float32
     shares_weights: bool = True
     tolerance: Tolerance = field(default_factory=lambda: Tolerance.of(exact=True))
@@ -86,6 +88,7 @@ class Parts:
     loss_terms: tuple[str, ...] = ()
     placement: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
+    description: Mapping[str, Any] = field(default_factory=dict)
 
     def services(self) -> list[AbstractContextManager[Any]]:
         return [self.rewards] if self.rewards is not None else []

@@ -16,7 +16,10 @@ from distflow.runtime.step_metrics import sample_rows, scores
 
 
 class Recorder:
-    """Owns the run's folder while the run is alive. A context manager."""
+    """Owns the run's folder while the run is alive. A context manager.
+
+    status: "finished" or "stopped", set by whoever runs; "failed" until then.
+    """
 
     def __init__(self, config: Config, run_dir: Path, total_steps: int, incarnation: int, resumed_at: int | None):
         self._config = config
@@ -34,6 +37,7 @@ class Recorder:
         )
         self.phases = PhaseTimer(self._on_phase, self.view.phase)
         self._step = 0
+        self.status = "failed"
 
     def __enter__(self) -> "Recorder":
         return self
@@ -43,7 +47,7 @@ class Recorder:
             self.folder.event("error", f"{type(error).__name__}: {error}", step=self._step)
         self._trackers.close()
         self.view.close()
-        self.folder.event("end", "the run ended" if error is None else "the run failed", step=self._step)
+        self.folder.event("end", f"the run {self.status}", step=self._step, status=self.status)
         self.folder.close()
 
     def note(self, kind: str, message: str, **fields: Any) -> None:

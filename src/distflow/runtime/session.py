@@ -73,4 +73,4 @@ def _weight_edge(parts: Parts) -> tuple[WeightEdge | None, Canary | None]:
     prompts = [tuple(row.prompt_ids) for row in parts.train_rows[: Canary.NUM_PROMPTS]]
     frequency = parts.config.trust.canary_freq
     canary = Canary(rollout, actor, prompts, parts.sampling, parts.tolerance, frequency, parts.shares_weights)
-    return WeightEdge(actor, rollout, parts.weight_dtype), canary
+    return WeightEdge(parts.published, rollout, parts.weight_dtype), canary

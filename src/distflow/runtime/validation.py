@@ -122,7 +122,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def held_out_loss(sets: Sequence[ValidationSet], actor: TrainEngine) -> dict[str, float]:
-    """Mean negative log-likelihood a token of the data's own answers (`val/loss`)."""
+    """Mean negative log-likelihood a token of the data's own answers (`sft/val_loss`)."""
     total = tokens = 0.0
     for chosen in sets:
         samples = []
@@ -134,4 +134,4 @@ def held_out_loss(sets: Sequence[ValidationSet], actor: TrainEngine) -> dict[str
         scored = actor.forward(Batch.from_samples(samples), ("log_probs",))
         total -= float(scored.flat("log_probs").double().sum())
         tokens += float(scored.lengths("response").sum())
-    return {"val/loss": total / max(tokens, 1.0)}
+    return {"sft/val_loss": total / max(tokens, 1.0)}

@@ -1,6 +1,6 @@
 """The weight edge of one process: hands the trainer's weights to the engine and compares receipts."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -9,14 +9,18 @@ from distflow.flow.ticket import Version
 from distflow.rollout.engine import RolloutEngine
 from distflow.rollout.receipts import stripe_hashes
 from distflow.runtime.checks import TrustError
-from distflow.training.engine import TrainEngine
+
+Weights = Callable[[], Iterable[tuple[str, Tensor]]]
 
 
 class WeightEdge:
-    """Publishes versions. The trainer's float32 weights arrive in the engine's dtype."""
+    """Publishes versions. The trainer's float32 weights arrive in the engine's dtype.
 
-    def __init__(self, actor: TrainEngine, rollout: RolloutEngine, dtype: torch.dtype) -> None:
-        self._actor = actor
+    weights: the tensors to send, by their Hugging Face names; none where the engine needs none.
+    """
+
+    def __init__(self, weights: Weights, rollout: RolloutEngine, dtype: torch.dtype) -> None:
+        self._weights = weights
         self._rollout = rollout
         self._dtype = dtype
         self._sent: dict[str, str] = {}
@@ -25,10 +29,10 @@ class WeightEdge:
     async def publish(self, version: Version) -> None:
         """Send the weights as `version`. Raises TrustError where what arrived is not what was sent, or where a tensor
         changed on one side only; the engine then must not serve."""
-        receipt = await self._rollout.load_weights(version, self._cast(self._actor.weights()))
+        receipt = await self._rollout.load_weights(version, self._cast(self._weights()))
         if receipt.shared:
             return
-        sent = stripe_hashes(self._actor.weights(), self._dtype)
+        sent = stripe_hashes(self._weights(), self._dtype)
         different = [name for name in sent if receipt.hashes.get(name) != sent[name]]
         one_sided = [
             name

@@ -23,13 +23,13 @@ class Movement:
         if self._updates >= self.after:
             return []
         if self._start is None:
-            self._start = stripe_hashes(engine.weights())
+            self._start = stripe_hashes(engine.state().trained_weights().items())
             return []
         if metrics.get("lr", 0) > 0 and metrics.get("grad_norm", 0) > 0 and not metrics.get("skipped"):
             self._updates += 1
         if self._updates < self.after:
             return []
-        now = stripe_hashes(engine.weights())
+        now = stripe_hashes(engine.state().trained_weights().items())
         return [name for name, before in self._start.items() if now[name] == before]
 
 
