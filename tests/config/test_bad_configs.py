@@ -178,6 +178,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     ),
     # batches and data
     "a mini-batch too large": ("grpo", ["data.train_batch_size=64"], f"{ACTOR}.ppo_mini_batch_size", ("=64 or less",)),
+    "a mini-batch too large, sft": (
+        "sft",
+        ["data.train_batch_size=32"],
+        f"{ACTOR}.ppo_mini_batch_size",
+        ("=32 or less",),
+    ),
     "a critic's mini-batch too large": (
         "ppo",
         ["critic.ppo_mini_batch_size=1024"],

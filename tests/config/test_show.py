@@ -310,6 +310,15 @@ def test_a_config_changed_in_python_can_be_checked():
         check(broken)
 
 
+def test_a_config_of_an_earlier_run_is_only_read():
+    values = {"trainer": {"resume_mode": "runs/gone/step_10", "seed": 4}}
+    assert config_from_dict(values, judge=False).trainer.seed == 4
+    with pytest.raises(ConfigError, match="trainer.sed"):
+        config_from_dict({"trainer": {"sed": 4}}, judge=False)
+    with pytest.raises(ConfigError, match="trainer.seed"):
+        config_from_dict({"trainer": {"seed": "x"}}, judge=False)
+
+
 def test_differences_and_what_may_change_on_resume():
     before = good()
     after = good(trainer={"seed": 2, "total_epochs": 5}, data={"train_files": "moved/train.jsonl"})
@@ -366,4 +375,4 @@ def test_describe_tells_the_rest():
     for part in ("[0.8, 1.28]", "no reference is built", "2048 + 4096 = 6144", "note: top_p", "30 epochs"):
         assert part in lines
     assert "in the reward (kl × 0.001)" in "\n".join(describe(load_config("ppo", GOOD).config))
-    assert describe(load_config("sft", GOOD).config)[0].startswith("64 examples a step")
+    assert describe(load_config("sft", GOOD).config)[0].startswith("64 examples → 1 optimizer step of 64, ")

@@ -14,28 +14,30 @@ def describe(config: Config) -> list[str]:
 
 
 def _step(config: Config) -> str:
-    actor, group_size = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
-    prompts, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
-    sizes = [mini * group_size] * (prompts // mini)
-    if prompts % mini:
-        sizes.append(prompts % mini * group_size)
-    staleness = config.async_.max_staleness
+    group_size, staleness = config.actor_rollout_ref.rollout.n, config.async_.max_staleness
+    prompts = config.data.train_batch_size
     policy = "on-policy" if staleness == 0 else f"weights at most {staleness} steps old"
-    steps = _count(len(sizes) * actor.ppo_epochs, "optimizer step")
-    shape = f"{steps} of {sizes[0]}" if len(sizes) > 1 or actor.ppo_epochs > 1 else f"1 optimizer step of {sizes[0]}"
-    if sizes[-1] != sizes[0]:
-        shape += f" (the last of a pass {sizes[-1]})"
-    if actor.ppo_epochs > 1:
-        shape += f" in {actor.ppo_epochs} passes"
     samples = f"{_count(prompts, 'prompt')} × {group_size} = {_count(prompts * group_size, 'sample')}"
-    return f"{samples} → {shape}, {policy}"
+    return f"{samples} → {_updates(config, group_size, config.actor_rollout_ref.actor.ppo_epochs)}, {policy}"
 
 
 def _supervised_step(config: Config) -> str:
     longest = config.data.max_prompt_length + config.data.max_response_length
     tokens = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
     examples = _count(config.data.train_batch_size, "example")
-    return f"{examples} a step, up to {longest} tokens each, in micro-batches of {tokens} tokens"
+    return f"{examples} → {_updates(config, 1, 1)}, {longest} tokens each at most, micro-batches of {tokens} tokens"
+
+
+def _updates(config: Config, group_size: int, passes: int) -> str:
+    """How a batch is cut into optimizer steps, in samples."""
+    prompts, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    sizes = [mini * group_size] * (prompts // mini)
+    if prompts % mini:
+        sizes.append(prompts % mini * group_size)
+    shape = f"{_count(len(sizes) * passes, 'optimizer step')} of {sizes[0]}"
+    if sizes[-1] != sizes[0]:
+        shape += f" (the last of a pass {sizes[-1]})"
+    return shape if passes == 1 else f"{shape} in {passes} passes"
 
 
 def _objective(config: Config) -> str:

@@ -54,18 +54,25 @@ def load_config(preset_or_file: str, overrides: Sequence[str] = ()) -> Loaded:
     return _finish(composed.values, _origins(composed.settings, composed.deleted), problems)
 
 
-def config_from_dict(values: Mapping[str, Any]) -> Config:
-    """A checked config from nested plain values; what is left out has its default. Raises ConfigError."""
+def config_from_dict(values: Mapping[str, Any], *, judge: bool = True) -> Config:
+    """A config from nested plain values; what is left out has its default. Raises ConfigError.
+
+    judge: False only reads the values (of a run that was, say, whose checkpoint lay where nothing is now).
+    """
     settings = [
         setting for name, value in values.items() for setting in settings_of_value(str(name), value, "given in Python")
     ]
-    return _finish(values, _origins(settings, []), unknown_problems(settings)).config
+    return _finish(values, _origins(settings, []), unknown_problems(settings), judge).config
 
 
-def _finish(values: Mapping[str, Any], origins: dict[str, str], problems: Sequence[Problem]) -> Loaded:
+def _finish(
+    values: Mapping[str, Any], origins: dict[str, str], problems: Sequence[Problem], judge: bool = True
+) -> Loaded:
     builder = ConfigBuilder(origins)
     config = builder.build(values)
-    problems = [*problems, *builder.problems, *find_problems(config, origins, builder.faulty)]
+    problems = [*problems, *builder.problems]
+    if judge:
+        problems += find_problems(config, origins, builder.faulty)
     if problems:
         raise ConfigError(problems)
     return Loaded(config, origins, to_yaml(config))

@@ -23,8 +23,6 @@ def train_files(config: Config) -> Iterator[Finding]:
 
 def mini_batches(config: Config) -> Iterator[Finding]:
     """A mini-batch is a part of the batch; it need not divide it."""
-    if not is_rl(config):
-        return
     batch = config.data.train_batch_size
     asked = [(f"{ACTOR}.ppo_mini_batch_size", config.actor_rollout_ref.actor.ppo_mini_batch_size)]
     if program_name(config) in ("ppo", CUSTOM) and config.critic.ppo_mini_batch_size is not None:
@@ -33,7 +31,7 @@ def mini_batches(config: Config) -> Iterator[Finding]:
         if size > batch:
             yield Finding(
                 (key, "data.train_batch_size"),
-                f"a mini-batch of {size} prompts cannot be taken from a batch of {batch} (both count prompts)",
+                f"a mini-batch of {size} prompts cannot be taken from a batch of {batch} (neither counts samples)",
                 f"set {key}={batch} or less, or data.train_batch_size={size} or more",
             )
 

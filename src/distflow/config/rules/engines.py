@@ -136,10 +136,9 @@ def _warmup_ends(config: Config, prefix: str, optim: OptimConfig) -> Iterator[Fi
 
 
 def _updates_a_step(config: Config) -> int:
-    if not is_rl(config):
-        return 1
     actor = config.actor_rollout_ref.actor
-    return actor.ppo_epochs * -(-config.data.train_batch_size // actor.ppo_mini_batch_size)
+    passes = actor.ppo_epochs if is_rl(config) else 1
+    return passes * -(-config.data.train_batch_size // actor.ppo_mini_batch_size)
 
 
 def _is_local(model: ModelConfig) -> bool:
