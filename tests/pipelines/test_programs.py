@@ -1,0 +1,112 @@
+"""The built-in programs: their ids, their order, what a config leaves out, and how a config chooses one."""
+
+import pytest
+
+from distflow.config import load_config
+from distflow.config.errors import UserError
+from distflow.graph import PipelineError
+from distflow.pipelines.assembly import bind
+from distflow.pipelines.dapo import dapo_pipeline
+from distflow.pipelines.grpo import grpo_pipeline
+from distflow.pipelines.ppo import ppo_pipeline
+from distflow.pipelines.select import select_pipeline
+from distflow.pipelines.sft import sft_pipeline
+
+NEEDED = ["actor_rollout_ref.model.path=builtin:tiny", "data.train_files=rows.jsonl"]
+
+
+def config(preset: str, *overrides: str):
+    return load_config(preset, [*NEEDED, *overrides]).config
+
+
+def ids(preset: str, *overrides: str) -> list[str]:
+    return [node.node_id for node in bind(config(preset, *overrides)).nodes]
+
+
+@pytest.mark.parametrize(
+    ("build", "graph_id"),
+    [
+        (grpo_pipeline, "grpo_training_pipeline"),
+        (ppo_pipeline, "ppo_training_pipeline"),
+        (dapo_pipeline, "dapo_training_pipeline"),
+        (sft_pipeline, "sft_training_pipeline"),
+    ],
+)
+def test_each_is_a_valid_graph_under_its_id(build, graph_id: str) -> None:
+    graph = build()
+    assert graph.graph_id == graph_id
+    assert graph.validate_graph() == (True, None)
+
+
+def test_grpo_scores_before_it_compares() -> None:
+    assert ids("grpo") == [
+        "rollout_actor",
+        "function_reward",
+        "actor_old_log_prob",
+        "reference_log_prob",
+        "calculate_advantages",
+        "actor_train",
+    ]
+
+
+def test_without_a_kl_term_there_is_no_reference() -> None:
+    program = bind(config("grpo", "actor_rollout_ref.actor.use_kl_loss=false"))
+    assert "reference_log_prob" in program.skipped
+    assert "ref" not in program.engines
+
+
+def test_kl_in_the_reward_comes_before_the_advantages() -> None:
+    order = ids("grpo", "algorithm.use_kl_in_reward=true")
+    assert order.index("reference_log_prob") < order.index("kl_penalty") < order.index("calculate_advantages")
+
+
+def test_dapo_filters_in_the_experience_plane() -> None:
+    program = bind(config("dapo"))
+    assert [node.node_id for node in program.experience] == ["rollout_actor", "function_reward", "dynamic_sampling"]
+
+
+def test_ppo_has_a_critic() -> None:
+    program = bind(config("ppo"))
+    assert "critic" in program.engines
+    assert {"compute_value", "critic_train"} <= {node.node_id for node in program.learning}
+
+
+def test_remax_asks_for_a_greedy_baseline() -> None:
+    assert "reward_baseline" in ids("grpo", "algorithm.adv_estimator=remax")
+
+
+def test_sft_uses_no_rollout_engine() -> None:
+    assert bind(config("sft")).engines == {"actor"}
+
+
+def test_the_estimator_brings_its_own_fields() -> None:
+    program = bind(config("grpo", "algorithm.adv_estimator=rloo"))
+    node = program.node("calculate_advantages")
+    assert "group_index" in node.contract.reads
+    assert node.contract.scope == "group"
+
+
+def test_a_program_in_yaml() -> None:
+    nodes = (
+        "[{id: answer, type: MODEL_INFERENCE, role: ROLLOUT, func: 'distflow.pipelines.nodes:generate'},"
+        "{id: judge, role: REWARD, func: 'distflow.pipelines.nodes:compute_reward', deps: [answer]},"
+        "{id: compare, role: ADVANTAGE, func: 'distflow.pipelines.nodes:compute_advantage', deps: [judge]},"
+        "{id: learn, type: MODEL_TRAIN, role: ACTOR, func: 'distflow.pipelines.nodes:train_actor', deps: [compare]}]"
+    )
+    chosen = config("grpo", "~dag.pipeline", "actor_rollout_ref.actor.use_kl_loss=false", f"dag.nodes={nodes}")
+    assert [node.node_id for node in bind(chosen).nodes] == ["answer", "judge", "compare", "learn"]
+
+
+def test_a_custom_function_must_return_a_graph() -> None:
+    with pytest.raises(UserError, match="dag.custom_pipeline_fn=os:getcwd returned str"):
+        select_pipeline(config("grpo", "~dag.pipeline", "dag.custom_pipeline_fn='os:getcwd'"))
+
+
+def test_a_custom_function_that_is_not_there_is_named() -> None:
+    with pytest.raises(PipelineError, match="no_such_module"):
+        select_pipeline(config("grpo", "~dag.pipeline", "dag.custom_pipeline_fn='no_such_module:make'"))
+
+
+def test_an_unknown_estimator_option_is_named() -> None:
+    with pytest.raises(PipelineError, match="takes no option 'epsilom'"):
+        bind(config("grpo", "+algorithm.adv_estimator_kwargs.epsilom=1"))

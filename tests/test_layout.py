@@ -1,0 +1,98 @@
+"""The arrows of the design: imports go one way through the rooms, and the light ones load neither torch nor Ray."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "distflow"
+
+# From the command line down. Rooms of one layer never import each other.
+LAYERS = (
+    {"__main__"},
+    {"cli"},
+    {"doctor"},
+    {"pipelines"},
+    {"runtime"},
+    {"rollout", "training", "environments", "rewards"},
+    {"models", "sandbox", "algorithms", "planning"},
+    {"flow", "data"},
+    {"graph", "config", "observe"},
+)
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+ERRORS = "config.errors"  # plain exception classes: the one module that every room may raise from
+WITHOUT_TORCH = ("graph", "config", "flow", "planning", "observe")
+
+
+def modules() -> dict[str, Path]:
+    return {".".join(path.relative_to(SOURCE).with_suffix("").parts): path for path in SOURCE.rglob("*.py")}
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[0]
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The modules of distflow that a file imports, relative to the package, wherever in the file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names = [node.module]
+            if node.module.startswith("distflow"):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        yield from (name.removeprefix("distflow.") for name in names if name.startswith("distflow."))
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_imports_go_down_only(module: str) -> None:
+    room = room_of(module)
+    if room == "__init__":
+        pytest.skip("the package itself names what users import, lazily")
+    assert room in LEVEL, f"'{room}' is no room of the design: add it to LAYERS or move the file"
+    for name in imports(modules()[module]):
+        other = room_of(name)
+        if other == room or name.startswith(ERRORS) or other not in LEVEL:
+            continue
+        assert LEVEL[room] < LEVEL[other], f"{module} imports {name}: not downwards"
+
+
+def test_no_cycle_of_modules() -> None:
+    known = modules()
+    graph: dict[str, set[str]] = {}
+    for module, path in known.items():
+        found = {name if name in known else name.rpartition(".")[0] for name in _at_import_time(path)}
+        graph[module] = {name for name in found if name in known and name != module}
+    TopologicalSorter(graph).prepare()
+
+
+def _at_import_time(path: Path) -> Iterator[str]:
+    tree = ast.parse(path.read_text())
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("distflow."):
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}".removeprefix("distflow.")
+        elif isinstance(node, ast.Import):
+            yield from (a.name.removeprefix("distflow.") for a in node.names if a.name.startswith("distflow."))
+
+
+@pytest.mark.parametrize("room", ["", *(f".{name}" for name in WITHOUT_TORCH)])
+def test_light_rooms_load_neither_torch_nor_ray(room: str) -> None:
+    code = f"import sys, distflow{room}; print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("room", ["flow", "planning", "graph", "config"])
+def test_they_name_neither_torch_nor_ray_anywhere(room: str) -> None:
+    for path in (SOURCE / room).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(name.split(".")[0] in ("torch", "ray") for name in names), path
