@@ -44,6 +44,14 @@ def _is_users(err: BaseException) -> bool:
     return isinstance(err, UserError | PipelineError | RunFolderError | TrackerError)
 
 
+# No training data are needed to evaluate: the held-out ones stand for them.
+_EVAL_ONLY = (
+    "data.train_files=${data.val_files}",
+    "data.train_batch_size=1",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+)
+
+
 def _train(arguments: argparse.Namespace) -> int:
     from distflow.config import describe, load_config
 
@@ -72,7 +80,7 @@ def _eval(arguments: argparse.Namespace) -> int:
     from distflow.runtime.evaluate import evaluate
 
     print(f"distflow {__version__} · evaluating {arguments.preset}", flush=True)
-    loaded = load_config(arguments.preset, [*arguments.overrides, "trainer.val_before_train=true"])
+    loaded = load_config(arguments.preset, [*arguments.overrides, *_EVAL_ONLY])
     metrics = evaluate(assemble(loaded, say=lambda line: print(line, flush=True)))
     for name, value in sorted(metrics.items()):
         print(f"{name}: {value:.4f}")

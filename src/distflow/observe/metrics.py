@@ -37,6 +37,12 @@ METRICS = (
     Metric("actor/pg_clipfrac", "mean", "share of response tokens whose probability ratio was clipped", "share"),
     Metric("actor/pg_clipfrac_lower", "mean", "share of response tokens stopped by the dual clip", "share"),
     Metric("actor/ppo_kl", "mean", "mean of old minus new log-prob: how far the updates of this step moved", "nats"),
+    Metric(
+        "actor/log_ratio_abs",
+        "mean",
+        "mean absolute log-ratio to the old policy over the updates of this step; the first update has 0",
+        "nats",
+    ),
     Metric("actor/entropy", "mean", "mean entropy of the next token: how undecided the policy is", "nats"),
     Metric("actor/grad_norm", "mean", "norm of the policy's gradient before clipping"),
     Metric("actor/lr", "last", "learning rate of the policy"),

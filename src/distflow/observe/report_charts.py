@@ -26,7 +26,7 @@ class Chart:
 
 CHARTS = (
     Chart("Does it answer more held-out problems correctly?", (r"val_correct/.*",), unit="share correct"),
-    Chart("Does the reward rise?", (r"reward/mean_score", r"reward/(?!std$|errors$|timeouts$).*"), unit="score"),
+    Chart("Does the reward rise?", (r"reward/mean_score", r"reward/.*/mean", r"reward/(max|min)"), unit="score"),
     Chart("Does the loss fall?", (r"sft/.*loss", r"loss"), unit="loss"),
     Chart("How far has it moved from the reference?", (r"actor/kl_loss", r"actor/reward_kl_penalty"), unit="nats"),
     Chart("How far does one step move it?", (r"actor/ppo_kl",), unit="nats"),
@@ -36,8 +36,8 @@ CHARTS = (
     Chart("Are the gradients healthy?", (r"(actor|critic|sft)/grad_norm",), unit="norm"),
     Chart("How much of an update is clipped?", (r"actor/pg_clipfrac(_lower)?",), unit="share of tokens"),
     Chart("Does the value model fit?", (r"critic/vf_loss",), unit="loss"),
-    Chart("Do engine and trainer agree?", (r"mismatch/.*", r"canary/.*"), unit="nats"),
-    Chart("Were all answers judged?", (r"reward/(errors|timeouts)",), unit="samples"),
+    Chart("Do engine and trainer agree?", (r"mismatch/(mean|max)_abs", r"canary/.*"), unit="nats"),
+    Chart("Were all answers judged?", (r"reward/(errors|timeouts|verdicts)",), unit="samples"),
     Chart("How old is the data?", (r"async/version_diff/.*",), unit="versions"),
     Chart("Where does the time of a step go?", (r"timing_s/(?!step$|eval$|save$).*",), kind="stack", unit="seconds"),
     Chart("How fast is it?", (r"throughput/tokens_per_s",), unit="tokens a second"),

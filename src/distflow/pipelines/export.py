@@ -23,7 +23,7 @@ def export_checkpoint(source: Path, target: Path) -> Path:
     """
     store = source / CHECKPOINTS if (source / CHECKPOINTS).is_dir() else source
     checkpoint = CheckpointStore(store.parent).load(store)
-    config = config_from_dict(checkpoint.load("run")["config"])
+    config = config_from_dict(checkpoint.load("run")["config"], judge=False)
     model = load_policy(config)
     _fill(model, TrainState(checkpoint.load("actor")).trained_weights(), source)
     return export_model(model, _tokenizer(config), target)

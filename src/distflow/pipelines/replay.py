@@ -27,7 +27,7 @@ def replay_bundle(bundle: Path) -> Iterator[str]:
     if not (bundle / "bundle.json").is_file():
         raise UserError(f"{bundle} is no bundle: it has no bundle.json; bundles lie below a run's folder, in bundles/")
     facts = json.loads((bundle / "bundle.json").read_text())
-    config = _on_cpu(config_from_dict(OmegaConf.to_container(OmegaConf.load(bundle / "config.yaml"))))  # type: ignore[arg-type]
+    config = _on_cpu(config_from_dict(OmegaConf.to_container(OmegaConf.load(bundle / "config.yaml")), judge=False))  # type: ignore[arg-type]
     batch = Batch.load(bundle / "batch.safetensors")
     yield f"update of the {facts['role']} in step {facts['step'] + 1}: {len(batch)} samples"
     yield from _non_finite_columns(batch)

@@ -59,7 +59,7 @@ def saved_parts(parts: Parts, coordinator: Coordinator, saved: Saved) -> dict[st
 def check_same_run(checkpoint: Checkpoint, parts: Parts, allowed: tuple[str, ...]) -> list[str]:
     """What differs without harm, as lines for the user. Raises UserError naming every key or fact that must not."""
     run = checkpoint.load("run")
-    changed = [c for c in changed_keys(config_from_dict(run["config"]), parts.config) if c[0] not in allowed]
+    changed = [c for c in changed_keys(config_from_dict(run["config"], judge=False), parts.config) if c[0] not in allowed]
     if changed:
         shown = "\n".join(f"  {key}: {before!r} then, {now!r} now" for key, before, now in changed)
         raise UserError(

@@ -71,9 +71,10 @@ class Worker:
                 batch = self._edge.take(step)
             if batch is None:
                 return
+            counts = self._parts.rewards.take_counts() if self._parts.rewards is not None else {}
             self._checks.taken(batch)
             batch, metrics = self._learning.run(batch, partial(self._contexts.learning, step))
-            metrics |= self._checks.learned(batch, metrics, step)
+            metrics |= counts | self._checks.learned(batch, metrics, step)
             published = (step + 1) % self._config.actor_rollout_ref.actor.model_update_frequency == 0
             if published:
                 with self._recorder.phases("update_weights"):
@@ -93,8 +94,6 @@ class Worker:
                 self._save(step)
         metrics |= batch_metrics(batch) | group_metrics(self._coordinator.accounting(), batch, step - 1)
         metrics |= memory_metrics() | self._recorder.phases.finish_step()
-        if self._parts.rewards is not None:
-            metrics |= self._parts.rewards.take_counts()
         metrics["throughput/tokens_per_s"] = float(batch.lengths("sequence").sum()) / metrics["timing_s/step"]
         self._recorder.training_step(step, metrics, batch)
         self._recorder.keep_groups(step, batch)
