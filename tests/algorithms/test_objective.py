@@ -115,7 +115,9 @@ def test_metrics_are_those_of_the_whole_mini_batch(mode: str) -> None:
     batch = toy_batch(seed=6, bs=ROWS)
     counts = objective.counts(batch)
     _, sums = gradient(objective, random_split(batch, 2), counts)
-    assert objective.finish(sums, counts) == pytest.approx(brute_force_loss(batch, mode, 0.05, 0.3))
+    metrics = objective.finish(sums, counts)
+    assert metrics.pop("log_ratio_abs") > 0
+    assert metrics == pytest.approx(brute_force_loss(batch, mode, 0.05, 0.3))
 
 
 def test_statistics_are_means_over_the_tokens_of_the_mini_batch() -> None:
@@ -134,6 +136,37 @@ def test_statistics_are_means_over_the_tokens_of_the_mini_batch() -> None:
     for name in ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl"):
         assert metrics[name] == pytest.approx(float(stats[name][mask].double().mean()))
     assert 0 < metrics["pg_clipfrac"] < 1
+
+
+@pytest.mark.parametrize(("name", "anchor"), [("vanilla", "old_log_probs"), ("decoupled", "prox_log_probs")])
+def test_the_distance_to_the_anchor_is_a_mean_over_the_loss_masks_tokens(name: str, anchor: str) -> None:
+    objective, batch = PolicyObjective(name), toy_batch(seed=7, bs=ROWS)
+    counts = objective.counts(batch)
+    _, sums = gradient(objective, random_split(batch, 2), counts)
+    new, old, mask = (
+        x.double() for x in (outputs(toy_weights().detach(), batch)["log_probs"], batch[anchor], batch["loss_mask"])
+    )
+    gaps = [abs(float(a - b)) for a, b, m in zip(new.flatten(), old.flatten(), mask.flatten(), strict=True) if m]
+    assert objective.finish(sums, counts)["log_ratio_abs"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-6)
+
+
+def test_a_distance_beyond_the_clamp_is_told_and_its_loss_and_gradient_are_finite() -> None:
+    objective, batch = PolicyObjective("vanilla"), toy_batch(seed=7, bs=ROWS)
+    counts = objective.counts(batch)
+    for gap in (100.0, -100.0):
+        batch["old_log_probs"] = outputs(toy_weights(), batch)["log_probs"].detach().nan_to_num() - gap
+        found, sums = gradient(objective, [batch], counts)
+        metrics = objective.finish(sums, counts)
+        assert metrics["log_ratio_abs"] == pytest.approx(100.0, rel=1e-5)
+        assert bool(found.isfinite().all()) and all(abs(value) < 1e10 for value in metrics.values())
+
+
+def test_without_old_log_probs_there_is_no_distance() -> None:
+    batch = toy_batch(seed=7, bs=ROWS)
+    batch = batch.only(name for name in batch.names if name != "old_log_probs")
+    objective = PolicyObjective("gpg")
+    _, sums = gradient(objective, [batch], objective.counts(batch))
+    assert "log_ratio_abs" not in objective.finish(sums, objective.counts(batch))
 
 
 def test_a_dead_term_is_exactly_zero_and_a_live_one_is_not() -> None:
@@ -195,7 +228,7 @@ def test_a_loss_of_ones_own_is_wired_by_its_parameter_names() -> None:
         log_probs: Any, advantages: Any, loss_mask: Any, returns: Any, values: Any = None, *, power: float = 1.0
     ) -> Any:
         assert values is not None
-        return -log_probs * advantages * returns.abs() ** power, {"seen": returns}
+        return -log_probs.exp() * advantages * returns.abs() ** power, {"seen": returns}
 
     try:
         objective = PolicyObjective("test_own_loss", {"power": 2.0})

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from distflow.algorithms.aggregate import check_scale, loss_counts, token_weights, weighted_sum
 from distflow.algorithms.kl import check_token_kl_type, kl_estimate
+from distflow.algorithms.losses.ratio import raw_log_ratio
 from distflow.algorithms.masking import under_mask
 from distflow.algorithms.registry import PolicyLoss, check_options, find_policy_loss
 from distflow.algorithms.seed_loss import SeedLoss
@@ -26,8 +27,10 @@ _PER_TOKEN = "token/"
 class PolicyObjective:
     """policy loss + kl_loss_coef · KL to the reference − entropy_coef · entropy.
 
-    Metrics: `loss`, `pg_loss`, `entropy` (mean per token), `kl_loss`, the policy loss's statistics, and for each term
-    that is on `loss_term/NAME`, the weighted sum of its absolute per-token values: one that stays exactly 0 is dead.
+    Metrics: `loss`, `pg_loss`, `entropy` (mean per token), `kl_loss`, the policy loss's statistics, `log_ratio_abs`
+    (mean |log ratio| to the policy that the loss is anchored at, where the batch has its log-probs: 0 before the first
+    update), and for each term that is on `loss_term/NAME`, the weighted sum of its absolute per-token values: one that
+    stays exactly 0 is dead.
     """
 
     outputs: tuple[str, ...] = ("log_probs", "entropy")
@@ -58,6 +61,7 @@ class PolicyObjective:
         self.entropy_coef, self.kl_loss_coef = entropy_coef, kl_loss_coef
         self.kl_loss_type = None if kl_loss_type is None else check_token_kl_type(kl_loss_type)
         self.weights_field = weights_field
+        self._anchor = "prox_log_probs" if "prox_log_probs" in self.loss.reads else "old_log_probs"
         self._seed_loss: SeedLoss | None = None
         if self.loss.seed_style:
             self._seed_loss = SeedLoss(self.loss, loss_agg_mode, loss_scale_factor, actor or {})
@@ -85,6 +89,9 @@ class PolicyObjective:
         weights = token_weights(mask, self.loss_agg_mode, counts, self.loss_scale_factor)
         loss, sums = self._policy_term(log_probs, micro, mask, weights, counts)
         sums["pg_loss"] = loss
+        if self._anchor in micro:
+            ratio = raw_log_ratio(log_probs.detach(), micro[self._anchor].to(log_probs.device), mask)
+            sums[_PER_TOKEN + "log_ratio_abs"] = ratio.abs().double().sum()
 
         entropy = under_mask(outputs["entropy"], mask)
         sums[_PER_TOKEN + "entropy"] = entropy.detach().double().sum()
@@ -113,9 +120,11 @@ class PolicyObjective:
             loss, stats = self._seed_loss(log_probs, fields, correction, counts)
             sums = {_PER_TOKEN + name: torch.tensor(value) for name, value in stats.items()}
             return loss, sums | {"loss_term/pg": loss.abs()}
-        per_token, token_stats = self.loss.fn(log_probs=log_probs, **fields, **self.options)
+        # A user's loss need not mind what stands outside the mask.
+        current = under_mask(log_probs, mask)
+        per_token, token_stats = self.loss.fn(log_probs=current, **fields, **self.options)
         if correction is not None:
-            per_token = under_mask(per_token, mask) * under_mask(correction, mask)
+            per_token = per_token * correction
         sums = {_PER_TOKEN + name: under_mask(value, mask).double().sum() for name, value in token_stats.items()}
         return weighted_sum(per_token, weights), sums | {"loss_term/pg": weighted_sum(per_token.abs(), weights)}
 
