@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.algorithms.toy_policy import LONGEST, gradient, outputs, random_split, scale_of, toy_batch, toy_weights
 
 from distflow.algorithms import (
     LOSS_AGG_MODES,
@@ -19,6 +18,7 @@ from distflow.algorithms import (
 )
 from distflow.algorithms.aggregate import weighted_sum
 from distflow.data.batch import Batch
+from tests.algorithms.toy_policy import LONGEST, gradient, outputs, random_split, scale_of, toy_batch, toy_weights
 
 ROWS = 13
 
