@@ -104,6 +104,9 @@ def main(rank: int, store: str, out: Path) -> None:
     groups = {size: dist.new_group(list(range(size))) for size in SHARES}
     batch, results = toy_batch(seed=1, bs=ROWS), {}
     batch["group_index"] = torch.tensor(GROUPS)
+    scores = batch["token_level_scores"]
+    scores[::3] = 0.0
+    batch["token_level_scores"] = scores
     for size, shares in SHARES.items():
         if rank < size:
             rows = shares[rank]
