@@ -42,6 +42,7 @@ class LocalEdge:
         self._lock = threading.Condition()
         self._failure: BaseException | None = None
         self._closed = False
+        self._held = False
         self._wave = Wave(0)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._credits = asyncio.Event()
@@ -54,7 +55,7 @@ class LocalEdge:
             with self._lock:
                 if self._closed:
                     return
-                tickets = self.coordinator.take_tickets()
+                tickets = [] if self._held else self.coordinator.take_tickets()
                 self._wave = Wave(len(tickets))
                 self._lock.notify_all()
             if tickets:
@@ -93,15 +94,20 @@ class LocalEdge:
                     return None
                 numbers = self.coordinator.ready(step)
                 if numbers is not None:
+                    self._held = True
                     return Batch.concat([self._batches.pop(number) for number in numbers]) if numbers else None
                 self._lock.wait()
 
     def release(self, step: int, published: bool) -> Version:
-        """The step is trained on; its credits open again."""
+        """The step is trained on. Its credits open with `go_on`: until then no training group shares the engine."""
         with self._lock:
-            version = self.coordinator.release(step, published)
+            return self.coordinator.release(step, published)
+
+    def go_on(self) -> None:
+        """The next wave may start."""
+        with self._lock:
+            self._held = False
         self._wake()
-        return version
 
     def fail(self, failure: BaseException) -> None:
         """The experience plane is gone: `take` raises this."""

@@ -80,10 +80,12 @@ class Worker:
                 with self._recorder.phases("update_weights"):
                     metrics |= self._session.publish(Version(self._coordinator.version.incarnation, step + 1))
             self._edge.release(step, published)
-            self._after_step(step + 1, batch, metrics)
+            self._validate_and_save(step + 1)
+            self._edge.go_on()
+            self._record(step + 1, batch, metrics)
 
-    def _after_step(self, step: int, batch: Batch, metrics: dict[str, float]) -> None:
-        """Validate, save and record step number `step`, counted from 1."""
+    def _validate_and_save(self, step: int) -> None:
+        """Where they are due after `step` steps. Training groups wait: a validation has the engine to itself."""
         trainer = self._config.trainer
         last = self._coordinator.finished or self._stop.wanted
         if _is_due(step, trainer.test_freq, last):
@@ -92,6 +94,9 @@ class Worker:
         if _is_due(step, trainer.save_freq, last):
             with self._recorder.phases("save"):
                 self._save(step)
+
+    def _record(self, step: int, batch: Batch, metrics: dict[str, float]) -> None:
+        """The metrics and samples of step number `step`, counted from 1."""
         metrics |= batch_metrics(batch) | group_metrics(self._coordinator.accounting(), batch, step - 1)
         metrics |= memory_metrics() | self._recorder.phases.finish_step()
         metrics["throughput/tokens_per_s"] = float(batch.lengths("sequence").sum()) / metrics["timing_s/step"]
