@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tests.tiny_models import tiny_config
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 from distflow.config.errors import UserError
@@ -11,6 +10,7 @@ from distflow.models.attention import PACKED_ATTENTION, Packing
 from distflow.models.heads import output_head
 from distflow.models.loading import ready
 from distflow.models.packed import check_packed_forward, choose_attention, packed_hidden_states
+from tests.tiny_models import tiny_config
 
 LENGTHS = torch.tensor([1, 7, 1, 1, 23, 2, 12, 1, 22])
 FAMILIES = {
@@ -140,6 +140,6 @@ def test_forwards_that_are_not_packed_stay_as_with_sdpa() -> None:
 @pytest.mark.parametrize("lengths", [[4], [1, 1, 1], [100, 1, 74, 76, 75, 3, 2], list(range(1, 60))])
 def test_packing_reads_and_writes_every_token_once(lengths: list[int]) -> None:
     packing = Packing.of(torch.tensor(lengths), torch.device("cpu"))
-    padded = torch.cat([bucket.gather for bucket in packing.buckets])
-    assert torch.equal(padded[packing.scatter], torch.arange(sum(lengths)))
-    assert padded.numel() <= sum(lengths) / 0.75
+    assert torch.equal(packing.source[packing.home], torch.arange(sum(lengths)))
+    assert sum(rows for rows, _ in packing.buckets) == len(lengths)
+    assert packing.source.numel() == sum(rows * longest for rows, longest in packing.buckets) <= sum(lengths) / 0.75

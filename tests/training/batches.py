@@ -39,7 +39,7 @@ class TokenMeanLoss:
     def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: dict[str, float]):
         per_token = self.per_token({name: micro.unpad(out, "response") for name, out in outputs.items()}, micro)
         total = (per_token * micro.flat("loss_mask")).sum()
-        return total / max(counts["tokens"], 1.0), {"total": float(total)}
+        return total / max(counts["tokens"], 1.0), {"total": float(total.detach())}
 
     def per_token(self, outputs: Mapping[str, Tensor], batch: Batch) -> Tensor:
         if "values" in outputs:

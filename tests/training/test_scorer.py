@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.tiny_models import write_tiny_model
-from tests.training.batches import plain_outputs, plain_values, ragged_batch
 
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
 from distflow.models.value_head import load_value_model
 from distflow.training.packing import micro_batches
 from distflow.training.scorer import TorchScorer
+from tests.tiny_models import write_tiny_model
+from tests.training.batches import plain_outputs, plain_values, ragged_batch
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.tiny_models import write_tiny_model
-from tests.training.batches import TokenMeanLoss, plain_outputs, plain_values, ragged_batch
 from torch import nn
 
 from distflow.config.errors import UserError
@@ -18,6 +16,8 @@ from distflow.training.engine import TrainState
 from distflow.training.optim import make_optimizer
 from distflow.training.schedule import make_schedule
 from distflow.training.torch_engine import TorchTrainEngine
+from tests.tiny_models import write_tiny_model
+from tests.training.batches import TokenMeanLoss, plain_outputs, plain_values, ragged_batch
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from distflow.models.rows import spread_rows, take_rows
+
 PACKED_ATTENTION = "distflow_packed"
 
 # A bucket of sequences is padded to its longest; shorter ones than this share of it go to the next bucket.
@@ -25,41 +27,36 @@ _mask_is_ours: ContextVar[bool] = ContextVar("distflow_packed_mask", default=Fal
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Sequences of similar length, as rows padded on the right.
+class Packing:
+    """How a packed row divides into buckets of sequences of similar length, each padded on the right to its longest.
 
-    gather: int64 `(rows * longest,)`, the packed position of each padded one. Padding repeats some real token: causal
-    attention never lets a real token see it.
+    buckets: (rows, longest) of each, their tokens one bucket after the other. source: int64 `(padded tokens,)`, the
+    packed position of each; padding repeats some real token, since causal attention never lets a real token see it.
+    home: int64 `(tokens,)`, where each packed token stands among the padded ones.
     """
 
-    gather: Tensor
-    num_rows: int
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How a packed row divides into sequences. scatter: int64 `(tokens,)`, where each token's output stands among the
-    padded outputs of all buckets."""
-
-    buckets: tuple[Bucket, ...]
-    scatter: Tensor
+    buckets: tuple[tuple[int, int], ...]
+    source: Tensor
+    home: Tensor
 
     @staticmethod
     def of(lengths: Tensor, device: torch.device) -> "Packing":
         """lengths: int64 `(sequences,)` on the CPU, all at least 1, in packed order."""
         starts = lengths.cumsum(0) - lengths
-        scatter = torch.empty(int(lengths.sum()), dtype=torch.int64)
-        buckets = []
+        home = torch.empty(int(lengths.sum()), dtype=torch.int64)
+        buckets: list[tuple[int, int]] = []
+        sources: list[Tensor] = []
         num_padded = 0
         for rows in _similar(lengths):
             longest = int(lengths[rows].max())
             offsets = torch.arange(longest)[None, :].expand(len(rows), -1)
             real = offsets < lengths[rows][:, None]
-            gather = torch.where(real, starts[rows][:, None] + offsets, starts[rows][:, None])
-            scatter[gather[real]] = num_padded + torch.arange(gather.numel()).view_as(gather)[real]
-            buckets.append(Bucket(gather.reshape(-1).to(device), len(rows)))
-            num_padded += gather.numel()
-        return Packing(tuple(buckets), scatter.to(device))
+            source = torch.where(real, starts[rows][:, None] + offsets, starts[rows][:, None])
+            home[source[real]] = num_padded + torch.arange(source.numel()).view_as(source)[real]
+            buckets.append((len(rows), longest))
+            sources.append(source.reshape(-1))
+            num_padded += source.numel()
+        return Packing(tuple(buckets), torch.cat(sources).to(device), home.to(device))
 
 
 def _similar(lengths: Tensor) -> list[Tensor]:
@@ -101,15 +98,16 @@ def packed_attention(
     `(1, tokens, heads, head_dim)`."""
     if packing is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    flat = [x[0].transpose(0, 1) for x in (query, key, value)]
+    sizes = [rows * longest for rows, longest in packing.buckets]
+    padded = [spread_rows(x[0].transpose(0, 1), packing.source, packing.home).split(sizes) for x in (query, key, value)]
     outputs = []
-    for bucket in packing.buckets:
-        q, k, v = (x.index_select(0, bucket.gather).unflatten(0, (bucket.num_rows, -1)).transpose(1, 2) for x in flat)
+    for shape, *bucket in zip(packing.buckets, *padded, strict=True):
+        q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in bucket)
         out = scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, packing.scatter)[None], None
+    return take_rows(torch.cat(outputs), packing.home)[None], None
 
 
 def _packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:

@@ -12,6 +12,7 @@ from distflow.models.heads import output_head, unwrapped
 from distflow.models.log_probs import token_log_probs
 from distflow.models.lora import adapter_off
 from distflow.models.packed import packed_hidden_states
+from distflow.models.rows import take_rows
 from distflow.models.value_head import token_values
 from distflow.training.packing import micro_batches
 
@@ -73,7 +74,7 @@ class TorchScorer:
         ids = micro.flat("input_ids").to(self.device)
         with self._adapter(), self._autocast():
             hidden = packed_hidden_states(self.model, ids, micro.lengths("sequence"))
-            predicting = hidden.index_select(0, (positions - 1).to(self.device))
+            predicting = take_rows(hidden, (positions - 1).to(self.device))
             targets = ids[positions.to(self.device)]
             return self._from_hidden(predicting, targets, outputs)
 
