@@ -8,13 +8,12 @@ of 32, 64 or all requests, and its fastest counts; where lengths differ a batch 
 done, since they are not known beforehand.
 
 What profiling found (1 M parameters, 256 rows, 2 cores):
-- A decode step of 10 ms is to 40 % the linears, to 20 % the two batched products of attention, to 12 % writing and
-  reading key-value memory, to 12 % the draw (float64 sums, the searched blocks).
+- A decode step of 10 ms is to 40 % the linears, to 20 % the two batched products of attention, to 6 % writing keys
+  and values, and to about a tenth the draw (float64 sums, the searched blocks); the rest is many small operations.
 - An idle OpenMP pool of another thread costs 40 %: 25 k tokens/s alone, 15 k beside it. So everything here computes
   in threads that end, as the engine itself does.
-- Requests that differ in `max_tokens` only must still be drawn together: drawn one by one, the long-tail work took
-  2.3 times as long.
-- Reuse of a slot by moving the last sequence into the gap costs less than one decode step over the gap.
+- Requests that differ in `max_tokens` only must still be drawn together: drawn apart, the long-tail work took 2.3
+  times as long.
 """
 
 import argparse
@@ -24,6 +23,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -63,7 +63,7 @@ def long_tail_work(num_requests: int, vocab: int) -> Work:
     return [(prompts[index // 8], length) for index, length in enumerate(lengths)]
 
 
-def run_embedded(model: LlamaForCausalLM, work: Work) -> None:
+def run_embedded(model: Any, work: Work) -> None:
     async def run() -> None:
         async with EmbeddedEngine(model, None, version=Version(0, 0), max_num_seqs=256) as engine:
             requests = [
@@ -77,7 +77,7 @@ def run_embedded(model: LlamaForCausalLM, work: Work) -> None:
     asyncio.run(run())
 
 
-def run_generate(model: LlamaForCausalLM, work: Work, batch_size: int) -> None:
+def run_generate(model: Any, work: Work, batch_size: int) -> None:
     for start in range(0, len(work), batch_size):
         batch = work[start : start + batch_size]
         prompts = torch.tensor([prompt for prompt, _ in batch])
@@ -95,7 +95,7 @@ def run_generate(model: LlamaForCausalLM, work: Work, batch_size: int) -> None:
         assert out.shape[1] == prompts.shape[1] + longest
 
 
-def measure(name: str, model: LlamaForCausalLM, work: Work, rounds: int) -> None:
+def measure(name: str, model: Any, work: Work, rounds: int) -> None:
     runners: dict[str, Callable[[], None]] = {"embedded": lambda: run_embedded(model, work)}
     for size in sorted({32, 64, len(work)}):
         runners[f"generate, batch {size}"] = lambda size=size: run_generate(model, work, size)  # type: ignore[misc]

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tests.tiny_models import tiny_config, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from distflow.flow.ticket import Version
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, SamplingParams, Stream
+from tests.tiny_models import tiny_config, tiny_tokenizer
 
 FIRST = Version(0, 0)
 

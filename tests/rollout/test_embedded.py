@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+
+from distflow.config.errors import UserError
+from distflow.rollout.engine import GenerateRequest
 from tests.rollout.drive import (
     forward_log_probs,
     generate_all,
@@ -17,9 +20,6 @@ from tests.rollout.drive import (
     tokens_of,
 )
 from tests.tiny_models import tiny_tokenizer
-
-from distflow.config.errors import UserError
-from distflow.rollout.engine import GenerateRequest
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.rollout.drive import FIRST, forward_log_probs, make_engine, make_model, prompt_of, request_of, run_all
-from tests.tiny_models import tiny_tokenizer
 
 from distflow.config.errors import UserError
 from distflow.flow.ticket import Version
 from distflow.rollout.hf import HFEngine
 from distflow.rollout.receipts import stripe_hashes
+from tests.rollout.drive import FIRST, forward_log_probs, make_engine, make_model, prompt_of, request_of, run_all
+from tests.tiny_models import tiny_tokenizer
 
 OPTIONS: list[dict[str, Any]] = [
     {},

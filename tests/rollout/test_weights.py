@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.rollout.drive import make_model
 
 from distflow.rollout.receipts import stripe_hash, stripe_hashes
 from distflow.rollout.weights import check_shared, copy_weights
+from tests.rollout.drive import make_model
 
 
 def weights_of(model: Any, **changes: torch.Tensor | None) -> list[tuple[str, torch.Tensor]]:

@@ -17,7 +17,8 @@ class KVSlots:
     """`keys (layers, slots, kv_heads, head_dim, extent)`, `values (layers, slots, kv_heads, extent, head_dim)`.
 
     Both the number of slots and the extent grow with need, and shrink to nothing at `reset`. Memory that was never
-    written is zero: attention masks it, but a NaN in it would still spread.
+    written is zero: attention masks it, but a NaN in it would still spread. The tensors are made in inference mode and
+    may be written in it only, and aborts move slots outside of any step: hence the decorators.
     """
 
     def __init__(self) -> None:
@@ -26,6 +27,7 @@ class KVSlots:
     def reset(self) -> None:
         self.keys = self.values = torch.empty(0, 0, 0, 0, 0)
 
+    @torch.inference_mode()
     def fill(self, prompts: PromptKV, rows: list[int], first_slot: int) -> None:
         """Copy the prompts' rows into consecutive slots."""
         longest, end = prompts.keys.shape[-1], first_slot + len(rows)
@@ -41,6 +43,7 @@ class KVSlots:
         self.ensure(num_slots, extent)
         return self.keys[:, :num_slots, ..., :extent], self.values[:, :num_slots, :, :extent]
 
+    @torch.inference_mode()
     def move(self, moves: list[Move]) -> None:
         """Copy whole slots; sources and destinations are different slots."""
         if moves:
@@ -48,6 +51,7 @@ class KVSlots:
             self.keys[:, destination] = self.keys[:, source]
             self.values[:, destination] = self.values[:, source]
 
+    @torch.inference_mode()
     def ensure(self, num_slots: int, extent: int) -> None:
         """Grow, by at least a half where something grows, so that copies stay rare."""
         has_slots, has_extent = self.keys.shape[1], self.keys.shape[-1]

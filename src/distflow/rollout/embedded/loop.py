@@ -22,7 +22,7 @@ class StepLoop:
     def __init__(
         self, name: str, step: Callable[[], None], has_work: Callable[[], bool], fail: Callable[[Exception], None]
     ) -> None:
-        """fail: told the exception of a step; the loop goes on after it."""
+        """fail: told the exception of a step or a posted command; the loop goes on after it."""
         self.paused = False
         self._step = step
         self._has_work = has_work
@@ -40,7 +40,7 @@ class StepLoop:
         return self._thread.is_alive() and not self._stopping
 
     def post(self, command: Callable[[], None]) -> None:
-        """Run `command` between two steps. It must not raise."""
+        """Run `command` between two steps; nobody waits for it, so what it raises is treated as a step's failure."""
         if not self.running:
             raise RuntimeError("the rollout engine is not running: use it inside `async with engine:`")
         self._commands.put(command)
@@ -70,7 +70,7 @@ class StepLoop:
         await self.call(end)
         self._thread.join()
         while not self._commands.empty():
-            self._commands.get()()
+            self._attempt(self._commands.get())
 
     def _run(self) -> None:
         """Wait for commands; leave all computing, theirs included, to a thread that ends when it has no more to do."""
@@ -81,18 +81,18 @@ class StepLoop:
             busy.join()
 
     def _work(self, command: Callable[[], None]) -> None:
-        command()
+        self._attempt(command)
         while not self._stopping:
             if not self._commands.empty():
-                self._commands.get()()
+                self._attempt(self._commands.get())
             elif self.paused or not self._has_work():
                 return
             else:
-                self._step_once()
+                self._attempt(self._step)
 
-    def _step_once(self) -> None:
+    def _attempt(self, action: Callable[[], None]) -> None:
         try:
-            self._step()
+            action()
         except Exception as error:  # the thread's edge: every waiting request gets it
             self._fail(error)
 
