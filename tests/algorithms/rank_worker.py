@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tests.algorithms.toy_policy import LONGEST, gradient, toy_batch
 
 from distflow.algorithms import LOSS_AGG_MODES, POLICY_LOSSES, PolicyObjective, ValueObjective, advantages
 from distflow.data.batch import Batch
+from tests.algorithms.toy_policy import LONGEST, gradient, toy_batch
 
 ROWS = 13
 # Rows of each rank: unequal, none for one of them.

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.algorithms.toy_policy import gradient, random_split, scale_of, toy_batch
 from torch import Tensor
 
 from distflow.algorithms import (
@@ -17,6 +16,7 @@ from distflow.algorithms import (
     masked_mean,
     register_policy_loss,
 )
+from tests.algorithms.toy_policy import gradient, random_split, scale_of, toy_batch
 
 ROWS = 13
 ACTOR = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "clip_ratio_c": 3.0}

@@ -49,15 +49,18 @@ def toy_weights() -> Tensor:
 
 
 def outputs(weights: Tensor, micro: Batch) -> dict[str, Tensor]:
-    """What a train engine computes, by the token before; NaN where rows are padded."""
+    """What a train engine computes, by the token before.
+
+    Where the loss is masked it is NaN, and a NaN gradient there would reach the weights.
+    """
     ids = micro["response_ids"]
     before = torch.cat([torch.zeros_like(ids[:, :1]), ids[:, :-1]], dim=1)
     logits = torch.log_softmax(weights[before], dim=-1)
     log_probs = logits.gather(-1, ids[..., None])[..., 0]
     entropy = -(logits.exp() * logits).sum(-1)
-    padding = ~micro.mask("response")
+    poison = torch.where(micro["loss_mask"] > 0, 0.0, float("nan"))
     columns = {"log_probs": log_probs, "entropy": entropy, "values": weights[before, ids] * 0.7}
-    return {name: value.masked_fill(padding, float("nan")) for name, value in columns.items()}
+    return {name: value + poison for name, value in columns.items()}
 
 
 def gradient(
