@@ -1,22 +1,20 @@
 """Calls a node: hands it what its signature names, and merges what it returns into the batch."""
 
-import asyncio
 import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch
 from distflow.graph import SCORE_FIELDS, BoundNode, NodeOutput
 from distflow.graph.contract import Form
 from distflow.graph.fields import Axis
+from distflow.runtime.blame import output_error
 from distflow.runtime.context import NodeContext
+from distflow.runtime.plain_calls import PlainCalls
 from distflow.training.engine import Collective
-
-
-class NodeError(RuntimeError):
-    """A node raised, or returned something that is no output of it."""
 
 
 def call_node(node: BoundNode, batch: Batch, engines: Mapping[str, Any], ctx: NodeContext, reduce: Collective) -> Any:
@@ -45,17 +43,22 @@ def _present(batch: Batch, name: str) -> Any:
 
 
 async def run_node(
-    node: BoundNode, batch: Batch, engines: Mapping[str, Any], ctx: NodeContext, reduce: Collective, deadline_s: float
+    node: BoundNode,
+    batch: Batch,
+    engines: Mapping[str, Any],
+    ctx: NodeContext,
+    reduce: Collective,
+    plain_calls: PlainCalls,
+    deadline_s: float,
 ) -> Any:
     """Call an experience-plane node: awaited where it is async, else in a thread with a deadline."""
     if node.contract.is_async:
         return await call_node(node, batch, engines, ctx, reduce)
-    call = asyncio.to_thread(call_node, node, batch, engines, ctx, reduce)
     try:
-        return await asyncio.wait_for(call, deadline_s)
+        return await plain_calls.run(lambda: call_node(node, batch, engines, ctx, reduce), deadline_s)
     except TimeoutError:
-        raise NodeError(
-            f"node '{node.node_id}' did not return within {deadline_s:g} s (reward.timeout_s for each sample)"
+        raise output_error(
+            node, f"did not return within {deadline_s:g} s (reward.timeout_s for each sample)"
         ) from None
 
 
@@ -68,7 +71,7 @@ def merge_output(node: BoundNode, batch: Batch, output: Any) -> tuple[Batch, dic
     try:
         return _merged(node, batch, output), metrics
     except (ValueError, TypeError) as err:
-        raise NodeError(f"node '{node.node_id}' returned something that does not fit its batch: {err}") from err
+        raise output_error(node, f"returned something that does not fit its batch: {err}") from err
 
 
 def _merged(node: BoundNode, batch: Batch, output: Any) -> Batch:
@@ -121,16 +124,22 @@ def _score_each(node: BoundNode, batch: Batch) -> dict[str, Any]:
 
 def _finite(node: BoundNode, score: Any, uid: str) -> float:
     if not isinstance(score, int | float) or not math.isfinite(score):
-        raise NodeError(f"node '{node.node_id}' scored sample {uid} with {score!r}: a reward must be a finite number")
+        raise output_error(node, f"scored sample {uid} with {score!r}: a reward must be a finite number")
     return float(score)
 
 
 def scores_on_last_token(batch: Batch, scores: list[float]) -> Tensor:
-    """One score a sample, put on its last response token: `(bs, response_length)`."""
-    rewards = batch["response_mask"].new_zeros(batch.mask(Axis.RESPONSE).shape)
-    for i, (score, length) in enumerate(zip(scores, batch.lengths(Axis.RESPONSE).tolist(), strict=True)):
-        if length:
-            rewards[i, length - 1] = score
+    """One score a sample, put on the last response token that the policy made: `(bs, response_length)`.
+
+    Not on a tool's or environment's token behind it: estimators read rewards of the policy's tokens only.
+    """
+    mask = batch["response_mask"]
+    rewards = torch.zeros_like(mask)
+    positions = torch.arange(mask.shape[1]).expand_as(mask)
+    last = torch.where(mask > 0, positions, -1).amax(dim=1) if mask.shape[1] else torch.full((len(batch),), -1)
+    for row, (score, position) in enumerate(zip(scores, last.tolist(), strict=True)):
+        if position >= 0:
+            rewards[row, position] = score
     return rewards
 
 
