@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.tiny_models import tiny_tokenizer, write_tiny_model
 from transformers import AutoModelForCausalLM
 
 from distflow.config.errors import UserError
@@ -12,6 +11,7 @@ from distflow.models.export import export_model
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
 from distflow.models.tokenizer import load_tokenizer
+from tests.tiny_models import tiny_tokenizer, write_tiny_model
 
 IDS = torch.arange(3, 40)[None]
 

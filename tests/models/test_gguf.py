@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.tiny_models import tiny_tokenizer, write_tiny_model
 
 from distflow.models.export import export_model
 from distflow.models.loading import load_model
 from distflow.models.tokenizer import load_tokenizer, stop_token_ids
 from distflow.models.value_head import load_value_model
+from tests.tiny_models import tiny_tokenizer, write_tiny_model
 
 pytest.importorskip("gguf", reason="GGUF files need the extra")
 

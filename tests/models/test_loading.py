@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.tiny_models import tiny_tokenizer, write_tiny_model
 from torch import nn
 
 from distflow.config.errors import UserError
 from distflow.models.loading import load_model
 from distflow.models.paths import resolve_path
 from distflow.models.tokenizer import load_tokenizer, stop_token_ids
+from tests.tiny_models import tiny_tokenizer, write_tiny_model
 
 
 @pytest.fixture
