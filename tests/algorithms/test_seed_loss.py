@@ -16,6 +16,7 @@ from distflow.algorithms import (
     masked_mean,
     register_policy_loss,
 )
+from distflow.algorithms.registry import read_policy_loss
 from tests.algorithms.toy_policy import gradient, random_split, scale_of, toy_batch
 
 ROWS = 13
@@ -148,3 +149,15 @@ def test_outside_of_a_policy_loss_agg_loss_takes_the_batch_as_the_whole() -> Non
     assert float(agg_loss(loss, mask, "seq-mean-token-sum-norm")) == pytest.approx(2.0)
     with pytest.raises(ValueError, match="seq-mean-token-sum-norm"):
         agg_loss(loss, mask, "sum")
+
+
+@pytest.mark.filterwarnings("error")
+def test_statistics_may_carry_the_gradient_or_be_plain_numbers() -> None:
+    def mixed(old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any) -> Any:
+        return agg_loss(-log_prob * advantages, response_mask), 0.25, masked_mean(-log_prob, response_mask), 0
+
+    batch = toy_batch(seed=24, bs=4)
+    objective = PolicyObjective(read_policy_loss("mixed", mixed))
+    counts = objective.counts(batch)
+    _, sums = gradient(objective, [batch], counts)
+    assert objective.finish(sums, counts)["pg_clipfrac"] == pytest.approx(0.25)

@@ -78,7 +78,7 @@ class SeedLoss:
             self._warn_once()
             pg_loss = pg_loss * (num_tokens / max(counts["tokens"], 1.0))
         means = dict(zip(SEED_RETURNS[1:], result[1:], strict=True))
-        return pg_loss, {name: float(mean) * num_tokens for name, mean in means.items()}
+        return pg_loss, {name: _number(mean) * num_tokens for name, mean in means.items()}
 
     def _run(
         self, log_probs: Tensor, fields: Mapping[str, Tensor], weights: Tensor | None, counts: Mapping[str, float]
@@ -109,3 +109,8 @@ class SeedLoss:
                 stacklevel=2,
             )
         self._warned = True
+
+
+def _number(mean: Any) -> float:
+    """Seed losses return statistics as tensors, some of which still carry the gradient, or as plain numbers."""
+    return float(mean.detach() if isinstance(mean, Tensor) else mean)

@@ -1,0 +1,86 @@
+"""Every example runs as it is, does what it says, and stays short."""
+
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from distflow.cli import main
+from distflow.data.batch import Batch
+from distflow.observe.run_reader import read_metrics, read_samples
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+MAX_LINES = 30
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As a user would be; `main` puts the current folder on the path, where tests have it only meanwhile."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+
+
+def train(name: str, run_dir: Path, *overrides: str) -> Batch:
+    """Two steps of an example; all columns of the first."""
+    short = ["trainer.total_training_steps=2", "trainer.save_groups=all", f"trainer.default_local_dir={run_dir}"]
+    assert main(["train", f"examples/{name}.yaml", *short, *overrides]) == 0
+    assert [record.step for record in read_metrics(run_dir) if record.kind == "train"] == [1, 2]
+    assert (run_dir / "report.html").is_file()
+    return Batch.load(run_dir / "tokens" / "000001.safetensors")
+
+
+def test_each_is_short() -> None:
+    for path in (*EXAMPLES.glob("*.py"), *EXAMPLES.glob("custom_*.yaml"), EXAMPLES / "tiny.yaml"):
+        assert len(path.read_text().splitlines()) <= MAX_LINES, path.name
+
+
+def test_each_is_in_the_table() -> None:
+    table = (EXAMPLES / "README.md").read_text()
+    for path in (*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.yaml")):
+        assert f"[{path.name}]({path.name})" in table, path.name
+
+
+def test_reward(tmp_path: Path) -> None:
+    train("custom_reward", tmp_path)
+    for sample in read_samples(tmp_path, 1):
+        assert set(sample["reward_parts"]) == {"custom", "exact_match"}
+        digits = sum(character.isdigit() for character in sample["response"])
+        if digits and sample["response"] != sample["ground_truth"]:
+            assert sample["score"] == pytest.approx(0.5 * digits / len(sample["response"]))
+
+
+def test_pipeline(tmp_path: Path) -> None:
+    batch = train("custom_pipeline", tmp_path)
+    charged = batch["token_level_scores"] - 0.02 * batch["response_mask"]
+    assert torch.allclose(batch["token_level_rewards"], charged)
+    assert "values" not in batch and "old_log_probs" not in batch
+
+
+def test_advantage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    batch = train("custom_advantage", tmp_path)
+    assert "median: examples.custom_advantage.compute_median_advantage(scale=0.5)" in capsys.readouterr().out
+    scores = batch["token_level_scores"].sum(-1)
+    for group in batch["group_index"].unique():
+        members = batch["group_index"] == group
+        expected = 0.5 * (scores[members] - scores[members].median())
+        assert torch.allclose(batch["advantages"][members, 0], expected)
+
+
+def test_loss_in_our_signature(tmp_path: Path) -> None:
+    train("custom_loss", tmp_path)
+    ratios = [record.values["actor/ratio"] for record in read_metrics(tmp_path) if record.kind == "train"]
+    assert all(0.9 < ratio < 1.1 for ratio in ratios)
+
+
+def test_loss_in_the_signature_of_the_seed(tmp_path: Path) -> None:
+    other = ["actor_rollout_ref.actor.policy_loss=my_custom_loss", "~actor_rollout_ref.actor.policy_loss_kwargs"]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*does not aggregate.*")
+        train("custom_loss", tmp_path, *other)
+    (first, _) = [record.values for record in read_metrics(tmp_path) if record.kind == "train"]
+    assert {"actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"} <= set(first)
