@@ -50,6 +50,8 @@ STANDARD_FIELDS: dict[str, Field] = _table(
     Field("versions", "int64", Axis.RESPONSE, "step of the weights that made the token; -1 where no policy did"),
     Field("rollout_log_probs", "float32", Axis.RESPONSE, "by the rollout engine, softmax(logits / T)"),
     Field("sampling_log_probs", "float32", Axis.RESPONSE, "by the rollout engine, after truncation and penalties"),
+    Field("log_probs", "float32", Axis.RESPONSE, "by the policy that is being trained"),
+    Field("entropy", "float32", Axis.RESPONSE, "of softmax(logits / T) at each response token"),
     Field("old_log_probs", "float32", Axis.RESPONSE, "by the trainer, before the update"),
     Field("prox_log_probs", "float32", Axis.RESPONSE, "by the proximal policy of decoupled PPO"),
     Field("ref_log_prob", "float32", Axis.RESPONSE, "by the frozen reference"),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from distflow.data.batch import Batch
-from distflow.graph.fields import Axis, register_field
+from distflow.graph.fields import Axis
 from distflow.models.heads import output_head, unwrapped
 from distflow.models.log_probs import token_log_probs
 from distflow.models.lora import adapter_off
@@ -15,9 +15,6 @@ from distflow.models.packed import packed_hidden_states
 from distflow.models.rows import take_rows
 from distflow.models.value_head import token_values
 from distflow.training.packing import micro_batches
-
-register_field("log_probs", "float32", Axis.RESPONSE, "by the policy that is being trained")
-register_field("entropy", "float32", Axis.RESPONSE, "of softmax(logits / T) at each response token")
 
 
 class TorchScorer:
