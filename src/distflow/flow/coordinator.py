@@ -20,6 +20,7 @@ MAX_ATTEMPTS = 3
 @dataclass(frozen=True)
 class DataPlan:
     """What a run draws from its data, and when it ends: after `total_tickets` or `total_steps`, what comes first.
+    Without `total_tickets` the data go round as often as the steps take.
 
     group_size: samples a prompt. consumer_batch: prompt groups a step.
     max_concurrent: groups that may run at once. max_num_gen_batches: bound on the tickets of a step, in batches.
@@ -28,7 +29,7 @@ class DataPlan:
     num_rows: int
     consumer_batch: int
     group_size: int
-    total_tickets: int
+    total_tickets: int | None
     total_steps: int
     seed: int = 1
     shuffle: bool = True
@@ -173,8 +174,12 @@ class Coordinator:
         return self._cut
 
     def _close_at_end(self) -> None:
-        if self._issued >= self.plan.total_tickets:
+        if self._left() == 0:
             self._edge.close()
+
+    def _left(self) -> int | None:
+        """Tickets that may still be issued, None for no bound."""
+        return None if self.plan.total_tickets is None else max(0, self.plan.total_tickets - self._issued)
 
     def _credits(self, served_step: int) -> int:
         if self.step >= self.plan.total_steps:
@@ -182,7 +187,8 @@ class Coordinator:
         plan, running, complete = self.plan, self._edge.num_running, self._edge.num_complete
         credits = Credits(plan.max_concurrent or plan.consumer_batch, 0, plan.consumer_batch)
         opened = credits.open(running, served_step, self.step * plan.consumer_batch + complete)
-        return self._edge.room(max(0, min(opened, plan.total_tickets - self._issued)))
+        left = self._left()
+        return self._edge.room(max(0, opened if left is None else min(opened, left)))
 
     def _ticket(self, number: int) -> Ticket:
         plan = self.plan

@@ -30,9 +30,13 @@ class NodeOutput:
 
 @dataclass(frozen=True)
 class Drop:
-    """Returned by a node of the experience plane: the group leaves the run for this reason; a new one may start."""
+    """Returned by a node of the experience plane: the group leaves the run; a new one may start.
+
+    reason: a short name that is counted (`async/dropped/REASON`). detail: what happened to this group, for people.
+    """
 
     reason: str
+    detail: str = ""
 
 
 def same_batch(batch: Any) -> Any:

@@ -8,7 +8,8 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ class RunFolder:
 
     incarnation: counts the starts of this run in this folder, from 0.
     resumed_at: the step whose checkpoint this incarnation goes on from; what earlier incarnations wrote about later
-    steps was rolled back, and readers leave it out. Without it that is taken from the first step that is written.
+    steps was rolled back, and readers leave it out (-1: it starts anew, so all of it was). Without it that is taken
+    from the first step that is written.
 
     Raises RunFolderError when the folder is in use by another process.
     """
@@ -52,8 +54,7 @@ class RunFolder:
         self.path = Path(path)
         self.incarnation = incarnation
         self._lock = threading.Lock()
-        self._make_folder()
-        self._owner = self._own()
+        self._owner = _own(self.path)
         self._metrics = LineFile(self.path / "metrics.jsonl")
         self._events = LineFile(self.path / "events.jsonl")
         self._spans: dict[str, LineFile] = {}
@@ -137,34 +138,48 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _make_folder(self) -> None:
-        try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError) as error:
-            raise RunFolderError(
-                f"the run's folder cannot be {self.path}: a file is in the way; set trainer.default_local_dir"
-            ) from error
-        self.path.chmod(0o700)
-
-    def _own(self) -> int:
-        """Hold a lock while we write: two writers would mix their lines. The system frees it when we are killed.
-
-        A record lock, not `flock`: a forked worker that outlives us must not hold it for us.
-        """
-        fd = os.open(self.path / ".writer", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(fd)
-            raise RunFolderError(
-                f"another process is writing to the run's folder {self.path}; "
-                "end it, or set trainer.default_local_dir or trainer.experiment_name to another folder"
-            ) from error
-        return fd
-
     def _plain(self, name: str) -> Path:
         assert name == Path(name).name, f"{name!r} is not a plain file name"
         return self.path / name
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """Make the folder and keep other processes from writing there, for whoever changes it before a `RunFolder` opens.
+
+    A `RunFolder` that the same process closes gives the claim up as well. Raises RunFolderError, as that does.
+    """
+    fd = _own(path)
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def _own(path: Path) -> int:
+    """Hold a lock while we write: two writers would mix their lines. The system frees it when we are killed.
+
+    A record lock, not `flock`: a forked worker that outlives us must not hold it for us.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.chmod(0o700)
+        fd = os.open(path / ".writer", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
+        cause = "a file is in the way" if in_the_way else str(error.strerror)
+        raise RunFolderError(
+            f"the run's folder cannot be {path}: {cause}; set trainer.default_local_dir to another folder"
+        ) from error
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise RunFolderError(
+            f"another process is writing to the run's folder {path}; "
+            "end it, or set trainer.default_local_dir or trainer.experiment_name to another folder"
+        ) from error
+    return fd
 
 
 def sample_file_name(step: int, split: str) -> str:

@@ -34,6 +34,7 @@ from distflow.rollout.engine import SamplingParams
 from distflow.runtime.checks.mismatch import Tolerance
 from distflow.runtime.parts import Parts
 
+_MAX_THREADS = 1024
 Say = Callable[[str], None]
 
 
@@ -101,20 +102,23 @@ def bind(config: Config) -> Program:
 
 def fix_threads(config: Config) -> None:
     """Once, before any thread starts: results are bit-equal for one number of threads only."""
-    if config.trainer.num_threads is not None:
-        torch.set_num_threads(config.trainer.num_threads)
+    threads = config.trainer.num_threads
+    if threads is None:
+        return
+    if threads > _MAX_THREADS:
+        raise UserError(f"trainer.num_threads={threads}: set it to at most the cores of this machine, {os.cpu_count()}")
+    torch.set_num_threads(threads)
 
 
 def data_plan(config: Config, num_rows: int) -> DataPlan:
     """What the run draws from its data. total_training_steps may cut the epochs short, or go on beyond them."""
     data, trainer, filters = config.data, config.trainer, config.algorithm.filter_groups
     steps = trainer.total_training_steps or total_steps(trainer.total_epochs, num_rows, data.train_batch_size)
-    unbounded = trainer.total_training_steps is not None
     return DataPlan(
         num_rows=num_rows,
         consumer_batch=data.train_batch_size,
         group_size=config.actor_rollout_ref.rollout.n if is_rl(config) else 1,
-        total_tickets=_NO_BOUND if unbounded else trainer.total_epochs * num_rows,
+        total_tickets=None if trainer.total_training_steps else trainer.total_epochs * num_rows,
         total_steps=steps,
         seed=data.seed,
         shuffle=data.shuffle,
@@ -122,9 +126,6 @@ def data_plan(config: Config, num_rows: int) -> DataPlan:
         max_num_gen_batches=filters.max_num_gen_batches,
         when_exhausted=filters.when_exhausted,  # type: ignore[arg-type]
     )
-
-
-_NO_BOUND = 2**62
 
 
 def _import_user_modules(config: Config) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from distflow.config import Config
 from distflow.config.actor import OptimConfig
+from distflow.config.errors import UserError
 from distflow.flow.ticket import Version
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
@@ -83,8 +84,10 @@ def _source(config: Config, path: str | None) -> dict[str, Any]:
 
 
 def choose_device(config: Config) -> torch.device:
-    """The device that `trainer.device` means on this machine."""
+    """The device that `trainer.device` means on this machine. Raises UserError where it has none of that kind."""
     wanted = config.trainer.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("trainer.device=cuda, but torch finds no CUDA device here: set trainer.device=auto or cpu")
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
 
 

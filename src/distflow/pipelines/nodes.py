@@ -91,7 +91,8 @@ async def compute_reward(batch: Batch, ctx: NodeContext) -> NodeOutput | Drop:
     judgements = await ctx.judge(batch)
     valid = [isinstance(j.verdict, Score) for j in judgements]
     if _needs_group(ctx.config) and len(batch) > 1 and sum(valid) < 2 and not ctx.validating:
-        return Drop("too_few_verdicts")
+        failures = (str(j.verdict) for j, ok in zip(judgements, valid, strict=True) if not ok)
+        return Drop("too_few_verdicts", next(failures))
     scores = [j.verdict.value if isinstance(j.verdict, Score) else 0.0 for j in judgements]
     rewards = scores_on_last_token(batch, scores)
     written = batch.only(batch.names)

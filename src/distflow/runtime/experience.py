@@ -3,18 +3,23 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from distflow.config.errors import UserError
 from distflow.data.batch import Batch
 from distflow.flow.ticket import Ticket
 from distflow.graph import BoundNode, Drop
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine
+from distflow.runtime.blame import NodeError, node_error
 from distflow.runtime.context import NodeContext
 from distflow.runtime.contexts import prompts_of
-from distflow.runtime.edge import LocalEdge
+from distflow.runtime.edge import Failure, LocalEdge
 from distflow.runtime.invoke import merge_output, run_node
+from distflow.runtime.plain_calls import PlainCalls
 from distflow.training.engine import Collective
+
+NO_VERDICTS = "too_few_verdicts"
 
 
 class SubmissionGate:
@@ -63,16 +68,23 @@ class ExperiencePlane:
     context: Callable[[Ticket, str], NodeContext]
     reduce: Collective
     timeout_s: float
+    plain_calls: PlainCalls = field(default_factory=PlainCalls)
 
     async def group(self, ticket: Ticket, engines: Mapping[str, Any]) -> Batch | Drop:
-        """One group from its prompts to its rewards; `Drop` where a node dropped it."""
+        """One group from its prompts to its rewards; `Drop` where a node dropped it. Raises NodeError."""
         batch: Batch | None = None
         for node in self.nodes:
             ctx = self.context(ticket, node.node_id)
             if batch is None:
                 assert ctx.group is not None
                 batch = prompts_of(ctx.group)
-            output = await run_node(node, batch, engines, ctx, self.reduce, self.timeout_s * len(batch))
+            deadline_s = self.timeout_s * len(batch)
+            try:
+                output = await run_node(node, batch, engines, ctx, self.reduce, self.plain_calls, deadline_s)
+            except NodeError:
+                raise
+            except (Exception, SystemExit) as err:  # the edge of a user's code
+                raise node_error(node, err) from err
             if isinstance(output, Drop):
                 return output
             batch, _ = merge_output(node, batch, output)
@@ -104,10 +116,11 @@ class ExperiencePlane:
         started = time.time()
         try:
             result = await self.group(ticket, engines)
-        except Exception as err:  # the edge of a user's code
-            edge.drop(ticket, "error", f"{type(err).__name__}: {err}", started)
+        except NodeError as err:
+            edge.drop(ticket, "error", started, Failure(str(err), isinstance(err, UserError)))
             return
         if isinstance(result, Drop):
-            edge.drop(ticket, result.reason, "", started)
+            failure = Failure(result.detail, users=True) if result.reason == NO_VERDICTS else None
+            edge.drop(ticket, result.reason, started, failure)
         else:
             edge.put(ticket, result, started)

@@ -57,9 +57,7 @@ async def run_node(
     try:
         return await plain_calls.run(lambda: call_node(node, batch, engines, ctx, reduce), deadline_s)
     except TimeoutError:
-        raise output_error(
-            node, f"did not return within {deadline_s:g} s (reward.timeout_s for each sample)"
-        ) from None
+        raise output_error(node, f"did not return within {deadline_s:g} s (reward.timeout_s for each sample)") from None
 
 
 def merge_output(node: BoundNode, batch: Batch, output: Any) -> tuple[Batch, dict[str, float]]:

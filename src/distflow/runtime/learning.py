@@ -5,11 +5,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from distflow.config.errors import UserError
 from distflow.data.batch import Batch
 from distflow.graph import BoundNode, NodeRole, NodeStatus
 from distflow.observe.timing import PhaseTimer
+from distflow.runtime.blame import NodeError, node_error
+from distflow.runtime.checks import TrustError
 from distflow.runtime.context import NodeContext
-from distflow.runtime.invoke import NodeError, call_node, merge_output
+from distflow.runtime.invoke import call_node, merge_output
 from distflow.training.engine import Collective
 
 PHASES = {
@@ -59,14 +62,14 @@ class LearningPlane:
             try:
                 output = call_node(node, batch, self.engines, ctx, self.reduce)
                 merged = merge_output(node, batch, output)
-            except NodeError:
+            except (NodeError, TrustError, UserError):
                 self.status[node.node_id] = NodeStatus.FAILED
                 raise
-            except (ArithmeticError, LookupError, TypeError, ValueError) as err:
+            except Exception as err:  # the edge of a user's code
                 if attempt < node.retry_limit:
                     continue
                 self.status[node.node_id] = NodeStatus.FAILED
-                raise NodeError(f"node '{node.node_id}' raised {type(err).__name__}: {err}") from err
+                raise node_error(node, err) from err
             self.status[node.node_id] = NodeStatus.COMPLETED
             return merged
         raise AssertionError("the last attempt returns or raises")

@@ -1,15 +1,19 @@
 """The local launcher: a whole run in this process, resumed where its folder holds a checkpoint."""
 
+import errno
 import platform
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from distflow import __version__
-from distflow.flow.coordinator import Coordinator, mark_of
+from distflow.config.errors import UserError
+from distflow.flow.coordinator import Coordinator, DataPlan, mark_of
 from distflow.flow.ledger import Ledger
 from distflow.observe.report_summary import find_accuracy
+from distflow.observe.run_folder import claimed
 from distflow.observe.run_reader import read_metrics
 from distflow.runtime.checkpoint import Checkpoint, CheckpointStore
 from distflow.runtime.checks.live import LiveChecks
@@ -17,12 +21,13 @@ from distflow.runtime.checks.movement import LossTerms, Movement
 from distflow.runtime.checks.nonfinite import NonFinite
 from distflow.runtime.parts import Parts
 from distflow.runtime.recorder import Recorder
-from distflow.runtime.saved import Saved, check_same_run, restore_engines
+from distflow.runtime.saved import NodeState, check_same_run, restore_engines
 from distflow.runtime.stop import StopRequest
 from distflow.runtime.worker import Worker
 
 CHECKPOINTS = "checkpoints"
-_STOPPING = "finishing this step, then saving and leaving; a second time leaves at once"
+_FROM_THE_START = -1
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 
 
 @dataclass(frozen=True)
@@ -44,30 +49,60 @@ def launch_local(parts: Parts, *, resume: str = "auto", allow_change: tuple[str,
 
     resume: "auto" (from the run's last whole checkpoint, if any), "never", or the folder of a checkpoint or a run.
     allow_change: config keys that may differ from the checkpoint's.
-    Raises UserError for a checkpoint that does not fit, TrustError where a check fails, NoProgress, NodeError.
+    Raises UserError for a checkpoint that does not fit, for a folder that another run uses or that cannot be written;
+    TrustError where a check fails; NoProgress, NodeError.
     """
+    with _writing_to(parts.run_dir), claimed(parts.run_dir):
+        return _launch(parts, resume, allow_change)
+
+
+def _launch(parts: Parts, resume: str, allow_change: tuple[str, ...]) -> Outcome:
     config, store = parts.config, _store(parts)
     store.remove_leftovers()
     checkpoint = _find_checkpoint(store, resume)
-    notes = check_same_run(checkpoint, parts, allow_change) if checkpoint else []
-    coordinator, ledger, saved = _begin(parts, checkpoint)
+    differences = check_same_run(checkpoint, parts, allow_change) if checkpoint else []
+    coordinator, ledger, node_state = _begin(parts, checkpoint)
     if allow_change and checkpoint:
         ledger.append("allowed_change", keys=list(allow_change))
     total = coordinator.plan.total_steps
-    resumed_at = checkpoint.step if checkpoint else None
+    resumed_at = checkpoint.step if checkpoint else _FROM_THE_START
     with Recorder(config, parts.run_dir, total, ledger.incarnation, resumed_at) as recorder:
         _write_facts(parts, recorder, total)
         if checkpoint:
-            notes = [f"resumed from {checkpoint.path.name}", *filter(None, [checkpoint.message]), *notes]
-        for note in notes:
-            recorder.note("info", note)
-        with StopRequest(lambda name: recorder.note("info", f"{name}: {_STOPPING}")) as stop:
+            _note_resume(recorder, checkpoint, differences)
+        with StopRequest(lambda name: recorder.note("info", f"{name}: {_stopping(parts)}")) as stop:
             checks = _checks(parts, recorder)
-            Worker(parts, coordinator, ledger, recorder, checks, store, stop, saved).run()
-            recorder.status = "stopped" if stop.wanted else "finished"
+            Worker(parts, coordinator, ledger, recorder, checks, store, stop, node_state).run()
+            recorder.status = "stopped" if stop.wanted and not coordinator.finished else "finished"
         ledger.close()
         before, after = _accuracy(parts.run_dir)
-        return Outcome(coordinator.step, stop.wanted, recorder.report(), before, after)
+        return Outcome(coordinator.step, recorder.status == "stopped", recorder.report(), before, after)
+
+
+@contextmanager
+def _writing_to(run_dir: Path) -> Iterator[None]:
+    """A disk that is full or refuses is the user's to mend; what was written before it is whole."""
+    try:
+        yield
+    except OSError as err:
+        if err.errno not in _DISK:
+            raise
+        what = f"{err.strerror}: {err.filename}" if err.filename else str(err.strerror)
+        raise UserError(
+            f"the run's folder {run_dir} cannot be written ({what}). Checkpoints that it holds are whole. Free space, "
+            "or set trainer.default_local_dir to another folder; then start again"
+        ) from err
+
+
+def _note_resume(recorder: Recorder, checkpoint: Checkpoint, differences: list[str]) -> None:
+    recorder.note("info", f"resumed from {checkpoint.path.name}")
+    for warning in filter(None, [checkpoint.message, *differences]):
+        recorder.note("warning", warning)
+
+
+def _stopping(parts: Parts) -> str:
+    saving = "saving" if parts.config.trainer.save_freq > 0 else "not saving (trainer.save_freq is off)"
+    return f"finishing this step, {saving}, then leaving; a second time leaves at once"
 
 
 def _store(parts: Parts) -> CheckpointStore:
@@ -84,16 +119,23 @@ def _find_checkpoint(store: CheckpointStore, resume: str) -> Checkpoint | None:
     return store.load(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path)
 
 
-def _begin(parts: Parts, checkpoint: Checkpoint | None) -> tuple[Coordinator, Ledger, Saved]:
-    parts.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+def _begin(parts: Parts, checkpoint: Checkpoint | None) -> tuple[Coordinator, Ledger, NodeState]:
     path = parts.run_dir / "ledger.jsonl"
     if checkpoint is None:
         ledger = Ledger(path)
-        return Coordinator(parts.plan, ledger), ledger, Saved()
-    saved = restore_engines(checkpoint, parts)
+        return Coordinator(parts.plan, ledger), ledger, {}
+    node_state = restore_engines(checkpoint, parts)
     snapshot = checkpoint.load("run")["coordinator"]
     ledger = Ledger(path, mark_of(snapshot))
-    return Coordinator(parts.plan, ledger, snapshot), ledger, saved
+    return Coordinator(_remaining(parts.plan, snapshot), ledger, snapshot), ledger, node_state
+
+
+def _remaining(plan: DataPlan, snapshot: Mapping[str, Any]) -> DataPlan:
+    """Epochs that were raised go on behind a step that was short because they had ended: that takes a step more."""
+    if plan.total_tickets is None:
+        return plan
+    tickets = max(plan.total_tickets - snapshot["issued"], 0)
+    return replace(plan, total_steps=snapshot["step"] + -(-tickets // plan.consumer_batch))
 
 
 def _checks(parts: Parts, recorder: Recorder) -> LiveChecks:

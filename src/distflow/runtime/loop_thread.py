@@ -4,27 +4,39 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
+class LoopEnded(RuntimeError):
+    """The thread ended while something ran there, or was to run: nobody would ever answer."""
+
+
 class LoopThread:
-    """Runs coroutines on a thread of its own. A context manager; leaving cancels what still runs there."""
+    """Runs coroutines on a thread of its own. A context manager; leaving cancels what still runs there.
+
+    Should the thread end by itself (a task that raises SystemExit takes its loop with it), whatever it owed an answer
+    fails with LoopEnded.
+    """
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._lock = threading.Lock()
+        self._ended: LoopEnded | None = None
+        self._owed: set[concurrent.futures.Future[Any]] = set()
 
     def __enter__(self) -> "LoopThread":
         self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.call(self._cancel_all())
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self.cancel_all()
+        with suppress(RuntimeError):  # closed already, where the thread ended by itself
+            self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._loop.close()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run to the end and return the result, or raise what it raised."""
@@ -32,11 +44,33 @@ class LoopThread:
 
     def start(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
         """Begin and return at once."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._lock:
+            if self._ended is not None:
+                work.close()
+                raise self._ended
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._owed.add(future)
+        future.add_done_callback(self._owed.discard)
+        return future
+
+    def cancel_all(self) -> None:
+        """Cancel everything that runs there, and wait until it has ended."""
+        with suppress(LoopEnded):
+            self.call(self._cancel_all())
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        cause = "it was stopped"
+        try:
+            self._loop.run_forever()
+        except BaseException as err:  # the edge of the thread: whoever waits is told
+            cause = f"{type(err).__name__}: {err}"
+        with self._lock:
+            self._ended = LoopEnded(f"the thread '{self._thread.name}' has ended ({cause})")
+        for future in list(self._owed):
+            with suppress(concurrent.futures.InvalidStateError):
+                future.set_exception(self._ended)
+        self._loop.close()
 
     async def _cancel_all(self) -> None:
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]

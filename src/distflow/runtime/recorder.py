@@ -43,12 +43,16 @@ class Recorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
-        if error is not None:
-            self.folder.event("error", f"{type(error).__name__}: {error}", step=self._step)
-        self._trackers.close()
         self.view.close()
-        self.folder.event("end", f"the run {self.status}", step=self._step, status=self.status)
-        self.folder.close()
+        self._trackers.close()
+        try:
+            if error is not None:
+                self.folder.event("error", f"{type(error).__name__}: {error}", step=self._step)
+            self.folder.event("end", f"the run {self.status}", step=self._step, status=self.status)
+            self.folder.close()
+        except OSError:
+            if error is None:
+                raise  # else the disk is what failed, or it comes second: the first error is the one to tell
 
     def note(self, kind: str, message: str, **fields: Any) -> None:
         """Something that happened: shown, and kept in events.jsonl."""

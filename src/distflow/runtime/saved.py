@@ -1,8 +1,6 @@
 """What a checkpoint holds besides weights, and how a run goes on from it."""
 
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,28 +13,11 @@ from distflow.runtime.checkpoint import Checkpoint
 from distflow.runtime.parts import Parts
 from distflow.training.engine import TrainState
 
-
-@dataclass
-class Saved:
-    """What lives across steps in the worker and goes into every checkpoint.
-
-    step: of the last checkpoint (0: none yet). node_state: JSON of each node by its id.
-    metrics: of the last validation, and whether there was one since the last checkpoint.
-    """
-
-    step: int = 0
-    node_state: dict[str, dict[str, Any]] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
-
-    def validated(self, metrics: Mapping[str, float]) -> None:
-        self.metrics = dict(metrics)
-
-    def metric(self, name: str) -> float | None:
-        """A metric of the last validation."""
-        return self.metrics.get(name)
+NodeState = dict[str, dict[str, Any]]
+"""JSON values of each node by its id: they live across steps and are in every checkpoint."""
 
 
-def saved_parts(parts: Parts, coordinator: Coordinator, saved: Saved) -> dict[str, Any]:
+def saved_parts(parts: Parts, coordinator: Coordinator, node_state: NodeState) -> dict[str, Any]:
     """The parts of a checkpoint by name: tensors, or values that JSON can hold."""
     tensors: dict[str, Any] = {"rng": {"torch": torch.get_rng_state()}}
     meta = {}
@@ -49,8 +30,7 @@ def saved_parts(parts: Parts, coordinator: Coordinator, saved: Saved) -> dict[st
         "facts": dict(parts.facts),
         "coordinator": coordinator.snapshot(),
         "engines": meta,
-        "nodes": saved.node_state,
-        "metrics": saved.metrics,
+        "nodes": node_state,
         "rng": {"python": random.getstate(), "numpy": _numpy_state()},
     }
     return {**tensors, "run": run}
@@ -59,9 +39,11 @@ def saved_parts(parts: Parts, coordinator: Coordinator, saved: Saved) -> dict[st
 def check_same_run(checkpoint: Checkpoint, parts: Parts, allowed: tuple[str, ...]) -> list[str]:
     """What differs without harm, as lines for the user. Raises UserError naming every key or fact that must not."""
     run = checkpoint.load("run")
-    changed = [c for c in changed_keys(config_from_dict(run["config"], judge=False), parts.config) if c[0] not in allowed]
+    changed = [
+        c for c in changed_keys(config_from_dict(run["config"], judge=False), parts.config) if c[0] not in allowed
+    ]
     if changed:
-        shown = "\n".join(f"  {key}: {before!r} then, {now!r} now" for key, before, now in changed)
+        shown = "\n".join(f"  {key}: {then!r} then, {now!r} now" for key, then, now in changed)
         raise UserError(
             f"{checkpoint.path} was made with another config:\n{shown}\n"
             "Set them back, allow one with --allow-change KEY, or start anew with --resume never and another "
@@ -81,8 +63,8 @@ def check_same_run(checkpoint: Checkpoint, parts: Parts, allowed: tuple[str, ...
     return notes
 
 
-def restore_engines(checkpoint: Checkpoint, parts: Parts) -> Saved:
-    """Load weights, optimizer state and random state; returns what the worker keeps."""
+def restore_engines(checkpoint: Checkpoint, parts: Parts) -> NodeState:
+    """Load weights, optimizer state and random state; returns what the nodes keep."""
     run = checkpoint.load("run")
     for role, engine in parts.engines.trained().items():
         engine.load_state(TrainState(checkpoint.load(role), run["engines"][role]))
@@ -91,7 +73,8 @@ def restore_engines(checkpoint: Checkpoint, parts: Parts) -> Saved:
     random.setstate((version, tuple(internal), gauss))
     name, keys, *rest = run["rng"]["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    return Saved(checkpoint.step, run["nodes"], run["metrics"])
+    nodes: NodeState = run["nodes"]
+    return nodes
 
 
 def _numpy_state() -> list[Any]:

@@ -28,14 +28,19 @@ class Session:
         self._thread.__enter__()
         try:
             self._thread.call(self._enter())
-        except BaseException:
-            self.__exit__()
+        except BaseException as err:
+            self.__exit__(type(err), err)
             raise
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
+        """Cancel what runs, then leave the services. Their failure to end is told only where nothing failed before."""
         try:
+            self._thread.cancel_all()
             self._thread.call(self._stack.aclose())
+        except Exception:
+            if error is None:
+                raise
         finally:
             self._thread.__exit__()
 

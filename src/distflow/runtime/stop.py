@@ -2,13 +2,20 @@
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+SHOW_CURSOR = b"\x1b[?25h\n"
+
 
 class StopRequest:
-    """While it is entered, the first signal sets `wanted`, and the second ends the process."""
+    """While it is entered, the first signal sets `wanted`, and the second ends the process. For the main thread.
+
+    on_first: told the signal's name, on a thread of its own: a handler interrupts the main thread anywhere, also where
+    it holds the lock that writing a message needs.
+    """
 
     def __init__(self, on_first: Callable[[str], None]) -> None:
         self.wanted = False
@@ -16,6 +23,9 @@ class StopRequest:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
+        self._read, self._write = os.pipe()
+        self._teller = threading.Thread(target=self._tell, name="signals", daemon=True)
+        self._teller.start()
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._asked)
         return self
@@ -23,9 +33,23 @@ class StopRequest:
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        os.close(self._write)
+        self._teller.join()
+        os.close(self._read)
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
         if self.wanted:
-            os._exit(128 + number)
+            _leave_at_once(128 + number)
         self.wanted = True
-        self._on_first(signal.Signals(number).name)
+        os.write(self._write, bytes([number]))
+
+    def _tell(self) -> None:
+        for number in os.read(self._read, 1):
+            self._on_first(signal.Signals(number).name)
+
+
+def _leave_at_once(status: int) -> None:
+    """No lock is taken and nothing is waited for; verifier processes die with this one."""
+    if os.isatty(1):
+        os.write(1, SHOW_CURSOR)  # the live view had hidden it
+    os._exit(status)

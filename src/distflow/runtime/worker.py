@@ -1,5 +1,6 @@
 """One process of a run: the experience plane on an asyncio thread, the learning plane on this one."""
 
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from distflow.runtime.experience import ExperiencePlane
 from distflow.runtime.learning import LearningPlane
 from distflow.runtime.parts import Parts
 from distflow.runtime.recorder import Recorder
-from distflow.runtime.saved import Saved, saved_parts
+from distflow.runtime.saved import NodeState, saved_parts
 from distflow.runtime.session import Session
 from distflow.runtime.step_metrics import batch_metrics, group_metrics, memory_metrics
 from distflow.runtime.stop import StopRequest
@@ -35,14 +36,14 @@ class Worker:
         checks: LiveChecks,
         store: CheckpointStore,
         stop: StopRequest,
-        saved: Saved,
+        node_state: NodeState,
     ) -> None:
         self._parts, self._config = parts, parts.config
         self._coordinator, self._ledger, self._recorder = coordinator, ledger, recorder
-        self._checks, self._store, self._stop, self._saved = checks, store, stop, saved
+        self._checks, self._store, self._stop, self._node_state = checks, store, stop, node_state
         self._edge = LocalEdge(coordinator, recorder.group_ended)
         engines, program = parts.engines.by_name(), parts.program
-        self._contexts = Contexts(parts, checks.updated, saved.node_state)
+        self._contexts = Contexts(parts, checks.updated, node_state)
         self._experience = ExperiencePlane(
             program.experience, engines, self._contexts.training, OneRank(), self._config.reward.timeout_s
         )
@@ -58,10 +59,10 @@ class Worker:
             self._session.publish(self._coordinator.version, at_start=True)
             if self._config.trainer.val_before_train and self._coordinator.step == 0:
                 self._validate(0)
-            experience = self._session.start(self._experience_loop())
+            experience = self._session.start(self._experience.loop(self._edge))
+            experience.add_done_callback(self._experience_ended)
             self.learning_loop()
-            self._edge.close()
-            experience.result()
+        self._note_early_end()
 
     def learning_loop(self) -> None:
         """consumes steps · waits until one is complete · unblocked by the experience plane · produces versions"""
@@ -80,20 +81,26 @@ class Worker:
                 with self._recorder.phases("update_weights"):
                     metrics |= self._session.publish(Version(self._coordinator.version.incarnation, step + 1))
             self._edge.release(step, published)
-            self._validate_and_save(step + 1)
+            self._after_step(step + 1, batch, metrics)
             self._edge.go_on()
-            self._record(step + 1, batch, metrics)
 
-    def _validate_and_save(self, step: int) -> None:
-        """Where they are due after `step` steps. Training groups wait: a validation has the engine to itself."""
-        trainer = self._config.trainer
-        last = self._coordinator.finished or self._stop.wanted
-        if _is_due(step, trainer.test_freq, last):
+    def _after_step(self, step: int, batch: Batch, metrics: dict[str, float]) -> None:
+        """Validate, record and save step number `step`, counted from 1; training groups wait, so that a validation has
+        the engine to itself. Recorded before it is saved: a run resumed from here has the metrics of all its steps.
+
+        A stop saves, if saving is not off, and validates only where that was due anyhow.
+        """
+        trainer, finished = self._config.trainer, self._coordinator.finished
+        saves = _is_due(step, trainer.save_freq, finished or self._stop.wanted)
+        best_is_asked = trainer.keep_best and _is_due(step, trainer.save_freq, finished)
+        validated: dict[str, float] = {}
+        if _is_due(step, trainer.test_freq, finished) or best_is_asked:
             with self._recorder.phases("eval"):
-                self._validate(step)
-        if _is_due(step, trainer.save_freq, last):
+                validated = self._validate(step)
+        self._record(step, batch, metrics)
+        if saves:
             with self._recorder.phases("save"):
-                self._save(step)
+                self._save(step, validated.get(trainer.keep_best_metric))
 
     def _record(self, step: int, batch: Batch, metrics: dict[str, float]) -> None:
         """The metrics and samples of step number `step`, counted from 1."""
@@ -103,26 +110,35 @@ class Worker:
         self._recorder.training_step(step, metrics, batch)
         self._recorder.keep_groups(step, batch)
 
-    async def _experience_loop(self) -> None:
-        try:
-            await self._experience.loop(self._edge)
-        except BaseException as err:  # whatever ends this plane must wake the learner
-            self._edge.fail(err)
+    def _experience_ended(self, experience: "Future[None]") -> None:
+        """Whatever ends that plane must wake the learner."""
+        error = CancelledError() if experience.cancelled() else experience.exception()
+        if error is not None:
+            self._edge.fail(error)
 
-    def _validate(self, step: int) -> None:
+    def _note_early_end(self) -> None:
+        """Groups that were dropped leave their steps to others, and so a run may have fewer than were planned."""
+        done, planned = self._coordinator.step, self._coordinator.plan.total_steps
+        if done < planned and not self._stop.wanted:
+            dropped = ", ".join(f"{n} {reason}" for reason, n in self._coordinator.accounting().dropped.items())
+            self._recorder.note(
+                "info", f"the data ended after {done} of {planned} steps: groups were dropped ({dropped})"
+            )
+
+    def _validate(self, step: int) -> dict[str, float]:
         if not self._parts.validation:
-            return
+            return {}
         if self._parts.engines.rollout is None:
             metrics, rows = held_out_loss(self._parts.validation, self._parts.engines.actor), list[dict[str, Any]]()
         else:
             metrics, rows = self._session.call(self._validator.run(step))
         self._ledger.append("validated", step=step, metrics=metrics)
-        self._saved.metrics = metrics
         self._recorder.validation(step, metrics, rows)
+        return metrics
 
-    def _save(self, step: int) -> None:
-        metric = self._saved.metrics.get(self._config.trainer.keep_best_metric)
-        path = self._store.save(step, saved_parts(self._parts, self._coordinator, self._saved), metric)
+    def _save(self, step: int, metric: float | None) -> None:
+        """metric: what `keep_best` compares, of the weights that are saved and no earlier ones."""
+        path = self._store.save(step, saved_parts(self._parts, self._coordinator, self._node_state), metric)
         self._recorder.folder.event("checkpoint", f"saved {path.name}", step=step)
 
 
