@@ -14,7 +14,7 @@ USER_FAULT, OUR_FAULT = 2, 1
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 2 for a mistake of the user's, 1 for anything else."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     sys.path.insert(0, "")  # "module:function" of the user's is looked for in the current folder first
     try:
         return int(arguments.run(arguments) or 0)
@@ -131,6 +131,18 @@ def _report(arguments: argparse.Namespace) -> int:
 
     print(f"report: {write_report(Path(arguments.run_dir))}")
     return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """key=value may stand before and after options; by itself argparse takes only those that stand together."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    unknown = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:

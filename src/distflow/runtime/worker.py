@@ -23,6 +23,8 @@ from distflow.runtime.stop import StopRequest
 from distflow.runtime.validation import Validator, held_out_loss
 from distflow.training.collective import OneRank
 
+_NO_ROWS: list[dict[str, Any]] = []
+
 
 class Worker:
     """Runs a program from a coordinator's tickets to its last step."""
@@ -52,6 +54,7 @@ class Worker:
         )
         self._validator = Validator(parts.validation, self._contexts, self._experience)
         self._session = Session(parts)
+        self._was_last = coordinator.finished
 
     def run(self) -> None:
         """Start the engines, validate if asked, learn until the data ends or a stop is requested."""
@@ -71,6 +74,7 @@ class Worker:
             with self._recorder.phases("rollout"):
                 batch = self._edge.take(step)
             if batch is None:
+                self._end(step)
                 return
             counts = self._parts.rewards.take_counts() if self._parts.rewards is not None else {}
             self._checks.taken(batch)
@@ -91,16 +95,20 @@ class Worker:
         A stop saves, if saving is not off, and validates only where that was due anyhow.
         """
         trainer, finished = self._config.trainer, self._coordinator.finished
-        saves = _is_due(step, trainer.save_freq, finished or self._stop.wanted)
-        best_is_asked = trainer.keep_best and _is_due(step, trainer.save_freq, finished)
-        validated: dict[str, float] = {}
-        if _is_due(step, trainer.test_freq, finished) or best_is_asked:
-            with self._recorder.phases("eval"):
-                validated = self._validate(step)
+        self._was_last = finished
+        compares = trainer.keep_best and _is_due(step, trainer.save_freq, finished)
+        validated = self._validate(step) if _is_due(step, trainer.test_freq, finished) or compares else {}
         self._record(step, batch, metrics)
-        if saves:
-            with self._recorder.phases("save"):
-                self._save(step, validated.get(trainer.keep_best_metric))
+        if _is_due(step, trainer.save_freq, finished or self._stop.wanted):
+            self._save(step, validated)
+
+    def _end(self, step: int) -> None:
+        """No group of the last rows came through, so that the step before, the run's `step`-th, had been the last."""
+        if self._was_last:
+            return
+        validated = self._validate(step) if self._config.trainer.test_freq > 0 else {}
+        if self._config.trainer.save_freq > 0:
+            self._save(step, validated)
 
     def _record(self, step: int, batch: Batch, metrics: dict[str, float]) -> None:
         """The metrics and samples of step number `step`, counted from 1."""
@@ -126,19 +134,23 @@ class Worker:
             )
 
     def _validate(self, step: int) -> dict[str, float]:
+        """The metrics; none where there is nothing to validate on."""
         if not self._parts.validation:
             return {}
-        if self._parts.engines.rollout is None:
-            metrics, rows = held_out_loss(self._parts.validation, self._parts.engines.actor), list[dict[str, Any]]()
-        else:
-            metrics, rows = self._session.call(self._validator.run(step))
+        with self._recorder.phases("eval"):
+            if self._parts.engines.rollout is None:
+                metrics, rows = held_out_loss(self._parts.validation, self._parts.engines.actor), _NO_ROWS
+            else:
+                metrics, rows = self._session.call(self._validator.run(step))
         self._ledger.append("validated", step=step, metrics=metrics)
         self._recorder.validation(step, metrics, rows)
         return metrics
 
-    def _save(self, step: int, metric: float | None) -> None:
-        """metric: what `keep_best` compares, of the weights that are saved and no earlier ones."""
-        path = self._store.save(step, saved_parts(self._parts, self._coordinator, self._node_state), metric)
+    def _save(self, step: int, validated: dict[str, float]) -> None:
+        """validated: the metrics of these very weights, of which `keep_best` compares one."""
+        metric = validated.get(self._config.trainer.keep_best_metric)
+        with self._recorder.phases("save"):
+            path = self._store.save(step, saved_parts(self._parts, self._coordinator, self._node_state), metric)
         self._recorder.folder.event("checkpoint", f"saved {path.name}", step=step)
 
 

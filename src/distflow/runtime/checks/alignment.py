@@ -9,8 +9,8 @@ from distflow.runtime.checks import TrustError
 def check_alignment(batch: Batch) -> None:
     """Compare columns that were written by different parts.
 
-    Raises TrustError where response_mask is not exactly on the tokens that carry a version, a rollout log-prob is no
-    log-probability, or the samples of a group differ in prompt or ticket.
+    Raises TrustError where response_mask is not exactly on the tokens that carry a version, loss_mask reaches beyond
+    it, a rollout log-prob is no log-probability, or the samples of a group differ in prompt or ticket.
     """
     _check_mask(batch)
     _check_log_probs(batch)
@@ -24,8 +24,13 @@ def _check_mask(batch: Batch) -> None:
         uid, token = _where(batch, wrong)
         raise TrustError(
             f"response_mask is wrong at token {token} of sample {uid}: it must be 1 exactly on tokens that the policy "
-            "made. A node shifted or rewrote the mask; training on it would push the wrong tokens"
+            "made. A node shifted or rewrote the mask; training on it would push the wrong tokens. To leave tokens out of "
+            "the loss write loss_mask"
         )
+    beyond = (batch.flat("loss_mask") > 0) & ~made_by_policy
+    if bool(beyond.any()):
+        uid, token = _where(batch, beyond)
+        raise TrustError(f"loss_mask covers token {token} of sample {uid}, which the policy did not make")
 
 
 def _check_log_probs(batch: Batch) -> None:

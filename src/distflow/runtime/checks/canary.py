@@ -2,14 +2,14 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine, SamplingParams, Stream
 from distflow.runtime.checks import TrustError
-from distflow.runtime.checks.mismatch import HOLD_MEAN, Tolerance, mismatch
+from distflow.runtime.checks.mismatch import Tolerance, mismatch
 from distflow.training.engine import TrainEngine
 
 
@@ -23,6 +23,7 @@ class Canary:
 
     NUM_PROMPTS: ClassVar[int] = 4
     NUM_TOKENS: ClassVar[int] = 16
+    GROWTH: ClassVar[float] = 5.0
 
     rollout: RolloutEngine
     actor: TrainEngine
@@ -31,7 +32,7 @@ class Canary:
     tolerance: Tolerance
     frequency: int
     shares_weights: bool
-    _limit: float = field(default=float("inf"))
+    _limits: tuple[float, float] | None = None
     _num_published: int = 0
 
     def is_due(self, at_start: bool) -> bool:
@@ -44,19 +45,26 @@ class Canary:
     def judge(self, song: Batch, at_start: bool) -> dict[str, float]:
         """Score the engine's tokens by the trainer. Raises TrustError where they mean different weights.
 
-        The largest |Δ log-prob| may be 5 times what was measured at the start, and at least the tolerance.
+        At the start the mean |Δ log-prob| may be what would hold the run anywhere. Later mean and maximum may be
+        `GROWTH` times those of the start; the mean at least the tolerance, the maximum ten times that.
         """
         scored = self.actor.forward(song, ("log_probs",))
         gap = mismatch(song.flat("rollout_log_probs"), scored.flat("log_probs"), song.flat("response_mask"))
         mean, largest = gap["mismatch/mean_abs"], gap["mismatch/max_abs"]
-        if mean > HOLD_MEAN or largest > self._limit:
+        if self._limits is None or at_start:
+            limits = (self.tolerance.hold, float("inf"))
+            self._limits = (
+                max(self.GROWTH * mean, self.tolerance.mean),
+                max(self.GROWTH * largest, 10 * self.tolerance.mean),
+            )
+        else:
+            limits = self._limits
+        if not (mean <= limits[0] and largest <= limits[1]):
             raise TrustError(
                 f"canary: on fixed prompts the engine's log-probs differ from the trainer's by {mean:.3g} on average, "
-                f"{largest:.3g} at most. Likely causes: weights that did not arrive, KV kept from older weights, a "
+                f"{largest:.3g} at most (limits {limits[0]:.3g} and {limits[1]:.3g}). Likely causes: weights that did not arrive, KV kept from older weights, a "
                 "prefix cache not keyed by version, another temperature"
             )
-        if at_start:
-            self._limit = max(5 * largest, self.tolerance.mean)
         return {"canary/mean_abs": mean, "canary/max_abs": largest}
 
     async def sing(self) -> Batch:

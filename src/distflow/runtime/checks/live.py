@@ -29,7 +29,7 @@ class LiveChecks:
     nonfinite: NonFinite
     movement: dict[str, Movement]
     loss_terms: LossTerms
-    _warned_of_mismatch: bool = False
+    _warned_at: float = 0.0
 
     def taken(self, batch: Batch) -> None:
         """A step's groups have left the experience edge."""
@@ -42,20 +42,26 @@ class LiveChecks:
         bundle = self.nonfinite.updated(role, engine, batch, metrics, step)
         if bundle is not None:
             self.note("warning", f"an update of the {role} was skipped: loss or gradient is not finite ({bundle})")
-        for name in self.movement[role].updated(engine, metrics):
-            self.note("finding", f"{role}: '{name}' has not moved in {self.movement[role].after} updates")
+        still = self.movement[role].updated(engine, metrics)
+        if still:
+            self.note("finding", _unmoved(role, still, self.movement[role].after))
         if first and role == "actor" and not metrics.get("skipped"):
             self._check_ratio(batch, metrics)
 
     def learned(self, batch: Batch, metrics: dict[str, float], step: int) -> dict[str, float]:
-        """All nodes of a step have run; more metrics."""
+        """All nodes of a step have run; more metrics. Raises TrustError where one of them rewrote a mask or a group.
+
+        A mismatch is told when it appears, and each time it has doubled.
+        """
+        check_alignment(batch)
         found, warning = check_mismatch(batch, step, self.tolerance)
-        if warning is not None and not self._warned_of_mismatch:
-            self._warned_of_mismatch = True
+        gap = found.get("mismatch/mean_abs", 0.0)
+        if warning is not None and (not self._warned_at or gap > 2 * self._warned_at):
+            self._warned_at = gap
             self.note("warning", warning)
         if "actor/loss" in metrics:
             for name in self.loss_terms.updated(metrics):
-                self.note("finding", f"the loss term {name} is on but was exactly 0 in {self.loss_terms.after} steps")
+                self.note("finding", _dead_term(name, self.loss_terms.after))
         return found
 
     def _check_ratio(self, batch: Batch, metrics: dict[str, float]) -> None:
@@ -65,3 +71,19 @@ class LiveChecks:
                 f"before the first update of this step the ratio to the old policy must be 1, but |log ratio| is "
                 f"{gap:.3g} on average (limit {self.ratio_limit:g}): tokens, masks or old_log_probs are misaligned"
             )
+
+
+def _unmoved(role: str, names: list[str], after: int) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return (
+        f"{role}: {shown} did not move in {after} updates, or only by weight decay: no gradient reaches it, or the "
+        "learning rate is too small for float32"
+    )
+
+
+def _dead_term(name: str, after: int) -> str:
+    cause = {
+        "actor/loss_term/pg": "all advantages are 0: look at the rewards, which may be the same for all samples of a group",
+        "actor/loss_term/kl": "the policy does not leave the reference, or kl_loss_coef is 0",
+    }.get(name, "its coefficient or its input is 0")
+    return f"the loss term {name} is on but was exactly 0 in the first {after} steps: {cause}"

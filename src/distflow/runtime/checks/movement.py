@@ -3,34 +3,64 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from distflow.rollout.receipts import stripe_hashes
-from distflow.training.engine import TrainEngine
+import torch
+from torch import Tensor
+
+from distflow.training.engine import TrainEngine, TrainState
+
+CHUNK = 2**24
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
 class Movement:
-    """Finds trained tensors that no update moved.
+    """Finds trained tensors that no update moved, or that only weight decay moved.
 
-    after: updates with a gradient and a learning rate above 0 to wait for.
+    after: updates with a gradient and a learning rate above 0 to wait for. While the rate still rises they do not
+    count: a step of a warm-up can be too small for float32 to show in a weight of 1.
     """
 
     after: int
-    _start: dict[str, str] | None = None
+    _start: dict[str, int] | None = None
     _updates: int = 0
+    _lr: float = 0.0
 
     def updated(self, engine: TrainEngine, metrics: Mapping[str, float]) -> list[str]:
-        """Call after each update; once, after `after` of them, the names of tensors that are where they began."""
+        """Call after each update; once, after `after` of them, the names of tensors that training does not reach."""
         if self._updates >= self.after:
             return []
+        lr, self._lr = self._lr, metrics.get("lr", 0.0)
         if self._start is None:
-            self._start = stripe_hashes(engine.state().trained_weights().items())
+            self._start = fingerprints(engine.state())
             return []
-        if metrics.get("lr", 0) > 0 and metrics.get("grad_norm", 0) > 0 and not metrics.get("skipped"):
+        if 0 < self._lr <= lr and metrics.get("grad_norm", 0) > 0 and not metrics.get("skipped"):
             self._updates += 1
         if self._updates < self.after:
             return []
-        now = stripe_hashes(engine.state().trained_weights().items())
-        return [name for name, before in self._start.items() if now[name] == before]
+        state = engine.state()
+        now = fingerprints(state)
+        return [name for name, before in self._start.items() if now[name] == before or _never_had_gradient(state, name)]
+
+
+def fingerprints(state: TrainState) -> dict[str, int]:
+    """A number for each trained tensor that hangs on every bit of it."""
+    return {name: _fingerprint(tensor) for name, tensor in state.trained_weights().items()}
+
+
+def _fingerprint(tensor: Tensor) -> int:
+    """Its bits as integers, weighed by odd numbers, so that changes of opposite sign do not cancel."""
+    bits = tensor.detach().contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
+    total = 0
+    for chunk in bits.split(CHUNK):
+        weights = torch.arange(1, 2 * chunk.numel() + 1, 2, device=chunk.device)
+        total = 31 * total + int((chunk.long() * weights).sum())
+    return total
+
+
+def _never_had_gradient(state: TrainState, name: str) -> bool:
+    """Whether the optimizer keeps moments of this tensor (named "key/NAME"), and all of them are exactly 0."""
+    moments = [t for key, t in state.tensors.items() if key.endswith(f"/{name}") and t.dim() > 0]
+    return bool(moments) and not any(bool(t.any()) for t in moments)
 
 
 @dataclass

@@ -1,51 +1,90 @@
-"""Claim: losses and gradients are finite. Where one is not, the step is skipped and can be run again elsewhere."""
+"""Claim: losses, gradients and weights are finite. An update that is not is skipped and can be run again elsewhere."""
 
 import json
-from dataclasses import dataclass
+import os
+import shutil
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors.torch import save_file
+from torch import Tensor
 
 from distflow.data.batch import Batch
 from distflow.runtime.checks import TrustError
 from distflow.training.engine import TrainEngine
+
+WEIGHTS = "weights.safetensors"
+KEPT_OBJECTS = ("uid", "prompts", "responses", "finish_reason")
 
 
 @dataclass
 class NonFinite:
     """Saves a bundle for each skipped update and stops a run that only skips.
 
-    folder: where bundles go. limit: skipped updates in a row that end the run. config_yaml: kept in each bundle.
+    folder: where bundles go; the newest `limit` are kept. limit: skipped updates in a row of one engine that end the
+    run. config_yaml: kept in each bundle.
     """
 
     folder: Path
     limit: int
     config_yaml: str
-    _in_a_row: int = 0
+    _in_a_row: Counter[str] = field(default_factory=Counter)
+    _last: dict[str, Path] = field(default_factory=dict)
+    _num_saved: int = 0
 
     def updated(
         self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int
     ) -> Path | None:
-        """Call after each update; the bundle's folder where this one was skipped. Raises TrustError at the limit."""
+        """Call after each update; the bundle's folder where this one was skipped.
+
+        Raises TrustError at the limit, and where an update left a weight that is not finite: such weights must not be
+        published or saved.
+        """
         if not metrics.get("skipped"):
-            self._in_a_row = 0
+            self._in_a_row[role] = 0
+            self._check_weights(role, engine, step)
             return None
-        self._in_a_row += 1
+        self._in_a_row[role] += 1
         bundle = self._save(role, engine, batch, metrics, step)
-        if self._in_a_row >= self.limit:
+        if self._in_a_row[role] >= self.limit:
             raise TrustError(
-                f"{self._in_a_row} updates of the {role} in a row had a non-finite loss or gradient. Look at one with "
-                f"`distflow replay {bundle}`; lower the learning rate, or resume from an earlier checkpoint"
+                f"{self._in_a_row[role]} updates of the {role} in a row had a non-finite loss or gradient "
+                f"(trust.max_skipped_updates). Look at one with `distflow replay {bundle}`; lower "
+                "the learning rate, or resume from an earlier checkpoint"
             )
         return bundle
 
+    def _check_weights(self, role: str, engine: TrainEngine, step: int) -> None:
+        wrong = [n for n, weight in engine.state().trained_weights().items() if not bool(weight.sum().isfinite())]
+        if wrong:
+            raise TrustError(
+                f"after an update in step {step + 1} weights of the {role} are not finite ({len(wrong)} tensors, "
+                f"{wrong[0]} first); they were not published or saved. Lower the learning rate, or resume from the "
+                "last checkpoint"
+            )
+
     def _save(self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int) -> Path:
-        bundle = self.folder / f"step-{step + 1:06d}-{role}"
-        bundle.mkdir(parents=True, exist_ok=True)
-        batch.save(bundle / "batch.safetensors")
-        weights = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in engine.weights()}
-        save_file(weights, bundle / "weights.safetensors")
+        self._num_saved += 1
+        bundle = self.folder / f"step-{step + 1:06d}-{role}-{self._num_saved}"
+        shutil.rmtree(bundle, ignore_errors=True)
+        bundle.mkdir(parents=True)
+        kept = [n for n in batch.names if n in KEPT_OBJECTS or isinstance(batch.flat(n), Tensor)]
+        batch.only(kept).save(bundle / "batch.safetensors")
+        before = self._last.get(role, bundle) / WEIGHTS
+        if self._in_a_row[role] > 1 and before.is_file():
+            os.link(before, bundle / WEIGHTS)  # a skipped update changed nothing
+        else:
+            weights = engine.state().trained_weights()
+            save_file({name: t.cpu().contiguous().clone() for name, t in weights.items()}, bundle / WEIGHTS)
         (bundle / "config.yaml").write_text(self.config_yaml)
         facts = {"role": role, "step": step, "metrics": {k: repr(v) for k, v in metrics.items()}}
         (bundle / "bundle.json").write_text(json.dumps(facts, indent=2))
+        self._last[role] = bundle
+        self._remove_old()
         return bundle
+
+    def _remove_old(self) -> None:
+        bundles = sorted(self.folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        for old in bundles[: -self.limit]:
+            shutil.rmtree(old)

@@ -1,0 +1,136 @@
+"""Killed at any moment and started again, a run ends with the bits of one that was never disturbed."""
+
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.cli_runs import CliRun, Left, same_run
+from tests.e2e.runs import Playground
+
+# Few scores, so that groups of equal ones occur and dynamic sampling has to draw again.
+COARSE_REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(sum(map(ord, solution_str)) % 3 == 0)
+"""
+VALIDATED = ("trainer.test_freq=2", "actor_rollout_ref.rollout.val_kwargs.n=2")
+PROGRAMS = {
+    "grpo": ("actor_rollout_ref.actor.ppo_mini_batch_size=2",),
+    "dapo": ("actor_rollout_ref.rollout.n=2", "reward.overlong.buffer_tokens=0"),
+    "ppo": (
+        "actor_rollout_ref.rollout.n=1",
+        "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.target_kl=0.01",
+        "algorithm.kl_ctrl.horizon=50",
+        "critic.optim.lr=1e-3",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+    ground = Playground(tmp_path_factory.mktemp("resume"), num_rows=10)
+    ground.write_reward(COARSE_REWARD)
+    return ground
+
+
+def start(ground: Playground, program: str, name: str, *overrides: str, flags: tuple[str, ...] = ()) -> CliRun:
+    """Saves each step, validates each second one."""
+    more = ("trainer.save_freq=1", "trust.certify_rewards=false", f"data.val_files={ground.folder}/rows.jsonl")
+    keys = ground.overrides(name, *more, "data.val_max_samples=3", *VALIDATED, *PROGRAMS[program], *overrides)
+    return CliRun(ground.folder / f"{name}.log", ["train", program, *flags, *keys])
+
+
+def finish(ground: Playground, program: str, name: str, *overrides: str, flags: tuple[str, ...] = ()) -> Left:
+    run = start(ground, program, name, *overrides, flags=flags)
+    assert run.status() == 0, run.said()
+    return Left(ground.folder / name)
+
+
+def has_saved(folder: Path, step: int) -> bool:
+    return (folder / "checkpoints" / f"step-{step:06d}" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("program", ["grpo"])
+def test_a_killed_run_ends_as_one_that_was_never_disturbed(ground: Playground, program: str) -> None:
+    whole = finish(ground, program, f"{program}-whole", "trainer.total_epochs=2")
+    assert whole.checkpoint.step == 5
+    assert sorted(whole.trained_rows()) == [(epoch, row) for epoch in range(2) for row in range(10)]
+
+    name = f"{program}-killed"
+    run = start(ground, program, name, "trainer.total_epochs=2")
+    run.wait_for(lambda: has_saved(ground.folder / name, 2))
+    assert run.kill()
+    resumed = finish(ground, program, name, "trainer.total_epochs=2", flags=("--resume", "auto"))
+    assert "resumed from step-00000" in (ground.folder / f"{name}.log").read_text()
+    same_run(whole, resumed)
+    assert (ground.folder / name / "report.html").exists()
+
+
+def test_after_the_end_there_is_nothing_to_do_and_epochs_can_be_added(ground: Playground) -> None:
+    constant = "actor_rollout_ref.actor.optim.scheduler=constant"
+    whole = finish(ground, "grpo", "three", "trainer.total_epochs=3", constant)
+    finish(ground, "grpo", "grown", "trainer.total_epochs=2", constant)
+    finish(ground, "grpo", "grown", "trainer.total_epochs=2", constant)
+    log = (ground.folder / "grown.log").read_text()
+    assert log.count("report: ") == 2 and log.count("step 5/5  reward") == 1
+    # Two epochs of 10 rows are 5 full steps: the third goes on as if it had been asked for at once.
+    grown = finish(ground, "grpo", "grown", "trainer.total_epochs=3", constant)
+    assert sorted(grown.trained_rows()) == [(epoch, row) for epoch in range(3) for row in range(10)]
+    assert [t.equal(whole.tensors()[name]) for name, t in grown.tensors().items()].count(False) == 0
+
+
+def test_epochs_added_behind_a_short_last_step_are_trained_whole(ground: Playground) -> None:
+    first = finish(ground, "grpo", "short", "trainer.total_epochs=1")
+    assert (first.checkpoint.step, len(first.trained_rows())) == (3, 10)
+    grown = finish(ground, "grpo", "short", "trainer.total_epochs=2")
+    assert (grown.checkpoint.step, len(grown.trained_rows())) == (6, 20)
+    assert sorted(grown.trained_rows()) == [(epoch, row) for epoch in range(2) for row in range(10)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
+def test_resumed_from_every_step(ground: Playground, step: int) -> None:
+    """At an epoch's edge, in an epoch, at the last step: the checkpoint is all that a run needs."""
+    keep = ("trainer.total_epochs=2", "trainer.keep_last=9")
+    if not (ground.folder / "every").exists():
+        finish(ground, "ppo", "every", *keep)
+    whole = Left(ground.folder / "every")
+    source = ground.folder / "every" / "checkpoints" / f"step-{step:06d}"
+    name = f"from-{step}"
+    resumed = finish(ground, "ppo", name, *keep, "trainer.save_freq=100", flags=("--resume", str(source)))
+    assert resumed.checkpoint.step == 5
+    for key, tensor in whole.tensors().items():
+        assert tensor.equal(resumed.tensors()[key]), key
+    assert resumed.run["nodes"] == whole.run["nodes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["grpo", "dapo", "ppo"])
+def test_twenty_kills_at_random_moments(ground: Playground, program: str) -> None:
+    keys = ("trainer.total_epochs=8",)
+    began = time.monotonic()
+    whole = finish(ground, program, f"{program}-long", *keys)
+    seconds = time.monotonic() - began
+    if program == "dapo":
+        assert whole.account()["dropped"]["all_equal"] > 5
+
+    name, draw = f"{program}-hunted", random.Random(program)
+    fired = unfinished = 0
+    while fired < 20:
+        run = start(ground, program, name, *keys)
+        time.sleep(draw.uniform(0.0, seconds / 4))
+        finished_before = not run.running
+        if run.kill():
+            fired += 1
+            unfinished += "report: " not in run.said()
+        assert finished_before or run.status() == -signal.SIGKILL
+    assert unfinished >= 10, "most kills must hit a run that has steps left"
+    survivor = finish(ground, program, name, *keys)
+    same_run(whole, survivor)
+    consumed, dropped = survivor.account()["consumed"], sum(survivor.account()["dropped"].values())
+    assert consumed + dropped == survivor.account()["issued"] == 80
+    shutil.rmtree(ground.folder / name)
