@@ -1,7 +1,8 @@
 """`distflow replay`: runs a saved non-finite update again on the CPU and says where it went wrong."""
 
+import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from distflow.config import Config, config_from_dict
 from distflow.config.errors import UserError
 from distflow.data.batch import Batch
+from distflow.graph.fields import Axis
 from distflow.pipelines.engines import build_engines, load_policy
 from distflow.pipelines.objectives import policy_objective, sft_objective, value_objective
 from distflow.training.engine import LossFn
@@ -20,28 +22,43 @@ from distflow.training.torch_engine import TorchTrainEngine
 
 
 def replay_bundle(bundle: Path) -> Iterator[str]:
-    """Lines for people: non-finite columns, the update's metrics, and each sample that is non-finite by itself.
+    """Lines for people: non-finite columns and weights, the update's metrics, and each sample that is non-finite by
+    itself.
 
-    Raises UserError where the folder is no bundle.
+    Raises UserError where the folder is no bundle, or holds weights of another model than its config names.
     """
     if not (bundle / "bundle.json").is_file():
         raise UserError(f"{bundle} is no bundle: it has no bundle.json; bundles lie below a run's folder, in bundles/")
     facts = json.loads((bundle / "bundle.json").read_text())
-    config = _on_cpu(config_from_dict(OmegaConf.to_container(OmegaConf.load(bundle / "config.yaml")), judge=False))  # type: ignore[arg-type]
+    config = _on_cpu(config_from_dict(OmegaConf.to_container(OmegaConf.load(bundle / "config.yaml"))))  # type: ignore[arg-type]
+    for module in config.trainer.imports:
+        importlib.import_module(module)  # they register losses
     batch = Batch.load(bundle / "batch.safetensors")
+    weights = load_file(bundle / "weights.safetensors")
     yield f"update of the {facts['role']} in step {facts['step'] + 1}: {len(batch)} samples"
     yield from _non_finite_columns(batch)
+    yield from _non_finite_weights(weights)
     engine = _engine(config, facts["role"])
-    _load_weights(engine.model, load_file(bundle / "weights.safetensors"))
+    _load_weights(engine.model, weights)
     objective = _objective(config, facts["role"], batch)
-    snapshot = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
     metrics = engine.train_step(batch, objective)
-    yield f"loss {metrics['loss']:g}, gradient norm {metrics['grad_norm']:g} (saved: {facts['metrics']})"
+    saved = ", ".join(f"{name} {facts['metrics'].get(name)}" for name in ("loss", "grad_norm"))
+    yield f"loss {metrics['loss']:g}, gradient norm {metrics['grad_norm']:g} (in the run: {saved})"
+    yield from _samples_alone(engine, objective, batch, weights)
+
+
+def _samples_alone(
+    engine: TorchTrainEngine, objective: LossFn, batch: Batch, weights: Mapping[str, Tensor]
+) -> Iterator[str]:
+    found = 0
     for row in range(len(batch)):
-        _restore(engine.model, snapshot)
+        _load_weights(engine.model, weights)
         alone = engine.train_step(batch.select([row]), objective)
         if alone["skipped"]:
+            found += 1
             yield f"sample {batch['uid'][row]} alone: loss {alone['loss']:g}, gradient norm {alone['grad_norm']:g}"
+    if not found:
+        yield "each sample alone is finite: the sum of them is not, or the device of the run computes differently"
 
 
 def _on_cpu(config: Config) -> Config:
@@ -51,8 +68,20 @@ def _on_cpu(config: Config) -> Config:
 def _non_finite_columns(batch: Batch) -> Iterator[str]:
     for name in batch.names:
         column = batch.flat(name)
-        if isinstance(column, Tensor) and column.is_floating_point() and not bool(column.isfinite().all()):
-            yield f"column {name}: {int((~column.isfinite()).sum())} entries are not finite"
+        if not isinstance(column, Tensor) or not column.is_floating_point() or bool(column.isfinite().all()):
+            continue
+        wrong = ~column.isfinite()
+        axis = batch.field(name).axis
+        lengths = torch.ones(len(batch), dtype=torch.int64) if axis is Axis.SAMPLE else batch.lengths(axis)
+        rows = torch.arange(len(batch)).repeat_interleave(lengths)[wrong].unique().tolist()
+        who = ", ".join(batch["uid"][row] for row in rows[:8]) + (", ..." if len(rows) > 8 else "")
+        yield f"column {name}: {int(wrong.sum())} entries are not finite, in samples {who}"
+
+
+def _non_finite_weights(weights: Mapping[str, Tensor]) -> Iterator[str]:
+    for name, tensor in weights.items():
+        if not bool(tensor.isfinite().all()):
+            yield f"weight {name}: {int((~tensor.isfinite()).sum())} entries are not finite"
 
 
 def _engine(config: Config, role: str) -> TorchTrainEngine:
@@ -68,15 +97,15 @@ def _objective(config: Config, role: str, batch: Batch) -> LossFn:
     return policy_objective(config) if "advantages" in batch else sft_objective(config)
 
 
-def _load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
+def _load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Raises UserError for a weight that the model does not have: the update would be another."""
+    own = dict(model.named_parameters())
+    unknown = [name for name, tensor in weights.items() if name not in own or own[name].shape != tensor.shape]
+    if unknown:
+        raise UserError(
+            f"the bundle's weight {unknown[0]} is none of the model's: actor_rollout_ref.model.path holds another "
+            "model than it did in the run"
+        )
     with torch.no_grad():
-        own = dict(model.named_parameters())
         for name, tensor in weights.items():
-            if name in own:
-                own[name].copy_(tensor)
-
-
-def _restore(model: nn.Module, snapshot: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(snapshot[name])
+            own[name].copy_(tensor)

@@ -24,8 +24,8 @@ def _check_mask(batch: Batch) -> None:
         uid, token = _where(batch, wrong)
         raise TrustError(
             f"response_mask is wrong at token {token} of sample {uid}: it must be 1 exactly on tokens that the policy "
-            "made. A node shifted or rewrote the mask; training on it would push the wrong tokens. To leave tokens out of "
-            "the loss write loss_mask"
+            "made. A node shifted or rewrote the mask; training on it would push the wrong tokens. To leave "
+            "tokens out of the loss write loss_mask"
         )
     beyond = (batch.flat("loss_mask") > 0) & ~made_by_policy
     if bool(beyond.any()):

@@ -83,7 +83,7 @@ def _unmoved(role: str, names: list[str], after: int) -> str:
 
 def _dead_term(name: str, after: int) -> str:
     cause = {
-        "actor/loss_term/pg": "all advantages are 0: look at the rewards, which may be the same for all samples of a group",
+        "actor/loss_term/pg": "all advantages are 0: see whether the samples of a group all get the same reward",
         "actor/loss_term/kl": "the policy does not leave the reference, or kl_loss_coef is 0",
     }.get(name, "its coefficient or its input is 0")
     return f"the loss term {name} is on but was exactly 0 in the first {after} steps: {cause}"

@@ -71,8 +71,8 @@ def check_mismatch(batch: Batch, step: int, tolerance: Tolerance) -> tuple[dict[
     if mean > tolerance.hold and not stale:
         raise TrustError(
             f"rollout engine and trainer disagree by {mean:.3g} nats a token on the same weights "
-            f"(largest {metrics['mismatch/max_abs']:.3g}, limit of the mean {tolerance.hold:g}). Likely causes: log-probs "
-            "or tokens that are misaligned, KV of old weights, another temperature, or weights that did not arrive"
+            f"(largest {metrics['mismatch/max_abs']:.3g}, limit of the mean {tolerance.hold:g}). Likely causes: "
+            "misaligned log-probs or tokens, KV of old weights, another temperature, or weights that did not arrive"
         )
     return metrics, (
         f"rollout and trainer log-probs differ by {mean:.3g} nats a token on average "
