@@ -44,7 +44,7 @@ def test_a_tokenizer_that_adds_a_start_token_adds_it_to_texts_and_once_to_chats(
 
 
 def test_a_template_takes_the_prompt_literally(tokenizer):
-    (prompt,) = encode([row(r"{x} \frac{1}{2} {prompt}")], tokenizer, prompt_template="Q: {prompt} {0}\nA:")
+    (prompt,) = encode([row(r"{x} \frac{1}{2} {prompt}")], tokenizer, prompt_template="Q: {prompt} {{0}}\nA:")
     assert prompt.prompt_text == "Q: {x} \\frac{1}{2} {prompt} {0}\nA:"
 
 

@@ -20,7 +20,9 @@ class DataConfig:
     prompt_format: str = key(
         "text", "chat: a text prompt becomes one user message of the chat template", choices=("text", "chat")
     )
-    prompt_template: str | None = key(None, "text around a text prompt, with {prompt} in it")
+    prompt_template: str | None = key(
+        None, "text around a text prompt, with {prompt} in it; {{ and }} are plain braces"
+    )
     system_prompt: str | None = key(None, "system message in front of each prompt (chat)")
     enable_thinking: bool = key(False, "handed to the chat template")
     train_batch_size: int = key(512, "prompts a step", minimum=1)

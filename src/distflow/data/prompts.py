@@ -47,7 +47,8 @@ class PromptOptions:
     """The keys of `data` that turn a row into a prompt; lengths in tokens.
 
     prompt_format: "text", or "chat" where a text prompt becomes one user message. Lists of messages are chat always.
-    prompt_template: text around a text prompt, with `{prompt}` in it. system_prompt: chat only; a row's own wins.
+    prompt_template: text around a text prompt, with `{prompt}` in it, plain braces doubled.
+    system_prompt: chat only; a row's own wins.
     num_workers: threads that render and tokenise; 0 does it in the calling thread. The result is the same.
     """
 
@@ -234,7 +235,7 @@ def _render(row: RawRow, tokenizer: Any, options: PromptOptions) -> _Rendered | 
     prompt = row.prompt
     if isinstance(prompt, str):
         if options.prompt_template is not None:
-            prompt = options.prompt_template.replace(_PLACE, prompt)
+            prompt = options.prompt_template.format(prompt=prompt)
         if options.prompt_format == "text":
             return _Rendered(prompt, False)
     messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
