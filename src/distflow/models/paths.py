@@ -1,5 +1,7 @@
-"""Where a model lies: a local folder, a model shipped with the package (`builtin:NAME`), or a Hugging Face hub id."""
+"""Where a model lies: a local folder, a Hugging Face hub id, one that ships with us (`builtin:NAME`) or with another
+Python package (`package:NAME`)."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -7,6 +9,7 @@ from distflow.config.errors import UserError
 
 BUILTIN_FOLDER = Path(__file__).parent / "builtin"
 BUILTIN_PREFIX = "builtin:"
+PACKAGE_PREFIX = "package:"
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -24,11 +27,13 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 def resolve_path(path: str | Path) -> str:
     """The folder (as an absolute path) or hub id that `path` means.
 
-    Raises UserError for an unknown built-in model, a missing folder, and a file where a folder is wanted.
+    Raises UserError for an unknown built-in model, a missing package or folder, and a file where a folder is wanted.
     """
     text = str(path)
     if text.startswith(BUILTIN_PREFIX):
         return str(_builtin(text.removeprefix(BUILTIN_PREFIX)))
+    if text.startswith(PACKAGE_PREFIX):
+        return _package_folder(text.removeprefix(PACKAGE_PREFIX))
     folder = Path(text).expanduser()
     if folder.is_dir():
         return str(folder.resolve())
@@ -57,3 +62,11 @@ def _builtin(name: str) -> Path:
         known = sorted(p.parent.name for p in BUILTIN_FOLDER.glob("*/config.json"))
         raise UserError(f"there is no built-in model '{name}'; there are: {', '.join(known) or 'none'}")
     return folder
+
+
+def _package_folder(name: str) -> str:
+    """Of an installed Python package, which is not imported."""
+    found = importlib.util.find_spec(name) if name.isidentifier() else None
+    if found is None or not found.submodule_search_locations:
+        raise UserError(f"model path 'package:{name}': the Python package '{name}' is not installed here")
+    return found.submodule_search_locations[0]
