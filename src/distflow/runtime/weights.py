@@ -29,7 +29,12 @@ class WeightEdge:
     async def publish(self, version: Version) -> None:
         """Send the weights as `version`. Raises TrustError where what arrived is not what was sent, or where a tensor
         changed on one side only; the engine then must not serve."""
-        receipt = await self._rollout.load_weights(version, self._cast(self._weights()))
+        try:
+            receipt = await self._rollout.load_weights(version, self._cast(self._weights()))
+        except ValueError as err:
+            raise TrustError(f"the engine refused the weights of version {version.step}: {err}") from err
+        if receipt.version != version:
+            raise TrustError(f"weights of {version} were sent, but the engine's receipt is for {receipt.version}")
         if receipt.shared:
             return
         sent = stripe_hashes(self._weights(), self._dtype)

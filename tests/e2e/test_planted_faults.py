@@ -1,0 +1,254 @@
+"""Faults that make other systems train on nonsense in silence, planted into real runs: each is caught and named."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from distflow import cli
+from distflow.data.batch import Batch
+from distflow.flow.account import AccountingError
+from distflow.flow.edge import ExperienceEdge
+from distflow.rollout.embedded import engine as embedded
+from distflow.rollout.embedded.kv import PromptCache
+from distflow.rollout.receipts import stripe_hash, stripe_hashes
+from distflow.runtime import experience, learning
+from distflow.runtime.checks import TrustError
+from distflow.runtime.parts import Parts
+from distflow.training.torch_engine import TorchTrainEngine
+from tests.e2e.runs import Playground, notes
+
+GRPO = ["grpo", "trainer.total_training_steps=3"]
+FAST = ["actor_rollout_ref.actor.optim.lr=3e-2", "actor_rollout_ref.actor.optim.scheduler=constant"]
+BFLOAT16 = "actor_rollout_ref.model.dtype=bfloat16"
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture
+def playground(tmp_path: Path) -> Playground:
+    return Playground(tmp_path)
+
+
+def plant(monkeypatch: Patch, plane: Any, column: str, change: Any) -> None:
+    """What a node of this plane writes in `column` is changed by `change(batch)`."""
+    original = plane.merge_output
+
+    def planted(node: Any, batch: Batch, output: Any) -> Any:
+        merged, metrics = original(node, batch, output)
+        if column in node.contract.writes:
+            merged[column] = change(merged)
+        return merged, metrics
+
+    monkeypatch.setattr(plane, "merge_output", planted)
+
+
+@pytest.mark.parametrize("plane", [experience, learning])
+def test_a_response_mask_that_is_off_by_one(playground: Playground, monkeypatch: Patch, plane: Any) -> None:
+    written = "response_mask" if plane is experience else "advantages"
+    original = plane.merge_output
+
+    def planted(node: Any, batch: Batch, output: Any) -> Any:
+        merged, metrics = original(node, batch, output)
+        if written in node.contract.writes:
+            merged["response_mask"] = torch.nn.functional.pad(merged["response_mask"], (1, 0))[:, :-1]
+        return merged, metrics
+
+    monkeypatch.setattr(plane, "merge_output", planted)
+    with pytest.raises(TrustError, match="response_mask is wrong at token 0 of sample 0-0"):
+        playground.run(*GRPO)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_old_log_probs_that_are_shifted(playground: Playground, monkeypatch: Patch, dtype: str) -> None:
+    plant(monkeypatch, learning, "old_log_probs", lambda batch: batch["old_log_probs"].roll(1, dims=-1))
+    with pytest.raises(TrustError, match="ratio to the old policy must be 1, but"):
+        playground.run(*GRPO, f"actor_rollout_ref.model.dtype={dtype}")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("loss", ["vanilla", "decoupled"])
+def test_rollout_log_probs_that_are_shifted(playground: Playground, monkeypatch: Patch, dtype: str, loss: str) -> None:
+    plant(monkeypatch, experience, "rollout_log_probs", lambda batch: batch["rollout_log_probs"].roll(1, dims=-1))
+    options = [f"actor_rollout_ref.model.dtype={dtype}", f"actor_rollout_ref.actor.policy_loss={loss}"]
+    with pytest.raises(TrustError, match="agree when one is moved by a token"):
+        playground.run(*GRPO, *options)
+
+
+def test_a_gap_of_a_hundred_nats(playground: Playground, monkeypatch: Patch) -> None:
+    plant(monkeypatch, learning, "old_log_probs", lambda batch: batch["old_log_probs"] - 100)
+    with pytest.raises(TrustError, match=r"\|log ratio\| is 100 on average"):
+        playground.run(*GRPO, name="old")
+    monkeypatch.undo()
+    plant(monkeypatch, experience, "rollout_log_probs", lambda batch: batch["rollout_log_probs"] - 100)
+    with pytest.raises(TrustError, match="disagree by 100 nats a token"):
+        playground.run(*GRPO, name="rollout")
+
+
+def test_group_ids_that_are_swapped(playground: Playground, monkeypatch: Patch) -> None:
+    original = learning.merge_output
+
+    def swapped(node: Any, batch: Batch, output: Any) -> Any:
+        merged, metrics = original(node, batch, output)
+        merged["group_index"] = torch.arange(len(merged)) % 4
+        return merged, metrics
+
+    monkeypatch.setattr(learning, "merge_output", swapped)
+    with pytest.raises(TrustError, match="sample 0-1 carries group_index 1: a node mixed up groups"):
+        playground.run(*GRPO)
+
+
+def keep_prompts_for_ever(monkeypatch: Patch) -> None:
+    """Prompts are found again whatever weights made their keys and values."""
+    original = PromptCache.rows
+    monkeypatch.setattr(PromptCache, "clear", lambda self: None)
+    monkeypatch.setattr(PromptCache, "rows", lambda self, version, *rest: original(self, "any", *rest))
+
+
+def test_prompt_kv_kept_across_a_publish_on_shared_weights(playground: Playground, monkeypatch: Patch) -> None:
+    keep_prompts_for_ever(monkeypatch)
+    with pytest.raises(TrustError, match="disagree by .* on the same weights.*KV of old weights"):
+        playground.run(*GRPO, "trainer.total_training_steps=6", *FAST)
+
+
+def test_prompt_kv_kept_across_a_publish_on_a_copy(playground: Playground, monkeypatch: Patch) -> None:
+    keep_prompts_for_ever(monkeypatch)
+    with pytest.raises(TrustError, match="canary: .*KV kept from older weights"):
+        playground.run(*GRPO, "trainer.total_training_steps=6", *FAST, BFLOAT16)
+
+
+def test_a_tensor_that_the_engine_skips(playground: Playground, monkeypatch: Patch) -> None:
+    original = embedded.copy_weights
+
+    def forgetful(module: nn.Module, weights: Any) -> dict[str, str]:
+        name, kept = next((n, p.detach().clone()) for n, p in module.named_parameters() if "layers.1.mlp.up" in n)
+        hashes = original(module, weights)
+        with torch.no_grad():
+            dict(module.named_parameters())[name].copy_(kept)
+        return hashes | {name: stripe_hash(kept)}
+
+    monkeypatch.setattr(embedded, "copy_weights", forgetful)
+    with pytest.raises(TrustError, match=r"did not arrive whole; tensors that differ: model.layers.1.mlp.up_proj"):
+        playground.run(*GRPO, BFLOAT16)
+
+
+def test_an_engine_that_takes_nothing_and_says_it_did(playground: Playground, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(
+        embedded, "copy_weights", lambda module, weights: stripe_hashes((n, t.bfloat16()) for n, t in weights)
+    )
+    with pytest.raises(TrustError, match="canary: .*weights that did not arrive"):
+        playground.run(*GRPO, "trainer.total_training_steps=6", *FAST, BFLOAT16)
+
+
+def test_a_weight_that_is_not_sent(playground: Playground) -> None:
+    def without_one(parts: Parts) -> Parts:
+        return replace(
+            parts, published=lambda: ((n, t) for n, t in parts.engines.actor.weights() if "lm_head" not in n)
+        )
+
+    with pytest.raises(TrustError, match="lm_head.weight: missing"):
+        playground.run(*GRPO, BFLOAT16, spoil=without_one)
+
+
+def test_a_loss_term_that_is_dead(playground: Playground, monkeypatch: Patch) -> None:
+    plant(monkeypatch, learning, "advantages", lambda batch: torch.zeros_like(batch["advantages"]))
+    run = playground.run(*GRPO, "trainer.total_training_steps=6")
+    (found,) = [note for note in run.notes("finding") if "loss term" in note]
+    assert found.startswith("the loss term actor/loss_term/pg is on but was exactly 0 in the first 5 steps")
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_a_tensor_that_nothing_moves(playground: Playground, weight_decay: float) -> None:
+    def deaf(parts: Parts) -> Parts:
+        engine = parts.engines.actor
+        assert isinstance(engine, TorchTrainEngine)
+        dict(engine.model.named_parameters())["model.layers.1.mlp.up_proj.weight"].register_hook(torch.zeros_like)
+        return parts
+
+    options = ["trust.unmoved_after=3", f"actor_rollout_ref.actor.optim.weight_decay={weight_decay}"]
+    run = playground.run(*GRPO, "trainer.total_training_steps=6", *options, spoil=deaf)
+    (found,) = run.notes("finding")
+    assert found.startswith("actor: 'model.layers.1.mlp.up_proj.weight' did not move in 3 updates")
+
+
+def test_a_ticket_that_is_lost(playground: Playground, monkeypatch: Patch) -> None:
+    original = ExperienceEdge.release
+
+    def losing(self: ExperienceEdge, step: int) -> Any:
+        return original(self, step)[1:]
+
+    monkeypatch.setattr(ExperienceEdge, "release", losing)
+    with pytest.raises(AccountingError, match="4 tickets were issued, but 3 are accounted for"):
+        playground.run(*GRPO)
+
+
+def nan_advantages(uid: str, steps: range, monkeypatch: Patch) -> None:
+    """The advantages of one sample are NaN in some steps."""
+    count = iter(range(1000))
+
+    def spoiled(batch: Batch) -> torch.Tensor:
+        advantages = batch["advantages"]
+        if next(count) in steps:
+            row = next(i for i, name in enumerate(batch["uid"]) if name.endswith(uid))
+            advantages[row] = math.nan
+        return advantages
+
+    plant(monkeypatch, learning, "advantages", spoiled)
+
+
+def test_a_nan_loss_skips_the_step_and_leaves_a_bundle(
+    playground: Playground, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nan_advantages("-2", range(1, 2), monkeypatch)
+    run = playground.run(*GRPO, "trainer.save_freq=1", "trainer.keep_last=5")
+    assert [step["actor/skipped"] for step in run.metrics()] == [0, 1, 0]
+    same = (torch.equal(run.weights(1)[name], weight) for name, weight in run.weights(2).items())
+    assert all(same), "the skipped step changed nothing"
+    (bundle,) = (run.folder / "bundles").iterdir()
+    assert any("skipped: loss or gradient is not finite" in note for note in run.notes("warning"))
+    capsys.readouterr()
+    assert cli.main(["replay", str(bundle)]) == 0
+    shown = capsys.readouterr().out
+    assert "column advantages" in shown and "in samples 4-2" in shown
+    assert "sample 4-2 alone: loss nan" in shown and "4-1 alone" not in shown
+
+
+@pytest.mark.parametrize("preset", ["grpo", "ppo"])
+def test_nan_losses_in_a_row_end_the_run(playground: Playground, monkeypatch: Patch, preset: str) -> None:
+    # The critic's updates stay sound: they must not hide that the actor has none.
+    nan_advantages("-0", range(1, 1000), monkeypatch)
+    options = ["trust.max_skipped_updates=3", "trainer.total_training_steps=9", "trainer.save_freq=1"]
+    arguments = playground.overrides("run", *options, *(["actor_rollout_ref.rollout.n=1"] if preset == "ppo" else []))
+    assert cli.main(["train", preset, *arguments]) == 1
+    (error,) = notes(playground.folder / "run", "error")
+    assert "3 updates of the actor in a row had a non-finite loss or gradient" in error
+    assert "distflow replay" in error
+    saved = sorted(path.name for path in (playground.folder / "run" / "checkpoints").glob("step-*"))
+    assert saved[-1] == "step-000003", "the fourth step ended the run before it was saved"
+
+
+def test_weights_that_overflow_are_never_published_or_saved(playground: Playground, monkeypatch: Patch) -> None:
+    original, count = TorchTrainEngine._step, iter(range(100))
+
+    def overflowing(self: TorchTrainEngine, lrs: list[float]) -> None:
+        original(self, [math.inf if next(count) == 1 else lr for lr in lrs])
+
+    monkeypatch.setattr(TorchTrainEngine, "_step", overflowing)
+    with pytest.raises(TrustError, match="after an update in step 2 weights of the actor are not finite"):
+        playground.run(*GRPO, "trainer.save_freq=1")
+    assert [path.name for path in (playground.folder / "run" / "checkpoints").glob("step-*")] == ["step-000001"]
+
+
+def test_a_healthy_run_raises_nothing(playground: Playground) -> None:
+    for dtype in ("float32", "bfloat16"):
+        run = playground.run(
+            *GRPO, "trainer.total_training_steps=25", *FAST, f"actor_rollout_ref.model.dtype={dtype}", name=dtype
+        )
+        assert run.notes("finding") == [] and run.notes("error") == []
+        if dtype == "float32":
+            assert run.notes("warning") == []
+            assert max(step["mismatch/mean_abs"] for step in run.metrics()) < 1e-5
+            assert all(step["actor/log_ratio_abs"] < 1e-5 for step in run.metrics())
