@@ -1,6 +1,5 @@
 """Every example runs as it is, does what it says, and stays short."""
 
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from distflow.cli import main
 from distflow.data.batch import Batch
 from distflow.observe.run_reader import read_metrics, read_samples
+from tests.user_code import forgotten
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -19,10 +19,9 @@ MAX_LINES = 30
 
 @pytest.fixture(autouse=True)
 def at_the_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As a user would be; `main` puts the current folder on the path, where tests have it only meanwhile."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield
+    with forgotten("examples"):
+        yield
 
 
 def train(name: str, run_dir: Path, *overrides: str) -> Batch:

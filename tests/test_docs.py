@@ -1,0 +1,188 @@
+"""The documentation is true: its code runs, its commands parse, its keys, links, files and functions exist."""
+
+import ast
+import contextlib
+import io
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from distflow.cli import _parser, main
+from distflow.config import load_config
+from distflow.config.replaced import REPLACED
+from distflow.config.schema import group_names, schema_keys
+from tests.user_code import forgotten
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "distflow"
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "examples" / "README.md"])
+NOT_RUN = "<!-- not run"
+
+# What a page may leave open because a reader would not type it: any model, any data, modules of the reader's own.
+OPEN = ["actor_rollout_ref.model.path=builtin:tiny-arithmetic", "data.train_files=builtin:arithmetic-rl"]
+READERS_MODULES = {
+    "my_rewards": "def length_penalised(token_level_scores, *, penalty: float = 1.0):\n    return token_level_scores\n",
+    "my_nodes": "def log_lengths(response_mask):\n    return None\n",
+}
+SHORT_FORMS = {short: f"actor_rollout_ref.{short}" for short in ("actor", "rollout", "ref", "model")}
+EXECUTED = ("config", "doctor", "--version")
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    page: str
+    line: int
+    language: str
+    code: str
+    runs: bool
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    lines = page.read_text().splitlines()
+    start, before = None, ""
+    for number, line in enumerate(lines):
+        if not line.startswith("```"):
+            before = line if start is None and line.strip() else before
+        elif start is None:
+            start = number
+        else:
+            code = "\n".join(lines[start + 1 : number]) + "\n"
+            yield Block(name_of(page), start + 1, lines[start][3:].strip(), code, not before.startswith(NOT_RUN))
+            start, before = None, ""
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def all_blocks(language: str) -> list[Any]:
+    found = [block for page in PAGES for block in blocks(page) if block.language == language]
+    return [pytest.param(block, id=f"{block.page}:{block.line}") for block in found]
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def quoted(page: Path) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", prose(page))
+
+
+@pytest.fixture
+def readers_folder(tmp_path: Path) -> Iterator[Path]:
+    for module, text in READERS_MODULES.items():
+        (tmp_path / f"{module}.py").write_text(text)
+    with forgotten(*READERS_MODULES):
+        sys.path.insert(0, str(tmp_path))
+        yield tmp_path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_python_runs_from_the_top_of_a_page_to_its_end(page: Path, readers_folder: Path) -> None:
+    namespace: dict[str, Any] = {"__name__": "page"}
+    for block in blocks(page):
+        if block.language == "python" and block.runs:
+            padding = "\n" * block.line
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(compile(padding + block.code, page, "exec"), namespace)
+
+
+@pytest.mark.parametrize("block", all_blocks("bash"))
+def test_commands_are_accepted(block: Block, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Those that only look are run; of the others the arguments and the config are checked."""
+    monkeypatch.chdir(ROOT)
+    for line in block.code.splitlines():
+        words = shlex.split(line, comments=True)
+        if not words or words[0] != "distflow" or not block.runs:
+            continue
+        if words[1] in EXECUTED:
+            assert main(words[1:]) == 0, capsys.readouterr().err
+            continue
+        arguments = _parser().parse_args(words[1:])
+        if words[1] in ("train", "sft", "eval"):
+            load_config(arguments.preset, arguments.overrides)
+
+
+@pytest.mark.parametrize("block", all_blocks("yaml"))
+def test_yaml_is_a_config(block: Block, tmp_path: Path) -> None:
+    """A fragment stands for a file that builds on `grpo`, with a model and data."""
+    content = yaml.safe_load(block.code)
+    if isinstance(content, list) or not block.runs:
+        return
+    content.setdefault("defaults", ["grpo", "_self_"])
+    own = content.get("dag", {})
+    needs = [] if not own else ["~dag.pipeline"]
+    (tmp_path / "page.yaml").write_text(yaml.safe_dump(content))
+    load_config(str(tmp_path / "page.yaml"), [*OPEN, *needs])
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "config.md"], ids=name_of)
+def test_every_key_that_is_named_exists(page: Path) -> None:
+    keys = schema_keys()
+    groups = {name.rsplit(".", depth)[0] for name in keys for depth in range(1, name.count(".") + 1)}
+    for text in quoted(page):
+        key = re.split(r"[=\s,({]", text)[0].rstrip(".*")
+        first, _, rest = key.partition(".")
+        if not rest or not re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)+", key) or _is_no_key(key):
+            continue
+        full = key if first in group_names() else f"{SHORT_FORMS[first]}.{rest}" if first in SHORT_FORMS else None
+        if full is None:
+            continue
+        known = full in keys or full in groups or any(name.startswith(full) for name in keys)
+        is_replaced = any(full.startswith(name) for name in REPLACED) and page.name == "migrating.md"
+        inside = any(full.startswith(f"{name}.") and isinstance(info.default, dict) for name, info in keys.items())
+        assert known or is_replaced or inside, f"{name_of(page)} names the key '{text}'"
+
+
+def _is_no_key(text: str) -> bool:
+    return text.endswith((".py", ".md", ".jsonl", ".yaml", ".json")) or text in ("reward_model.ground_truth",)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{name_of(page)} links to {target}"
+        if anchor:
+            assert anchor in anchors(file), f"{name_of(page)} links to {target}: there are {sorted(anchors(file))}"
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_are_named_exist(page: Path) -> None:
+    for text in quoted(page):
+        if re.fullmatch(r"[\w./]+\.py", text) and "/" in text and "NAME" not in text:
+            assert (ROOT / text).is_file() or (SOURCE / text).is_file(), f"{name_of(page)} names {text}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_functions_of_a_walk_are_in_the_files_it_names(page: Path) -> None:
+    for file, function in re.findall(r"`([\w/]+\.py)` · `([\w.]+)`", page.read_text()):
+        assert function in definitions(SOURCE / file), f"{name_of(page)}: {file} has no {function}"
+
+
+def definitions(path: Path) -> set[str]:
+    found = set()
+    for item in ast.parse(path.read_text()).body:
+        if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(item.name)
+        if isinstance(item, ast.ClassDef):
+            inner = (n for n in item.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+            found |= {f"{item.name}.{n.name}" for n in inner}
+    return found

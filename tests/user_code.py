@@ -1,0 +1,23 @@
+"""Runs code of users in the tests' own process, and forgets what it registered."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from distflow.algorithms import ADV_ESTIMATORS, POLICY_LOSSES
+
+
+@contextmanager
+def forgotten(*modules: str) -> Iterator[None]:
+    """Inside, user code may register estimators and losses; afterwards these and `modules` were never there."""
+    before = [(registry, dict(registry)) for registry in (ADV_ESTIMATORS, POLICY_LOSSES)]
+    paths = list(sys.path)
+    try:
+        yield
+    finally:
+        for registry, entries in before:
+            registry.clear()
+            registry.update(entries)
+        for name in [name for name in sys.modules if name.split(".")[0] in modules]:
+            del sys.modules[name]
+        sys.path[:] = paths
