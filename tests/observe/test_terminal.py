@@ -137,6 +137,18 @@ def test_live_view_fits_escapes_and_leaves_only_what_should_stay(
         assert all(len(row.rstrip("\r")) <= size[0] for row in rows)
 
 
+def test_the_time_shown_is_that_of_the_last_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal = Terminal()
+    view = TerminalView("run", 3, file=terminal.file)
+    view.log(1, {"timing_s/eval": 3.0, "timing_s/rollout": 1.0, "timing_s/step": 4.0, "val_correct/all/mean": 0.5})
+    view.log(2, {"timing_s/rollout": 1.0, "timing_s/step": 2.0})
+    view.close()
+    last = re.findall(r"╭[^╰]*╰", terminal.seen())[-1]
+    assert "rollout 50%" in last and "eval" not in last and "0.500" in last
+
+
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb"), ("TERM", "")])
 def test_a_terminal_that_asks_for_plain_text_gets_it(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)

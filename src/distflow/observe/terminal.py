@@ -144,6 +144,8 @@ class _State:
         if step > self.step or len(self.step_ends) == 1:
             self.step_ends.append(now)
         self.step = max(self.step, step)
+        if "timing_s/step" in values:  # what an earlier step spent on a validation is no share of this one
+            self.values = {name: value for name, value in self.values.items() if not name.startswith("timing_s/")}
         self.values.update(values)
         if self.first_accuracy is None:
             self.first_accuracy = values.get("val_correct/all/mean")
