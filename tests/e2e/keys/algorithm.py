@@ -1,0 +1,343 @@
+"""Keys of `algorithm`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distflow.data.batch import Batch
+from tests.e2e.keys.case import Case, allowed, close, differ, refused
+from tests.e2e.keys.lab import ACTOR, MODEL, ROLLOUT, Run
+
+NO_KL = ("algorithm.use_kl_in_reward=false",)
+ADAPTIVE = ("algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.1", "algorithm.kl_ctrl.horizon=100")
+BFLOAT16 = (f"{MODEL}.dtype=bfloat16", "trainer.total_training_steps=1", "trust.canary_freq=0")
+TOKEN_WEIGHTS = (*BFLOAT16, "algorithm.rollout_correction.level=token", "algorithm.rollout_correction.cap=100")
+MASKED = (*TOKEN_WEIGHTS, "algorithm.rollout_correction.mode=mask")
+
+
+def scores_of(batch: Batch) -> Tensor:
+    return batch["token_level_scores"].sum(-1).double()
+
+
+def advantages_of(batch: Batch) -> Tensor:
+    """One a sample: those of its first token."""
+    return batch["advantages"][:, 0].double()
+
+
+def by_group(batch: Batch, rule: Any) -> Tensor:
+    """A rule of each group's scores, for every sample."""
+    scores, groups, out = scores_of(batch), batch["group_index"], torch.zeros(len(batch)).double()
+    for group in groups.unique():
+        out[groups == group] = rule(scores[groups == group])
+    return out
+
+
+def advantages_are(rule: Any) -> Any:
+    def check(before: Run, after: Run) -> None:
+        close(advantages_of(after.batch()), by_group(after.batch(), rule))
+        differ(advantages_of(before.batch()), advantages_of(after.batch()))
+
+    return check
+
+
+def rloo(scores: Tensor) -> Tensor:
+    return scores - (scores.sum() - scores) / (len(scores) - 1)
+
+
+def advantages_halve(before: Run, after: Run) -> None:
+    close(advantages_of(before.batch()), 2 * advantages_of(after.batch()))
+
+
+def program_is(before_id: str, after_id: str) -> Any:
+    def check(before: Run, after: Run) -> None:
+        assert before.parts is not None and after.parts is not None
+        assert (before.parts.program.graph_id, after.parts.program.graph_id) == (before_id, after_id)
+
+    return check
+
+
+def rewards_to_go_discounted(before: Run, after: Run) -> None:
+    batch, gamma = after.batch(), 0.5
+    for i, length in enumerate(batch.lengths("response").tolist()):
+        expected = scores_of(batch)[i] * gamma ** torch.arange(length - 1, -1, -1)
+        close(batch["returns"][i, :length], expected)
+    close(before.batch()["returns"][:, 0], scores_of(before.batch()))
+
+
+def returns_look_one_token_ahead(before: Run, after: Run) -> None:
+    batch = after.batch()
+    for i, length in enumerate(batch.lengths("response").tolist()):
+        close(batch["returns"][i, : length - 1], batch["values"][i, 1:length])
+    differ(before.batch()["returns"], batch["returns"])
+
+
+def truncated_ones_end_in_their_value(before: Run, after: Run) -> None:
+    for run, adds_value in ((before, 0.0), (after, 1.0)):
+        batch = run.batch()
+        last = batch.lengths("response") - 1
+        rows = torch.arange(len(batch))
+        expected = scores_of(batch) + adds_value * batch["truncated"] * batch["values"][rows, last]
+        close(batch["returns"][rows, last], expected)
+        assert 0 < int(batch["truncated"].sum()) < len(batch)
+
+
+def penalty_is(estimate: Any) -> Any:
+    """Rewards are scores less coefficient · estimate(log-ratio), in the step in which there is a KL."""
+
+    def check(before: Run, after: Run) -> None:
+        batch = after.batch(2)
+        gap = (batch["old_log_probs"] - batch["ref_log_prob"]) * batch["response_mask"]
+        penalty = batch["token_level_scores"] - batch["token_level_rewards"]
+        close(penalty, after.column("actor/kl_coef")[1] * estimate(gap), 1e-6)
+        differ(before.batch(2)["token_level_rewards"], batch["token_level_rewards"])
+
+    return check
+
+
+def no_penalty(before: Run, after: Run) -> None:
+    batch = after.batch(2)
+    close(batch["token_level_rewards"], batch["token_level_scores"])
+    differ(before.batch(2)["token_level_rewards"], before.batch(2)["token_level_scores"])
+    assert after.engine("ref") is None and "actor/reward_kl_penalty" not in after.steps[1]
+
+
+def coefficient_starts_at(value: float) -> Any:
+    def check(before: Run, after: Run) -> None:
+        assert before.column("actor/kl_coef")[0] != after.column("actor/kl_coef")[0] == value
+
+    return check
+
+
+def coefficients_are(target: float, horizon: float) -> Any:
+    """arXiv:1909.08593: the error is clipped to ±0.2, a step of n samples moves by 1 + error · n / horizon."""
+
+    def check(before: Run, after: Run) -> None:
+        coefficients, measured = after.column("actor/kl_coef"), after.column("actor/reward_kl_penalty")
+        for now, following, kl in zip(coefficients, coefficients[1:], measured, strict=False):
+            close(following, now * (1 + max(-0.2, min(0.2, kl / target - 1)) * 16 / horizon), 1e-9)
+        assert before.column("actor/kl_coef") != coefficients
+
+    return check
+
+
+def weights_are(rule: Any) -> Any:
+    """Correction weights of each sequence from its log-ratios."""
+
+    def check(before: Run, after: Run) -> None:
+        batch = after.batch()
+        mask = batch["response_mask"]
+        gap = (batch["old_log_probs"].double() - batch["rollout_log_probs"].double()) * mask
+        close(batch["rollout_is_weights"] * mask, rule(gap, mask) * mask, 1e-5)
+        own = before.batch()
+        if "rollout_is_weights" in own:
+            differ(own["rollout_is_weights"], batch["rollout_is_weights"], 1e-4)
+
+    return check
+
+
+def loss_weighed_by(weight: float) -> Any:
+    """Every weight is the cap, so that the gradient shrinks to that share."""
+
+    def check(before: Run, after: Run) -> None:
+        assert float(after.batch()["rollout_is_weights"].max()) == weight
+        close(after.column("actor/grad_norm")[0], weight * before.column("actor/grad_norm")[0], 2e-2)
+
+    return check
+
+
+def outside_the_band_counts_nothing(before: Run, after: Run) -> None:
+    batch, mask = after.batch(), after.batch()["response_mask"]
+    ratios = before.batch()["rollout_is_weights"][mask > 0]
+    weights = batch["rollout_is_weights"][mask > 0]
+    assert 0 < int((ratios < 1.0).sum()) < len(ratios)
+    close(weights, torch.where(ratios < 1.0, 0.0, ratios))
+
+
+def no_group_is_flat(before: Run, after: Run) -> None:
+    def flat(run: Run) -> int:
+        return sum(int(torch.unique(row).numel() == 1) for row in scores_of(run.batch()).view(-1, 4))
+
+    assert flat(before) > 0 and flat(after) == 0
+    assert after.column("async/dropped/all_equal")[0] > 0 and "async/dropped/all_equal" not in before.steps[0]
+
+
+def groups_differ_in_format(before: Run, after: Run) -> None:
+    def mixed(run: Run) -> list[bool]:
+        parts = torch.tensor([part["format"] for part in run.batch()["reward_parts"]]).view(-1, 4)
+        return [len(row.unique()) > 1 for row in parts]
+
+    assert all(mixed(after)) and not all(mixed(before))
+
+
+def the_step_is_short(before: Run, after: Run) -> None:
+    assert "max_num_gen_batches" in str(before.error)
+    assert 0 < len(after.batch().lengths("response")) < 16
+
+
+FLAT_MIX = ("data.shuffle=false", "trainer.total_training_steps=1")
+CASES = (
+    Case("algorithm.adv_estimator", "algorithm.adv_estimator=rloo", "advantages", advantages_are(rloo)),
+    Case(
+        "algorithm.adv_estimator_kwargs",
+        "+algorithm.adv_estimator_kwargs.f_norm=2",
+        "advantages halve",
+        advantages_halve,
+        given=("algorithm.adv_estimator=gpg",),
+    ),
+    Case(
+        "algorithm.workflow_type",
+        "algorithm.workflow_type=DAPO",
+        "the program",
+        program_is("grpo_training_pipeline", "dapo_training_pipeline"),
+        given=("~dag.pipeline",),
+    ),
+    Case(
+        "algorithm.gamma",
+        "algorithm.gamma=0.5",
+        "returns, discounted",
+        rewards_to_go_discounted,
+        base="ppo",
+        given=(*NO_KL, "algorithm.lam=1.0"),
+    ),
+    Case(
+        "algorithm.lam",
+        "algorithm.lam=0",
+        "returns: the next value alone",
+        returns_look_one_token_ahead,
+        base="ppo",
+        given=NO_KL,
+    ),
+    Case(
+        "algorithm.norm_adv_by_std_in_grpo",
+        "algorithm.norm_adv_by_std_in_grpo=false",
+        "advantages: score less mean",
+        advantages_are(lambda scores: scores - scores.mean()),
+    ),
+    Case(
+        "algorithm.adv_epsilon",
+        "algorithm.adv_epsilon=1.0",
+        "advantages: over std + 1",
+        advantages_are(lambda scores: (scores - scores.mean()) / (scores.std() + 1.0)),
+    ),
+    Case(
+        "algorithm.allow_group_of_one",
+        "algorithm.allow_group_of_one=true",
+        "a group of one runs",
+        allowed("rollout.n", "allow_group_of_one"),
+        given=(f"{ROLLOUT}.n=1",),
+    ),
+    Case(
+        "algorithm.bootstrap_truncated",
+        "algorithm.bootstrap_truncated=true",
+        "the last return of a truncated response",
+        truncated_ones_end_in_their_value,
+        base="ppo",
+        given=(*NO_KL, "algorithm.lam=0"),
+    ),
+    Case(
+        "algorithm.use_kl_in_reward",
+        "algorithm.use_kl_in_reward=false",
+        "rewards are the scores; no reference is built",
+        no_penalty,
+        base="ppo",
+    ),
+    Case(
+        "algorithm.kl_penalty",
+        "algorithm.kl_penalty=abs",
+        "rewards of tokens: less |log-ratio|",
+        penalty_is(torch.abs),
+        base="ppo",
+        given=("algorithm.kl_ctrl.kl_coef=1.0", f"{ACTOR}.optim.lr=0.01"),
+    ),
+    Case(
+        "algorithm.kl_ctrl.kl_coef",
+        "algorithm.kl_ctrl.kl_coef=0.5",
+        "actor/kl_coef",
+        coefficient_starts_at(0.5),
+        base="ppo",
+    ),
+    Case(
+        "algorithm.kl_ctrl.type",
+        ADAPTIVE,
+        "actor/kl_coef follows a target",
+        coefficients_are(0.1, 100),
+        base="ppo",
+    ),
+    Case(
+        "algorithm.kl_ctrl.target_kl",
+        "algorithm.kl_ctrl.target_kl=1e-9",
+        "actor/kl_coef grows",
+        coefficients_are(1e-9, 100),
+        base="ppo",
+        given=(*ADAPTIVE, "algorithm.kl_penalty=abs", "trainer.total_training_steps=3"),
+    ),
+    Case(
+        "algorithm.kl_ctrl.horizon",
+        "algorithm.kl_ctrl.horizon=50",
+        "actor/kl_coef moves twice as far",
+        coefficients_are(0.1, 50),
+        base="ppo",
+        given=ADAPTIVE,
+    ),
+    Case(
+        "algorithm.rollout_correction.level",
+        "algorithm.rollout_correction.level=sequence",
+        "rollout_is_weights: the product over a sequence",
+        weights_are(lambda gap, mask: gap.sum(-1, keepdim=True).exp().expand_as(gap)),
+        given=TOKEN_WEIGHTS,
+    ),
+    Case(
+        "algorithm.rollout_correction.mode",
+        "algorithm.rollout_correction.mode=mask",
+        "rollout_is_weights above the cap are 0",
+        weights_are(lambda gap, mask: torch.where(gap.exp() > 1.0, 0.0, gap.exp())),
+        given=(*TOKEN_WEIGHTS, "algorithm.rollout_correction.cap=1.0"),
+    ),
+    Case(
+        "algorithm.rollout_correction.cap",
+        "algorithm.rollout_correction.cap=0.5",
+        "the gradient halves",
+        loss_weighed_by(0.5),
+        given=TOKEN_WEIGHTS,
+    ),
+    Case(
+        "algorithm.rollout_correction.floor",
+        "algorithm.rollout_correction.floor=1.0",
+        "rollout_is_weights below it are 0",
+        outside_the_band_counts_nothing,
+        given=MASKED,
+    ),
+    Case(
+        "algorithm.filter_groups.enable",
+        "algorithm.filter_groups.enable=true",
+        "groups of equal scores are replaced",
+        no_group_is_flat,
+        base="dapo",
+        given=(*FLAT_MIX, "algorithm.filter_groups.enable=false"),
+    ),
+    Case(
+        "algorithm.filter_groups.metric",
+        "algorithm.filter_groups.metric=format",
+        "groups differ in that reward part",
+        groups_differ_in_format,
+        base="dapo",
+        given=("reward.functions.default=[custom,{name: format, weight: 0}]", "trainer.total_training_steps=1"),
+    ),
+    Case(
+        "algorithm.filter_groups.max_num_gen_batches",
+        "algorithm.filter_groups.max_num_gen_batches=1",
+        "the step cannot be filled",
+        refused("max_num_gen_batches"),
+        base="dapo",
+        given=FLAT_MIX,
+    ),
+    Case(
+        "algorithm.filter_groups.when_exhausted",
+        "algorithm.filter_groups.when_exhausted=continue",
+        "a step with fewer samples",
+        the_step_is_short,
+        base="dapo",
+        given=(*FLAT_MIX, "algorithm.filter_groups.max_num_gen_batches=1"),
+    ),
+)

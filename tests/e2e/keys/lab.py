@@ -1,0 +1,326 @@
+"""Tiny runs of real programs, for tests that change one key and look at what changes with it."""
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distflow.config import Config, Loaded, load_config
+from distflow.data.batch import Batch
+from distflow.data.prompts import PromptSet
+from distflow.models.tokenizer import load_tokenizer
+from distflow.observe.run_reader import Event, read_events, read_metrics, read_samples
+from distflow.pipelines.assembly import assemble
+from distflow.pipelines.data_sets import train_prompts, validation_prompts
+from distflow.pipelines.engines import load_policy
+from distflow.runtime.local import launch_local
+from distflow.runtime.parts import Parts
+from tests.tiny_models import write_tiny_model
+
+MODEL, ACTOR, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+# The stops are frequent, so that responses have different lengths and some are cut off at the limit.
+REWARD = """
+import os
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if data_source == "flat":
+        return 0.25
+    return sum(map(ord, solution_str)) % 9 / 8
+
+def constant(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.5
+
+def slow(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep(0.0 if extra_info["number"] % 2 else 0.3)
+    return sum(map(ord, solution_str)) % 9 / 8
+
+def process(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep(0.05)
+    return float(os.getpid())
+"""
+ANY_PROGRAM = {
+    f"{MODEL}.path": "{lab}/model",
+    f"{MODEL}.dtype": "float32",
+    "data.train_files": "{lab}/train.jsonl",
+    "data.train_batch_size": "4",
+    "data.max_prompt_length": "24",
+    "data.max_response_length": "8",
+    f"{ACTOR}.ppo_mini_batch_size": "4",
+    f"{ACTOR}.optim.lr": "0.001",
+    f"{ACTOR}.optim.scheduler": "constant",
+    "trainer.total_training_steps": "2",
+    "trainer.test_freq": "-1",
+    "trainer.save_freq": "-1",
+    "trainer.save_groups": "all",
+    "trainer.num_threads": "1",
+}
+GENERATING = {
+    **ANY_PROGRAM,
+    f"{ROLLOUT}.n": "4",
+    f"{ROLLOUT}.stop": "['" + "','".join("abcdefghijklmnop") + "']",
+    "reward.functions.default": "[custom]",
+    "custom_reward_function.path": "{lab}/reward.py",
+    "reward.num_workers": "1",
+    "trust.certify_rewards": "false",
+}
+GROUP_RELATIVE = {f"{ACTOR}.entropy_coef": "0.0", f"{ACTOR}.use_kl_loss": "false"}
+BASES: dict[str, tuple[str, dict[str, str]]] = {
+    "grpo": ("grpo", {**GENERATING, **GROUP_RELATIVE}),
+    "dapo": ("dapo", {**GENERATING, **GROUP_RELATIVE, f"{ROLLOUT}.n": "4", "reward.overlong.buffer_tokens": "0"}),
+    "ppo": ("ppo", {**GENERATING, "critic.optim.lr": "0.001", "critic.optim.scheduler": "constant"}),
+    "sft": ("sft", ANY_PROGRAM),
+}
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward of a role's model. thread: where it ran. learns: with gradients. shape: of its input ids."""
+
+    role: str
+    thread: str
+    learns: bool
+    shape: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass
+class Run:
+    """What became of a run. error: what it raised; then the properties that read its folder raise that again."""
+
+    folder: Path
+    parts: Parts | None = None
+    error: Exception | None = None
+    start: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    forwards: list[Forward] = field(default_factory=list)
+    layer_calls: int = 0
+
+    @cached_property
+    def steps(self) -> list[dict[str, float]]:
+        """Metrics of each training step."""
+        self._must_have_ended()
+        return [dict(record.values) for record in read_metrics(self.folder) if record.kind == "train"]
+
+    @cached_property
+    def validations(self) -> dict[int, dict[str, float]]:
+        """Metrics of each validation, by step."""
+        self._must_have_ended()
+        return {record.step: dict(record.values) for record in read_metrics(self.folder) if record.kind == "val"}
+
+    def column(self, metric: str) -> list[float]:
+        """A metric in each training step."""
+        return [step[metric] for step in self.steps]
+
+    def batch(self, step: int = 1) -> Batch:
+        """All columns of a step, as `trainer.save_groups` kept them."""
+        self._must_have_ended()
+        return Batch.load(self.folder / "tokens" / f"{step:06d}.safetensors")
+
+    def samples(self, step: int = 1, split: str = "train") -> list[dict[str, Any]]:
+        self._must_have_ended()
+        return read_samples(self.folder, step, split)
+
+    def events(self, kind: str) -> list[Event]:
+        return [event for event in read_events(self.folder) if event.kind == kind]
+
+    def checkpoints(self) -> list[str]:
+        self._must_have_ended()
+        return sorted(path.name for path in (self.folder / "checkpoints").glob("step-*"))
+
+    def spans(self) -> list[tuple[float, float]]:
+        """Start and end of each prompt group."""
+        records = map(json.loads, (self.folder / "spans" / "experience.jsonl").read_text().splitlines())
+        return [(record["t0"], record["t1"]) for record in records if record["what"] != "phase"]
+
+    def engine(self, role: str) -> Any:
+        self._must_have_ended()
+        assert self.parts is not None
+        return getattr(self.parts.engines, role)
+
+    def weights(self, role: str = "actor") -> dict[str, Tensor]:
+        """The trained weights at the end."""
+        return {name: tensor.clone() for name, tensor in self.engine(role).state().trained_weights().items()}
+
+    def moved(self, role: str = "actor") -> float:
+        """Norm of all that the trained weights moved."""
+        gaps = [
+            (tensor - self.start[role][name]).double().square().sum() for name, tensor in self.weights(role).items()
+        ]
+        return float(torch.stack(gaps).sum().sqrt())
+
+    def moment(self, name: str, role: str = "actor") -> Tensor:
+        """A state of the optimizer (exp_avg, exp_avg_sq), all parameters in one vector."""
+        tensors = self.engine(role).state().tensors
+        return torch.cat([t.flatten() for key, t in sorted(tensors.items()) if key.startswith(f"optimizer.{name}/")])
+
+    def largest_forward(self, role: str, learns: bool = False) -> int:
+        """Tokens of the largest forward of a role that scores, or that learns."""
+        scoring = [f for f in self.forwards if not f.thread.startswith("embedded")]
+        return max(f.tokens for f in scoring if f.role == role and f.learns == learns)
+
+    def decode_rows(self) -> int:
+        """Rows of the rollout engine's largest decode step: one token each."""
+        shapes = [f.shape for f in self.forwards if f.thread.startswith("embedded")]
+        return max(prod(shape) for shape in shapes if len(shape) == 1 or shape[-1] == 1)
+
+    def _must_have_ended(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+class Lab:
+    """Files that the runs share, and the runs that were made, each once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._runs: dict[tuple[str, tuple[tuple[str, str], ...]], Run] = {}
+        _write_files(folder)
+
+    def load(self, base: str, changes: Sequence[str]) -> Loaded:
+        """The config of a base program with some keys changed; "~KEY" takes one back."""
+        preset, values = BASES[base]
+        settings = self._merged(values, changes)
+        return load_config(
+            preset, [key if key.startswith("~") else f"{key}={value}" for key, value in settings.items()]
+        )
+
+    def config(self, base: str, changes: Sequence[str]) -> Config:
+        return self.load(base, changes).config
+
+    def prompts(self, base: str, changes: Sequence[str]) -> tuple[PromptSet, PromptSet | None]:
+        """The prompts to train and to validate on."""
+        config = self.config(base, changes)
+        tokenizer = load_tokenizer(config.actor_rollout_ref.model.path or "")
+        folder = self.folder / "prompts"
+        return train_prompts(config, tokenizer, folder), validation_prompts(config, tokenizer, folder)
+
+    def policy(self, base: str, changes: Sequence[str]) -> nn.Module:
+        """The model that would be trained."""
+        return load_policy(self.config(base, changes))
+
+    def run(self, base: str, changes: Sequence[str]) -> Run:
+        """A whole run; one that was made before is given again."""
+        key = (base, tuple(self._merged(BASES[base][1], changes).items()))
+        if key not in self._runs:
+            self._runs[key] = self._run(base, changes)
+        return self._runs[key]
+
+    def _run(self, base: str, changes: Sequence[str]) -> Run:
+        folder = self.folder / "runs" / str(len(self._runs))
+        run = Run(folder)
+        if not any("default_local_dir" in change or "project_name" in change for change in changes):
+            changes = [*changes, f"trainer.default_local_dir={folder}"]
+        try:
+            loaded = self.load(base, changes)
+            run.parts = assemble(loaded, say=lambda line: None)
+            run.folder = run.parts.run_dir
+            for role, engine in run.parts.engines.trained().items():
+                run.start[role] = {name: t.clone() for name, t in engine.state().trained_weights().items()}
+            with _watched(run):
+                launch_local(run.parts, resume=loaded.config.trainer.resume_mode)
+        except Exception as error:  # kept for the test to look at
+            run.error = error
+        return run
+
+    def _merged(self, values: dict[str, str], changes: Sequence[str]) -> dict[str, str]:
+        merged = dict(values)
+        for change in changes:
+            key, _, value = change.partition("=")
+            merged.pop(key.lstrip("~+"), None)
+            merged[key] = value
+        return {key: value.replace("{lab}", str(self.folder)) for key, value in merged.items()}
+
+
+@contextmanager
+def _watched(run: Run) -> Iterator[None]:
+    """Write down every forward of every model while the run runs."""
+    assert run.parts is not None
+    hooks = []
+    for role in ("actor", "critic", "ref"):
+        model = getattr(getattr(run.parts.engines, role), "model", None)
+        if isinstance(model, nn.Module):
+            hooks.append(_part(model, "embed_tokens").register_forward_pre_hook(_note(run, role)))
+            if role == "actor":
+                hooks.append(_part(model, "layers.0.mlp").register_forward_pre_hook(_count_layer_call(run)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _note(run: Run, role: str) -> Any:
+    def note(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        name, learns = threading.current_thread().name, torch.is_grad_enabled()
+        run.forwards.append(Forward(role, name, learns, tuple(arguments[0].shape)))
+
+    return note
+
+
+def _count_layer_call(run: Run) -> Any:
+    def count(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        run.layer_calls += not threading.current_thread().name.startswith("embedded")
+
+    return count
+
+
+def _part(model: nn.Module, name: str) -> nn.Module:
+    return next(module for path, module in model.named_modules() if path.endswith(name))
+
+
+def _write_files(folder: Path) -> None:
+    write_tiny_model(folder / "model", eos_token_id=2)
+    write_tiny_model(folder / "other_model", seed=5, hidden_size=40)
+    template = folder / "model" / "chat_template.jinja"
+    template.write_text(template.read_text() + "{% if enable_thinking %}<think>{% endif %}")
+    _write_swapped_tokenizer(folder / "swapped", folder / "model")
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "half.py").write_text(REWARD.replace("compute_score", "unused").replace("constant", "compute_score"))
+    rows = [
+        {
+            "prompt": f"{'say ' * (i % 3)}{i}+{i + 1}=",
+            "answer": str(2 * i + 1),
+            "response": str(2 * i + 1),
+            "data_source": "flat" if i % 4 == 3 else "free",
+            "other_prompt": f"what is {i}?",
+            "other_answer": f"x{i}",
+            "other_response": f"y{i}",
+            "other_source": "elsewhere",
+            "format_regex": ".*[A-Z].*",
+            "number": i,
+        }
+        for i in range(12)
+    ]
+    _write_rows(folder / "train.jsonl", rows)
+    _write_rows(folder / "val.jsonl", rows[:6])
+    _write_rows(folder / "long.jsonl", [*rows, {**rows[0], "prompt": "0123456789" * 3}])
+    _write_rows(folder / "bad.jsonl", [*rows, {"answer": "no prompt"}])
+    _write_rows(folder / "many.jsonl", [{"prompt": f"{i}", "answer": "1"} for i in range(1600)])
+    _write_rows(folder / "unmarkable.jsonl", [{**row, "answer": "\\frac{1}{"} for row in rows])
+
+
+def _write_swapped_tokenizer(folder: Path, model: Path) -> None:
+    """The model's tokenizer with the ids of "+" and "=" swapped."""
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text((model / name).read_text())
+    state = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = state["model"]["vocab"]
+    vocabulary["+"], vocabulary["="] = vocabulary["="], vocabulary["+"]
+    (folder / "tokenizer.json").write_text(json.dumps(state))
+
+
+def _write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,0 +1,73 @@
+"""No key is accepted that does nothing: each is changed, and an outcome that is named changes as its words say."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.config import load_config
+from distflow.config.errors import ConfigError
+from distflow.config.schema import schema_keys
+from tests.e2e.keys import actor, algorithm, data, model, rollout, trainer
+from tests.e2e.keys.case import Case, error_of
+from tests.e2e.keys.lab import Lab
+
+CASES: tuple[Case, ...] = (
+    *algorithm.CASES,
+    *actor.CASES,
+    *rollout.CASES,
+    *data.CASES,
+    *model.CASES,
+    *trainer.CASES,
+)
+ELSEWHERE = {
+    "actor_rollout_ref.model.gguf_file": "tests/models/test_gguf.py",
+    "dag.nodes": "tests/pipelines/test_programs.py",
+}
+"""Keys whose change is tested in another file."""
+
+LATER: dict[str, Any] = {
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
+    "actor_rollout_ref.model.model_type": "llama",
+    "reward_model.enable": True,
+    "trainer.nnodes": 2,
+    "trainer.n_gpus_per_node": 2,
+    "trainer.allocation": "a",
+    "dag.backend_threshold": 2,
+    "dag.apportion_strategy": "other",
+    "dag.consider_node_cohesion": False,
+    "dag.consider_node_load": False,
+    "async.max_staleness": 1,
+    "profiler.enable": True,
+}
+"""Keys of parts that are not there yet: any value but the default is refused."""
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return Lab(tmp_path_factory.mktemp("lab"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.key)
+def test_a_change_shows(case: Case, lab: Lab) -> None:
+    before = case.look(lab, case.base, case.given)
+    after = case.look(lab, case.base, (*case.given, *case.changes))
+    try:
+        case.check(before, after)
+    except AssertionError as error:
+        errors = [f"{name}: {error_of(side)!r}" for name, side in (("before", before), ("after", after))]
+        raise AssertionError(f"{case.key} should change: {case.outcome} ({', '.join(errors)})") from error
+
+
+def test_every_key_has_its_case() -> None:
+    cases = {case.key for case in CASES}
+    assert set(schema_keys()) == cases | set(ELSEWHERE) | set(LATER)
+    assert all((Path(__file__).parents[2] / path).is_file() for path in ELSEWHERE.values())
+    assert set(LATER) == {key for key, info in schema_keys().items() if info.spec.later is True}
+
+
+@pytest.mark.parametrize("key", LATER)
+def test_a_key_of_a_part_that_is_not_there_is_refused(key: str) -> None:
+    needed = ["actor_rollout_ref.model.path=x", "data.train_files=x.jsonl"]
+    with pytest.raises(ConfigError, match=key):
+        load_config("grpo", [*needed, f"{key}={LATER[key]}"])
