@@ -1,6 +1,7 @@
 """Flat columns: what is stored, what is handed out, and that no operation mixes up samples."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,6 +77,14 @@ def test_chunks_concatenate_to_the_whole(shape: list[tuple[int, int]], num_chunk
     whole = Batch.concat(batch.chunk(num_chunks))
     assert whole.names == batch.names
     assert all(_equal(whole.flat(name), batch.flat(name)) for name in batch.names)
+
+
+def test_columns_that_share_storage_are_saved(tmp_path: Path) -> None:
+    batch = make([(2, 3), (1, 4)])
+    batch["old_log_probs"] = batch.flat("rollout_log_probs")
+    batch.save(tmp_path / "batch.safetensors")
+    loaded = Batch.load(tmp_path / "batch.safetensors")
+    assert torch.equal(loaded.flat("old_log_probs"), batch.flat("rollout_log_probs"))
 
 
 @given(shapes)

@@ -14,15 +14,16 @@ from distflow.runtime import learning
 from distflow.runtime.checks.mismatch import Tolerance
 from distflow.runtime.parts import Parts
 from tests.e2e.reference_loop import ReferenceLoop, read_step
-from tests.e2e.runs import Playground, Run
+from tests.e2e.runs import REWARD, Playground, Run
 
 STEPS = 10
 RECORDED = ["trainer.save_groups=all", "trainer.save_freq=1", f"trainer.keep_last={STEPS}"]
 RECORDED += [f"trainer.total_training_steps={STEPS}"]
 TWICE_HALVED = ["actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_epochs=2"]
+ONE_EPOCH = ["trainer.total_training_steps=null", "trainer.total_epochs=1"]
 GRPO = ["grpo", "actor_rollout_ref.actor.optim.warmup_ratio=0.3"]
 PPO = ["ppo", "actor_rollout_ref.rollout.n=1", "critic.optim.lr=3e-3", "critic.ppo_epochs=2"]
-PPO += ["algorithm.kl_ctrl.kl_coef=0.05", "algorithm.gamma=0.97", "actor_rollout_ref.actor.ppo_mini_batch_size=3"]
+PPO += ["algorithm.kl_ctrl.kl_coef=0.05", "algorithm.gamma=0.97"]
 DAPO = ["dapo", *TWICE_HALVED, "reward.overlong.buffer_tokens=4", "actor_rollout_ref.actor.use_kl_loss=true"]
 DAPO += ["actor_rollout_ref.actor.entropy_coef=0.02", "actor_rollout_ref.actor.kl_loss_coef=0.1"]
 DAPO += ["actor_rollout_ref.rollout.temperature=0.7", "actor_rollout_ref.actor.optim.lr=3e-3"]
@@ -53,11 +54,19 @@ def test_grpo_with_samples_that_have_no_verdict(playground: Playground) -> None:
     assert_equal_to_reference(run)
 
 
-def test_ppo(playground: Playground) -> None:
-    playground.write_critic()
-    run = playground.run(*PPO, f"critic.model.path={playground.folder}/critic", *RECORDED)
+@pytest.mark.parametrize(("reward", "mini_batch"), [(REWARD, 3), (ERRS, 4)])
+def test_ppo(playground: Playground, reward: str, mini_batch: int) -> None:
+    playground.write_reward(reward)
+    numbers = [f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch}"]
+    run = playground.run(*PPO, *numbers, f"critic.model.path={playground.write_critic()}", *RECORDED)
     assert_equal_to_reference(run)
     assert max(step["critic/vf_clipfrac"] for step in run.metrics()) > 0
+
+
+def test_a_last_step_that_is_short(tmp_path: Path) -> None:
+    run = Playground(tmp_path, num_rows=11).run(*GRPO, *TWICE_HALVED, *RECORDED, *ONE_EPOCH)
+    assert len(read_step(run.folder / "tokens" / "000003.safetensors")) == 3 * 4
+    assert_equal_to_reference(run, steps=3)
 
 
 def test_dapo_with_every_term_on(playground: Playground) -> None:

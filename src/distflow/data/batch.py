@@ -215,7 +215,7 @@ class Batch:
                 text = json.dumps(column, ensure_ascii=False).encode("utf-8", "surrogatepass")
                 tensors[f"column.{name}"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             else:
-                tensors[f"column.{name}"] = column.contiguous()
+                tensors[f"column.{name}"] = column.clone(memory_format=torch.contiguous_format)  # two may share storage
         save_file(tensors, path, metadata={"fields": json.dumps(header)})
 
     @staticmethod

@@ -1,0 +1,132 @@
+"""Where numbers can go silently wrong between rooms: the border of prompt and response, temperatures, masked parts."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from distflow.data.batch import Batch
+from distflow.models.tokenizer import load_tokenizer
+from tests.e2e.runs import Playground, Run
+
+ONE_STEP = ["trainer.total_training_steps=1", "trainer.save_groups=all"]
+KEPT = ["trainer.save_freq=1", "trainer.keep_last=9"]
+ROLLOUT = "actor_rollout_ref.rollout"
+# No verdict for the answers to prompts with an x, and for some of the others.
+PICKY = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if ground_truth == "x" or sum(map(ord, solution_str)) % 3 == 0:
+        raise RuntimeError("no verdict")
+    return sum(map(ord, solution_str)) % 7 / 6
+"""
+
+
+@pytest.fixture
+def playground(tmp_path: Path) -> Playground:
+    return Playground(tmp_path)
+
+
+def recorded(run: Run, step: int = 1) -> Batch:
+    return Batch.load(run.folder / "tokens" / f"{step:06d}.safetensors")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_log_probs_stand_at_their_tokens_from_the_border_on(tmp_path: Path, family: str) -> None:
+    playground = Playground(tmp_path, family)
+    batch = recorded(playground.run("grpo", f"{ROLLOUT}.temperature=0.8", *ONE_STEP))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    tokenizer = load_tokenizer(str(tmp_path / "model"))
+    prompts, responses = (batch.lengths(axis).tolist() for axis in ("prompt", "response"))
+    for i, (num_prompt, num_response) in enumerate(zip(prompts, responses, strict=True)):
+        prompt, response = batch["prompt_ids"][i, :num_prompt], batch["response_ids"][i, :num_response]
+        assert tokenizer.decode(prompt) == batch["prompts"][i]
+        assert tokenizer.decode(response, skip_special_tokens=True) == batch["responses"][i]
+        context = prompt
+        for t, token in enumerate(response):  # the plainest way: one token at a time
+            with torch.no_grad():
+                wanted = (model(input_ids=context[None]).logits[0, -1] / 0.8).log_softmax(-1)[token]
+            for column in ("rollout_log_probs", "old_log_probs", "ref_log_prob"):
+                assert float(batch[column][i, t]) == pytest.approx(float(wanted), abs=1e-5), (column, i, t)
+            context = torch.cat([context, token[None]])
+        at_end = int(response[-1]) == tokenizer.eos_token_id
+        assert batch["finish_reason"][i] == ("stop" if at_end else "length")
+        assert bool(batch["truncated"][i]) == (not at_end)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [f"{ROLLOUT}.temperature=0.5"],
+        [f"{ROLLOUT}.temperature=1.7", f"{ROLLOUT}.top_p=0.7"],
+        [f"{ROLLOUT}.top_k=5", f"{ROLLOUT}.min_p=0.05", f"{ROLLOUT}.repetition_penalty=1.3"],
+        [f"{ROLLOUT}.name=hf", f"{ROLLOUT}.temperature=1.4", f"{ROLLOUT}.top_p=0.9"],
+        ["actor_rollout_ref.model.lora_rank=4"],
+        ["actor_rollout_ref.model.enable_gradient_checkpointing=true"],
+        ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=40", f"{ROLLOUT}.max_num_seqs=3"],
+    ],
+)
+def test_engine_trainer_and_reference_mean_one_policy(playground: Playground, options: list[str]) -> None:
+    run = playground.run("grpo", "trainer.total_training_steps=3", "trainer.save_groups=all", *options)
+    for number, step in enumerate(run.metrics()):
+        assert step["mismatch/mean_abs"] < 1e-5 and step["mismatch/max_abs"] < 1e-4
+        assert step["actor/log_ratio_abs"] < 1e-5
+        if number == 0:  # nothing has been learned yet: the reference is the policy
+            gap = recorded(run).flat("ref_log_prob") - recorded(run).flat("old_log_probs")
+            assert float(gap.abs().max()) < 1e-4
+    assert run.notes("warning") == [] or all("sampled policy" in note for note in run.notes("warning"))
+
+
+def test_masked_micro_batches_change_nothing(playground: Playground) -> None:
+    """One sample a micro-batch, so that those without a verdict are micro-batches without a token."""
+    playground.write_reward(PICKY)
+    runs = [
+        playground.run(
+            "grpo",
+            "trainer.total_training_steps=3",
+            "trainer.save_groups=all",
+            f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={size}",
+            *KEPT,
+            name=f"micro-{size}",
+        )
+        for size in (4096, 1)
+    ]
+    assert all(bool((~recorded(run)["valid"]).any()) for run in runs)
+    for name, weight in runs[0].weights(3).items():
+        torch.testing.assert_close(runs[1].weights(3)[name], weight, rtol=0, atol=1e-5)
+
+
+def test_a_batch_without_a_verdict_has_no_gradient_and_the_run_goes_on(playground: Playground) -> None:
+    playground.write_reward(PICKY)
+    playground.write_rows([{"prompt": f"{i}", "answer": "x" if 4 <= i < 8 else "7"} for i in range(12)])
+    options = ["data.shuffle=false", f"{ROLLOUT}.n=1", "actor_rollout_ref.actor.entropy_coef=0.1", *KEPT]
+    run = playground.run("ppo", "trainer.total_training_steps=3", "trainer.save_groups=all", *options)
+    first, second, third = run.metrics()
+    assert second["reward/errors"] == 4 and "reward/mean_score" not in second
+    assert second["actor/loss"] == second["actor/grad_norm"] == second["critic/loss"] == 0
+    assert second["actor/skipped"] == 0
+    assert first["actor/grad_norm"] > 0 and third["actor/grad_norm"] > 0
+    for step in run.metrics():
+        assert [name for name, value in step.items() if not math.isfinite(value)] == []
+
+
+def test_samples_without_a_verdict_are_in_no_statistic(playground: Playground) -> None:
+    playground.write_reward(PICKY)
+    run = playground.run("grpo", *ONE_STEP)
+    batch, metrics = recorded(run), run.metrics()[0]
+    valid, scores = batch["valid"].tolist(), batch["token_level_scores"].sum(-1).double()
+    groups = batch["group_index"].tolist()
+    assert 0 < sum(valid) < len(valid)
+    for i, group in enumerate(groups):
+        own = [float(scores[j]) for j in range(len(batch)) if groups[j] == group and valid[j]]
+        mean = sum(own) / len(own)
+        deviation = math.sqrt(sum((x - mean) ** 2 for x in own) / (len(own) - 1))
+        wanted = (float(scores[i]) - mean) / (deviation + 1e-6) if valid[i] and deviation else 0.0
+        length = int(batch.lengths("response")[i])
+        assert batch["advantages"][i, :length].tolist() == pytest.approx([wanted] * length, abs=1e-5)
+        assert batch["loss_mask"][i, :length].tolist() == [float(valid[i])] * length
+        assert batch["response_mask"][i, :length].tolist() == [1.0] * length
+    judged = [float(score) for score, ok in zip(scores, valid, strict=True) if ok]
+    assert metrics["reward/mean_score"] == pytest.approx(sum(judged) / len(judged))
+    assert metrics["reward/errors"] >= len(valid) - len(judged), "those of groups that were dropped count too"
