@@ -28,12 +28,10 @@ def test_adamw_takes_the_steps_of_its_paper() -> None:
     assert stepped("adamw", lr=lr, weight_decay=decay, betas=(b1, b2), eps=eps) == pytest.approx(x, abs=1e-12)
 
 
-def test_sgd_has_momentum_and_decay() -> None:
-    x, momentum = 2.0, None
+def test_sgd_has_decay_and_no_momentum() -> None:
+    x = 2.0
     for g in (0.5, -0.25):
-        g = g + 0.01 * x
-        momentum = g if momentum is None else 0.9 * momentum + g
-        x -= 0.1 * momentum
+        x -= 0.1 * (g + 0.01 * x)
     assert stepped("sgd", lr=0.1, weight_decay=0.01) == pytest.approx(x, abs=1e-12)
 
 

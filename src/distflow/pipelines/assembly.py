@@ -47,12 +47,12 @@ def assemble(loaded: Loaded, say: Say) -> Parts:
     fix_threads(config)
     _import_user_modules(config)
     program = bind(config)
-    _refuse_inert_keys(program, loaded)
+    refuse_inert_keys(program, loaded)
     run_dir = config.trainer.run_dir
     model_settings = config.actor_rollout_ref.model
     tokenizer = load_tokenizer(
         model_settings.tokenizer_path or str(model_settings.path),
-        revision=model_settings.revision,
+        revision=None if model_settings.tokenizer_path else model_settings.revision,
         trust_remote_code=model_settings.trust_remote_code,
         gguf_file=None if model_settings.tokenizer_path else model_settings.gguf_file,
     )
@@ -136,7 +136,7 @@ def _import_user_modules(config: Config) -> None:
             raise UserError(f"trainer.imports: the module '{name}' cannot be imported: {err}") from err
 
 
-def _refuse_inert_keys(program: Program, loaded: Loaded) -> None:
+def refuse_inert_keys(program: Program, loaded: Loaded) -> None:
     """A key that was set and that nothing in this program takes would be a silent mistake."""
     inert = inert_keys(program.takes, loaded.set_keys, taken_by_engines(program, loaded.config))
     if inert:

@@ -123,7 +123,10 @@ def _train_engine(
 
 def _critic(config: Config, steps: int) -> TorchTrainEngine:
     settings, actor = config.critic, config.actor_rollout_ref.actor
-    model = load_value_model(**_source(config, settings.model.path or config.actor_rollout_ref.model.path))
+    source = _source(config, settings.model.path or config.actor_rollout_ref.model.path)
+    if settings.model.path is not None:  # what is said of the actor's file, commit and weights does not hold for it
+        source |= {"gguf_file": None, "revision": None, "init": "pretrained"}
+    model = load_value_model(**source)
     mini_batch = settings.ppo_mini_batch_size or actor.ppo_mini_batch_size
     updates = steps * settings.ppo_epochs * ceil(config.data.train_batch_size / mini_batch)
     max_tokens = settings.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu

@@ -80,12 +80,13 @@ async def load_answers(ctx: NodeContext) -> Batch:
     return Batch.from_samples(await single_turn(read, group.row, group.ticket))
 
 
-@node(
-    writes=SCORED_FIELDS,
-    role=NodeRole.REWARD,
-    scope="group",
-    takes=("reward", "custom_reward_function", "algorithm.allow_group_of_one"),
-)
+def reward_takes(config: Config) -> tuple[str, ...]:
+    """A function's name without its file names nothing."""
+    has_file = config.custom_reward_function.path is not None
+    return ("reward", "custom_reward_function" if has_file else "custom_reward_function.path")
+
+
+@node(writes=SCORED_FIELDS, role=NodeRole.REWARD, scope="group", takes=reward_takes)
 async def compute_reward(batch: Batch, ctx: NodeContext) -> NodeOutput | Drop:
     """Judge each sample as its group completes. A sample without a verdict is invalid, never a 0."""
     judgements = await ctx.judge(batch)
@@ -280,7 +281,7 @@ def train_actor(batch: Batch, actor: TrainEngine, ctx: NodeContext) -> NodeOutpu
     writes=(),
     role=NodeRole.CRITIC,
     reads=("prompt_ids", "response_ids", "values", "returns", "loss_mask"),
-    takes=("critic",),
+    takes=tuple(f"critic.{n}" for n in ("ppo_epochs", "ppo_mini_batch_size", "cliprange_value", "loss_agg_mode")),
 )
 def train_critic(batch: Batch, critic: TrainEngine, ctx: NodeContext) -> NodeOutput:
     """Update the critic towards the returns."""
@@ -294,7 +295,7 @@ def train_critic(batch: Batch, critic: TrainEngine, ctx: NodeContext) -> NodeOut
     writes=(),
     role=NodeRole.ACTOR,
     reads=("prompt_ids", "response_ids", "loss_mask"),
-    takes=("actor_rollout_ref.actor.optim", "actor_rollout_ref.actor.ppo_mini_batch_size"),
+    takes=("actor_rollout_ref.actor.ppo_mini_batch_size",),
 )
 def train_sft(batch: Batch, actor: TrainEngine, ctx: NodeContext) -> NodeOutput:
     """Update the policy towards the data set's answers."""

@@ -39,8 +39,10 @@ def policy_takes(config: Config) -> tuple[str, ...]:
     loss = find_policy_loss(actor.policy_loss)
     names = ["policy_loss", "policy_loss_kwargs", "loss_agg_mode", "entropy_coef", "use_kl_loss", "ppo_epochs"]
     names += ["ppo_mini_batch_size", *loss.options]
-    if "clip_ratio" in loss.options or loss.seed_style:
-        names += ["clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"] if loss.seed_style else []
+    if loss.seed_style:  # it is handed the numbers of the whole group
+        names += ["clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"]
+    elif actor.clip_ratio_low is not None and actor.clip_ratio_high is not None:
+        names = [name for name in names if name != "clip_ratio"]
     if actor.use_kl_loss:
         names += ["kl_loss_coef", "kl_loss_type"]
     if actor.loss_agg_mode == "seq-mean-token-sum-norm":

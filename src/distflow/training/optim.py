@@ -21,7 +21,8 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """An optimizer over the parameters that require a gradient.
 
-    "adamw" (arXiv 1711.05101), "adamw_8bit" (its moments in 8 bits, by bitsandbytes), "sgd" (momentum betas[0]).
+    "adamw" (arXiv 1711.05101), "adamw_8bit" (its moments in 8 bits, by bitsandbytes), "sgd" (without
+    momentum).
     Weight decay is on every parameter, norms and biases included, as in the systems we compare with.
     Raises UserError for an unknown name, a missing package, or nothing to train.
     """
@@ -31,7 +32,7 @@ def make_optimizer(
     if name == "adamw":
         return torch.optim.AdamW(trainable, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
     if name == "sgd":
-        return torch.optim.SGD(trainable, lr=lr, weight_decay=weight_decay, momentum=betas[0])
+        return torch.optim.SGD(trainable, lr=lr, weight_decay=weight_decay)
     if name == "adamw_8bit":
         return _adamw_8bit(trainable, lr, weight_decay, betas, eps)
     raise UserError(f"unknown optimizer '{name}'; there are: {', '.join(OPTIMIZERS)}")
