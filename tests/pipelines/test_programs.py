@@ -1,10 +1,13 @@
 """The built-in programs: their ids, their order, what a config leaves out, and how a config chooses one."""
 
+import inspect
+
 import pytest
 
 from distflow.config import load_config
+from distflow.config.dag import NODE_KEYS
 from distflow.config.errors import UserError
-from distflow.graph import PipelineError
+from distflow.graph import Pipeline, PipelineError
 from distflow.pipelines.assembly import bind
 from distflow.pipelines.dapo import dapo_pipeline
 from distflow.pipelines.grpo import grpo_pipeline
@@ -95,6 +98,11 @@ def test_a_program_in_yaml() -> None:
     )
     chosen = config("grpo", "~dag.pipeline", "actor_rollout_ref.actor.use_kl_loss=false", f"dag.nodes={nodes}")
     assert [node.node_id for node in bind(chosen).nodes] == ["answer", "judge", "compare", "learn"]
+
+
+def test_a_node_in_yaml_takes_what_add_node_does() -> None:
+    settings = set(inspect.signature(Pipeline.add_node).parameters) - {"self", "node_id", "node_type", "node_role"}
+    assert set(NODE_KEYS) == settings | {"id", "type", "role"}
 
 
 def test_a_custom_function_must_return_a_graph() -> None:

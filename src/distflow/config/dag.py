@@ -8,7 +8,20 @@ from distflow.config.keys import key
 from distflow.config.names import PIPELINES
 from distflow.config.values import Mismatch
 
-NODE_KEYS = ("id", "type", "role", "func", "deps", "options", "only_forward_compute", "agent_group", "retry_limit")
+NODE_KEYS = (
+    "id",
+    "type",
+    "role",
+    "func",
+    "deps",
+    "options",
+    "only_forward_compute",
+    "config",
+    "scope",
+    "agent_group",
+    "retry_limit",
+    "filter_plugin",
+)
 
 
 def parse_nodes(value: Any) -> tuple[dict[str, Any], ...]:

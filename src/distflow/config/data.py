@@ -39,4 +39,4 @@ class DataConfig:
     val_max_samples: int = key(-1, f"use only the first rows of val_files; {_ALL_OR_SOME}", minimum=-1)
     shuffle: bool = key(True, "shuffle the rows anew in each epoch")
     seed: int = key(1, "seed of the order of the rows", minimum=0)
-    num_loader_workers: int = key(4, "workers that read and tokenise; 0 does it in the main process", minimum=0)
+    num_loader_workers: int = key(4, "threads that tokenise the prompts; 0 does it without", minimum=0)
