@@ -37,7 +37,7 @@ def load_model(
 ) -> PreTrainedModel:
     """A causal language model, its dropout off and its packed forward checked.
 
-    path: a folder, a hub id or `builtin:NAME`. init: "random" takes only the folder's config and draws fresh weights
+    path: as `resolve_path` takes it. init: "random" takes only the folder's config and draws fresh weights
     by `seed`. gguf_file: the name of a GGUF file in the folder, dequantised to `dtype`.
     Raises UserError if the model cannot be found, read or run packed.
     """

@@ -30,7 +30,7 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     gguf_file: str | None = None,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, hub id, `builtin:NAME` or GGUF file, with a pad token.
+    """The tokenizer of a path (see `resolve_path`) or a GGUF file in its folder, with a pad token.
 
     Raises UserError if there is none, or if it has no end-of-sequence token.
     """

@@ -81,7 +81,7 @@ class Recorder:
         self._trackers.log(step, metrics)
 
     def keep_groups(self, step: int, batch: Batch) -> None:
-        """Keep all columns of a step where `trainer.save_groups` says so: what a replay needs."""
+        """Keep all columns of a step where `trainer.save_groups` says so: `Batch.load` reads them."""
         trainer, folder = self._config.trainer, self.folder.path / "tokens"
         if trainer.save_groups == "none":
             return
