@@ -10,4 +10,6 @@ class AsyncConfig:
     """The experience edge."""
 
     max_staleness: int = key(0, "steps that a sample's weights may be behind; 0 is synchronous", minimum=0, later=True)
-    max_concurrent_rollouts: int | None = key(None, "prompt groups in flight at once; null is a whole step of them", minimum=1)
+    max_concurrent_rollouts: int | None = key(
+        None, "prompt groups in flight at once; null is a whole step of them", minimum=1
+    )

@@ -26,7 +26,9 @@ class TrainerConfig:
     keep_best: bool = key(False, "also keep the checkpoint that validated best")
     keep_best_metric: str = key("val_correct/all/mean", "metric that says which is best")
     resume_mode: str = key("auto", "auto: from the run's last checkpoint, if any; never; or a checkpoint's folder")
-    save_groups: str = key("none", "keep all columns of steps in tokens/, as safetensors", choices=("none", "last_k", "all"))
+    save_groups: str = key(
+        "none", "keep all columns of steps in tokens/, as safetensors", choices=("none", "last_k", "all")
+    )
     save_groups_last: int = key(5, "how many steps last_k keeps", minimum=1)
     logger: tuple[str, ...] = key(
         ("console",), "trackers: one or a list (metrics.jsonl is always written)", choices=TRACKERS
