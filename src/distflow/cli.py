@@ -127,9 +127,13 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    from distflow.config.errors import UserError
     from distflow.observe.report import write_report
 
-    print(f"report: {write_report(Path(arguments.run_dir))}")
+    run_dir = Path(arguments.run_dir)
+    if run_dir.is_dir() and not (run_dir / "events.jsonl").is_file():
+        raise UserError(f"{run_dir} is no run's folder: it holds no events.jsonl")
+    print(f"report: {write_report(run_dir)}")
     return 0
 
 

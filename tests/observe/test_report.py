@@ -12,7 +12,7 @@ from distflow.observe.report import MAX_BYTES, embed, report_data, write_report
 from distflow.observe.report_charts import choose_charts, series
 from distflow.observe.report_samples import before_and_after, cut_row, evenly
 from distflow.observe.report_summary import Accuracy, find_accuracy, learned, readable_s
-from distflow.observe.run_folder import RunFolder
+from distflow.observe.run_folder import RunFolder, RunFolderError
 from distflow.observe.run_reader import MetricsRecord, Timeline
 
 
@@ -116,7 +116,7 @@ def test_a_report_of_nothing_and_of_no_folder(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     text = write_report(tmp_path / "empty").read_text(encoding="utf-8")
     assert "No step has been recorded yet." in text
-    with pytest.raises(FileNotFoundError, match="no run's folder"):
+    with pytest.raises(RunFolderError, match="no run's folder"):
         write_report(tmp_path / "missing")
 
 

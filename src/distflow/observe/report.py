@@ -27,6 +27,7 @@ from distflow.observe.report_summary import (
     status,
     time_sentence,
 )
+from distflow.observe.run_folder import RunFolderError
 from distflow.observe.run_reader import Event, read_events, read_json, read_metrics, read_timeline
 from distflow.observe.text import visible
 
@@ -39,11 +40,11 @@ _MAX_LOG = 300
 def write_report(run_dir: Path) -> Path:
     """Write `report.html` into the run's folder and return its path; works while the run goes on and after a crash.
 
-    Raises FileNotFoundError if the folder does not exist. What is missing in it is missing in the report, and said.
+    Raises RunFolderError if the folder does not exist. What is missing in it is missing in the report, and said.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
-        raise FileNotFoundError(f"there is no run's folder at {run_dir}")
+        raise RunFolderError(f"there is no run's folder at {run_dir}")
     path = run_dir / "report.html"
     write_aside(path, _page(report_data(run_dir)))
     return path
