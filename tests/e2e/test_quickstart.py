@@ -94,7 +94,8 @@ def test_the_three_commands_end_with_accuracy_before_and_after(tmp_path: Path) -
     before, after, report = lines[-3:]
     assert re.fullmatch(r"accuracy before RL: [01]\.\d\d", before)
     assert re.fullmatch(r"accuracy after RL: [01]\.\d\d", after)
-    assert (tmp_path / report.removeprefix("report: ")).is_file()
+    page = (tmp_path / report.removeprefix("report: ")).read_text()
+    assert "finished" in page and "no end yet" not in page
 
 
 def distflow(folder: Path, *arguments: str) -> list[str]:

@@ -75,8 +75,9 @@ def _launch(parts: Parts, resume: str, allow_change: tuple[str, ...]) -> Outcome
             Worker(parts, coordinator, ledger, recorder, checks, store, stop, node_state).run()
             recorder.status = "stopped" if stop.wanted and not coordinator.finished else "finished"
         ledger.close()
-        before, after = _accuracy(parts.run_dir)
-        return Outcome(coordinator.step, recorder.status == "stopped", recorder.report(), before, after)
+    before, after = _accuracy(parts.run_dir)
+    # Written once the recorder is closed: the report also says how the run ended.
+    return Outcome(coordinator.step, recorder.status == "stopped", recorder.report(), before, after)
 
 
 @contextmanager
