@@ -54,7 +54,7 @@ class Worker:
         )
         self._validator = Validator(parts.validation, self._contexts, self._experience)
         self._session = Session(parts)
-        self._was_last = coordinator.finished
+        self._validated_at = self._saved_at = coordinator.step
 
     def run(self) -> None:
         """Start the engines, validate if asked, learn until the data ends or a stop is requested."""
@@ -76,7 +76,7 @@ class Worker:
             if batch is None:
                 self._end(step)
                 return
-            counts = self._parts.rewards.take_counts() if self._parts.rewards is not None else {}
+            counts = self._take_reward_counts()
             self._checks.taken(batch)
             batch, metrics = self._learning.run(batch, partial(self._contexts.learning, step))
             metrics |= counts | self._checks.learned(batch, metrics, step)
@@ -95,7 +95,6 @@ class Worker:
         A stop saves, if saving is not off, and validates only where that was due anyhow.
         """
         trainer, finished = self._config.trainer, self._coordinator.finished
-        self._was_last = finished
         compares = trainer.keep_best and _is_due(step, trainer.save_freq, finished)
         validated = self._validate(step) if _is_due(step, trainer.test_freq, finished) or compares else {}
         self._record(step, batch, metrics)
@@ -104,10 +103,10 @@ class Worker:
 
     def _end(self, step: int) -> None:
         """No group of the last rows came through, so that the step before, the run's `step`-th, had been the last."""
-        if self._was_last:
-            return
-        validated = self._validate(step) if self._config.trainer.test_freq > 0 else {}
-        if self._config.trainer.save_freq > 0:
+        trainer = self._config.trainer
+        validates = trainer.test_freq > 0 and self._validated_at < step
+        validated = self._validate(step) if validates else {}
+        if trainer.save_freq > 0 and self._saved_at < step:
             self._save(step, validated)
 
     def _record(self, step: int, batch: Batch, metrics: dict[str, float]) -> None:
@@ -135,6 +134,7 @@ class Worker:
 
     def _validate(self, step: int) -> dict[str, float]:
         """The metrics; none where there is nothing to validate on."""
+        self._validated_at = step
         if not self._parts.validation:
             return {}
         with self._recorder.phases("eval"):
@@ -142,12 +142,17 @@ class Worker:
                 metrics, rows = held_out_loss(self._parts.validation, self._parts.engines.actor), _NO_ROWS
             else:
                 metrics, rows = self._session.call(self._validator.run(step))
+                self._take_reward_counts()  # not of the next step: `val/errors` has them
         self._ledger.append("validated", step=step, metrics=metrics)
         self._recorder.validation(step, metrics, rows)
         return metrics
 
+    def _take_reward_counts(self) -> dict[str, float]:
+        return self._parts.rewards.take_counts() if self._parts.rewards is not None else {}
+
     def _save(self, step: int, validated: dict[str, float]) -> None:
         """validated: the metrics of these very weights, of which `keep_best` compares one."""
+        self._saved_at = step
         metric = validated.get(self._config.trainer.keep_best_metric)
         with self._recorder.phases("save"):
             path = self._store.save(step, saved_parts(self._parts, self._coordinator, self._node_state), metric)

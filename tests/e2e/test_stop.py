@@ -1,0 +1,145 @@
+"""Ctrl-C, SIGTERM, SIGKILL: a run leaves as it was asked to, and leaves no process behind."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from distflow.observe.run_reader import read_events
+from tests.e2e.cli_runs import CliRun, Left, children_of, is_alive, same_run
+from tests.e2e.runs import Playground
+
+# Slow verdicts, so that a signal finds the run waiting for them; told when one is under way.
+SLOW_REWARD = """
+import time, pathlib
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    pathlib.Path({folder!r}, "judging").touch()
+    time.sleep({seconds})
+    return sum(map(ord, solution_str)) % 7 / 6
+"""
+
+
+@pytest.fixture
+def ground(tmp_path: Path) -> Playground:
+    return Playground(tmp_path, num_rows=8)
+
+
+def start(ground: Playground, name: str, *overrides: str, seconds: float = 0.02) -> CliRun:
+    ground.write_reward(SLOW_REWARD.format(folder=str(ground.folder), seconds=seconds))
+    (ground.folder / "judging").unlink(missing_ok=True)
+    more = ("trainer.save_freq=10", "trust.certify_rewards=false", "trainer.total_epochs=3")
+    return CliRun(ground.folder / f"{name}.log", ["train", "grpo", *ground.overrides(name, *more, *overrides)])
+
+
+def wait_for_verdicts(ground: Playground, run: CliRun) -> list[int]:
+    """Until a reward function runs; the processes that the run has then."""
+    run.wait_for((ground.folder / "judging").exists)
+    children = children_of(run.pid)
+    assert children, "a verifier process is up"
+    return children
+
+
+def end_event(folder: Path) -> str:
+    return [event for event in read_events(folder) if event.kind == "end"][-1].fields["status"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_once_finishes_the_step_saves_leaves_and_resumes_with_the_same_bits(
+    ground: Playground, number: signal.Signals
+) -> None:
+    run = start(ground, "stopped")
+    children = wait_for_verdicts(ground, run)
+    run.send(number)
+    assert run.status() == 0, run.said()
+    assert f"{number.name}: finishing this step, saving, then leaving" in run.said()
+    assert end_event(ground.folder / "stopped") == "stopped"
+    assert not any(is_alive(pid) for pid in children)
+    stopped = Left(ground.folder / "stopped")
+    assert 1 <= stopped.checkpoint.step < 6
+
+    assert start(ground, "stopped").status() == 0
+    assert start(ground, "whole").status() == 0
+    assert end_event(ground.folder / "stopped") == "finished"
+    same_run(Left(ground.folder / "stopped"), Left(ground.folder / "whole"))
+
+
+def test_a_run_that_never_saves_says_so_when_it_is_stopped(ground: Playground) -> None:
+    run = start(ground, "unsaved", "trainer.save_freq=-1")
+    wait_for_verdicts(ground, run)
+    run.send(signal.SIGINT)
+    assert run.status() == 0
+    assert "not saving (trainer.save_freq is off)" in run.said()
+    assert not (ground.folder / "unsaved" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_twice_leaves_at_once_and_leaves_nothing_behind(ground: Playground, number: signal.Signals) -> None:
+    run = start(ground, "twice", seconds=300)
+    children = wait_for_verdicts(ground, run)
+    run.send(number)
+    run.wait_for(lambda: "a second time leaves at once" in run.said())
+    run.send(number)
+    assert run.status() == 128 + number
+    assert_gone(children)
+
+
+def test_killed_takes_all_its_processes_with_it(ground: Playground) -> None:
+    run = start(ground, "killed", "reward.num_workers=2", seconds=300)
+    children = wait_for_verdicts(ground, run)
+    assert run.kill()
+    assert_gone(children)
+    assert start(ground, "killed", seconds=0.0).status() == 0
+
+
+def test_a_signal_while_the_run_starts_ends_it(ground: Playground) -> None:
+    run = start(ground, "early")
+    run.wait_for(lambda: "distflow" in run.said())
+    run.send(signal.SIGINT)
+    assert run.status() in (0, 130)
+    assert "Traceback" not in run.said()
+
+
+def test_the_second_signal_gives_the_cursor_back(ground: Playground) -> None:
+    """The live view hides it; a run that leaves at once takes no lock to stop the view, and shows it all the same."""
+    ground.write_reward(SLOW_REWARD.format(folder=str(ground.folder), seconds=300))
+    keys = ground.overrides("terminal", "trust.certify_rewards=false")
+    pid, terminal = os.forkpty()
+    if pid == 0:
+        command = [sys.executable, "-m", "distflow", "train", "grpo", *keys]
+        os.execve(command[0], command, {**os.environ, "TERM": "xterm-256color"})
+    said = _read_until(terminal, b"\x1b[?25l")
+    deadline = time.monotonic() + 120
+    while not (ground.folder / "judging").exists():
+        assert time.monotonic() < deadline
+        said += _read_until(terminal, b"")
+    os.kill(pid, signal.SIGINT)
+    said += _read_until(terminal, b"a second time leaves at once")
+    os.kill(pid, signal.SIGINT)
+    said += _read_until(terminal, None)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    assert said.rstrip().endswith(b"\x1b[?25h"), said[-200:]
+
+
+def _read_until(terminal: int, wanted: bytes | None) -> bytes:
+    """What the terminal shows until `wanted` (None: the end) is among it."""
+    said = b""
+    while wanted is None or wanted not in said or not said:
+        try:
+            chunk = os.read(terminal, 65536)
+        except OSError:  # how Linux tells that the other side is closed
+            break
+        if not chunk:
+            break
+        said += chunk
+    return said
+
+
+def assert_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline, json.dumps([pid for pid in pids if is_alive(pid)])
+        time.sleep(0.05)
