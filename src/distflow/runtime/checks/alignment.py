@@ -47,13 +47,13 @@ def _check_log_probs(batch: Batch) -> None:
 
 
 def _check_groups(batch: Batch) -> None:
-    prompts: dict[int, tuple[str, tuple[int, ...]]] = {}
+    prompts: dict[int, tuple[str, torch.Tensor]] = {}
     ids = batch.flat("prompt_ids").split(batch.lengths("prompt").tolist())
     for uid, group, prompt in zip(batch["uid"], batch["group_index"].tolist(), ids, strict=True):
         if int(uid.split("-")[0]) != group:
             raise TrustError(f"sample {uid} carries group_index {group}: a node mixed up groups")
-        first_uid, first = prompts.setdefault(group, (uid, tuple(prompt.tolist())))
-        if tuple(prompt.tolist()) != first:
+        first_uid, first = prompts.setdefault(group, (uid, prompt))
+        if not torch.equal(prompt, first):
             raise TrustError(f"samples {first_uid} and {uid} are one group but have different prompts")
 
 
