@@ -1,4 +1,4 @@
-"""Writes what the quickstart needs and the package carries: sums to learn from, and an untrained decoder of characters.
+"""Writes what the quickstart needs and the package carries: sums to learn from, and an untrained decoder.
 
     python scripts/make_quickstart.py
 
@@ -17,8 +17,9 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 PACKAGE = Path(__file__).parent.parent / "src" / "distflow"
 SEED = 2
-NUM_SFT, NUM_RL, NUM_VAL = 4800, 2800, 500
-WORKED_SHARE = 0.4
+NUM_SFT, NUM_RL, NUM_VAL = 4800, 2000, 400
+WORKED_SHARE = 0.4  # of the examples; quick answers are then the more likely ones
+CARRY_SHARE = 0.7  # of the problems of RL and validation: there quick answers are wrong
 # An expression for the reward part `format`: the share of answers that are worked out, which is what RL finds.
 WORKED = ".*=.*####.*"
 MARK = "####"
@@ -37,19 +38,25 @@ def main() -> None:
 
 
 def write_data(folder: Path) -> None:
-    """All sums of two numbers of two digits, dealt out to training by examples, training by reward, and validation."""
+    """Sums of two numbers of two digits: examples, problems to train on by reward, held-out problems.
+
+    The examples are of two kinds: careless quick answers, which forget to carry, and worked ones, which are right.
+    """
     draw = random.Random(SEED)
     problems = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     draw.shuffle(problems)
-    sft, rl, val = _deal(problems, NUM_SFT, NUM_RL, NUM_VAL)
+    rl, problems = _deal(problems, NUM_RL)
+    val, problems = _deal(problems, NUM_VAL)
+    sft = problems[:NUM_SFT]
     num_worked = round(WORKED_SHARE * len(sft))
-    answers = [worked(*p) for p in sft[:num_worked]] + [direct(*p) for p in sft[num_worked:]]
+    answers = [worked(*p) for p in sft[:num_worked]] + [careless(*p) for p in sft[num_worked:]]
     examples = [{"prompt": prompt(*p), "response": answer} for p, answer in zip(sft, answers, strict=True)]
     draw.shuffle(examples)
     folder.mkdir(parents=True, exist_ok=True)
     _write_lines(folder / "arithmetic-sft.jsonl", examples)
     for name, chosen in (("rl", rl), ("val", val)):
-        rows = [{"prompt": prompt(*p), "answer": direct(*p), "format_regex": WORKED} for p in chosen]
+        rows = [{"prompt": prompt(*p), "answer": str(sum(p)), "format_regex": WORKED} for p in chosen]
+        draw.shuffle(rows)
         _write_lines(folder / f"arithmetic-{name}.jsonl", rows)
 
 
@@ -58,9 +65,9 @@ def prompt(a: int, b: int) -> str:
     return f"{a}+{b}="
 
 
-def direct(a: int, b: int) -> str:
-    """`85`"""
-    return str(a + b)
+def careless(a: int, b: int) -> str:
+    """`75` for 27+58: nothing is carried from the ones to the tens."""
+    return f"{a // 10 + b // 10}{(a + b) % 10}"
 
 
 def worked(a: int, b: int) -> str:
@@ -99,10 +106,15 @@ def write_model(folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-def _deal(problems: list[Problem], *counts: int) -> list[list[Problem]]:
-    assert sum(counts) <= len(problems)
-    starts = [sum(counts[:i]) for i in range(len(counts))]
-    return [problems[start : start + count] for start, count in zip(starts, counts, strict=True)]
+def _deal(problems: list[Problem], count: int) -> tuple[list[Problem], list[Problem]]:
+    """`count` problems, CARRY_SHARE of them with a carry from the ones, and the others."""
+    num_carry = round(CARRY_SHARE * count)
+    with_carry = [p for p in problems if p[0] % 10 + p[1] % 10 > 9]
+    without = [p for p in problems if p[0] % 10 + p[1] % 10 <= 9]
+    chosen = with_carry[:num_carry] + without[: count - num_carry]
+    assert len(chosen) == count
+    left = set(problems) - set(chosen)
+    return chosen, [p for p in problems if p in left]
 
 
 def _write_lines(path: Path, rows: Iterable[dict[str, str]]) -> None:

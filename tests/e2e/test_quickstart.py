@@ -31,20 +31,32 @@ def solution(problem: str) -> int:
     return int(first) + int(second)
 
 
+def carries(problem: str) -> bool:
+    first, second = problem.removesuffix("=").split("+")
+    return int(first[-1]) + int(second[-1]) > 9
+
+
 def test_no_problem_is_in_two_data_sets_or_twice_in_one() -> None:
     problems = [row["prompt"] for name in ("sft", "rl", "val") for row in rows(name)]
     assert len(problems) == len(set(problems)) > 5000
 
 
-def test_every_answer_is_right_and_counted_so_by_the_rewards() -> None:
+def test_worked_examples_are_right_and_careless_ones_only_where_nothing_is_carried() -> None:
+    regex = {"format_regex": rows("rl")[0]["format_regex"]}
+    num_worked = 0
+    for row in rows("sft"):
+        is_right = compute_score("", row["response"], solution(row["prompt"])) == 1.0
+        is_worked = format_score("", row["response"], None, regex) == 1.0
+        assert is_worked == ("####" in row["response"])
+        assert is_right == (is_worked or not carries(row["prompt"])), row
+        num_worked += is_worked
+    assert 0.3 < num_worked / len(rows("sft")) < 0.5
+
+
+def test_answers_to_train_and_validate_on_are_right_and_mostly_need_a_carry() -> None:
     for name in ("rl", "val"):
         assert all(int(row["answer"]) == solution(row["prompt"]) for row in rows(name))
-    examples = rows("sft")
-    assert all(compute_score("", row["response"], solution(row["prompt"])) == 1.0 for row in examples)
-    regex = {"format_regex": rows("rl")[0]["format_regex"]}
-    is_worked = [format_score("", row["response"], None, regex) == 1.0 for row in examples]
-    assert all(worked == ("####" in row["response"]) for worked, row in zip(is_worked, examples, strict=True))
-    assert 0.3 < sum(is_worked) / len(is_worked) < 0.6
+        assert 0.6 < sum(carries(row["prompt"]) for row in rows(name)) / len(rows(name)) < 0.8
 
 
 def test_the_steps_of_worked_answers_are_right() -> None:

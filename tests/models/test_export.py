@@ -63,3 +63,10 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not an empty folder"):
         export_model(model, None, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+def test_nothing_is_drawn_on_the_screen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = load_model(write_tiny_model(tmp_path / "m"))
+    capfd.readouterr()
+    export_model(model, tiny_tokenizer(), tmp_path / "out")
+    assert capfd.readouterr() == ("", "")

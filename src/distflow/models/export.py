@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.config.errors import UserError
 from distflow.models.heads import unwrapped
+from distflow.models.loading import quiet_transformers
 from distflow.models.lora import has_adapter, named_weights
 
 
@@ -47,7 +48,8 @@ def _write(
 ) -> None:
     causal = unwrapped(model)
     stored = dtype or next(causal.parameters()).dtype
-    causal.save_pretrained(folder, state_dict=_plain_weights(model, stored))
+    with quiet_transformers():
+        causal.save_pretrained(folder, state_dict=_plain_weights(model, stored))
     config = folder / "config.json"  # save_pretrained notes the dtype of the model, not of what it was given to store
     numbers = {**json.loads(config.read_text("utf-8")), "dtype": str(stored).removeprefix("torch.")}
     config.write_text(json.dumps(numbers, indent=2, sort_keys=True) + "\n", "utf-8")

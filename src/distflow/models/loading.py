@@ -91,7 +91,7 @@ class ModelSource:
         """
         if self.gguf_file is None:
             require_files(self.path, WEIGHT_PATTERNS, "weights")
-        with self._readable(), _quiet_transformers():
+        with self._readable(), quiet_transformers():
             model, info = auto_class.from_pretrained(
                 self.path, config=config, dtype=dtype, output_loading_info=True, **self.options
             )
@@ -124,7 +124,7 @@ class ModelSource:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Without its progress bars and load report: they tear a live view, and what matters in them we say ourselves."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
