@@ -31,6 +31,7 @@ from distflow.pipelines.select import select_pipeline
 from distflow.planning.plan import plan_local
 from distflow.rewards.router import Overlong, RewardRouter
 from distflow.rollout.engine import SamplingParams
+from distflow.runtime.blame import users_place
 from distflow.runtime.checks.mismatch import Tolerance
 from distflow.runtime.parts import Parts
 
@@ -132,8 +133,10 @@ def _import_user_modules(config: Config) -> None:
     for name in config.trainer.imports:
         try:
             importlib.import_module(name)
-        except ImportError as err:
-            raise UserError(f"trainer.imports: the module '{name}' cannot be imported: {err}") from err
+        except Exception as err:  # the edge of a user's code
+            place = f" (at {found})" if (found := users_place(err)) else ""
+            what = f"{type(err).__name__}: {err}{place}"
+            raise UserError(f"trainer.imports: the module '{name}' cannot be imported: {what}") from err
 
 
 def refuse_inert_keys(program: Program, loaded: Loaded) -> None:

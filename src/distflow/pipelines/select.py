@@ -6,12 +6,13 @@ from typing import Any
 from distflow.config import Config
 from distflow.config.errors import UserError
 from distflow.config.program import CUSTOM, program_name
-from distflow.graph import TaskGraph, pipeline_from_config
+from distflow.graph import PipelineError, TaskGraph, pipeline_from_config
 from distflow.graph.functions import resolve_func
 from distflow.pipelines.dapo import dapo_pipeline
 from distflow.pipelines.grpo import grpo_pipeline
 from distflow.pipelines.ppo import ppo_pipeline
 from distflow.pipelines.sft import sft_pipeline
+from distflow.runtime.blame import users_place
 
 BUILTIN: dict[str, Callable[[], TaskGraph]] = {
     "grpo": grpo_pipeline,
@@ -32,7 +33,14 @@ def select_pipeline(config: Config) -> TaskGraph:
 
 
 def _custom(path: str) -> TaskGraph:
-    graph: Any = resolve_func(path, "dag.custom_pipeline_fn")()
+    make_graph = resolve_func(path, "dag.custom_pipeline_fn")
+    try:
+        graph: Any = make_graph()
+    except PipelineError:
+        raise
+    except Exception as err:  # the edge of a user's code
+        place = users_place(err) or "unknown place"
+        raise UserError(f"dag.custom_pipeline_fn={path} raised {type(err).__name__}: {err} (at {place})") from err
     if not isinstance(graph, TaskGraph):
         raise UserError(
             f"dag.custom_pipeline_fn={path} returned {type(graph).__name__}; "

@@ -6,6 +6,7 @@ FOLDER/latest         the name of the newest, moved last
 
 import errno
 import math
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from distflow.runtime.checkpoint_files import (
 )
 
 LATEST: Final = "latest"
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PARTIAL, REMOVED = ".partial", ".removed"
 
 
@@ -187,7 +189,10 @@ class CheckpointStore:
                 return _with_message(checkpoint, f"{'; '.join(faults)}: going on from step {checkpoint.step} instead")
             return checkpoint
         if faults:
-            raise CheckpointError(f"no checkpoint in {self.folder} is whole: {'; '.join(faults)}")
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} is whole: {'; '.join(faults)}. Start anew with --resume never, "
+                "or go on from a copy with --resume PATH"
+            )
         raise CheckpointError(f"there is no checkpoint in {self.folder} (trainer.default_local_dir)")
 
     def _latest_name(self) -> str:
@@ -214,7 +219,8 @@ class CheckpointStore:
         return f"There are: {names}" if names else "There is no other"
 
     def _write_failure(self, step: int, err: Exception) -> str:
-        full = getattr(err, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space" in str(err)
+        # safetensors tells the system's errors by their text alone
+        full = getattr(err, "errno", None) in _FULL or any(os.strerror(number) in str(err) for number in _FULL)
         cause = "the disk is full" if full else str(err)
         return (
             f"the checkpoint of step {step} could not be written to {self.folder}: {cause}. Those before it "

@@ -1,0 +1,338 @@
+"""Bad input ends in one message that names what to change, with the right status, no traceback, and nothing lost."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from distflow import cli
+from distflow.runtime.checkpoint import CheckpointStore
+from tests.e2e.runs import Playground
+from tests.tiny_models import tiny_tokenizer
+
+HOLD_LOCK = """
+import fcntl, os, sys
+fcntl.lockf(os.open(sys.argv[1], os.O_RDWR), fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+CHEAP = ("trust.certify_rewards=false", "trainer.total_epochs=1", "actor_rollout_ref.rollout.n=2")
+
+Prepare = Callable[[Playground], None]
+
+
+@pytest.fixture
+def ground(tmp_path: Path) -> Playground:
+    return Playground(tmp_path, num_rows=4)
+
+
+def train(ground: Playground, *overrides: str, flags: tuple[str, ...] = (), preset: str = "grpo") -> int:
+    return cli.main(["train", preset, *flags, *ground.overrides("run", *CHEAP, *overrides)])
+
+
+def refused(
+    capsys: pytest.CaptureFixture[str], status: int, said: int, *needed: str, finished: str = "report: "
+) -> str:
+    """The one message of a failed start."""
+    out, err = capsys.readouterr()
+    assert said == status, err + out
+    assert "Traceback" not in err + out and finished not in out
+    assert len(re.findall(r"^distflow: ", err, flags=re.MULTILINE)) == 1, err
+    for part in needed:
+        assert part in err, err
+    return err
+
+
+def keep_nothing_of(pattern: str) -> Prepare:
+    def prepare(ground: Playground) -> None:
+        for path in (ground.folder / "model").glob(pattern):
+            path.unlink()
+
+    return prepare
+
+
+def rows(*rows: dict[str, str]) -> Prepare:
+    return lambda ground: ground.write_rows(rows)
+
+
+def reward(code: str) -> Prepare:
+    return lambda ground: ground.write_reward(code)
+
+
+def nothing(ground: Playground) -> None:
+    pass
+
+
+def module(name: str, code: str) -> Prepare:
+    def prepare(ground: Playground) -> None:
+        (ground.folder / f"program_{name}.py").write_text(code)
+
+    return prepare
+
+
+ASKED = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    "
+BAD_INPUT: dict[str, tuple[Prepare, tuple[str, ...], tuple[str, ...]]] = {
+    "no model folder": (
+        nothing,
+        ("actor_rollout_ref.model.path=/nowhere/at/all",),
+        ("/nowhere/at/all", "does not exist"),
+    ),
+    "no tokenizer": (keep_nothing_of("token*"), (), ("has no tokenizer", "tokenizer_path")),
+    "no weights": (keep_nothing_of("*.safetensors"), (), ("has no weights",)),
+    "broken weights": (
+        lambda ground: (ground.folder / "model" / "model.safetensors").write_bytes(b"\0" * 100) and None,
+        (),
+        ("cannot be loaded",),
+    ),
+    "broken config": (lambda g: (g.folder / "model" / "config.json").write_text("{") and None, (), ("config.json",)),
+    "no data file": (nothing, ("data.train_files=/nowhere/rows.jsonl",), ("data.train_files", "/nowhere/rows.jsonl")),
+    "no prompt key": (rows({"question": "1+1", "answer": "2"}), (), ("data.prompt_key", "question")),
+    "no data at all": (rows(), (), ("data.train_files: no rows",)),
+    "batch too large": (
+        nothing,
+        ("data.train_batch_size=64",),
+        ("data.train_batch_size=64 is larger than the data set", "at most 4"),
+    ),
+    "prompts all too long": (nothing, ("data.max_prompt_length=2",), ("data.max_prompt_length",)),
+    "no reward file": (lambda g: (g.folder / "reward.py").unlink(), (), ("reward.py", "custom_reward_function.path")),
+    "reward with a syntax error": (reward("def compute_score(:\n"), (), ("reward.py", "SyntaxError")),
+    "reward that fails to import": (reward("import nothing_of_this_name\n"), (), ("nothing_of_this_name", "custom")),
+    "reward of another name": (reward("def score(): return 1\n"), (), ("no function 'compute_score'", "score")),
+    "reward with other parameters": (reward("def compute_score(a, b): return 1\n"), (), ("data_source",)),
+    "reward that raises": (
+        reward(f"{ASKED}raise KeyError('the lost key')\n"),
+        (),
+        ("custom: KeyError: 'the lost key' (at reward.py:2)", "custom_reward_function.path"),
+    ),
+    "reward that is NaN": (
+        reward(f"{ASKED}return float('nan')\n"),
+        (),
+        ("it returned nan, which is no finite number", "custom_reward_function.path"),
+    ),
+    "reward that exits": (reward(f"{ASKED}import os; os._exit(0)\n"), (), ("exited with 0, twice",)),
+    "reward that is too slow": (
+        reward(f"import time\n{ASKED}time.sleep(60)\n"),
+        (
+            "reward.timeout_s=0.2",
+            "data.train_batch_size=2",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            "reward.num_workers=2",
+        ),
+        ("reward.timeout_s",),
+    ),
+    "unknown preset": (nothing, (), ("neither a preset nor a file", "grpo")),
+    "unknown key": (nothing, ("trainer.sav_freq=3",), ("trainer.sav_freq", "trainer.save_freq")),
+    "inert key": (nothing, ("critic.optim.lr=1e-3",), ("critic.optim.lr (command line)", "do nothing")),
+    "no such pipeline": (
+        nothing,
+        ("dag.custom_pipeline_fn=nowhere.at_all:make",),
+        ("dag.custom_pipeline_fn", "nowhere"),
+    ),
+    "pipeline that is none": (
+        module("none", "def make():\n    return 3\n"),
+        ("dag.custom_pipeline_fn=program_none:make",),
+        ("dag.custom_pipeline_fn", "int", "TaskGraph"),
+    ),
+    "pipeline that raises": (
+        module("raises", "def make():\n    raise KeyError('what')\n"),
+        ("dag.custom_pipeline_fn=program_raises:make",),
+        ("dag.custom_pipeline_fn", "KeyError", "what"),
+    ),
+    "no such module": (
+        nothing,
+        ("trainer.imports=[nothing_of_this_name]",),
+        ("trainer.imports", "nothing_of_this_name"),
+    ),
+    "no CUDA": (nothing, ("trainer.device=cuda",), ("trainer.device=cuda", "trainer.device=auto")),
+    "no threads": (nothing, ("trainer.num_threads=0",), ("trainer.num_threads",)),
+    "too many threads": (nothing, ("trainer.num_threads=100000",), ("trainer.num_threads=100000", "cores")),
+    "folder that cannot be": (
+        nothing,
+        ("trainer.default_local_dir=/proc/run",),
+        ("/proc/run", "trainer.default_local_dir"),
+    ),
+    "folder that is a file": (
+        lambda g: (g.folder / "file").touch(),
+        ("trainer.default_local_dir={folder}/file",),
+        ("a file is in the way", "trainer.default_local_dir"),
+    ),
+    "no such checkpoint": (nothing, ("trainer.resume_mode=/nowhere",), ("trainer.resume_mode", "/nowhere")),
+}
+
+
+@pytest.mark.parametrize("what", BAD_INPUT)
+def test_one_message_names_what_to_change(
+    ground: Playground, capsys: pytest.CaptureFixture[str], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if what == "no CUDA":
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("this machine has one")
+    prepare, overrides, needed = BAD_INPUT[what]
+    prepare(ground)
+    monkeypatch.syspath_prepend(str(ground.folder))
+    preset = "grppo" if what == "unknown preset" else "grpo"
+    status = train(ground, *(text.format(folder=ground.folder) for text in overrides), preset=preset)
+    refused(capsys, 2, status, *needed)
+
+
+def test_a_broken_yaml_and_an_unknown_key_name_file_and_line(
+    ground: Playground, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = ground.folder / "mine.yaml"
+    file.write_text("trainer: {seed: 1\ndata: [\n")
+    refused(capsys, 2, cli.main(["train", str(file)]), "mine.yaml")
+    file.write_text("defaults: [grpo, _self_]\ntrainer:\n  seed: 1\n  sav_freq: 3\n")
+    refused(capsys, 2, cli.main(["train", str(file)]), "mine.yaml:4", "trainer.save_freq")
+
+
+def test_the_traceback_comes_only_when_asked_for(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(ground, "data.train_files=/nowhere/rows.jsonl", flags=("--debug",)) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_user_s_node_is_the_user_s_fault_and_named_with_its_line(
+    ground: Playground, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (ground.folder / "odd_estimator.py").write_text(
+        "from distflow import register_adv_est\n"
+        "@register_adv_est('odd')\n"
+        "def odd(token_level_rewards, response_mask):\n"
+        "    raise RuntimeError('no advantage today')\n"
+    )
+    monkeypatch.syspath_prepend(str(ground.folder))
+    status = train(ground, "trainer.imports=[odd_estimator]", "algorithm.adv_estimator=odd")
+    refused(
+        capsys, 2, status, "node 'calculate_advantages' raised RuntimeError: no advantage today", "odd_estimator.py:4"
+    )
+
+
+def test_a_run_s_folder_of_another_config_data_or_tokenizer(
+    ground: Playground, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(ground, "trainer.save_freq=1") == 0
+    capsys.readouterr()
+    before = (ground.folder / "run" / "metrics.jsonl").read_bytes()
+
+    status = train(ground, "trainer.save_freq=1", "actor_rollout_ref.actor.optim.lr=1e-2", "trainer.seed=7")
+    message = refused(
+        capsys, 2, status, "actor_rollout_ref.actor.optim.lr: 0.001 then, 0.01 now", "trainer.seed: 1 then"
+    )
+    assert "--allow-change" in message and "--resume never" in message
+
+    allowed = ("--allow-change", "actor_rollout_ref.actor.optim.lr")
+    longer = ("trainer.save_freq=1", "trainer.total_epochs=2", "actor_rollout_ref.actor.optim.lr=1e-2")
+    assert train(ground, *longer, flags=allowed) == 0
+    capsys.readouterr()
+    journal = (ground.folder / "run" / "ledger.jsonl").read_text()
+    assert '"allowed_change","keys":["actor_rollout_ref.actor.optim.lr"]' in journal
+
+    ground.write_rows([{"prompt": f"{i}-", "answer": "7"} for i in range(4)])
+    refused(capsys, 2, train(ground, *longer), "another data", "--resume never")
+    ground.write_rows([{"prompt": f"{i}-", "answer": "7"} for i in range(5)])
+    refused(capsys, 2, train(ground, *longer), "another data")
+    assert (ground.folder / "run" / "metrics.jsonl").read_bytes().startswith(before)
+
+
+def test_another_tokenizer(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(ground, "trainer.save_freq=1") == 0
+    capsys.readouterr()
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(ground.folder / "other")
+    other = f"actor_rollout_ref.model.tokenizer_path={ground.folder}/other"
+    refused(capsys, 2, train(ground, "trainer.save_freq=1", other), "another tokenizer")
+
+
+def damage(checkpoint: Path) -> None:
+    file = checkpoint / "actor.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1:] = b"?" if content[-1:] != b"?" else b"!"
+    file.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_told(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
+    saving = ("trainer.save_freq=1", "trainer.total_epochs=2")
+    assert train(ground, *saving) == 0
+    checkpoints = ground.folder / "run" / "checkpoints"
+    whole = CheckpointStore(checkpoints).load()
+    shutil.copytree(whole.path, ground.folder / "copy")
+    damage(whole.path)
+    capsys.readouterr()
+    assert train(ground, *saving) == 0
+    out = capsys.readouterr().out
+    assert "step-000002 is damaged (actor.safetensors does not match its checksum): going on from step 1 instead" in out
+    again = CheckpointStore(checkpoints).load()
+    assert (again.path / "actor.safetensors").read_bytes() == (
+        ground.folder / "copy" / "actor.safetensors"
+    ).read_bytes()
+
+    for path in checkpoints.glob("step-*"):
+        (path / "actor.safetensors").unlink()
+    refused(capsys, 2, train(ground, *saving), "no checkpoint in", "is whole", "--resume never")
+
+
+def test_two_runs_in_one_folder(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second touches nothing of the first: no checkpoint that is being written, no line of its journal."""
+    assert train(ground, "trainer.save_freq=1") == 0
+    partial = ground.folder / "run" / "checkpoints" / "step-000009.partial"
+    partial.mkdir()
+    journal = (ground.folder / "run" / "ledger.jsonl").read_bytes()
+    command = [sys.executable, "-c", HOLD_LOCK, str(ground.folder / "run" / ".writer")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        capsys.readouterr()
+        status = train(ground, "trainer.save_freq=1")
+        refused(capsys, 2, status, "another process is writing", "trainer.default_local_dir")
+        other.communicate()
+    assert partial.exists()
+    assert (ground.folder / "run" / "ledger.jsonl").read_bytes() == journal
+
+
+def limited(ground: Playground, num_bytes: int, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """A run that may write no file larger than `num_bytes`: to it the disk is full."""
+    command = [sys.executable, "-m", "distflow", "train", "grpo", *ground.overrides("run", *CHEAP, *overrides)]
+    limit = (num_bytes, num_bytes)
+    return subprocess.run(
+        command, capture_output=True, text=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    )
+
+
+def test_a_full_disk_while_saving(ground: Playground) -> None:
+    saving = ("trainer.save_freq=1", "trainer.total_epochs=1")
+    assert train(ground, *saving) == 0
+    checkpoints = ground.folder / "run" / "checkpoints"
+    before = CheckpointStore(checkpoints).load()
+    done = limited(ground, 100_000, "trainer.save_freq=1", "trainer.total_epochs=2")
+    assert done.returncode == 2, done.stderr
+    assert "the checkpoint of step 2 could not be written" in done.stderr and "the disk is full" in done.stderr
+    assert "trainer.default_local_dir" in done.stderr and "Traceback" not in done.stderr
+    after = CheckpointStore(checkpoints).load()
+    assert (after.step, after.path) == (before.step, before.path) and not after.message
+    assert [path.name for path in checkpoints.glob("*.partial")] == []
+    events = [json.loads(line) for line in (ground.folder / "run" / "events.jsonl").read_text().splitlines()]
+    assert events[-1]["status"] == "failed"
+    assert train(ground, "trainer.save_freq=1", "trainer.total_epochs=2") == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk")
+def test_a_full_disk_where_everything_goes(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
+    disk = ground.folder / "run"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=500k", "none", str(disk)], capture_output=True).returncode:
+        pytest.skip("this machine lets nobody mount")
+    try:
+        status = train(ground, "trainer.save_freq=1", "trainer.total_epochs=8", "trainer.save_groups=all")
+        refused(capsys, 2, status, str(disk), "trainer.default_local_dir")
+        if any((disk / "checkpoints").glob("step-*/manifest.json")):
+            assert CheckpointStore(disk / "checkpoints").load().step >= 1
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
