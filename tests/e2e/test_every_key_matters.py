@@ -48,7 +48,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return Lab(tmp_path_factory.mktemp("lab"))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.key)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.key, marks=[pytest.mark.slow] if case.slow else []) for case in CASES]
+)
 def test_a_change_shows(case: Case, lab: Lab) -> None:
     before = case.look(lab, case.base, case.given)
     after = case.look(lab, case.base, (*case.given, *case.changes))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distflow.pipelines.assembly import assemble
 from tests.e2e.keys.lab import Lab
 
 Look = Callable[[Lab, str, Sequence[str]], Any]
@@ -16,6 +17,14 @@ Check = Callable[[Any, Any], None]
 def a_run(lab: Lab, base: str, changes: Sequence[str]) -> Any:
     """A whole run of the program."""
     return lab.run(base, changes)
+
+
+def the_parts(lab: Lab, base: str, changes: Sequence[str]) -> Any:
+    """A run that is ready and never starts."""
+    parts = assemble(lab.load(base, changes), say=lambda line: None)
+    if parts.rewards is not None:
+        parts.rewards.close()
+    return parts
 
 
 def the_prompts(lab: Lab, base: str, changes: Sequence[str]) -> Any:
@@ -55,6 +64,7 @@ class Case:
     base: str = "grpo"
     given: tuple[str, ...] = ()
     look: Look = a_run
+    slow: bool = False
 
     @property
     def changes(self) -> tuple[str, ...]:

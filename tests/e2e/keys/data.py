@@ -115,7 +115,7 @@ def prompts_case(
 
 CASES = (
     prompts_case("train_files", "{lab}/long.jsonl", "rows", num_rows(12, 13), ("data.max_prompt_length=30",)),
-    Case("data.val_files", VALIDATED, "validations", validates, given=("trainer.test_freq=2",), look=a_run),
+    Case("data.val_files", (VALIDATED, "trainer.test_freq=2"), "validations", validates, look=a_run),
     prompts_case("prompt_key", "other_prompt", "prompts", text_of_second("say 1+2=", "what is 1?")),
     prompts_case("answer_key", "other_answer", "ground truths", rows_have("ground_truth", "3", "x1")),
     Case("data.response_key", "data.response_key=other_response", "responses", other_answer_to_learn, base="sft"),

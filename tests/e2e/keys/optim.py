@@ -17,7 +17,8 @@ def cases(role: str, base: str, group: str) -> tuple[Case, ...]:
     plain = (ONE, sgd, f"{optim}.weight_decay=0", f"{group}.max_grad_norm=1000")
 
     def case(key: str, value: str, outcome: str, check: Callable[..., None], given: tuple[str, ...] = ()) -> Case:
-        return Case(f"{group}.{key}", f"{group}.{key}={value}", outcome, check, base=base, given=given)
+        change = f"{group}.{key}={value}"
+        return Case(f"{group}.{key}", change, outcome, check, base=base, given=given, slow=role == "critic")
 
     return (
         case("optim.optimizer", "sgd", "the move is lr · gradient", _moves(role, 1.0), (ONE, *plain[2:])),

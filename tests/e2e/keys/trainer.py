@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tests.e2e.keys.algorithm import program_is
-from tests.e2e.keys.case import Case, allowed, close, differ, refused, the_config, the_policy
+from tests.e2e.keys.case import Case, allowed, close, differ, refused, the_config, the_parts, the_policy
 from tests.e2e.keys.lab import ACTOR, MODEL, ROLLOUT, Lab, Run
 
 ONE, THREE = "trainer.total_training_steps=1", "trainer.total_training_steps=3"
@@ -139,9 +139,8 @@ def other_device(before: Any, after: Any) -> None:
         refused("trainer.device")(before, after)
 
 
-def threads_are(before: Run, after: Run) -> None:
-    assert before.parts is not None and after.parts is not None
-    assert (before.parts.facts["threads"], after.parts.facts["threads"]) == (1, 2)
+def threads_are(before: Any, after: Any) -> None:
+    assert (before.facts["threads"], after.facts["threads"]) == (1, 2)
     torch.set_num_threads(1)
 
 
@@ -184,6 +183,7 @@ REWARDS = (
             *(ONE, "custom_reward_function.name=slow", f"{ROLLOUT}.n=2", "data.shuffle=false"),
             *("data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=2"),
         ),
+        slow=True,
     ),
     Case(
         "reward.num_workers",
@@ -191,6 +191,7 @@ REWARDS = (
         "processes that judge",
         judged_by(1, 2),
         given=(ONE, "custom_reward_function.name=process"),
+        slow=True,
     ),
     Case("reward.overlong.buffer_tokens", OVERLONG[1], "scores of long responses", penalty(4, 1.0), given=(ONE,)),
     Case("reward.overlong.factor", "reward.overlong.factor=0.5", "those scores", penalty(4, 0.5), given=OVERLONG),
@@ -233,6 +234,7 @@ TRAINER = (
         "steps",
         num_steps(3, 6),
         given=("trainer.total_training_steps=null", "trainer.total_epochs=1"),
+        slow=True,
     ),
     Case("trainer.total_training_steps", ONE, "steps", num_steps(2, 1)),
     Case(
@@ -267,9 +269,15 @@ TRAINER = (
         "checkpoints",
         best_by("val_correct/all/mean", "val_correct/all/mean@8"),
         given=FOR_BEST,
+        slow=True,
     ),
     Case(
-        "trainer.resume_mode", "trainer.resume_mode=never", "where the run begins", goes_on_or_begins_anew, look=again
+        "trainer.resume_mode",
+        "trainer.resume_mode=never",
+        "where the run begins",
+        goes_on_or_begins_anew,
+        look=again,
+        slow=True,
     ),
     Case("trainer.save_groups", "trainer.save_groups=none", "files of tokens", kept_steps([1, 2], [])),
     Case(
@@ -284,7 +292,7 @@ TRAINER = (
     ),
     Case("trainer.seed", "trainer.seed=2", "tokens", other_tokens, given=(ONE,)),
     Case("trainer.device", "trainer.device=cuda", "the device, or an error", other_device, look=the_policy),
-    Case("trainer.num_threads", "trainer.num_threads=2", "threads of torch", threads_are, given=(ONE,)),
+    Case("trainer.num_threads", "trainer.num_threads=2", "threads of torch", threads_are, look=the_parts),
     Case("trainer.imports", IMPORTED, "names of a user", allowed("trainer.imports"), given=(ONE, *NEVER_FINITE)),
     Case("trainer.launcher", "trainer.launcher=ray", "refused: not there yet", refused("trainer.launcher", "ray")),
 )
