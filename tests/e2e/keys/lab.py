@@ -1,19 +1,21 @@
 """Tiny runs of real programs, for tests that change one key and look at what changes with it."""
 
+import copy
 import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor, nn
 
-from distflow.config import Config, Loaded, load_config
+from distflow.config import Config, Loaded, config_from_dict, load_config, to_dict, to_yaml
 from distflow.data.batch import Batch
 from distflow.data.prompts import PromptSet
 from distflow.models.tokenizer import load_tokenizer
@@ -192,9 +194,11 @@ class Lab:
         """The config of a base program with some keys changed; "~KEY" takes one back."""
         preset, values = BASES[base]
         settings = self._merged(values, changes)
-        return load_config(
-            preset, [key if key.startswith("~") else f"{key}={value}" for key, value in settings.items()]
-        )
+        plain = copy.deepcopy(_plain_preset(preset))
+        for key, value in settings.items():
+            _set(plain, key, value)
+        config = config_from_dict(plain)
+        return Loaded(config, {key.lstrip("~+"): "command line" for key in settings}, to_yaml(config))
 
     def config(self, base: str, changes: Sequence[str]) -> Config:
         return self.load(base, changes).config
@@ -278,6 +282,20 @@ def _count_layer_call(run: Run) -> Any:
 
 def _part(model: nn.Module, name: str) -> nn.Module:
     return next(module for path, module in model.named_modules() if path.endswith(name))
+
+
+@cache
+def _plain_preset(name: str) -> dict[str, Any]:
+    """A preset as nested values. Composed once: Hydra takes longer than a run."""
+    return to_dict(load_config(name, [f"{MODEL}.path=x", "data.train_files=x"]).config)
+
+
+def _set(values: dict[str, Any], key: str, value: str) -> None:
+    """Set a dotted key to a value in YAML; "~KEY" sets it to null."""
+    *groups, last = key.lstrip("~+").split(".")
+    for group in groups:
+        values = values[group]
+    values[last] = yaml.safe_load(value) if value else None
 
 
 def _write_files(folder: Path) -> None:
