@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from distflow.algorithms.corrections import mismatch_statistics
 from distflow.data.batch import Batch
 from distflow.runtime.checks import TrustError
 
@@ -30,20 +31,11 @@ class Tolerance:
 
 
 def mismatch(rollout: Tensor, trainer: Tensor, mask: Tensor) -> dict[str, float]:
-    """|Δ log-prob| over the masked tokens, k3 estimate of KL(rollout ‖ trainer), effective sample size in [0, 1].
-
-    All tensors flat `(tokens,)`; nothing where no token is masked in.
-    """
-    gap = (trainer - rollout)[mask > 0].double()
-    if gap.numel() == 0:
+    """`mismatch_statistics` of flat `(tokens,)` log-probs as metrics; nothing where no token is masked in."""
+    if not bool((mask > 0).any()):
         return {}
-    weights = gap.clamp(-20, 20).exp()
-    return {
-        "mismatch/mean_abs": float(gap.abs().mean()),
-        "mismatch/max_abs": float(gap.abs().max()),
-        "mismatch/k3": float((weights - 1 - gap.clamp(-20, 20)).mean()),
-        "mismatch/ess": float(weights.sum() ** 2 / (weights**2).sum() / weights.numel()),
-    }
+    statistics = mismatch_statistics(trainer, rollout, mask)
+    return {f"mismatch/{name}": value for name, value in statistics.items()}
 
 
 def check_mismatch(batch: Batch, step: int, tolerance: Tolerance) -> tuple[dict[str, float], str | None]:
