@@ -39,6 +39,7 @@ STANDARD_FIELDS: dict[str, Field] = _table(
     Field("ground_truth", "object", Axis.OBJECT, "what the verifier compares with"),
     Field("extra_info", "object", Axis.OBJECT, "the rest of the data set's row"),
     Field("reward_parts", "object", Axis.OBJECT, "score of each reward function by name"),
+    Field("reward_extra", "object", Axis.OBJECT, "what else verifiers say of the sample"),
     Field("reward_errors", "object", Axis.OBJECT, "why a sample has no verdict, or None"),
     Field("finish_reason", "object", Axis.OBJECT, "stop or length"),
     Field("prompt_ids", "int64", Axis.PROMPT, "token ids of the prompt"),

@@ -99,6 +99,7 @@ def sample_rows(batch: Batch) -> list[dict[str, Any]]:
             "ground_truth": batch["ground_truth"][i],
             "score": score[i],
             "reward_parts": batch["reward_parts"][i] if "reward_parts" in batch else {},
+            "extra": batch["reward_extra"][i] if "reward_extra" in batch else {},
             "errors": batch["reward_errors"][i] if "reward_errors" in batch else None,
             "advantage": advantage[i],
             "prompt_length": int(batch.lengths("prompt")[i]),

@@ -1,0 +1,35 @@
+"""The standard nodes of the built-in programs: each is one verb of the story that a program tells."""
+
+from distflow.pipelines.nodes.experience import (
+    compute_reward,
+    dynamic_sampling,
+    generate,
+    greedy_baseline,
+    load_answers,
+)
+from distflow.pipelines.nodes.scoring import (
+    apply_kl_penalty,
+    compute_advantage,
+    compute_old_log_prob,
+    compute_ref_log_prob,
+    compute_value,
+    correct_mismatch,
+)
+from distflow.pipelines.nodes.updates import train_actor, train_critic, train_sft
+
+__all__ = [
+    "apply_kl_penalty",
+    "compute_advantage",
+    "compute_old_log_prob",
+    "compute_ref_log_prob",
+    "compute_reward",
+    "compute_value",
+    "correct_mismatch",
+    "dynamic_sampling",
+    "generate",
+    "greedy_baseline",
+    "load_answers",
+    "train_actor",
+    "train_critic",
+    "train_sft",
+]
