@@ -111,10 +111,13 @@ class TerminalView:
             self._out.flush()
 
     def _fit(self) -> None:
-        """Follow the size of our own terminal, which may change; left alone, rich asks that of the standard streams."""
+        """Follow the size of our own terminal, which may change; left alone, rich asks that of the standard streams.
+
+        A terminal that nobody told its size says 0; rich would look for room there for ever, as in a very narrow one.
+        """
         with contextlib.suppress(OSError):
             columns, rows = os.get_terminal_size(self._out.fileno())
-            self._console.size = ConsoleDimensions(columns, rows)
+            self._console.size = ConsoleDimensions(max(columns or 80, 20), max(rows or 24, 6))
 
     def _render(self) -> RenderableType:
         with self._lock:

@@ -1,6 +1,5 @@
 """Calls a node: hands it what its signature names, and merges what it returns into the batch."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,10 +10,11 @@ from distflow.data.batch import Batch
 from distflow.graph import SCORE_FIELDS, BoundNode, NodeOutput
 from distflow.graph.contract import Form
 from distflow.graph.fields import Axis
+from distflow.rewards.functions import read_score
 from distflow.runtime.blame import output_error
 from distflow.runtime.context import NodeContext
 from distflow.runtime.plain_calls import PlainCalls
-from distflow.training.engine import Collective
+from distflow.training.collective import Collective
 
 
 def call_node(node: BoundNode, batch: Batch, engines: Mapping[str, Any], ctx: NodeContext, reduce: Collective) -> Any:
@@ -115,15 +115,12 @@ def _score_each(node: BoundNode, batch: Batch) -> dict[str, Any]:
             **node.options,
         }
         answer = node.fn(**arguments)
-        scores.append(_finite(node, answer["score"] if isinstance(answer, Mapping) else answer, batch["uid"][i]))
+        try:
+            scores.append(read_score(answer)[0])
+        except ValueError as err:
+            raise output_error(node, f"was asked to score sample {batch['uid'][i]}: {err}") from None
     rewards = scores_on_last_token(batch, scores)
     return {"token_level_scores": rewards, "token_level_rewards": rewards}
-
-
-def _finite(node: BoundNode, score: Any, uid: str) -> float:
-    if not isinstance(score, int | float) or not math.isfinite(score):
-        raise output_error(node, f"scored sample {uid} with {score!r}: a reward must be a finite number")
-    return float(score)
 
 
 def scores_on_last_token(batch: Batch, scores: list[float]) -> Tensor:
