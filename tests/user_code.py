@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from distflow.algorithms import ADV_ESTIMATORS, POLICY_LOSSES
+from distflow.config import schema
 
 
 @contextmanager
 def forgotten(*modules: str) -> Iterator[None]:
-    """Inside, user code may register estimators and losses; afterwards these and `modules` were never there."""
-    before = [(registry, dict(registry)) for registry in (ADV_ESTIMATORS, POLICY_LOSSES)]
+    """Inside, user code may register estimators, losses and config groups; afterwards these and `modules` were never there."""
+    before = [(registry, dict(registry)) for registry in (ADV_ESTIMATORS, POLICY_LOSSES, schema._user_groups)]
     paths = list(sys.path)
     try:
         yield
@@ -18,6 +19,7 @@ def forgotten(*modules: str) -> Iterator[None]:
         for registry, entries in before:
             registry.clear()
             registry.update(entries)
+        schema.schema_keys.cache_clear()
         for name in [name for name in sys.modules if name.split(".")[0] in modules]:
             del sys.modules[name]
         sys.path[:] = paths
