@@ -10,7 +10,7 @@ from distflow.config import schema
 
 @contextmanager
 def forgotten(*modules: str) -> Iterator[None]:
-    """Inside, user code may register estimators, losses and config groups; afterwards these and `modules` were never there."""
+    """Inside, user code may register estimators, losses and groups; afterwards these and `modules` were never there."""
     before = [(registry, dict(registry)) for registry in (ADV_ESTIMATORS, POLICY_LOSSES, schema._user_groups)]
     paths = list(sys.path)
     try:
