@@ -17,7 +17,7 @@ from distflow.runtime.contexts import prompts_of
 from distflow.runtime.edge import Failure, LocalEdge
 from distflow.runtime.invoke import merge_output, run_node
 from distflow.runtime.plain_calls import PlainCalls
-from distflow.training.engine import Collective
+from distflow.training.collective import Collective
 
 NO_VERDICTS = "too_few_verdicts"
 
@@ -40,9 +40,12 @@ class SubmissionGate:
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """The engine's `generate`; its request is in the engine's queue before this yields for the first time."""
         pending = asyncio.ensure_future(self._engine.generate(request))
-        await asyncio.sleep(0)
-        self._arrived(asyncio.current_task())
-        return await pending
+        try:
+            await asyncio.sleep(0)
+            self._arrived(asyncio.current_task())
+            return await pending
+        finally:
+            pending.cancel()
 
     async def all_in(self) -> None:
         """Wait until every group of the wave has arrived."""
@@ -107,9 +110,13 @@ class ExperiencePlane:
             await rollout.pause()
             tasks = [asyncio.create_task(self._run_group(t, edge, engines)) for t in wave]
             gate.expect(tasks)
-            await gate.all_in()
-            await rollout.resume()
-            await asyncio.gather(*tasks)
+            try:
+                await gate.all_in()
+                await rollout.resume()
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
 
     async def _run_group(self, ticket: Ticket, edge: LocalEdge, engines: Mapping[str, Any]) -> None:
         """Never raises: whatever a node does costs its own group only, and is recorded."""

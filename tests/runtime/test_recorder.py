@@ -1,0 +1,65 @@
+"""What a run tells: kept groups, how it ended, and that telling never hides what went wrong."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.config import Config, config_from_dict
+from distflow.observe.run_reader import read_events
+from distflow.runtime.recorder import Recorder
+from tests.runtime.groups import group
+
+
+def config(**trainer: Any) -> Config:
+    return config_from_dict({"trainer": {"logger": [], **trainer}}, judge=False)
+
+
+def record(folder: Path, **trainer: Any) -> Recorder:
+    return Recorder(config(**trainer), folder, 5, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("mode", "left"),
+    [
+        ({"save_groups": "none"}, []),
+        ({"save_groups": "all"}, [1, 2, 3, 4]),
+        ({"save_groups": "last_k", "save_groups_last": 2}, [3, 4]),
+    ],
+)
+def test_groups_are_kept_as_asked(tmp_path: Path, mode: dict[str, Any], left: list[int]) -> None:
+    with record(tmp_path / "run", **mode) as recorder:
+        for step in range(1, 5):
+            recorder.keep_groups(step, group())
+        recorder.status = "finished"
+    found = sorted(path.name for path in (tmp_path / "run").glob("tokens/*"))
+    assert found == [f"{step:06d}.safetensors" for step in left]
+
+
+def test_how_a_run_ended_is_the_last_event(tmp_path: Path) -> None:
+    for status in ("finished", "stopped"):
+        with record(tmp_path / status) as recorder:
+            recorder.status = status
+        end = read_events(tmp_path / status)[-1]
+        assert (end.kind, end.fields["status"]) == ("end", status)
+    with pytest.raises(KeyError), record(tmp_path / "failed"):
+        raise KeyError("what went wrong")
+    error, end = read_events(tmp_path / "failed")[-2:]
+    assert (error.kind, error.message) == ("error", "KeyError: 'what went wrong'")
+    assert end.fields["status"] == "failed"
+
+
+def test_a_disk_that_fails_at_the_end_does_not_hide_the_first_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(KeyError, match="the first"), record(tmp_path / "run"):
+        monkeypatch.setattr(os, "write", full)
+        raise KeyError("the first")
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="No space"), record(tmp_path / "other"):
+        monkeypatch.setattr(os, "write", full)

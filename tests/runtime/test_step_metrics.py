@@ -1,0 +1,48 @@
+"""What is measured of a step: scores over samples with a verdict, lengths over all, ages in versions."""
+
+import pytest
+import torch
+
+from distflow.flow.account import Account
+from distflow.runtime.step_metrics import batch_metrics, group_metrics, part_metrics, sample_rows, score_metrics
+from tests.runtime.groups import group
+
+
+def test_scores_of_samples_without_a_verdict_are_left_out() -> None:
+    metrics = score_metrics(torch.tensor([1.0, 100.0, 3.0]), torch.tensor([True, False, True]))
+    assert metrics == {"reward/mean_score": 2.0, "reward/std": 1.0, "reward/max": 3.0, "reward/min": 1.0}
+    assert score_metrics(torch.tensor([1.0]), torch.tensor([False])) == {}
+
+
+def test_parts_are_means_over_the_samples_that_have_them() -> None:
+    assert part_metrics([{"math": 1.0, "format": 0.5}, {"math": 0.0}]) == {
+        "reward/format/mean": 0.5,
+        "reward/math/mean": 0.5,
+    }
+
+
+def test_a_batch() -> None:
+    batch = group(lengths=(2, 4), valid=(True, False))
+    batch["token_level_scores"] = torch.tensor([[0.0, 1.0, 0, 0], [0, 0, 0, 9.0]])
+    batch["reward_parts"] = [{"math": 1.0}, {}]
+    metrics = batch_metrics(batch)
+    assert metrics["rollout/avg_response_length"] == 3 and metrics["rollout/max_response_length"] == 4
+    assert metrics["rollout/avg_prompt_length"] == 3 and metrics["rollout/truncated"] == 0
+    assert metrics["reward/mean_score"] == 1.0 and metrics["reward/math/mean"] == 1.0
+
+
+def test_counters_and_ages() -> None:
+    account = Account(issued=9, running=1, complete=2, consumed=3, dropped={"all_equal": 2, "stale": 1})
+    metrics = group_metrics(account, group(), step=2)
+    assert metrics["async/enqueued"] == 9 and metrics["async/accepted"] == 5 and metrics["async/rejected"] == 3
+    assert metrics["async/stale_data_count"] == 1 and metrics["async/dropped/all_equal"] == 2
+    assert metrics["async/version_diff/max"] == 2 and metrics["async/version_diff/mean"] == 2
+
+
+def test_a_row_for_each_sample() -> None:
+    batch = group(lengths=(2, 4))
+    batch["advantages"] = torch.tensor([[1.0, 3.0, 0, 0], [1, 1, 1, 5.0]])
+    rows = sample_rows(batch)
+    assert [row["advantage"] for row in rows] == [pytest.approx(2.0), pytest.approx(2.0)]
+    assert rows[0]["score"] is None and rows[0]["errors"] is None and rows[0]["reward_parts"] == {}
+    assert rows[1]["response_length"] == 4 and rows[1]["versions"] == [0] and rows[1]["uid"] == "0-1"
