@@ -1,6 +1,7 @@
 """The command line: parse, config, program, plan, launch. Heavy imports wait until they are needed."""
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,6 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments) or 0)
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except Exception as err:  # the process's edge: one message, a status, the traceback on request
         if arguments.debug:
             traceback.print_exc()
@@ -98,7 +102,7 @@ def _export(arguments: argparse.Namespace) -> int:
 def _config(arguments: argparse.Namespace) -> int:
     from distflow.config import explain, load_config
 
-    loaded = load_config(arguments.preset, arguments.overrides)
+    loaded = load_config(arguments.preset, arguments.overrides, complete=False)
     if arguments.explain:
         print(explain(arguments.explain, loaded))
     elif arguments.graph:

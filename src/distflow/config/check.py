@@ -16,8 +16,11 @@ def check(config: Config) -> None:
         raise ConfigError(problems)
 
 
-def find_problems(config: Config, origins: Mapping[str, str], faulty: set[str]) -> list[Problem]:
-    """Problems of the values. `faulty` keys hold defaults in place of what could not be read; no rule judges them."""
+def find_problems(config: Config, origins: Mapping[str, str], faulty: set[str], complete: bool = True) -> list[Problem]:
+    """Problems of the values. `faulty` keys hold defaults in place of what could not be read; no rule judges them.
+
+    complete: whether what has not been set yet is a problem too.
+    """
     problems = []
     values = flatten(config)
     faulty = set(faulty)
@@ -27,6 +30,8 @@ def find_problems(config: Config, origins: Mapping[str, str], faulty: set[str]) 
             faulty.add(name)
     for rule in RULES:
         for finding in rule(config):
+            if finding.missing and not complete:
+                continue
             if not any(_covers(key, name) for key in finding.keys for name in faulty):
                 places = tuple((_with_value(key, values), where(key, origins)) for key in finding.keys)
                 problems.append(Problem(places, finding.what, finding.advice))

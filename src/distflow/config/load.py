@@ -34,11 +34,12 @@ class Loaded:
         return {key: origin for key, origin in self.origins.items() if key in keys and values[key] != keys[key].default}
 
 
-def load_config(preset_or_file: str, overrides: Sequence[str] = ()) -> Loaded:
+def load_config(preset_or_file: str, overrides: Sequence[str] = (), *, complete: bool = True) -> Loaded:
     """Compose, read and check a config. Raises ConfigError with all problems at once.
 
     preset_or_file: `grpo`, or a .yaml file, which may build on a preset or its neighbours (`defaults: [grpo, _self_]`).
     overrides: Hydra's grammar, `key=value`, `+key=value`, `++key=value`, `~key`.
+    complete: False lets the model and the data be missing, to look at a preset that no run can start from yet.
     """
     # Hydra costs more than everything else here: it is imported where it is used.
     from distflow.config import composition
@@ -51,7 +52,7 @@ def load_config(preset_or_file: str, overrides: Sequence[str] = ()) -> Loaded:
     problems = [*composed.problems, *import_problems, *unknown_problems(composed.settings)]
     if composed.failure is not None:
         raise ConfigError(problems or [composed.failure])
-    return _finish(composed.values, _origins(composed.settings, composed.deleted), problems)
+    return _finish(composed.values, _origins(composed.settings, composed.deleted), problems, complete=complete)
 
 
 def config_from_dict(values: Mapping[str, Any], *, judge: bool = True) -> Config:
@@ -66,13 +67,17 @@ def config_from_dict(values: Mapping[str, Any], *, judge: bool = True) -> Config
 
 
 def _finish(
-    values: Mapping[str, Any], origins: dict[str, str], problems: Sequence[Problem], judge: bool = True
+    values: Mapping[str, Any],
+    origins: dict[str, str],
+    problems: Sequence[Problem],
+    judge: bool = True,
+    complete: bool = True,
 ) -> Loaded:
     builder = ConfigBuilder(origins)
     config = builder.build(values)
     problems = [*problems, *builder.problems]
     if judge:
-        problems += find_problems(config, origins, builder.faulty)
+        problems += find_problems(config, origins, builder.faulty, complete)
     if problems:
         raise ConfigError(problems)
     return Loaded(config, origins, to_yaml(config))

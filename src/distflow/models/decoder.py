@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from distflow.config.errors import UserError
+from distflow.models.heads import unwrapped
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length seen so far
@@ -32,23 +33,12 @@ class PromptKV:
     hidden: Tensor
 
 
-def supports(model: nn.Module) -> bool:
-    """Whether `DecoderView` can run this model."""
-    return _refusal(unwrap(model)) is None
-
-
-def unwrap(model: nn.Module) -> Any:
-    """The causal language model itself; of a peft model the base, whose linears then carry the adapters."""
-    get_base_model = getattr(model, "get_base_model", None)
-    return model if get_base_model is None else get_base_model()
-
-
 class DecoderView:
     """Prefill and decode for Llama-like models. Owns no weights: it sees each in-place update of the module's."""
 
     def __init__(self, model: nn.Module) -> None:
         """Raises UserError for a family that it cannot run, or whose logits come out different from the module's."""
-        causal = unwrap(model)
+        causal = unwrapped(model)
         if refusal := _refusal(causal):
             raise UserError(f"the embedded rollout engine cannot run this model: {refusal}; set rollout.name=hf")
         config = causal.config

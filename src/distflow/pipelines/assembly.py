@@ -21,11 +21,18 @@ from distflow.data.prompts import PROMPT_FIELDS, PromptSet
 from distflow.flow.coordinator import DataPlan
 from distflow.flow.order import total_steps
 from distflow.graph import BoundNode, NodeRole, Program, inert_keys
-from distflow.models.tokenizer import load_tokenizer, stop_token_ids
-from distflow.pipelines.data_sets import train_prompts, validation_prompts, validation_set
-from distflow.pipelines.engines import build_engines, choose_device, compute_dtype, load_policy, shares_weights
+from distflow.models.tokenizer import stop_token_ids
+from distflow.pipelines.data_sets import encode, read_held_out, read_train, train_prompts, validation_set
+from distflow.pipelines.engines import (
+    build_engines,
+    choose_device,
+    compute_dtype,
+    load_policy,
+    load_policy_tokenizer,
+    shares_weights,
+)
 from distflow.pipelines.keys import taken_by_engines
-from distflow.pipelines.nodes import compute_reward, greedy_baseline
+from distflow.pipelines.nodes import compute_reward, greedy_baseline, train_actor
 from distflow.pipelines.objectives import loss_terms
 from distflow.pipelines.select import select_pipeline
 from distflow.planning.plan import plan_local
@@ -51,14 +58,10 @@ def assemble(loaded: Loaded, say: Say) -> Parts:
     refuse_inert_keys(program, loaded)
     run_dir = config.trainer.run_dir
     model_settings = config.actor_rollout_ref.model
-    tokenizer = load_tokenizer(
-        model_settings.tokenizer_path or str(model_settings.path),
-        revision=None if model_settings.tokenizer_path else model_settings.revision,
-        trust_remote_code=model_settings.trust_remote_code,
-        gguf_file=None if model_settings.tokenizer_path else model_settings.gguf_file,
-    )
-    prompts = train_prompts(config, tokenizer, run_dir)
-    held_out = validation_prompts(config, tokenizer, run_dir)
+    rows, held_out_rows = read_train(config, run_dir), read_held_out(config, run_dir)
+    tokenizer = load_policy_tokenizer(config)
+    prompts = train_prompts(config, rows, tokenizer)
+    held_out = encode(config, held_out_rows, tokenizer) if held_out_rows is not None else None
     for name, found in (("train", prompts), ("validation", held_out)):
         if found is not None:
             say(f"{name} data: {', '.join(found.report.lines())}")
@@ -172,7 +175,7 @@ def _is_judged_by_router(node: BoundNode) -> bool:
 
 
 def _uses_policy_loss(program: Program) -> bool:
-    return any(node.node_id == "actor_train" for node in program.nodes) and "rollout" in program.engines
+    return any(node.fn is train_actor for node in program.nodes)
 
 
 def _sampling(config: Config, model: Any, tokenizer: Any) -> SamplingParams:

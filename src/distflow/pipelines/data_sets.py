@@ -8,30 +8,35 @@ from distflow.config import Config
 from distflow.config.errors import UserError
 from distflow.config.program import is_rl
 from distflow.data.prompts import PromptOptions, PromptSet, encode_rows
-from distflow.data.rows import Columns
+from distflow.data.rows import BadRows, Columns, RawRow
 from distflow.data.sources import load_rows
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.parts import ValidationSet
 
+Rows = tuple[list[RawRow], BadRows]
 
-def train_prompts(config: Config, tokenizer: Any, run_dir: Path) -> PromptSet:
-    """Raises UserError for data that cannot be read, or fewer rows than one batch."""
-    data = config.data
-    prompts = _prompts(config, tokenizer, run_dir, data.train_files, "data.train_files", data.train_max_samples)
-    if len(prompts) < data.train_batch_size:
+
+def read_train(config: Config, run_dir: Path) -> Rows:
+    """The rows of `data.train_files`. Raises UserError for data that cannot be read."""
+    return _read(config, run_dir, config.data.train_files, "data.train_files", config.data.train_max_samples)
+
+
+def read_held_out(config: Config, run_dir: Path) -> Rows | None:
+    """The rows of `data.val_files`, or None where no file is named."""
+    if not config.data.val_files:
+        return None
+    return _read(config, run_dir, config.data.val_files, "data.val_files", config.data.val_max_samples)
+
+
+def train_prompts(config: Config, rows: Rows, tokenizer: Any) -> PromptSet:
+    """The rows as token ids. Raises UserError where fewer than one batch are left."""
+    prompts, wanted = encode(config, rows, tokenizer), config.data.train_batch_size
+    if len(prompts) < wanted:
         raise UserError(
-            f"data.train_batch_size={data.train_batch_size} is larger than the data set ({prompts.report.lines()[0]} "
+            f"data.train_batch_size={wanted} is larger than the data set ({prompts.report.lines()[0]} "
             f"of data.train_files): set it to at most {len(prompts)}"
         )
     return prompts
-
-
-def validation_prompts(config: Config, tokenizer: Any, run_dir: Path) -> PromptSet | None:
-    """The held-out prompts, or None where no file is named."""
-    data = config.data
-    if not data.val_files:
-        return None
-    return _prompts(config, tokenizer, run_dir, data.val_files, "data.val_files", data.val_max_samples)
 
 
 def validation_set(config: Config, prompts: PromptSet, sampling: SamplingParams) -> ValidationSet:
@@ -45,9 +50,7 @@ def validation_set(config: Config, prompts: PromptSet, sampling: SamplingParams)
     )
 
 
-def _prompts(
-    config: Config, tokenizer: Any, run_dir: Path, files: Sequence[str], key: str, max_samples: int
-) -> PromptSet:
+def _read(config: Config, run_dir: Path, files: Sequence[str], key: str, max_samples: int) -> Rows:
     data, learns_answers = config.data, not is_rl(config)
     columns = Columns(
         prompt=data.prompt_key,
@@ -56,7 +59,12 @@ def _prompts(
         response=data.response_key if learns_answers else None,
         answer_required=not learns_answers and _needs_answers(config),
     )
-    raw, bad = load_rows(files, columns, key=key, bad_rows=data.bad_rows, max_samples=max_samples, run_folder=run_dir)
+    return load_rows(files, columns, key=key, bad_rows=data.bad_rows, max_samples=max_samples, run_folder=run_dir)
+
+
+def encode(config: Config, rows: Rows, tokenizer: Any) -> PromptSet:
+    """Rows as token ids, by the keys of `data`."""
+    data = config.data
     options = PromptOptions(
         max_prompt_length=data.max_prompt_length,
         max_response_length=data.max_response_length,
@@ -68,6 +76,7 @@ def _prompts(
         truncation=data.truncation,
         num_workers=data.num_loader_workers,
     )
+    raw, bad = rows
     return encode_rows(raw, tokenizer, options, bad)
 
 

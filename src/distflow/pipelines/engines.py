@@ -1,12 +1,14 @@
 """From the config to engines: which model, in which precision, sharing what."""
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from math import ceil
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from distflow.config import Config
 from distflow.config.actor import OptimConfig
@@ -14,6 +16,7 @@ from distflow.config.errors import UserError
 from distflow.flow.ticket import Version
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
+from distflow.models.tokenizer import load_tokenizer
 from distflow.models.value_head import load_value_model
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.engine import RolloutEngine
@@ -53,10 +56,33 @@ def build_engines(config: Config, model: nn.Module, needed: Collection[str], tok
     )
 
 
-def load_policy(config: Config) -> nn.Module:
-    """The model that is trained, with its adapter where one is asked for."""
+def load_policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """The policy's tokenizer. Raises UserError naming the key where there is none."""
     settings = config.actor_rollout_ref.model
-    model: nn.Module = load_model(**_source(config, settings.path))
+    own = settings.tokenizer_path is None
+    with _blaming("actor_rollout_ref.model.path" if own else "actor_rollout_ref.model.tokenizer_path"):
+        return load_tokenizer(
+            settings.tokenizer_path or str(settings.path),
+            revision=settings.revision if own else None,
+            trust_remote_code=settings.trust_remote_code,
+            gguf_file=settings.gguf_file if own else None,
+        )
+
+
+@contextmanager
+def _blaming(key: str) -> Iterator[None]:
+    """Say which key it was that named what cannot be loaded."""
+    try:
+        yield
+    except UserError as err:
+        raise UserError(f"{key}: {err}") from err
+
+
+def load_policy(config: Config) -> nn.Module:
+    """The model that is trained, with its adapter where one is asked for. Raises UserError naming the key."""
+    settings = config.actor_rollout_ref.model
+    with _blaming("actor_rollout_ref.model.path"):
+        model: nn.Module = load_model(**_source(config, settings.path))
     if settings.lora_rank:
         targets = settings.target_modules
         model = add_lora(

@@ -4,13 +4,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
-from distflow.config import Config, config_from_dict
+from distflow.config import config_from_dict
 from distflow.config.errors import UserError
 from distflow.models.export import export_model
-from distflow.models.tokenizer import load_tokenizer
-from distflow.pipelines.engines import load_policy
+from distflow.pipelines.engines import load_policy, load_policy_tokenizer
 from distflow.runtime.checkpoint import CheckpointStore
 from distflow.runtime.local import CHECKPOINTS
 from distflow.training.engine import TrainState
@@ -26,7 +24,7 @@ def export_checkpoint(source: Path, target: Path) -> Path:
     config = config_from_dict(checkpoint.load("run")["config"], judge=False)
     model = load_policy(config)
     _fill(model, TrainState(checkpoint.load("actor")).trained_weights(), source)
-    return export_model(model, _tokenizer(config), target)
+    return export_model(model, load_policy_tokenizer(config), target)
 
 
 def _fill(model: nn.Module, trained: dict[str, Tensor], source: Path) -> None:
@@ -37,13 +35,3 @@ def _fill(model: nn.Module, trained: dict[str, Tensor], source: Path) -> None:
     with torch.no_grad():
         for name, tensor in trained.items():
             parameters[name].copy_(tensor)
-
-
-def _tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    settings = config.actor_rollout_ref.model
-    return load_tokenizer(
-        settings.tokenizer_path or str(settings.path),
-        revision=settings.revision,
-        trust_remote_code=settings.trust_remote_code,
-        gguf_file=None if settings.tokenizer_path else settings.gguf_file,
-    )

@@ -13,7 +13,7 @@ from distflow.runtime.blame import NodeError, node_error
 from distflow.runtime.checks import TrustError
 from distflow.runtime.context import NodeContext
 from distflow.runtime.invoke import call_node, merge_output
-from distflow.training.engine import Collective
+from distflow.training.collective import Collective
 
 PHASES = {
     (NodeRole.ACTOR, True): "recompute_logp",
@@ -48,8 +48,7 @@ class LearningPlane:
         metrics: dict[str, float] = {}
         for node in self.nodes:
             started = time.perf_counter()
-            phase = PHASES.get((node.node_role, node.only_forward_compute), node.node_id)
-            with self.phases(phase):
+            with self.phases(_phase(node)):
                 batch, measured = self._run_node(node, batch, context(node.node_id))
             metrics |= measured
             if self.per_node:
@@ -73,3 +72,9 @@ class LearningPlane:
             self.status[node.node_id] = NodeStatus.COMPLETED
             return merged
         raise AssertionError("the last attempt returns or raises")
+
+
+def _phase(node: BoundNode) -> str:
+    """What its time is called; a node that uses no engine has a phase of its own, but for the advantages."""
+    known = PHASES.get((node.node_role, node.only_forward_compute))
+    return known if known and (node.engines or node.node_role is NodeRole.ADVANTAGE) else node.node_id

@@ -33,14 +33,6 @@ class LossFn(Protocol):
         ...
 
 
-class Collective(Protocol):
-    """Sums and maxima over the ranks of a group; the identity on one rank."""
-
-    def sum(self, value: Any) -> Any: ...
-
-    def max(self, value: Any) -> Any: ...
-
-
 MODEL_PREFIX = "model."
 
 

@@ -11,8 +11,8 @@ from distflow.config.errors import UserError
 from distflow.data.batch import Batch
 from distflow.models.activations import checkpoint_activations
 from distflow.models.lora import named_weights
-from distflow.training.collective import OneRank
-from distflow.training.engine import MODEL_PREFIX, Collective, Counts, LossFn, TrainState
+from distflow.training.collective import Collective, OneRank
+from distflow.training.engine import MODEL_PREFIX, Counts, LossFn, TrainState
 from distflow.training.optim_state import load_optimizer_state, optimizer_state
 from distflow.training.packing import micro_batches
 from distflow.training.schedule import Schedule

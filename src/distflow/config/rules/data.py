@@ -15,6 +15,7 @@ def train_files(config: Config) -> Iterator[Finding]:
             ("data.train_files",),
             "there is no data to train on",
             "set data.train_files=FILE.jsonl (or .parquet, .csv, a data set's id, builtin:NAME)",
+            missing=True,
         )
     for key, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
         if any(not file.strip() for file in files):

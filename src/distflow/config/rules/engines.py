@@ -18,7 +18,10 @@ def model_source(config: Config) -> Iterator[Finding]:
     model = config.actor_rollout_ref.model
     if not model.path:
         yield Finding(
-            (f"{MODEL}.path",), "there is no model to train", f"set {MODEL}.path to a folder, a hub id or builtin:NAME"
+            (f"{MODEL}.path",),
+            "there is no model to train",
+            f"set {MODEL}.path to a folder, a hub id or builtin:NAME",
+            missing=True,
         )
     if model.gguf_file is not None and model.init == "random":
         yield Finding(

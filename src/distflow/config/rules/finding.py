@@ -9,8 +9,12 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 @dataclass(frozen=True)
 class Finding:
-    """Keys that do not go together, the one to change first; what is wrong; what to do."""
+    """Keys that do not go together, the one to change first; what is wrong; what to do.
+
+    missing: a key without which nothing runs has not been set yet.
+    """
 
     keys: tuple[str, ...]
     what: str
     advice: str
+    missing: bool = False

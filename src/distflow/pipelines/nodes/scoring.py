@@ -14,7 +14,8 @@ from distflow.config import Config
 from distflow.data.batch import Batch
 from distflow.graph import NodeOutput, NodeRole, node
 from distflow.runtime.context import NodeContext
-from distflow.training.engine import Collective, TrainEngine
+from distflow.training.collective import Collective
+from distflow.training.engine import TrainEngine
 
 
 def uses_reference(config: Config) -> bool:
