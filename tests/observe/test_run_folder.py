@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from distflow.observe.jsonlines import encode, to_json, to_number
 from distflow.observe.run_folder import RunFolder, RunFolderError
 from distflow.observe.run_reader import (
-    last_incarnation,
     read_events,
     read_json,
     read_metrics,
@@ -142,7 +141,6 @@ def test_a_resume_takes_back_what_came_after_its_checkpoint(tmp_path: Path) -> N
     assert read_samples(folder, 6)[0]["response"] == "new"
     rolled_back = [event.step for event in read_events(folder) if event.rolled_back]
     assert rolled_back == [6, 7, 8]
-    assert last_incarnation(folder) == 1
 
 
 def test_two_resumes_the_second_further_back(tmp_path: Path) -> None:
@@ -263,9 +261,7 @@ def test_splits_and_steps_of_samples(tmp_path: Path) -> None:
 
 def test_a_folder_without_files_reads_as_empty(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == [] and read_events(tmp_path) == [] and read_samples(tmp_path, 1) == []
-    assert (
-        read_json(tmp_path, "run.json") == {} and last_incarnation(tmp_path) is None and sample_splits(tmp_path) == []
-    )
+    assert read_json(tmp_path, "run.json") == {} and sample_splits(tmp_path) == []
 
 
 @given(

@@ -11,8 +11,8 @@ from distflow.flow.ticket import Ticket, Version
 from distflow.graph import BoundNode, Drop, node
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Receipt, SamplingParams, Stream
 from distflow.runtime.context import GroupContext, NodeContext
-from distflow.runtime.edge import LocalEdge, UserNoProgress
 from distflow.runtime.experience import ExperiencePlane, SubmissionGate
+from distflow.runtime.local_edge import LocalEdge, UserNoProgress
 from distflow.training.collective import OneRank
 from tests.runtime.groups import bound, context, coordinator, group
 

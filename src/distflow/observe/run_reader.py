@@ -126,13 +126,6 @@ def read_samples(
     return [_sample(row) for row in rows if timeline.survives(_whole(row.get("inc")) or 0, step)]
 
 
-def last_incarnation(run_dir: Path) -> int | None:
-    """The number of the newest start in this folder; None for a folder without one."""
-    records, _ = read_records(run_dir / "events.jsonl")
-    numbers = [number for record in records if (number := _whole(record.get("inc"))) is not None]
-    return max(numbers, default=None)
-
-
 def _resumed_at(start: Mapping[str, Any]) -> int | None:
     return _whole(start.get("resumed_at"))
 

@@ -2,7 +2,7 @@
 
 from distflow.config.errors import UserError
 from distflow.flow.ticket import Version
-from distflow.runtime.contexts import Contexts
+from distflow.runtime.context import Contexts
 from distflow.runtime.experience import ExperiencePlane
 from distflow.runtime.parts import Parts
 from distflow.runtime.session import Session

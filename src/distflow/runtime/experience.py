@@ -12,10 +12,9 @@ from distflow.flow.ticket import Ticket
 from distflow.graph import BoundNode, Drop
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine
 from distflow.runtime.blame import NodeError, node_error
-from distflow.runtime.context import NodeContext
-from distflow.runtime.contexts import prompts_of
-from distflow.runtime.edge import Failure, LocalEdge
+from distflow.runtime.context import NodeContext, prompts_of
 from distflow.runtime.invoke import merge_output, run_node
+from distflow.runtime.local_edge import Failure, LocalEdge
 from distflow.runtime.plain_calls import PlainCalls
 from distflow.training.collective import Collective
 

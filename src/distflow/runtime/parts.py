@@ -1,7 +1,6 @@
 """What a worker is made of: plain values, built in `pipelines` from the config, so that the runtime knows no class."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +15,7 @@ from distflow.graph import Program
 from distflow.rewards.router import RewardRouter
 from distflow.rollout.engine import RolloutEngine, SamplingParams
 from distflow.runtime.checks.mismatch import Tolerance
-from distflow.runtime.weights import Weights
+from distflow.runtime.weight_edge import Weights
 from distflow.training.engine import TrainEngine
 
 
@@ -89,6 +88,3 @@ class Parts:
     placement: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     description: Mapping[str, Any] = field(default_factory=dict)
-
-    def services(self) -> list[AbstractContextManager[Any]]:
-        return [self.rewards] if self.rewards is not None else []

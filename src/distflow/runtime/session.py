@@ -10,7 +10,7 @@ from distflow.rewards.certify import certify, certify_answers
 from distflow.runtime.checks.canary import Canary
 from distflow.runtime.loop_thread import LoopThread
 from distflow.runtime.parts import Parts
-from distflow.runtime.weights import WeightEdge
+from distflow.runtime.weight_edge import WeightEdge
 
 T = TypeVar("T")
 
@@ -53,13 +53,13 @@ class Session:
         return self._thread.start(work)
 
     def publish(self, version: Version, at_start: bool = False) -> dict[str, float]:
-        """Send the trainer's weights, and let the canary sing where its turn has come. Raises TrustError."""
+        """Send the trainer's weights, and compare the canary's answers where its turn has come. Raises TrustError."""
         if self._weights is None or self._canary is None:
             return {}
         self.call(self._weights.publish(version))
         if not self._canary.is_due(at_start):
             return {}
-        return self._canary.judge(self.call(self._canary.sing()), at_start)
+        return self._canary.compare(self.call(self._canary.answer()), at_start)
 
     async def _enter(self) -> None:
         parts = self._parts

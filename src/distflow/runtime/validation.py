@@ -12,7 +12,7 @@ from distflow.data.sample import Sample, Segment
 from distflow.flow.ticket import Ticket
 from distflow.graph import Drop, NodeRole
 from distflow.rollout.engine import SamplingParams
-from distflow.runtime.contexts import Contexts
+from distflow.runtime.context import Contexts
 from distflow.runtime.experience import ExperiencePlane
 from distflow.runtime.parts import ValidationSet
 from distflow.runtime.step_metrics import sample_rows, scores

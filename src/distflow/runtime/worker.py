@@ -10,10 +10,10 @@ from distflow.flow.ledger import Ledger
 from distflow.flow.ticket import Version
 from distflow.runtime.checkpoint import CheckpointStore
 from distflow.runtime.checks.live import LiveChecks
-from distflow.runtime.contexts import Contexts
-from distflow.runtime.edge import LocalEdge
+from distflow.runtime.context import Contexts
 from distflow.runtime.experience import ExperiencePlane
 from distflow.runtime.learning import LearningPlane
+from distflow.runtime.local_edge import LocalEdge
 from distflow.runtime.parts import Parts
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.saved import NodeState, saved_parts

@@ -45,7 +45,7 @@ def make_canary(folder: Path, *, shares: bool = False, frequency: int = 1, exact
 def song_of(canary: Canary) -> Batch:
     async def sing() -> Batch:
         async with canary.rollout:  # type: ignore[attr-defined]
-            return await canary.sing()
+            return await canary.answer()
 
     return asyncio.run(sing())
 
@@ -60,7 +60,7 @@ def test_it_sings_greedily_at_the_runs_temperature_and_is_judged_by_the_trainer(
     canary = make_canary(folder)
     song = song_of(canary)
     assert len(song) == 4 and int(song.lengths("response").max()) <= 12
-    found = canary.judge(song, at_start=True)
+    found = canary.compare(song, at_start=True)
     assert found["canary/max_abs"] < 1e-5
     for i, prompt in enumerate(PROMPTS):
         with torch.no_grad():
@@ -84,32 +84,32 @@ def test_when_it_sings(folder: Path) -> None:
 def test_at_the_start_the_engine_must_be_the_trainer(folder: Path, exact: bool, fine: float, wrong: float) -> None:
     canary = make_canary(folder, exact=exact)
     song = song_of(canary)
-    canary.judge(off_key(song, fine), at_start=True)
+    canary.compare(off_key(song, fine), at_start=True)
     with pytest.raises(TrustError, match="canary: on fixed prompts"):
-        canary.judge(off_key(song, wrong), at_start=True)
+        canary.compare(off_key(song, wrong), at_start=True)
 
 
 def test_later_it_may_be_five_times_as_far_off_as_at_the_start(folder: Path) -> None:
     canary = make_canary(folder, exact=False)
     song = song_of(canary)
-    canary.judge(off_key(song, 0.05), at_start=True)
-    canary.judge(off_key(song, 0.24), at_start=False)
+    canary.compare(off_key(song, 0.05), at_start=True)
+    canary.compare(off_key(song, 0.24), at_start=False)
     with pytest.raises(TrustError, match="by 0.26 on average, .* at most .limits 0.25 and 0.25"):
-        canary.judge(off_key(song, 0.26), at_start=False)
+        canary.compare(off_key(song, 0.26), at_start=False)
 
 
 def test_a_start_that_was_exact_leaves_the_tolerance(folder: Path) -> None:
     canary = make_canary(folder)
     song = song_of(canary)
-    canary.judge(song, at_start=True)
-    canary.judge(off_key(song, 9e-5), at_start=False)
+    canary.compare(song, at_start=True)
+    canary.compare(off_key(song, 9e-5), at_start=False)
     with pytest.raises(TrustError, match="limits 0.0001 and 0.001"):
-        canary.judge(off_key(song, 2e-4), at_start=False)
+        canary.compare(off_key(song, 2e-4), at_start=False)
     one = song.flat("rollout_log_probs").clone()
     one[3] -= 2e-3
     song["rollout_log_probs"] = one
     with pytest.raises(TrustError, match="0.002 at most"):
-        canary.judge(song, at_start=False)
+        canary.compare(song, at_start=False)
 
 
 @pytest.mark.parametrize("at_start", [True, False])
@@ -117,6 +117,6 @@ def test_a_song_that_is_no_number_is_no_pass(folder: Path, at_start: bool) -> No
     canary = make_canary(folder)
     song = song_of(canary)
     if not at_start:
-        canary.judge(song, at_start=True)
+        canary.compare(song, at_start=True)
     with pytest.raises(TrustError, match="canary"):
-        canary.judge(off_key(song, math.nan), at_start=at_start)
+        canary.compare(off_key(song, math.nan), at_start=at_start)

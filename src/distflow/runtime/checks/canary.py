@@ -42,14 +42,14 @@ class Canary:
         self._num_published += 1
         return not self.shares_weights and self._num_published % self.frequency == 0
 
-    def judge(self, song: Batch, at_start: bool) -> dict[str, float]:
+    def compare(self, answers: Batch, at_start: bool) -> dict[str, float]:
         """Score the engine's tokens by the trainer. Raises TrustError where they mean different weights.
 
         At the start the mean |Δ log-prob| may be what would hold the run anywhere. Later mean and maximum may be
         `GROWTH` times those of the start; the mean at least the tolerance, the maximum ten times that.
         """
-        scored = self.actor.forward(song, ("log_probs",))
-        gap = mismatch(song.flat("rollout_log_probs"), scored.flat("log_probs"), song.flat("response_mask"))
+        scored = self.actor.forward(answers, ("log_probs",))
+        gap = mismatch(answers.flat("rollout_log_probs"), scored.flat("log_probs"), answers.flat("response_mask"))
         mean, largest = gap["mismatch/mean_abs"], gap["mismatch/max_abs"]
         if self._limits is None or at_start:
             limits = (self.tolerance.hold, float("inf"))
@@ -67,7 +67,7 @@ class Canary:
             )
         return {"canary/mean_abs": mean, "canary/max_abs": largest}
 
-    async def sing(self) -> Batch:
+    async def answer(self) -> Batch:
         """The engine's greedy answers to the fixed prompts."""
         params = replace(self.sampling, max_tokens=min(self.NUM_TOKENS, self.sampling.max_tokens), greedy=True)
         requests = [
