@@ -17,9 +17,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 PACKAGE = Path(__file__).parent.parent / "src" / "distflow"
 SEED = 2
-NUM_SFT, NUM_RL, NUM_VAL = 4800, 2000, 400
-WORKED_SHARE = 0.4  # of the examples; quick answers are then the more likely ones
-CARRY_SHARE = 0.7  # of the problems of RL and validation: there quick answers are wrong
+NUM_WORKED, NUM_CARELESS, NUM_RL, NUM_VAL = 1950, 2930, 2000, 400  # quick examples are the more likely ones
 # An expression for the reward part `format`: the share of answers that are worked out, which is what RL finds.
 WORKED = ".*=.*####.*"
 MARK = "####"
@@ -45,15 +43,11 @@ def write_data(folder: Path) -> None:
     draw = random.Random(SEED)
     problems = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     draw.shuffle(problems)
-    rl, problems = _deal(problems, NUM_RL)
-    val, problems = _deal(problems, NUM_VAL)
-    sft = problems[:NUM_SFT]
-    num_worked = round(WORKED_SHARE * len(sft))
-    answers = [worked(*p) for p in sft[:num_worked]] + [careless(*p) for p in sft[num_worked:]]
-    examples = [{"prompt": prompt(*p), "response": answer} for p, answer in zip(sft, answers, strict=True)]
+    careful, quick, rl, val = _deal(problems, NUM_WORKED, NUM_CARELESS, NUM_RL, NUM_VAL)
+    examples = [(p, worked(*p)) for p in careful] + [(p, careless(*p)) for p in quick]
     draw.shuffle(examples)
     folder.mkdir(parents=True, exist_ok=True)
-    _write_lines(folder / "arithmetic-sft.jsonl", examples)
+    _write_lines(folder / "arithmetic-sft.jsonl", [{"prompt": prompt(*p), "response": text} for p, text in examples])
     for name, chosen in (("rl", rl), ("val", val)):
         rows = [{"prompt": prompt(*p), "answer": str(sum(p)), "format_regex": WORKED} for p in chosen]
         draw.shuffle(rows)
@@ -106,15 +100,15 @@ def write_model(folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-def _deal(problems: list[Problem], count: int) -> tuple[list[Problem], list[Problem]]:
-    """`count` problems, CARRY_SHARE of them with a carry from the ones, and the others."""
-    num_carry = round(CARRY_SHARE * count)
-    with_carry = [p for p in problems if p[0] % 10 + p[1] % 10 > 9]
-    without = [p for p in problems if p[0] % 10 + p[1] % 10 <= 9]
-    chosen = with_carry[:num_carry] + without[: count - num_carry]
-    assert len(chosen) == count
-    left = set(problems) - set(chosen)
-    return chosen, [p for p in problems if p in left]
+def _deal(problems: list[Problem], *counts: int) -> list[list[Problem]]:
+    """So many problems each, no problem twice; in every part one problem in two needs a carry from the ones."""
+    kinds = [[p for p in problems if (p[0] % 10 + p[1] % 10 > 9) == carries] for carries in (True, False)]
+    parts = []
+    for count in counts:
+        parts.append([problem for kind in kinds for problem in kind[: count // 2]])
+        kinds = [kind[count // 2 :] for kind in kinds]
+        assert len(parts[-1]) == count, "there are not so many problems"
+    return parts
 
 
 def _write_lines(path: Path, rows: Iterable[dict[str, str]]) -> None:
