@@ -36,7 +36,7 @@ def test_a_hang_is_killed_at_its_deadline():
 
 
 def test_a_machine_where_the_hang_is_not_killed_is_named(monkeypatch):
-    monkeypatch.setattr(certify_module, "_HANG", "distflow.rewards.exact_match:compute_score")
+    monkeypatch.setattr(certify_module, "_HANG", "distflow.rewards.exact_match_reward:compute_score")
     with pytest.raises(RuntimeError, match="was not killed"):
         asyncio.run(certify_deadline())
 

@@ -39,7 +39,10 @@ def test_a_function_of_another_signature_is_refused(tmp_path, parameters):
 
 
 def test_a_module_is_named_by_its_import_path():
-    assert call(load_reward("distflow.rewards.exact_match:compute_score"), {**ARGUMENTS, "ground_truth": "s"}) == 1.0
+    assert (
+        call(load_reward("distflow.rewards.exact_match_reward:compute_score"), {**ARGUMENTS, "ground_truth": "s"})
+        == 1.0
+    )
 
 
 def test_a_dataclass_in_the_file_finds_its_module(tmp_path):

@@ -233,5 +233,5 @@ def test_a_function_that_cannot_be_loaded_is_the_users_error(tmp_path, source, m
 
 
 def test_workers_import_no_torch():
-    code = "import sys, distflow.rewards.worker, distflow.rewards.math_answer; print('torch' in sys.modules)"
+    code = "import sys, distflow.rewards.worker, distflow.rewards.math_reward; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"

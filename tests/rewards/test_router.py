@@ -118,5 +118,5 @@ def test_functions_that_are_not_there(functions, custom, said):
 
 
 def test_a_function_may_be_named_by_its_module():
-    with RewardRouter({"default": [("distflow.rewards.exact_match:compute_score", 1.0)]}, **SETTINGS) as router:
+    with RewardRouter({"default": [("distflow.rewards.exact_match_reward:compute_score", 1.0)]}, **SETTINGS) as router:
         assert score(router, sample("a", "a")).verdict == Score(1.0)

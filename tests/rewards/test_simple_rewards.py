@@ -2,7 +2,8 @@
 
 import pytest
 
-from distflow.rewards import exact_match, format
+from distflow.rewards import exact_match_reward as exact_match
+from distflow.rewards import format_reward as format
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from distflow.config.names import REWARDS
 from distflow.data.user_code import load_function
 
-BUILTIN = {
-    "math": "distflow.rewards.math_answer:compute_score",
-    "exact_match": "distflow.rewards.exact_match:compute_score",
-    "format": "distflow.rewards.format:compute_score",
-}
 CUSTOM = "custom"
+BUILTIN = {name: f"distflow.rewards.{name}_reward:compute_score" for name in REWARDS if name != CUSTOM}
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 

@@ -18,12 +18,18 @@ class Timeout:
 
     after_s: float
 
+    def __str__(self) -> str:
+        return f"no verdict within {self.after_s:g} s"
+
 
 @dataclass(frozen=True)
 class Error:
     """The verifier raised, crashed or answered something that is no finite number."""
 
     reason: str
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 Verdict = Score | Timeout | Error

@@ -77,7 +77,8 @@ def known_names(config: Config) -> Iterator[Finding]:
         (f"{ACTOR}.policy_loss", config.actor_rollout_ref.actor.policy_loss, tuple(POLICY_LOSSES)),
     ]
     for domain, parts in config.reward.functions.items():
-        asked += [(f"reward.functions.{domain}", part.name, tuple(REWARDS)) for part in parts]
+        named = (part.name for part in parts if ":" not in part.name)  # module:function names itself
+        asked += [(f"reward.functions.{domain}", name, tuple(REWARDS)) for name in named]
     for key, name, table in asked:
         if name not in table:
             guess = nearest(name, table)

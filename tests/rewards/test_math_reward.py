@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.rewards.answers import after_hashes, last_box, marked_answer, phrased_answer
-from distflow.rewards.math_answer import compute_score, gold_answer, is_equal, normalise
+from distflow.rewards.math_reward import compute_score, gold_answer, is_equal, normalise
 
 SETS = Path(__file__).parents[1] / "data" / "sets"
 
