@@ -3,11 +3,12 @@
 from distflow.config.check import check
 from distflow.config.describe import describe
 from distflow.config.errors import ConfigError, Problem, UserError
+from distflow.config.explain import explain
 from distflow.config.keys import key
 from distflow.config.load import Loaded, config_from_dict, load_config
 from distflow.config.program import program_name
 from distflow.config.schema import Config, register_config_group
-from distflow.config.show import RESUMABLE, changed_keys, diff, explain, flatten, to_dict, to_yaml
+from distflow.config.show import RESUMABLE, changed_keys, diff, flatten, to_dict, to_yaml
 from distflow.config.sources import preset_names
 
 __all__ = [

@@ -1,20 +1,14 @@
-"""A config for people and for files: flat, as YAML, compared, and explained key by key."""
+"""A config for people and for files: flat, as YAML, compared with another."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
-from distflow.config.errors import ConfigError, Problem
 from distflow.config.keys import KeyInfo, walk, yaml_name
-from distflow.config.schema import Config, find_group, group_names, schema_keys
-from distflow.config.sources import COMMAND_LINE
-from distflow.config.unknown import suggest
-from distflow.config.values import expected, show
-
-if TYPE_CHECKING:
-    from distflow.config.load import Loaded
+from distflow.config.schema import Config, find_group, group_names
+from distflow.config.values import show
 
 _PATHS = (
     "trainer.project_name",
@@ -74,39 +68,9 @@ def changed_keys(before: Config, after: Config) -> list[tuple[str, Any, Any]]:
     return [change for change in diff(before, after) if change[0] not in RESUMABLE]
 
 
-def explain(key: str, loaded: "Loaded") -> str:
-    """What a key means, what it may be, what it is here and who says so. A group lists its keys.
-
-    Raises ConfigError naming the nearest key.
-    """
-    keys = schema_keys()
-    if key in keys:
-        return _explain_key(keys[key], flatten(loaded.config)[key], loaded.origin(key))
-    below = [name for name in keys if name.startswith(f"{key}.")]
-    if below:
-        values = flatten(loaded.config)
-        return "\n".join(
-            f"{name}={show_value(keys[name], values[name])}  {keys[name].spec.description}" for name in below
-        )
-    raise ConfigError([Problem(((key, COMMAND_LINE),), "there is no such key", suggest(key, keys))])
-
-
 def show_value(info: KeyInfo, value: Any) -> str:
     """A key's value as it would be written in YAML."""
     return show(info.spec.plain(value) if info.spec.plain else value)
-
-
-def _explain_key(info: KeyInfo, value: Any, origin: str) -> str:
-    lines = [
-        info.name,
-        f"  {info.spec.description}",
-        f"  type     {expected(info.annotation)}",
-        f"  allowed  {info.spec.allowed()}" if info.spec.allowed() else "",
-        f"  default  {show_value(info, info.default)}",
-        f"  value    {show_value(info, value)}",
-        f"  origin   {origin}",
-    ]
-    return "\n".join(line for line in lines if line)
 
 
 def _plain_group(instance: Any) -> dict[str, Any]:
