@@ -1,0 +1,94 @@
+"""Whole runs in this process: when is validated, saved, kept; what a new start leaves out."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distflow.observe.run_reader import read_metrics
+from distflow.runtime.checkpoint import CheckpointStore
+from distflow.runtime.checkpoint_files import read_manifest
+from distflow.runtime.local import launch_local
+from tests.e2e.runs import Playground, notes
+
+CHEAP = ("trust.certify_rewards=false", "actor_rollout_ref.rollout.n=2")
+
+
+@pytest.fixture
+def ground(tmp_path: Path) -> Playground:
+    return Playground(tmp_path, num_rows=12)
+
+
+def steps(folder: Path, kind: str) -> list[int]:
+    return [record.step for record in read_metrics(folder) if record.kind == kind]
+
+
+def test_the_best_checkpoint_is_compared_by_a_validation_of_its_own_weights(ground: Playground) -> None:
+    """Validated each third step and saved each second, a save would else carry the metric of older weights."""
+    ground.write_reward(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return 1.0 if sum(map(ord, solution_str)) % 2 else 0.25\n"
+    )
+    keys = ("trainer.save_freq=2", "trainer.test_freq=3", "trainer.keep_best=true", "trainer.keep_last=9")
+    data = (f"data.val_files={ground.folder}/rows.jsonl", "trainer.total_epochs=2")
+    run = ground.run("grpo", *CHEAP, *keys, *data)
+    assert steps(run.folder, "val") == [2, 3, 4, 6]
+    metrics = {r.step: r.values["val_correct/all/mean"] for r in read_metrics(run.folder) if r.kind == "val"}
+    for step in (2, 4, 6):
+        assert read_manifest(run.folder / "checkpoints" / f"step-{step:06d}").metric == metrics[step]
+
+
+def test_validation_and_saving_also_come_after_the_last_step_and_once(ground: Playground) -> None:
+    data = (f"data.val_files={ground.folder}/rows.jsonl", "data.val_max_samples=2", "trainer.val_before_train=true")
+    run = ground.run("grpo", *CHEAP, "trainer.save_freq=100", "trainer.test_freq=100", "trainer.total_epochs=1", *data)
+    assert steps(run.folder, "val") == [0, 3] and steps(run.folder, "train") == [1, 2, 3]
+    assert [path.name for path in (run.folder / "checkpoints").glob("step-*")] == ["step-000003"]
+    # Resumed after the end: nothing is measured or saved again.
+    config, parts = ground.parts(
+        "grpo", *CHEAP, "trainer.save_freq=100", "trainer.test_freq=100", "trainer.total_epochs=1", *data
+    )
+    outcome = launch_local(parts)
+    assert (outcome.steps, outcome.stopped) == (3, False) and outcome.report.exists()
+    assert steps(run.folder, "val") == [0, 3]
+    assert len(list((run.folder / "checkpoints").glob("step-*"))) == 1
+
+
+def test_where_the_last_rows_are_all_dropped_the_run_ends_validated_and_saved(ground: Playground) -> None:
+    """Dynamic sampling leaves no group of the second half of the rows: the step before has been the last."""
+    ground.write_rows([{"prompt": f"{i}=", "answer": "good" if i < 6 else "dull"} for i in range(12)])
+    ground.write_reward(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return sum(map(ord, solution_str)) % 97 / 96 if ground_truth == 'good' else 0.0\n"
+    )
+    keys = ("data.shuffle=false", "reward.overlong.buffer_tokens=0", "trainer.total_epochs=1")
+    keys += ("data.train_batch_size=6", "trainer.save_freq=100", "trainer.test_freq=100")
+    run = ground.run("dapo", *CHEAP, *keys, f"data.val_files={ground.folder}/rows.jsonl")
+    assert run.outcome.steps == 1 and steps(run.folder, "val") == [1]
+    assert [path.name for path in (run.folder / "checkpoints").glob("step-*")] == ["step-000001"]
+    assert notes(run.folder, "info") == ["the data ended after 1 of 2 steps: groups were dropped (6 all_equal)"]
+
+
+def test_a_new_start_leaves_out_what_the_old_one_measured(ground: Playground) -> None:
+    keys = ("trainer.save_freq=1", "trainer.total_epochs=1", "trainer.val_before_train=true")
+    data = (f"data.val_files={ground.folder}/rows.jsonl", "data.val_max_samples=2")
+    ground.run("grpo", *CHEAP, *keys, *data)
+    _, parts = ground.parts("grpo", *CHEAP, "trainer.save_freq=1", "trainer.total_training_steps=1")
+    assert launch_local(parts, resume="never").steps == 1
+    records = read_metrics(ground.folder / "run")
+    assert [(record.step, record.kind, record.inc) for record in records] == [(1, "train", 1)]
+
+
+def test_metrics_are_written_before_the_checkpoint_of_their_step(
+    ground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run killed right behind a save goes on from there: what it measured until then must be there."""
+    save, seen = CheckpointStore.save, []
+
+    def checked(self: CheckpointStore, step: int, *arguments: object) -> Path:
+        lines = (ground.folder / "run" / "metrics.jsonl").read_text().splitlines()
+        seen.append((step, json.loads(lines[-1])["step"]))
+        return save(self, step, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CheckpointStore, "save", checked)
+    ground.run("grpo", *CHEAP, "trainer.save_freq=1", "trainer.total_epochs=1")
+    assert seen == [(1, 1), (2, 2), (3, 3)]
