@@ -15,7 +15,7 @@ import pytest
 from distflow import cli
 from distflow.runtime.checkpoint import CheckpointStore
 from tests.e2e.runs import Playground
-from tests.tiny_models import tiny_tokenizer
+from tests.tiny_models import tiny_tokenizer, write_tiny_model
 
 HOLD_LOCK = """
 import fcntl, os, sys
@@ -250,6 +250,15 @@ def test_another_tokenizer(ground: Playground, capsys: pytest.CaptureFixture[str
     tokenizer.save_pretrained(ground.folder / "other")
     other = f"actor_rollout_ref.model.tokenizer_path={ground.folder}/other"
     refused(capsys, 2, train(ground, "trainer.save_freq=1", other), "another tokenizer")
+
+
+def test_another_model(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
+    """The reference would be another one, although the policy's weights are in the checkpoint."""
+    assert train(ground, "trainer.save_freq=1") == 0
+    capsys.readouterr()
+    write_tiny_model(ground.folder / "other", seed=5)
+    other = f"actor_rollout_ref.model.path={ground.folder}/other"
+    refused(capsys, 2, train(ground, "trainer.save_freq=1", other), "another model")
 
 
 def damage(checkpoint: Path) -> None:

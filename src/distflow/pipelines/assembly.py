@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from distflow.algorithms.registry import describe_estimator
 from distflow.config import Config, Loaded, describe
@@ -38,6 +39,7 @@ from distflow.pipelines.select import select_pipeline
 from distflow.planning.plan import plan_local
 from distflow.rewards.router import Overlong, RewardRouter
 from distflow.rollout.engine import SamplingParams
+from distflow.rollout.receipts import stripe_hashes
 from distflow.runtime.blame import users_place
 from distflow.runtime.checks.mismatch import Tolerance
 from distflow.runtime.parts import Parts
@@ -94,7 +96,7 @@ def assemble(loaded: Loaded, say: Say) -> Parts:
         ratio_limit=1e-4 if exact else 0.05,
         loss_terms=loss_terms(config) if _uses_policy_loss(program) else (),
         placement=plan_local(program, str(choose_device(config))).to_json(),
-        facts=_facts(prompts, tokenizer),
+        facts=_facts(prompts, tokenizer, model),
         description=_description(config, prompts, held_out),
     )
 
@@ -211,11 +213,16 @@ def _description(config: Config, train: PromptSet, held_out: PromptSet | None) -
     }
 
 
-def _facts(prompts: PromptSet, tokenizer: Any) -> dict[str, Any]:
-    """What a resumed run must share with its checkpoint to be the same run, and to be bit-equal."""
+def _facts(prompts: PromptSet, tokenizer: Any, model: nn.Module) -> dict[str, Any]:
+    """What a resumed run must share with its checkpoint to be the same run, and to be bit-equal.
+
+    model: as it was loaded; the reference and an adapter's base are that model, whatever the checkpoint holds.
+    """
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
+    weights = json.dumps(sorted(stripe_hashes(model.named_parameters()).items()))
     return {
         "data_fingerprint": prompts.fingerprint(),
+        "model_fingerprint": hashlib.sha256(weights.encode()).hexdigest(),
         "tokenizer_fingerprint": hashlib.sha256(vocabulary.encode()).hexdigest(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),

@@ -56,8 +56,8 @@ def check_same_run(checkpoint: Checkpoint, parts: Parts, allowed: tuple[str, ...
             continue
         if name.endswith("fingerprint"):
             raise UserError(
-                f"{checkpoint.path} was made with another {name.removesuffix('_fingerprint')}: rows or tokens would "
-                "not mean the same. Restore it, or start anew with --resume never"
+                f"{checkpoint.path} was made with another {name.removesuffix('_fingerprint')}: rows, tokens or "
+                "the reference would not be the same. Restore it, or start anew with --resume never"
             )
         notes.append(f"{name} was {before} in the checkpoint and is {now} now: the run is not bit-equal from here on")
     return notes
