@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.tiny_models import tiny_tokenizer
 
 from distflow.config.errors import UserError
 from distflow.data.prompts import PromptOptions, PromptSet, encode_rows, truncated
 from distflow.data.rows import BadRows, RawRow
+from tests.tiny_models import tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
