@@ -17,7 +17,7 @@ from distflow.observe.text import visible
 VALUES = {
     "reward/mean_score": 0.5124,
     "val_correct/all/mean": 0.75,
-    "actor/ppo_kl": 0.0012,
+    "actor/kl_loss": 0.0012,
     "actor/entropy": 1.25,
     "rollout/avg_response_length": 23.14,
     "throughput/tokens_per_s": 12345.6,

@@ -90,7 +90,7 @@ HEADLINES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("reward/mean_score",), ".3f"),
     ("loss", ("sft/loss", "loss"), ".4f"),
     ("accuracy", ("val_correct/all/mean",), ".3f"),
-    ("kl", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), ".4f"),
+    ("kl", ("actor/kl_loss", "actor/reward_kl_penalty"), ".4f"),
     ("entropy", ("actor/entropy",), ".3f"),
     ("length", ("rollout/avg_response_length",), ".1f"),
     ("tokens/s", ("throughput/tokens_per_s",), ",.0f"),

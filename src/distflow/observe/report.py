@@ -31,7 +31,7 @@ from distflow.observe.run_folder import RunFolderError
 from distflow.observe.run_reader import Event, read_events, read_json, read_metrics, read_timeline
 from distflow.observe.text import visible
 
-MAX_BYTES = 5_000_000
+MAX_BYTES = 2_000_000
 SCRIPTS = ("text.js", "top.js", "curves.js", "samples.js", "report.js")
 _MAX_CONFIG = 100_000
 _MAX_LOG = 300

@@ -128,7 +128,7 @@ def problems(groups: Sequence[Mapping[str, Any]], steps: Steps) -> tuple[Tone, s
     if bad:
         counts.append(f"values that are not finite in {', '.join(bad[:3])}{' and others' if len(bad) > 3 else ''}")
     if not counts:
-        return "good", "Nothing went wrong: no warnings, no skipped updates, no answers without a verdict."
+        return "good", "Nothing went wrong: no warnings, no skipped updates, no verdict that failed."
     tone: Tone = "bad" if any(group["kind"] == "error" for group in groups) else "flat"
     return tone, f"Worth a look: {_and(counts)}."
 

@@ -95,10 +95,13 @@ class TerminalView:
             self._write(text if kind == "info" else f"{kind}: {text}", _TONES.get(kind, ""))
 
     def close(self, summary: Sequence[str] = ()) -> None:
-        """Take the live view off the screen and print the lines of `summary`; a second call does only the latter."""
+        """Take the live view off the screen, leave a line of the last step, and print the lines of `summary`; a second
+        call does only the latter."""
         live, self._live = self._live, None
         if live:
             live.stop()
+            if self._state.step:
+                self._write(step_line(self._state.step, self._state.total_steps, self._state.values))
         for line in summary:
             self._write(visible(line))
 

@@ -65,6 +65,12 @@ class Recorder:
             "experience", started, ended, "group", outcome, self._step, ticket.number, version=ticket.version
         )
 
+    def started(self, step: int, compared: Mapping[str, float]) -> None:
+        """How engine and trainer compared before this start went on behind `step` steps. No metric of the run: a run
+        that was never interrupted has it once."""
+        if compared:
+            self.folder.event("canary", "engine and trainer were compared at the start", step=step, **compared)
+
     def training_step(self, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
         """A finished step, counted from 1."""
         self._step = step

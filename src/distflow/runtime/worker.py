@@ -59,7 +59,8 @@ class Worker:
     def run(self) -> None:
         """Start the engines, validate if asked, learn until the data ends or a stop is requested."""
         with self._session:
-            self._session.publish(self._coordinator.version, at_start=True)
+            compared = self._session.publish(self._coordinator.version, at_start=True)
+            self._recorder.started(self._coordinator.step, compared)
             if self._config.trainer.val_before_train and self._coordinator.step == 0:
                 self._validate(0)
             experience = self._session.start(self._experience.loop(self._edge))
