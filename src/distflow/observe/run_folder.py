@@ -85,7 +85,7 @@ class RunFolder:
                 spans.flush()
 
     def event(self, kind: str, message: str, **fields: Any) -> None:
-        """Append something that happened: "start", "end", "info", "warning", "error", "finding", "checkpoint", "canary", ...
+        """Append something that happened: "start", "end", "info", "warning", "error", "finding", "canary", ...
 
         `step` among the fields places it on the timeline.
         """

@@ -21,7 +21,7 @@ from distflow.data.prompts import PromptSet
 from distflow.models.tokenizer import load_tokenizer
 from distflow.observe.run_reader import Event, read_events, read_metrics, read_samples
 from distflow.pipelines.assembly import assemble
-from distflow.pipelines.data_sets import train_prompts, validation_prompts
+from distflow.pipelines.data_sets import encode, read_held_out, read_train, train_prompts
 from distflow.pipelines.engines import load_policy
 from distflow.runtime.local import launch_local
 from distflow.runtime.parts import Parts
@@ -208,7 +208,11 @@ class Lab:
         config = self.config(base, changes)
         tokenizer = load_tokenizer(config.actor_rollout_ref.model.path or "")
         folder = self.folder / "prompts"
-        return train_prompts(config, tokenizer, folder), validation_prompts(config, tokenizer, folder)
+        held_out = read_held_out(config, folder)
+        return (
+            train_prompts(config, read_train(config, folder), tokenizer),
+            encode(config, held_out, tokenizer) if held_out is not None else None,
+        )
 
     def policy(self, base: str, changes: Sequence[str]) -> nn.Module:
         """The model that would be trained."""
