@@ -148,9 +148,12 @@ def test_a_critic_learns_its_returns(tmp_path: Path, folder: Path) -> None:
     torch.testing.assert_close(plain_values(again, batch).float(), values, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adamw_8bit"])
 @pytest.mark.parametrize("saved_after", [0, 3])
 def test_a_resumed_engine_goes_on_bit_for_bit(tmp_path: Path, folder: Path, optimizer: str, saved_after: int) -> None:
+    if optimizer == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+
     def new_engine(path: Path) -> TorchTrainEngine:
         schedule = make_schedule("cosine_with_warmup", total_steps=6, warmup_steps=2)
         model = load_model(path)
