@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from distflow.config.errors import UserError
 from distflow.observe.run_reader import read_metrics
 from distflow.runtime.checkpoint import CheckpointStore
 from distflow.runtime.checkpoint_files import read_manifest
@@ -36,6 +37,13 @@ def test_the_best_checkpoint_is_compared_by_a_validation_of_its_own_weights(grou
     metrics = {r.step: r.values["val_correct/all/mean"] for r in read_metrics(run.folder) if r.kind == "val"}
     for step in (2, 4, 6):
         assert read_manifest(run.folder / "checkpoints" / f"step-{step:06d}").metric == metrics[step]
+
+
+def test_a_metric_that_no_validation_measures_cannot_say_which_is_best(ground: Playground) -> None:
+    keys = ("trainer.keep_best=true", "trainer.keep_best_metric=val_correct/al/mean", "trainer.test_freq=1")
+    data = (f"data.val_files={ground.folder}/rows.jsonl", "trainer.total_epochs=1", "trainer.save_freq=1")
+    with pytest.raises(UserError, match="choose one of .*val_correct/all/mean"):
+        ground.run("grpo", *CHEAP, *keys, *data)
 
 
 def test_validation_and_saving_also_come_after_the_last_step_and_once(ground: Playground) -> None:

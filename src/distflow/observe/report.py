@@ -122,9 +122,8 @@ def _tile(label: str, value: str, note: str) -> dict[str, str]:
 def _facts(run: Mapping[str, Any]) -> list[list[str]]:
     """The plain values of run.json, for the header."""
     shown = {key: value for key, value in run.items() if isinstance(value, str | int | float) and value != ""}
-    return [
-        [key.replace("_", " "), str(value)[:500]] for key, value in shown.items() if key not in ("experiment", "title")
-    ]
+    hidden = ("experiment", "title", *(key for key in shown if key.endswith("fingerprint")))
+    return [[key.replace("_", " "), str(value)[:500]] for key, value in shown.items() if key not in hidden]
 
 
 def _log_line(event: Event) -> dict[str, Any]:

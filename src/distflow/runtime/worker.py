@@ -1,9 +1,11 @@
 """One process of a run: the experience plane on an asyncio thread, the learning plane on this one."""
 
+from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Any
 
+from distflow.config.errors import UserError
 from distflow.data.batch import Batch
 from distflow.flow.coordinator import Coordinator
 from distflow.flow.ledger import Ledger
@@ -144,6 +146,8 @@ class Worker:
             else:
                 metrics, rows = self._session.call(self._validator.run(step))
                 self._take_reward_counts()  # not of the next step: `val/errors` has them
+        if self._config.trainer.keep_best:
+            _score(self._config.trainer.keep_best_metric, metrics)
         self._ledger.append("validated", step=step, metrics=metrics)
         self._recorder.validation(step, metrics, rows)
         return metrics
@@ -154,10 +158,21 @@ class Worker:
     def _save(self, step: int, validated: dict[str, float]) -> None:
         """validated: the metrics of these very weights, of which `keep_best` compares one."""
         self._saved_at = step
-        metric = validated.get(self._config.trainer.keep_best_metric)
+        trainer = self._config.trainer
+        metric = _score(trainer.keep_best_metric, validated) if trainer.keep_best and validated else None
         with self._recorder.phases("save"):
             path = self._store.save(step, saved_parts(self._parts, self._coordinator, self._node_state), metric)
         self._recorder.folder.event("checkpoint", f"saved {path.name}", step=step)
+
+
+def _score(name: str, validated: Mapping[str, float]) -> float:
+    """What `keep_best` compares, higher being better; of a loss its negative. Raises UserError for an unknown name."""
+    if name not in validated:
+        raise UserError(
+            f"trainer.keep_best_metric={name} is nothing that the validation measures; "
+            f"choose one of {', '.join(sorted(validated))}"
+        )
+    return -validated[name] if name.endswith("loss") else validated[name]
 
 
 def _is_due(step: int, frequency: int, last: bool) -> bool:
