@@ -24,9 +24,7 @@ class TrainerConfig:
     save_freq: int = key(10, "save a checkpoint every so many steps; 0 or less is never")
     keep_last: int = key(2, "checkpoints that are kept", minimum=1)
     keep_best: bool = key(False, "also keep the checkpoint that validated best")
-    keep_best_metric: str = key(
-        "val_correct/all/mean", "metric that says which is best (of a loss, the lowest)"
-    )
+    keep_best_metric: str = key("val_correct/all/mean", "metric that says which is best (of a loss, the lowest)")
     resume_mode: str = key("auto", "auto: from the run's last checkpoint, if any; never; or a checkpoint's folder")
     save_groups: str = key(
         "none", "keep all columns of steps in tokens/, as safetensors", choices=("none", "last_k", "all")
