@@ -11,7 +11,7 @@ def answer_and_judge(pipeline: Pipeline) -> Pipeline:
             "rollout_actor", nodes.generate, node_type=NodeType.MODEL_INFERENCE, node_role=NodeRole.ROLLOUT
         )
         .add_node("function_reward", nodes.compute_reward, ["rollout_actor"], node_role=NodeRole.REWARD)
-        .add_node("reward_baseline", nodes.greedy_baseline, ["function_reward"], node_role=NodeRole.REWARD)
+        .add_node("reward_baseline", nodes.greedy_baseline, ["function_reward"])
         .add_node("dynamic_sampling", nodes.dynamic_sampling, ["reward_baseline"], node_role=NodeRole.DYNAMIC_SAMPLING)
     )
 

@@ -101,7 +101,7 @@ class LocalEdge:
                 numbers = self._ready(step)
                 if numbers is not None:
                     self._held = True
-                    return Batch.concat([self._batches.pop(number) for number in numbers]) if numbers else None
+                    return Batch.concat([self._batches.pop(number) for number in numbers])
                 self._lock.wait()
 
     def release(self, step: int, published: bool) -> Version:

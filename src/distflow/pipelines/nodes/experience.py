@@ -98,16 +98,19 @@ async def compute_reward(batch: Batch, ctx: NodeContext) -> NodeOutput | Drop:
 
 @node(
     writes="reward_baselines",
-    role=NodeRole.REWARD,
     scope="group",
     when=lambda config: config.algorithm.adv_estimator == "remax",
 )
-async def greedy_baseline(batch: Batch, rollout: RolloutEngine, ctx: NodeContext) -> Tensor:
-    """Score of one greedy answer to the group's prompt (ReMax, arXiv:2310.10505)."""
+async def greedy_baseline(batch: Batch, rollout: RolloutEngine, ctx: NodeContext) -> Tensor | Drop:
+    """Score of one greedy answer to the group's prompt (ReMax, arXiv:2310.10505).
+
+    No REWARD node: it serves the advantage, and a validation has no use for it.
+    """
     greedy = await generate(rollout, ctx.greedy())
     (judgement,) = await ctx.judge(greedy)
-    score = judgement.verdict.value if isinstance(judgement.verdict, Score) else 0.0
-    return torch.full((len(batch),), score)
+    if not isinstance(judgement.verdict, Score):  # a fault is never a baseline of 0
+        return Drop("too_few_verdicts", str(judgement.verdict))
+    return torch.full((len(batch),), judgement.verdict.value)
 
 
 @node(
