@@ -1,0 +1,115 @@
+"""Short runs end where they ended before: a change that should change no result changes none, bit for bit.
+
+`fingerprints.json` holds a hash of the trained weights, of the texts that were sampled and of the tickets that were
+consumed, and a few metrics in full. Where torch or the processor is another than that of the recording, bits may
+differ and the metrics are compared to six digits. Record anew, after a change that is meant to change results, by
+
+    python -m tests.e2e.test_fingerprints
+"""
+
+import hashlib
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distflow.flow import ledger
+from tests.e2e.runs import Playground, Run
+
+FILE = Path(__file__).with_name("fingerprints.json")
+ACTOR, ROLLOUT, ALGORITHM = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm"
+RL_ONLY = ("reward.functions", "reward.num_workers", "custom_reward_function.path", f"{ROLLOUT}.n")
+RUNS: dict[str, tuple[str, ...]] = {
+    "grpo": ("grpo", f"{ROLLOUT}.temperature=0.9"),
+    "grpo_bfloat16": ("grpo", "actor_rollout_ref.model.dtype=bfloat16", f"{ACTOR}.ppo_max_token_len_per_gpu=60"),
+    "grpo_lora_hf": ("grpo", "actor_rollout_ref.model.lora_rank=2", f"{ROLLOUT}.name=hf", f"{ROLLOUT}.top_p=0.9"),
+    "decoupled": (
+        "grpo",
+        f"{ACTOR}.policy_loss=decoupled",
+        f"{ACTOR}.ppo_mini_batch_size=2",
+    ),
+    "corrected": ("grpo", f"{ALGORITHM}.rollout_correction.level=sequence", f"{ALGORITHM}.adv_estimator=rloo"),
+    "remax": ("grpo", f"{ALGORITHM}.adv_estimator=remax"),
+    "ppo": (
+        "ppo",
+        f"{ROLLOUT}.n=2",
+        f"{ACTOR}.ppo_epochs=2",
+        f"{ACTOR}.ppo_mini_batch_size=3",
+        "critic.ppo_epochs=2",
+        "trainer.critic_warmup=1",
+        *(f"{ALGORITHM}.kl_ctrl.{key}" for key in ("type=adaptive", "target_kl=0.1", "horizon=100")),
+    ),
+    "dapo": (
+        "dapo",
+        f"{ROLLOUT}.n=3",
+        f"{ACTOR}.ppo_mini_batch_size=2",
+        f"{ACTOR}.entropy_coef=0.01",
+        "reward.overlong.buffer_tokens=4",
+    ),
+    "sft": ("sft", "data.response_key=answer", f"{ACTOR}.ppo_mini_batch_size=2", *(f"~{key}" for key in RL_ONLY)),
+}
+STEPS = 4
+KEPT_METRICS = ("actor/loss", "actor/grad_norm", "critic/loss", "sft/loss", "reward/mean_score", "actor/entropy")
+NEEDED = (f"trainer.total_training_steps={STEPS}", f"trainer.save_freq={STEPS}", "trainer.save_groups=all")
+
+
+def fingerprint(run: Run) -> dict[str, Any]:
+    """What a run computed, apart from times and from how its folder is laid out."""
+    weights = hashlib.sha256()
+    for role in ("actor", "critic"):
+        if (run.folder / "checkpoints" / f"step-{STEPS:06d}" / f"{role}.safetensors").exists():
+            for name, tensor in sorted(run.weights(STEPS, role).items()):
+                weights.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    rows = [json.loads(line) for file in sorted((run.folder / "samples").glob("*.jsonl")) for line in file.open()]
+    texts = [[row["uid"], row["response"], row["score"], row["advantage"]] for row in rows]
+    journal = [record for _, record in ledger.timeline(run.folder / "ledger.jsonl")]
+    tickets = [record["tickets"] for record in journal if record["kind"] == "consumed"]
+    metrics = [{name: step[name] for name in KEPT_METRICS if name in step} for step in run.metrics()]
+    return {
+        "weights": weights.hexdigest(),
+        "texts": hashlib.sha256(json.dumps(texts).encode()).hexdigest(),
+        "tickets": tickets,
+        "metrics": metrics,
+    }
+
+
+def environment() -> dict[str, str]:
+    """What bits hang on besides the code."""
+    cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
+    return {
+        "torch": torch.__version__,
+        "cpu": cpu.partition(":")[2].strip(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def run(name: str, folder: Path) -> dict[str, Any]:
+    preset, *options = RUNS[name]
+    return fingerprint(Playground(folder).run(preset, *options, *NEEDED))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_ends_where_it_ended(name: str, tmp_path: Path) -> None:
+    recorded = json.loads(FILE.read_text())
+    now, before = run(name, tmp_path), recorded["runs"][name]
+    if environment() == recorded["environment"]:
+        assert now == before
+        return
+    assert [list(step) for step in now["metrics"]] == [list(step) for step in before["metrics"]]
+    for ours, theirs in zip(now["metrics"], before["metrics"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-6)
+
+
+def record() -> None:
+    runs = {}
+    for name in RUNS:
+        with tempfile.TemporaryDirectory() as folder:
+            runs[name] = run(name, Path(folder))
+    FILE.write_text(json.dumps({"environment": environment(), "runs": runs}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    record()
