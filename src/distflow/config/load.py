@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from distflow.config.build import ConfigBuilder
@@ -53,6 +54,12 @@ def load_config(preset_or_file: str, overrides: Sequence[str] = (), *, complete:
     if composed.failure is not None:
         raise ConfigError(problems or [composed.failure])
     return _finish(composed.values, _origins(composed.settings, composed.deleted), problems, complete=complete)
+
+
+@cache
+def preset_config(name: str) -> Config:
+    """The config of a preset as it is, without a model or data."""
+    return load_config(name, complete=False).config
 
 
 def config_from_dict(values: Mapping[str, Any], *, judge: bool = True) -> Config:

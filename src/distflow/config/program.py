@@ -14,9 +14,10 @@ def program_name(config: Config) -> str:
     """
     if config.dag.custom_pipeline_fn or config.dag.nodes:
         return CUSTOM
+    is_dapo = config.algorithm.workflow_type == "DAPO"
     if config.dag.pipeline:
-        return config.dag.pipeline
-    if config.algorithm.workflow_type == "DAPO":
+        return config.dag.pipeline  # the rules refuse one that contradicts workflow_type
+    if is_dapo:
         return "dapo"
     estimator = find_estimator(config)
     return "ppo" if estimator and estimator.needs_critic else "grpo"
@@ -24,7 +25,7 @@ def program_name(config: Config) -> str:
 
 def is_rl(config: Config) -> bool:
     """Whether the program generates: all but supervised fine-tuning."""
-    return program_name(config) != "sft"
+    return config.dag.pipeline != "sft" or program_name(config) != "sft"
 
 
 def find_estimator(config: Config) -> Estimator | None:

@@ -13,6 +13,7 @@ from distflow.graph.nodes import Node, early_contract, engines_of
 from distflow.graph.options import check_options
 from distflow.graph.order import dependents, topological_order
 from distflow.graph.program import Program
+from distflow.graph.spec import is_factory
 from distflow.graph.wiring import Vertex, Wiring, check_edges
 
 _SETTABLE = tuple(f.name for f in fields(Node) if f.init and f.name not in ("node_id", "options"))
@@ -96,7 +97,7 @@ class TaskGraph:
         check_edges(self._deps())
         contracts = self._early_contracts()
         for node in self.nodes.values():
-            if node.spec.chosen is None:
+            if not is_factory(node.fn):
                 check_options(node, contracts[node.node_id])
         Wiring({node_id: Vertex(node, contracts[node_id], node.deps) for node_id, node in self.nodes.items()})
 
@@ -106,7 +107,7 @@ class TaskGraph:
         graph.nodes = dict(self.nodes)
         return graph
 
-    def bind(self, config: Any, data_fields: Iterable[str] | Mapping[str, Field]) -> Program:
+    def bind(self, config: object, data_fields: Iterable[str] | Mapping[str, Field]) -> Program:
         """The frozen program under this config, over data that have these columns.
 
         config: any object with the config groups as attributes. data_fields: what the loader delivers.

@@ -19,6 +19,10 @@ class UserNodeError(NodeError, UserError):
     """The same, in a function that the user wrote."""
 
 
+class BadOutput(ValueError):
+    """What a node function returned is no output of it. The message goes on from the node's name."""
+
+
 def node_error(node: BoundNode, error: BaseException) -> NodeError:
     """What `error`, which the node raised, is told as: with the node's name and the user's line that it came from."""
     said = f"node '{node.node_id}' raised {type(error).__name__}: {error}"

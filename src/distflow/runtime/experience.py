@@ -1,28 +1,30 @@
-"""The experience plane: asyncio tasks, one for each prompt group, from ticket to rewarded and filtered group."""
+"""The experience plane: asyncio tasks, one for each prompt group, from ticket to judged and filtered group."""
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from distflow.algorithms.filters import TOO_FEW_VERDICTS
 from distflow.config.errors import UserError
-from distflow.data.batch import Batch
 from distflow.flow.ticket import Ticket
-from distflow.graph import BoundNode, Drop
+from distflow.graph import Drop
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine
-from distflow.runtime.blame import NodeError, node_error
-from distflow.runtime.context import NodeContext, prompts_of
-from distflow.runtime.invoke import merge_output, run_node
-from distflow.runtime.local_edge import Failure, LocalEdge
+from distflow.runtime.blame import NodeError
+from distflow.runtime.context import NodeContext
+from distflow.runtime.group import Group
 from distflow.runtime.plain_calls import PlainCalls
-from distflow.training.collective import Collective
+from distflow.runtime.ports.edge import EdgePort, Failure
+from distflow.runtime.step import Step
 
-NO_VERDICTS = "too_few_verdicts"
+MakeContext = Callable[[Group, str], NodeContext]
 
 
 class SubmissionGate:
-    """Counts the groups of a wave that have handed their request to the engine, or ended without one."""
+    """A rollout engine that counts which groups of a wave have handed it their request, or ended without one.
+
+    The steps of the plane are compiled with the gate in the engine's place. Between waves it only passes on.
+    """
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
@@ -51,7 +53,13 @@ class SubmissionGate:
         if self._waiting:
             await self._all_in.wait()
 
-    def _arrived(self, task: asyncio.Task[Any] | None) -> None:
+    async def pause(self) -> None:
+        await self._engine.pause()
+
+    async def resume(self) -> None:
+        await self._engine.resume()
+
+    def _arrived(self, task: asyncio.Task[None] | None) -> None:
         self._waiting.discard(task)
         if not self._waiting:
             self._all_in.set()
@@ -59,74 +67,59 @@ class SubmissionGate:
 
 @dataclass
 class ExperiencePlane:
-    """Runs the experience nodes of a program on groups.
+    """Runs steps on groups.
 
-    context: makes the context of a node that works for a ticket, by ticket and node id.
-    timeout_s: what a plain function may take for each sample.
+    make_group: the group of a ticket, not answered yet. gate: in front of the rollout engine, None where the program
+    generates nothing. timeout_s: what a plain function may take for each sample.
     """
 
-    nodes: tuple[BoundNode, ...]
-    engines: Mapping[str, Any]
-    context: Callable[[Ticket, str], NodeContext]
-    reduce: Collective
+    steps: Sequence[Step]
+    make_group: Callable[[Ticket], Group]
+    context: MakeContext
+    gate: SubmissionGate | None
     timeout_s: float
     plain_calls: PlainCalls = field(default_factory=PlainCalls)
 
-    async def group(self, ticket: Ticket, engines: Mapping[str, Any]) -> Batch | Drop:
-        """One group from its prompts to its rewards; `Drop` where a node dropped it. Raises NodeError."""
-        batch: Batch | None = None
-        for node in self.nodes:
-            ctx = self.context(ticket, node.node_id)
-            if batch is None:
-                assert ctx.group is not None
-                batch = prompts_of(ctx.group)
-            deadline_s = self.timeout_s * len(batch)
-            try:
-                output = await run_node(node, batch, engines, ctx, self.reduce, self.plain_calls, deadline_s)
-            except NodeError:
-                raise
-            except (Exception, SystemExit) as err:  # the edge of a user's code
-                raise node_error(node, err) from err
-            if isinstance(output, Drop):
-                return output
-            batch, _ = merge_output(node, batch, output)
-        assert batch is not None, "a program has at least one experience-plane node"
-        return batch
+    async def run(self, group: Group, steps: Sequence[Step], context: MakeContext) -> Drop | None:
+        """The group through the steps; `Drop` where one of them dropped it. Raises NodeError."""
+        for step in steps:
+            ctx = context(group, step.node.node_id)
+            drop = await step.on_group(group, ctx, self.plain_calls, self.timeout_s)
+            if drop is not None:
+                return drop
+        return None
 
-    async def loop(self, edge: LocalEdge) -> None:
+    async def loop(self, edge: EdgePort) -> None:
         """consumes tickets · waits for credits · unblocked by released steps and dropped groups · produces groups
 
-        A wave is submitted in ticket order to a paused engine that then resumes, so that what shares a decode step
-        never depends on timing.
+        What the edge hands out at once is submitted in ticket order to a paused engine that then resumes, so that what
+        shares a decode step never depends on timing.
         """
-        rollout = self.engines.get("rollout")
-        async for wave in edge.waves():
-            if rollout is None:
-                await asyncio.gather(*(self._run_group(t, edge, self.engines) for t in wave))
-                continue
-            gate = SubmissionGate(rollout)
-            engines = {**self.engines, "rollout": gate}
-            await rollout.pause()
-            tasks = [asyncio.create_task(self._run_group(t, edge, engines)) for t in wave]
-            gate.expect(tasks)
+        async for wave in edge.tickets():
+            if self.gate is not None:
+                await self.gate.pause()
+            tasks = [asyncio.create_task(self._run_group(ticket, edge)) for ticket in wave]
             try:
-                await gate.all_in()
-                await rollout.resume()
+                if self.gate is not None:
+                    self.gate.expect(tasks)
+                    await self.gate.all_in()
+                    await self.gate.resume()
                 await asyncio.gather(*tasks)
             finally:
                 for task in tasks:
                     task.cancel()
 
-    async def _run_group(self, ticket: Ticket, edge: LocalEdge, engines: Mapping[str, Any]) -> None:
+    async def _run_group(self, ticket: Ticket, edge: EdgePort) -> None:
         """Never raises: whatever a node does costs its own group only, and is recorded."""
-        started = time.time()
+        started, group = time.time(), self.make_group(ticket)
         try:
-            result = await self.group(ticket, engines)
+            drop = await self.run(group, self.steps, self.context)
         except NodeError as err:
-            edge.drop(ticket, "error", started, Failure(str(err), isinstance(err, UserError)))
+            users = isinstance(err, UserError)
+            edge.drop(ticket, "error", started, Failure(str(err), users), lost=not users)
             return
-        if isinstance(result, Drop):
-            failure = Failure(result.detail, users=True) if result.reason == NO_VERDICTS else None
-            edge.drop(ticket, result.reason, started, failure)
+        if drop is None:
+            edge.put(ticket, group.batch(), group.metrics, started)
         else:
-            edge.put(ticket, result, started)
+            failure = Failure(drop.detail, users=True) if drop.reason == TOO_FEW_VERDICTS else None
+            edge.drop(ticket, drop.reason, started, failure)

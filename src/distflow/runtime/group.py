@@ -1,0 +1,117 @@
+"""A prompt group on its way through the experience plane: samples, until the edge makes columns of them."""
+
+from collections.abc import Mapping, Sized
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from distflow.data.batch import Batch
+from distflow.data.prompts import PromptRow
+from distflow.data.sample import Sample, Segment
+from distflow.flow.ticket import Ticket
+from distflow.graph.fields import ALIASES, Axis, find_field
+from distflow.rollout.engine import SamplingParams, Stream
+
+
+@dataclass
+class Group:
+    """What is to be answered, the answers, and what nodes found out about them.
+
+    wanted: indices of the samples. params, stream: how they are drawn. samples: empty until a node has answered.
+    written: what later nodes wrote, by column. metrics: what nodes measured.
+    """
+
+    ticket: Ticket
+    row: PromptRow
+    params: SamplingParams
+    stream: Stream
+    wanted: tuple[int, ...]
+    samples: list[Sample] = field(default_factory=list)
+    written: dict[str, object] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.wanted)
+
+    def greedy(self) -> "Group":
+        """The same prompt, to be answered once by the most likely tokens."""
+        return replace(self, params=replace(self.params, greedy=True), wanted=(0,), samples=[], written={}, metrics={})
+
+    def sample(self, index: int, segment: Segment | None, text: str, finish_reason: str) -> Sample:
+        """The prompt with one answer (None: with none yet). text: its tokens decoded, without special tokens."""
+        row, ticket = self.row, self.ticket
+        prompt = Segment("prompt", tuple(row.prompt_ids))
+        return Sample(
+            uid=f"{ticket.number}-{index}",
+            group_index=ticket.number,
+            segments=[prompt, segment] if segment else [prompt],
+            prompt=row.prompt_text,
+            response=text,
+            domain=row.domain,
+            ground_truth=row.ground_truth,
+            extra_info=row.extra_info or {},
+            finish_reason=finish_reason,
+        )
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.written or name in self.batch()
+
+    def __getitem__(self, name: str) -> object:
+        """A column as the node that names it gets it: `(n,)`, padded `(n, longest)`, or a list."""
+        name = ALIASES.get(name, name)
+        if name not in self.written or not _is_per_sample(name):
+            return self.batch()[name]
+        value, declared = self.written[name], find_field(name)
+        if declared is None or declared.axis is Axis.OBJECT:
+            return value
+        return torch.as_tensor(value, dtype=getattr(torch, declared.dtype))
+
+    def write(self, columns: Mapping[str, object]) -> None:
+        """Keep what a node wrote. Raises ValueError where a column does not fit the group."""
+        columns = {ALIASES.get(name, name): value for name, value in columns.items()}
+        for name, value in columns.items():
+            if _is_per_sample(name) and isinstance(value, Sized) and len(value) != len(self.samples):
+                raise ValueError(f"column '{name}' has {len(value)} entries for {len(self.samples)} samples")
+        before, self.written = self.written, {**self.written, **columns}
+        if all(_is_per_sample(name) for name in columns):
+            return
+        try:
+            self.batch()
+        except (ValueError, TypeError):
+            self.written = before
+            raise
+
+    def batch(self) -> Batch:
+        """The group as columns, with its one score a sample on the last token that the policy made."""
+        batch = Batch.from_samples(self.samples or [self.sample(i, None, "", "stop") for i in self.wanted])
+        for name, value in self.written.items():
+            batch[name] = value
+        if "scores" in batch and "token_level_scores" not in batch:
+            batch["token_level_scores"] = on_last_token(batch, batch["scores"])
+        elif "token_level_scores" in batch and "scores" not in batch:
+            batch["scores"] = batch["token_level_scores"].sum(-1)
+        if "token_level_scores" in batch and "token_level_rewards" not in batch:
+            batch["token_level_rewards"] = batch["token_level_scores"]
+        return batch
+
+
+def _is_per_sample(name: str) -> bool:
+    field = find_field(name)
+    return field is not None and field.axis in (Axis.SAMPLE, Axis.OBJECT)
+
+
+def on_last_token(batch: Batch, scores: Tensor) -> Tensor:
+    """One score a sample `(bs,)`, on the last response token that the policy made: `(bs, response_length)`.
+
+    Not on a tool's or environment's token behind it: estimators read rewards of the policy's tokens only.
+    """
+    mask = cast(Tensor, batch["response_mask"])
+    placed = torch.zeros_like(mask)
+    if mask.shape[1] == 0:
+        return placed
+    positions = torch.where(mask > 0, torch.arange(mask.shape[1]).expand_as(mask), -1).amax(dim=1)
+    answered = positions >= 0
+    placed[answered.nonzero()[:, 0], positions[answered]] = scores.to(placed.dtype)[answered]
+    return placed

@@ -1,0 +1,96 @@
+"""What travels to a worker: plain data and picklable factories, no live object. `pipelines` makes it from the config."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from distflow.config import Config
+from distflow.data.prompts import PromptRow
+from distflow.flow.coordinator import DataPlan
+from distflow.graph import Program
+from distflow.planning.plan import Plan
+from distflow.rollout.engine import SamplingParams
+from distflow.runtime.checks.mismatch import Tolerance
+
+
+class Get(Protocol):
+    """Gives a part of the worker that is being built by its name; builds it where it is not there yet."""
+
+    def __call__(self, name: str) -> Any: ...
+
+    def planned(self, name: str) -> bool:
+        """Whether the plan gives this worker that engine."""
+        ...
+
+
+Factory = Callable[[Get, torch.device], object]
+"""Builds one part of a worker from the others: a `functools.partial` of a module's function over plain values."""
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """Held-out prompts, how each is answered greedily (None: is not), and how by sampling, `num_samples` times."""
+
+    name: str
+    rows: Sequence[PromptRow]
+    greedy: SamplingParams | None
+    sampled: SamplingParams | None = None
+    num_samples: int = 0
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The keys of `trainer`, `trust` and the like that steer a run, under their own names; a frequency of 0 is never."""
+
+    seed: int
+    update_frequency: int
+    val_before_train: bool
+    test_freq: int
+    save_freq: int
+    keep_last: int | None
+    keep_best: str | None
+    save_groups: str
+    save_groups_last: int
+    logger: tuple[str, ...]
+    project: str
+    experiment: str
+    enable_perf: bool
+    timeout_s: float
+    canary_freq: int
+    certify: bool
+    max_skipped: int
+    unmoved_after: int
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A run, ready to be sent to its workers.
+
+    text: the resolved config as YAML. program: builds and binds the program. factories: of engines and services by
+    name; a worker calls those that its part of the plan needs. plan: which rank runs which nodes with which engines.
+    rows, validation: encoded in the run's folder, read where they are needed. sampling: without the stop tokens, which
+    the worker's model and tokenizer name. weight_dtype: of the rollout engine's weights. ratio_limit: mean |log ratio|
+    allowed before a step's first update. loss_terms: metrics that hold what each loss term that is on contributes.
+    facts: what a resumed run must share with its checkpoint. description: the head of the report.
+    """
+
+    config: Config
+    text: str
+    run_dir: Path
+    options: RunOptions
+    program: Callable[[], Program]
+    factories: Mapping[str, Factory]
+    plan: Plan
+    data: DataPlan
+    rows: Sequence[PromptRow]
+    validation: tuple[ValidationSet, ...]
+    sampling: SamplingParams
+    weight_dtype: torch.dtype
+    tolerance: Tolerance
+    ratio_limit: float
+    loss_terms: tuple[str, ...]
+    facts: Mapping[str, object]
+    description: Mapping[str, object]
