@@ -123,7 +123,7 @@ def test_what_the_decorator_said_is_found_behind_wrappers(rewards):
         .add_node("instance", f"{rewards}:instance", ["wrapped"])
         .build()
     )
-    assert [n.spec.writes for n in graph.nodes.values()] == ["returns"] * 3
+    assert [n.spec.writes for n in graph.nodes.values()] == [("returns",)] * 3
     assert [n.node_role.name for n in graph.nodes.values()] == ["CRITIC", "CRITIC", "REWARD"]
 
 

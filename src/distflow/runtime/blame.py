@@ -32,7 +32,7 @@ def node_error(node: BoundNode, error: BaseException) -> NodeError:
 
 def output_error(node: BoundNode, what: str) -> NodeError:
     """The node returned something that is no output of it."""
-    return (NodeError if _is_ours(node) else UserNodeError)(f"node '{node.node_id}' {what}")
+    return (NodeError if is_ours(node) else UserNodeError)(f"node '{node.node_id}' {what}")
 
 
 def users_place(error: BaseException) -> str | None:
@@ -58,7 +58,8 @@ def _library_folders() -> tuple[str, ...]:
     return tuple(f"{folder}/" for folder in found)
 
 
-def _is_ours(node: BoundNode) -> bool:
+def is_ours(node: BoundNode) -> bool:
+    """Whether its function is one of this package."""
     function = node.fn
     while isinstance(function, functools.partial):
         function = function.func

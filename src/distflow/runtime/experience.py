@@ -3,21 +3,25 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from distflow.algorithms.filters import TOO_FEW_VERDICTS
 from distflow.config.errors import UserError
 from distflow.flow.ticket import Ticket
-from distflow.graph import Drop
+from distflow.graph import BoundNode, Drop
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine
 from distflow.runtime.blame import NodeError
-from distflow.runtime.context import NodeContext
-from distflow.runtime.group import Group
+from distflow.runtime.context import Contexts, NodeContext
+from distflow.runtime.group import Group, new_group
 from distflow.runtime.plain_calls import PlainCalls
 from distflow.runtime.ports.edge import EdgePort, Failure
-from distflow.runtime.step import Step
+from distflow.runtime.resources import Resources
+from distflow.runtime.spec import Spec
+from distflow.runtime.step import Step, compile_steps
 
 MakeContext = Callable[[Group, str], NodeContext]
+OnGroup = Callable[[Ticket, str, float, float], None]
+"""(ticket, "complete" or why it was dropped, started, ended), in `time.time()`."""
 
 
 class SubmissionGate:
@@ -69,8 +73,8 @@ class SubmissionGate:
 class ExperiencePlane:
     """Runs steps on groups.
 
-    make_group: the group of a ticket, not answered yet. gate: in front of the rollout engine, None where the program
-    generates nothing. timeout_s: what a plain function may take for each sample.
+    make_group: the group of a training ticket, not answered yet. gate: in front of the rollout engine, None where the
+    program generates nothing. timeout_s: what a plain function may take for each sample. ended: told of every group.
     """
 
     steps: Sequence[Step]
@@ -78,7 +82,24 @@ class ExperiencePlane:
     context: MakeContext
     gate: SubmissionGate | None
     timeout_s: float
+    ended: OnGroup
     plain_calls: PlainCalls = field(default_factory=PlainCalls)
+
+    @staticmethod
+    def of(
+        spec: Spec, nodes: Sequence[BoundNode], resources: Resources, contexts: Contexts, ended: OnGroup
+    ) -> "ExperiencePlane":
+        """The plane of a worker that has these nodes."""
+        gate = SubmissionGate(resources.rollout) if resources.rollout is not None else None
+        parts = {**resources.by_name(), **({"rollout": gate} if gate else {})}
+        sampling = replace(spec.sampling, stop_token_ids=resources.stop_token_ids)
+
+        def make_group(ticket: Ticket) -> Group:
+            return new_group(ticket, spec.rows[ticket.row], sampling, spec.options.seed)
+
+        return ExperiencePlane(
+            compile_steps(nodes, parts), make_group, contexts.experience, gate, spec.options.timeout_s, ended
+        )
 
     async def run(self, group: Group, steps: Sequence[Step], context: MakeContext) -> Drop | None:
         """The group through the steps; `Drop` where one of them dropped it. Raises NodeError."""
@@ -116,10 +137,15 @@ class ExperiencePlane:
             drop = await self.run(group, self.steps, self.context)
         except NodeError as err:
             users = isinstance(err, UserError)
-            edge.drop(ticket, "error", started, Failure(str(err), users), lost=not users)
-            return
-        if drop is None:
-            edge.put(ticket, group.batch(), group.metrics, started)
+            edge.drop(ticket, "error", Failure(str(err), users), lost=not users)
+            outcome = f"error: {err}"
         else:
-            failure = Failure(drop.detail, users=True) if drop.reason == TOO_FEW_VERDICTS else None
-            edge.drop(ticket, drop.reason, started, failure)
+            outcome = "complete" if drop is None else drop.reason
+            if drop is None:
+                edge.put(ticket, group.batch(), group.metrics)
+            elif drop.reason == TOO_FEW_VERDICTS:
+                edge.drop(ticket, drop.reason, Failure(drop.detail, users=True))
+                outcome += f": {drop.detail}"
+            else:
+                edge.drop(ticket, drop.reason)
+        self.ended(ticket, outcome, started, time.time())

@@ -97,6 +97,12 @@ class Group:
         return batch
 
 
+def new_group(ticket: Ticket, row: PromptRow, params: SamplingParams, seed: int) -> Group:
+    """The group of a ticket, not answered yet."""
+    stream = Stream(seed, ticket.stream, ticket.epoch, ticket.row)
+    return Group(ticket, row, params, stream, tuple(range(ticket.group_size)))
+
+
 def _is_per_sample(name: str) -> bool:
     field = find_field(name)
     return field is not None and field.axis in (Axis.SAMPLE, Axis.OBJECT)

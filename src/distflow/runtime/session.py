@@ -1,28 +1,28 @@
-"""The asyncio thread of a run with its services and its rollout engine: entered together, left together."""
+"""The asyncio thread of a worker with its services and its rollout engine: entered together, left together."""
 
 import concurrent.futures
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
-from distflow.flow.ticket import Version
+from distflow.data.prompts import PromptRow
 from distflow.rewards.certify import certify, certify_answers
-from distflow.runtime.checks.canary import Canary
 from distflow.runtime.loop_thread import LoopThread
-from distflow.runtime.parts import Parts
-from distflow.runtime.weight_edge import WeightEdge
+from distflow.runtime.resources import Resources
 
 T = TypeVar("T")
 
 
 class Session:
-    """A context manager. While it is entered, coroutines run on its thread, and weights can be published."""
+    """A context manager. While it is entered, coroutines run on its thread.
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    certify_on: rows whose answers the verifiers are tried on before they are used; None trusts them.
+    """
+
+    def __init__(self, resources: Resources, certify_on: Sequence[PromptRow] | None) -> None:
+        self._resources, self._certify_on = resources, certify_on
         self._thread = LoopThread("experience")
         self._stack = AsyncExitStack()
-        self._weights, self._canary = _weight_edge(parts)
 
     def __enter__(self) -> "Session":
         self._thread.__enter__()
@@ -52,35 +52,13 @@ class Session:
         """Begin on the session's thread and return at once."""
         return self._thread.start(work)
 
-    def publish(self, version: Version, at_start: bool = False) -> dict[str, float]:
-        """Send the trainer's weights, and compare the canary's answers where its turn has come. Raises TrustError."""
-        if self._weights is None or self._canary is None:
-            return {}
-        self.call(self._weights.publish(version))
-        if not self._canary.is_due(at_start):
-            return {}
-        return self._canary.compare(self.call(self._canary.answer()), at_start)
-
     async def _enter(self) -> None:
-        parts = self._parts
-        if parts.rewards is not None:
-            self._stack.enter_context(parts.rewards)
-            if parts.config.trust.certify_rewards:
-                await certify(parts.rewards)
-                await certify_answers(parts.rewards, _some_answers(parts))
-        if parts.engines.rollout is not None:
-            await self._stack.enter_async_context(parts.engines.rollout)  # type: ignore[arg-type]
-
-
-def _some_answers(parts: Parts) -> list[tuple[str, Any, dict[str, Any]]]:
-    return [(row.domain, row.ground_truth, row.extra_info or {}) for row in parts.train_rows[:16]]
-
-
-def _weight_edge(parts: Parts) -> tuple[WeightEdge | None, Canary | None]:
-    actor, rollout = parts.engines.actor, parts.engines.rollout
-    if rollout is None:
-        return None, None
-    prompts = [tuple(row.prompt_ids) for row in parts.train_rows[: Canary.NUM_PROMPTS]]
-    frequency = parts.config.trust.canary_freq
-    canary = Canary(rollout, actor, prompts, parts.sampling, parts.tolerance, frequency, parts.shares_weights)
-    return WeightEdge(parts.published, rollout, parts.weight_dtype), canary
+        judge, rollout = self._resources.judge, self._resources.rollout
+        if judge is not None:
+            self._stack.enter_context(judge)
+            if self._certify_on is not None:
+                await certify(judge)
+                rows = [(row.domain, row.ground_truth, row.extra_info or {}) for row in self._certify_on]
+                await certify_answers(judge, rows)
+        if rollout is not None:
+            await self._stack.enter_async_context(rollout)

@@ -72,7 +72,9 @@ class Spec:
     text: the resolved config as YAML. program: builds and binds the program. factories: of engines and services by
     name; a worker calls those that its part of the plan needs. plan: which rank runs which nodes with which engines.
     rows, validation: encoded in the run's folder, read where they are needed. sampling: without the stop tokens, which
-    the worker's model and tokenizer name. weight_dtype: of the rollout engine's weights. ratio_limit: mean |log ratio|
+    the worker's model and tokenizer name. weight_dtype: of the rollout engine's weights. shares_weights: the engine may
+    compute on the trainer's own storage, where it is on the same worker. sends_weights: False where it then needs no
+    tensor at all (an adapter is applied unmerged). ratio_limit: mean |log ratio|
     allowed before a step's first update. loss_terms: metrics that hold what each loss term that is on contributes.
     facts: what a resumed run must share with its checkpoint. description: the head of the report.
     """
@@ -89,6 +91,8 @@ class Spec:
     validation: tuple[ValidationSet, ...]
     sampling: SamplingParams
     weight_dtype: torch.dtype
+    sends_weights: bool
+    shares_weights: bool
     tolerance: Tolerance
     ratio_limit: float
     loss_terms: tuple[str, ...]

@@ -1,0 +1,286 @@
+"""From the config to factories of engines and services. The config is read here, once; what a factory carries is plain
+values, so that it can be sent to the worker that builds the part."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from distflow.config import Config
+from distflow.config.actor import OptimConfig
+from distflow.config.errors import UserError
+from distflow.config.functions import load
+from distflow.config.names import ROLLOUT_ENGINES, TRAIN_ENGINES
+from distflow.config.program import is_rl, optimizer_steps
+from distflow.flow.ticket import Version
+from distflow.graph import Program
+from distflow.models.loading import load_model
+from distflow.models.lora import add_lora
+from distflow.models.tokenizer import load_tokenizer, stop_token_ids
+from distflow.models.value_head import load_value_model
+from distflow.rewards.router import Overlong, RewardRouter
+from distflow.rollout.engine import RolloutEngine
+from distflow.runtime.spec import Factory, Get
+from distflow.training.engine import TrainEngine
+from distflow.training.optim import make_optimizer
+from distflow.training.schedule import make_schedule
+from distflow.training.scorer import TorchScorer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Options = dict[str, Any]
+"""Keyword arguments of a constructor, plain values."""
+
+
+def make_factories(config: Config, program: Program, steps: int) -> dict[str, Factory]:
+    """Of what the program's nodes name, and of what that is made of. steps: training steps of the whole run."""
+    factories: dict[str, Factory] = {
+        "policy": partial(_policy, source=_policy_source(config), lora=_lora(config)),
+        "tokenizer": partial(_tokenizer, **_tokenizer_options(config)),
+        "stop_token_ids": _stop_token_ids,
+    }
+    if "actor" in program.engines:
+        factories["actor"] = partial(_actor, **_actor_options(config, steps))
+    if "critic" in program.engines:
+        factories["critic"] = partial(_critic, source=_critic_source(config), **_critic_options(config, steps))
+    if "ref" in program.engines:
+        source = None if config.actor_rollout_ref.model.lora_rank else _policy_source(config)
+        factories["ref"] = partial(_reference, source=source, options=_scorer_options(config))
+    if "rollout" in program.engines:
+        factories["rollout"] = partial(_rollout, **_rollout_options(config))
+    if "judge" in program.services:
+        factories["judge"] = partial(_judge, **_judge_options(config))
+    return factories
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    """What models compute in; weights that are trained are float32 always."""
+    return DTYPES[config.actor_rollout_ref.model.dtype]
+
+
+def choose_device(config: Config) -> torch.device:
+    """The device that `trainer.device` means on this machine. Raises UserError where it has none of that kind."""
+    wanted = config.trainer.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("trainer.device=cuda, but torch finds no CUDA device here: set trainer.device=auto or cpu")
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
+
+
+def load_policy(config: Config, device: torch.device) -> nn.Module:
+    """The model that is trained, with its adapter where one is asked for. Raises UserError naming the key."""
+    return _load_policy(_policy_source(config), _lora(config), device)
+
+
+def load_policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """The policy's tokenizer. Raises UserError naming the key where there is none."""
+    return _load_tokenizer(**_tokenizer_options(config))
+
+
+# What each factory carries.
+
+
+def _policy_source(config: Config) -> Options:
+    return _source(config, config.actor_rollout_ref.model.path)
+
+
+def _source(config: Config, path: str | None) -> Options:
+    settings = config.actor_rollout_ref.model
+    assert path is not None, "the config's rules see to it"
+    local = path.startswith(("builtin:", "package:")) or Path(path).expanduser().is_dir()
+    return {
+        "path": path,
+        "init": settings.init,
+        "seed": config.trainer.seed,
+        "revision": None if local else settings.revision,
+        "trust_remote_code": settings.trust_remote_code,
+        "gguf_file": settings.gguf_file,
+    }
+
+
+def _lora(config: Config) -> Options | None:
+    settings = config.actor_rollout_ref.model
+    if not settings.lora_rank:
+        return None
+    targets = settings.target_modules
+    return {
+        "rank": settings.lora_rank,
+        "alpha": settings.lora_alpha,
+        "target_modules": targets if isinstance(targets, str) else list(targets),
+        "seed": config.trainer.seed,
+    }
+
+
+def _tokenizer_options(config: Config) -> Options:
+    settings = config.actor_rollout_ref.model
+    source = _policy_source(config)
+    own = settings.tokenizer_path is None
+    return {
+        "path": settings.tokenizer_path or source["path"],
+        "key": f"actor_rollout_ref.model.{'path' if own else 'tokenizer_path'}",
+        "revision": source["revision"] if own else None,
+        "trust_remote_code": source["trust_remote_code"],
+        "gguf_file": source["gguf_file"] if own else None,
+    }
+
+
+def _actor_options(config: Config, steps: int) -> Options:
+    actor = config.actor_rollout_ref.actor
+    return {
+        "optim": _optim(actor.optim, optimizer_steps(config, "actor", steps)),
+        "engine": TRAIN_ENGINES[actor.strategy].target,
+        "options": _scorer_options(config, actor.ppo_max_token_len_per_gpu)
+        | {
+            "max_grad_norm": actor.max_grad_norm,
+            "gradient_checkpointing": config.actor_rollout_ref.model.enable_gradient_checkpointing,
+        },
+    }
+
+
+def _critic_options(config: Config, steps: int) -> Options:
+    critic, options = config.critic, _actor_options(config, steps)
+    max_tokens = critic.ppo_max_token_len_per_gpu or config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+    options["optim"] = _optim(critic.optim, optimizer_steps(config, "critic", steps))
+    options["options"] |= {"max_tokens_per_micro_batch": max_tokens, "max_grad_norm": critic.max_grad_norm}
+    return options
+
+
+def _critic_source(config: Config) -> Options:
+    path = config.critic.model.path
+    if path is None:
+        return _policy_source(config)
+    # What is said of the actor's file, commit and weights does not hold for another model.
+    return _source(config, path) | {"gguf_file": None, "revision": None, "init": "pretrained"}
+
+
+def _scorer_options(config: Config, max_tokens: int | None = None) -> Options:
+    settings = config.actor_rollout_ref
+    if max_tokens is None:
+        max_tokens = settings.ref.log_prob_max_token_len_per_gpu or settings.actor.ppo_max_token_len_per_gpu
+    return {
+        "max_tokens_per_micro_batch": max_tokens,
+        "temperature": settings.rollout.temperature if is_rl(config) else 1.0,
+        "compute_dtype": compute_dtype(config),
+    }
+
+
+def _optim(optim: OptimConfig, updates: int) -> Options:
+    adam = {} if optim.optimizer == "sgd" else {"betas": optim.betas, "eps": optim.eps}
+    schedule: Options = {"name": optim.scheduler, "total_steps": max(updates, 1)}
+    if optim.scheduler != "constant":
+        schedule |= {"warmup_ratio": optim.warmup_ratio, "warmup_steps": optim.lr_warmup_steps}
+        schedule |= {"min_lr_ratio": optim.min_lr_ratio}
+    optimizer = {"name": optim.optimizer, "lr": optim.lr, "weight_decay": optim.weight_decay, **adam}
+    return {"optimizer": optimizer, "schedule": schedule}
+
+
+def _rollout_options(config: Config) -> Options:
+    """The engine's class says by its keyword-only parameters which keys of `rollout` it takes."""
+    settings, target = config.actor_rollout_ref.rollout, ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name].target
+    parameters = signature(cast(Callable[..., object], load(target))).parameters.values()
+    taken = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in dir(settings)]
+    return {
+        "engine": target,
+        "dtype": compute_dtype(config),
+        "source": _policy_source(config) if config.actor_rollout_ref.model.lora_rank else None,
+        "options": {name: getattr(settings, name) for name in taken},
+    }
+
+
+def _judge_options(config: Config) -> Options:
+    settings, custom = config.reward, config.custom_reward_function
+    return {
+        "functions": settings.functions,
+        "timeout_s": settings.timeout_s,
+        "num_workers": settings.num_workers,
+        "overlong": Overlong(settings.overlong.buffer_tokens, settings.overlong.factor),
+        "max_response_length": config.data.max_response_length,
+        "custom": (custom.path, custom.name) if custom.path else None,
+    }
+
+
+# What they build, on the worker.
+
+
+def _policy(get: Get, device: torch.device, source: Options, lora: Options | None) -> nn.Module:
+    return _load_policy(source, lora, device)
+
+
+def _load_policy(source: Options, lora: Options | None, device: torch.device) -> nn.Module:
+    with _blaming("actor_rollout_ref.model.path"):
+        model: nn.Module = load_model(**source, device=device)
+    return add_lora(model, **lora) if lora else model  # type: ignore[arg-type]
+
+
+def _tokenizer(get: Get, device: torch.device, **options: Any) -> PreTrainedTokenizerBase:
+    return _load_tokenizer(**options)
+
+
+def _load_tokenizer(path: str, key: str, **options: Any) -> PreTrainedTokenizerBase:
+    with _blaming(key):
+        return load_tokenizer(path, **options)
+
+
+def _stop_token_ids(get: Get, device: torch.device) -> tuple[int, ...]:
+    return stop_token_ids(get("policy"), get("tokenizer"))
+
+
+def _actor(get: Get, device: torch.device, optim: Options, engine: str, options: Options) -> TrainEngine:
+    return _train_engine(get("policy"), optim, engine, options)
+
+
+def _critic(
+    get: Get, device: torch.device, source: Options, optim: Options, engine: str, options: Options
+) -> TrainEngine:
+    return _train_engine(load_value_model(**source, device=device), optim, engine, options)
+
+
+def _train_engine(model: nn.Module, optim: Options, engine: str, options: Options) -> TrainEngine:
+    return cast(Callable[..., TrainEngine], load(engine))(
+        model,
+        optimizer=make_optimizer(parameters=model.parameters(), **optim["optimizer"]),
+        schedule=make_schedule(**optim["schedule"]),
+        **options,
+    )
+
+
+def _reference(get: Get, device: torch.device, source: Options | None, options: Options) -> TorchScorer:
+    """The policy as it was before training; with an adapter that is the policy with the adapter switched off."""
+    model = get("policy") if source is None else load_model(**source, device=device).requires_grad_(False)
+    return TorchScorer(model, without_adapter=source is None, **options)
+
+
+def _rollout(
+    get: Get, device: torch.device, engine: str, dtype: torch.dtype, source: Options | None, options: Options
+) -> RolloutEngine:
+    """On the trainer's own storage where that is on this worker and both compute in the stored dtype (float32); else on
+    a copy, without an adapter: its weights arrive merged.
+
+    source: of the model without the adapter, None where there is none.
+    """
+    shares = dtype is torch.float32 and get.planned("actor")
+    if shares:
+        model: nn.Module = get("policy")
+    else:
+        model = load_model(**source, device=device) if source else copy.deepcopy(get("policy"))
+        model = model.to(dtype).requires_grad_(False)
+    make = cast(Callable[..., RolloutEngine], load(engine))
+    return make(model, get("tokenizer"), version=Version(0, 0), shares_weights=shares, **options)
+
+
+def _judge(get: Get, device: torch.device, **options: Any) -> RewardRouter:
+    return RewardRouter(**options)
+
+
+@contextmanager
+def _blaming(key: str) -> Iterator[None]:
+    """Say which key it was that named what cannot be loaded."""
+    try:
+        yield
+    except UserError as err:
+        raise UserError(f"{key}: {err}") from err

@@ -1,0 +1,53 @@
+"""Whether a spec can be sent to a worker in another process: it pickles, and what the user wrote can be imported there."""
+
+import functools
+import importlib.util
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+
+from distflow.algorithms.registry import find_adv_est, find_policy_loss
+from distflow.config import Config
+from distflow.config.errors import UserError
+from distflow.config.program import is_rl
+from distflow.runtime.spec import Spec
+
+
+def check_travels(spec: Spec) -> None:
+    """Raises UserError naming the function, or the part of the spec, that cannot be sent."""
+    for key, fn in _users_functions(spec.config):
+        module = _plain(fn).__module__
+        if not _can_be_imported(module):
+            name = getattr(_plain(fn), "__qualname__", repr(fn))
+            raise UserError(
+                f"{key}: the function {name} lives in '{module}', which a worker in another process cannot import: put "
+                "it into a module of its own file, and name that in trainer.imports"
+            )
+    for item in fields(spec):
+        try:
+            pickle.dumps(getattr(spec, item.name))
+        except (pickle.PicklingError, TypeError, AttributeError) as err:
+            raise UserError(f"the run cannot be sent to a worker: its '{item.name}' does not pickle ({err})") from err
+
+
+def _users_functions(config: Config) -> Iterator[tuple[str, Callable[..., object]]]:
+    """(key that chose it, function) of what was registered by name."""
+    if is_rl(config):
+        yield "algorithm.adv_estimator", find_adv_est(config.algorithm.adv_estimator).fn
+        yield "actor_rollout_ref.actor.policy_loss", find_policy_loss(config.actor_rollout_ref.actor.policy_loss).fn
+
+
+def _plain(fn: Callable[..., object]) -> Callable[..., object]:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return fn
+
+
+def _can_be_imported(module: str) -> bool:
+    if module == "__main__":
+        return False
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):  # a module without a spec was made by hand
+        return False
+    return found is not None and found.origin is not None

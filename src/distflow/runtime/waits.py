@@ -1,0 +1,47 @@
+"""Who waits in this process, for what and for whom, since when."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Wait:
+    """who: the loop that waits. what: for what. on: for whom. since: `time.time()`."""
+
+    who: str
+    what: str
+    on: str
+    since: float
+
+
+OnWait = Callable[[Wait, float], None]
+"""(wait, when it ended): told of every wait."""
+
+
+class Waits:
+    """Every wait of a loop goes through it: `with waits("learner", "step 3", on="experience"): ...`."""
+
+    def __init__(self, on_end: OnWait = lambda wait, ended: None) -> None:
+        self._on_end = on_end
+        self._now: set[Wait] = set()
+        self._lock = threading.Lock()  # the learner and the asyncio thread wait at the same time
+
+    @contextmanager
+    def __call__(self, who: str, what: str, on: str) -> Iterator[None]:
+        wait = Wait(who, what, on, time.time())
+        with self._lock:
+            self._now.add(wait)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._now.discard(wait)
+            self._on_end(wait, time.time())
+
+    def now(self) -> list[Wait]:
+        """The waits that last, the longest first."""
+        with self._lock:
+            return sorted(self._now, key=lambda wait: wait.since)
