@@ -19,7 +19,7 @@ from distflow.config import Config, Loaded, describe
 from distflow.config.errors import UserError
 from distflow.config.program import is_rl
 from distflow.data.prompts import PROMPT_FIELDS, PromptSet
-from distflow.flow.coordinator import DataPlan
+from distflow.flow.data_plan import DataPlan
 from distflow.flow.order import total_steps
 from distflow.graph import BoundNode, NodeRole, Program, inert_keys
 from distflow.models.tokenizer import stop_token_ids
@@ -128,6 +128,7 @@ def data_plan(config: Config, num_rows: int) -> DataPlan:
         total_steps=steps,
         seed=data.seed,
         shuffle=data.shuffle,
+        max_staleness=config.async_.max_staleness,
         max_concurrent=config.async_.max_concurrent_rollouts,
         max_num_gen_batches=filters.max_num_gen_batches,
         when_exhausted=filters.when_exhausted,  # type: ignore[arg-type]

@@ -10,7 +10,8 @@ from typing import Any
 
 from distflow import __version__
 from distflow.config.errors import UserError
-from distflow.flow.coordinator import Coordinator, DataPlan, mark_of
+from distflow.flow.coordinator import Coordinator, mark_of
+from distflow.flow.data_plan import DataPlan
 from distflow.flow.ledger import Ledger
 from distflow.observe.report_summary import find_accuracy
 from distflow.observe.run_folder import claimed
@@ -135,7 +136,7 @@ def _remaining(plan: DataPlan, snapshot: Mapping[str, Any]) -> DataPlan:
     """Epochs that were raised go on behind a step that was short because they had ended: that takes a step more."""
     if plan.total_tickets is None:
         return plan
-    tickets = max(plan.total_tickets - snapshot["issued"], 0)
+    tickets = max(plan.total_tickets - snapshot["issued"], 0) + len(snapshot["live"])
     return replace(plan, total_steps=snapshot["step"] + -(-tickets // plan.consumer_batch))
 
 

@@ -10,7 +10,7 @@ import torch
 from distflow.config import Config
 from distflow.data.batch import Batch
 from distflow.data.prompts import PromptRow
-from distflow.flow.coordinator import DataPlan
+from distflow.flow.data_plan import DataPlan
 from distflow.graph import Program
 from distflow.rewards.router import RewardRouter
 from distflow.rollout.engine import RolloutEngine, SamplingParams
