@@ -161,7 +161,11 @@ class Worker:
         trainer = self._config.trainer
         metric = _score(trainer.keep_best_metric, validated) if trainer.keep_best and validated else None
         with self._recorder.phases("save"):
-            path = self._store.save(step, saved_parts(self._parts, self._coordinator, self._node_state), metric)
+            parts = saved_parts(self._parts, self._coordinator, self._node_state)
+            writing = self._store.begin(step)
+            for name, part in parts.items():
+                writing.write(name, part)
+            path = writing.commit(parts, metric)
         self._recorder.folder.event("checkpoint", f"saved {path.name}", step=step)
 
 
