@@ -7,7 +7,8 @@ from distflow.config import Config
 from distflow.data.batch import Batch
 from distflow.data.prompts import PROMPT_FIELDS
 from distflow.data.sample import Sample, Segment
-from distflow.flow.coordinator import Coordinator, DataPlan
+from distflow.flow.coordinator import Coordinator
+from distflow.flow.data_plan import DataPlan
 from distflow.flow.ticket import Ticket
 from distflow.graph import BoundNode, Pipeline
 from distflow.runtime.context import NodeContext

@@ -9,6 +9,7 @@ from distflow.config.errors import UserError
 from distflow.observe.run_reader import read_metrics
 from distflow.runtime.checkpoint import CheckpointStore
 from distflow.runtime.checkpoint_files import read_manifest
+from distflow.runtime.checkpoint_writing import Writing
 from distflow.runtime.local import launch_local
 from tests.e2e.runs import Playground, notes
 
@@ -90,13 +91,13 @@ def test_metrics_are_written_before_the_checkpoint_of_their_step(
     ground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run killed right behind a save goes on from there: what it measured until then must be there."""
-    save, seen = CheckpointStore.save, []
+    begin, seen = CheckpointStore.begin, []
 
-    def checked(self: CheckpointStore, step: int, *arguments: object) -> Path:
+    def checked(self: CheckpointStore, step: int) -> Writing:
         lines = (ground.folder / "run" / "metrics.jsonl").read_text().splitlines()
         seen.append((step, json.loads(lines[-1])["step"]))
-        return save(self, step, *arguments)  # type: ignore[arg-type]
+        return begin(self, step)
 
-    monkeypatch.setattr(CheckpointStore, "save", checked)
+    monkeypatch.setattr(CheckpointStore, "begin", checked)
     ground.run("grpo", *CHEAP, "trainer.save_freq=1", "trainer.total_epochs=1")
     assert seen == [(1, 1), (2, 2), (3, 3)]

@@ -3,17 +3,16 @@
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from distflow.config.errors import UserError
+from distflow.data.arrow import CHUNK_ROWS, metadata_of, write_arrow
 from distflow.data.rows import Record, plain
 from distflow.data.user_code import load_function
 
 MAX_ROWS = 1_000_000
-_CHUNK_ROWS = 1000
 
 
 def from_function(target: str, key: str) -> Callable[[], Iterable[Any]]:
@@ -39,7 +38,7 @@ def keep(
     Raises UserError for an iterator with more, for rows that are no mappings or that JSON cannot hold.
     """
     identity = source if wanted < 0 else f"{source}, first {wanted}"
-    if not _is_kept(file, identity):
+    if metadata_of(file).get(b"source") != identity.encode():
         texts = _as_json(make_rows(), source=source, key=key, max_rows=max_rows, wanted=wanted)
         _write(texts, file, identity)
     return _read(file, source, key)
@@ -72,11 +71,7 @@ def _write(texts: list[str], file: Path, identity: str) -> None:
 
     table = pyarrow.table({"row": pyarrow.array(texts, pyarrow.string())})
     table = table.replace_schema_metadata({"source": identity, "fingerprint": _fingerprint(texts)})
-    file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    with pyarrow.OSFile(str(aside), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table, max_chunksize=_CHUNK_ROWS)
-    os.replace(aside, file)
+    write_arrow(file, table.schema, table.to_batches(max_chunksize=CHUNK_ROWS))
 
 
 def _fingerprint(texts: Iterable[str]) -> str:
@@ -84,18 +79,6 @@ def _fingerprint(texts: Iterable[str]) -> str:
     for text in texts:
         digest.update(text.encode() + b"\n")
     return digest.hexdigest()
-
-
-def _is_kept(file: Path, identity: str) -> bool:
-    import pyarrow
-
-    if not file.exists():
-        return False
-    try:
-        with pyarrow.memory_map(str(file)) as memory:
-            return (pyarrow.ipc.open_file(memory).schema.metadata or {}).get(b"source") == identity.encode()
-    except pyarrow.ArrowInvalid:
-        return False  # not ours, or torn: written anew
 
 
 def _read(file: Path, source: str, key: str) -> Iterator[Record]:

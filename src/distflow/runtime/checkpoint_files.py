@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,9 +13,6 @@ from torch import Tensor
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-
-Part = Mapping[str, Tensor] | Any
-"""Tensors by name (a mapping of nothing else, and not empty), or a value that JSON can hold, whose keys are strings."""
 
 
 class DamagedError(Exception):
@@ -40,19 +36,24 @@ class Manifest:
     files: Mapping[str, FileEntry]
 
 
-def write_part(folder: Path, name: str, part: Part) -> Path:
-    """Write a part to its file and the disk. Tensors may share storage or be strided; each is stored whole."""
-    if isinstance(part, Mapping) and part and all(isinstance(value, Tensor) for value in part.values()):
-        path = folder / f"{name}.safetensors"
-        save_file(_separate(part), path)
+def write_part(folder: Path, name: str, part: object) -> None:
+    """Write a part to its file and the disk; a kill leaves no half of it under its name.
+
+    part: tensors by name (a mapping of nothing else, and not empty), or a value that JSON can hold, whose keys are
+    strings. Tensors may share storage or be strided; each is stored whole.
+    """
+    is_tensors = isinstance(part, Mapping) and part and all(isinstance(value, Tensor) for value in part.values())
+    path = folder / f"{name}{'.safetensors' if is_tensors else '.json'}"
+    aside = path.with_name(path.name + ".partial")
+    if isinstance(part, Mapping) and is_tensors:
+        save_file(_separate(part), aside)
     else:
-        path = folder / f"{name}.json"
-        path.write_text(json.dumps(part))
-    sync(path)
-    return path
+        aside.write_text(json.dumps(part))
+    sync(aside)
+    aside.replace(path)
 
 
-def read_part(path: Path) -> Part:
+def read_part(path: Path) -> object:
     """The part in a file; tensors are on the CPU."""
     return load_file(path) if path.suffix == ".safetensors" else json.loads(path.read_text())
 
@@ -130,5 +131,5 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-def _digest(body: Mapping[str, Any]) -> str:
+def _digest(body: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

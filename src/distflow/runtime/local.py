@@ -9,7 +9,8 @@ from pathlib import Path
 
 from distflow import __version__
 from distflow.config.errors import UserError
-from distflow.flow.coordinator import Coordinator, DataPlan, mark_of
+from distflow.flow.coordinator import Coordinator, mark_of
+from distflow.flow.data_plan import DataPlan
 from distflow.flow.ledger import Ledger
 from distflow.flow.snapshot import Snapshot
 from distflow.observe.report_summary import find_accuracy
@@ -159,7 +160,7 @@ def _remaining(plan: DataPlan, snapshot: Snapshot) -> DataPlan:
     """Epochs that were raised go on behind a step that was short because they had ended: that takes a step more."""
     if plan.total_tickets is None:
         return plan
-    tickets = max(plan.total_tickets - snapshot["issued"], 0)
+    tickets = max(plan.total_tickets - snapshot["issued"], 0) + len(snapshot["live"])
     return replace(plan, total_steps=snapshot["step"] + -(-tickets // plan.consumer_batch))
 
 
