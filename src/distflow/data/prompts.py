@@ -206,7 +206,10 @@ def _check_options(tokenizer: "PreTrainedTokenizerBase", rows: Sequence[RawRow],
 def _encode_all(
     rows: Sequence[RawRow], tokenizer: "PreTrainedTokenizerBase", options: PromptOptions
 ) -> Iterator[_Encoded | str]:
-    """In chunks; over threads where there are several: tokenizers written in Rust let go of the interpreter."""
+    """In chunks; over threads where there are several: tokenizers written in Rust let go of the interpreter.
+
+    The threads share one tokenizer: no call asks for padding or truncation, the settings that a call would change.
+    """
     chunks = [rows[start : start + _CHUNK_ROWS] for start in range(0, len(rows), _CHUNK_ROWS)]
 
     def encode(chunk: Sequence[RawRow]) -> list[_Encoded | str]:

@@ -47,7 +47,7 @@ def load_tokenizer(
         tokenizer = load(source, **options)
     except ImportError as error:
         raise UserError(f"the tokenizer of '{source}' needs a package that is not installed: {error}") from error
-    except Exception as error:  # what the tokenizers library raises for a broken file is a plain Exception
+    except Exception as error:  # the edge of a foreign library: for a broken file it raises a plain Exception
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"the tokenizer of '{source}' cannot be loaded: {reason}") from error
     if tokenizer.eos_token_id is None:

@@ -52,7 +52,7 @@ class RunFolder:
     def __init__(self, path: Path, incarnation: int, resumed_at: int | None = None):
         self.path = Path(path)
         self.incarnation = incarnation
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # the lines of two threads would mix, and those that wait for a flush be lost
         self._owner = _own(self.path)
         self._metrics = LineFile(self.path / "metrics.jsonl")
         self._events = LineFile(self.path / "events.jsonl")

@@ -70,6 +70,8 @@ class EmbeddedEngine:
         self._decoder = DecoderView(model)
         self._shares_weights = shares_weights
         self._recompute_kv = recompute_kv
+        # The step loop's own, down to `_unfinished`: asyncio's thread only posts what is to be done with them. The
+        # numbers alone it draws itself, and nobody else does.
         self._scheduler = Scheduler(max_num_seqs, max_prefill_tokens)
         self._slots = KVSlots()
         self._prompts = PromptCache(prompt_cache_tokens)
@@ -85,7 +87,7 @@ class EmbeddedEngine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._loop.stop()
+        await self._loop.stop()  # no other thread is left that touches what `_fail` clears
         self._fail(RuntimeError("the rollout engine was closed while requests were waiting"))
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
