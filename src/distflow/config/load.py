@@ -4,7 +4,6 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from distflow.config.build import ConfigBuilder
 from distflow.config.check import find_problems, where
@@ -62,7 +61,7 @@ def preset_config(name: str) -> Config:
     return load_config(name, complete=False).config
 
 
-def config_from_dict(values: Mapping[str, Any], *, judge: bool = True) -> Config:
+def config_from_dict(values: Mapping[str, object], *, judge: bool = True) -> Config:
     """A config from nested plain values; what is left out has its default. Raises ConfigError.
 
     judge: False only reads the values (of a run that was, say, whose checkpoint lay where nothing is now).
@@ -74,7 +73,7 @@ def config_from_dict(values: Mapping[str, Any], *, judge: bool = True) -> Config
 
 
 def _finish(
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     origins: dict[str, str],
     problems: Sequence[Problem],
     judge: bool = True,
@@ -90,7 +89,7 @@ def _finish(
     return Loaded(config, origins, to_yaml(config))
 
 
-def _plain_defaults() -> dict[str, Any]:
+def _plain_defaults() -> dict[str, object]:
     """The schema's defaults as plain values, without lists and mappings: those are replaced, not merged into."""
     plain = to_dict(Config())
     for name, info in schema_keys().items():
@@ -98,12 +97,14 @@ def _plain_defaults() -> dict[str, Any]:
             *groups, last = name.split(".")
             holder = plain
             for part in groups:
-                holder = holder[part]
+                inner = holder[part]
+                assert isinstance(inner, dict), f"{name} lies in a group"
+                holder = inner
             del holder[last]
     return plain
 
 
-def _register_user_groups(values: Mapping[str, Any], settings: Sequence[Setting], problems: list[Problem]) -> bool:
+def _register_user_groups(values: Mapping[str, object], settings: Sequence[Setting], problems: list[Problem]) -> bool:
     """Import the user's modules if a top-level group is unknown that they may register. True where one was."""
     unknown = {setting.key.partition(".")[0] for setting in settings} - set(group_names())
     trainer = values.get("trainer")

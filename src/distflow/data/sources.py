@@ -1,11 +1,10 @@
 """From what `data.train_files` names to rows: files, data sets of Hugging Face `datasets`, built-in ones, Python."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from distflow.config.errors import UserError
 from distflow.data import iterators
@@ -16,7 +15,8 @@ BUILTIN_FOLDER = Path(__file__).parent / "builtin"
 _FUNCTION = re.compile(r"(?:[A-Za-z_][\w.]*|.*\.py):[A-Za-z_]\w*")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]*){0,2}")
 
-Source = str | Path | Iterable[Any] | Callable[[], Iterable[Any]]
+Source = str | Path | Iterable[object] | Callable[[], Iterable[object]]
+Rows = Iterable[Mapping[str, object]]
 
 
 def load_rows(
@@ -59,18 +59,18 @@ def load_rows(
     return rows, bad
 
 
-def name_of(source: Any) -> str:
+def name_of(source: object) -> str:
     """What messages and fingerprints call a source."""
     if isinstance(source, str | Path):
         return f"'{source}'"
     return f"the {type(source).__name__} {getattr(source, '__qualname__', '')}".strip()
 
 
-def _are_paths(sources: Sequence[Any]) -> bool:
+def _are_paths(sources: Sequence[object]) -> bool:
     return all(isinstance(source, str | Path) for source in sources)
 
 
-def _records(source: Any, key: str, kept: Path | None, max_rows: int, wanted: int) -> Iterator[Record]:
+def _records(source: Source, key: str, kept: Path | None, max_rows: int, wanted: int) -> Iterator[Record]:
     if not isinstance(source, str | Path):
         make_rows = source if callable(source) else lambda: source
         return _kept_records(make_rows, source, key, kept, max_rows, wanted)
@@ -90,7 +90,7 @@ def _records(source: Any, key: str, kept: Path | None, max_rows: int, wanted: in
 
 
 def _kept_records(
-    make_rows: Callable[[], Iterable[Any]], source: Any, key: str, kept: Path | None, max_rows: int, wanted: int
+    make_rows: Callable[[], Iterable[object]], source: object, key: str, kept: Path | None, max_rows: int, wanted: int
 ) -> Iterator[Record]:
     if kept is None:
         raise UserError(f"{key}: rows from Python need a run folder (trainer.default_local_dir) to be kept in")
@@ -129,7 +129,7 @@ def _hub_records(name: str, key: str) -> Iterator[Record]:
         yield Record(f"{name}, row {number}", values)
 
 
-def _split_of(found: Any, name: str, split: str, key: str) -> Any:
+def _split_of(found: Rows | dict[str, Rows], name: str, split: str, key: str) -> Rows:
     if not isinstance(found, dict):
         return found
     if split in found or (not split and len(found) == 1):

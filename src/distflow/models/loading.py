@@ -5,7 +5,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -18,6 +18,7 @@ from distflow.models.packed import choose_attention
 from distflow.models.paths import WEIGHT_PATTERNS, is_local, require_files, resolve_path
 
 Init = Literal["pretrained", "random"]
+Model = TypeVar("Model", bound=nn.Module)
 
 _ALIGNMENT_BYTES = 64
 
@@ -65,7 +66,7 @@ class ModelSource:
         """Raises UserError for a missing folder or file, and for remote code that is not pinned."""
         self.path = resolve_path(path)
         self.gguf_file = gguf_file
-        self.options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        self.options: dict[str, str | bool | None] = {"revision": revision, "trust_remote_code": trust_remote_code}
         if trust_remote_code and not is_local(self.path) and revision is None:
             raise UserError("trust_remote_code=true runs code of the hub: pin it with revision, or use a local folder")
         if gguf_file is None:
@@ -147,7 +148,7 @@ def random_model(auto_class: Any, config: PreTrainedConfig, seed: int) -> PreTra
             raise UserError(f"no {config.model_type} model of this kind: {_first_lines(error)}") from error
 
 
-def ready(model: Any, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
+def ready(model: Model, dtype: torch.dtype, device: torch.device | str) -> Model:
     """Move the model, switch dropout off, and choose an attention that keeps packed sequences apart."""
     model = model.to(device=torch.device(device), dtype=dtype)
     _own_aligned_memory(model)

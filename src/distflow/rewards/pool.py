@@ -53,6 +53,7 @@ class VerifierPool:
         # Processes are started by these threads only: Linux kills a child when the thread that started it ends.
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="distflow-verifier")
         self._idle: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()
+        # Changed by those threads, copied by `close`: `add`, `discard` and `list()` of a set are one step each.
         self._living: set[_Process] = set()
         for _ in range(num_workers):
             self._idle.put(None)  # a place whose process is started when it is first needed

@@ -41,7 +41,7 @@ class PlainCalls:
                     error = RuntimeError(f"StopIteration: {err}") if isinstance(err, StopIteration) else err
                 except SystemExit as err:
                     error = RuntimeError(f"it asked to exit ({err})")
-                if not loop.is_closed():
+                if not loop.is_closed():  # a future is its loop's own: only the loop's thread may settle it
                     loop.call_soon_threadsafe(deliver, result, error)
 
             threading.Thread(target=work, name="node", daemon=True).start()

@@ -23,7 +23,7 @@ class StopRequest:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
-        self._read, self._write = os.pipe()
+        self._read, self._write = os.pipe()  # from handler to thread without a lock, which the main thread may hold
         self._teller = threading.Thread(target=self._tell, name="signals", daemon=True)
         self._teller.start()
         for number in (signal.SIGINT, signal.SIGTERM):
