@@ -104,7 +104,8 @@ class Batch:
         if name == "input_ids":
             return self._interleave(self.flat("prompt_ids"), self.flat("response_ids"))
         if name == "attention_mask":
-            return torch.ones(int(self._lengths[Axis.SEQUENCE].sum()), dtype=torch.float32)
+            num_tokens, device = int(self._lengths[Axis.SEQUENCE].sum()), self.flat("prompt_ids").device
+            return torch.ones(num_tokens, dtype=torch.float32, device=device)
         return self._derived_loss_mask()
 
     def padded(self, name: str, fill: float = 0) -> Tensor:
@@ -157,6 +158,12 @@ class Batch:
         return out
 
     reorder = select
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The same samples with their tensors on `device`; lengths stay on the CPU, where they are counted with."""
+        out = self.only(self.names)
+        out._columns = {name: c if isinstance(c, list) else c.to(device) for name, c in self._columns.items()}
+        return out
 
     def chunk(self, num_chunks: int) -> list["Batch"]:
         """At most `num_chunks` runs of neighbouring samples, as even as can be."""
@@ -282,7 +289,8 @@ class Batch:
     def _interleave(self, prompt: Tensor, response: Tensor) -> Tensor:
         is_response = torch.zeros(int(self._lengths[Axis.SEQUENCE].sum()), dtype=torch.bool)
         is_response[self.response_positions()] = True
-        out = torch.empty(is_response.shape, dtype=prompt.dtype)
+        is_response = is_response.to(prompt.device)
+        out = torch.empty(is_response.shape, dtype=prompt.dtype, device=prompt.device)
         out[is_response] = response
         out[~is_response] = prompt
         return out
@@ -300,7 +308,8 @@ class Batch:
         if "valid" not in self._columns:
             return mask
         valid: Any = self._columns["valid"]
-        return mask * valid.to(mask.dtype).repeat_interleave(self._lengths[Axis.RESPONSE])
+        lengths = self._lengths[Axis.RESPONSE].to(mask.device)
+        return mask * valid.to(mask.dtype).repeat_interleave(lengths)
 
     def to_mapping(self) -> Mapping[str, Any]:
         """All stored columns as `batch[name]` hands them out."""
