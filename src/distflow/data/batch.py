@@ -44,10 +44,12 @@ class Batch:
         batch["prompts"] = [s.prompt for s in samples]
         batch["responses"] = [s.response for s in samples]
         batch["domain"] = [s.domain for s in samples]
+        batch["agent"] = [s.agent for s in samples]
         batch["ground_truth"] = [s.ground_truth for s in samples]
         batch["extra_info"] = [s.extra_info for s in samples]
         batch["finish_reason"] = [s.finish_reason for s in samples]
         batch["group_index"] = torch.tensor([s.group_index for s in samples])
+        batch["episode_index"] = torch.tensor([s.episode for s in samples])
         batch["valid"] = torch.tensor([s.valid for s in samples])
         batch["truncated"] = torch.tensor([s.truncated for s in samples])
         batch["prompt_ids"] = _flat_tensor([s.prompt_ids for s in samples], torch.int64)
@@ -135,7 +137,8 @@ class Batch:
     def __setitem__(self, name: str, value: Any) -> None:
         """Write a column: flat or padded tensor, `(bs,)` tensor, or a list of objects.
 
-        Raises ValueError where the shape fits no axis of the batch. An unknown name's axis is told by the shape.
+        Raises ValueError where the shape does not fit. The axis of a name that was never registered is told by the
+        shape, where that fits exactly one.
         """
         name = ALIASES.get(name, name)
         field = find_field(name) or self._fields.get(name) or self._guess_field(name, value)
@@ -182,23 +185,28 @@ class Batch:
         return out
 
     def merge(self, other: "Batch") -> "Batch":
-        """All columns of both; where both have one, the other's. Raises ValueError if the samples differ in length."""
+        """All columns of both; where both have one, the other's.
+
+        Raises ValueError if the samples differ in length, or a column in dtype or axis.
+        """
         if any(not torch.equal(self._lengths[axis], other._lengths[axis]) for axis in TOKEN_AXES):
             raise ValueError("batches over different samples cannot be merged: their lengths differ")
         out = self.only(self.names)
+        _check_same_fields(self._fields, other._fields)
         out._columns.update(other._columns)
         out._fields.update(other._fields)
         return out
 
     @staticmethod
     def concat(batches: Sequence["Batch"]) -> "Batch":
-        """All samples of all batches in order. Raises ValueError if their columns differ."""
+        """All samples of all batches in order. Raises ValueError if their columns differ in name, dtype or axis."""
         if not batches:
             raise ValueError("concat needs at least one batch")
         names = set(batches[0].names)
         for other in batches[1:]:
             if set(other.names) != names:
                 raise ValueError(f"batches with different columns: {sorted(names ^ set(other.names))} not in all")
+            _check_same_fields(batches[0]._fields, other._fields)
         out = Batch(
             torch.cat([b._lengths[Axis.PROMPT] for b in batches]),
             torch.cat([b._lengths[Axis.RESPONSE] for b in batches]),
@@ -269,15 +277,22 @@ class Batch:
         if not isinstance(value, Tensor | np.ndarray):
             return Field(name, "object", Axis.OBJECT)
         tensor = torch.as_tensor(value)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        shape = tuple(tensor.shape)
-        if shape == (len(self),):
-            return Field(name, dtype, Axis.SAMPLE)
-        for axis in (Axis.RESPONSE, Axis.SEQUENCE, Axis.PROMPT):
-            mask = self.mask(axis)
-            if shape in (tuple(mask.shape), (int(mask.sum()),)):
-                return Field(name, dtype, axis)
-        raise ValueError(f"column '{name}' of shape {shape} fits no axis of a batch of {len(self)} samples")
+        shape, shapes = tuple(tensor.shape), self._shapes()
+        fitting = [axis for axis, wanted in shapes.items() if shape in wanted]
+        if len(fitting) == 1:
+            return Field(name, str(tensor.dtype).removeprefix("torch."), fitting[0])
+        told = "; ".join(f"{axis.value}: {' or '.join(map(str, shapes[axis]))}" for axis in fitting or shapes)
+        fits = "more than one axis" if fitting else f"no axis of a batch of {len(self)} samples"
+        raise ValueError(
+            f"column '{name}' of shape {shape} fits {fits} ({told}): say what it is, once, by "
+            f"register_field('{name}', dtype=..., axis=...)"
+        )
+
+    def _shapes(self) -> dict[Axis, tuple[tuple[int, ...], ...]]:
+        """What a column of each axis may look like: padded or flat where it has tokens."""
+        masks = {axis: self.mask(axis) for axis in TOKEN_AXES}
+        tokens = {axis: (tuple(mask.shape), (int(mask.sum()),)) for axis, mask in masks.items()}
+        return {Axis.SAMPLE: ((len(self),),), **tokens}
 
     def _token_positions(self, axis: Axis, index: Tensor) -> Tensor:
         lengths = self._lengths[axis]
@@ -318,3 +333,13 @@ class Batch:
 
 def _flat_tensor(parts: Iterable[Iterable[Any]], dtype: torch.dtype) -> Tensor:
     return torch.tensor([value for part in parts for value in part], dtype=dtype)
+
+
+def _check_same_fields(ours: Mapping[str, Field], theirs: Mapping[str, Field]) -> None:
+    different = [name for name in ours if name in theirs and ours[name] != theirs[name]]
+    if different:
+        name = different[0]
+        raise ValueError(
+            f"column '{name}' is {ours[name]} in one batch and {theirs[name]} in another: write the same in both, or "
+            f"say what it is by register_field('{name}', dtype=..., axis=...)"
+        )

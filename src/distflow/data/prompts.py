@@ -15,7 +15,17 @@ from numpy.typing import NDArray
 from distflow.config.errors import UserError
 from distflow.data.rows import BadRows, Messages, RawRow
 
-PROMPT_FIELDS = ("uid", "prompts", "prompt_ids", "domain", "ground_truth", "extra_info", "group_index")
+PROMPT_FIELDS = (
+    "uid",
+    "prompts",
+    "prompt_ids",
+    "domain",
+    "ground_truth",
+    "extra_info",
+    "group_index",
+    "episode_index",
+    "agent",
+)
 """The fields that exist before any node ran."""
 
 _CHUNK_ROWS = 512
