@@ -48,8 +48,6 @@ class TorchScorer:
         """The wanted outputs as response columns of a batch with the samples of `batch`, on the CPU."""
         self.model.eval()
         bins = micro_batches(batch, self.max_tokens, self.group)
-        if not bins:
-            return self._columns(batch, outputs)
         scored = Batch.concat([self._columns(batch.select(index), outputs) for index in bins])
         return scored.select(torch.cat(bins).argsort())
 
