@@ -1,19 +1,17 @@
 """Columns over many samples. Per-token columns are stored flat (values + lengths), never padded at rest."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from distflow.data.columns import Column, Shapes, Written, check_same_fields, guess_field
 from distflow.data.sample import Sample
 from distflow.graph.fields import ALIASES, TOKEN_AXES, Axis, Field, find_field
-
-Column = Tensor | list[Any]
 
 
 class Batch:
@@ -134,14 +132,14 @@ class Batch:
         longest = int(lengths.max()) if len(self) else 0
         return torch.arange(longest)[None, :] < lengths[:, None]
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: Written) -> None:
         """Write a column: flat or padded tensor, `(bs,)` tensor, or a list of objects.
 
         Raises ValueError where the shape does not fit. The axis of a name that was never registered is told by the
         shape, where that fits exactly one.
         """
         name = ALIASES.get(name, name)
-        field = find_field(name) or self._fields.get(name) or self._guess_field(name, value)
+        field = find_field(name) or self._fields.get(name) or guess_field(name, value, self._shapes())
         self._columns[name] = self._stored(field, value)
         self._fields[name] = field
 
@@ -192,7 +190,7 @@ class Batch:
         if any(not torch.equal(self._lengths[axis], other._lengths[axis]) for axis in TOKEN_AXES):
             raise ValueError("batches over different samples cannot be merged: their lengths differ")
         out = self.only(self.names)
-        _check_same_fields(self._fields, other._fields)
+        check_same_fields(self._fields, other._fields)
         out._columns.update(other._columns)
         out._fields.update(other._fields)
         return out
@@ -206,7 +204,7 @@ class Batch:
         for other in batches[1:]:
             if set(other.names) != names:
                 raise ValueError(f"batches with different columns: {sorted(names ^ set(other.names))} not in all")
-            _check_same_fields(batches[0]._fields, other._fields)
+            check_same_fields(batches[0]._fields, other._fields)
         out = Batch(
             torch.cat([b._lengths[Axis.PROMPT] for b in batches]),
             torch.cat([b._lengths[Axis.RESPONSE] for b in batches]),
@@ -249,7 +247,7 @@ class Batch:
             batch._columns[name], batch._fields[name] = column, Field(name, dtype, Axis(axis))
         return batch
 
-    def _stored(self, field: Field, value: Any) -> Column:
+    def _stored(self, field: Field, value: Written) -> Column:
         if field.axis is Axis.OBJECT:
             values = list(value)
             if len(values) != len(self):
@@ -273,22 +271,7 @@ class Batch:
             f"wanted {tuple(mask.shape)} padded or ({int(mask.sum())},) flat"
         )
 
-    def _guess_field(self, name: str, value: Any) -> Field:
-        if not isinstance(value, Tensor | np.ndarray):
-            return Field(name, "object", Axis.OBJECT)
-        tensor = torch.as_tensor(value)
-        shape, shapes = tuple(tensor.shape), self._shapes()
-        fitting = [axis for axis, wanted in shapes.items() if shape in wanted]
-        if len(fitting) == 1:
-            return Field(name, str(tensor.dtype).removeprefix("torch."), fitting[0])
-        told = "; ".join(f"{axis.value}: {' or '.join(map(str, shapes[axis]))}" for axis in fitting or shapes)
-        fits = "more than one axis" if fitting else f"no axis of a batch of {len(self)} samples"
-        raise ValueError(
-            f"column '{name}' of shape {shape} fits {fits} ({told}): say what it is, once, by "
-            f"register_field('{name}', dtype=..., axis=...)"
-        )
-
-    def _shapes(self) -> dict[Axis, tuple[tuple[int, ...], ...]]:
+    def _shapes(self) -> Shapes:
         """What a column of each axis may look like: padded or flat where it has tokens."""
         masks = {axis: self.mask(axis) for axis in TOKEN_AXES}
         tokens = {axis: (tuple(mask.shape), (int(mask.sum()),)) for axis, mask in masks.items()}
@@ -319,27 +302,17 @@ class Batch:
         return starts.repeat_interleave(responses) + offsets
 
     def _derived_loss_mask(self) -> Tensor:
-        mask: Any = self._columns["response_mask"]
+        mask: Tensor = self.flat("response_mask")
         if "valid" not in self._columns:
             return mask
-        valid: Any = self._columns["valid"]
+        valid: Tensor = self.flat("valid")
         lengths = self._lengths[Axis.RESPONSE].to(mask.device)
         return mask * valid.to(mask.dtype).repeat_interleave(lengths)
 
-    def to_mapping(self) -> Mapping[str, Any]:
+    def to_mapping(self) -> dict[str, object]:
         """All stored columns as `batch[name]` hands them out."""
         return {name: self[name] for name in self._columns}
 
 
-def _flat_tensor(parts: Iterable[Iterable[Any]], dtype: torch.dtype) -> Tensor:
+def _flat_tensor(parts: Iterable[Iterable[float]], dtype: torch.dtype) -> Tensor:
     return torch.tensor([value for part in parts for value in part], dtype=dtype)
-
-
-def _check_same_fields(ours: Mapping[str, Field], theirs: Mapping[str, Field]) -> None:
-    different = [name for name in ours if name in theirs and ours[name] != theirs[name]]
-    if different:
-        name = different[0]
-        raise ValueError(
-            f"column '{name}' is {ours[name]} in one batch and {theirs[name]} in another: write the same in both, or "
-            f"say what it is by register_field('{name}', dtype=..., axis=...)"
-        )

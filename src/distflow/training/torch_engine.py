@@ -62,12 +62,7 @@ class TorchTrainEngine:
         self.num_steps = 0
         self._trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        low = [name for name, p in self._trainable.items() if p.dtype in (torch.bfloat16, torch.float16)]
-        if low:
-            raise UserError(
-                f"weights that are trained must be float32 ({low[0]} is not): load the model in float32 and set "
-                "compute_dtype to the precision wanted, or small updates would be rounded away"
-            )
+        _refuse_low_precision(self._trainable)
         if gradient_checkpointing:
             checkpoint_activations(model)
 
@@ -147,6 +142,15 @@ class TorchTrainEngine:
             group["lr"] = lr
         self.optimizer.step()
         self.num_steps += 1
+
+
+def _refuse_low_precision(trainable: dict[str, nn.Parameter]) -> None:
+    low = [name for name, p in trainable.items() if p.dtype in (torch.bfloat16, torch.float16)]
+    if low:
+        raise UserError(
+            f"weights that are trained must be float32 ({low[0]} is not): load the model in float32 and set "
+            "compute_dtype to the precision wanted, or small updates would be rounded away"
+        )
 
 
 def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
