@@ -120,6 +120,20 @@ def test_metrics_are_those_of_the_whole_mini_batch(mode: str) -> None:
     assert metrics == pytest.approx(brute_force_loss(batch, mode, 0.05, 0.3))
 
 
+def test_a_term_whose_tokens_cancel_is_not_dead() -> None:
+    """The plain log ratio is of either sign; what the term contributed is the sum of its absolute values."""
+    objective = PolicyObjective("gpg", kl_loss_type="kl", kl_loss_coef=-0.3)
+    batch = toy_batch(seed=6, bs=ROWS)
+    counts = objective.counts(batch)
+    _, sums = gradient(objective, random_split(batch, 2), counts)
+    metrics = objective.finish(sums, counts)
+    mask = batch["loss_mask"] > 0
+    ratio = (outputs(toy_weights().detach(), batch)["log_probs"] - batch["ref_log_prob"])[mask].double()
+    assert (ratio > 0).any() and (ratio < 0).any()
+    assert metrics["kl_loss"] == pytest.approx(float(ratio.mean()), rel=1e-6)
+    assert metrics["loss_term/kl"] == pytest.approx(0.3 * float(ratio.abs().mean()), rel=1e-6)
+
+
 def test_statistics_are_means_over_the_tokens_of_the_mini_batch() -> None:
     objective, batch = PolicyObjective("vanilla", {"clip_ratio": 0.1}), toy_batch(seed=7, bs=ROWS)
     counts = objective.counts(batch)

@@ -86,6 +86,13 @@ def test_scores_lie_on_the_last_token_of_the_policy() -> None:
     assert scores_on_last_token(group(lengths=(0, 2)), [5.0, 7.0]).tolist() == [[0, 0], [0, 7]]
 
 
+def test_scores_lie_before_what_a_tool_said_last() -> None:
+    """Estimators read the policy's tokens only: a score on a tool's would be lost."""
+    batch = group(lengths=(4, 3))
+    batch["response_mask"] = torch.tensor([[1.0, 0, 1, 0], [1, 0, 0, 0]])
+    assert scores_on_last_token(batch, [5.0, 7.0]).tolist() == [[0, 0, 5, 0], [7, 0, 0, 0]]
+
+
 def test_outputs_that_do_not_fit_are_refused_with_the_node_s_name() -> None:
     @node(writes=("advantages", "returns"))
     def one_of_two(response_mask):  # type: ignore[no-untyped-def]

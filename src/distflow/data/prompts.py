@@ -19,7 +19,17 @@ from distflow.observe.jsonlines import JSON
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PROMPT_FIELDS = ("uid", "prompts", "prompt_ids", "domain", "ground_truth", "extra_info", "group_index")
+PROMPT_FIELDS = (
+    "uid",
+    "prompts",
+    "prompt_ids",
+    "domain",
+    "ground_truth",
+    "extra_info",
+    "group_index",
+    "episode_index",
+    "agent",
+)
 """The fields that exist before any node ran."""
 
 _CHUNK_ROWS = 512

@@ -14,6 +14,7 @@ async def single_turn(generate: Generate, prompt: PromptRow, ticket: Ticket) -> 
             uid=f"{ticket.number}-{i}",
             group_index=ticket.number,
             segments=[Segment("prompt", tuple(prompt.prompt_ids)), turn.segment],
+            episode=i,
             prompt=prompt.prompt_text,
             response=turn.text,
             domain=prompt.domain,

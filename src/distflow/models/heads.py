@@ -38,3 +38,9 @@ def output_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
         return softcap * torch.tanh(out / softcap) if softcap else out
 
     return logits
+
+
+def token_values(model: nn.Module, hidden: Tensor) -> Tensor:
+    """Values `(n,)` of a value model's hidden states `(n, width)`, in float32 at least."""
+    values = output_head(model)(hidden)[:, 0]
+    return values if values.dtype == torch.float64 else values.float()

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from distflow.config.errors import UserError
 from distflow.models.packed import choose_attention
+from distflow.models.packed_forward import attach_packed_forward
 from distflow.models.paths import WEIGHT_PATTERNS, is_local, require_files, resolve_path
 
 Init = Literal["pretrained", "random"]
@@ -149,11 +150,13 @@ def random_model(auto_class: Any, config: PreTrainedConfig, seed: int) -> PreTra
 
 
 def ready(model: Model, dtype: torch.dtype, device: torch.device | str) -> Model:
-    """Move the model, switch dropout off, and choose an attention that keeps packed sequences apart."""
+    """Move the model, switch dropout off, choose an attention that keeps packed sequences apart, and give it its
+    `packed_forward`."""
     model = model.to(device=torch.device(device), dtype=dtype)
     _own_aligned_memory(model)
     disable_dropout(model)
     choose_attention(model)
+    attach_packed_forward(model)
     return model.eval()
 
 

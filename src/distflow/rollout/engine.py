@@ -34,7 +34,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Stream:
-    """The random stream of a group: with the sample index and the token position it fixes every draw."""
+    """The random stream of a group: with the sample index and the number of tokens drawn before it fixes every draw."""
 
     seed: int
     name: str
@@ -44,12 +44,16 @@ class Stream:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One prompt with the sample indices wanted, e.g. `samples=(0, 1, 2, 3)` for a whole group of four."""
+    """One prompt with the sample indices wanted, e.g. `samples=(0, 1, 2, 3)` for a whole group of four.
+
+    num_drawn: tokens that the policy drew in earlier turns of the episode. The random stream goes on behind them.
+    """
 
     prompt_ids: tuple[int, ...]
     samples: tuple[int, ...]
     params: SamplingParams
     stream: Stream
+    num_drawn: int = 0
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,8 @@ class HFEngine:
         self._model.eval()
         params, num_samples = request.params, len(request.samples)
         prompt = torch.tensor([request.prompt_ids] * num_samples, device=self._model.device)
-        draw = _Draw([sample_key(request.stream, sample) for sample in request.samples], params.greedy)
+        keys = [sample_key(request.stream, sample) for sample in request.samples]
+        draw = _Draw(keys, request.num_drawn, params.greedy)
         stop = _Stop(len(request.prompt_ids), params, self._tokenizer, cancelled)
         ids = self._model.generate(
             input_ids=prompt,
@@ -160,11 +161,12 @@ class _Draw(LogitsProcessor):
     """Chooses a token a row by its uniform number and leaves only that one. log_probs: of each step, a number a row."""
 
     keys: list[int]
+    num_drawn: int
     greedy: bool
     log_probs: list[list[float]] = field(default_factory=list)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        position = np.full(len(self.keys), len(self.log_probs), dtype=np.int64)
+        position = np.full(len(self.keys), self.num_drawn + len(self.log_probs), dtype=np.int64)
         uniform = torch.from_numpy(uniforms(np.array(self.keys, dtype=np.uint64), position)).to(scores.device)
         probs = scores.double().softmax(dim=-1)
         cumulative = probs.cumsum(dim=-1)

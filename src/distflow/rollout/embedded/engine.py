@@ -36,10 +36,10 @@ class _Pending:
 class EmbeddedEngine:
     """A `RolloutEngine` over the module that the trainer holds, or over a copy of it.
 
-    Each draw is fixed by the request's stream, the sample index and the token position. Where the arithmetic of a
-    row depends on its batch (rounding), bit-equality needs the same batches: when no request is left all slots and
-    caches are dropped, so the same requests submitted in the same order while paused, and then resumed, give the
-    same bits, whatever ran before.
+    Each draw is fixed by the request's stream, the sample index and the number of tokens drawn before it. Where the
+    arithmetic of a row depends on its batch (rounding), bit-equality needs the same batches: when no request is left
+    all slots and caches are dropped, so the same requests submitted in the same order while paused, and then resumed,
+    give the same bits, whatever ran before.
     """
 
     def __init__(
