@@ -4,10 +4,10 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from enum import Enum
 from typing import Any, TypeVar
 
+from distflow.config.errors import hint
 from distflow.graph.roles import NodeRole, Scope
 from distflow.graph.spec import node
 
@@ -138,9 +138,7 @@ def check_options(what: str, given: Iterable[str], known: Iterable[str]) -> None
     known = list(known)
     for key in given:
         if key not in known:
-            raise ValueError(
-                f"{what} takes no option '{key}'{_hint(key, known)}; it takes {', '.join(known) or 'none'}"
-            )
+            raise ValueError(f"{what} takes no option '{key}'{hint(key, known) or '; it takes none'}")
 
 
 def read_policy_loss(name: str, fn: Callable[..., Any]) -> PolicyLoss:
@@ -181,11 +179,6 @@ def _find(what: str, name: str, registry: Mapping[str, Entry], decorator: str) -
     if name in registry:
         return registry[name]
     raise ValueError(
-        f"{what} '{name}' is unknown{_hint(name, registry)}; there are {', '.join(sorted(registry))}. "
-        f"Register your own with {decorator} in a module of trainer.imports"
+        f"{what} '{name}' is unknown; your own is registered by {decorator} in a module of trainer.imports"
+        f"{hint(name, registry)}"
     )
-
-
-def _hint(name: str, known: Iterable[str]) -> str:
-    near = get_close_matches(name, list(known), n=1)
-    return f", did you mean '{near[0]}'?" if near else ""

@@ -3,29 +3,29 @@
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from distflow.config.errors import UserError
+from distflow.config.functions import LoadError, load_function
 from distflow.data.rows import Record, plain
-from distflow.data.user_code import load_function
+from distflow.observe.files import write_atomically
 
 MAX_ROWS = 1_000_000
 _CHUNK_ROWS = 1000
 
 
-def from_function(target: str, key: str) -> Callable[[], Iterable[Any]]:
+def from_function(target: str, key: str) -> Callable[[], Iterable[object]]:
     """The function that "module:function" or "file.py:function" names. Raises UserError where there is none."""
     try:
-        return load_function(target)
-    except (ImportError, ValueError) as error:
-        raise UserError(f"{key}: '{target}': {error}") from error
+        return cast(Callable[[], Iterable[object]], load_function(target))
+    except LoadError as error:
+        raise UserError(f"{key}: {error}") from error
 
 
 def keep(
-    make_rows: Callable[[], Iterable[Any]],
+    make_rows: Callable[[], Iterable[object]],
     file: Path,
     *,
     source: str,
@@ -45,7 +45,7 @@ def keep(
     return _read(file, source, key)
 
 
-def _as_json(rows: Iterable[Any], *, source: str, key: str, max_rows: int, wanted: int) -> list[str]:
+def _as_json(rows: Iterable[object], *, source: str, key: str, max_rows: int, wanted: int) -> list[str]:
     """Each row as one JSON text: exact, whatever its types."""
     try:
         taken = itertools.islice(iter(rows), wanted if wanted >= 0 else max_rows + 1)
@@ -72,11 +72,11 @@ def _write(texts: list[str], file: Path, identity: str) -> None:
 
     table = pyarrow.table({"row": pyarrow.array(texts, pyarrow.string())})
     table = table.replace_schema_metadata({"source": identity, "fingerprint": _fingerprint(texts)})
-    file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    with pyarrow.OSFile(str(aside), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=_CHUNK_ROWS)
-    os.replace(aside, file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, sink.getvalue().to_pybytes())
 
 
 def _fingerprint(texts: Iterable[str]) -> str:

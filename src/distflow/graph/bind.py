@@ -5,8 +5,9 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from distflow.config.errors import hint
 from distflow.graph.contract import Contract, Form, Wishes, canonical, read_contract
-from distflow.graph.errors import PipelineError, hint
+from distflow.graph.errors import PipelineError
 from distflow.graph.fields import Axis, Field, find_field
 from distflow.graph.functions import resolve_func
 from distflow.graph.nodes import Node, early_contract, node_scope

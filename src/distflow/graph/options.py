@@ -7,8 +7,9 @@ from inspect import Parameter, signature
 from types import SimpleNamespace, UnionType
 from typing import Any, Union, get_args, get_origin
 
+from distflow.config.errors import hint
 from distflow.graph.contract import REQUIRED, Contract, Form
-from distflow.graph.errors import PipelineError, hint
+from distflow.graph.errors import PipelineError
 from distflow.graph.nodes import Node
 from distflow.graph.roles import ROLE_GROUP
 

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from distflow.graph.errors import PipelineError, hint
+from distflow.config.errors import hint
+from distflow.graph.errors import PipelineError
 from distflow.graph.nodes import Node
 from distflow.graph.roles import NodeRole, NodeType, Scope
 from distflow.graph.task_graph import TaskGraph

@@ -1,7 +1,6 @@
 """Assembles a run from its config: program, data, engines, rewards. The only place that knows all of them."""
 
 import hashlib
-import importlib
 import json
 import os
 import platform
@@ -17,6 +16,7 @@ from torch import nn
 from distflow.algorithms.registry import describe_estimator
 from distflow.config import Config, Loaded, describe
 from distflow.config.errors import UserError
+from distflow.config.functions import LoadError, load_modules
 from distflow.config.program import is_rl
 from distflow.data.prompts import PROMPT_FIELDS, PromptSet
 from distflow.flow.coordinator import DataPlan
@@ -40,7 +40,6 @@ from distflow.planning.plan import plan_local
 from distflow.rewards.router import Overlong, RewardRouter
 from distflow.rollout.engine import SamplingParams
 from distflow.rollout.receipts import stripe_hashes
-from distflow.runtime.blame import users_place
 from distflow.runtime.checks.mismatch import Tolerance
 from distflow.runtime.parts import Parts
 
@@ -135,13 +134,10 @@ def data_plan(config: Config, num_rows: int) -> DataPlan:
 
 
 def _import_user_modules(config: Config) -> None:
-    for name in config.trainer.imports:
-        try:
-            importlib.import_module(name)
-        except Exception as err:  # the edge of a user's code
-            place = f" (at {found})" if (found := users_place(err)) else ""
-            what = f"{type(err).__name__}: {err}{place}"
-            raise UserError(f"trainer.imports: the module '{name}' cannot be imported: {what}") from err
+    try:
+        load_modules(config.trainer.imports)
+    except LoadError as err:
+        raise UserError(f"trainer.imports: {err}") from err
 
 
 def refuse_inert_keys(program: Program, loaded: Loaded) -> None:

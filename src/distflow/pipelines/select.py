@@ -5,6 +5,7 @@ from typing import Any
 
 from distflow.config import Config
 from distflow.config.errors import UserError
+from distflow.config.places import users_place
 from distflow.config.program import CUSTOM, program_name
 from distflow.graph import PipelineError, TaskGraph, pipeline_from_config
 from distflow.graph.functions import resolve_func
@@ -12,7 +13,6 @@ from distflow.pipelines.dapo import dapo_pipeline
 from distflow.pipelines.grpo import grpo_pipeline
 from distflow.pipelines.ppo import ppo_pipeline
 from distflow.pipelines.sft import sft_pipeline
-from distflow.runtime.blame import users_place
 
 BUILTIN: dict[str, Callable[[], TaskGraph]] = {
     "grpo": grpo_pipeline,

@@ -4,13 +4,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import torch
 
 from distflow.algorithms.filters import overlong_penalty
-from distflow.config.errors import UserError
+from distflow.config.errors import UserError, hint
 from distflow.data.sample import Sample
 from distflow.rewards.functions import BUILTIN, CUSTOM, custom_target
 from distflow.rewards.pool import MEMORY_BYTES, VerifierPool
@@ -80,11 +79,9 @@ class RewardRouter:
         """Names and weights that judge the domain. Raises UserError where none do."""
         parts = self._functions.get(domain) or self._functions.get(DEFAULT_DOMAIN)
         if parts is None:
-            near = get_close_matches(domain, self._functions, n=1)
             raise UserError(
-                f"no reward function for the domain '{domain}'"
-                + (f" (nearest: '{near[0]}')" if near else "")
-                + f": add it to reward.functions, or a '{DEFAULT_DOMAIN}' entry, or see data.domain_key"
+                f"no reward function for the domain '{domain}': add it to reward.functions, or a '{DEFAULT_DOMAIN}' "
+                f"entry, or see data.domain_key{hint(domain, self._functions)}"
             )
         return parts
 
@@ -155,5 +152,4 @@ def _target(name: str, custom: tuple[str, str] | None) -> str:
     if ":" in name:
         return name
     known: list[Any] = [*BUILTIN, CUSTOM]
-    near = get_close_matches(name, known, n=1, cutoff=0.0)[0]
-    raise UserError(f"reward.functions names '{name}', which is none of {', '.join(known)}; did you mean '{near}'?")
+    raise UserError(f"reward.functions names '{name}', which is no reward{hint(name, known)}")

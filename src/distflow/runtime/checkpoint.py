@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 from safetensors import SafetensorError
 
 from distflow.config.errors import UserError
+from distflow.observe.files import sync, write_atomically
 from distflow.runtime.checkpoint_files import (
     DamagedError,
     Manifest,
@@ -23,9 +24,7 @@ from distflow.runtime.checkpoint_files import (
     describe,
     read_manifest,
     read_part,
-    sync,
     verify,
-    write_atomically,
     write_manifest,
     write_part,
 )
@@ -154,7 +153,7 @@ class CheckpointStore:
         partial.rename(final)
         self._on_point("renamed")
         sync(self.folder)
-        write_atomically(self.folder / LATEST, final.name)
+        write_atomically(self.folder / LATEST, final.name.encode())
         self._on_point("latest")
         self._retain()
         return final

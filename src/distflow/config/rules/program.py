@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 
+from distflow.config.errors import nearest
+from distflow.config.functions import split_name
 from distflow.config.names import ESTIMATORS, POLICY_LOSSES, REWARDS
 from distflow.config.program import CUSTOM, find_estimator, is_rl, may_have_user_names, program_name
 from distflow.config.rules.finding import ACTOR, ROLLOUT, Finding
 from distflow.config.schema import Config
-from distflow.config.values import nearest
 
 
 def one_program(config: Config) -> Iterator[Finding]:
@@ -18,7 +19,9 @@ def one_program(config: Config) -> Iterator[Finding]:
     function = config.dag.custom_pipeline_fn
     if function is not None and not _is_reference(function):
         yield Finding(
-            ("dag.custom_pipeline_fn",), f"'{function}' names no function in a module", "write module:function"
+            ("dag.custom_pipeline_fn",),
+            f"'{function}' names no function",
+            "write module:function or file.py:function",
         )
 
 
@@ -108,8 +111,9 @@ def critic_warmup(config: Config) -> Iterator[Finding]:
 
 
 def _is_reference(text: str) -> bool:
-    module, separator, attribute = text.partition(":")
-    return bool(separator) and all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")])
+    module, attribute = split_name(text)
+    is_module = module.endswith(".py") or all(part.isidentifier() for part in module.split("."))
+    return is_module and all(part.isidentifier() for part in attribute.split("."))
 
 
 RULES = (
