@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from distflow.algorithms import LOSS_AGG_MODES, POLICY_LOSSES
+from distflow.config.names import LOSS_AGG_MODES, POLICY_LOSSES
 
 ROOT = Path(__file__).parents[2]
 
