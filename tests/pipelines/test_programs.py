@@ -119,7 +119,7 @@ def test_a_custom_function_may_lie_in_a_file(tmp_path: Path) -> None:
 
 
 def test_a_custom_function_that_is_not_there_is_named() -> None:
-    with pytest.raises(PipelineError, match="no_such_module"):
+    with pytest.raises(UserError, match="dag.custom_pipeline_fn: .*no_such_module"):
         select_pipeline(config("grpo", "~dag.pipeline", "dag.custom_pipeline_fn='no_such_module:make'"))
 
 

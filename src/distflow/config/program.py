@@ -1,6 +1,6 @@
 """Which program a config asks for, and what that means for the other keys."""
 
-from distflow.config.names import ESTIMATORS, Estimator
+from distflow.config.names import ESTIMATORS, PIPELINES, BuiltinPipeline, Estimator
 from distflow.config.schema import Config
 
 CUSTOM = "custom"
@@ -23,8 +23,20 @@ def program_name(config: Config) -> str:
 
 
 def is_rl(config: Config) -> bool:
-    """Whether the program generates: all but supervised fine-tuning."""
-    return program_name(config) != "sft"
+    """Whether the program generates; one of the user's does."""
+    pipeline = find_pipeline(config)
+    return pipeline is None or pipeline.generates
+
+
+def may_have_critic(config: Config) -> bool:
+    """Whether the program trains a critic; one of the user's may."""
+    pipeline = find_pipeline(config)
+    return pipeline is None or pipeline.has_critic
+
+
+def find_pipeline(config: Config) -> BuiltinPipeline | None:
+    """The built-in program that runs; None for a user's."""
+    return PIPELINES.get(program_name(config))
 
 
 def find_estimator(config: Config) -> Estimator | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from distflow.config import Config
 from distflow.config.errors import UserError
+from distflow.config.names import REWARDS
 from distflow.config.program import is_rl
 from distflow.data.prompts import PromptOptions, PromptSet, encode_rows
 from distflow.data.rows import BadRows, Columns, RawRow
@@ -83,4 +84,4 @@ def encode(config: Config, rows: Rows, tokenizer: Any) -> PromptSet:
 def _needs_answers(config: Config) -> bool:
     """The verifiers that compare need an answer in each row; a user's own may not."""
     names = {part.name for parts in config.reward.functions.values() for part in parts}
-    return bool(names & {"math", "exact_match"})
+    return any(name in REWARDS and REWARDS[name].needs_answer for name in names)

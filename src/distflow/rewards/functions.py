@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distflow.config.functions import LoadError, load_function
-from distflow.config.names import REWARDS
 
-CUSTOM = "custom"
-BUILTIN = {name: f"distflow.rewards.{name}_reward:compute_score" for name in REWARDS if name != CUSTOM}
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
