@@ -1,5 +1,8 @@
 """Which program a config asks for, and what that means for the other keys."""
 
+from math import ceil
+from typing import Literal
+
 from distflow.config.names import ESTIMATORS, PIPELINES, BuiltinPipeline, Estimator
 from distflow.config.schema import Config
 
@@ -47,6 +50,21 @@ def find_estimator(config: Config) -> Estimator | None:
 def may_have_user_names(config: Config) -> bool:
     """Whether modules of the user are loaded that may register names of their own."""
     return bool(config.trainer.imports or config.dag.custom_pipeline_fn or config.dag.nodes)
+
+
+def optimizer_steps(config: Config, role: Literal["actor", "critic"], steps: int) -> int:
+    """Optimizer steps of a role over `steps` training steps: the actor takes none while the critic warms up."""
+    trained = steps - config.trainer.critic_warmup if role == "actor" else steps
+    return trained * optimizer_steps_a_step(config, role)
+
+
+def optimizer_steps_a_step(config: Config, role: Literal["actor", "critic"]) -> int:
+    """One for each mini-batch of each pass over a batch, of which the last may be short. Examples are passed once."""
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    mini_batch, passes = actor.ppo_mini_batch_size, actor.ppo_epochs if is_rl(config) else 1
+    if role == "critic":
+        mini_batch, passes = critic.ppo_mini_batch_size or mini_batch, critic.ppo_epochs
+    return passes * ceil(config.data.train_batch_size / mini_batch)
 
 
 def clip_range(config: Config) -> tuple[float, float]:

@@ -1,10 +1,10 @@
 """From the config to engines: which model, in which precision, sharing what."""
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from math import ceil
-from typing import Any
+from inspect import signature
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -13,19 +13,20 @@ from transformers import PreTrainedTokenizerBase
 from distflow.config import Config
 from distflow.config.actor import OptimConfig
 from distflow.config.errors import UserError
+from distflow.config.functions import load
+from distflow.config.names import ROLLOUT_ENGINES, TRAIN_ENGINES
+from distflow.config.program import optimizer_steps
 from distflow.flow.ticket import Version
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
 from distflow.models.tokenizer import load_tokenizer
 from distflow.models.value_head import load_value_model
-from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.engine import RolloutEngine
-from distflow.rollout.hf import HFEngine
 from distflow.runtime.parts import Engines
+from distflow.training.engine import TrainEngine
 from distflow.training.optim import make_optimizer
 from distflow.training.schedule import make_schedule
 from distflow.training.scorer import TorchScorer
-from distflow.training.torch_engine import TorchTrainEngine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -45,9 +46,7 @@ def build_engines(config: Config, model: nn.Module, needed: Collection[str], tok
 
     model: the policy, from `load_policy`. Raises UserError for a model that cannot be loaded.
     """
-    actor = config.actor_rollout_ref.actor
-    updates = (steps - config.trainer.critic_warmup) * actor.ppo_epochs
-    updates *= ceil(config.data.train_batch_size / actor.ppo_mini_batch_size)
+    actor, updates = config.actor_rollout_ref.actor, optimizer_steps(config, "actor", steps)
     return Engines(
         actor=_train_engine(config, model, actor.optim, updates, actor.ppo_max_token_len_per_gpu, actor.max_grad_norm),
         critic=_critic(config, steps) if "critic" in needed else None,
@@ -119,7 +118,7 @@ def choose_device(config: Config) -> torch.device:
 
 def _train_engine(
     config: Config, model: nn.Module, optim: OptimConfig, updates: int, max_tokens: int, max_grad_norm: float
-) -> TorchTrainEngine:
+) -> TrainEngine:
     optimizer = make_optimizer(
         optim.optimizer,
         model.parameters(),
@@ -135,7 +134,8 @@ def _train_engine(
         warmup_steps=optim.lr_warmup_steps,
         min_lr_ratio=optim.min_lr_ratio,
     )
-    return TorchTrainEngine(
+    make_engine = cast(Callable[..., TrainEngine], load(TRAIN_ENGINES[config.actor_rollout_ref.actor.strategy].target))
+    return make_engine(
         model,
         optimizer=optimizer,
         schedule=schedule,
@@ -147,14 +147,13 @@ def _train_engine(
     )
 
 
-def _critic(config: Config, steps: int) -> TorchTrainEngine:
+def _critic(config: Config, steps: int) -> TrainEngine:
     settings, actor = config.critic, config.actor_rollout_ref.actor
     source = _source(config, settings.model.path or config.actor_rollout_ref.model.path)
     if settings.model.path is not None:  # what is said of the actor's file, commit and weights does not hold for it
         source |= {"gguf_file": None, "revision": None, "init": "pretrained"}
     model = load_value_model(**source)
-    mini_batch = settings.ppo_mini_batch_size or actor.ppo_mini_batch_size
-    updates = steps * settings.ppo_epochs * ceil(config.data.train_batch_size / mini_batch)
+    updates = optimizer_steps(config, "critic", steps)
     max_tokens = settings.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
     return _train_engine(config, model, settings.optim, updates, max_tokens, settings.max_grad_norm)
 
@@ -176,12 +175,24 @@ def _reference(config: Config, policy: nn.Module) -> TorchScorer:
 
 def _rollout(config: Config, policy: nn.Module, tokenizer: Any) -> RolloutEngine:
     """An engine on the policy's own storage, or on a copy in the dtype that it computes in."""
-    settings, shares = config.actor_rollout_ref.rollout, shares_weights(config)
+    shares = shares_weights(config)
     model = policy if shares else _inference_copy(config, policy)
-    version = Version(0, 0)
-    if settings.name == "hf":
-        return HFEngine(model, tokenizer, version=version, shares_weights=shares)
-    return EmbeddedEngine(model, tokenizer, version=version, max_num_seqs=settings.max_num_seqs, shares_weights=shares)
+    return _rollout_class(config)(
+        model, tokenizer, version=Version(0, 0), shares_weights=shares, **rollout_settings(config)
+    )
+
+
+def rollout_settings(config: Config) -> dict[str, object]:
+    """The values of `actor_rollout_ref.rollout` that the chosen engine takes: by the names of keyword-only parameters
+    of its class."""
+    settings = config.actor_rollout_ref.rollout
+    parameters = signature(_rollout_class(config)).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and hasattr(settings, p.name)]
+    return {name: getattr(settings, name) for name in names}
+
+
+def _rollout_class(config: Config) -> Callable[..., RolloutEngine]:
+    return cast(Callable[..., RolloutEngine], load(ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name].target))
 
 
 def _inference_copy(config: Config, policy: nn.Module) -> nn.Module:

@@ -11,7 +11,7 @@ from distflow.config.actor import OptimConfig
 from distflow.config.program import CUSTOM, find_estimator, is_rl, program_name
 from distflow.config.schema import schema_keys
 from distflow.graph import Program
-from distflow.pipelines.engines import shares_weights
+from distflow.pipelines.engines import rollout_settings, shares_weights
 
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 GROUPS = ("trainer", "dag", "data", "trust", MODEL)
@@ -55,7 +55,7 @@ def _idle(program: Program, config: Config) -> set[str]:
         idle.add("trainer.test_freq")
     if rollout.val_kwargs.n == 0:
         idle |= {f"{ROLLOUT}.val_kwargs.{name}" for name in ("temperature", "top_p", "top_k")}
-    if rollout.name == "hf":
+    if "max_num_seqs" not in rollout_settings(config):
         idle.add(f"{ROLLOUT}.max_num_seqs")
     if model.path is None or model.path.startswith("builtin:") or Path(model.path).expanduser().is_dir():
         idle.add(f"{MODEL}.revision")
