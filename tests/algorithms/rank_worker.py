@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from distflow.algorithms import ADV_ESTIMATORS, LOSS_AGG_MODES, POLICY_LOSSES, PolicyObjective, ValueObjective
+from distflow.algorithms import LOSS_AGG_MODES, PolicyObjective, ValueObjective, find_adv_est
+from distflow.config.names import POLICY_LOSSES
 from distflow.data.batch import Batch
 from distflow.runtime.ports.torch_collective import TorchCollective
 from tests.algorithms.toy_policy import LONGEST, gradient, toy_batch
@@ -65,10 +66,10 @@ def compare_losses(ranks: TorchCollective, batch: Batch, mine: Batch) -> dict[st
 def compare_advantages(ranks: TorchCollective, batch: Batch, mine: Batch, rows: list[int]) -> dict[str, float]:
     """The same of the estimators that whiten or count over the global batch."""
     estimators = {
-        "gae": (ADV_ESTIMATORS["gae"].fn, "values"),
-        "reinforce_plus_plus": (ADV_ESTIMATORS["reinforce_plus_plus"].fn, None),
-        "reinforce_plus_plus_baseline": (ADV_ESTIMATORS["reinforce_plus_plus_baseline"].fn, "group_index"),
-        "gpg": (ADV_ESTIMATORS["gpg"].fn, "group_index"),
+        "gae": (find_adv_est("gae").fn, "values"),
+        "reinforce_plus_plus": (find_adv_est("reinforce_plus_plus").fn, None),
+        "reinforce_plus_plus_baseline": (find_adv_est("reinforce_plus_plus_baseline").fn, "group_index"),
+        "gpg": (find_adv_est("gpg").fn, "group_index"),
     }
     deviations = {}
     for name, (estimate, extra) in estimators.items():

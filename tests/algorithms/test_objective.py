@@ -17,6 +17,7 @@ from distflow.algorithms import (
     token_weights,
 )
 from distflow.algorithms.aggregate import weighted_sum
+from distflow.config import names
 from distflow.data.batch import Batch
 from tests.algorithms.toy_policy import LONGEST, gradient, outputs, random_split, scale_of, toy_batch, toy_weights
 
@@ -24,7 +25,7 @@ ROWS = 13
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+@pytest.mark.parametrize("name", sorted(names.POLICY_LOSSES))
 def test_the_gradient_does_not_depend_on_the_micro_batches(name: str, mode: str) -> None:
     objective = PolicyObjective(
         name,

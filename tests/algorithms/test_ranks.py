@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from distflow.algorithms import LOSS_AGG_MODES, POLICY_LOSSES
+from distflow.config.names import LOSS_AGG_MODES, POLICY_LOSSES
 from tests.ranks import run_ranks
 
 

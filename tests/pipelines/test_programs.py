@@ -1,6 +1,7 @@
 """The built-in programs: their ids, their order, what a config leaves out, and how a config chooses one."""
 
 import inspect
+from pathlib import Path
 
 import pytest
 
@@ -110,8 +111,15 @@ def test_a_custom_function_must_return_a_graph() -> None:
         select_pipeline(config("grpo", "~dag.pipeline", "dag.custom_pipeline_fn='os:getcwd'"))
 
 
+def test_a_custom_function_may_lie_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "pipe.py"
+    file.write_text("from distflow.pipelines.dapo import dapo_pipeline as prog\n")
+    chosen = config("grpo", "~dag.pipeline", f"dag.custom_pipeline_fn={file}:prog")
+    assert select_pipeline(chosen).graph_id == "dapo_training_pipeline"
+
+
 def test_a_custom_function_that_is_not_there_is_named() -> None:
-    with pytest.raises(PipelineError, match="no_such_module"):
+    with pytest.raises(UserError, match="dag.custom_pipeline_fn: .*no_such_module"):
         select_pipeline(config("grpo", "~dag.pipeline", "dag.custom_pipeline_fn='no_such_module:make'"))
 
 

@@ -3,7 +3,15 @@
 from dataclasses import dataclass
 
 from distflow.config.keys import group, key
-from distflow.config.names import KL_TYPES, LOSS_AGG_MODES, OPTIMIZERS, POLICY_LOSSES, SCHEDULERS, TRAIN_ENGINES
+from distflow.config.names import (
+    KL_TYPES,
+    LOSS_AGG_MODES,
+    OPTIMIZERS,
+    POLICY_LOSSES,
+    SCHEDULERS,
+    TRAIN_ENGINES,
+    not_there_yet,
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +33,7 @@ class OptimConfig:
 class ActorConfig:
     """How the policy is updated."""
 
-    strategy: str = key("torch", "train engine", choices=TRAIN_ENGINES, later=("fsdp", "megatron"))
+    strategy: str = key("torch", "train engine", choices=tuple(TRAIN_ENGINES), later=not_there_yet(TRAIN_ENGINES))
     policy_loss: str = key("vanilla", "policy loss", choices=tuple(POLICY_LOSSES), open_names=True)
     policy_loss_kwargs: dict[str, object] = key({}, "options of the chosen loss by name")
     loss_agg_mode: str = key("token-mean", "how losses of tokens become one number", choices=LOSS_AGG_MODES)

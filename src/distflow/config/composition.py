@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from yaml import YAMLError
 
-from distflow.config.errors import ConfigError, Problem
+from distflow.config.errors import ConfigError, Problem, nearest
 from distflow.config.sources import (
     COMMAND_LINE,
     PRESETS,
@@ -27,7 +27,6 @@ from distflow.config.sources import (
     settings_of_value,
     yaml_problem,
 )
-from distflow.config.values import nearest
 
 _RUN = "distflow_run"
 

@@ -59,7 +59,7 @@ class DagConfig:
     pipeline: str | None = key(
         None, "built-in program; null goes by algorithm.workflow_type and adv_estimator", choices=tuple(PIPELINES)
     )
-    custom_pipeline_fn: str | None = key(None, "module:function that returns the program")
+    custom_pipeline_fn: str | None = key(None, "module:function or file.py:function that returns the program")
     nodes: tuple[dict[str, object], ...] = key(
         (), f"a program as a list of nodes ({', '.join(NODE_KEYS)})", parse=parse_nodes
     )

@@ -1,6 +1,5 @@
 """`load_config`: from a preset or file and overrides to a checked, frozen config that knows where each key was set."""
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -8,6 +7,7 @@ from functools import cache
 from distflow.config.build import ConfigBuilder
 from distflow.config.check import find_problems, where
 from distflow.config.errors import ConfigError, Problem
+from distflow.config.functions import LoadError, load_modules
 from distflow.config.schema import Config, group_names, schema_keys
 from distflow.config.show import flatten, to_dict, to_yaml
 from distflow.config.sources import Setting, settings_of_value
@@ -111,13 +111,11 @@ def _register_user_groups(values: Mapping[str, object], settings: Sequence[Setti
     modules = trainer.get("imports") if isinstance(trainer, Mapping) else None
     if not unknown or not modules:
         return False
-    for module in [modules] if isinstance(modules, str) else modules:
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            origin = where("trainer.imports", _origins(settings, []))
-            advice = "install it, or put its folder on PYTHONPATH"
-            problems.append(Problem((("trainer.imports", origin),), f"'{module}' cannot be imported: {error}", advice))
+    try:
+        load_modules([modules] if isinstance(modules, str) else modules)
+    except LoadError as error:
+        origin = where("trainer.imports", _origins(settings, []))
+        problems.append(Problem((("trainer.imports", origin),), str(error), "its folder must be on PYTHONPATH"))
     return bool(unknown & set(group_names()))
 
 

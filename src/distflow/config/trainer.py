@@ -31,7 +31,7 @@ class TrainerConfig:
     )
     save_groups_last: int = key(5, "how many steps last_k keeps", minimum=1)
     logger: tuple[str, ...] = key(
-        ("console",), "trackers: one or a list (metrics.jsonl is always written)", choices=TRACKERS
+        ("console",), "trackers: one or a list (metrics.jsonl is always written)", choices=tuple(TRACKERS)
     )
     seed: int = key(1, "seed of fresh weights and of sampling", minimum=0)
     device: str = key("auto", "device to run on", choices=("auto", "cpu", "cuda"))

@@ -1,12 +1,12 @@
 """From plain data to the type of a key: strict, with a message that says what to write instead."""
 
-import difflib
 import math
 import re
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
+from distflow.config.errors import nearest
 from distflow.config.keys import KeyInfo
 
 # YAML 1.1 reads 1e-6 (no dot) as a text; people mean the number.
@@ -100,13 +100,6 @@ def show(value: object) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name}: {show(item)}" for name, item in value.items()) + "}"
     return str(value)
-
-
-def nearest(name: str, known: Any) -> str:
-    """The known name that was probably meant; empty where none is close."""
-    folded = {candidate.lower(): candidate for candidate in known}
-    close = difflib.get_close_matches(name.lower(), list(folded), n=1, cutoff=0.6)
-    return folded[close[0]] if close else ""
 
 
 def _check_choice(name: object, info: KeyInfo) -> Iterator[Mismatch]:

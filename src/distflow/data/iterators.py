@@ -5,26 +5,27 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from distflow.config.errors import UserError
+from distflow.config.functions import LoadError, load_function
 from distflow.data.arrow import CHUNK_ROWS, metadata_of, write_arrow
 from distflow.data.rows import Record, plain
-from distflow.data.user_code import load_function
+from distflow.observe.files import write_atomically
 
 MAX_ROWS = 1_000_000
 
 
-def from_function(target: str, key: str) -> Callable[[], Iterable[Any]]:
+def from_function(target: str, key: str) -> Callable[[], Iterable[object]]:
     """The function that "module:function" or "file.py:function" names. Raises UserError where there is none."""
     try:
-        return load_function(target)
-    except (ImportError, ValueError) as error:
-        raise UserError(f"{key}: '{target}': {error}") from error
+        return cast(Callable[[], Iterable[object]], load_function(target))
+    except LoadError as error:
+        raise UserError(f"{key}: {error}") from error
 
 
 def keep(
-    make_rows: Callable[[], Iterable[Any]],
+    make_rows: Callable[[], Iterable[object]],
     file: Path,
     *,
     source: str,
@@ -44,7 +45,7 @@ def keep(
     return _read(file, source, key)
 
 
-def _as_json(rows: Iterable[Any], *, source: str, key: str, max_rows: int, wanted: int) -> list[str]:
+def _as_json(rows: Iterable[object], *, source: str, key: str, max_rows: int, wanted: int) -> list[str]:
     """Each row as one JSON text: exact, whatever its types."""
     try:
         taken = itertools.islice(iter(rows), wanted if wanted >= 0 else max_rows + 1)

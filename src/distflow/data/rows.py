@@ -4,9 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date, time
 from decimal import Decimal
-from difflib import get_close_matches
-
-from distflow.config.errors import UserError
+from distflow.config.errors import UserError, nearest
 from distflow.observe.jsonlines import JSON
 
 DEFAULT_DOMAIN = "default"
@@ -124,9 +122,8 @@ def _required(columns: Columns) -> dict[str, str]:
 
 
 def _no_column(key: str, name: str, source: str, seen: set[str]) -> str:
-    near = get_close_matches(name, sorted(seen), n=1, cutoff=0.0)
-    nearest = f"; the nearest column is '{near[0]}'" if near else ""
-    return f"no row of {source} has the column '{name}' ({key}){nearest}; columns: {', '.join(sorted(seen)) or 'none'}"
+    meant = f"; did you mean '{near}'?" if (near := nearest(name, seen)) else ""
+    return f"no row of {source} has the column '{name}' ({key}){meant}; columns: {', '.join(sorted(seen)) or 'none'}"
 
 
 def _raw_row(record: Record, columns: Columns) -> RawRow | str:

@@ -2,11 +2,10 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 
-from distflow.config.errors import UserError
+from distflow.config.errors import UserError, nearest
 from distflow.data import iterators
 from distflow.data.files import READERS, read_file
 from distflow.data.rows import BadRows, Columns, RawRow, Record, read_rows
@@ -108,8 +107,8 @@ def _builtin(name: str, key: str) -> Path:
 def _no_file(path: Path, key: str) -> str:
     if not path.parent.is_dir():
         return f"{key}: there is no file '{path}', nor a folder '{path.parent}' (looked from '{Path.cwd()}')"
-    near = get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=1)
-    return f"{key}: there is no file '{path}'" + (f"; did you mean '{path.with_name(near[0])}'?" if near else "")
+    near = nearest(path.name, [entry.name for entry in path.parent.iterdir()])
+    return f"{key}: there is no file '{path}'" + (f"; did you mean '{path.with_name(near)}'?" if near else "")
 
 
 def _hub_records(name: str, key: str) -> Iterator[Record]:

@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from distflow.config.errors import hint
 from distflow.graph.contract import Contract, Form, Wishes, canonical, read_contract
-from distflow.graph.errors import PipelineError, hint
+from distflow.graph.errors import PipelineError
 from distflow.graph.fields import Axis, Field, find_field
 from distflow.graph.nodes import Node, made, node_scope
 from distflow.graph.options import Group, check_options, check_own_config, group_of, resolve_options

@@ -8,7 +8,8 @@ from enum import StrEnum
 from inspect import Parameter
 from typing import Literal
 
-from distflow.graph.errors import PipelineError, hint
+from distflow.config.errors import hint
+from distflow.graph.errors import PipelineError
 from distflow.graph.fields import ALIASES
 from distflow.graph.functions import is_async
 from distflow.graph.roles import ENGINES, ROLE_DEFAULTS, SCORE_FIELDS, SERVICES, NodeRole, Scope

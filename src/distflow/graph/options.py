@@ -7,8 +7,9 @@ from inspect import Parameter, signature
 from types import SimpleNamespace, UnionType
 from typing import Union, get_args, get_origin
 
+from distflow.config.errors import hint
 from distflow.graph.contract import REQUIRED, Contract
-from distflow.graph.errors import PipelineError, hint
+from distflow.graph.errors import PipelineError
 from distflow.graph.nodes import Node
 
 _PLAIN_TYPES = {t.__name__: t for t in (bool, int, float, str)}

@@ -5,7 +5,8 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
-from distflow.graph.errors import PipelineError, hint
+from distflow.config.errors import hint
+from distflow.graph.errors import PipelineError
 from distflow.graph.nodes import Node
 from distflow.graph.roles import NodeRole, NodeType, Plane, Scope
 from distflow.graph.task_graph import TaskGraph

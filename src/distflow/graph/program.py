@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from distflow.config.errors import hint
 from distflow.graph.contract import Contract
 from distflow.graph.drawing import Box, flowchart
-from distflow.graph.errors import PipelineError, hint
+from distflow.graph.errors import PipelineError
 from distflow.graph.fields import Field
 from distflow.graph.roles import NodeRole, NodeType, Plane
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-from distflow.graph.errors import PipelineError, hint
+from distflow.config.errors import hint
+from distflow.graph.errors import PipelineError
 from distflow.graph.fields import Axis, register_field
 from distflow.graph.roles import SCOPES, NodeRole, Scope
 

@@ -4,10 +4,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from distflow.config.errors import hint
 from distflow.graph.bind import bind_program
 from distflow.graph.contract import Contract, canonical
 from distflow.graph.drawing import Box, flowchart
-from distflow.graph.errors import PipelineError, hint
+from distflow.graph.errors import PipelineError
 from distflow.graph.fields import Field
 from distflow.graph.nodes import Node, early_contract, engines_of
 from distflow.graph.options import check_options

@@ -4,8 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+from distflow.config.errors import hint
 from distflow.graph.contract import Contract, canonical
-from distflow.graph.errors import PipelineError, hint
+from distflow.graph.errors import PipelineError
 from distflow.graph.nodes import Node, engines_of
 from distflow.graph.order import ancestors, find_cycle, topological_order
 from distflow.graph.roles import TRAIN_ENGINES, Plane

@@ -114,18 +114,3 @@ def read_records(path: Path) -> tuple[list[dict[str, JSON]], int]:
         else:
             num_unreadable += 1
     return records, num_unreadable
-
-
-def write_aside(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all: beside its place, synced, then renamed."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise

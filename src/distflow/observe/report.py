@@ -12,7 +12,8 @@ from pathlib import Path
 from string import Template
 from typing import NotRequired, TypedDict
 
-from distflow.observe.jsonlines import JSON, encode, write_aside
+from distflow.observe.files import write_atomically
+from distflow.observe.jsonlines import JSON, encode
 from distflow.observe.report_charts import ChosenChart, Series, choose_charts, describe, series, tabulate
 from distflow.observe.report_samples import before_and_after, num_problems, thin_samples
 from distflow.observe.report_summary import (
@@ -67,7 +68,7 @@ def write_report(run_dir: Path) -> Path:
     if not run_dir.is_dir():
         raise RunFolderError(f"there is no run's folder at {run_dir}")
     path = run_dir / "report.html"
-    write_aside(path, _page(report_data(run_dir)))
+    write_atomically(path, _page(report_data(run_dir)))
     return path
 
 

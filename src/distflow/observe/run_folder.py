@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from distflow.observe.jsonlines import LineFile, encode, write_aside
+from distflow.observe.files import write_atomically
+from distflow.observe.jsonlines import LineFile, encode
 from distflow.observe.metrics import nest
 
 SCHEMA_VERSION = 1
@@ -63,11 +64,11 @@ class RunFolder:
 
     def write_json(self, name: str, data: object) -> None:
         """Write `name` (e.g. "run.json") whole or not at all."""
-        write_aside(self._plain(name), encode(data, indent=2) + b"\n")
+        write_atomically(self._plain(name), encode(data, indent=2) + b"\n")
 
     def write_text(self, name: str, text: str) -> None:
         """Write a text file (e.g. "config.yaml") whole or not at all."""
-        write_aside(self._plain(name), text.encode("utf-8", "backslashreplace"))
+        write_atomically(self._plain(name), text.encode("utf-8", "backslashreplace"))
 
     def metrics(self, step: int, kind: str, values: Mapping[str, float]) -> None:
         """Append one record of flat metric names; `kind` is "train", "val", "sft", ... Flushes everything."""
@@ -119,7 +120,7 @@ class RunFolder:
         folder = self.path / "samples"
         folder.mkdir(mode=0o700, exist_ok=True)
         lines = [encode({**_in_order(row), "inc": self.incarnation}) for row in rows]
-        write_aside(folder / sample_file_name(step, split), b"".join(line + b"\n" for line in lines))
+        write_atomically(folder / sample_file_name(step, split), b"".join(line + b"\n" for line in lines))
 
     def close(self) -> None:
         """Flush and close everything; a second call does nothing."""

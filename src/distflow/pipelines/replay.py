@@ -1,6 +1,5 @@
 """`distflow replay`: runs a saved non-finite update again on the CPU and says where it went wrong."""
 
-import importlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from distflow.config import Config, config_from_dict
 from distflow.config.errors import UserError
+from distflow.config.functions import load_modules
 from distflow.data.batch import Batch
 from distflow.graph.fields import Axis
 from distflow.pipelines.engines import build_engines, load_policy
@@ -31,8 +31,7 @@ def replay_bundle(bundle: Path) -> Iterator[str]:
         raise UserError(f"{bundle} is no bundle: it has no bundle.json; bundles lie below a run's folder, in bundles/")
     facts = json.loads((bundle / "bundle.json").read_text())
     config = _on_cpu(config_from_dict(OmegaConf.to_container(OmegaConf.load(bundle / "config.yaml"))))  # type: ignore[arg-type]
-    for module in config.trainer.imports:
-        importlib.import_module(module)  # they register losses
+    load_modules(config.trainer.imports)  # they register losses
     batch = Batch.load(bundle / "batch.safetensors")
     weights = load_file(bundle / "weights.safetensors")
     yield f"update of the {facts['role']} in step {facts['step'] + 1}: {len(batch)} samples"

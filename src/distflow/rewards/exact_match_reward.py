@@ -3,6 +3,14 @@
 from typing import Any
 
 from distflow.rewards.answers import marked_answer
+from distflow.rewards.case import Case
+
+CASES = (
+    Case("Paris", "Paris", True),
+    Case(r"It is \boxed{Paris}", " Paris ", True),
+    Case("Paris, I think", "Paris", False),
+    Case("", "Paris", False),
+)
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:

@@ -4,8 +4,16 @@ import re
 from typing import Any
 
 from distflow.rewards.answers import last_box
+from distflow.rewards.case import Case
 
 PATTERN_KEY = "format_regex"
+CASES = (
+    Case(r"so \boxed{7}", None, True),
+    Case("so 7", None, False),
+    Case(r"so \boxed{7", None, False),
+    Case("<think>a</think>7", None, True, {PATTERN_KEY: "<think>.*</think>.+"}),
+    Case("7", None, False, {PATTERN_KEY: "<think>.*</think>.+"}),
+)
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:

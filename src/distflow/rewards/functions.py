@@ -7,11 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distflow.config.names import REWARDS
-from distflow.data.user_code import load_function
+from distflow.config.functions import LoadError, load_function
 
-CUSTOM = "custom"
-BUILTIN = {name: f"distflow.rewards.{name}_reward:compute_score" for name in REWARDS if name != CUSTOM}
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
@@ -20,18 +17,17 @@ def custom_target(path: str, name: str) -> str:
     return f"{Path(path).resolve()}:{name}" if path.endswith(".py") else f"{path}:{name}"
 
 
-def load_reward(target: str) -> Callable[..., Any]:
+def load_reward(target: str) -> Callable[..., object]:
     """The function that "module:function" or "/path/file.py:function" names.
 
-    Raises ValueError where there is none, or it takes other parameters than `compute_score` does, or it is async;
-    whatever the module raises while it is imported passes through.
+    Raises LoadError where there is none, or it takes other parameters than `compute_score` does, or it is async.
     """
     function = load_function(target)
     _check_parameters(function, target)
     return function
 
 
-def call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+def call(function: Callable[..., object], arguments: dict[str, Any]) -> object:
     """Call it by keyword with those of `PARAMETERS` that it takes."""
     return function(**{name: arguments[name] for name in _accepted(function)})
 
@@ -56,9 +52,9 @@ def read_score(returned: Any) -> tuple[float, dict[str, Any]]:
     return score, extra
 
 
-def _check_parameters(function: Callable[..., Any], target: str) -> None:
+def _check_parameters(function: Callable[..., object], target: str) -> None:
     if inspect.iscoroutinefunction(function):
-        raise ValueError(f"'{target}' is async: a reward runs in a process of its own and may block")
+        raise LoadError(f"'{target}' is async: a reward runs in a process of its own and may block")
     required = [
         name
         for name, parameter in inspect.signature(function).parameters.items()
@@ -67,13 +63,13 @@ def _check_parameters(function: Callable[..., Any], target: str) -> None:
     ]
     unknown = [name for name in required if name not in PARAMETERS]
     if unknown or not _accepted(function):
-        raise ValueError(
+        raise LoadError(
             f"'{target}' takes ({', '.join(required)}): a reward takes some of ({', '.join(PARAMETERS)}); "
             "one over a whole batch is a node of a custom pipeline"
         )
 
 
-def _accepted(function: Callable[..., Any]) -> tuple[str, ...]:
+def _accepted(function: Callable[..., object]) -> tuple[str, ...]:
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return PARAMETERS

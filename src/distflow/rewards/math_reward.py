@@ -18,6 +18,7 @@ from math_verify.errors import TimeoutException
 from sympy import Basic, Expr
 
 from distflow.rewards.answers import last_box, marked_answer, phrased_answer
+from distflow.rewards.case import Case
 
 # Deadlines are the pool's: it kills the process. math-verify's own, by SIGALRM, cannot interrupt C code.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
@@ -32,6 +33,15 @@ _NUMBERS_IN_A_ROW = re.compile(r"[\d.]+(?: [\d.]+)+")
 _ROUNDED_DECIMALS = 6
 _RELATIVE_TOLERANCE = Decimal("1e-6")
 _SMALL = 1e-3
+
+CASES = (
+    Case(r"3 + 4 = 7, so \boxed{7}.", "7", True),
+    Case(r"first \boxed{6}, then again: \boxed{\frac{14}{2}}", "so 3 + 4 = 7\n#### 7", True),
+    Case(r"\boxed{1\,000}", "1e3", True),
+    Case(r"\boxed{7} or rather \boxed{8}", "7", False),
+    Case(r"\boxed{[2,5]}", "[2,5)", False),
+    Case("", "7", False),
+)
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:

@@ -128,8 +128,8 @@ class VerifierPool:
             process = self._start(self._idle.get())
         except _StartFailed as error:
             raise UserError(
-                f"the reward functions ({', '.join(self._settings[0].values())}) cannot be loaded: {error}; "
-                "see custom_reward_function.path and reward.functions"
+                f"the reward functions ({', '.join(self._settings[0].values())}; see custom_reward_function.path and "
+                f"reward.functions) cannot be loaded: {error}"
             ) from None
         self._idle.put(process)
 

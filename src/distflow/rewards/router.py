@@ -4,15 +4,16 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from distflow.algorithms.filters import overlong_penalty
-from distflow.config.errors import UserError
+from distflow.config.errors import UserError, hint
+from distflow.config.functions import split_name
+from distflow.config.names import CUSTOM_REWARD, REWARDS
 from distflow.data.sample import Sample
-from distflow.rewards.functions import BUILTIN, CUSTOM, custom_target
+from distflow.rewards.functions import custom_target
 from distflow.rewards.pool import MEMORY_BYTES, VerifierPool
 from distflow.rewards.verdict import Error, Score, Timeout, Verdict
 
@@ -80,11 +81,9 @@ class RewardRouter:
         """Names and weights that judge the domain. Raises UserError where none do."""
         parts = self._functions.get(domain) or self._functions.get(DEFAULT_DOMAIN)
         if parts is None:
-            near = get_close_matches(domain, self._functions, n=1)
             raise UserError(
-                f"no reward function for the domain '{domain}'"
-                + (f" (nearest: '{near[0]}')" if near else "")
-                + f": add it to reward.functions, or a '{DEFAULT_DOMAIN}' entry, or see data.domain_key"
+                f"no reward function for the domain '{domain}': add it to reward.functions, or a '{DEFAULT_DOMAIN}' "
+                f"entry, or see data.domain_key{hint(domain, self._functions)}"
             )
         return parts
 
@@ -146,14 +145,12 @@ def _combine(parts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Verd
 
 
 def _target(name: str, custom: tuple[str, str] | None) -> str:
-    if name == CUSTOM:
+    if name == CUSTOM_REWARD:
         if custom is None or not custom[0]:
             raise UserError("reward.functions names 'custom': set custom_reward_function.path to its file or module")
         return custom_target(*custom)
-    if name in BUILTIN:
-        return BUILTIN[name]
+    if name in REWARDS:
+        return REWARDS[name].target
     if ":" in name:
-        return name
-    known: list[Any] = [*BUILTIN, CUSTOM]
-    near = get_close_matches(name, known, n=1, cutoff=0.0)[0]
-    raise UserError(f"reward.functions names '{name}', which is none of {', '.join(known)}; did you mean '{near}'?")
+        return custom_target(*split_name(name))
+    raise UserError(f"reward.functions names '{name}', which is no reward{hint(name, REWARDS)}")

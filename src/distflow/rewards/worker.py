@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from distflow.config.functions import LoadError
 from distflow.rewards.frames import PeerGone, encode, receive_frame, send_frame
 from distflow.rewards.functions import call, load_reward, read_score
 
@@ -41,8 +42,8 @@ def serve(channel: socket.socket) -> None:
     """First the functions to load ({name: target}), then requests ({name, arguments}), each with one answer."""
     try:
         functions = {name: load_reward(target) for name, target in receive_frame(channel)["functions"].items()}
-    except Exception as error:  # the edge of the process: whatever the user's module raises is told to the run
-        send_frame(channel, encode({"error": _describe(error)}))
+    except LoadError as error:
+        send_frame(channel, encode({"error": str(error)}))
         return
     send_frame(channel, encode({"ready": sorted(functions)}))
     while True:
@@ -50,7 +51,7 @@ def serve(channel: socket.socket) -> None:
         send_frame(channel, _judge(functions[request["name"]], request["arguments"]))
 
 
-def _judge(function: Callable[..., Any], arguments: dict[str, Any]) -> bytes:
+def _judge(function: Callable[..., object], arguments: dict[str, Any]) -> bytes:
     try:
         score, extra = read_score(call(function, arguments))
         return encode({"score": score, "extra": extra})

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from distflow.observe.files import sync, write_atomically
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -65,7 +66,7 @@ def describe(path: Path) -> FileEntry:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     body = {"format": FORMAT, **asdict(manifest)}
-    write_atomically(folder / MANIFEST, json.dumps({**body, "sha256": _digest(body)}, indent=1))
+    write_atomically(folder / MANIFEST, json.dumps({**body, "sha256": _digest(body)}, indent=1).encode())
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -97,24 +98,6 @@ def verify(folder: Path) -> Manifest:
         except OSError as err:
             raise DamagedError(f"{name} cannot be read: {err.strerror}") from err
     return manifest
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Afterwards the file is whole and on the disk; until then, and if killed, it is what it was."""
-    aside = path.with_name(path.name + ".partial")
-    aside.write_text(text)
-    sync(aside)
-    aside.replace(path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Returns when a file's bytes, or a folder's names, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

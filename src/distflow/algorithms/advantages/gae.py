@@ -9,7 +9,7 @@ from torch import Tensor
 from distflow.algorithms.advantages.group import counted_tokens
 from distflow.algorithms.advantages.scan import discounted_sum, last_value, next_value
 from distflow.algorithms.masking import Reduce, masked_whiten, under_mask
-from distflow.algorithms.registry import AdvantageEstimator, register_adv_est
+from distflow.algorithms.registry import register_adv_est
 
 
 def _describe(options: Mapping[str, Any]) -> str:
@@ -20,7 +20,7 @@ def _describe(options: Mapping[str, Any]) -> str:
     )
 
 
-@register_adv_est(AdvantageEstimator.GAE, scope="global", describe=_describe)
+@register_adv_est("gae", scope="global", describe=_describe)
 def compute_gae_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from distflow.algorithms.advantages.group import GroupRule, group_advantage, on_tokens, sample_scores
-from distflow.algorithms.registry import AdvantageEstimator, register_adv_est
+from distflow.algorithms.registry import register_adv_est
 
 
 def grpo_rule(norm_adv_by_std_in_grpo: bool = True, adv_epsilon: float = 1e-6) -> GroupRule:
@@ -19,7 +19,7 @@ def describe_grpo(options: Mapping[str, Any]) -> str:
     return str(grpo_rule(options["norm_adv_by_std_in_grpo"], options["adv_epsilon"]))
 
 
-@register_adv_est(AdvantageEstimator.GRPO, scope="group", describe=describe_grpo)
+@register_adv_est("grpo", scope="group", describe=describe_grpo)
 def compute_grpo_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from distflow.algorithms.advantages.group import Groups, on_tokens, sample_scores
 from distflow.algorithms.masking import under_mask
-from distflow.algorithms.registry import AdvantageEstimator, register_adv_est
+from distflow.algorithms.registry import register_adv_est
 
 
 def _describe(options: Mapping[str, Any]) -> str:
@@ -18,7 +18,7 @@ def _describe(options: Mapping[str, Any]) -> str:
     return f"{gap} for the best sample, 0 for the others"
 
 
-@register_adv_est(AdvantageEstimator.GRPO_PASSK, scope="group", describe=_describe)
+@register_adv_est("grpo_passk", scope="group", describe=_describe)
 def compute_grpo_passk_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,
