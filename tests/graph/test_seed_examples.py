@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from distflow.graph import Form, Pipeline, PipelineError, TaskGraph
+from distflow.graph import Form, Pipeline, TaskGraph
 
 NODES = """
 import statistics
@@ -103,7 +103,6 @@ def test_the_custom_reward(four_nodes, config):
     assert output.batch["token_level_scores"] == [[0.0, 2.0], [0.0, -1.0]]
 
 
-@pytest.mark.xfail(strict=True, raises=PipelineError, reason="`scores` is no standard field yet")
 def test_the_reward_of_one_sample(config):
     def compute_score(data_source, solution_str, ground_truth, extra_info=None): ...
 

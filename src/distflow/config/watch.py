@@ -3,7 +3,7 @@
 from dataclasses import fields, is_dataclass
 from typing import TypeVar, cast
 
-from distflow.config.keys import dotted, walk, yaml_name
+from distflow.config.keys import dotted, is_group, walk, yaml_name
 from distflow.config.schema import Config
 
 T = TypeVar("T")
@@ -45,6 +45,7 @@ def whole(group: T) -> T:
     """The plain group behind a watched one, all of whose keys count as read: for whoever is handed it whole."""
     if not isinstance(group, Watched):
         return group
+    assert is_group(group._value)
     group._reads.update(key for key, *_ in walk(group._value, group._key))
     return cast(T, group._value)
 

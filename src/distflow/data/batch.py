@@ -1,7 +1,7 @@
 """Columns over many samples. Per-token columns are stored flat (values + lengths), never padded at rest."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -218,32 +218,38 @@ class Batch:
         return out
 
     def save(self, path: Path) -> None:
-        """Write to one safetensors file; objects go as JSON. Raises TypeError if one is no JSON value."""
+        """Write to one safetensors file. Raises TypeError for an object that is no JSON value."""
+        save_file(self.to_tensors(), path)
+
+    @staticmethod
+    def load(path: Path) -> "Batch":
+        """Read what `save` wrote."""
+        return Batch.from_tensors(load_file(path))
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """The whole batch as tensors by name; objects, and what the columns are, as JSON in bytes.
+
+        Raises TypeError for an object that is no JSON value.
+        """
         tensors = {"lengths.prompt": self._lengths[Axis.PROMPT], "lengths.response": self._lengths[Axis.RESPONSE]}
         header = []
         for name, column in self._columns.items():
             field = self._fields[name]
             header.append([name, field.dtype, field.axis.value])
             if isinstance(column, list):
-                text = json.dumps(column, ensure_ascii=False).encode("utf-8", "surrogatepass")
-                tensors[f"column.{name}"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+                tensors[f"column.{name}"] = _json_bytes(column)
             else:
                 tensors[f"column.{name}"] = column.clone(memory_format=torch.contiguous_format)  # two may share storage
-        save_file(tensors, path, metadata={"fields": json.dumps(header)})
+        return {**tensors, "fields": _json_bytes(header)}
 
     @staticmethod
-    def load(path: Path) -> "Batch":
-        """Read what `save` wrote."""
-        from safetensors import safe_open
-
-        with safe_open(path, "pt") as file:
-            header = json.loads(file.metadata()["fields"])
-        tensors = load_file(path)
+    def from_tensors(tensors: Mapping[str, Tensor]) -> "Batch":
+        """The batch behind what `to_tensors` gave."""
         batch = Batch(tensors["lengths.prompt"], tensors["lengths.response"])
-        for name, dtype, axis in header:
+        for name, dtype, axis in _from_json_bytes(tensors["fields"]):
             column: Column = tensors[f"column.{name}"]
             if axis == Axis.OBJECT.value:
-                column = json.loads(bytes(tensors[f"column.{name}"].numpy()).decode("utf-8", "surrogatepass"))
+                column = _from_json_bytes(tensors[f"column.{name}"])
             batch._columns[name], batch._fields[name] = column, Field(name, dtype, Axis(axis))
         return batch
 
@@ -312,6 +318,17 @@ class Batch:
     def to_mapping(self) -> dict[str, object]:
         """All stored columns as `batch[name]` hands them out."""
         return {name: self[name] for name in self._columns}
+
+
+def _json_bytes(value: list[Any]) -> Tensor:
+    return torch.frombuffer(
+        bytearray(json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")), dtype=torch.uint8
+    )
+
+
+def _from_json_bytes(tensor: Tensor) -> list[Any]:
+    value: list[Any] = json.loads(bytes(tensor.cpu().numpy()).decode("utf-8", "surrogatepass"))
+    return value
 
 
 def _flat_tensor(parts: Iterable[Iterable[float]], dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,6 @@ from distflow.config.errors import UserError
 from distflow.config.functions import LoadError, load_function
 from distflow.data.arrow import CHUNK_ROWS, metadata_of, write_arrow
 from distflow.data.rows import Record, plain
-from distflow.observe.files import write_atomically
 
 MAX_ROWS = 1_000_000
 

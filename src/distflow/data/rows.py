@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date, time
 from decimal import Decimal
+
 from distflow.config.errors import UserError, nearest
 from distflow.observe.jsonlines import JSON
 

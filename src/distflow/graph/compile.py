@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from distflow.graph.errors import PipelineError, hint
+from distflow.config.errors import hint
+from distflow.graph.errors import PipelineError
 from distflow.graph.program import BoundNode
 
 

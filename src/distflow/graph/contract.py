@@ -251,7 +251,7 @@ def _explicit_fields(parameters: list[Parameter] | None, wishes: Wishes) -> _Fie
     names = {p.name for p in ordinary} | {p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY}
     unnamed = [n for n in named if n not in names]
     open_kwargs = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
-    if unnamed and not open_kwargs and not any(p.name in ("batch", "samples") for p in parameters):
+    if unnamed and not open_kwargs and not any(p.name in ("batch", "samples", "group") for p in parameters):
         raise PipelineError(
             f"{wishes.where}: it reads '{unnamed[0]}' but has no parameter for it{hint(unnamed[0], names)}; "
             "name one, or take `batch` or `samples`"

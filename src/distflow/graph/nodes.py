@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from distflow.config.errors import hint
 from distflow.graph.contract import Contract, Form, Wishes, canonical, late_contract, read_contract
-from distflow.graph.errors import PipelineError, hint
+from distflow.graph.errors import PipelineError
 from distflow.graph.fields import find_field
 from distflow.graph.functions import resolve_func
 from distflow.graph.roles import (

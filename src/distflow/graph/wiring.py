@@ -10,6 +10,7 @@ from distflow.graph.errors import PipelineError
 from distflow.graph.nodes import Node, engines_of
 from distflow.graph.order import ancestors, find_cycle, topological_order
 from distflow.graph.roles import TRAIN_ENGINES, Plane
+from distflow.graph.spec import is_factory
 
 # Columns that are derived where no node writes them, and what from.
 DERIVED = {
@@ -168,11 +169,15 @@ class Wiring:
     def _check_writers(self) -> None:
         for name, writers in self.writers.items():
             for one, other in combinations(writers, 2):
-                if not self.ordered(one, other):
+                if not self.ordered(one, other) and not (self._is_late(one) or self._is_late(other)):
                     raise PipelineError(
                         f"nodes '{one}' and '{other}' both write '{name}' and neither comes before the other; "
                         f"add '{one}' to the deps of '{other}', or write another field"
                     )
+
+    def _is_late(self, node_id: str) -> bool:
+        """Whether a factory will make its function: what it reads is not known before the config is."""
+        return is_factory(self.vertices[node_id].node.fn)
 
     def _check_read(self, node_id: str, name: str) -> None:
         writers = [writer for writer in self.writers.get(name, ()) if writer != node_id]

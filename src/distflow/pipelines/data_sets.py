@@ -18,7 +18,7 @@ Rows = tuple[list[RawRow], BadRows]
 
 @dataclass(frozen=True)
 class DataSource:
-    """Where rows come from and how they become prompts: all that the config says of it. key: the one that names files."""
+    """Where rows come from and how they become prompts. key: that of the config which names the files."""
 
     key: str
     files: tuple[str, ...]

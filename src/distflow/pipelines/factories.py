@@ -267,8 +267,8 @@ def _rollout(
     if shares:
         model: nn.Module = get("policy")
     else:
-        model = load_model(**source, device=device) if source else copy.deepcopy(get("policy"))
-        model = model.to(dtype).requires_grad_(False)
+        plain: nn.Module = load_model(**source, device=device) if source else copy.deepcopy(get("policy"))
+        model = plain.to(dtype).requires_grad_(False)
     make = cast(Callable[..., RolloutEngine], load(engine))
     return make(model, get("tokenizer"), version=Version(0, 0), shares_weights=shares, **options)
 

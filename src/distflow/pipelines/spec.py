@@ -44,10 +44,7 @@ Say = Callable[[str], None]
 
 def make_spec(loaded: Loaded, say: Say) -> Spec:
     """say: told one line at a time what is being loaded. Raises UserError or PipelineError."""
-    config = loaded.config
-    fix_threads(config)
-    import_user_modules(config)
-    reading = read_config(loaded)
+    config, reading = loaded.config, read_config(loaded)
     rows = reading.train.read(config.trainer.run_dir)
     held_out_rows = reading.held_out.read(config.trainer.run_dir) if reading.held_out else None
     tokenizer = load_policy_tokenizer(config)
@@ -82,12 +79,15 @@ def read_config(loaded: Loaded) -> Reading:
     The rest of a spec is made twice, here to see what it reads, before any file is opened.
     """
     config, reads = watch(loaded.config)
+    fix_threads(config)
+    import_user_modules(config)
     program = bind(config)
     judged = "judge" in program.services
     train, held_out = train_source(config, judged), held_out_source(config, judged)
     _settings(config, program, num_rows=1)
     _run_options(config, program)
     _validation_params(config, _sampling(config))
+    choose_device(config)
     refuse_inert_keys(loaded, reads, program)
     return Reading(program, train, held_out)
 
@@ -133,7 +133,6 @@ def _spec(
     return Spec(
         config=config,
         text=loaded.text,
-        run_dir=run_dir,
         options=_run_options(config, program),
         program=partial(rebuild, config),
         plan=plan_local(program, str(choose_device(config))),
@@ -150,7 +149,7 @@ def _settings(config: Config, program: Program, num_rows: int) -> dict[str, Any]
     """Fields of the spec that need nothing but the config and the number of rows."""
     exact = compute_dtype(config) is torch.float32
     data = data_plan(config, num_rows)
-    trains_by_policy_loss = any(metric.startswith("actor/") for metric in _trained_metrics(program))
+    policy_loss = any(getattr(node.fn, "keywords", {}).get("name") == "actor" for node in program.learning)
     return {
         "data": data,
         "factories": make_factories(config, program, data.total_steps),
@@ -159,14 +158,8 @@ def _settings(config: Config, program: Program, num_rows: int) -> dict[str, Any]
         "sends_weights": not (exact and config.actor_rollout_ref.model.lora_rank > 0),
         "tolerance": Tolerance.of(exact),
         "ratio_limit": 1e-4 if exact else 0.05,
-        "loss_terms": loss_terms(config) if trains_by_policy_loss else (),
+        "loss_terms": loss_terms(config) if policy_loss else (),
     }
-
-
-def _trained_metrics(program: Program) -> list[str]:
-    """The prefixes of the metrics of nodes that train by `nodes.update`."""
-    names = [getattr(node.fn, "keywords", {}).get("name") for node in program.nodes if "engine" in node.contract.reserved]
-    return [f"{name}/" for name in names if isinstance(name, str)]
 
 
 def data_plan(config: Config, num_rows: int) -> DataPlan:
@@ -209,6 +202,9 @@ def _run_options(config: Config, program: Program) -> RunOptions:
         save_groups=trainer.save_groups,
         save_groups_last=trainer.save_groups_last,
         logger=trainer.logger,
+        launcher=trainer.launcher,
+        resume=trainer.resume_mode,
+        run_dir=trainer.run_dir,
         project=trainer.project_name,
         experiment=trainer.experiment_name,
         enable_perf=config.dag.enable_perf,

@@ -1,4 +1,4 @@
-"""Whether a spec can be sent to a worker in another process: it pickles, and what the user wrote can be imported there."""
+"""Whether a spec can be sent to a worker in another process: it pickles, and the user's functions can be imported."""
 
 import functools
 import importlib.util

@@ -51,9 +51,7 @@ def plan_local(program: Program, device: str) -> Plan:
     return Plan(program.graph_id, (rank,), tuple(_channels(program, experience)))
 
 
-def rank_plan(
-    program: Program, rank: int, device: str, experience: Sequence[str], learning: Sequence[str]
-) -> RankPlan:
+def rank_plan(program: Program, rank: int, device: str, experience: Sequence[str], learning: Sequence[str]) -> RankPlan:
     """A worker that runs these nodes, with the engines and services that they name."""
     nodes = [program.node(node_id) for node_id in (*experience, *learning)]
     engines = dict.fromkeys(engine for node in nodes for engine in node.engines)
@@ -66,7 +64,8 @@ def check_plan(plan: Plan, program: Program) -> None:
     engine that no node of its rank uses."""
     for rank in plan.ranks:
         wanted = rank_plan(program, rank.rank, rank.device, rank.experience, rank.learning)
-        for given, needed, what in ((rank.engines, wanted.engines, "engine"), (rank.services, wanted.services, "service")):
+        pairs = (("engine", rank.engines, wanted.engines), ("service", rank.services, wanted.services))
+        for what, given, needed in pairs:
             unused = [name for name in given if name not in needed]
             missing = [name for name in needed if name not in given]
             if unused:
@@ -76,7 +75,7 @@ def check_plan(plan: Plan, program: Program) -> None:
                 )
             if missing:
                 raise UserError(
-                    f"the plan gives rank {rank.rank} no {what} '{missing[0]}', which its nodes need: add it to the plan"
+                    f"the plan gives rank {rank.rank} no {what} '{missing[0]}', which its nodes need: add it there"
                 )
     placed = {node_id for rank in plan.ranks for node_id in (*rank.experience, *rank.learning)}
     idle = [node.node_id for node in program.nodes if node.node_id not in placed]

@@ -20,6 +20,8 @@ from distflow.rewards.verdict import Error, Score, Timeout, Verdict
 DEFAULT_DOMAIN = "default"
 OVERLONG = "overlong"
 
+Functions = Mapping[str, Sequence[tuple[str, float]]]
+
 
 class Overlong(NamedTuple):
     """DAPO's penalty: grows to `factor` over the last `buffer_tokens` before the length limit; 0 tokens is off."""
@@ -45,15 +47,17 @@ class RewardRouter:
 
     def __init__(
         self,
-        functions: Mapping[str, Sequence[tuple[str, float]]],
+        functions: Functions,
         *,
         timeout_s: float,
         num_workers: int,
+        max_response_length: int,
         overlong: Overlong = Overlong(),  # noqa: B008  immutable
         custom: tuple[str, str] | None = None,
         memory_bytes: int = MEMORY_BYTES,
     ) -> None:
         """functions: domain → (name, weight) of its parts; "default" serves domains that are not named.
+        max_response_length: in tokens, for the overlong penalty.
 
         A name is a built-in one, "custom" (then `custom` is the path and the name of the user's function) or
         "module:function". Starts a verifier process; raises UserError where a function is unknown or cannot be loaded.
@@ -61,7 +65,7 @@ class RewardRouter:
         if not functions or not all(functions.values()):
             raise UserError("reward.functions names no function; write e.g. reward.functions={default: [math]}")
         self._functions = {domain: tuple(parts) for domain, parts in functions.items()}
-        self._overlong = overlong
+        self._overlong, self._max_response_length = overlong, max_response_length
         self._counts: Counter[str] = Counter()
         self.names = sorted({name for parts in self._functions.values() for name, _ in parts})
         targets = {name: _target(name, custom) for name in self.names}
@@ -77,25 +81,18 @@ class RewardRouter:
         """Kill the verifier processes."""
         self.pool.close()
 
-    def functions_of(self, domain: str) -> tuple[tuple[str, float], ...]:
+    def functions_of(self, domain: str) -> Sequence[tuple[str, float]]:
         """Names and weights that judge the domain. Raises UserError where none do."""
-        parts = self._functions.get(domain) or self._functions.get(DEFAULT_DOMAIN)
-        if parts is None:
-            raise UserError(
-                f"no reward function for the domain '{domain}': add it to reward.functions, or a '{DEFAULT_DOMAIN}' "
-                f"entry, or see data.domain_key{hint(domain, self._functions)}"
-            )
-        return parts
+        return _functions_of(self._functions, domain)
 
-    def check_domains(self, domains: Iterable[str]) -> None:
-        """Raises UserError for the first domain that no function judges; call it before the run starts."""
-        for domain in sorted(set(domains)):
-            self.functions_of(domain)
+    async def __call__(self, samples: Sequence[Sample]) -> list[Judgement]:
+        """What the parameter `judge` of a node is called for: a judgement on each sample, in their order."""
+        return list(await asyncio.gather(*(self.score(sample) for sample in samples)))
 
-    async def score(self, sample: Sample, max_response_length: int) -> Judgement:
+    async def score(self, sample: Sample) -> Judgement:
         """The weighted sum of the parts and the overlong penalty. One part without a score leaves the sample without.
 
-        max_response_length: in tokens. Raises UserError for a domain that no function judges.
+        Raises UserError for a domain that no function judges.
         """
         functions = self.functions_of(sample.domain)
         arguments = {
@@ -108,7 +105,7 @@ class RewardRouter:
         parts: dict[str, Verdict] = {name: verdict for (name, _), verdict in zip(functions, verdicts, strict=True)}
         weights = dict(functions)
         if self._overlong.buffer_tokens > 0:
-            parts[OVERLONG] = Score(self._length_penalty(sample, max_response_length))
+            parts[OVERLONG] = Score(self._length_penalty(sample))
             weights[OVERLONG] = 1.0
         self._count(parts)
         return Judgement(_combine(parts, weights), parts)
@@ -119,9 +116,9 @@ class RewardRouter:
         totals = {f"reward/{kind}": float(counts.pop(kind, 0)) for kind in ("verdicts", "errors", "timeouts")}
         return totals | {f"reward/{name}": float(number) for name, number in sorted(counts.items())}
 
-    def _length_penalty(self, sample: Sample, max_response_length: int) -> float:
+    def _length_penalty(self, sample: Sample) -> float:
         length = sum(len(segment.token_ids) for segment in sample.response_segments)
-        return float(overlong_penalty(torch.tensor([length]), max_response_length, *self._overlong))
+        return float(overlong_penalty(torch.tensor([length]), self._max_response_length, *self._overlong))
 
     def _count(self, parts: Mapping[str, Verdict]) -> None:
         self._counts["verdicts"] += 1
@@ -130,6 +127,22 @@ class RewardRouter:
             if kind is not None:
                 self._counts[kind] += 1
                 self._counts[f"{kind}/{name}"] += 1
+
+
+def check_domains(functions: Functions, domains: Iterable[str]) -> None:
+    """Raises UserError for the first domain that no function judges; for before the run starts."""
+    for domain in sorted(set(domains)):
+        _functions_of(functions, domain)
+
+
+def _functions_of(functions: Functions, domain: str) -> Sequence[tuple[str, float]]:
+    parts = functions.get(domain) or functions.get(DEFAULT_DOMAIN)
+    if parts is None:
+        raise UserError(
+            f"no reward function for the domain '{domain}': add it to reward.functions, or a '{DEFAULT_DOMAIN}' "
+            f"entry, or see data.domain_key{hint(domain, functions)}"
+        )
+    return parts
 
 
 def _combine(parts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Verdict:

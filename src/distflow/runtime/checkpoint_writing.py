@@ -85,7 +85,7 @@ class Writing:
             self.partial.rename(final)
             self.on_point("renamed")
             sync(folder)
-            write_atomically(folder / LATEST, final.name)
+            write_atomically(folder / LATEST, final.name.encode())
             self.on_point("latest")
             self._retain(folder)
             return final

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch
+from distflow.data.columns import Written
 from distflow.data.prompts import PromptRow
 from distflow.data.sample import Sample, Segment
 from distflow.flow.ticket import Ticket
@@ -29,7 +30,7 @@ class Group:
     stream: Stream
     wanted: tuple[int, ...]
     samples: list[Sample] = field(default_factory=list)
-    written: dict[str, object] = field(default_factory=dict)
+    written: dict[str, Written] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -68,7 +69,7 @@ class Group:
             return value
         return torch.as_tensor(value, dtype=getattr(torch, declared.dtype))
 
-    def write(self, columns: Mapping[str, object]) -> None:
+    def write(self, columns: Mapping[str, Written]) -> None:
         """Keep what a node wrote. Raises ValueError where a column does not fit the group."""
         columns = {ALIASES.get(name, name): value for name, value in columns.items()}
         for name, value in columns.items():

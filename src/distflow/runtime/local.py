@@ -17,7 +17,6 @@ from distflow.observe.report_summary import find_accuracy
 from distflow.observe.run_folder import claimed
 from distflow.observe.run_reader import read_metrics
 from distflow.runtime.checkpoint import Checkpoint, CheckpointStore
-
 from distflow.runtime.ports import Ports
 from distflow.runtime.ports.edge import Live
 from distflow.runtime.ports.local_edge import LocalEdge
@@ -53,21 +52,23 @@ class Outcome:
 def launch_local(
     spec: Spec,
     *,
-    resume: str = "auto",
+    resume: str | None = None,
     allow_change: tuple[str, ...] = (),
     say: Callable[[str], None] = lambda line: None,
 ) -> Outcome:
     """Run to the end, or to the first signal.
 
-    resume: "auto" (from the run's last whole checkpoint, if any), "never", or the folder of a checkpoint or a run.
+    resume: "auto" (from the run's last whole checkpoint, if any), "never", or the folder of a checkpoint or a run; what
+    `trainer.resume_mode` says, if not given.
     allow_change: config keys that may differ from the checkpoint's. say: told one line at a time what is being loaded.
     Raises UserError for a checkpoint that does not fit, for a folder that another run uses or that cannot be written;
     TrustError where a check fails; NoProgress, NodeError.
     """
     with _writing_to(spec.run_dir), claimed(spec.run_dir):
-        store = CheckpointStore(spec.run_dir / CHECKPOINTS, spec.options.keep_last, int(spec.options.keep_best is not None))
+        keep_best = int(spec.options.keep_best is not None)
+        store = CheckpointStore(spec.run_dir / CHECKPOINTS, spec.options.keep_last, keep_best)
         store.remove_leftovers()
-        checkpoint = _find_checkpoint(store, resume)
+        checkpoint = _find_checkpoint(store, resume or spec.options.resume)
         resources = build_resources(spec.factories, spec.plan.ranks[0])
         say(_described(spec, resources))
         differences = check_same_run(checkpoint, spec, resources.facts, allow_change) if checkpoint else []

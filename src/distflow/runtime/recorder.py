@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distflow.config import Config, to_dict
+from distflow.config import to_dict
 from distflow.data.batch import Batch
 from distflow.flow.ticket import Ticket
 from distflow.observe.report import write_report
@@ -12,7 +12,9 @@ from distflow.observe.run_folder import RunFolder
 from distflow.observe.terminal import TerminalView
 from distflow.observe.timing import PhaseTimer
 from distflow.observe.trackers import open_trackers
+from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import sample_rows, scores
+from distflow.runtime.waits import Wait, Waits
 
 
 class Recorder:
@@ -21,21 +23,21 @@ class Recorder:
     status: "finished" or "stopped", set by whoever runs; "failed" until then.
     """
 
-    def __init__(self, config: Config, run_dir: Path, total_steps: int, incarnation: int, resumed_at: int | None):
-        self._config = config
-        self.folder = RunFolder(run_dir, incarnation, resumed_at)
-        title = f"{config.trainer.project_name} / {config.trainer.experiment_name}"
-        self.view = TerminalView(title, total_steps)
+    def __init__(self, spec: Spec, total_steps: int, incarnation: int, resumed_at: int | None):
+        self._options = options = spec.options
+        self.folder = RunFolder(spec.run_dir, incarnation, resumed_at)
+        self.view = TerminalView(f"{options.project} / {options.experiment}", total_steps)
         self._trackers = open_trackers(
-            config.trainer.logger,
-            run_dir,
-            project=config.trainer.project_name,
-            experiment=config.trainer.experiment_name,
-            config=to_dict(config),
+            options.logger,
+            spec.run_dir,
+            project=options.project,
+            experiment=options.experiment,
+            config=to_dict(spec.config),
             console=self.view,
             on_failure=self.note,
         )
         self.phases = PhaseTimer(self._on_phase, self.view.phase)
+        self.waits = Waits(self._on_wait)
         self._step = 0
         self.status = "failed"
 
@@ -88,13 +90,13 @@ class Recorder:
 
     def keep_groups(self, step: int, batch: Batch) -> None:
         """Keep all columns of a step where `trainer.save_groups` says so: `Batch.load` reads them."""
-        trainer, folder = self._config.trainer, self.folder.path / "tokens"
-        if trainer.save_groups == "none":
+        options, folder = self._options, self.folder.path / "tokens"
+        if options.save_groups == "none":
             return
         folder.mkdir(mode=0o700, exist_ok=True)
         batch.save(folder / f"{step:06d}.safetensors")
-        if trainer.save_groups == "last_k":
-            for old in sorted(folder.glob("*.safetensors"))[: -trainer.save_groups_last]:
+        if options.save_groups == "last_k":
+            for old in sorted(folder.glob("*.safetensors"))[: -options.save_groups_last]:
                 old.unlink()
 
     def report(self) -> Path:
@@ -104,6 +106,9 @@ class Recorder:
     def _show_one(self, batch: Batch) -> None:
         score = float(scores(batch)[0]) if "token_level_scores" in batch and bool(batch["valid"][0]) else None
         self.view.sample(batch["prompts"][0], batch["responses"][0], score)
+
+    def _on_wait(self, wait: Wait, ended: float) -> None:
+        self.folder.span(wait.who, wait.since, ended, "wait", wait.what, self._step, on=wait.on)
 
     def _on_phase(self, started: float, ended: float, name: str) -> None:
         self.folder.span("learner", started, ended, "phase", name, self._step)

@@ -22,12 +22,13 @@ from distflow.training.engine import Scorer, TrainEngine
 class Resources:
     """Those that the plan does not give this worker are None and were never built.
 
-    stop_token_ids: tokens that end an answer. facts: of the model as it was loaded.
+    stop_token_ids: tokens that end an answer. facts, num_parameters: of the model as it was loaded.
     """
 
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
     facts: Mapping[str, object]
+    num_parameters: int
     actor: TrainEngine | None = None
     critic: TrainEngine | None = None
     ref: Scorer | None = None
@@ -48,11 +49,14 @@ class Resources:
 def build_resources(factories: Mapping[str, Factory], rank: RankPlan) -> Resources:
     """Raises UserError where a part cannot be built, naming the config key at fault."""
     get = _Builder(factories, rank)
+    policy: nn.Module = get("policy")
+    facts = {"model_fingerprint": _fingerprint(policy)}
     engines: dict[str, Any] = {name: get(name) for name in (*rank.engines, *rank.services)}
     return Resources(
         tokenizer=get("tokenizer"),
         stop_token_ids=get("stop_token_ids"),
-        facts={"model_fingerprint": _fingerprint(get("policy"))},
+        facts=facts,
+        num_parameters=sum(parameter.numel() for parameter in policy.parameters()),
         **{name: part for name, part in engines.items() if name != "tokenizer"},
     )
 

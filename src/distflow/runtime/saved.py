@@ -18,9 +18,7 @@ from distflow.runtime.spec import Spec
 from distflow.training.engine import TrainState
 
 
-def saved_parts(
-    spec: Spec, resources: Resources, released: Released, state: NodeState
-) -> Iterator[tuple[str, Any]]:
+def saved_parts(spec: Spec, resources: Resources, released: Released, state: NodeState) -> Iterator[tuple[str, Any]]:
     """The parts of a checkpoint by name: tensors, or values that JSON can hold."""
     meta = {}
     for role, engine in resources.trained().items():

@@ -61,4 +61,4 @@ class Session:
                 rows = [(row.domain, row.ground_truth, row.extra_info or {}) for row in self._certify_on]
                 await certify_answers(judge, rows)
         if rollout is not None:
-            await self._stack.enter_async_context(rollout)
+            await self._stack.enter_async_context(rollout)  # type: ignore[arg-type]  # the protocol says so in words

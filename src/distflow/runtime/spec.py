@@ -1,4 +1,4 @@
-"""What travels to a worker: plain data and picklable factories, no live object. `pipelines` makes it from the config."""
+"""What travels to a worker: plain data and picklable factories, no live object. `pipelines` makes it of the config."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class ValidationSet:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The keys of `trainer`, `trust` and the like that steer a run, under their own names; a frequency of 0 is never."""
+    """The keys of `trainer`, `trust` and the like that steer a run. A frequency of 0 or less is never."""
 
     seed: int
     update_frequency: int
@@ -55,6 +55,9 @@ class RunOptions:
     save_groups: str
     save_groups_last: int
     logger: tuple[str, ...]
+    launcher: str
+    resume: str
+    run_dir: Path
     project: str
     experiment: str
     enable_perf: bool
@@ -81,7 +84,6 @@ class Spec:
 
     config: Config
     text: str
-    run_dir: Path
     options: RunOptions
     program: Callable[[], Program]
     factories: Mapping[str, Factory]
@@ -98,3 +100,7 @@ class Spec:
     loss_terms: tuple[str, ...]
     facts: Mapping[str, object]
     description: Mapping[str, object]
+
+    @property
+    def run_dir(self) -> Path:
+        return self.options.run_dir

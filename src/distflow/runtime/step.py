@@ -92,7 +92,7 @@ class Step:
         group.metrics.update(metrics)
         return None
 
-    def _read(self, output: object) -> tuple[Batch | Mapping[str, object], Metrics]:
+    def _read(self, output: object) -> tuple[Batch | Mapping[str, Any], Metrics]:
         """(columns, metrics) of what the function returned."""
         metrics: Metrics = {}
         if isinstance(output, NodeOutput):
@@ -101,7 +101,7 @@ class Step:
             return {}, metrics
         return output if isinstance(output, Batch | Mapping) else self._by_name(output), metrics
 
-    def _by_name(self, output: object) -> dict[str, object]:
+    def _by_name(self, output: object) -> dict[str, Any]:
         writes = self.node.contract.writes
         if writes == SCORE_FIELDS and not isinstance(output, tuple):
             return dict.fromkeys(writes, output)
@@ -124,12 +124,10 @@ class Step:
 
 def compile_steps(nodes: Sequence[BoundNode], resources: Mapping[str, object]) -> tuple[Step, ...]:
     """resources: engines and services by name, and `reduce`. Raises PipelineError for one that is missing."""
-    return tuple(
-        Step(node, adapted(node.fn, node.contract.form), compile_inputs(node, resources)) for node in nodes
-    )
+    return tuple(Step(node, adapted(node.fn, node.contract.form), compile_inputs(node, resources)) for node in nodes)
 
 
-def _merged(batch: Batch, columns: Batch | Mapping[str, object]) -> Batch:
+def _merged(batch: Batch, columns: Batch | Mapping[str, Any]) -> Batch:
     if isinstance(columns, Batch):
         return batch.merge(columns)
     out = batch.only(batch.names)
@@ -138,7 +136,7 @@ def _merged(batch: Batch, columns: Batch | Mapping[str, object]) -> Batch:
     return out
 
 
-def _changed(before: Batch, after: Batch) -> dict[str, object]:
+def _changed(before: Batch, after: Batch) -> dict[str, Any]:
     """The columns that a node added to its batch or replaced."""
     if len(before) != len(after) or not bool((before.lengths("sequence") == after.lengths("sequence")).all()):
         raise ValueError(

@@ -51,9 +51,7 @@ class Validator:
 Answer = Callable[[ValidationSet, Ticket, SamplingParams], Awaitable[Batch | Drop]]
 
 
-async def validate(
-    sets: Sequence[ValidationSet], answer: Answer, step: int
-) -> tuple[dict[str, float], SampleRows]:
+async def validate(sets: Sequence[ValidationSet], answer: Answer, step: int) -> tuple[dict[str, float], SampleRows]:
     """`val_correct/*` and the samples.
 
     `mean` is the share of greedy answers whose score is 1 (of sampled ones where none is greedy); `mean@k` and `pass@k`

@@ -52,11 +52,11 @@ async def load_answers(group: Group, tokenizer: PreTrainedTokenizerBase) -> list
     answer = tuple(group.row.response_ids)
     zeros = (0.0,) * len(answer)
     segment = Segment("policy", answer, zeros, zeros, (group.ticket.version,) * len(answer))
-    return [group.sample(0, segment, str(tokenizer.decode(answer, skip_special_tokens=True)), "stop")]
+    return [group.sample(0, segment, str(tokenizer.decode(list(answer), skip_special_tokens=True)), "stop")]
 
 
 @node_factory
-@node(role=NodeRole.REWARD)
+@node(role=NodeRole.REWARD, writes=SCORED_FIELDS)
 def compute_reward(config: Config) -> Callable[..., object]:
     """Judge each sample as its group completes, by the functions of its domain.
 

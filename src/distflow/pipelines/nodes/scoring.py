@@ -19,7 +19,7 @@ from distflow.training.engine import Scorer
 
 
 @node_factory
-@node(role=NodeRole.ACTOR)
+@node(role=NodeRole.ACTOR, writes="old_log_probs")
 def compute_old_log_prob(config: Config) -> Callable[..., object]:
     """Log-probs of the sampled tokens under the policy before this step's update, by the trainer.
 
@@ -54,11 +54,12 @@ def _mean_entropy(scored: Batch, batch: Batch) -> float:
 
 
 @node_factory
-@node(role=NodeRole.ACTOR)
+@node(role=NodeRole.ACTOR, writes="rollout_is_weights")
 def correct_mismatch(config: Config) -> Callable[..., object]:
     """Importance weights for what the rollout engine and the trainer disagree on."""
     settings = config.algorithm.rollout_correction
-    return partial(weigh_mismatch, level=settings.level, mode=settings.mode, cap=settings.cap, floor=settings.floor)
+    options: dict[str, object] = {"level": settings.level, "mode": settings.mode, "cap": settings.cap}
+    return partial(weigh_mismatch, **options, floor=settings.floor)  # type: ignore[arg-type]  # the config checks them
 
 
 @node(writes="rollout_is_weights", role=NodeRole.ACTOR)
@@ -87,7 +88,7 @@ def compute_ref_log_prob(batch: Batch, ref: Scorer) -> Tensor:
 
 
 @node_factory
-@node(role=NodeRole.REWARD)
+@node(role=NodeRole.REWARD, writes="token_level_rewards")
 def apply_kl_penalty(config: Config) -> Callable[..., object]:
     """Rewards less the KL to the reference, by a coefficient that may adapt (arXiv:1909.08593)."""
     control, adapts = config.algorithm.kl_ctrl, config.algorithm.kl_ctrl.type == "adaptive"
