@@ -11,7 +11,7 @@ from distflow.observe.report import write_report
 from distflow.observe.run_folder import RunFolder
 from distflow.observe.terminal import TerminalView
 from distflow.observe.timing import PhaseTimer
-from distflow.observe.trackers import open_trackers
+from distflow.observe.trackers import TrackedRun, open_trackers
 from distflow.runtime.step_metrics import sample_rows, scores
 
 
@@ -28,11 +28,8 @@ class Recorder:
         self.view = TerminalView(title, total_steps)
         self._trackers = open_trackers(
             config.trainer.logger,
-            run_dir,
-            project=config.trainer.project_name,
-            experiment=config.trainer.experiment_name,
-            config=to_dict(config),
-            console=self.view,
+            TrackedRun(run_dir, config.trainer.project_name, config.trainer.experiment_name, to_dict(config)),
+            local={"console": self.view},
             on_failure=self.note,
         )
         self.phases = PhaseTimer(self._on_phase, self.view.phase)
