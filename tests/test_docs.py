@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from distflow.cli import _parser, main
+from distflow.cli import main, make_parser
 from distflow.config import load_config
 from distflow.config.replaced import REPLACED
 from distflow.config.schema import group_names, schema_keys
@@ -106,7 +106,7 @@ def test_commands_are_accepted(block: Block, monkeypatch: pytest.MonkeyPatch, ca
         if words[1] in EXECUTED:
             assert main(words[1:]) == 0, capsys.readouterr().err
             continue
-        arguments = _parser().parse_args(words[1:])
+        arguments = make_parser().parse_args(words[1:])
         if words[1] in ("train", "sft", "eval"):
             load_config(arguments.preset, arguments.overrides)
 

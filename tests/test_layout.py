@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "distflow"
 LAYERS = (
     {"__main__"},
     {"cli"},
-    {"doctor"},
+    {"commands"},
     {"pipelines"},
     {"runtime"},
     {"rollout", "training", "environments", "rewards"},

@@ -52,6 +52,20 @@ def test_a_built_in_is_imported_when_it_is_asked_for() -> None:
     assert done.stdout.splitlines() == ["[]", "['group', 'rloo']"]
 
 
+def test_a_users_estimator_of_a_built_in_name_stays_whatever_is_imported_later() -> None:
+    """In a process of its own, where the built-in was never imported; cpgd's module imports that of grpo."""
+    code = (
+        "import warnings; from distflow.algorithms import find_adv_est, register_adv_est\n"
+        "with warnings.catch_warnings(record=True) as said:\n"
+        "    @register_adv_est('grpo')\n"
+        "    def mine(token_level_rewards, response_mask): ...\n"
+        "    find_adv_est('cpgd')\n"
+        "print(find_adv_est('grpo').fn.__name__, len(said))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["mine", "1"]
+
+
 def test_aggregations_are_those_of_the_table() -> None:
     assert tuple(names.LOSS_AGG_MODES) == LOSS_AGG_MODES
 

@@ -115,7 +115,8 @@ def _register_user_groups(values: Mapping[str, object], settings: Sequence[Setti
         load_modules([modules] if isinstance(modules, str) else modules)
     except LoadError as error:
         origin = where("trainer.imports", _origins(settings, []))
-        problems.append(Problem((("trainer.imports", origin),), str(error), "its folder must be on PYTHONPATH"))
+        advice = "it must be importable from here: install it, or put its folder on PYTHONPATH"
+        problems.append(Problem((("trainer.imports", origin),), str(error), advice))
     return bool(unknown & set(group_names()))
 
 

@@ -11,7 +11,7 @@ from distflow.observe.report import write_report
 from distflow.observe.run_folder import RunFolder
 from distflow.observe.terminal import TerminalView
 from distflow.observe.timing import PhaseTimer
-from distflow.observe.trackers import open_trackers
+from distflow.observe.trackers import TrackedRun, open_trackers
 from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import sample_rows, scores
 from distflow.runtime.waits import Wait, Waits
@@ -29,11 +29,8 @@ class Recorder:
         self.view = TerminalView(f"{options.project} / {options.experiment}", total_steps)
         self._trackers = open_trackers(
             options.logger,
-            spec.run_dir,
-            project=options.project,
-            experiment=options.experiment,
-            config=to_dict(spec.config),
-            console=self.view,
+            TrackedRun(spec.run_dir, options.project, options.experiment, to_dict(spec.config)),
+            local={"console": self.view},
             on_failure=self.note,
         )
         self.phases = PhaseTimer(self._on_phase, self.view.phase)

@@ -1,12 +1,12 @@
 """`distflow doctor`: what this machine has, what each extra would add, and what is wrong."""
 
+import argparse
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import shutil
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from distflow import __version__
@@ -22,20 +22,17 @@ NEEDED = ("torch", "transformers", "safetensors", "numpy", "hydra-core", "datase
 MIN_FREE_BYTES = 2 * 1024**3
 
 
-@dataclass(frozen=True)
-class Examination:
-    """lines: for people. faults: what would keep a run from working."""
-
-    lines: list[str]
-    faults: list[str]
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """None of its own."""
 
 
-def examine() -> Examination:
-    """Look at this machine. Loads torch."""
+def run(arguments: argparse.Namespace) -> int:
+    """Look at this machine; 1 where something would keep a run from working. Loads torch."""
     faults = [*_missing_packages(), *_disk_faults(), *_thread_faults()]
     lines = [f"distflow {__version__}", "", "machine", *_indent(_machine()), "", "packages", *_indent(_packages())]
     lines += ["", "extras", *_indent(_extras()), "", "wrong", *_indent(faults or ["nothing found"])]
-    return Examination(lines, faults)
+    print("\n".join(lines))
+    return 1 if faults else 0
 
 
 def _machine() -> list[str]:
