@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ class KLController(Protocol):
 
     def state(self) -> dict[str, float]: ...
 
-    def load(self, state: Mapping[str, Any]) -> None: ...
+    def load(self, state: Mapping[str, float]) -> None: ...
 
 
 @dataclass
@@ -103,7 +103,7 @@ class FixedKLController:
     def state(self) -> dict[str, float]:
         return {"value": self.value}
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, float]) -> None:
         self.value = float(state["value"])
 
 
@@ -132,7 +132,7 @@ class AdaptiveKLController:
     def state(self) -> dict[str, float]:
         return {"value": self.value}
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, float]) -> None:
         self.value = float(state["value"])
 
 

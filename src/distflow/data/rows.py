@@ -36,7 +36,7 @@ class Record:
     """One row as it was found. `bad` says why it cannot be read; `values` is then empty."""
 
     origin: str
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, object] = field(default_factory=dict)
     bad: str | None = None
 
 
@@ -46,10 +46,10 @@ class RawRow:
 
     origin: str
     prompt: str | Messages
-    answer: Any
+    answer: object
     domain: str
     response: str | None
-    extra_info: dict[str, Any]
+    extra_info: dict[str, object]
 
 
 @dataclass
@@ -102,7 +102,7 @@ def read_rows(records: Iterator[Record], columns: Columns, bad_rows: BadRows, so
         raise UserError(_no_column(key, name, source, seen))
 
 
-def find(values: Mapping[str, Any], name: str) -> Any:
+def find(values: Mapping[str, object], name: str) -> Any:
     """The value of a column, or None; a name that is no column is tried as a dotted path."""
     if name in values:
         return values[name]
@@ -157,7 +157,7 @@ def _raw_row(record: Record, columns: Columns) -> RawRow | str:
     )
 
 
-def _extra_info(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
+def _extra_info(values: Mapping[str, object], columns: Columns) -> dict[str, object]:
     """The rest of the row; a column `extra_info` that is a mapping is spread, as reward functions expect it."""
     used = {columns.prompt, columns.answer, columns.domain, columns.response}
     rest = {name: plain(value) for name, value in values.items() if name not in used and value is not None}
@@ -165,7 +165,7 @@ def _extra_info(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
     return {**rest, **spread} if isinstance(spread, dict) else {**rest, "extra_info": spread}
 
 
-def _prompt_fault(prompt: Any, name: str) -> str | None:
+def _prompt_fault(prompt: object, name: str) -> str | None:
     if isinstance(prompt, str):
         if not prompt:
             return f"the prompt (column '{name}') is empty"
@@ -184,7 +184,7 @@ def _prompt_fault(prompt: Any, name: str) -> str | None:
     return None
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return "missing" if value is None else f"{type(value).__name__} {value!r:.40}"
 
 
@@ -196,7 +196,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """What JSON can hold of a value: verifiers, ledgers and saved batches carry it. Dates become ISO texts."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
@@ -208,6 +208,7 @@ def plain(value: Any) -> Any:
         return value.isoformat()
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
-    if callable(getattr(value, "tolist", None)):
-        return plain(value.tolist())  # numpy scalars and arrays
+    to_list = getattr(value, "tolist", None)  # of numpy scalars and arrays
+    if callable(to_list):
+        return plain(to_list())
     return repr(value)[:1000]

@@ -66,7 +66,7 @@ class ModelSource:
         """Raises UserError for a missing folder or file, and for remote code that is not pinned."""
         self.path = resolve_path(path)
         self.gguf_file = gguf_file
-        self.options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        self.options: dict[str, bool | str | None] = {"revision": revision, "trust_remote_code": trust_remote_code}
         if trust_remote_code and not is_local(self.path) and revision is None:
             raise UserError("trust_remote_code=true runs code of the hub: pin it with revision, or use a local folder")
         if gguf_file is None:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from distflow.config.errors import UserError
@@ -37,7 +38,7 @@ def load_tokenizer(
     source = resolve_path(path)
     if gguf_file is None:
         require_files(source, TOKENIZER_FILES, "tokenizer; set tokenizer_path to a folder that has one")
-    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    options: dict[str, bool | str | None] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if gguf_file is not None:
         options["gguf_file"] = gguf_file
     try:
@@ -55,7 +56,7 @@ def load_tokenizer(
     return tokenizer
 
 
-def stop_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def stop_token_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Ids that end a generation, ascending: the model's and the tokenizer's eos ids, and the ends of a chat turn
     that the tokenizer's chat template writes."""
     ids = {int(tokenizer.eos_token_id)}

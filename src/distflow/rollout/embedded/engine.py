@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from distflow.flow.ticket import Version
-from distflow.models.decoder import DecoderView
+from distflow.models.decoder import DecoderView, PromptKV
 from distflow.rollout.checks import check_request
 from distflow.rollout.embedded.kv import KVSlots, PromptCache
 from distflow.rollout.embedded.loop import StepLoop, settle
@@ -45,7 +45,7 @@ class EmbeddedEngine:
     def __init__(
         self,
         model: nn.Module,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         version: Version,
         max_num_seqs: int = 256,
@@ -147,7 +147,7 @@ class EmbeddedEngine:
                 slot += len(rows)
         return torch.cat(hidden)
 
-    def _rows_of(self, prefill: Prefill) -> list[tuple[Any, list[int]]]:
+    def _rows_of(self, prefill: Prefill) -> list[tuple[PromptKV, list[int]]]:
         """Forwards with the rows to copy from each, a row for each sequence, in order."""
         places = self._prompts.rows(self.version, prefill.contexts, self._decoder.prefill)
         places = [place for place, starts in zip(places, prefill.starts, strict=True) for _ in starts]
