@@ -100,6 +100,15 @@ def test_saved_and_loaded_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, 
     assert all(_equal(loaded.flat(name), batch.flat(name)) for name in batch.names)
 
 
+def test_a_moved_batch_has_its_tensors_there_and_its_lengths_here() -> None:
+    batch = make([(2, 3), (1, 4)])
+    moved = batch.to("meta")
+    tensors = [moved.flat(name) for name in moved.names if isinstance(moved.flat(name), torch.Tensor)]
+    assert {tensor.device.type for tensor in [*tensors, moved.flat("attention_mask")]} == {"meta"}
+    assert moved.lengths("sequence").tolist() == [5, 5] and moved["prompts"] == batch["prompts"]
+    assert moved.names == batch.names and batch.flat("prompt_ids").device.type == "cpu"
+
+
 def test_padding_and_unpadding_keep_the_gradient() -> None:
     batch = make([(1, 2), (1, 3), (2, 0)])
     values = torch.arange(5.0, requires_grad=True)

@@ -124,7 +124,6 @@ def test_other_errors_of_a_factory_are_its_own(config):
         one(node_factory(lambda config: 1 // 0)).bind(config, [])
 
 
-@pytest.mark.xfail(strict=True, reason="before bind the writes of two factories of one role count as unordered makers")
 def test_two_factories_of_one_role_need_no_deps(config):
     judge = node(writes="token_level_scores")(lambda response_mask: None)
     penalty = node(writes="token_level_rewards")(lambda token_level_scores: None)

@@ -6,7 +6,7 @@ J. Schulman, "Approximating KL divergence" (joschu.net/blog/kl-approx.html).
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ class KLController(Protocol):
 
     def state(self) -> dict[str, float]: ...
 
-    def load(self, state: Mapping[str, Any]) -> None: ...
+    def load(self, state: Mapping[str, float]) -> None: ...
 
 
 @dataclass
@@ -100,7 +100,7 @@ class FixedKLController:
     def state(self) -> dict[str, float]:
         return {"value": self.value}
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, float]) -> None:
         self.value = float(state["value"])
 
 
@@ -129,7 +129,7 @@ class AdaptiveKLController:
     def state(self) -> dict[str, float]:
         return {"value": self.value}
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, float]) -> None:
         self.value = float(state["value"])
 
 

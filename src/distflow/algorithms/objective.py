@@ -38,7 +38,7 @@ class PolicyObjective:
     def __init__(
         self,
         loss: str | PolicyLoss = "vanilla",
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, object] | None = None,
         *,
         loss_agg_mode: str = "token-mean",
         loss_scale_factor: float | None = None,
@@ -46,7 +46,7 @@ class PolicyObjective:
         kl_loss_type: str | None = None,
         kl_loss_coef: float = 0.0,
         weights_field: str | None = None,
-        actor: Mapping[str, Any] | None = None,
+        actor: Mapping[str, object] | None = None,
     ) -> None:
         """options: of the loss. kl_loss_type: None leaves the KL term out. weights_field: the column of rollout
         correction weights, None for none. actor: the numbers that a seed-style loss sees as its `config`.

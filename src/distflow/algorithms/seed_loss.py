@@ -43,7 +43,7 @@ class SeedLoss:
     """Adapts one seed-style loss. What it aggregates with our `agg_loss` is exact; a scalar made in another way counts
     by the micro-batch's share of the tokens, with one warning."""
 
-    def __init__(self, loss: PolicyLoss, loss_agg_mode: str, scale: float | None, actor: Mapping[str, Any]) -> None:
+    def __init__(self, loss: PolicyLoss, loss_agg_mode: str, scale: float | None, actor: Mapping[str, object]) -> None:
         self.loss, self.loss_agg_mode, self.scale = loss, loss_agg_mode, scale
         self.config = FrozenView(actor)
         parameters = inspect.signature(loss.fn).parameters.values()
@@ -111,6 +111,6 @@ class SeedLoss:
         self._warned = True
 
 
-def _number(mean: Any) -> float:
+def _number(mean: Tensor | float) -> float:
     """Seed losses return statistics as tensors, some of which still carry the gradient, or as plain numbers."""
     return float(mean.detach() if isinstance(mean, Tensor) else mean)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, overload
 import jinja2
 import numpy as np
 from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
 
 from distflow.config.errors import UserError
 from distflow.data.rows import BadRows, Messages, RawRow

@@ -1,7 +1,7 @@
 """One trajectory: append-only segments of token ids. Tokens are never re-tokenised."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 Owner = Literal["prompt", "policy", "tool", "environment"]
 
@@ -43,8 +43,8 @@ class Sample:
     prompt: str = ""
     response: str = ""
     domain: str = "default"
-    ground_truth: Any = None
-    extra_info: dict[str, Any] = field(default_factory=dict)
+    ground_truth: object = None
+    extra_info: dict[str, object] = field(default_factory=dict)
     finish_reason: str = "stop"
     valid: bool = True
 
