@@ -288,6 +288,15 @@ def test_failures_before_the_cut_still_count_behind_it():
     assert resumed.accounting().dropped == {"quarantined": 1}
 
 
+def test_a_lost_group_that_no_step_is_left_for_does_not_start_again():
+    coordinator = streaming(total_steps=2)
+    judge(coordinator, coordinator.take_tickets()[:4])
+    coordinator.release(0)
+    resumed = streaming(total_steps=1, snapshot=coordinator.snapshot())
+    assert resumed.finished and resumed.take_tickets() == []
+    assert resumed.accounting() == Account(issued=8, running=4, consumed=4)
+
+
 def test_groups_on_the_edge_go_on_in_another_folder(tmp_path):
     coordinator = streaming(Ledger(tmp_path / "old.jsonl"))
     coordinator.take_tickets()

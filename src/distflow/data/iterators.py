@@ -5,7 +5,6 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from distflow.config.errors import UserError
 from distflow.data.arrow import CHUNK_ROWS, metadata_of, write_arrow
@@ -15,7 +14,7 @@ from distflow.data.user_code import load_function
 MAX_ROWS = 1_000_000
 
 
-def from_function(target: str, key: str) -> Callable[[], Iterable[Any]]:
+def from_function(target: str, key: str) -> Callable[[], Iterable[object]]:
     """The function that "module:function" or "file.py:function" names. Raises UserError where there is none."""
     try:
         return load_function(target)
@@ -24,7 +23,7 @@ def from_function(target: str, key: str) -> Callable[[], Iterable[Any]]:
 
 
 def keep(
-    make_rows: Callable[[], Iterable[Any]],
+    make_rows: Callable[[], Iterable[object]],
     file: Path,
     *,
     source: str,
@@ -44,7 +43,7 @@ def keep(
     return _read(file, source, key)
 
 
-def _as_json(rows: Iterable[Any], *, source: str, key: str, max_rows: int, wanted: int) -> list[str]:
+def _as_json(rows: Iterable[object], *, source: str, key: str, max_rows: int, wanted: int) -> list[str]:
     """Each row as one JSON text: exact, whatever its types."""
     try:
         taken = itertools.islice(iter(rows), wanted if wanted >= 0 else max_rows + 1)
