@@ -79,7 +79,6 @@ def test_drops_are_refilled_by_further_waves():
     assert coordinator.take_tickets() == [], "a wave opens only when the last one is wholly judged"
     coordinator.complete(2, 5)
     assert numbers_of(coordinator.take_tickets()) == [4, 5]
-    judge(coordinator, [], ())
     coordinator.complete(5, 5)
     assert coordinator.ready(0) is None
     coordinator.complete(4, 5)
@@ -190,7 +189,6 @@ def test_lost_groups_are_a_wave_of_their_own_before_any_new_one():
     assert coordinator.take_tickets() == [], "the wave is not over yet: 2 runs"
     coordinator.complete(2, 5)
     assert [(t.number, t.attempt) for t in coordinator.take_tickets()] == [(1, 1), (3, 1)]
-    judge(coordinator, [], ())
     coordinator.complete(1, 5)
     assert coordinator.take_tickets() == []
     coordinator.complete(3, 5)
