@@ -79,7 +79,6 @@ def test_drops_are_refilled_by_further_waves():
     assert coordinator.take_tickets() == [], "a wave opens only when the last one is wholly judged"
     coordinator.complete(2, 5)
     assert numbers_of(coordinator.take_tickets()) == [4, 5]
-    judge(coordinator, [], ())
     coordinator.complete(5, 5)
     assert coordinator.ready(0) is None
     coordinator.complete(4, 5)
@@ -190,7 +189,6 @@ def test_lost_groups_are_a_wave_of_their_own_before_any_new_one():
     assert coordinator.take_tickets() == [], "the wave is not over yet: 2 runs"
     coordinator.complete(2, 5)
     assert [(t.number, t.attempt) for t in coordinator.take_tickets()] == [(1, 1), (3, 1)]
-    judge(coordinator, [], ())
     coordinator.complete(1, 5)
     assert coordinator.take_tickets() == []
     coordinator.complete(3, 5)
@@ -286,6 +284,15 @@ def test_failures_before_the_cut_still_count_behind_it():
     assert [t.attempt for t in resumed.take_tickets() if t.number == 0] == [3]
     assert not resumed.retry(0)
     assert resumed.accounting().dropped == {"quarantined": 1}
+
+
+def test_a_lost_group_that_no_step_is_left_for_does_not_start_again():
+    coordinator = streaming(total_steps=2)
+    judge(coordinator, coordinator.take_tickets()[:4])
+    coordinator.release(0)
+    resumed = streaming(total_steps=1, snapshot=coordinator.snapshot())
+    assert resumed.finished and resumed.take_tickets() == []
+    assert resumed.accounting() == Account(issued=8, running=4, consumed=4)
 
 
 def test_groups_on_the_edge_go_on_in_another_folder(tmp_path):

@@ -18,7 +18,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.explain:
         print(explain(arguments.explain, loaded))
     elif arguments.graph:
-        from distflow.pipelines.assembly import bind
+        from distflow.pipelines.spec import bind
 
         print(bind(loaded.config).to_mermaid())
     else:

@@ -22,10 +22,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     print(f"distflow {__version__} · evaluating {arguments.preset}", flush=True)
     loaded = load_config(arguments.preset, [*arguments.overrides, *_EVAL_ONLY])
-    from distflow.pipelines.assembly import assemble
+    from distflow.pipelines.spec import make_spec
     from distflow.runtime.evaluate import evaluate
 
-    metrics = evaluate(assemble(loaded, say=lambda line: print(line, flush=True)))
+    metrics = evaluate(make_spec(loaded, say=lambda line: print(line, flush=True)))
     for name, value in sorted(metrics.items()):
         print(f"{name}: {value:.4f}")
     return 0

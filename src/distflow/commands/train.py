@@ -16,19 +16,25 @@ def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help="may differ on resume")
 
 
+def say(line: str) -> None:
+    """At once, also where standard output is a file."""
+    print(line, flush=True)
+
+
 def run(arguments: argparse.Namespace) -> int:
     from distflow.config import describe, load_config
 
-    print(f"distflow {__version__} · {arguments.preset}", flush=True)
+    say(f"distflow {__version__} · {arguments.preset}")
     loaded = load_config(arguments.preset, arguments.overrides)
     for line in describe(loaded.config):
-        print(line, flush=True)
-    from distflow.pipelines.assembly import assemble
-    from distflow.runtime.local import launch_local
+        say(line)
+    from distflow.pipelines.launch import launcher_of
+    from distflow.pipelines.spec import make_spec
 
-    parts = assemble(loaded, say=lambda line: print(line, flush=True))
-    resume = arguments.resume or loaded.config.trainer.resume_mode
-    outcome = launch_local(parts, resume=resume, allow_change=tuple(arguments.allow_change))
+    spec = make_spec(loaded, say=say)
+    outcome = launcher_of(spec)(
+        spec, resume=arguments.resume, allow_change=tuple(arguments.allow_change), say=say
+    )
     if outcome.accuracy_before is not None and outcome.accuracy_after is not None:
         print(f"accuracy before RL: {outcome.accuracy_before:.2f}")
         print(f"accuracy after RL: {outcome.accuracy_after:.2f}")

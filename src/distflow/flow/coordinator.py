@@ -81,6 +81,8 @@ class Coordinator:
 
         served_step: the lowest step that an engine serves, where one lags behind the last released step.
         """
+        if self.finished:
+            return []
         served = self.step if served_step is None else served_step
         tickets = [self._edge.reissue(number, served) for number in self._lost_to_start(served)]
         for number in range(self._issued, self._issued + self._num_new(served)):
