@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForTokenClassification
 from distflow.config import Config, load_config
 from distflow.observe.run_reader import read_events, read_metrics
 from distflow.pipelines.spec import make_spec
-from distflow.runtime.local import Outcome, launch_local
-from distflow.runtime.spec import Spec
+from distflow.runtime.local import launch_local
+from distflow.runtime.spec import Outcome, Spec
 from tests.tiny_models import write_tiny_model
 
 # Graded and deaf to meaning: what matters is that samples of a group differ.

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from distflow.runtime.parts import Parts
 from torch import nn
 
 from distflow import cli
@@ -18,7 +19,6 @@ from distflow.rollout.embedded.kv import PromptCache
 from distflow.rollout.receipts import stripe_hash, stripe_hashes
 from distflow.runtime import experience, learning
 from distflow.runtime.checks import TrustError
-from distflow.runtime.parts import Parts
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.e2e.runs import Playground, notes
 

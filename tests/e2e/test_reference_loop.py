@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from distflow.runtime.parts import Parts
 from torch import Tensor
 
 from distflow.runtime import learning
 from distflow.runtime.checks.mismatch import Tolerance
-from distflow.runtime.parts import Parts
 from tests.e2e.reference_loop import ReferenceLoop, read_step
 from tests.e2e.runs import REWARD, Playground, Run
 

@@ -130,3 +130,11 @@ def test_two_factories_of_one_role_need_no_deps(config):
     pipeline = Pipeline("p").add_node("penalty", node_factory(lambda config: penalty), node_role="REWARD")
     graph = pipeline.add_node("judge", node_factory(lambda config: judge), node_role="REWARD").build()
     assert [n.node_id for n in graph.bind(config, REWARDS).nodes] == ["judge", "penalty"]
+
+
+def test_makers_without_an_order_are_found_when_their_functions_are_known(config):
+    made = node(writes="values")(lambda response_mask: None)
+    graph = Pipeline("p").add_node("a", factory_of(made)).add_node("b", factory_of(made)).build()
+    assert "nodes 'a' and 'b' both write 'values'" in fails(graph, config)
+    graph.update_node("b", deps=("a",))
+    assert [n.node_id for n in graph.bind(config, REWARDS).nodes] == ["a", "b"]

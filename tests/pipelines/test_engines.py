@@ -1,9 +1,9 @@
 """Engines from a config: which class, with which of its keys, and for how many optimizer steps."""
 
 import pytest
+from distflow.pipelines.engines import build_engines, load_policy, load_policy_tokenizer, rollout_settings
 
 from distflow.config import Config, load_config
-from distflow.pipelines.engines import build_engines, load_policy, load_policy_tokenizer, rollout_settings
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.hf import HFEngine
 from distflow.training.torch_engine import TorchTrainEngine

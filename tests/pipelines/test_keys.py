@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+from distflow.pipelines.assembly import bind, refuse_inert_keys
 
 from distflow.config import load_config
 from distflow.config.errors import UserError
-from distflow.pipelines.assembly import bind, refuse_inert_keys
 
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 NEEDED = (f"{MODEL}.path=builtin:tiny", "data.train_files=rows.jsonl")

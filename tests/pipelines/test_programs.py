@@ -4,12 +4,12 @@ import inspect
 from pathlib import Path
 
 import pytest
+from distflow.pipelines.assembly import bind
 
 from distflow.config import load_config
 from distflow.config.dag import NODE_KEYS
 from distflow.config.errors import UserError
 from distflow.graph import Pipeline, PipelineError
-from distflow.pipelines.assembly import bind
 from distflow.pipelines.dapo import dapo_pipeline
 from distflow.pipelines.grpo import grpo_pipeline
 from distflow.pipelines.ppo import ppo_pipeline

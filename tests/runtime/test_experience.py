@@ -5,6 +5,7 @@ import random
 from typing import Any
 
 import pytest
+from distflow.runtime.local_edge import LocalEdge, UserNoProgress
 
 from distflow.data.batch import Batch
 from distflow.flow.ticket import Ticket, Version
@@ -12,7 +13,6 @@ from distflow.graph import BoundNode, Drop, node
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Receipt, SamplingParams, Stream
 from distflow.runtime.context import GroupContext, NodeContext
 from distflow.runtime.experience import ExperiencePlane, SubmissionGate
-from distflow.runtime.local_edge import LocalEdge, UserNoProgress
 from distflow.training.collective import OneRank
 from tests.runtime.groups import bound, context, coordinator, group
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from distflow.runtime.invoke import call_node, merge_output, run_node, scores_on_last_token
 
 from distflow.config.errors import UserError
 from distflow.data.batch import Batch
 from distflow.graph import NodeOutput, node
 from distflow.graph.fields import Axis
 from distflow.runtime.blame import NodeError, UserNodeError, node_error
-from distflow.runtime.invoke import call_node, merge_output, run_node, scores_on_last_token
 from distflow.runtime.plain_calls import PlainCalls
 from distflow.training.collective import OneRank
 from tests.runtime.groups import bound, context, group

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from distflow.runtime.learning import LearningPlane
 
 from distflow.config.errors import UserError
 from distflow.graph import NodeOutput, NodeStatus, Pipeline, node
 from distflow.observe.timing import PhaseTimer
 from distflow.runtime.blame import NodeError
 from distflow.runtime.checks import TrustError
-from distflow.runtime.learning import LearningPlane
 from distflow.training.collective import OneRank
 from tests.runtime.groups import FIELDS, context, group
 

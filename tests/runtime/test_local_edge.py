@@ -5,11 +5,11 @@ import threading
 from typing import Any
 
 import pytest
+from distflow.runtime.local_edge import Failure, LocalEdge, NoProgress, UserNoProgress
 
 from distflow.config.errors import UserError
 from distflow.flow.edge import Exhausted
 from distflow.flow.ticket import Ticket
-from distflow.runtime.local_edge import Failure, LocalEdge, NoProgress, UserNoProgress
 from tests.runtime.groups import coordinator, group
 
 BROKEN = Failure("custom: KeyError: 'x' (at reward.py:3)", users=True)

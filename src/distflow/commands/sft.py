@@ -2,18 +2,12 @@
 
 import argparse
 
-from distflow.commands import train
 from distflow.commands.config_arguments import add_config_arguments
+from distflow.commands.train import add_resume_arguments, run
 
-PRESET = "sft"
+__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config_arguments(parser, default=PRESET)
-    train.add_resume_arguments(parser)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    if "=" in arguments.preset:  # the preset was left out, and this is the first override
-        arguments.preset, arguments.overrides = PRESET, [arguments.preset, *arguments.overrides]
-    return train.run(arguments)
+    add_config_arguments(parser, default="sft")
+    add_resume_arguments(parser)

@@ -208,6 +208,11 @@ TRACKERS: dict[str, Tracker] = {
     ),
 }
 
+LAUNCHERS: dict[str, Entry] = {
+    "local": Entry("one process, no Ray", "distflow.runtime.local:launch_local"),
+    "ray": Entry("one worker a device, over Ray"),
+}
+
 OPTIMIZERS = ("adamw", "adamw_8bit", "sgd")
 SCHEDULERS = ("constant", "constant_with_warmup", "linear_with_warmup", "cosine_with_warmup")
 DTYPES = ("bfloat16", "float32")

@@ -2,7 +2,7 @@
 values, so that it can be sent to the worker that builds the part."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
@@ -20,7 +20,6 @@ from distflow.config.functions import load
 from distflow.config.names import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.config.program import is_rl, optimizer_steps
 from distflow.flow.ticket import Version
-from distflow.graph import Program
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
 from distflow.models.tokenizer import load_tokenizer, stop_token_ids
@@ -38,23 +37,25 @@ Options = dict[str, Any]
 """Keyword arguments of a constructor, plain values."""
 
 
-def make_factories(config: Config, program: Program, steps: int) -> dict[str, Factory]:
-    """Of what the program's nodes name, and of what that is made of. steps: training steps of the whole run."""
+def make_factories(
+    config: Config, engines: Collection[str], services: Collection[str], steps: int
+) -> dict[str, Factory]:
+    """Of these, and of what they are made of. steps: training steps of the whole run."""
     factories: dict[str, Factory] = {
         "policy": partial(_policy, source=_policy_source(config), lora=_lora(config)),
         "tokenizer": partial(_tokenizer, **_tokenizer_options(config)),
         "stop_token_ids": _stop_token_ids,
     }
-    if "actor" in program.engines:
+    if "actor" in engines:
         factories["actor"] = partial(_actor, **_actor_options(config, steps))
-    if "critic" in program.engines:
+    if "critic" in engines:
         factories["critic"] = partial(_critic, source=_critic_source(config), **_critic_options(config, steps))
-    if "ref" in program.engines:
+    if "ref" in engines:
         source = None if config.actor_rollout_ref.model.lora_rank else _policy_source(config)
         factories["ref"] = partial(_reference, source=source, options=_scorer_options(config))
-    if "rollout" in program.engines:
+    if "rollout" in engines:
         factories["rollout"] = partial(_rollout, **_rollout_options(config))
-    if "judge" in program.services:
+    if "judge" in services:
         factories["judge"] = partial(_judge, **_judge_options(config))
     return factories
 

@@ -15,8 +15,10 @@ from distflow.config.errors import UserError
 from distflow.config.functions import load_modules
 from distflow.data.batch import Batch
 from distflow.graph.fields import Axis
-from distflow.pipelines.engines import build_engines, load_policy
+from distflow.pipelines.factories import make_factories
 from distflow.pipelines.objectives import policy_objective, sft_objective, value_objective
+from distflow.planning.plan import RankPlan
+from distflow.runtime.resources import build_resources
 from distflow.training.engine import LossFn
 from distflow.training.torch_engine import TorchTrainEngine
 
@@ -84,8 +86,8 @@ def _non_finite_weights(weights: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 def _engine(config: Config, role: str) -> TorchTrainEngine:
-    engines = build_engines(config, load_policy(config), {"critic"} if role == "critic" else (), None, steps=1)
-    engine = engines.critic if role == "critic" else engines.actor
+    factories = make_factories(config, {"actor", role}, (), steps=1)
+    engine = build_resources(factories, RankPlan(0, "cpu", (), (), (role,), ())).trained()[role]
     assert isinstance(engine, TorchTrainEngine)
     return engine
 

@@ -152,7 +152,7 @@ def _settings(config: Config, program: Program, num_rows: int) -> dict[str, Any]
     policy_loss = any(getattr(node.fn, "keywords", {}).get("name") == "actor" for node in program.learning)
     return {
         "data": data,
-        "factories": make_factories(config, program, data.total_steps),
+        "factories": make_factories(config, program.engines, program.services, data.total_steps),
         "weight_dtype": compute_dtype(config),
         "shares_weights": exact,
         "sends_weights": not (exact and config.actor_rollout_ref.model.lora_rank > 0),

@@ -4,7 +4,7 @@ import errno
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from distflow import __version__
@@ -24,7 +24,7 @@ from distflow.runtime.ports.local_weights import LocalWeights
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources, build_resources
 from distflow.runtime.saved import check_same_run, restore
-from distflow.runtime.spec import Spec
+from distflow.runtime.spec import Outcome, Spec
 from distflow.runtime.stop import StopRequest
 from distflow.runtime.waits import Waits
 from distflow.runtime.worker import Worker
@@ -35,20 +35,6 @@ _FROM_THE_START = -1
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """steps: consumed in all. stopped: by a signal, before the end. report: the run's report.
-
-    accuracy_before, accuracy_after: on held-out problems, before the first step and at the end, where measured.
-    """
-
-    steps: int
-    stopped: bool
-    report: Path
-    accuracy_before: float | None
-    accuracy_after: float | None
-
-
 def launch_local(
     spec: Spec,
     *,
@@ -56,14 +42,7 @@ def launch_local(
     allow_change: tuple[str, ...] = (),
     say: Callable[[str], None] = lambda line: None,
 ) -> Outcome:
-    """Run to the end, or to the first signal.
-
-    resume: "auto" (from the run's last whole checkpoint, if any), "never", or the folder of a checkpoint or a run; what
-    `trainer.resume_mode` says, if not given.
-    allow_change: config keys that may differ from the checkpoint's. say: told one line at a time what is being loaded.
-    Raises UserError for a checkpoint that does not fit, for a folder that another run uses or that cannot be written;
-    TrustError where a check fails; NoProgress, NodeError.
-    """
+    """See `Launch`."""
     with _writing_to(spec.run_dir), claimed(spec.run_dir):
         keep_best = int(spec.options.keep_best is not None)
         store = CheckpointStore(spec.run_dir / CHECKPOINTS, spec.options.keep_last, keep_best)

@@ -69,6 +69,20 @@ class RunOptions:
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """steps: consumed in all. stopped: by a signal, before the end. report: the run's report.
+
+    accuracy_before, accuracy_after: on held-out problems, before the first step and at the end, where measured.
+    """
+
+    steps: int
+    stopped: bool
+    report: Path
+    accuracy_before: float | None
+    accuracy_after: float | None
+
+
+@dataclass(frozen=True)
 class Spec:
     """A run, ready to be sent to its workers.
 
@@ -104,3 +118,25 @@ class Spec:
     @property
     def run_dir(self) -> Path:
         return self.options.run_dir
+
+
+class Launch(Protocol):
+    """What a launcher is."""
+
+    def __call__(
+        self,
+        spec: Spec,
+        *,
+        resume: str | None = None,
+        allow_change: tuple[str, ...] = (),
+        say: Callable[[str], None] = lambda line: None,
+    ) -> Outcome:
+        """Run to the end, or to the first signal.
+
+        resume: "auto" (from the run's last whole checkpoint, if any), "never", or the folder of a checkpoint or a run;
+        what `trainer.resume_mode` says, if not given. allow_change: config keys that may differ from the checkpoint's.
+        say: told one line at a time what is being loaded.
+        Raises UserError for a checkpoint that does not fit, for a folder that another run uses or that cannot be
+        written; TrustError where a check fails; NoProgress, NodeError.
+        """
+        ...

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from distflow.pipelines.assembly import assemble
 from torch import Tensor
 
-from distflow.pipelines.assembly import assemble
 from tests.e2e.keys.lab import Lab
 
 Look = Callable[[Lab, str, Sequence[str]], Any]

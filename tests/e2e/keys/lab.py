@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 import yaml
+from distflow.pipelines.assembly import assemble
+from distflow.pipelines.engines import load_policy
+from distflow.runtime.parts import Parts
 from torch import Tensor, nn
 
 from distflow.config import Config, Loaded, config_from_dict, load_config, to_dict, to_yaml
@@ -20,11 +23,8 @@ from distflow.data.batch import Batch
 from distflow.data.prompts import PromptSet
 from distflow.models.tokenizer import load_tokenizer
 from distflow.observe.run_reader import Event, read_events, read_metrics, read_samples
-from distflow.pipelines.assembly import assemble
 from distflow.pipelines.data_sets import encode, read_held_out, read_train, train_prompts
-from distflow.pipelines.engines import load_policy
 from distflow.runtime.local import launch_local
-from distflow.runtime.parts import Parts
 from tests.tiny_models import write_tiny_model
 
 MODEL, ACTOR, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
