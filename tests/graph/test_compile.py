@@ -120,7 +120,6 @@ def test_an_engine_or_a_service_that_the_worker_has_not(config, fn, missing):
         compile_inputs(bound_of(fn, config), {f"{missing}s": 1})
 
 
-@pytest.mark.xfail(strict=True, raises=IndexError, reason="neither build nor compile_inputs notices it")
 def test_the_parameter_engine_where_nobody_says_which():
     with pytest.raises(PipelineError, match="node 'x'"):
         compile_inputs(bound_of(lambda engine: None), {})

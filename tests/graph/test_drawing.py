@@ -74,7 +74,6 @@ def test_edges_that_follow_from_the_columns_are_drawn(config):
     assert edges == ['n0 ==>|"token_level_scores"| n2', 'n1 -->|"old_log_probs"| n2']
 
 
-@pytest.mark.xfail(strict=True, reason="before bind only the given deps are drawn")
 def test_edges_that_follow_from_the_columns_are_drawn_before_bind():
     graph = Pipeline("p").add_node("reward", judge).add_node("train", train).build()
     assert 'n0 -->|"token_level_scores"| n1' in graph.to_mermaid()

@@ -12,7 +12,7 @@ from distflow.rewards.certify import certify, certify_answers, certify_deadline,
 from distflow.rewards.router import RewardRouter
 
 BUILTIN = [name for name in REWARDS if name != CUSTOM_REWARD]
-SETTINGS = {"timeout_s": 20.0, "num_workers": 1}
+SETTINGS = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
 
 
 def test_every_built_in_has_good_and_bad_cases_and_passes_them():

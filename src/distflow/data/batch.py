@@ -19,7 +19,8 @@ class Batch:
 
     A column belongs to an axis: tokens of the prompt, the response or both (`sequence`), one entry a sample, or plain
     Python objects. `batch[name]` hands out token columns padded as `(bs, longest)`, `batch.flat(name)` as stored.
-    `input_ids`, `attention_mask`, `loss_mask` are derived where nobody wrote them.
+    `input_ids`, `attention_mask`, `loss_mask`, `token_level_scores` and `token_level_rewards` are derived where nobody
+    wrote them.
     """
 
     def __init__(self, prompt_lengths: Tensor, response_lengths: Tensor) -> None:
@@ -70,6 +71,10 @@ class Batch:
             return True
         if name in ("input_ids", "attention_mask"):
             return "prompt_ids" in self._columns and "response_ids" in self._columns
+        if name == "token_level_rewards":
+            return "token_level_scores" in self
+        if name == "token_level_scores":
+            return "scores" in self._columns and "response_mask" in self._columns
         return name == "loss_mask" and "response_mask" in self._columns
 
     @property
@@ -106,7 +111,9 @@ class Batch:
         if name == "attention_mask":
             num_tokens, device = int(self._lengths[Axis.SEQUENCE].sum()), self.flat("prompt_ids").device
             return torch.ones(num_tokens, dtype=torch.float32, device=device)
-        return self._derived_loss_mask()
+        if name == "token_level_rewards":
+            return self.flat("token_level_scores")
+        return self._derived_loss_mask() if name == "loss_mask" else self._placed_scores()
 
     def padded(self, name: str, fill: float = 0) -> Tensor:
         """A token column as `(bs, longest)`, right-padded with `fill`."""
@@ -314,6 +321,20 @@ class Batch:
         valid: Tensor = self.flat("valid")
         lengths = self._lengths[Axis.RESPONSE].to(mask.device)
         return mask * valid.to(mask.dtype).repeat_interleave(lengths)
+
+    def _placed_scores(self) -> Tensor:
+        """The one score of a sample, on the last token that the policy made: flat `(response tokens,)`.
+
+        Not on a tool's or environment's token behind it: estimators read rewards of the policy's tokens only.
+        """
+        mask: Tensor = self.padded("response_mask")
+        placed = torch.zeros_like(mask)
+        if mask.shape[1]:
+            positions = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+            last = torch.where(mask > 0, positions, -1).amax(dim=1)
+            answered = last >= 0
+            placed[answered.nonzero()[:, 0], last[answered]] = self.flat("scores").to(placed.dtype)[answered]
+        return self.unpad(placed, Axis.RESPONSE)
 
     def to_mapping(self) -> dict[str, object]:
         """All stored columns as `batch[name]` hands them out."""

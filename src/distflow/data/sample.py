@@ -1,5 +1,6 @@
 """One trajectory: append-only segments of token ids. Tokens are never re-tokenised."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -44,7 +45,7 @@ class Sample:
     response: str = ""
     domain: str = "default"
     ground_truth: object = None
-    extra_info: dict[str, object] = field(default_factory=dict)
+    extra_info: Mapping[str, object] = field(default_factory=dict)
     finish_reason: str = "stop"
     valid: bool = True
 

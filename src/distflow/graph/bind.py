@@ -34,6 +34,7 @@ def bind_program(graph_id: str, nodes: tuple[Node, ...], config: object, data_fi
     loaded = _loaded(data_fields)
     contracts = _contracts(settled, frozenset(loaded))
     wiring = Wiring({key: Vertex(s.node, contracts[key], s.node.deps) for key, s in settled.items()})
+    wiring.check()
     _check_reads(wiring, settled, frozenset(loaded))
     bound = tuple(_bind_node(wiring, settled[key]) for key in wiring.order)
     return Program(
@@ -116,7 +117,8 @@ def _written(wiring: Wiring) -> dict[str, Field]:
 def _bind_node(wiring: Wiring, settled: _Settled) -> BoundNode:
     node, group = settled.node, settled.group
     vertex = wiring.vertices[node.node_id]
-    by_role, role_phase = node.by_role, node.by_role.forward_phase if node.only_forward_compute else node.by_role.phase
+    by_role = node.by_role
+    role_phase = (by_role.forward_phase if node.only_forward_compute else None) or by_role.phase
     return BoundNode(
         node_id=node.node_id,
         fn=node.fn,

@@ -30,11 +30,14 @@ def compile_inputs(node: BoundNode, resources: Mapping[str, object]) -> Inputs:
     """
     contract = node.contract
     fixed = {name: _resource(node, name, resources) for name in (*contract.engines, *contract.services)}
-    own = {"config": node.config, "reduce": resources.get("reduce")}
     if "engine" in contract.reserved:
-        own["engine"] = _resource(node, node.engines[0], resources)
-    fixed |= {name: value for name, value in own.items() if name in contract.reserved} | dict(node.options)
-    of_the_call = [name for name in contract.reserved if name not in own]
+        fixed["engine"] = _resource(node, node.engines[0], resources)
+    if "reduce" in contract.reserved:
+        fixed["reduce"] = _resource(node, "reduce", resources)
+    if "config" in contract.reserved:
+        fixed["config"] = node.config
+    of_the_call = [name for name in contract.reserved if name not in fixed]
+    fixed |= node.options
     required = frozenset(contract.reads)
 
     def inputs(columns: Columns, call: Mapping[str, object]) -> Arguments:

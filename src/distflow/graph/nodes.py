@@ -1,7 +1,7 @@
 """The node of a graph, and what a node function may return."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TypeVar
 
 from distflow.config.errors import hint
@@ -136,11 +136,13 @@ class Node:
                 f"{self.where}: retry_limit={self.retry_limit}, but a node that trains has side effects and cannot "
                 "run again; set only_forward_compute=True if it changes no weights"
             )
-        if self.node_type in ENGINE_TYPES and not engines_of(self, contract):
+        takes_own = "engine" in contract.reserved
+        if (self.node_type in ENGINE_TYPES or takes_own) and not engines_of(self, contract):
             with_one = [role.name for role, defaults in ROLE_DEFAULTS.items() if defaults.engine]
+            wants = "takes its role's `engine`" if takes_own else f"is of type {self.node_type.name}"
             raise PipelineError(
-                f"{self.where} is of type {self.node_type.name}, but neither its function nor its role "
-                f"{self.node_role.name} names an engine; the roles with one: {', '.join(with_one)}"
+                f"{self.where} {wants}, but neither its function nor its role {self.node_role.name} names an engine; "
+                f"the roles with one: {', '.join(with_one)}"
             )
 
 
@@ -155,18 +157,25 @@ def made(node: Node, config: object) -> Node:
         fn = node.fn(config)
     except (ValueError, LookupError, AttributeError) as error:
         raise PipelineError(f"{node.where}: {error}") from error
-    if not callable(fn):
+    if not callable(fn) or is_factory(fn):
         raise PipelineError(f"{node.where}: its factory returned {fn!r}, which is no function")
-    return replace(node, func=fn)
+    role: NodeRole | None = None if node.spec.role is None and node.node_role is NodeRole.DEFAULT else node.node_role
+    result = replace(node, func=fn, node_role=role)  # type: ignore[arg-type]  # settled anew
+    said = {item.name: getattr(result.spec, item.name) for item in fields(result.spec)}
+    early = {item.name: getattr(node.spec, item.name) for item in fields(node.spec)}
+    merged = NodeSpec(**{name: early[name] if value is None else value for name, value in said.items()})
+    object.__setattr__(result, "spec", merged)
+    return result
 
 
 def engines_of(node: Node, contract: Contract) -> tuple[str, ...]:
     """The engines that the node uses: those its function names, else its own or its role's, where its type says that it
     uses one or its function has a parameter `engine`."""
-    if contract.engines or not (node.node_type in ENGINE_TYPES or "engine" in contract.reserved):
-        return contract.engines
-    engine = node.engine or node.by_role.engine
-    return (engine,) if engine else ()
+    own = node.engine or node.by_role.engine
+    if "engine" in contract.reserved:
+        return tuple(dict.fromkeys((own, *contract.engines))) if own else ()
+    uses_own = own is not None and not contract.engines and node.node_type in ENGINE_TYPES
+    return (own,) if uses_own and own else contract.engines
 
 
 def early_contract(node: Node, fields: frozenset[str]) -> Contract:
@@ -204,6 +213,10 @@ def _check_arguments(node: Node) -> None:
         raise PipelineError(f"{where}: retry_limit must be a whole number from 0, {node.retry_limit!r} given")
     if not (node.config is None or isinstance(node.config, str | Mapping)):
         raise PipelineError(f"{where}: config must be a dotted key of the config or a mapping, {node.config!r} given")
+    if not (node.phase is None or isinstance(node.phase, str)):
+        raise PipelineError(f"{where}: phase must be a text, {node.phase!r} given")
+    if not (node.validates is None or isinstance(node.validates, bool)):
+        raise PipelineError(f"{where}: validates must be True or False, {node.validates!r} given")
     for name, value, known in (("engine", node.engine, ENGINES), ("plane", node.plane, ("experience", "learning"))):
         if value is not None and value not in known:
             raise PipelineError(f"{where}: {name} {value!r} is none{hint(str(value), known)}")

@@ -46,7 +46,10 @@ def node(
     """
     if isinstance(writes, Mapping):
         for name, axis in writes.items():
-            register_field(name, "object" if Axis(axis) is Axis.OBJECT else "float32", axis)
+            known = [member.value for member in Axis]
+            if axis not in known:
+                raise PipelineError(f"@node: writes: '{axis}' of column '{name}' is no axis{hint(axis, known)}")
+            register_field(name, "object" if axis == Axis.OBJECT.value else "float32", axis)
     spec = NodeSpec(
         writes=None
         if writes is None
@@ -68,7 +71,7 @@ def node_factory(fn: _Fn) -> _Fn:
 
 def is_factory(fn: Callable[..., object]) -> bool:
     """Whether it was marked by `node_factory`."""
-    return bool(getattr(fn, _FACTORY, False))
+    return is_factory(fn.func) if isinstance(fn, functools.partial) else bool(getattr(fn, _FACTORY, False))
 
 
 def spec_of(fn: Callable[..., object]) -> NodeSpec:

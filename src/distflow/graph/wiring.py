@@ -17,6 +17,7 @@ DERIVED = {
     "input_ids": ("prompt_ids", "response_ids"),
     "attention_mask": ("prompt_ids", "response_ids"),
     "loss_mask": ("response_mask",),
+    "scores": ("token_level_scores",),
     "token_level_scores": ("scores", "response_mask"),
     "token_level_rewards": ("token_level_scores",),
 }
@@ -58,11 +59,15 @@ def check_edges(deps: Mapping[str, Sequence[str]]) -> None:
                 raise PipelineError(f"node '{node_id}' depends on '{dep}', which is no node{hint(dep, others)}")
     cycle = find_cycle(deps)
     if cycle:
-        raise PipelineError(f"the nodes form a cycle: {' -> '.join(cycle)}; take one of these deps away")
+        raise PipelineError(
+            f"the nodes form a cycle: {' -> '.join(cycle)}; take one of these deps away, or let none read what a later "
+            "one writes"
+        )
 
 
 class Wiring:
-    """Order, writers and planes of a graph whose deps form no cycle. Raises PipelineError if they do not fit.
+    """Order, writers and planes of a graph whose given deps form no cycle. Raises PipelineError for a cycle by what
+    nodes read and write.
 
     A node runs behind all that write what it reads, unless its deps say otherwise; one that updates a field (reads and
     writes it) behind those that make it.
@@ -84,6 +89,9 @@ class Wiring:
             writers.sort(key=self.order.index)
         self._learning_because: dict[str, str] = {}
         self.planes = {node_id: self._plane(node_id) for node_id in self.order}
+
+    def check(self) -> None:
+        """Raises PipelineError where writers, readers and planes do not fit together."""
         self._check_writers()
         for node_id in self.order:
             self._check_plane(node_id)
@@ -109,12 +117,12 @@ class Wiring:
     def _sources(self, node_id: str) -> Iterator[str]:
         """The fields that it reads, derived ones that nobody else writes by what they are derived from."""
         names = list(self.vertices[node_id].reads)
-        while names:
-            name = names.pop(0)
-            if name in DERIVED and not any(writer != node_id for writer in self.writers.get(name, ())):
-                names += DERIVED[name]
-            else:
+        for name in names:  # grows
+            others = [writer for writer in self.writers.get(name, ()) if writer != node_id]
+            if name not in DERIVED or others:
                 yield name
+            if name in DERIVED and all(name in self.vertices[writer].reads for writer in others):
+                names += (source for source in DERIVED[name] if source not in names)
 
     def ordered(self, one: str, other: str) -> bool:
         """Whether one of the two nodes must have run before the other."""
@@ -122,9 +130,10 @@ class Wiring:
 
     def has(self, node_id: str, name: str, loaded: frozenset[str]) -> bool:
         """Whether the field is there when the node runs: written before, loaded with the data, or derived."""
-        if name in loaded or any(writer in self.before[node_id] for writer in self.writers.get(name, ())):
-            return True
-        return name in DERIVED and all(self.has(node_id, source, loaded) for source in DERIVED[name])
+        there = {*loaded, *(written for other in self.before[node_id] for written in self.vertices[other].writes)}
+        while missing := [n for n, sources in DERIVED.items() if n not in there and there.issuperset(sources)]:
+            there.update(missing)
+        return name in there
 
     def _plane(self, node_id: str) -> Plane:
         vertex = self.vertices[node_id]
@@ -150,8 +159,10 @@ class Wiring:
             if vertex.contract.is_async
             else "works on samples or on a group"
             if {"samples", "group"} & set(vertex.contract.reserved)
+            else "must run there (its plane is experience)"
+            if vertex.node.plane == "experience"
             else f"must run there (its role is {vertex.node.node_role.name})"
-            if (vertex.node.plane or vertex.node.by_role.plane) == "experience"
+            if vertex.node.plane is None and vertex.node.by_role.plane == "experience"
             else None
         )
         if needs and self.planes[node_id] == "learning":
@@ -180,7 +191,7 @@ class Wiring:
         return is_factory(self.vertices[node_id].node.fn)
 
     def _check_read(self, node_id: str, name: str) -> None:
-        writers = [writer for writer in self.writers.get(name, ()) if writer != node_id]
+        writers = [w for w in self.writers.get(name, ()) if w != node_id and not self._is_late(w)]
         if any(writer in self.before[node_id] for writer in writers):
             return
         for writer in writers:

@@ -29,7 +29,7 @@ class WandbTracker:
             name=run.experiment,
             id=_run_id(run.run_dir),
             resume="allow",
-            config=to_json(run.config),
+            config={name: to_json(value) for name, value in run.config.items()},
             mode=_mode(),
             settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
         )

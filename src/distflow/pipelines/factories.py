@@ -232,20 +232,21 @@ def _stop_token_ids(get: Get, device: torch.device) -> tuple[int, ...]:
 
 
 def _actor(get: Get, device: torch.device, optim: Options, engine: str, options: Options) -> TrainEngine:
-    return _train_engine(get("policy"), optim, engine, options)
+    return _train_engine(get, get("policy"), optim, engine, options)
 
 
 def _critic(
     get: Get, device: torch.device, source: Options, optim: Options, engine: str, options: Options
 ) -> TrainEngine:
-    return _train_engine(load_value_model(**source, device=device), optim, engine, options)
+    return _train_engine(get, load_value_model(**source, device=device), optim, engine, options)
 
 
-def _train_engine(model: nn.Module, optim: Options, engine: str, options: Options) -> TrainEngine:
+def _train_engine(get: Get, model: nn.Module, optim: Options, engine: str, options: Options) -> TrainEngine:
     return cast(Callable[..., TrainEngine], load(engine))(
         model,
         optimizer=make_optimizer(parameters=model.parameters(), **optim["optimizer"]),
         schedule=make_schedule(**optim["schedule"]),
+        group=get("collective"),
         **options,
     )
 
@@ -253,7 +254,7 @@ def _train_engine(model: nn.Module, optim: Options, engine: str, options: Option
 def _reference(get: Get, device: torch.device, source: Options | None, options: Options) -> TorchScorer:
     """The policy as it was before training; with an adapter that is the policy with the adapter switched off."""
     model = get("policy") if source is None else load_model(**source, device=device).requires_grad_(False)
-    return TorchScorer(model, without_adapter=source is None, **options)
+    return TorchScorer(model, without_adapter=source is None, group=get("collective"), **options)
 
 
 def _rollout(

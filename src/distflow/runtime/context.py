@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,7 +19,7 @@ from distflow.training.engine import TrainEngine
 Updated = Callable[[TrainEngine, Batch, dict[str, float], bool], None]
 """(engine, mini-batch, metrics, whether it was the first of this step): told of each optimizer step."""
 
-NodeState = dict[str, dict[str, object]]
+NodeState = dict[str, dict[str, Any]]
 """JSON values of each node by its id: they live across steps and are in every checkpoint."""
 
 
@@ -36,7 +37,7 @@ class NodeContext:
     config: Config
     step: int
     tokenizer: PreTrainedTokenizerBase
-    state: dict[str, object] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
     after_update: Updated = lambda engine, batch, metrics, first: None
     tickets: Sequence[int] = ()
     group: Group | None = None

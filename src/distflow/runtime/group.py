@@ -2,10 +2,8 @@
 
 from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import torch
-from torch import Tensor
 
 from distflow.data.batch import Batch
 from distflow.data.columns import Written
@@ -47,6 +45,7 @@ class Group:
         return Sample(
             uid=f"{ticket.number}-{index}",
             group_index=ticket.number,
+            episode=index,
             segments=[prompt, segment] if segment else [prompt],
             prompt=row.prompt_text,
             response=text,
@@ -89,12 +88,11 @@ class Group:
         batch = Batch.from_samples(self.samples or [self.sample(i, None, "", "stop") for i in self.wanted])
         for name, value in self.written.items():
             batch[name] = value
-        if "scores" in batch and "token_level_scores" not in batch:
-            batch["token_level_scores"] = on_last_token(batch, batch["scores"])
-        elif "token_level_scores" in batch and "scores" not in batch:
+        if "token_level_scores" in batch.names and "scores" not in batch:
             batch["scores"] = batch["token_level_scores"].sum(-1)
-        if "token_level_scores" in batch and "token_level_rewards" not in batch:
-            batch["token_level_rewards"] = batch["token_level_scores"]
+        for name in ("token_level_scores", "token_level_rewards"):
+            if name in batch:
+                batch[name] = batch.flat(name)  # kept, so that it is derived once
         return batch
 
 
@@ -107,18 +105,3 @@ def new_group(ticket: Ticket, row: PromptRow, params: SamplingParams, seed: int)
 def _is_per_sample(name: str) -> bool:
     field = find_field(name)
     return field is not None and field.axis in (Axis.SAMPLE, Axis.OBJECT)
-
-
-def on_last_token(batch: Batch, scores: Tensor) -> Tensor:
-    """One score a sample `(bs,)`, on the last response token that the policy made: `(bs, response_length)`.
-
-    Not on a tool's or environment's token behind it: estimators read rewards of the policy's tokens only.
-    """
-    mask = cast(Tensor, batch["response_mask"])
-    placed = torch.zeros_like(mask)
-    if mask.shape[1] == 0:
-        return placed
-    positions = torch.where(mask > 0, torch.arange(mask.shape[1]).expand_as(mask), -1).amax(dim=1)
-    answered = positions >= 0
-    placed[answered.nonzero()[:, 0], positions[answered]] = scores.to(placed.dtype)[answered]
-    return placed

@@ -15,6 +15,7 @@ from distflow.rewards.router import RewardRouter
 from distflow.rollout.engine import RolloutEngine
 from distflow.rollout.receipts import stripe_hashes
 from distflow.runtime.spec import Factory
+from distflow.training.collective import Collective, OneRank
 from distflow.training.engine import Scorer, TrainEngine
 
 
@@ -46,9 +47,11 @@ class Resources:
         return {name: engine for name, engine in engines.items() if engine is not None}
 
 
-def build_resources(factories: Mapping[str, Factory], rank: RankPlan) -> Resources:
-    """Raises UserError where a part cannot be built, naming the config key at fault."""
-    get = _Builder(factories, rank)
+def build_resources(
+    factories: Mapping[str, Factory], rank: RankPlan, collective: Collective | None = None
+) -> Resources:
+    """collective: of the ranks that train together. Raises UserError where a part cannot be built, naming the key."""
+    get = _Builder(factories, rank, collective or OneRank())
     policy: nn.Module = get("policy")
     facts = {"model_fingerprint": _fingerprint(policy)}
     engines: dict[str, Any] = {name: get(name) for name in (*rank.engines, *rank.services)}
@@ -64,10 +67,10 @@ def build_resources(factories: Mapping[str, Factory], rank: RankPlan) -> Resourc
 class _Builder:
     """Parts by name, each built once, when it is first asked for."""
 
-    def __init__(self, factories: Mapping[str, Factory], rank: RankPlan) -> None:
+    def __init__(self, factories: Mapping[str, Factory], rank: RankPlan, collective: Collective) -> None:
         self._factories, self._rank = factories, rank
         self._device = torch.device(rank.device)
-        self._built: dict[str, Any] = {}
+        self._built: dict[str, Any] = {"collective": collective}
 
     def __call__(self, name: str) -> Any:
         if name not in self._built:

@@ -46,7 +46,8 @@ class Worker:
     ) -> None:
         """state: what nodes keep across steps. version: of the weights that the resources hold."""
         plan, program = spec.plan.ranks[rank], spec.program()
-        self._spec, self._rank, self._resources, self._ports = spec, rank, resources, ports
+        self._spec, self._resources, self._ports = spec, resources, ports
+        self._rank = ports.collective.rank  # among those that learn
         self._recorder, self._store, self._stop, self._state = recorder, store, stop, state
         self._version = version
         self._checks = LiveChecks.of(spec, resources, recorder.note)

@@ -82,7 +82,7 @@ class EdgePort(Protocol):
     def take(self, step: int, rank: int) -> Share | None:
         """consumes this step's groups · waits until they are complete · produces this rank's share, in ticket order
 
-        None where the data has ended. Raises NoProgress, Exhausted, and whatever ended the experience plane.
+        rank: among those that learn. None where the data has ended. Raises NoProgress, Exhausted, and whatever ended the experience plane.
         """
         ...
 
