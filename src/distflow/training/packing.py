@@ -17,4 +17,6 @@ def micro_batches(batch: Batch, max_tokens: int, group: Collective) -> list[Tens
     lengths = batch.lengths("sequence").tolist()
     bins = pack(lengths, max_tokens)
     agreed = int(group.max(float(len(bins))))
-    return [torch.tensor(bin, dtype=torch.int64) for bin in pack(lengths, max_tokens, agreed)]
+    if agreed > len(bins):
+        bins = pack(lengths, max_tokens, agreed)
+    return [torch.tensor(bin, dtype=torch.int64) for bin in bins]
