@@ -1,12 +1,14 @@
 """Keys that a program does not take are refused where they were set; the presets set none of them."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from distflow.pipelines.assembly import bind, refuse_inert_keys
 
 from distflow.config import load_config
 from distflow.config.errors import UserError
+from distflow.pipelines.spec import read_config
+from tests.user_code import forgotten
 
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 NEEDED = (f"{MODEL}.path=builtin:tiny", "data.train_files=rows.jsonl")
@@ -15,8 +17,7 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 
 
 def refuse(preset: str, *overrides: str) -> None:
-    loaded = load_config(preset, [*NEEDED, *overrides])
-    refuse_inert_keys(bind(loaded.config), loaded)
+    read_config(load_config(preset, [*NEEDED, *overrides]))
 
 
 @pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.yaml")))
@@ -27,10 +28,8 @@ def test_no_preset_has_one(preset: str) -> None:
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda path: path.stem)
 def test_no_example_has_one(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(file.parents[1]))
-    loaded = load_config(str(file), [])
-    for module in loaded.config.trainer.imports:
-        __import__(module)
-    refuse_inert_keys(bind(loaded.config), loaded)
+    with forgotten("examples"):
+        read_config(load_config(str(file), []))
 
 
 INERT = [
@@ -111,3 +110,82 @@ TAKEN = [
 @pytest.mark.parametrize(("preset", "taken", "given"), TAKEN, ids=[f"{preset}-{key}" for preset, key, _ in TAKEN])
 def test_a_key_in_use_is_accepted(preset: str, taken: str, given: tuple[str, ...]) -> None:
     refuse(preset, *given, taken)
+
+
+OWN_NODE = """
+from dataclasses import dataclass
+
+from distflow import node, register_config_group
+
+
+@dataclass(frozen=True)
+class Mine:
+    strength: float = 1.0
+    deeper: int = 0
+
+
+register_config_group("mine", Mine)
+
+
+@node(writes="token_level_rewards")
+def damp(token_level_scores, ctx):
+    return token_level_scores * ctx.config.mine.strength
+
+
+def with_ctx(config):
+    return _with(config, damp)
+
+
+@node(writes="token_level_rewards")
+def halve(token_level_scores):
+    return token_level_scores / 2
+
+
+def without_ctx(config):
+    return _with(config, halve)
+
+
+def _with(config, fn):
+    from distflow.graph import Pipeline
+    from distflow.pipelines import nodes
+    from distflow.pipelines.stages import answer_and_judge, score
+
+    pipeline = Pipeline("own", "With a node of my own")
+    answer_and_judge(pipeline, config)
+    pipeline.add_node("own", fn)
+    score(pipeline, config)
+    pipeline.add_node("calculate_advantages", nodes.compute_advantage)
+    pipeline.add_node("actor_train", nodes.train_actor)
+    return pipeline.build()
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "own_inert_program.py").write_text(OWN_NODE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with forgotten("own_inert_program"):
+        yield
+
+
+def refuse_own(builder: str, *overrides: str) -> None:
+    chosen = ("~dag.pipeline", f"dag.custom_pipeline_fn=own_inert_program:{builder}")
+    refuse("grpo", "trainer.imports=[own_inert_program]", *chosen, *overrides)
+
+
+@pytest.mark.parametrize("key", ["algorithm.lam", "critic.cliprange_value", f"{ACTOR}.clip_ratio_low"])
+def test_a_node_of_the_users_that_takes_ctx_does_not_excuse_other_keys(own: None, key: str) -> None:
+    loss = (f"{ACTOR}.policy_loss=gpg",)
+    refuse_own("with_ctx", *loss)
+    with pytest.raises(UserError, match=rf"in program 'own':\n  {key} \(command line\)"):
+        refuse_own("with_ctx", *loss, f"{key}=0.3")
+
+
+def test_a_registered_group_is_read_by_a_node_that_takes_ctx(own: None) -> None:
+    refuse_own("with_ctx", "mine.strength=0.5", "mine.deeper=2")
+
+
+def test_a_registered_group_that_no_node_can_read_is_refused(own: None) -> None:
+    refuse_own("without_ctx")
+    with pytest.raises(UserError, match=r"mine\.strength \(command line\)"):
+        refuse_own("without_ctx", "mine.strength=0.5")
