@@ -26,10 +26,14 @@ from distflow.graph.spec import NodeSpec, as_member, as_names, check_scope, is_f
 
 @dataclass(frozen=True)
 class NodeOutput:
-    """What a node function may return: the batch (or a mapping of columns) and metrics of this call."""
+    """What a node function may return: the batch (or a mapping of columns) and metrics of this call.
+
+    weight: what the metrics are means over; the samples that the node got, if not given.
+    """
 
     batch: object
     metrics: Mapping[str, float] = field(default_factory=dict)
+    weight: float | None = None
 
 
 @dataclass(frozen=True)

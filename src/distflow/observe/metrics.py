@@ -153,8 +153,12 @@ def _leaves(nested: Mapping[str, object], above: tuple[str, ...]) -> Iterator[tu
             yield (*above, key), value
 
 
-def combine(parts: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
-    """One set of metrics from the metrics of parts with their weights (what their means were averaged over).
+Measured = tuple[Mapping[str, float], float]
+"""Metrics by name, and their weight: what their means were averaged over (samples, tokens)."""
+
+
+def combine(parts: Sequence[Measured]) -> dict[str, float]:
+    """One set of metrics from those of parts.
 
     A metric that only some parts have is combined over those. A name that is not in the table is a mean. Raises
     ValueError for a percentile in more than one part: it cannot be had from the percentiles of parts.

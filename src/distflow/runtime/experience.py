@@ -142,7 +142,7 @@ class ExperiencePlane:
         else:
             outcome = "complete" if drop is None else drop.reason
             if drop is None:
-                edge.put(ticket, group.batch(), group.metrics)
+                edge.put(ticket, group.batch(), group.measured)
             elif drop.reason == TOO_FEW_VERDICTS:
                 edge.drop(ticket, drop.reason, Failure(drop.detail, users=True))
                 outcome += f": {drop.detail}"

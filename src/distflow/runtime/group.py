@@ -11,6 +11,7 @@ from distflow.data.prompts import PromptRow
 from distflow.data.sample import Sample, Segment
 from distflow.flow.ticket import Ticket
 from distflow.graph.fields import ALIASES, Axis, find_field
+from distflow.observe.metrics import Measured
 from distflow.rollout.engine import SamplingParams, Stream
 
 
@@ -19,7 +20,7 @@ class Group:
     """What is to be answered, the answers, and what nodes found out about them.
 
     wanted: indices of the samples. params, stream: how they are drawn. samples: empty until a node has answered.
-    written: what later nodes wrote, by column. metrics: what nodes measured.
+    written: what later nodes wrote, by column. measured: by each node.
     """
 
     ticket: Ticket
@@ -29,14 +30,14 @@ class Group:
     wanted: tuple[int, ...]
     samples: list[Sample] = field(default_factory=list)
     written: dict[str, Written] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
+    measured: list[Measured] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.wanted)
 
     def greedy(self) -> "Group":
         """The same prompt, to be answered once by the most likely tokens."""
-        return replace(self, params=replace(self.params, greedy=True), wanted=(0,), samples=[], written={}, metrics={})
+        return replace(self, params=replace(self.params, greedy=True), wanted=(0,), samples=[], written={}, measured=[])
 
     def sample(self, index: int, segment: Segment | None, text: str, finish_reason: str) -> Sample:
         """The prompt with one answer (None: with none yet). text: its tokens decoded, without special tokens."""

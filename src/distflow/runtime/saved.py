@@ -34,7 +34,7 @@ def saved_parts(spec: Spec, resources: Resources, released: Released, state: Nod
             "config": to_dict(spec.config),
             "facts": {**spec.facts, **resources.facts},
             "coordinator": released.cut,
-            "live_metrics": {str(number): dict(metrics) for number, metrics in released.live.metrics.items()},
+            "live_measured": {str(number): list(parts) for number, parts in released.live.measured.items()},
             "engines": meta,
             "nodes": state,
             "rng": {"python": random.getstate(), "numpy": _numpy_state()},
@@ -82,8 +82,8 @@ def restore(checkpoint: Checkpoint, resources: Resources) -> tuple[NodeState, Li
     name, keys, *rest = run["rng"]["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
     batch = Batch.from_tensors(checkpoint.load("live")) if "live" in checkpoint.parts else None
-    metrics = {int(number): values for number, values in run.get("live_metrics", {}).items()}
-    return run["nodes"], Live(batch, metrics)
+    measured = {int(number): [(m, w) for m, w in parts] for number, parts in run["live_measured"].items()}
+    return run["nodes"], Live(batch, measured)
 
 
 def _numpy_state() -> list[Any]:

@@ -13,14 +13,13 @@ from distflow.config.errors import UserError
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample
 from distflow.graph import SCORE_FIELDS, BoundNode, Drop, Inputs, NodeOutput, compile_inputs
+from distflow.observe.metrics import Measured
 from distflow.runtime.blame import BadOutput, NodeError, node_error, output_error
 from distflow.runtime.checks import TrustError
 from distflow.runtime.context import NodeContext
 from distflow.runtime.group import Group
 from distflow.runtime.plain_calls import PlainCalls
 from distflow.runtime.seed_rewards import adapted
-
-Metrics = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,8 @@ class Step:
     fn: Callable[..., Any]
     inputs: Inputs
 
-    def __call__(self, batch: Batch, ctx: NodeContext) -> tuple[Batch, Metrics]:
-        """In the learning plane: the batch with what the node wrote, and its metrics. Raises NodeError.
+    def __call__(self, batch: Batch, ctx: NodeContext) -> tuple[Batch, Measured]:
+        """In the learning plane: the batch with what the node wrote, and what it measured. Raises NodeError.
 
         A node that fails runs again as often as its `retry_limit` says; what a check or the user's config raises is
         no failure of the node and passes through.
@@ -48,8 +47,8 @@ class Step:
                 if not retries_left:
                     raise self._error(err) from err
         with self._fitting():
-            columns, metrics = self._read(output)
-            return _merged(batch, columns), metrics
+            columns, measured = self._read(output, len(batch))
+            return _merged(batch, columns), measured
 
     async def on_group(self, group: Group, ctx: NodeContext, plain_calls: PlainCalls, timeout_s: float) -> Drop | None:
         """In the experience plane: the group keeps what the node wrote and measured. Raises NodeError.
@@ -87,19 +86,20 @@ class Step:
         if isinstance(output, list) and output and all(isinstance(sample, Sample) for sample in output):
             group.samples = output
             return None
-        columns, metrics = self._read(output)
+        columns, measured = self._read(output, len(group))
         group.write(_changed(group.batch(), columns) if isinstance(columns, Batch) else columns)
-        group.metrics.update(metrics)
+        group.measured.append(measured)
         return None
 
-    def _read(self, output: object) -> tuple[Batch | Mapping[str, Any], Metrics]:
-        """(columns, metrics) of what the function returned."""
-        metrics: Metrics = {}
+    def _read(self, output: object, num_samples: int) -> tuple[Batch | Mapping[str, Any], Measured]:
+        """(columns, what was measured) of what the function returned."""
+        measured: Measured = ({}, float(num_samples))
         if isinstance(output, NodeOutput):
-            metrics, output = dict(output.metrics or {}), output.batch
+            weight = float(num_samples) if output.weight is None else output.weight
+            measured, output = (dict(output.metrics or {}), weight), output.batch
         if output is None:
-            return {}, metrics
-        return output if isinstance(output, Batch | Mapping) else self._by_name(output), metrics
+            return {}, measured
+        return output if isinstance(output, Batch | Mapping) else self._by_name(output), measured
 
     def _by_name(self, output: object) -> dict[str, Any]:
         writes = self.node.contract.writes

@@ -1,6 +1,6 @@
 """What is measured of every step's batch, and each sample's row in the samples file."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,8 @@ from torch import Tensor
 
 from distflow.data.batch import Batch
 from distflow.flow.account import Account
+from distflow.observe.metrics import Measured
+from distflow.training.collective import Collective
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
@@ -74,6 +76,19 @@ def group_metrics(account: Account, batch: Batch, step: int) -> dict[str, float]
             "async/version_diff/max": float(step - versions.min()),
         }
     return metrics
+
+
+def over_ranks(measured: Sequence[Measured], collective: Collective) -> dict[str, float]:
+    """What nodes measured, over all ranks: means by their weights. Of two nodes that measure one thing the later counts.
+
+    A number that is the same on every rank (of an update, say) stays what it is.
+    """
+    own = {name: (value, weight) for metrics, weight in measured for name, value in metrics.items()}
+    if collective.size == 1:
+        return {name: value for name, (value, _) in own.items()}
+    totals = collective.sum({name: value * weight if weight else 0.0 for name, (value, weight) in own.items()})
+    weights = collective.sum({name: weight for name, (_, weight) in own.items()})
+    return {name: total / weights[name] if weights[name] else 0.0 for name, total in totals.items()}
 
 
 def memory_metrics() -> dict[str, float]:

@@ -10,6 +10,7 @@ from distflow.config.errors import UserError
 from distflow.data.batch import Batch
 from distflow.flow.ticket import Version
 from distflow.graph import NodeStatus
+from distflow.observe.metrics import Measured
 from distflow.runtime.checkpoint import CheckpointStore
 from distflow.runtime.checks.canary import make_canary
 from distflow.runtime.checks.live import LiveChecks
@@ -24,7 +25,7 @@ from distflow.runtime.saved import saved_parts
 from distflow.runtime.session import Session
 from distflow.runtime.spec import Spec
 from distflow.runtime.step import Step, compile_steps
-from distflow.runtime.step_metrics import batch_metrics, group_metrics, memory_metrics
+from distflow.runtime.step_metrics import batch_metrics, group_metrics, memory_metrics, over_ranks
 from distflow.runtime.stop import StopRequest
 from distflow.runtime.validation import SampleRows, Validator, held_out_loss
 
@@ -97,13 +98,19 @@ class Worker:
             if share is None:
                 self._end(step)
                 return step
-            batch, metrics = share.batch, {**share.metrics, **self._take_reward_counts()}
+            batch, times, measured = share.batch, dict[str, float](), list[Measured]()
             self._checks.taken(batch)
             for node in self._learning:
-                with self._running(node, metrics):
+                with self._running(node, times):
                     ctx = self._contexts.learning(step, share.tickets, node.node.node_id)
-                    batch, measured = node(batch, ctx)
-                metrics |= measured
+                    batch, part = node(batch, ctx)
+                measured.append(part)
+            metrics = {
+                **share.metrics,
+                **over_ranks(measured, self._ports.collective),
+                **times,
+                **self._take_reward_counts(),
+            }
             metrics |= self._checks.learned(batch, metrics, step)
             published = (step + 1) % self._spec.options.update_frequency == 0
             if published:
@@ -115,7 +122,7 @@ class Worker:
         return step
 
     @contextmanager
-    def _running(self, step: Step, metrics: dict[str, float]) -> Iterator[None]:
+    def _running(self, step: Step, times: dict[str, float]) -> Iterator[None]:
         """Its status and its time."""
         name, started = step.node.node_id, time.perf_counter()
         if step is self._learning[0]:
@@ -129,7 +136,7 @@ class Worker:
             raise
         self.status[name] = NodeStatus.COMPLETED
         if self._spec.options.enable_perf:
-            metrics[f"perf/{name}"] = time.perf_counter() - started
+            times[f"perf/{name}"] = time.perf_counter() - started
 
     def _after_step(self, released: Released, batch: Batch, metrics: dict[str, float]) -> None:
         """Validate, record and save a step; nothing is generated meanwhile, so that a validation has the engine to

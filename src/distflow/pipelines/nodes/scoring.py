@@ -33,7 +33,7 @@ def compute_old_log_prob(config: Config) -> Callable[..., object]:
 def score_policy(batch: Batch, actor: Scorer) -> NodeOutput:
     """`old_log_probs` by the trainer, and the policy's mean entropy."""
     scored = actor.forward(batch, ("log_probs", "entropy"))
-    return NodeOutput({"old_log_probs": scored.flat("log_probs")}, {"actor/entropy": _mean_entropy(scored, batch)})
+    return NodeOutput({"old_log_probs": scored.flat("log_probs")}, *_entropy(scored, batch))
 
 
 @node(
@@ -45,12 +45,14 @@ def score_proximal(batch: Batch, actor: Scorer) -> NodeOutput:
     """`prox_log_probs` by the trainer beside the rollout engine's own, and the policy's mean entropy."""
     scored = actor.forward(batch, ("log_probs", "entropy"))
     written = {"old_log_probs": batch.flat("rollout_log_probs"), "prox_log_probs": scored.flat("log_probs")}
-    return NodeOutput(written, {"actor/entropy": _mean_entropy(scored, batch)})
+    return NodeOutput(written, *_entropy(scored, batch))
 
 
-def _mean_entropy(scored: Batch, batch: Batch) -> float:
+def _entropy(scored: Batch, batch: Batch) -> tuple[dict[str, float], float]:
+    """The mean as a metric, and the number of tokens that it is over."""
     mask = batch.flat("loss_mask")
-    return float((scored.flat("entropy") * mask).sum() / mask.sum().clamp(min=1))
+    mean = (scored.flat("entropy") * mask).sum() / mask.sum().clamp(min=1)
+    return {"actor/entropy": float(mean)}, float(mask.sum())
 
 
 @node_factory

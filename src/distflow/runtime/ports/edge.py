@@ -1,6 +1,6 @@
 """The experience edge: where complete groups wait until a step takes them. One file a wire implements it."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +9,7 @@ from distflow.data.batch import Batch
 from distflow.flow.account import Account
 from distflow.flow.snapshot import Snapshot
 from distflow.flow.ticket import Ticket, Version
+from distflow.observe.metrics import Measured
 
 
 class NoProgress(RuntimeError):
@@ -39,10 +40,10 @@ class Share:
 
 @dataclass(frozen=True)
 class Live:
-    """Complete groups that no step has taken yet, for a checkpoint. metrics: by ticket."""
+    """Complete groups that no step has taken yet, for a checkpoint. measured: by their nodes, by ticket."""
 
     batch: Batch | None
-    metrics: Mapping[int, Mapping[str, float]]
+    measured: Mapping[int, Sequence[Measured]]
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ class EdgePort(Protocol):
         """consumes credits · waits for released steps and dropped groups · produces groups to start together"""
         ...
 
-    def put(self, ticket: Ticket, batch: Batch, metrics: Mapping[str, float]) -> None:
-        """A group has passed the experience plane. metrics: what its nodes measured."""
+    def put(self, ticket: Ticket, batch: Batch, measured: Sequence[Measured]) -> None:
+        """A group has passed the experience plane. measured: by its nodes."""
         ...
 
     def drop(self, ticket: Ticket, reason: str, failure: Failure | None = None, *, lost: bool = False) -> None:
@@ -82,7 +83,8 @@ class EdgePort(Protocol):
     def take(self, step: int, rank: int) -> Share | None:
         """consumes this step's groups · waits until they are complete · produces this rank's share, in ticket order
 
-        rank: among those that learn. None where the data has ended. Raises NoProgress, Exhausted, and whatever ended the experience plane.
+        rank: among those that learn. None where the data has ended. Raises NoProgress, Exhausted, and whatever ended
+        the experience plane.
         """
         ...
 

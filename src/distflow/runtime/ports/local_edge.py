@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from distflow.flow.balance import partition
 from distflow.flow.coordinator import Coordinator
 from distflow.flow.edge import Exhausted
 from distflow.flow.ticket import Ticket
-from distflow.observe.metrics import combine
+from distflow.observe.metrics import Measured, combine
 from distflow.runtime.ports.edge import Failure, Live, NoProgress, Released, Share, UserNoProgress
 from distflow.runtime.waits import Waits
 
@@ -21,7 +21,7 @@ class _Complete:
     """A group that waits for its step."""
 
     batch: Batch
-    metrics: Mapping[str, float]
+    measured: Sequence[Measured]
 
 
 class LocalEdge:
@@ -66,10 +66,10 @@ class LocalEdge:
             with self._waits("experience", "credits", on="learner"):
                 await self._credits.wait()
 
-    def put(self, ticket: Ticket, batch: Batch, metrics: Mapping[str, float]) -> None:
+    def put(self, ticket: Ticket, batch: Batch, measured: Sequence[Measured]) -> None:
         """See `EdgePort`. A group without any verdict counts among those that fail."""
         with self._lock:
-            self._groups[ticket.number] = _Complete(batch, metrics)
+            self._groups[ticket.number] = _Complete(batch, measured)
             self._coordinator.complete(ticket.number, int(batch.lengths("sequence").sum()))
             self._count(_without_verdict(batch))
             self._lock.notify_all()
@@ -137,7 +137,7 @@ class LocalEdge:
     def _divided(self, numbers: tuple[int, ...]) -> dict[int, Share]:
         """The groups of a step over the ranks, whole, evened out by tokens."""
         groups = [self._groups.pop(number) for number in numbers]
-        metrics = combine([(group.metrics, float(len(group.batch))) for group in groups])
+        metrics = combine([part for group in groups for part in group.measured])
         whole = Batch.concat([group.batch for group in groups])
         if self._num_ranks == 1:
             return {0: Share(numbers, whole, metrics)}
@@ -149,7 +149,7 @@ class LocalEdge:
         held = {number: group for number, group in sorted(self._groups.items())}
         live = Live(
             Batch.concat([group.batch for group in held.values()]) if held else None,
-            {number: group.metrics for number, group in held.items()},
+            {number: group.measured for number, group in held.items()},
         )
         coordinator = self._coordinator
         return Released(version, coordinator.finished, coordinator.accounting(), coordinator.snapshot(), live)
@@ -195,7 +195,7 @@ def _by_ticket(live: Live | None) -> dict[int, _Complete]:
     rows: dict[int, list[int]] = {}
     for row, number in enumerate(owners):
         rows.setdefault(number, []).append(row)
-    return {number: _Complete(live.batch.select(own), live.metrics.get(number, {})) for number, own in rows.items()}
+    return {number: _Complete(live.batch.select(own), live.measured.get(number, ())) for number, own in rows.items()}
 
 
 def _without_verdict(batch: Batch) -> Failure | None:
