@@ -18,7 +18,7 @@ LAYERS = (
     {"commands"},
     {"pipelines"},
     {"runtime"},
-    {"rollout", "training", "environments", "rewards"},
+    {"rollout", "training", "rewards"},
     {"models", "sandbox", "algorithms", "planning"},
     {"flow", "data"},
     {"graph", "config", "observe"},

@@ -1,4 +1,4 @@
-"""Faults planted into real runs, where a node's columns pass from one hand to the next."""
+"""Faults planted into real runs, where columns pass from one hand to the next."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,17 +10,15 @@ from distflow.runtime.group import Group
 from distflow.runtime.step import Step
 
 
-def plant_in_learning(
-    monkeypatch: pytest.MonkeyPatch, change: Callable[[Batch], object], *, after: str | None = None
-) -> None:
-    """`change(batch)` after each node of the learning plane that writes the column `after`; None: after every node."""
+def plant_before_update(monkeypatch: pytest.MonkeyPatch, change: Callable[[Batch], object]) -> None:
+    """`change(batch)` in each step, when every node has scored it and before the policy is trained on it."""
     original = Step.__call__
 
     def planted(self: Step, batch: Batch, ctx: Any) -> Any:
-        out, metrics = original(self, batch, ctx)
-        if after is None or after in self.node.contract.writes:
-            change(out)
-        return out, metrics
+        if self.node.node_id == "actor_train":
+            batch = batch.only(batch.names)
+            change(batch)
+        return original(self, batch, ctx)
 
     monkeypatch.setattr(Step, "__call__", planted)
 

@@ -20,7 +20,7 @@ from distflow.rollout.receipts import stripe_hash, stripe_hashes
 from distflow.runtime.checks import TrustError
 from distflow.runtime.spec import Spec
 from distflow.training.torch_engine import TorchTrainEngine
-from tests.e2e.planting import plant_in_group, plant_in_learning
+from tests.e2e.planting import plant_before_update, plant_in_group
 from tests.e2e.runs import Playground, notes
 
 GRPO = ["grpo", "trainer.total_training_steps=3"]
@@ -54,14 +54,14 @@ def test_a_response_mask_that_is_off_by_one(playground: Playground, monkeypatch:
     if plane == "experience":
         plant_in_group(monkeypatch, change("response_mask", off_by_one))
     else:
-        plant_in_learning(monkeypatch, change("response_mask", off_by_one), after="advantages")
+        plant_before_update(monkeypatch, change("response_mask", off_by_one))
     with pytest.raises(TrustError, match="response_mask is wrong at token 0 of sample 0-0"):
         playground.run(*GRPO)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_old_log_probs_that_are_shifted(playground: Playground, monkeypatch: Patch, dtype: str) -> None:
-    plant_in_learning(monkeypatch, change("old_log_probs", shifted), after="old_log_probs")
+    plant_before_update(monkeypatch, change("old_log_probs", shifted))
     with pytest.raises(TrustError, match="ratio to the old policy must be 1, but"):
         playground.run(*GRPO, f"actor_rollout_ref.model.dtype={dtype}")
 
@@ -76,7 +76,7 @@ def test_rollout_log_probs_that_are_shifted(playground: Playground, monkeypatch:
 
 
 def test_a_gap_of_a_hundred_nats(playground: Playground, monkeypatch: Patch) -> None:
-    plant_in_learning(monkeypatch, change("old_log_probs", lambda values: values - 100), after="old_log_probs")
+    plant_before_update(monkeypatch, change("old_log_probs", lambda values: values - 100))
     with pytest.raises(TrustError, match=r"\|log ratio\| is 100 on average"):
         playground.run(*GRPO, name="old")
     monkeypatch.undo()
@@ -86,7 +86,7 @@ def test_a_gap_of_a_hundred_nats(playground: Playground, monkeypatch: Patch) -> 
 
 
 def test_group_ids_that_are_swapped(playground: Playground, monkeypatch: Patch) -> None:
-    plant_in_learning(monkeypatch, change("group_index", lambda groups: torch.arange(len(groups)) % 4))
+    plant_before_update(monkeypatch, change("group_index", lambda groups: torch.arange(len(groups)) % 4))
     with pytest.raises(TrustError, match="sample 0-1 carries group_index 1: a node mixed up groups"):
         playground.run(*GRPO)
 
@@ -145,7 +145,7 @@ def test_a_weight_that_is_not_sent(playground: Playground, monkeypatch: Patch) -
 
 
 def test_a_loss_term_that_is_dead(playground: Playground, monkeypatch: Patch) -> None:
-    plant_in_learning(monkeypatch, change("advantages", torch.zeros_like), after="advantages")
+    plant_before_update(monkeypatch, change("advantages", torch.zeros_like))
     run = playground.run(*GRPO, "trainer.total_training_steps=6")
     (found,) = [note for note in run.notes("finding") if "loss term" in note]
     assert found.startswith("the loss term actor/loss_term/pg is on but was exactly 0 in the first 5 steps")
@@ -190,7 +190,7 @@ def nan_advantages(uid: str, steps: range, monkeypatch: Patch) -> None:
             advantages[row] = math.nan
             batch["advantages"] = advantages
 
-    plant_in_learning(monkeypatch, spoil, after="advantages")
+    plant_before_update(monkeypatch, spoil)
 
 
 def test_a_nan_loss_skips_the_step_and_leaves_a_bundle(

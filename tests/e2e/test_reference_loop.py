@@ -12,7 +12,7 @@ from torch import Tensor
 from distflow.data.batch import Batch
 from distflow.runtime.checks.mismatch import Tolerance
 from distflow.runtime.spec import Spec
-from tests.e2e.planting import plant_in_learning
+from tests.e2e.planting import plant_before_update
 from tests.e2e.reference_loop import ReferenceLoop, read_step
 from tests.e2e.runs import REWARD, Playground, Run
 
@@ -85,7 +85,7 @@ def test_a_column_shifted_by_one_turns_the_comparison_red(
     def without_checks(spec: Spec) -> Spec:
         return replace(spec, ratio_limit=math.inf, tolerance=Tolerance(math.inf, math.inf))
 
-    plant_in_learning(monkeypatch, shift, after=column)
+    plant_before_update(monkeypatch, shift)
     run = playground.run(*GRPO, *RECORDED, "trainer.total_training_steps=4", spoil=without_checks)
     with pytest.raises(AssertionError, match="actor"):
         assert_equal_to_reference(run, steps=4)

@@ -1,7 +1,5 @@
 """The Mermaid text of graphs and programs."""
 
-import pytest
-
 from distflow.graph import Pipeline, node
 
 

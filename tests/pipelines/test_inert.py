@@ -115,7 +115,8 @@ def test_a_key_in_use_is_accepted(preset: str, taken: str, given: tuple[str, ...
 OWN_NODE = """
 from dataclasses import dataclass
 
-from distflow import node, register_config_group
+from distflow import node
+from distflow.config import register_config_group
 
 
 @dataclass(frozen=True)

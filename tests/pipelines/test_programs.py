@@ -65,8 +65,8 @@ def test_kl_in_the_reward_comes_before_the_advantages() -> None:
 
 
 def test_dapo_filters_in_the_experience_plane() -> None:
-    program = bind(config("dapo"))
-    assert [node.node_id for node in program.experience] == ["rollout_actor", "function_reward", "dynamic_sampling"]
+    experience = [node.node_id for node in bind(config("dapo")).experience]
+    assert experience[:3] == ["rollout_actor", "function_reward", "dynamic_sampling"]
 
 
 def test_ppo_has_a_critic() -> None:

@@ -12,7 +12,7 @@ from distflow import cli
 from distflow.config.errors import UserError
 from distflow.data.batch import Batch
 from distflow.pipelines.replay import replay_bundle
-from tests.e2e.planting import plant_in_learning
+from tests.e2e.planting import plant_before_update
 from tests.e2e.runs import Playground
 
 
@@ -26,7 +26,7 @@ def make_bundle(playground: Playground, monkeypatch: pytest.MonkeyPatch, column:
             values[2, int(batch.lengths("response")[2]) - 1] = math.nan
             batch[column] = values
 
-    plant_in_learning(monkeypatch, spoil, after=column)
+    plant_before_update(monkeypatch, spoil)
     run = playground.run(*options, "trainer.total_training_steps=2")
     (bundle,) = (run.folder / "bundles").iterdir()
     return bundle

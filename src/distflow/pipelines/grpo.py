@@ -1,9 +1,12 @@
-"""GRPO: a group's own mean is the baseline; no critic."""
+"""GRPO: a group's own mean is the baseline; no critic.
+
+A program is a function of the config that adds the nodes which the config needs. What a node reads of what another
+writes says in which order they run; prompt groups go through the first part one by one, whole steps through the rest.
+"""
 
 from distflow.config import Config, preset_config
-from distflow.graph import NodeType, Pipeline, TaskGraph
+from distflow.graph import Pipeline, TaskGraph
 from distflow.pipelines import nodes
-from distflow.pipelines.stages import answer_and_judge, score
 
 
 def grpo_pipeline(config: Config | None = None) -> TaskGraph:
@@ -17,5 +20,27 @@ def group_relative(pipeline: Pipeline, config: Config) -> TaskGraph:
     answer_and_judge(pipeline, config)
     score(pipeline, config)
     pipeline.add_node("calculate_advantages", nodes.compute_advantage)
-    pipeline.add_node("actor_train", nodes.train_actor, node_type=NodeType.MODEL_TRAIN)
+    pipeline.add_node("actor_train", nodes.train_actor)
     return pipeline.build()
+
+
+def answer_and_judge(pipeline: Pipeline, config: Config) -> None:
+    """The experience plane: from a prompt to a judged, filtered group."""
+    pipeline.add_node("rollout_actor", nodes.generate)
+    pipeline.add_node("function_reward", nodes.compute_reward)
+    if config.algorithm.adv_estimator == "remax":
+        pipeline.add_node("reward_baseline", nodes.greedy_baseline)
+    if config.algorithm.filter_groups.enable:
+        pipeline.add_node("dynamic_sampling", nodes.dynamic_sampling)
+
+
+def score(pipeline: Pipeline, config: Config) -> None:
+    """What the trainer finds out about a step before it is trained on."""
+    pipeline.add_node("actor_old_log_prob", nodes.compute_old_log_prob, only_forward_compute=True)
+    # Without a KL term against the reference it is not even built.
+    if config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss:
+        pipeline.add_node("reference_log_prob", nodes.compute_ref_log_prob, only_forward_compute=True)
+    if config.algorithm.rollout_correction.level:
+        pipeline.add_node("mismatch_weights", nodes.correct_mismatch, phase="mismatch_weights")
+    if config.algorithm.use_kl_in_reward:
+        pipeline.add_node("kl_penalty", nodes.apply_kl_penalty, validates=False)

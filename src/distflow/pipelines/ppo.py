@@ -1,9 +1,9 @@
 """PPO: a critic's values are the baseline."""
 
 from distflow.config import Config, preset_config
-from distflow.graph import NodeType, Pipeline, TaskGraph
+from distflow.graph import Pipeline, TaskGraph
 from distflow.pipelines import nodes
-from distflow.pipelines.stages import answer_and_judge, score
+from distflow.pipelines.grpo import answer_and_judge, score
 
 
 def ppo_pipeline(config: Config | None = None) -> TaskGraph:
@@ -14,6 +14,6 @@ def ppo_pipeline(config: Config | None = None) -> TaskGraph:
     score(pipeline, config)
     pipeline.add_node("compute_value", nodes.compute_value, only_forward_compute=True)
     pipeline.add_node("calculate_advantages", nodes.compute_advantage)
-    pipeline.add_node("actor_train", nodes.train_actor, node_type=NodeType.MODEL_TRAIN)
-    pipeline.add_node("critic_train", nodes.train_critic, node_type=NodeType.MODEL_TRAIN)
+    pipeline.add_node("actor_train", nodes.train_actor)
+    pipeline.add_node("critic_train", nodes.train_critic)
     return pipeline.build()

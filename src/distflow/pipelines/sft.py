@@ -10,6 +10,6 @@ def sft_pipeline(config: Config | None = None) -> TaskGraph:
     return (
         Pipeline("sft_training_pipeline", "Supervised fine-tuning")
         .add_node("load_answers", nodes.load_answers, node_type=NodeType.DATA_LOAD)
-        .add_node("actor_train", nodes.train_sft, node_type=NodeType.MODEL_TRAIN)
+        .add_node("actor_train", nodes.train_sft)
         .build()
     )

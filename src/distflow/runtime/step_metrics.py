@@ -79,7 +79,7 @@ def group_metrics(account: Account, batch: Batch, step: int) -> dict[str, float]
 
 
 def over_ranks(measured: Sequence[Measured], collective: Collective) -> dict[str, float]:
-    """What nodes measured, over all ranks: means by their weights. Of two nodes that measure one thing the later counts.
+    """What nodes measured, over all ranks: means by their weights. Where two measure one thing the later counts.
 
     A number that is the same on every rank (of an update, say) stays what it is.
     """
