@@ -117,6 +117,8 @@ from dataclasses import dataclass
 
 from distflow import node
 from distflow.config import register_config_group
+from distflow.graph import Node
+from distflow.pipelines.grpo import grpo_pipeline
 
 
 @dataclass(frozen=True)
@@ -133,31 +135,23 @@ def damp(token_level_scores, ctx):
     return token_level_scores * ctx.config.mine.strength
 
 
-def with_ctx(config):
-    return _with(config, damp)
-
-
 @node(writes="token_level_rewards")
 def halve(token_level_scores):
     return token_level_scores / 2
 
 
+def with_ctx(config):
+    return with_node(config, damp)
+
+
 def without_ctx(config):
-    return _with(config, halve)
+    return with_node(config, halve)
 
 
-def _with(config, fn):
-    from distflow.graph import Pipeline
-    from distflow.pipelines import nodes
-    from distflow.pipelines.stages import answer_and_judge, score
-
-    pipeline = Pipeline("own", "With a node of my own")
-    answer_and_judge(pipeline, config)
-    pipeline.add_node("own", fn)
-    score(pipeline, config)
-    pipeline.add_node("calculate_advantages", nodes.compute_advantage)
-    pipeline.add_node("actor_train", nodes.train_actor)
-    return pipeline.build()
+def with_node(config, fn):
+    graph = grpo_pipeline(config)
+    graph.add_node(Node("own", fn))
+    return graph
 """
 
 
@@ -176,10 +170,10 @@ def refuse_own(builder: str, *overrides: str) -> None:
 
 @pytest.mark.parametrize("key", ["algorithm.lam", "critic.cliprange_value", f"{ACTOR}.clip_ratio_low"])
 def test_a_node_of_the_users_that_takes_ctx_does_not_excuse_other_keys(own: None, key: str) -> None:
-    loss = (f"{ACTOR}.policy_loss=gpg",)
-    refuse_own("with_ctx", *loss)
-    with pytest.raises(UserError, match=rf"in program 'own':\n  {key} \(command line\)"):
-        refuse_own("with_ctx", *loss, f"{key}=0.3")
+    given = (f"{ACTOR}.policy_loss=gpg", "mine.strength=0.5")
+    refuse_own("with_ctx", *given)
+    with pytest.raises(UserError, match=rf"in program '\w+':\n  {key} \(command line\)\n\w"):
+        refuse_own("with_ctx", *given, f"{key}=0.3")
 
 
 def test_a_registered_group_is_read_by_a_node_that_takes_ctx(own: None) -> None:
@@ -187,6 +181,9 @@ def test_a_registered_group_is_read_by_a_node_that_takes_ctx(own: None) -> None:
 
 
 def test_a_registered_group_that_no_node_can_read_is_refused(own: None) -> None:
-    refuse_own("without_ctx")
     with pytest.raises(UserError, match=r"mine\.strength \(command line\)"):
         refuse_own("without_ctx", "mine.strength=0.5")
+
+
+def test_a_registered_group_of_which_nothing_is_set_has_its_defaults(own: None) -> None:
+    refuse_own("with_ctx")

@@ -179,14 +179,21 @@ def test_outputs_that_do_not_fit_are_refused_with_the_node_s_name(plane: str) ->
     def too_wide(response_mask):  # type: ignore[no-untyped-def]
         return torch.zeros(len(response_mask), response_mask.shape[1] + 1)
 
-    @node(writes="advantages")
-    def no_numbers(response_mask):  # type: ignore[no-untyped-def]
-        return [object()] * len(response_mask)
-
-    short = "1 values for the fields advantages, returns"
-    for function, words in ((one_of_two, short), (too_wide, "advantages"), (no_numbers, "")):
+    for function, words in ((one_of_two, "1 values for the fields advantages, returns"), (too_wide, "advantages")):
         with pytest.raises(UserNodeError, match=f"node 'x' returned something that does not fit.*{words}"):
             either(step(function), plane)
+
+
+@BOTH
+@pytest.mark.parametrize("values", [[object(), object()], ["high", "low"]])
+@pytest.mark.parametrize("name", ["scores", "advantages"])
+def test_what_is_no_number_is_refused_with_the_node_s_name(name: str, values: Any, plane: str) -> None:
+    @node(writes=name)
+    def no_numbers(response_mask):  # type: ignore[no-untyped-def]
+        return values
+
+    with pytest.raises(UserNodeError, match="node 'x' returned something that does not fit"):
+        either(step(no_numbers), plane)
 
 
 @BOTH

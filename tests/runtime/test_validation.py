@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from distflow.runtime.parts import ValidationSet
 
 from distflow.data.batch import Batch
 from distflow.flow.ticket import Ticket
 from distflow.graph import Drop
 from distflow.rollout.engine import SamplingParams
+from distflow.runtime.spec import ValidationSet
 from distflow.runtime.validation import pass_at_k, validate
 from tests.runtime.groups import group
 

@@ -53,10 +53,10 @@ def test_validation_and_saving_also_come_after_the_last_step_and_once(ground: Pl
     assert steps(run.folder, "val") == [0, 3] and steps(run.folder, "train") == [1, 2, 3]
     assert [path.name for path in (run.folder / "checkpoints").glob("step-*")] == ["step-000003"]
     # Resumed after the end: nothing is measured or saved again.
-    config, parts = ground.parts(
+    _, spec = ground.spec(
         "grpo", *CHEAP, "trainer.save_freq=100", "trainer.test_freq=100", "trainer.total_epochs=1", *data
     )
-    outcome = launch_local(parts)
+    outcome = launch_local(spec)
     assert (outcome.steps, outcome.stopped) == (3, False) and outcome.report.exists()
     assert steps(run.folder, "val") == [0, 3]
     assert len(list((run.folder / "checkpoints").glob("step-*"))) == 1
@@ -81,8 +81,8 @@ def test_a_new_start_leaves_out_what_the_old_one_measured(ground: Playground) ->
     keys = ("trainer.save_freq=1", "trainer.total_epochs=1", "trainer.val_before_train=true")
     data = (f"data.val_files={ground.folder}/rows.jsonl", "data.val_max_samples=2")
     ground.run("grpo", *CHEAP, *keys, *data)
-    _, parts = ground.parts("grpo", *CHEAP, "trainer.save_freq=1", "trainer.total_training_steps=1")
-    assert launch_local(parts, resume="never").steps == 1
+    _, spec = ground.spec("grpo", *CHEAP, "trainer.save_freq=1", "trainer.total_training_steps=1")
+    assert launch_local(spec, resume="never").steps == 1
     records = read_metrics(ground.folder / "run")
     assert [(record.step, record.kind, record.inc) for record in records] == [(1, "train", 1)]
 

@@ -31,13 +31,15 @@ class Group:
     samples: list[Sample] = field(default_factory=list)
     written: dict[str, Written] = field(default_factory=dict)
     measured: list[Measured] = field(default_factory=list)
+    _columns: Batch | None = field(default=None, repr=False)
+    _batch: Batch | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.wanted)
 
     def greedy(self) -> "Group":
         """The same prompt, to be answered once by the most likely tokens."""
-        return replace(self, params=replace(self.params, greedy=True), wanted=(0,), samples=[], written={}, measured=[])
+        return Group(self.ticket, self.row, replace(self.params, greedy=True), self.stream, wanted=(0,))
 
     def sample(self, index: int, segment: Segment | None, text: str, finish_reason: str) -> Sample:
         """The prompt with one answer (None: with none yet). text: its tokens decoded, without special tokens."""
@@ -75,32 +77,48 @@ class Group:
         for name, value in columns.items():
             if _is_per_sample(name) and isinstance(value, Sized) and len(value) != len(self.samples):
                 raise ValueError(f"column '{name}' has {len(value)} entries for {len(self.samples)} samples")
-        before, self.written = self.written, {**self.written, **columns}
+        before, self.written, self._batch = self.written, {**self.written, **columns}, None
         if all(_is_per_sample(name) for name in columns):
             return
         try:
             self.batch()
         except (ValueError, TypeError):
-            self.written = before
+            self.written, self._batch = before, None
             raise
 
+    def answer(self, samples: list[Sample]) -> None:
+        """These are the group's samples."""
+        self.samples, self._columns, self._batch = samples, None, None
+
     def batch(self) -> Batch:
-        """The group as columns, with its one score a sample on the last token that the policy made."""
-        batch = Batch.from_samples(self.samples or [self.sample(i, None, "", "stop") for i in self.wanted])
-        for name, value in self.written.items():
-            batch[name] = value
-        if "token_level_scores" in batch.names and "scores" not in batch:
-            batch["scores"] = batch["token_level_scores"].sum(-1)
-        for name in ("token_level_scores", "token_level_rewards"):
-            if name in batch:
-                batch[name] = batch.flat(name)  # kept, so that it is derived once
-        return batch
+        """The group as columns, with its one score a sample on the last token that the policy made.
+
+        Made once for what the group then is; who gets it may add columns of his own.
+        """
+        if self._columns is None:
+            samples = self.samples or [self.sample(i, None, "", "stop") for i in self.wanted]
+            self._columns = Batch.from_samples(samples)
+        if self._batch is None:
+            self._batch = _with_scores(self._columns, self.written)
+        return self._batch.only(self._batch.names)
 
 
 def new_group(ticket: Ticket, row: PromptRow, params: SamplingParams, seed: int) -> Group:
     """The group of a ticket, not answered yet."""
     stream = Stream(seed, ticket.stream, ticket.epoch, ticket.row)
     return Group(ticket, row, params, stream, tuple(range(ticket.group_size)))
+
+
+def _with_scores(columns: Batch, written: Mapping[str, Written]) -> Batch:
+    batch = columns.only(columns.names)
+    for name, value in written.items():
+        batch[name] = value
+    if "token_level_scores" in batch.names and "scores" not in batch:
+        batch["scores"] = batch["token_level_scores"].sum(-1)
+    for name in ("token_level_scores", "token_level_rewards"):
+        if name in batch:
+            batch[name] = batch.flat(name)  # kept, so that it is derived once
+    return batch
 
 
 def _is_per_sample(name: str) -> bool:

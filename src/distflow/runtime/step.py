@@ -84,7 +84,7 @@ class Step:
         if isinstance(output, Drop):
             return output
         if isinstance(output, list) and output and all(isinstance(sample, Sample) for sample in output):
-            group.samples = output
+            group.answer(output)
             return None
         columns, measured = self._read(output, len(group))
         group.write(_changed(group.batch(), columns) if isinstance(columns, Batch) else columns)
