@@ -1,6 +1,7 @@
 """Engines from a config: which class, with which of its keys, on whose weights, for how many optimizer steps."""
 
 import pickle
+from pathlib import Path
 
 import pytest
 from torch import nn
@@ -13,6 +14,7 @@ from distflow.rollout.hf import HFEngine
 from distflow.runtime.resources import Resources, build_resources
 from distflow.training.scorer import TorchScorer
 from distflow.training.torch_engine import TorchTrainEngine
+from tests.tiny_models import write_tiny_model
 
 NEEDED = (
     "actor_rollout_ref.model.path=builtin:tiny-arithmetic",
@@ -98,9 +100,11 @@ def test_the_engine_computes_on_the_trainers_weights_only_where_both_are_there_i
         assert shares == (storage == {parameter.data_ptr() for parameter in built.actor.model.parameters()})
 
 
-def test_the_reference_is_a_model_of_its_own_or_the_adapters_base() -> None:
-    plain = build(config("grpo"), "actor", "ref")
-    adapted = build(config("grpo", f"{MODEL}.lora_rank=2"), "actor", "ref")
+def test_the_reference_is_a_model_of_its_own_or_the_adapters_base(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    own = (f"{MODEL}.path={tmp_path}", f"{MODEL}.init=pretrained")
+    plain = build(config("grpo", *own), "actor", "ref")
+    adapted = build(config("grpo", *own, f"{MODEL}.lora_rank=2"), "actor", "ref")
     for built, same in ((plain, False), (adapted, True)):
         assert isinstance(built.ref, TorchScorer) and isinstance(built.actor, TorchTrainEngine)
         assert (built.ref.model is built.actor.model) == same

@@ -16,10 +16,13 @@ NODE_KEYS = (
     "options",
     "only_forward_compute",
     "config",
+    "engine",
+    "writes",
     "scope",
-    "agent_group",
+    "plane",
+    "phase",
+    "validates",
     "retry_limit",
-    "filter_plugin",
 )
 
 

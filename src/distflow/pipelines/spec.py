@@ -31,7 +31,7 @@ from distflow.pipelines.factories import choose_device, compute_dtype, load_poli
 from distflow.pipelines.inert import refuse_inert_keys
 from distflow.pipelines.objectives import loss_terms
 from distflow.pipelines.select import select_pipeline
-from distflow.pipelines.travel import check_travels
+from distflow.pipelines.travel import check_importable, check_pickles
 from distflow.planning.plan import check_plan, plan_local
 from distflow.rewards.router import check_domains
 from distflow.rollout.engine import SamplingParams
@@ -60,7 +60,7 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
         say(f"advantages: {describe_estimator(config.algorithm.adv_estimator, _estimator_options(reading.program))}")
     spec = _spec(loaded, reading.program, prompts, held_out, tokenizer)
     check_plan(spec.plan, reading.program)
-    check_travels(spec)
+    check_pickles(spec)
     return spec
 
 
@@ -89,6 +89,7 @@ def read_config(loaded: Loaded) -> Reading:
     _validation_params(config, _sampling(config))
     choose_device(config)
     refuse_inert_keys(loaded, reads, program)
+    check_importable(loaded.config)
     return Reading(program, train, held_out)
 
 

@@ -9,13 +9,14 @@ from dataclasses import fields
 from distflow.algorithms.registry import find_adv_est, find_policy_loss
 from distflow.config import Config
 from distflow.config.errors import UserError
+from distflow.config.functions import load_function
 from distflow.config.program import is_rl
 from distflow.runtime.spec import Spec
 
 
-def check_travels(spec: Spec) -> None:
-    """Raises UserError naming the function, or the part of the spec, that cannot be sent."""
-    for key, fn in _users_functions(spec.config):
+def check_importable(config: Config) -> None:
+    """Raises UserError naming a function that a worker could not import."""
+    for key, fn in _users_functions(config):
         module = _plain(fn).__module__
         if not _can_be_imported(module):
             name = getattr(_plain(fn), "__qualname__", repr(fn))
@@ -23,6 +24,10 @@ def check_travels(spec: Spec) -> None:
                 f"{key}: the function {name} lives in '{module}', which a worker in another process cannot import: put "
                 "it into a module of its own file, and name that in trainer.imports"
             )
+
+
+def check_pickles(spec: Spec) -> None:
+    """Raises UserError naming the part of the spec that cannot be sent."""
     for item in fields(spec):
         try:
             pickle.dumps(getattr(spec, item.name))
@@ -31,7 +36,9 @@ def check_travels(spec: Spec) -> None:
 
 
 def _users_functions(config: Config) -> Iterator[tuple[str, Callable[..., object]]]:
-    """(key that chose it, function) of what was registered by name."""
+    """(key that chose it, function) of what is found by name."""
+    if config.dag.custom_pipeline_fn:
+        yield "dag.custom_pipeline_fn", load_function(config.dag.custom_pipeline_fn)
     if is_rl(config):
         yield "algorithm.adv_estimator", find_adv_est(config.algorithm.adv_estimator).fn
         yield "actor_rollout_ref.actor.policy_loss", find_policy_loss(config.actor_rollout_ref.actor.policy_loss).fn
