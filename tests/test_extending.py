@@ -115,9 +115,9 @@ class MineTracker:
 from distflow.graph import Pipeline
 from distflow.pipelines.grpo import group_relative
 
-def mine_pipeline():
+def mine_pipeline(config):
     seen()
-    return group_relative(Pipeline("mine_pipeline"))
+    return group_relative(Pipeline("mine_pipeline"), config)
 """,
     ),
     "command": Part(

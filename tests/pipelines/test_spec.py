@@ -28,7 +28,6 @@ import pickle, sys
 from pathlib import Path
 from distflow.runtime.local import launch_local
 spec = pickle.loads(Path(sys.argv[1]).read_bytes())
-print("modules of the user:", "own_estimator" in sys.modules)
 launch_local(spec)
 import torch
 print("threads:", torch.get_num_threads())
@@ -38,7 +37,8 @@ from distflow import register_adv_est
 
 @register_adv_est("own")
 def own(scores, response_mask):
-    return (scores - 0.5).unsqueeze(-1) * response_mask
+    advantages = (scores - 0.5).unsqueeze(-1) * response_mask
+    return advantages, advantages
 """
 OWN_PROGRAMS = """
 from dataclasses import replace
@@ -50,7 +50,8 @@ from distflow.pipelines.grpo import grpo_pipeline
 
 def with_a_lambda(config):
     graph = grpo_pipeline(config)
-    graph.add_node(Node("louder", node(writes="token_level_rewards")(lambda token_level_scores: 2 * token_level_scores)))
+    louder = node(writes="token_level_rewards")(lambda token_level_scores: 2 * token_level_scores)
+    graph.add_node(Node("louder", louder))
     return graph
 
 
@@ -187,10 +188,8 @@ def test_a_program_that_no_worker_can_import(
     playground: Playground, monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
     by_hand = types.ModuleType(module)
-    by_hand.make = homeless(  # type: ignore[attr-defined]
-        "def homeless(config):\n    from distflow.pipelines.grpo import grpo_pipeline\n    return grpo_pipeline(config)",
-        module,
-    )
+    code = "from distflow.pipelines.grpo import grpo_pipeline\ndef homeless(config): return grpo_pipeline(config)"
+    by_hand.make = homeless(code, module)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module, by_hand)
     with pytest.raises(UserError, match=rf"dag\.custom_pipeline_fn.*'{module}'"):
         playground.spec("grpo", *chosen(f"{module}:make"))

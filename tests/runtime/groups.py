@@ -52,7 +52,7 @@ def waiting_group(of: Ticket | None = None) -> Group:
 
 def answered_group(number: int = 0, lengths: tuple[int, ...] = (2, 4)) -> Group:
     made = waiting_group(ticket(number, len(lengths)))
-    made.samples = samples(number, lengths)
+    made.answer(samples(number, lengths))
     return made
 
 

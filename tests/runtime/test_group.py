@@ -22,11 +22,20 @@ def test_a_group_that_nobody_has_answered_is_its_prompts() -> None:
 
 def test_the_greedy_group_wants_one_answer_and_shares_nothing_that_is_written() -> None:
     group = answered_group()
+    group.batch()
     greedy = group.greedy()
-    greedy.write({"advantages": torch.zeros(1, 0)})
+    assert len(greedy.batch()) == 1
+    greedy.write({"advantages": torch.zeros(0)})
     greedy.measured.append(({"mine": 1.0}, 1.0))
     assert greedy.params.greedy and greedy.wanted == (0,) and greedy.samples == []
     assert not group.params.greedy and len(group.samples) == 2 and group.written == {} and group.measured == []
+
+
+def test_columns_that_somebody_adds_to_the_group_s_batch_are_not_the_group_s() -> None:
+    group = answered_group()
+    group.batch()["returns"] = torch.zeros(2, 4)
+    group.write({"advantages": torch.ones(2, 4)})
+    assert "returns" not in group and "returns" not in group.batch() and "advantages" in group
 
 
 def test_columns_are_read_as_tensors_and_lists_by_their_names_and_aliases() -> None:
@@ -56,11 +65,10 @@ def test_a_score_never_lies_behind_the_last_token_of_the_policy() -> None:
     answer, tool = Segment("policy", (4, 5), (-1.0,) * 2, (-1.0,) * 2, (0, 0)), Segment("tool", (6, 7))
     prompt = Segment("prompt", (1, 2, 3))
     turns = ([prompt, answer, tool], [prompt, answer, tool, answer], [prompt, tool])
-    group.samples = [Sample(f"0-{i}", 0, segments) for i, segments in enumerate(turns)]
+    group.answer([Sample(f"0-{i}", 0, segments) for i, segments in enumerate(turns)])
     group.write({"scores": [5.0, 7.0, 9.0]})
     assert group.batch()["token_level_scores"].tolist() == [[0, 5, 0, 0, 0, 0], [0, 0, 0, 0, 0, 7], [0] * 6]
-    for each in group.samples:
-        each.segments = [prompt]
+    group.answer([Sample(f"0-{i}", 0, [prompt]) for i in range(3)])
     assert group.batch()["token_level_scores"].shape == (3, 0), "answers without any token have no place for a score"
 
 
@@ -101,7 +109,7 @@ def test_what_does_not_fit_is_refused_when_it_is_written_and_leaves_no_trace(col
 def test_a_sample_s_text_and_reason_come_with_its_tokens() -> None:
     group: Group = waiting_group(ticket(3))
     answer = Segment("policy", (8, 9), (-1.0, -2.0), (-1.5, -2.5), (4, 4))
-    group.samples = [group.sample(0, answer, "text", "length"), group.sample(1, None, "", "stop")]
+    group.answer([group.sample(0, answer, "text", "length"), group.sample(1, None, "", "stop")])
     batch = group.batch()
     assert batch["uid"] == ["3-0", "3-1"] and batch["responses"] == ["text", ""]
     assert batch["truncated"].tolist() == [True, False] and batch["versions"].tolist() == [[4, 4], [0, 0]]

@@ -8,8 +8,11 @@ import torch
 
 from distflow.flow.coordinator import Coordinator
 from distflow.runtime.checkpoint import CheckpointStore
-from distflow.runtime.saved import restore_engines, saved_parts
+from distflow.runtime.ports.edge import Live, Released
+from distflow.runtime.resources import build_resources
+from distflow.runtime.saved import check_same_run, restore, saved_parts
 from tests.e2e.runs import Playground
+from tests.runtime.groups import group
 
 
 def draws() -> tuple[list[float], list[float], list[float], list[float]]:
@@ -19,20 +22,28 @@ def draws() -> tuple[list[float], list[float], list[float], list[float]]:
 
 
 def test_all_random_draws_continue_as_in_the_undisturbed_process(tmp_path: Path) -> None:
-    _, parts = Playground(tmp_path).parts("sft", "data.response_key=answer", "~reward.functions", "~reward.num_workers",
-                                          "~custom_reward_function.path", "~actor_rollout_ref.rollout.n")  # fmt: skip
+    off = ("~reward.functions", "~reward.num_workers", "~custom_reward_function.path", "~actor_rollout_ref.rollout.n")
+    _, spec = Playground(tmp_path).spec("sft", "data.response_key=answer", *off)
+    resources = build_resources(spec.factories, spec.plan.ranks[0])
+    coordinator = Coordinator(spec.data)
+    live = Live(group(4), {4: [({"mine": 1.0}, 2.0)]})
+    released = Released(coordinator.version, False, coordinator.accounting(), coordinator.snapshot(), live)
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(7)
     draws()
     store = CheckpointStore(tmp_path / "checkpoints")
-    writing, saved = store.begin(1), saved_parts(parts, Coordinator(parts.plan), {"node": {"kept": 1}})
-    for name, part in saved.items():
+    writing, names = store.begin(1), []
+    for name, part in saved_parts(spec, resources, released, {"node": {"kept": 1}}):
         writing.write(name, part)
-    writing.commit(saved)
+        names.append(name)
+    writing.commit(names)
     undisturbed = draws()
 
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(8)
     assert all(other != first for other, first in zip(draws(), undisturbed, strict=True))
-    assert restore_engines(store.load(), parts) == {"node": {"kept": 1}}
+    nodes, restored = restore(store.load(), resources)
     assert draws() == undisturbed
+    assert nodes == {"node": {"kept": 1}} and restored.measured == live.measured
+    assert restored.batch is not None and restored.batch["uid"] == ["4-0", "4-1"]
+    assert check_same_run(store.load(), spec, resources.facts, ()) == []

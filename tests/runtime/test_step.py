@@ -125,6 +125,15 @@ def test_an_entry_node_s_samples_become_the_group_s() -> None:
     assert on.batch().lengths(Axis.RESPONSE).tolist() == [3, 1]
 
 
+def test_an_entry_node_may_measure_too() -> None:
+    @node(reads=("prompt_ids",), writes=("response_ids",))
+    async def answers(group):  # type: ignore[no-untyped-def]
+        return NodeOutput(samples(lengths=(3, 1)), {"turns": 2.0})
+
+    on, _ = experience(step(answers), waiting_group())
+    assert len(on.samples) == 2 and on.measured == [({"turns": 2.0}, 2.0)]
+
+
 def test_samples_that_the_columns_written_so_far_do_not_fit_are_refused() -> None:
     on = answered_group()
     on.write({"scores": [1.0, 2.0]})

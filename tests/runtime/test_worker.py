@@ -1,16 +1,26 @@
 """Whole runs in this process: when is validated, saved, kept; what a new start leaves out."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from distflow.config.errors import UserError
+from distflow.flow.coordinator import Coordinator
+from distflow.graph import NodeStatus
 from distflow.observe.run_reader import read_metrics
+from distflow.runtime.blame import NodeError
 from distflow.runtime.checkpoint import CheckpointStore
 from distflow.runtime.checkpoint_files import read_manifest
 from distflow.runtime.checkpoint_writing import Writing
-from distflow.runtime.local import launch_local
+from distflow.runtime.local import launch_local, local_ports
+from distflow.runtime.recorder import Recorder
+from distflow.runtime.resources import Resources, build_resources
+from distflow.runtime.stop import StopRequest
+from distflow.runtime.worker import Worker
 from tests.e2e.runs import Playground, notes
 
 CHEAP = ("trust.certify_rewards=false", "actor_rollout_ref.rollout.n=2")
@@ -101,3 +111,52 @@ def test_metrics_are_written_before_the_checkpoint_of_their_step(
     monkeypatch.setattr(CheckpointStore, "begin", checked)
     ground.run("grpo", *CHEAP, "trainer.save_freq=1", "trainer.total_epochs=1")
     assert seen == [(1, 1), (2, 2), (3, 3)]
+
+
+SFT = ("data.response_key=answer", "~reward.functions", "~reward.num_workers", "~custom_reward_function.path",
+       "~actor_rollout_ref.rollout.n", "trainer.total_epochs=1")  # fmt: skip
+
+
+@contextmanager
+def working(ground: Playground, *keys: str) -> Iterator[tuple[Worker, Resources]]:
+    """A worker of an SFT run that has started."""
+    _, spec = ground.spec("sft", *SFT, *keys)
+    resources = build_resources(spec.factories, spec.plan.ranks[0])
+    coordinator = Coordinator(spec.data)
+    with Recorder(spec, spec.data.total_steps, 0, None) as recorder, StopRequest(lambda name: None) as stop:
+        ports = local_ports(coordinator, recorder.waits)
+        store = CheckpointStore(spec.run_dir / "checkpoints")
+        with Worker(spec, 0, resources, ports, recorder, store, stop, {}, coordinator.version) as worker:
+            yield worker, resources
+
+
+def test_a_worker_keeps_the_status_of_its_nodes_and_tells_their_time(ground: Playground) -> None:
+    with working(ground, "dag.enable_perf=true") as (worker, _):
+        assert set(worker.status.values()) == {NodeStatus.PENDING} and worker.status
+        assert worker.learning_loop() == 3
+        assert set(worker.status.values()) == {NodeStatus.COMPLETED}
+        names = set(worker.status)
+    for record in read_metrics(ground.folder / "run"):
+        assert {name for name in record.values if name.startswith("perf/")} == {f"perf/{name}" for name in names}
+
+
+def test_a_node_that_fails_is_named_and_its_status_says_so(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: Any) -> dict[str, float]:
+        raise MemoryError("full")
+
+    with working(ground) as (worker, resources):
+        monkeypatch.setattr(resources.actor, "train_step", fails)
+        with pytest.raises(NodeError, match="raised MemoryError: full"):
+            worker.learning_loop()
+        assert list(worker.status.values())[-1] is NodeStatus.FAILED
+
+
+def test_an_experience_plane_that_ends_wakes_the_learner_with_its_reason(
+    ground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: Any, **more: Any) -> None:
+        raise RuntimeError("the edge broke")
+
+    monkeypatch.setattr("distflow.runtime.ports.local_edge.LocalEdge.put", broken)
+    with working(ground) as (worker, _), pytest.raises(RuntimeError, match="the edge broke"):
+        worker.learning_loop()

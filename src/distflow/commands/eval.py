@@ -1,6 +1,7 @@
 """`distflow eval`: answers the held-out problems and prints the accuracy."""
 
 import argparse
+from tempfile import TemporaryDirectory
 
 from distflow import __version__
 from distflow.commands.config_arguments import add_config_arguments
@@ -18,14 +19,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    print(f"distflow {__version__} · evaluating {arguments.preset}", flush=True)
+    # What is encoded to be answered goes to a folder of its own: a run may be writing to the config's.
+    with TemporaryDirectory() as folder:
+        for name, value in sorted(_evaluated(arguments, folder).items()):
+            print(f"{name}: {value:.4f}")
+    return 0
+
+
+def _evaluated(arguments: argparse.Namespace, folder: str) -> dict[str, float]:
     from distflow.config import load_config
 
-    print(f"distflow {__version__} · evaluating {arguments.preset}", flush=True)
-    loaded = load_config(arguments.preset, [*arguments.overrides, *_EVAL_ONLY])
+    overrides = [*arguments.overrides, *_EVAL_ONLY, f"trainer.default_local_dir={folder}"]
+    loaded = load_config(arguments.preset, overrides)
     from distflow.pipelines.spec import make_spec
     from distflow.runtime.evaluate import evaluate
 
-    metrics = evaluate(make_spec(loaded, say=lambda line: print(line, flush=True)))
-    for name, value in sorted(metrics.items()):
-        print(f"{name}: {value:.4f}")
-    return 0
+    return evaluate(make_spec(loaded, say=lambda line: print(line, flush=True)))

@@ -61,6 +61,8 @@ class Config:
         groups = self.__dict__.get("user_groups", {})
         if name in groups:
             return groups[name]
+        if name in _user_groups:  # registered since this config was made
+            return _user_groups[name]()
         raise AttributeError(f"the config has no group '{name}'")
 
 

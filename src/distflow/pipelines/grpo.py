@@ -19,7 +19,7 @@ def group_relative(pipeline: Pipeline, config: Config) -> TaskGraph:
     """The nodes of GRPO and of those that differ from it by numbers only."""
     answer_and_judge(pipeline, config)
     score(pipeline, config)
-    pipeline.add_node("calculate_advantages", nodes.compute_advantage)
+    pipeline.add_node("calculate_advantages", nodes.compute_advantage, plane="learning")
     pipeline.add_node("actor_train", nodes.train_actor)
     return pipeline.build()
 

@@ -17,20 +17,19 @@ def select_pipeline(config: Config) -> TaskGraph:
     """The program of `config`. Raises PipelineError or UserError where the user's own cannot be built."""
     name = program_name(config)
     if name != CUSTOM:
-        return cast(Callable[[Config], TaskGraph], load_function(PIPELINES[name].target))(config)
+        return cast(TaskGraph, _made(load_function(PIPELINES[name].target), config))
     if config.dag.custom_pipeline_fn:
         return _custom(config.dag.custom_pipeline_fn, config)
     return pipeline_from_config("yaml_pipeline", [dict(entry) for entry in config.dag.nodes])
 
 
 def _custom(path: str, config: Config) -> TaskGraph:
-    """The user's function may take the config, as the built-in ones do, or nothing."""
     try:
         make_graph = load_function(path)
     except LoadError as err:
         raise UserError(f"dag.custom_pipeline_fn: {err}") from err
     try:
-        graph = make_graph(config) if inspect.signature(make_graph).parameters else make_graph()
+        graph = _made(make_graph, config)
     except PipelineError:
         raise
     except Exception as err:  # the edge of a user's code
@@ -42,3 +41,8 @@ def _custom(path: str, config: Config) -> TaskGraph:
             "it must return what Pipeline.build() gives, a TaskGraph"
         )
     return graph
+
+
+def _made(make_graph: Callable[..., object], config: Config) -> object:
+    """A program's function may take the config, or nothing."""
+    return make_graph(config) if inspect.signature(make_graph).parameters else make_graph()

@@ -26,6 +26,7 @@ from distflow.data.prompts import PROMPT_FIELDS, PromptSet
 from distflow.flow.data_plan import DataPlan
 from distflow.flow.order import total_steps
 from distflow.graph import NodeRole, Program
+from distflow.observe.run_folder import claimed
 from distflow.pipelines.data_sets import DataSource, check_batch, held_out_source, train_source
 from distflow.pipelines.factories import choose_device, compute_dtype, load_policy_tokenizer, make_factories
 from distflow.pipelines.inert import refuse_inert_keys
@@ -36,6 +37,7 @@ from distflow.planning.plan import check_plan, plan_local
 from distflow.rewards.router import check_domains
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.checks.mismatch import Tolerance
+from distflow.runtime.disk import writing_to
 from distflow.runtime.spec import RunOptions, Spec, ValidationSet
 
 _MAX_THREADS = 1024
@@ -58,7 +60,8 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
                 check_domains(config.reward.functions, found.domains)
     if is_rl(config):
         say(f"advantages: {describe_estimator(config.algorithm.adv_estimator, _estimator_options(reading.program))}")
-    spec = _spec(loaded, reading.program, prompts, held_out, tokenizer)
+    with writing_to(config.trainer.run_dir), claimed(config.trainer.run_dir):
+        spec = _spec(loaded, reading.program, prompts, held_out, tokenizer)
     check_plan(spec.plan, reading.program)
     check_pickles(spec)
     return spec
@@ -99,7 +102,8 @@ def bind(config: Config) -> Program:
 
 
 def rebuild(config: Config) -> Program:
-    """The same on a worker, which has to import the user's modules first."""
+    """The same on a worker, which has its threads to set and the user's modules to import first."""
+    fix_threads(config)
     import_user_modules(config)
     return bind(config)
 

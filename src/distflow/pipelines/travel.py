@@ -15,7 +15,10 @@ from distflow.runtime.spec import Spec
 
 
 def check_importable(config: Config) -> None:
-    """Raises UserError naming a function that a worker could not import."""
+    """Raises UserError naming a module or function that a worker could not import."""
+    for name in config.trainer.imports:
+        if not name.endswith(".py") and not _can_be_imported(name):
+            raise UserError(f"trainer.imports: a worker in another process cannot import '{name}': give it a file")
     for key, fn in _users_functions(config):
         module = _plain(fn).__module__
         if not _can_be_imported(module):

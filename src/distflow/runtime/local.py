@@ -1,14 +1,11 @@
 """The local launcher: a whole run in this process, resumed where its folder holds a checkpoint."""
 
-import errno
 import platform
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from distflow import __version__
-from distflow.config.errors import UserError
 from distflow.flow.coordinator import Coordinator, mark_of
 from distflow.flow.data_plan import DataPlan
 from distflow.flow.ledger import Ledger
@@ -17,6 +14,7 @@ from distflow.observe.report_summary import find_accuracy
 from distflow.observe.run_folder import claimed
 from distflow.observe.run_reader import read_metrics
 from distflow.runtime.checkpoint import Checkpoint, CheckpointStore
+from distflow.runtime.disk import writing_to
 from distflow.runtime.ports import Ports
 from distflow.runtime.ports.edge import Live
 from distflow.runtime.ports.local_edge import LocalEdge
@@ -32,7 +30,6 @@ from distflow.training.collective import OneRank
 
 CHECKPOINTS = "checkpoints"
 _FROM_THE_START = -1
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 
 
 def launch_local(
@@ -43,7 +40,7 @@ def launch_local(
     say: Callable[[str], None] = lambda line: None,
 ) -> Outcome:
     """See `Launch`."""
-    with _writing_to(spec.run_dir), claimed(spec.run_dir):
+    with writing_to(spec.run_dir), claimed(spec.run_dir):
         keep_best = int(spec.options.keep_best is not None)
         store = CheckpointStore(spec.run_dir / CHECKPOINTS, spec.options.keep_last, keep_best)
         store.remove_leftovers()
@@ -78,21 +75,6 @@ def local_ports(coordinator: Coordinator, waits: Waits, live: Live | None = None
 
 def _described(spec: Spec, resources: Resources) -> str:
     return f"model: {spec.description['model']}, {resources.num_parameters:,} parameters"
-
-
-@contextmanager
-def _writing_to(run_dir: Path) -> Iterator[None]:
-    """A disk that is full or refuses is the user's to mend; what was written before it is whole."""
-    try:
-        yield
-    except OSError as err:
-        if err.errno not in _DISK:
-            raise
-        what = f"{err.strerror}: {err.filename}" if err.filename else str(err.strerror)
-        raise UserError(
-            f"the run's folder {run_dir} cannot be written ({what}). Checkpoints that it holds are whole. Free space, "
-            "or set trainer.default_local_dir to another folder; then start again"
-        ) from err
 
 
 def _note_resume(recorder: Recorder, checkpoint: Checkpoint, differences: list[str]) -> None:

@@ -83,9 +83,10 @@ class Step:
     def _keep(self, group: Group, output: object) -> Drop | None:
         if isinstance(output, Drop):
             return output
-        if isinstance(output, list) and output and all(isinstance(sample, Sample) for sample in output):
-            group.answer(output)
-            return None
+        made = output.batch if isinstance(output, NodeOutput) else output
+        if isinstance(made, list) and made and all(isinstance(sample, Sample) for sample in made):
+            group.answer(made)
+            output = NodeOutput(None, output.metrics, output.weight) if isinstance(output, NodeOutput) else None
         columns, measured = self._read(output, len(group))
         group.write(_changed(group.batch(), columns) if isinstance(columns, Batch) else columns)
         group.measured.append(measured)
