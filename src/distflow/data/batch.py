@@ -266,7 +266,10 @@ class Batch:
             if len(values) != len(self):
                 raise ValueError(f"column '{field.name}' has {len(values)} entries for {len(self)} samples")
             return values
-        tensor = torch.as_tensor(value).to(getattr(torch, field.dtype)).detach()
+        try:
+            tensor = torch.as_tensor(value).to(getattr(torch, field.dtype)).detach()
+        except (TypeError, ValueError, RuntimeError) as err:  # texts, None, ragged lists
+            raise ValueError(f"column '{field.name}' takes numbers: {err}") from err
         if field.axis is Axis.SAMPLE:
             if tensor.shape != (len(self),):
                 raise ValueError(f"column '{field.name}' has shape {tuple(tensor.shape)}, wanted ({len(self)},)")

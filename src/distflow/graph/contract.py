@@ -168,7 +168,8 @@ def _fields(form: Form, parameters: list[Parameter] | None, wishes: Wishes) -> _
         return _Fields(*_explicit(wishes))
     if form is Form.SAMPLE_REWARD:
         optional = ("extra_info",) if any(p.name == "extra_info" for p in parameters or ()) else ()
-        return _Fields(("data_source", "responses", "ground_truth"), optional)
+        required = ("data_source", "responses", "ground_truth")
+        return _Fields(required, optional, by_keyword=(*required, *optional))
     explicit = wishes.spec.reads is not None
     return _explicit_fields(parameters, wishes) if explicit else _signature_fields(parameters, wishes)
 

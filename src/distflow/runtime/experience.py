@@ -135,6 +135,7 @@ class ExperiencePlane:
         started, group = time.time(), self.make_group(ticket)
         try:
             drop = await self.run(group, self.steps, self.context)
+            batch = group.batch()
         except NodeError as err:
             users = isinstance(err, UserError)
             edge.drop(ticket, "error", Failure(str(err), users), lost=not users)
@@ -142,7 +143,7 @@ class ExperiencePlane:
         else:
             outcome = "complete" if drop is None else drop.reason
             if drop is None:
-                edge.put(ticket, group.batch(), group.measured)
+                edge.put(ticket, batch, group.measured)
             elif drop.reason == TOO_FEW_VERDICTS:
                 edge.drop(ticket, drop.reason, Failure(drop.detail, users=True))
                 outcome += f": {drop.detail}"

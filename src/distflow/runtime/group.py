@@ -1,16 +1,14 @@
 """A prompt group on its way through the experience plane: samples, until the edge makes columns of them."""
 
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-
-import torch
 
 from distflow.data.batch import Batch
 from distflow.data.columns import Written
 from distflow.data.prompts import PromptRow
 from distflow.data.sample import Sample, Segment
 from distflow.flow.ticket import Ticket
-from distflow.graph.fields import ALIASES, Axis, find_field
+from distflow.graph.fields import ALIASES
 from distflow.observe.metrics import Measured
 from distflow.rollout.engine import SamplingParams, Stream
 
@@ -59,27 +57,16 @@ class Group:
         )
 
     def __contains__(self, name: object) -> bool:
-        return name in self.written or name in self.batch()
+        return name in self.batch()
 
     def __getitem__(self, name: str) -> object:
         """A column as the node that names it gets it: `(n,)`, padded `(n, longest)`, or a list."""
-        name = ALIASES.get(name, name)
-        if name not in self.written or not _is_per_sample(name):
-            return self.batch()[name]
-        value, declared = self.written[name], find_field(name)
-        if declared is None or declared.axis is Axis.OBJECT:
-            return value
-        return torch.as_tensor(value, dtype=getattr(torch, declared.dtype))
+        return self.batch()[name]
 
     def write(self, columns: Mapping[str, Written]) -> None:
         """Keep what a node wrote. Raises ValueError where a column does not fit the group."""
-        columns = {ALIASES.get(name, name): value for name, value in columns.items()}
-        for name, value in columns.items():
-            if _is_per_sample(name) and isinstance(value, Sized) and len(value) != len(self.samples):
-                raise ValueError(f"column '{name}' has {len(value)} entries for {len(self.samples)} samples")
-        before, self.written, self._batch = self.written, {**self.written, **columns}, None
-        if all(_is_per_sample(name) for name in columns):
-            return
+        before = self.written
+        self.written, self._batch = {**before, **{ALIASES.get(n, n): value for n, value in columns.items()}}, None
         try:
             self.batch()
         except (ValueError, TypeError):
@@ -87,8 +74,9 @@ class Group:
             raise
 
     def answer(self, samples: list[Sample]) -> None:
-        """These are the group's samples."""
+        """These are the group's samples. Raises ValueError where what was written before does not fit them."""
         self.samples, self._columns, self._batch = samples, None, None
+        self.batch()
 
     def batch(self) -> Batch:
         """The group as columns, with its one score a sample on the last token that the policy made.
@@ -119,8 +107,3 @@ def _with_scores(columns: Batch, written: Mapping[str, Written]) -> Batch:
         if name in batch:
             batch[name] = batch.flat(name)  # kept, so that it is derived once
     return batch
-
-
-def _is_per_sample(name: str) -> bool:
-    field = find_field(name)
-    return field is not None and field.axis in (Axis.SAMPLE, Axis.OBJECT)

@@ -1,6 +1,5 @@
 """A node closed over everything that does not change: running a plane is a loop over its steps."""
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from distflow.config.errors import UserError
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample
 from distflow.graph import SCORE_FIELDS, BoundNode, Drop, Inputs, NodeOutput, compile_inputs
+from distflow.graph.functions import is_async
 from distflow.observe.metrics import Measured
 from distflow.runtime.blame import BadOutput, NodeError, node_error, output_error
 from distflow.runtime.checks import TrustError
@@ -72,7 +72,7 @@ class Step:
         if "batch" in self.node.contract.reserved:
             call["batch"] = group.batch()
         positional, keyword = self.inputs(group, call)
-        if inspect.iscoroutinefunction(self.fn):
+        if is_async(self.fn):
             return await self.fn(*positional, **keyword)
         try:
             return await plain_calls.run(lambda: self.fn(*positional, **keyword), deadline_s)

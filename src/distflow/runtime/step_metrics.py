@@ -8,7 +8,7 @@ from torch import Tensor
 
 from distflow.data.batch import Batch
 from distflow.flow.account import Account
-from distflow.observe.metrics import Measured
+from distflow.observe.metrics import Measured, find_metric
 from distflow.training.collective import Collective
 
 
@@ -79,7 +79,8 @@ def group_metrics(account: Account, batch: Batch, step: int) -> dict[str, float]
 
 
 def over_ranks(measured: Sequence[Measured], collective: Collective) -> dict[str, float]:
-    """What nodes measured, over all ranks: means by their weights. Where two measure one thing the later counts.
+    """What nodes measured, over all ranks: means by their weights, but for a maximum. Where two measure one thing the
+    later counts.
 
     A number that is the same on every rank (of an update, say) stays what it is.
     """
@@ -88,7 +89,16 @@ def over_ranks(measured: Sequence[Measured], collective: Collective) -> dict[str
         return {name: value for name, (value, _) in own.items()}
     totals = collective.sum({name: value * weight if weight else 0.0 for name, (value, weight) in own.items()})
     weights = collective.sum({name: weight for name, (_, weight) in own.items()})
-    return {name: total / weights[name] if weights[name] else 0.0 for name, total in totals.items()}
+    largest = collective.max({name: value for name, (value, _) in own.items()})
+    return {
+        name: largest[name] if _is_maximum(name) else total / weights[name] if weights[name] else 0.0
+        for name, total in totals.items()
+    }
+
+
+def _is_maximum(name: str) -> bool:
+    metric = find_metric(name)
+    return metric is not None and metric.kind == "max"
 
 
 def memory_metrics() -> dict[str, float]:

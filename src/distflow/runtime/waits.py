@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Wait:
     """who: the loop that waits. what: for what. on: for whom. since: `time.time()`."""
 
