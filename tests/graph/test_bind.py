@@ -8,8 +8,7 @@ import torch
 
 from distflow.data.batch import Batch
 from distflow.graph import Field, Pipeline, PipelineError, find_field, node, register_field
-from distflow.graph.fields import Axis
-from distflow.graph.wiring import DERIVED
+from distflow.graph.fields import DERIVED, Axis
 
 
 def graph_of(*nodes):

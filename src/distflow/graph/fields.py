@@ -78,6 +78,16 @@ STANDARD_FIELDS: dict[str, Field] = _table(
 
 ALIASES = {"index": "group_index", "data_source": "domain"}
 
+# Columns that are derived where no node writes them, and what from.
+DERIVED = {
+    "input_ids": ("prompt_ids", "response_ids"),
+    "attention_mask": ("prompt_ids", "response_ids"),
+    "loss_mask": ("response_mask",),
+    "scores": ("token_level_scores",),
+    "token_level_scores": ("scores", "response_mask"),
+    "token_level_rewards": ("token_level_scores",),
+}
+
 _registered: dict[str, Field] = {}
 
 

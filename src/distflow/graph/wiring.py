@@ -7,20 +7,11 @@ from itertools import combinations
 from distflow.config.errors import hint
 from distflow.graph.contract import Contract, canonical
 from distflow.graph.errors import PipelineError
+from distflow.graph.fields import DERIVED
 from distflow.graph.nodes import Node, engines_of
 from distflow.graph.order import ancestors, find_cycle, topological_order
 from distflow.graph.roles import TRAIN_ENGINES, Plane
 from distflow.graph.spec import is_factory
-
-# Columns that are derived where no node writes them, and what from.
-DERIVED = {
-    "input_ids": ("prompt_ids", "response_ids"),
-    "attention_mask": ("prompt_ids", "response_ids"),
-    "loss_mask": ("response_mask",),
-    "scores": ("token_level_scores",),
-    "token_level_scores": ("scores", "response_mask"),
-    "token_level_rewards": ("token_level_scores",),
-}
 
 
 @dataclass(frozen=True)
