@@ -263,6 +263,18 @@ def test_a_loss_of_ones_own_is_wired_by_its_parameter_names() -> None:
         del POLICY_LOSSES["test_own_loss"]
 
 
+@pytest.mark.parametrize("returned", [lambda x: x, lambda x: (x, x), lambda x: (x, {}, {})])
+def test_a_loss_of_ones_own_that_returns_something_else_is_told_what_to_return(returned: Any) -> None:
+    register_policy_loss("test_odd")(lambda log_probs, advantages, loss_mask: returned(log_probs))
+    batch = toy_batch(seed=5, bs=ROWS)
+    try:
+        objective = PolicyObjective("test_odd")
+        with pytest.raises(ValueError, match="'test_odd' must return"):
+            gradient(objective, [batch], objective.counts(batch))
+    finally:
+        del POLICY_LOSSES["test_odd"]
+
+
 def test_correction_weights_multiply_each_token() -> None:
     batch = toy_batch(seed=13, bs=ROWS)
     objective = PolicyObjective("gpg", weights_field="rollout_is_weights")

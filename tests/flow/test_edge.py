@@ -131,11 +131,12 @@ def test_a_lost_group_waits_and_is_no_longer_running():
 
 
 def test_groups_left_behind_count_among_those_that_a_later_step_lacks():
-    edge = edge_with(3, max_tickets=2)
+    edge = edge_with(4, max_tickets=2)
+    edge.drop(3, "of_the_step_before")
     for number in range(3):
         edge.complete(number, 1)
     edge.release(0)
-    for number in (3, 4):
+    for number in (4, 5):
         edge.issue(Ticket(number, 0, number, 4, 0))
         edge.drop(number, "equal_rewards")
     with pytest.raises(Exhausted, match=r"of the 3 drawn for it 1 are left \(dropped: 2 equal_rewards\)"):

@@ -105,6 +105,11 @@ def test_the_parameter_engine_is_that_of_the_role_or_of_add_node(config, setting
     assert inputs({}, {}) == ([], {"engine": engine})
 
 
+def test_the_parameter_engine_is_not_one_that_the_function_names_besides(config):
+    bound = bound_of(lambda engine, ref: None, config, node_role="CRITIC")
+    assert compile_inputs(bound, {"critic": 1, "ref": 2})({}, {}) == ([], {"engine": 1, "ref": 2})
+
+
 @pytest.mark.parametrize(
     ("fn", "missing"),
     [

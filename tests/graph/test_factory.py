@@ -34,6 +34,21 @@ def test_the_function_that_is_made_brings_its_contract(config):
     assert bound.contract.writes == ("returns",) and bound.options == {"gamma": 0.9}
 
 
+def test_a_factory_is_called_once_a_bind_and_not_before(config):
+    called = []
+
+    @node_factory
+    @node(role="ADVANTAGE")
+    def counted(config):
+        called.append(config)
+        return estimator
+
+    graph = one(counted)
+    assert graph.validate_graph() == (True, None) and called == []
+    graph.bind(config, REWARDS)
+    assert called == [config]
+
+
 def test_the_factory_sees_the_whole_config_and_one_graph_binds_many_times(config):
     def group_mean(token_level_rewards, group_index): ...
 

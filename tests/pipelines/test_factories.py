@@ -108,3 +108,76 @@ def test_the_reference_is_a_model_of_its_own_or_the_adapters_base(tmp_path: Path
     for built, same in ((plain, False), (adapted, True)):
         assert isinstance(built.ref, TorchScorer) and isinstance(built.actor, TorchTrainEngine)
         assert (built.ref.model is built.actor.model) == same
+
+
+def test_actor_critic_and_reference_get_their_own_settings() -> None:
+    settings = config(
+        "ppo",
+        f"{ACTOR}.optim.lr=0.5",
+        f"{ACTOR}.max_grad_norm=2.0",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=100",
+        "critic.optim.lr=0.25",
+        "critic.max_grad_norm=3.0",
+        "critic.ppo_max_token_len_per_gpu=200",
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=300",
+        f"{ROLLOUT}.temperature=0.5",
+    )
+    built = build(settings, "actor", "critic", "ref")
+    assert isinstance(built.actor, TorchTrainEngine) and isinstance(built.critic, TorchTrainEngine)
+    assert isinstance(built.ref, TorchScorer) and not any(p.requires_grad for p in built.ref.model.parameters())
+    found = [
+        (engine.optimizer.param_groups[0]["lr"], engine.max_grad_norm, engine.scorer.max_tokens)
+        for engine in (built.actor, built.critic)
+    ]
+    assert found == [(0.5, 2.0, 100), (0.25, 3.0, 200)] and built.ref.max_tokens == 300
+    assert {built.actor.scorer.temperature, built.critic.scorer.temperature, built.ref.temperature} == {0.5}
+    assert not built.ref.without_adapter
+    plain = make_factories(config("ppo", f"{ACTOR}.ppo_max_token_len_per_gpu=100"), ["ref", "critic"], (), 1)
+    for name in ("ref", "critic"):
+        assert plain[name].keywords["options"]["max_tokens_per_micro_batch"] == 100  # type: ignore[attr-defined]
+
+
+def test_answers_of_the_data_are_learned_at_temperature_one() -> None:
+    factory = make_factories(config("sft", f"{ROLLOUT}.temperature=0.5"), ["actor"], (), 1)["actor"]
+    assert factory.keywords["options"]["temperature"] == 1.0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("given", [{}, {"lr_warmup_steps": 4}, {"warmup_ratio": 0.4, "min_lr_ratio": 0.5}])
+def test_a_schedule_gets_the_keys_of_the_optimizer(given: dict[str, float]) -> None:
+    keys = (f"{ACTOR}.optim.{name}={value}" for name, value in given.items())
+    settings = config("grpo", f"{ACTOR}.optim.scheduler=linear_with_warmup", *keys)
+    made = make_factories(settings, ["actor"], (), 10)["actor"].keywords["optim"]["schedule"]  # type: ignore[attr-defined]
+    optim = settings.actor_rollout_ref.actor.optim
+    assert (made["warmup_steps"], made["warmup_ratio"], made["min_lr_ratio"]) == (
+        optim.lr_warmup_steps,
+        optim.warmup_ratio,
+        optim.min_lr_ratio,
+    )
+
+
+def test_another_critic_is_loaded_as_it_was_trained_and_an_equal_one_as_the_policy() -> None:
+    told = (f"{MODEL}.revision=abc", f"{MODEL}.path=some/model", f"{MODEL}.init=random")
+    sources = [
+        make_factories(config("ppo", *told, *more), ["critic"], (), 1)["critic"].keywords["source"]  # type: ignore[attr-defined]
+        for more in ([], ["critic.model.path=other/critic"])
+    ]
+    found = [(source["path"], source["init"], source["revision"]) for source in sources]
+    assert found == [("some/model", "random", "abc"), ("other/critic", "pretrained", None)]
+
+
+def test_an_engine_beside_an_adapter_computes_on_the_merged_weights_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[nn.Module] = []
+    monkeypatch.setattr(
+        EmbeddedEngine, "__init__", lambda self, model, *rest, shares_weights, **options: given.append(model)
+    )
+    write_tiny_model(tmp_path)
+    own = (f"{MODEL}.path={tmp_path}", f"{MODEL}.init=pretrained", f"{MODEL}.lora_rank=2", f"{MODEL}.dtype=bfloat16")
+    built = build(config("grpo", *own), "actor", "ref", "rollout")
+    assert isinstance(built.actor, TorchTrainEngine) and isinstance(built.ref, TorchScorer)
+    trained, served = (dict(model.named_parameters()) for model in (built.actor.model, given[0]))
+    assert len(served) < len(trained) and not any(parameter.requires_grad for parameter in served.values())
+    assert {str(parameter.dtype) for parameter in served.values()} == {"torch.bfloat16"}
+    assert {str(parameter.dtype) for parameter in trained.values()} == {"torch.float32"}
+    assert built.ref.without_adapter

@@ -128,6 +128,7 @@ class Mine:
 
 
 register_config_group("mine", Mine)
+register_config_group("cri", Mine)  # its name begins that of another group, of which it excuses nothing
 
 
 @node(writes="token_level_rewards")

@@ -18,6 +18,8 @@ from distflow import register_adv_est, register_policy_loss
 from distflow.config.errors import UserError
 from distflow.data.encoded import EncodedRows
 from distflow.graph import PipelineError
+from distflow.rollout.engine import SamplingParams
+from distflow.runtime.checks.mismatch import Tolerance
 from distflow.runtime.local import launch_local
 from distflow.runtime.spec import Spec
 from tests.e2e.runs import Playground
@@ -209,3 +211,59 @@ def test_a_column_that_nobody_declared(playground: Playground) -> None:
 def test_a_program_of_the_users_is_given_the_config_as_the_dataclass_that_it_is(playground: Playground) -> None:
     _, spec = playground.spec("grpo", *chosen("own_programs:with_another_config"))
     assert "kl_penalty" not in [node.node_id for node in spec.program().nodes]
+
+
+MODEL = "actor_rollout_ref.model"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_what_hangs_on_the_dtype_of_the_model(playground: Playground, dtype: str, rank: int) -> None:
+    """An engine with a copy of the weights needs each version's tensors; a copy is compared less strictly."""
+    exact = dtype == "float32"
+    often = () if exact else ("trust.canary_freq=3",)  # on shared weights it is compared at the start only
+    _, spec = playground.spec("grpo", f"{MODEL}.dtype={dtype}", f"{MODEL}.lora_rank={rank}", *often)
+    assert (spec.weight_dtype, spec.shares_weights) == (torch.float32 if exact else torch.bfloat16, exact)
+    assert spec.sends_weights == (not exact or rank == 0)
+    assert (spec.tolerance, spec.ratio_limit) == (Tolerance.of(exact), 1e-4 if exact else 0.05)
+    assert spec.options.canary_freq == (1 if exact else 3)
+    _, spec = playground.spec("grpo", f"{MODEL}.dtype={dtype}", "trust.canary_freq=0")
+    assert spec.options.canary_freq == 0
+
+
+def test_answers_are_drawn_as_the_config_says_in_training_and_in_validation(playground: Playground) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    training = {"temperature": 0.5, "top_p": 0.75, "top_k": 7, "min_p": 0.125, "repetition_penalty": 1.5}
+    validation = {"temperature": 0.25, "top_p": 0.625, "top_k": 3, "n": 2}
+    _, spec = playground.spec(
+        "grpo",
+        f"data.val_files={playground.folder}/rows.jsonl",
+        f"{rollout}.stop=[x]",
+        *(f"{rollout}.{key}={value}" for key, value in training.items()),
+        *(f"{rollout}.val_kwargs.{key}={value}" for key, value in validation.items()),
+    )
+    assert spec.sampling == SamplingParams(10, **training, stop=("x",))
+    (held_out,) = spec.validation
+    assert held_out.greedy == SamplingParams(10, greedy=True, stop=("x",))
+    assert held_out.sampled == SamplingParams(10, temperature=0.25, top_p=0.625, top_k=3, stop=("x",))
+    assert held_out.num_samples == 2
+
+
+def test_the_terms_of_the_actors_loss_are_watched_where_it_has_one(playground: Playground) -> None:
+    actor = "actor_rollout_ref.actor"
+    _, spec = playground.spec("grpo", f"{actor}.entropy_coef=0.01")
+    assert spec.loss_terms == tuple(f"actor/loss_term/{name}" for name in ("pg", "entropy", "kl"))
+    off = ("~reward.functions", "~reward.num_workers", "~custom_reward_function.path", "~actor_rollout_ref.rollout.n")
+    _, spec = playground.spec("sft", "data.response_key=answer", *off)
+    assert spec.loss_terms == ()
+
+
+def test_a_resumed_run_must_have_the_data_and_the_tokenizer_of_before(playground: Playground) -> None:
+    _, spec = playground.spec("grpo")
+    _, same_data = playground.spec("grpo", "trainer.seed=7", name="again")
+    playground.write_rows([{"prompt": f"{i}-", "answer": "7"} for i in range(12)])
+    _, other_data = playground.spec("grpo", name="other")
+    prints = {name for name in spec.facts if name.endswith("_fingerprint")}
+    assert prints == {"data_fingerprint", "tokenizer_fingerprint"}
+    assert all(spec.facts[name] == same_data.facts[name] for name in prints)
+    assert spec.facts["data_fingerprint"] != other_data.facts["data_fingerprint"]

@@ -50,6 +50,18 @@ def test_everything_is_on_one_worker_and_the_planes_meet_at_the_experience_edge(
     check_plan(plan, program)
 
 
+def test_an_engine_of_two_nodes_is_named_once() -> None:
+    @node(writes="responses")
+    def answer(prompts, *, rollout, judge): ...
+
+    @node(writes="token_level_rewards", scope="group")
+    def grade(responses, *, rollout, judge): ...
+
+    graph = Pipeline("small").add_node("answer", answer).add_node("grade", grade, ["answer"], node_role=NodeRole.REWARD)
+    (rank,) = plan_local(graph.build().bind(Config(), ["prompts"]), "cpu").ranks
+    assert (rank.engines, rank.services) == (("rollout",), ("judge",))
+
+
 def test_a_worker_gets_the_engines_and_services_of_its_own_nodes_only(program: Program) -> None:
     learner = rank_plan(program, 0, "cuda:0", [], ["learn"])
     player = rank_plan(program, 1, "cuda:1", ["answer", "grade"], [])

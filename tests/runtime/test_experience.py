@@ -3,21 +3,26 @@
 import asyncio
 import random
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from distflow.algorithms.filters import TOO_FEW_VERDICTS
 from distflow.data.sample import Sample
 from distflow.flow.ticket import Ticket, Version
-from distflow.graph import BoundNode, Drop, node
+from distflow.graph import BoundNode, Drop, NodeOutput, node
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Receipt, Stream
-from distflow.runtime.context import NodeContext
+from distflow.runtime.context import Contexts, NodeContext
 from distflow.runtime.experience import ExperiencePlane, SubmissionGate
 from distflow.runtime.group import Group
 from distflow.runtime.ports.edge import UserNoProgress
 from distflow.runtime.ports.local_edge import LocalEdge
+from distflow.runtime.resources import Resources
 from distflow.runtime.step import compile_steps
 from distflow.runtime.waits import Waits
+from tests.e2e.runs import Playground
 from tests.runtime.groups import PARAMS, bound, context, coordinator, samples, waiting_group
 
 
@@ -200,6 +205,32 @@ def test_a_program_that_always_fails_ends_with_the_reason() -> None:
         asyncio.run(fill(plane_of(OrderedEngine(), bound(judge)), LocalEdge(coordinator(), Waits()), 1))
 
 
+def test_verdicts_that_are_always_missing_end_the_run_with_the_reason() -> None:
+    @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
+    def judge(group: Group) -> Any:
+        return Drop(TOO_FEW_VERDICTS, "the grader is down")
+
+    plane = plane_of(OrderedEngine(), bound(judge))
+    with pytest.raises(UserNoProgress, match="the grader is down"):
+        asyncio.run(fill(plane, LocalEdge(coordinator(), Waits()), 1))
+    assert plane.ended[0] == f"{TOO_FEW_VERDICTS}: the grader is down"  # type: ignore[index]
+
+
+def test_what_nodes_measured_of_a_group_goes_with_it() -> None:
+    @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
+    def judge(group: Group) -> Any:
+        return NodeOutput({"scores": [1.0, 0.0]}, {"number": float(group.ticket.number)})
+
+    async def run() -> Any:
+        edge = LocalEdge(coordinator(), Waits())
+        loop = asyncio.ensure_future(plane_of(OrderedEngine(), bound(judge)).loop(edge))
+        share = await asyncio.to_thread(edge.take, 0, 0)
+        loop.cancel()
+        return share
+
+    assert asyncio.run(run()).metrics == {"number": 0.5}
+
+
 def test_cancelling_the_plane_aborts_what_the_engine_does() -> None:
     async def run() -> int:
         engine = OrderedEngine()
@@ -215,3 +246,17 @@ def test_cancelling_the_plane_aborts_what_the_engine_does() -> None:
         return engine.cancelled
 
     assert asyncio.run(run()) == 2
+
+
+def test_the_plane_of_a_worker_draws_by_the_run_s_seed_and_sampling_and_stops_at_the_model_s_tokens(
+    tmp_path: Path,
+) -> None:
+    _, spec = Playground(tmp_path).spec("grpo", "trainer.seed=11", "data.seed=22")
+    spec = replace(spec, options=replace(spec.options, timeout_s=7.0))
+    parts = Resources(None, (3, 7), {}, 0, rollout=OrderedEngine())  # type: ignore[arg-type]
+    contexts = Contexts(spec.config, parts, {}, lambda *update: None)
+    plane = ExperiencePlane.of(spec, [bound(answer)], parts, contexts, Ends())
+    made = plane.make_group(Ticket(30, 2, 6, 4, 0))
+    assert made.stream == Stream(11, "train", 2, 6) and made.row == spec.rows[6]
+    assert made.params == replace(spec.sampling, stop_token_ids=(3, 7)) and not made.params.greedy
+    assert plane.timeout_s == 7.0 and plane.gate is not None

@@ -5,10 +5,13 @@ from typing import Any
 import pytest
 import torch
 
+from distflow.data.prompts import PromptRow
 from distflow.data.sample import Sample, Segment
+from distflow.flow.ticket import Ticket
 from distflow.graph.fields import Axis
-from distflow.runtime.group import Group
-from tests.runtime.groups import answered_group, ticket, waiting_group
+from distflow.rollout.engine import Stream
+from distflow.runtime.group import Group, new_group
+from tests.runtime.groups import PARAMS, answered_group, ticket, waiting_group
 
 
 def test_a_group_that_nobody_has_answered_is_its_prompts() -> None:
@@ -29,6 +32,13 @@ def test_the_greedy_group_wants_one_answer_and_shares_nothing_that_is_written() 
     greedy.measured.append(({"mine": 1.0}, 1.0))
     assert greedy.params.greedy and greedy.wanted == (0,) and greedy.samples == []
     assert not group.params.greedy and len(group.samples) == 2 and group.written == {} and group.measured == []
+
+
+def test_what_is_drawn_follows_from_the_seed_and_the_ticket_s_stream_epoch_and_row() -> None:
+    of = Ticket(17, 2, 5, 3, 0, stream="val/sums/sampled")
+    group = new_group(of, PromptRow(5, (1, 2, 3), "p", "r0", "default", {}), PARAMS, seed=9)
+    assert group.stream == Stream(9, "val/sums/sampled", 2, 5) and group.wanted == (0, 1, 2)
+    assert group.greedy().stream == group.stream
 
 
 def test_columns_that_somebody_adds_to_the_group_s_batch_are_not_the_group_s() -> None:
@@ -81,6 +91,8 @@ def test_dense_scores_give_the_score_of_each_sample() -> None:
     group.write({"token_level_rewards": dense / 2})
     assert group.batch()["token_level_rewards"].tolist() == (dense / 2).tolist()
     assert group.batch()["token_level_scores"].tolist() == dense.tolist(), "rewards are not scores"
+    group.write({"scores": [1.0, 2.0]})
+    assert group["scores"].tolist() == [1.0, 2.0], "a score that was written is no sum"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

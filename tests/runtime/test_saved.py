@@ -4,8 +4,10 @@ import random
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
+from distflow.config.errors import UserError
 from distflow.flow.coordinator import Coordinator
 from distflow.runtime.checkpoint import CheckpointStore
 from distflow.runtime.ports.edge import Live, Released
@@ -47,3 +49,25 @@ def test_all_random_draws_continue_as_in_the_undisturbed_process(tmp_path: Path)
     assert nodes == {"node": {"kept": 1}} and restored.measured == live.measured
     assert restored.batch is not None and restored.batch["uid"] == ["4-0", "4-1"]
     assert check_same_run(store.load(), spec, resources.facts, ()) == []
+
+
+def test_weights_data_or_tokens_that_are_not_those_of_before_are_refused_and_another_machine_is_told(
+    tmp_path: Path,
+) -> None:
+    _, spec = Playground(tmp_path).spec("ppo", "actor_rollout_ref.rollout.n=1")
+    resources = build_resources(spec.factories, spec.plan.ranks[0])
+    coordinator = Coordinator(spec.data)
+    released = Released(coordinator.version, False, coordinator.accounting(), coordinator.snapshot(), Live(None, {}))
+    store = CheckpointStore(tmp_path / "checkpoints")
+    writing, parts = store.begin(1), dict(saved_parts(spec, resources, released, {}))
+    assert set(parts) == {"actor", "critic", "rng", "run"}
+    for name, part in parts.items():
+        writing.write(name, part)
+    writing.commit(parts)
+    assert check_same_run(store.load(), spec, resources.facts, ()) == []
+    for name in ("data", "tokenizer", "model"):
+        facts = {**resources.facts, f"{name}_fingerprint": "another"}
+        with pytest.raises(UserError, match=f"was made with another {name}"):
+            check_same_run(store.load(), spec, facts, ())
+    (note,) = check_same_run(store.load(), spec, {**resources.facts, "cpu": "another"}, ())
+    assert note.startswith("cpu was ") and "is another now" in note

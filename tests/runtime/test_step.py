@@ -81,7 +81,7 @@ def test_an_engine_that_the_worker_has_not_is_missed_before_anything_runs() -> N
         compile_steps([bound(needs)], {"rollout": object()})
 
 
-@pytest.mark.parametrize(("weight", "counts"), [(None, 2.0), (7.0, 7.0)])
+@pytest.mark.parametrize(("weight", "counts"), [(None, 2.0), (7.0, 7.0), (0.0, 0.0)])
 def test_what_a_node_measures_counts_by_its_samples_where_it_says_nothing(weight: float | None, counts: float) -> None:
     @node(reads=("response_mask",), writes="returns")
     def with_context(batch, ctx):  # type: ignore[no-untyped-def]
@@ -125,13 +125,14 @@ def test_an_entry_node_s_samples_become_the_group_s() -> None:
     assert on.batch().lengths(Axis.RESPONSE).tolist() == [3, 1]
 
 
-def test_an_entry_node_may_measure_too() -> None:
+@pytest.mark.parametrize(("weight", "counts"), [(None, 2.0), (7.0, 7.0)])
+def test_an_entry_node_may_measure_too(weight: float | None, counts: float) -> None:
     @node(reads=("prompt_ids",), writes=("response_ids",))
     async def answers(group):  # type: ignore[no-untyped-def]
-        return NodeOutput(samples(lengths=(3, 1)), {"turns": 2.0})
+        return NodeOutput(samples(lengths=(3, 1)), {"turns": 2.0}, weight=weight)
 
     on, _ = experience(step(answers), waiting_group())
-    assert len(on.samples) == 2 and on.measured == [({"turns": 2.0}, 2.0)]
+    assert len(on.samples) == 2 and on.measured == [({"turns": 2.0}, counts)]
 
 
 def test_samples_that_the_columns_written_so_far_do_not_fit_are_refused() -> None:

@@ -4,7 +4,6 @@ These have the shape that train engines expect of a loss: `outputs`, `counts`, a
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,13 +120,20 @@ class PolicyObjective:
             return loss, sums | {"loss_term/pg": loss.abs()}
         # A user's loss need not mind what stands outside the mask.
         current = under_mask(log_probs, mask)
-        per_token, token_stats = self.loss.fn(log_probs=current, **fields, **self.options)
+        per_token, token_stats = self._per_token(current, fields)
         if correction is not None:
             per_token = per_token * correction
         sums = {_PER_TOKEN + name: under_mask(value, mask).double().sum() for name, value in token_stats.items()}
         return weighted_sum(per_token, weights), sums | {"loss_term/pg": weighted_sum(per_token.abs(), weights)}
 
-    def _fields(self, micro: Batch) -> dict[str, Any]:
+    def _per_token(self, log_probs: Tensor, fields: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """(loss, statistics) per token of a loss in our own signature. Raises ValueError if it returns others."""
+        match self.loss.fn(log_probs=log_probs, **fields, **self.options):
+            case (Tensor() as loss, Mapping() as statistics):
+                return loss, statistics
+        raise ValueError(f"policy loss '{self.loss.name}' must return (loss per token, statistics by name)")
+
+    def _fields(self, micro: Batch) -> dict[str, Tensor]:
         names = [*self.loss.reads, *(name for name in self.loss.optional if name in micro)]
         return {name: micro[name] for name in names if name != "loss_mask"}
 

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from distflow.config import names
 from distflow.config.errors import hint
@@ -17,7 +17,7 @@ from distflow.config.names import Entry
 from distflow.graph.roles import NodeRole, Scope
 from distflow.graph.spec import node
 
-Fn = TypeVar("Fn", bound=Callable[..., Any])
+Fn = TypeVar("Fn", bound=Callable[..., object])
 Registered = TypeVar("Registered")
 
 # The signature of seed policy losses; these four parameters tell it from ours.
@@ -25,23 +25,25 @@ SEED_LOSS_PARAMETERS = ("old_log_prob", "log_prob", "advantages", "response_mask
 
 
 # The built-in estimators as an enum: `AdvantageEstimator.GRPO`.
-AdvantageEstimator = Enum("AdvantageEstimator", {name.upper(): name for name in names.ESTIMATORS})  # type: ignore[misc]
+AdvantageEstimator = Enum(  # type: ignore[misc]  # mypy wants the names spelled out; `config/names.py` has them
+    "AdvantageEstimator", {name.upper(): name for name in names.ESTIMATORS}
+)
 
 
 @dataclass(frozen=True)
 class AdvEstimator:
     """A registered estimator. `fn` is a node function: a graph can run it as it is.
 
-    describe: from the values of its options to the formula that it computes.
+    describe: called with the values of all its options by keyword, returns the formula that it computes.
     """
 
     name: str
-    fn: Callable[..., Any]
+    fn: Callable[..., object]
     scope: Scope
-    describe: Callable[[Mapping[str, Any]], str] | None = None
+    describe: Callable[..., str] | None = None
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         """Its options and their defaults."""
         return _options(self.fn)
 
@@ -55,10 +57,10 @@ class PolicyLoss:
     """
 
     name: str
-    fn: Callable[..., Any]
+    fn: Callable[..., object]
     reads: tuple[str, ...]
     optional: tuple[str, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
     seed_style: bool = False
 
 
@@ -70,12 +72,13 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {}
 def register_adv_est(
     name: str | Enum,
     scope: Scope = "group",
-    describe: Callable[[Mapping[str, Any]], str] | None = None,
+    describe: Callable[..., str] | None = None,
 ) -> Callable[[Fn], Fn]:
     """Register an advantage estimator `(token_level_rewards, response_mask, ...) -> (advantages, returns)`.
 
     Parameters are fields of the batch, keyword-only ones options; `**kwargs` is accepted. scope: which samples it must
-    see together ("sample", "group", "global"). A name that is taken gets the new function, with a warning.
+    see together ("sample", "group", "global"). describe: see `AdvEstimator`. A name that is taken gets the new
+    function, with a warning.
     """
     key = str(name.value) if isinstance(name, Enum) else name
 
@@ -119,13 +122,13 @@ def find_policy_loss(name: str) -> PolicyLoss:
     return _find("policy loss", name, POLICY_LOSSES, names.POLICY_LOSSES, "register_policy_loss")
 
 
-def describe_estimator(name: str, options: Mapping[str, Any] | None = None) -> str:
+def describe_estimator(name: str, options: Mapping[str, object] | None = None) -> str:
     """One line that says what the estimator computes with these options (defaults where they are not given)."""
     estimator = find_adv_est(name)
     known = estimator.options
     values = known | {key: value for key, value in (options or {}).items() if key in known}
     if estimator.describe is not None:
-        return f"{name}: {estimator.describe(values)}"
+        return f"{name}: {estimator.describe(**values)}"
     shown = ", ".join(f"{key}={value}" for key, value in values.items())
     return f"{name}: {estimator.fn.__module__}.{getattr(estimator.fn, '__qualname__', name)}({shown})"
 
@@ -138,7 +141,7 @@ def check_options(what: str, given: Iterable[str], known: Iterable[str]) -> None
             raise ValueError(f"{what} takes no option '{key}'{hint(key, known) or '; it takes none'}")
 
 
-def read_policy_loss(name: str, fn: Callable[..., Any]) -> PolicyLoss:
+def read_policy_loss(name: str, fn: Callable[..., object]) -> PolicyLoss:
     """What the signature says. Raises ValueError if it is neither ours nor the seed's."""
     parameters = inspect.signature(fn).parameters
     if all(wanted in parameters for wanted in SEED_LOSS_PARAMETERS):
@@ -158,7 +161,7 @@ def read_policy_loss(name: str, fn: Callable[..., Any]) -> PolicyLoss:
     )
 
 
-def _options(fn: Callable[..., Any]) -> dict[str, Any]:
+def _options(fn: Callable[..., object]) -> dict[str, object]:
     parameters = inspect.signature(fn).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "reduce"}
 
@@ -169,7 +172,7 @@ def _import_builtin(name: str, table: Mapping[str, Entry]) -> None:
         load_module(split_name(table[name].target)[0])
 
 
-def _warn_if_taken(what: str, name: str, registry: Mapping[str, Any]) -> None:
+def _warn_if_taken(what: str, name: str, registry: Mapping[str, AdvEstimator | PolicyLoss]) -> None:
     if name in registry:
         old = registry[name].fn
         warnings.warn(f"{what} '{name}' of {old.__module__} is replaced", stacklevel=3)

@@ -165,8 +165,6 @@ class Batch:
             out._columns[name], out._fields[name] = picked, field
         return out
 
-    reorder = select
-
     def to(self, device: torch.device | str) -> "Batch":
         """The same samples with their tensors on `device`; lengths stay on the CPU, where they are counted with."""
         out = self.only(self.names)
@@ -217,10 +215,7 @@ class Batch:
             torch.cat([b._lengths[Axis.RESPONSE] for b in batches]),
         )
         for name in batches[0].names:
-            parts = [b._columns[name] for b in batches]
-            out._columns[name] = (
-                [value for part in parts for value in part] if isinstance(parts[0], list) else torch.cat(parts)  # type: ignore[arg-type]
-            )
+            out._columns[name] = _joined([b._columns[name] for b in batches])
             out._fields[name] = batches[0]._fields[name]
         return out
 
@@ -342,6 +337,12 @@ class Batch:
     def to_mapping(self) -> dict[str, object]:
         """All stored columns as `batch[name]` hands them out."""
         return {name: self[name] for name in self._columns}
+
+
+def _joined(parts: Sequence[Column]) -> Column:
+    """One column of many: all are tensors, or all are lists."""
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    return torch.cat(tensors) if tensors else [value for part in parts for value in part]
 
 
 def _json_bytes(value: list[Any]) -> Tensor:

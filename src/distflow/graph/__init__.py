@@ -1,24 +1,20 @@
 """Programs as graphs: fields, nodes, contracts, the pipeline builder, and what `bind` makes of them. No torch here."""
 
 from distflow.graph.compile import Inputs, compile_inputs
-from distflow.graph.contract import REQUIRED, Contract, Form, canonical
+from distflow.graph.contract import REQUIRED, Form
 from distflow.graph.errors import PipelineError
-from distflow.graph.fields import ALIASES, STANDARD_FIELDS, Axis, Field, find_field, register_field
+from distflow.graph.fields import Field, find_field, register_field
 from distflow.graph.nodes import Drop, Node, NodeOutput
 from distflow.graph.pipeline import Pipeline, pipeline_from_config
 from distflow.graph.program import BoundNode, Program
-from distflow.graph.roles import SCORE_FIELDS, NodeRole, NodeStatus, NodeType, Scope
-from distflow.graph.spec import NodeSpec, node, node_factory, spec_of
+from distflow.graph.roles import SCORE_FIELDS, NodeRole, NodeStatus, NodeType
+from distflow.graph.spec import node, node_factory, spec_of
 from distflow.graph.task_graph import TaskGraph
 
 __all__ = [
-    "ALIASES",
     "REQUIRED",
     "SCORE_FIELDS",
-    "STANDARD_FIELDS",
-    "Axis",
     "BoundNode",
-    "Contract",
     "Drop",
     "Field",
     "Form",
@@ -26,15 +22,12 @@ __all__ = [
     "Node",
     "NodeOutput",
     "NodeRole",
-    "NodeSpec",
     "NodeStatus",
     "NodeType",
     "Pipeline",
     "PipelineError",
     "Program",
-    "Scope",
     "TaskGraph",
-    "canonical",
     "compile_inputs",
     "find_field",
     "node",

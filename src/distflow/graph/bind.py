@@ -4,11 +4,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from distflow.config.errors import hint
-from distflow.graph.contract import Contract, Form, Wishes, canonical, read_contract
+from distflow.graph.contract import Contract, Declared, Form, canonical, read_contract
 from distflow.graph.errors import PipelineError
 from distflow.graph.fields import Axis, Field, find_field
 from distflow.graph.nodes import Node, made, node_scope
-from distflow.graph.options import Group, check_options, check_own_config, group_of, resolve_options
+from distflow.graph.options import ConfigGroup, check_options, check_own_config, group_of, resolve_options
 from distflow.graph.program import BoundNode, Program
 from distflow.graph.wiring import Vertex, Wiring
 
@@ -20,7 +20,7 @@ class _Settled:
     """A node whose function is known, and what it receives of the config."""
 
     node: Node
-    group: Group
+    group: ConfigGroup
 
 
 def bind_program(graph_id: str, nodes: tuple[Node, ...], config: object, data_fields: DataFields) -> Program:
@@ -55,7 +55,7 @@ def _contracts(settled: Mapping[str, _Settled], loaded: frozenset[str]) -> dict[
     """Twice, since what a node may read as a field depends on what the others write."""
 
     def all_with(known: frozenset[str]) -> dict[str, Contract]:
-        return {key: read_contract(s.node.fn, _wishes(s, known)) for key, s in settled.items()}
+        return {key: read_contract(s.node.fn, _declared(s, known)) for key, s in settled.items()}
 
     written = frozenset(canonical(name) for contract in all_with(loaded).values() for name in contract.writes)
     contracts = all_with(loaded | written)
@@ -65,9 +65,9 @@ def _contracts(settled: Mapping[str, _Settled], loaded: frozenset[str]) -> dict[
     return contracts
 
 
-def _wishes(settled: _Settled, known: frozenset[str]) -> Wishes:
+def _declared(settled: _Settled, known: frozenset[str]) -> Declared:
     node, group = settled.node, settled.group
-    return Wishes(
+    return Declared(
         where=node.where,
         spec=node.spec,
         role=node.node_role,

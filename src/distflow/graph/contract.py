@@ -74,7 +74,7 @@ def canonical(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class Declared:
     """What the surroundings of a function say about it.
 
     spec: `@node`, with what `add_node` said in its place. scope: the graph's own, whatever the function says.
@@ -90,11 +90,11 @@ class Wishes:
     is_option: Callable[[str], bool]
 
 
-def read_contract(fn: Callable[..., object], wishes: Wishes) -> Contract:
+def read_contract(fn: Callable[..., object], declared: Declared) -> Contract:
     """The contract of a function. Raises PipelineError if its signature does not tell what it reads."""
-    parameters = _parameters(fn, wishes.where)
+    parameters = _parameters(fn, declared.where)
     form = form_of(parameters)
-    fields = _fields(form, parameters, wishes)
+    fields = _fields(form, parameters, declared)
     parameters = parameters or []
     names = {p.name for p in parameters}
     reserved = tuple(name for name in RESERVED if name in names)
@@ -104,18 +104,18 @@ def read_contract(fn: Callable[..., object], wishes: Wishes) -> Contract:
         optional=fields.optional,
         by_keyword=fields.by_keyword,
         by_position=fields.by_position,
-        writes=_writes(form, wishes),
-        scope=_scope(fields, reserved, wishes),
+        writes=_writes(form, declared),
+        scope=_scope(fields, reserved, declared),
         engines=tuple(name for name in ENGINES if name in names),
         services=tuple(name for name in SERVICES if name in names),
         reserved=reserved,
-        options=_options(form, parameters, wishes),
+        options=_options(form, parameters, declared),
         open_options=any(p.kind is Parameter.VAR_KEYWORD for p in parameters),
         is_async=is_async(fn),
     )
 
 
-def late_contract(wishes: Wishes) -> Contract:
+def late_contract(declared: Declared) -> Contract:
     """That of a factory's node, before there is a config: what its role says, and nothing of the function."""
     return Contract(
         form=Form.WIRED,
@@ -123,8 +123,8 @@ def late_contract(wishes: Wishes) -> Contract:
         optional=(),
         by_keyword=(),
         by_position=(),
-        writes=_writes(Form.WIRED, wishes),
-        scope=_scope(_Fields((), ()), (), wishes),
+        writes=_writes(Form.WIRED, declared),
+        scope=_scope(_Fields((), ()), (), declared),
         engines=(),
         services=(),
         reserved=(),
@@ -163,15 +163,15 @@ def form_of(parameters: list[Parameter] | None) -> Form:
     return Form.SAMPLE_REWARD if tuple(names[:3]) == _SAMPLE_REWARD[:3] else Form.WIRED
 
 
-def _fields(form: Form, parameters: list[Parameter] | None, wishes: Wishes) -> _Fields:
+def _fields(form: Form, parameters: list[Parameter] | None, declared: Declared) -> _Fields:
     if form is Form.BATCH_REWARD:
-        return _Fields(*_explicit(wishes))
+        return _Fields(*_explicit(declared))
     if form is Form.SAMPLE_REWARD:
         optional = ("extra_info",) if any(p.name == "extra_info" for p in parameters or ()) else ()
         required = ("data_source", "responses", "ground_truth")
         return _Fields(required, optional, by_keyword=(*required, *optional))
-    explicit = wishes.spec.reads is not None
-    return _explicit_fields(parameters, wishes) if explicit else _signature_fields(parameters, wishes)
+    explicit = declared.spec.reads is not None
+    return _explicit_fields(parameters, declared) if explicit else _signature_fields(parameters, declared)
 
 
 def _is_ordinary(parameter: Parameter) -> bool:
@@ -182,7 +182,7 @@ def _is_special(parameter: Parameter) -> bool:
     return parameter.name in (*RESERVED, *ENGINES, *SERVICES)
 
 
-def _role_of(parameter: Parameter, wishes: Wishes) -> Literal["field", "optional", "option", "special", "rest"]:
+def _role_of(parameter: Parameter, declared: Declared) -> Literal["field", "optional", "option", "special", "rest"]:
     """What a parameter stands for where `reads` does not say."""
     if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
         return "rest"
@@ -190,26 +190,28 @@ def _role_of(parameter: Parameter, wishes: Wishes) -> Literal["field", "optional
         return "special"
     if parameter.kind is Parameter.KEYWORD_ONLY:
         return "option"
-    is_field = wishes.is_field(parameter.name)
-    if not is_field and wishes.is_option(parameter.name):
+    is_field = declared.is_field(parameter.name)
+    if not is_field and declared.is_option(parameter.name):
         return "option"
     if parameter.default is Parameter.empty:
         return "field"
     return "optional" if is_field or parameter.default is None else "option"
 
 
-def _signature_fields(parameters: list[Parameter] | None, wishes: Wishes) -> _Fields:
+def _signature_fields(parameters: list[Parameter] | None, declared: Declared) -> _Fields:
     if parameters is None:
-        raise PipelineError(f"{wishes.where}: its function cannot be inspected; say what it reads by @node(reads=...)")
-    named_only = wishes.role is NodeRole.ADVANTAGE  # estimators get their named parameters only
+        raise PipelineError(
+            f"{declared.where}: its function cannot be inspected; say what it reads by @node(reads=...)"
+        )
+    named_only = declared.role is NodeRole.ADVANTAGE  # estimators get their named parameters only
     for p in parameters:
         if p.kind is Parameter.VAR_POSITIONAL or (p.kind is Parameter.VAR_KEYWORD and not named_only):
-            raise PipelineError(f"{wishes.where}: '{p}' does not tell what it reads; say so by @node(reads=...)")
+            raise PipelineError(f"{declared.where}: '{p}' does not tell what it reads; say so by @node(reads=...)")
     by_role: dict[str, list[Parameter]] = {"field": [], "optional": [], "option": [], "special": [], "rest": []}
     for p in parameters:
-        by_role[_role_of(p, wishes)].append(p)
+        by_role[_role_of(p, declared)].append(p)
     passed = [p for p in parameters if p in by_role["field"] or p in by_role["optional"]]
-    _check_positional_only(parameters, passed, wishes)
+    _check_positional_only(parameters, passed, declared)
     return _Fields(
         reads=tuple(p.name for p in by_role["field"]),
         optional=tuple(p.name for p in by_role["optional"]),
@@ -218,35 +220,35 @@ def _signature_fields(parameters: list[Parameter] | None, wishes: Wishes) -> _Fi
     )
 
 
-def _check_positional_only(parameters: list[Parameter], passed: list[Parameter], wishes: Wishes) -> None:
+def _check_positional_only(parameters: list[Parameter], passed: list[Parameter], declared: Declared) -> None:
     """Positional-only parameters are fields, or the call could not name them."""
     for p in parameters:
         if p.kind is Parameter.POSITIONAL_ONLY and p not in passed:
-            raise PipelineError(f"{wishes.where}: '{p.name}' is positional only, which only fields can be")
+            raise PipelineError(f"{declared.where}: '{p.name}' is positional only, which only fields can be")
 
 
-def _explicit(wishes: Wishes) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _explicit(declared: Declared) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(required, optional) of `@node(reads=...)`."""
-    names = wishes.spec.reads or ()
+    names = declared.spec.reads or ()
     return tuple(n for n in names if n[0] != "?"), tuple(n[1:] for n in names if n[0] == "?")
 
 
-def _explicit_fields(parameters: list[Parameter] | None, wishes: Wishes) -> _Fields:
-    required, optional = _explicit(wishes)
-    named = tuple(n.removeprefix("?") for n in wishes.spec.reads or ())
+def _explicit_fields(parameters: list[Parameter] | None, declared: Declared) -> _Fields:
+    required, optional = _explicit(declared)
+    named = tuple(n.removeprefix("?") for n in declared.spec.reads or ())
     if parameters is None:
         return _Fields(required, optional, by_position=named)
     ordinary = [p for p in parameters if _is_ordinary(p) and not _is_special(p)]
     for p in ordinary:
-        if p.name not in named and _role_of(p, wishes) == "field":
+        if p.name not in named and _role_of(p, declared) == "field":
             raise PipelineError(
-                f"{wishes.where}: @node(reads=...) leaves out its parameter '{p.name}'{hint(p.name, named)}"
+                f"{declared.where}: @node(reads=...) leaves out its parameter '{p.name}'{hint(p.name, named)}"
             )
     if any(p.kind is Parameter.VAR_POSITIONAL for p in parameters):
         leading = [p.name for p in parameters if _is_ordinary(p)]
         if tuple(leading) != named[: len(leading)]:
             raise PipelineError(
-                f"{wishes.where}: before its *args it takes {', '.join(leading)}; @node(reads=...) must begin so"
+                f"{declared.where}: before its *args it takes {', '.join(leading)}; @node(reads=...) must begin so"
             )
         return _Fields(required, optional, by_position=named)
     names = {p.name for p in ordinary} | {p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY}
@@ -254,7 +256,7 @@ def _explicit_fields(parameters: list[Parameter] | None, wishes: Wishes) -> _Fie
     open_kwargs = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
     if unnamed and not open_kwargs and not any(p.name in ("batch", "samples", "group") for p in parameters):
         raise PipelineError(
-            f"{wishes.where}: it reads '{unnamed[0]}' but has no parameter for it{hint(unnamed[0], names)}; "
+            f"{declared.where}: it reads '{unnamed[0]}' but has no parameter for it{hint(unnamed[0], names)}; "
             "name one, or take `batch` or `samples`"
         )
     by_position = tuple(p.name for p in ordinary if p.kind is Parameter.POSITIONAL_ONLY and p.name in named)
@@ -262,31 +264,30 @@ def _explicit_fields(parameters: list[Parameter] | None, wishes: Wishes) -> _Fie
     return _Fields(required, optional, by_keyword, by_position)
 
 
-def _writes(form: Form, wishes: Wishes) -> tuple[str, ...]:
-    if wishes.spec.writes is not None:
-        return wishes.spec.writes
+def _writes(form: Form, declared: Declared) -> tuple[str, ...]:
+    if declared.spec.writes is not None:
+        return declared.spec.writes
     if form is Form.SAMPLE_REWARD:
         return ("scores",)
-    return SCORE_FIELDS if form is Form.BATCH_REWARD else ROLE_DEFAULTS[wishes.role].writes
+    return SCORE_FIELDS if form is Form.BATCH_REWARD else ROLE_DEFAULTS[declared.role].writes
 
 
-def _scope(fields: _Fields, reserved: tuple[str, ...], wishes: Wishes) -> Scope:
+def _scope(fields: _Fields, reserved: tuple[str, ...], declared: Declared) -> Scope:
     if "reduce" in reserved:
         return "global"
-    declared = wishes.scope or wishes.spec.scope
-    if declared is not None:
-        return declared
+    scope = declared.scope or declared.spec.scope
+    if scope is not None:
+        return scope
     reads_groups = any(canonical(name) == "group_index" for name in (*fields.reads, *fields.optional))
-    return "group" if reads_groups else ROLE_DEFAULTS[wishes.role].scope or "sample"
+    return "group" if reads_groups else ROLE_DEFAULTS[declared.role].scope or "sample"
 
 
-def _options(form: Form, parameters: list[Parameter], wishes: Wishes) -> dict[str, object]:
+def _options(form: Form, parameters: list[Parameter], declared: Declared) -> dict[str, object]:
     if form is Form.BATCH_REWARD:
         return {}
-    named = {name for names in _explicit(wishes) for name in names}
     if form is Form.SAMPLE_REWARD:
-        named = {*_SAMPLE_REWARD, *(p.name for p in parameters if p.kind is Parameter.VAR_KEYWORD)}
-        found = [p for p in parameters if p.name not in named]
+        found = [p for p in parameters if p.name not in _SAMPLE_REWARD and p.kind is not Parameter.VAR_KEYWORD]
     else:
-        found = [p for p in parameters if p.name not in named and _role_of(p, wishes) == "option"]
+        fields = {name for names in _explicit(declared) for name in names}
+        found = [p for p in parameters if p.name not in fields and _role_of(p, declared) == "option"]
     return {p.name: REQUIRED if p.default is Parameter.empty else p.default for p in found}

@@ -1,7 +1,9 @@
 """The callable behind a node's `func`: itself, or what its name leads to."""
 
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeGuard
 
 from distflow.config.functions import LoadError, load_function
 from distflow.graph.errors import PipelineError
@@ -24,6 +26,13 @@ def resolve_func(func: object, where: str) -> Callable[..., object]:
     return func
 
 
-def is_async(fn: Callable[..., object]) -> bool:
+def innermost(fn: Callable[..., object]) -> Callable[..., object]:
+    """The function below any `functools.partial`."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return fn
+
+
+def is_async(fn: Callable[..., object]) -> TypeGuard[Callable[..., Awaitable[object]]]:
     """Whether calling it gives a coroutine."""
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)

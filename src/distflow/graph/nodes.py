@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TypeVar
 
 from distflow.config.errors import hint
-from distflow.graph.contract import Contract, Form, Wishes, canonical, late_contract, read_contract
+from distflow.graph.contract import Contract, Declared, Form, canonical, late_contract, read_contract
 from distflow.graph.errors import PipelineError
 from distflow.graph.fields import find_field
 from distflow.graph.functions import resolve_func
@@ -76,7 +76,7 @@ class Node:
     func: str | Callable[..., object] | None = None
     deps: tuple[str, ...] = ()
     node_type: NodeType = None  # type: ignore[assignment]  # settled below, as node_role
-    node_role: NodeRole = None  # type: ignore[assignment]
+    node_role: NodeRole = None  # type: ignore[assignment]  # likewise
     only_forward_compute: bool = False
     config: str | Mapping[str, object] | None = None
     engine: str | None = None
@@ -187,7 +187,7 @@ def early_contract(node: Node, fields: frozenset[str]) -> Contract:
 
     Of a factory's node only what its role says is known.
     """
-    wishes = Wishes(
+    declared = Declared(
         where=node.where,
         spec=node.spec,
         role=node.node_role or node.spec.role or NodeRole.DEFAULT,
@@ -195,7 +195,7 @@ def early_contract(node: Node, fields: frozenset[str]) -> Contract:
         is_field=lambda name: canonical(name) in fields or find_field(name) is not None,
         is_option=node.options.__contains__,
     )
-    return late_contract(wishes) if is_factory(node.fn) else read_contract(node.fn, wishes)
+    return late_contract(declared) if is_factory(node.fn) else read_contract(node.fn, declared)
 
 
 def node_scope(node: Node) -> Scope | None:

@@ -16,7 +16,7 @@ _PLAIN_TYPES = {t.__name__: t for t in (bool, int, float, str)}
 
 
 @dataclass(frozen=True)
-class Group:
+class ConfigGroup:
     """What a node receives of the config. `key` is its dotted key: "" for all, None if it is the node's own."""
 
     value: object
@@ -41,12 +41,12 @@ def lookup(config: object, key: str, where: str) -> object:
     return value
 
 
-def group_of(node: Node, config: object) -> Group:
+def group_of(node: Node, config: object) -> ConfigGroup:
     """The config group that the node receives: its own, the one it names, or its role's."""
     if isinstance(node.config, Mapping):
-        return Group(SimpleNamespace(**node.config), None)
+        return ConfigGroup(SimpleNamespace(**node.config), None)
     key = node.by_role.config if node.config is None else node.config
-    return Group(lookup(config, key, f"{node.where} of role {node.node_role.name}"), key)
+    return ConfigGroup(lookup(config, key, f"{node.where} of role {node.node_role.name}"), key)
 
 
 _SETTINGS = tuple(item.name for item in fields(Node) if item.init and item.name != "options")
@@ -76,7 +76,7 @@ def check_own_config(node: Node, contract: Contract) -> None:
             )
 
 
-def resolve_options(node: Node, contract: Contract, group: Group) -> dict[str, object]:
+def resolve_options(node: Node, contract: Contract, group: ConfigGroup) -> dict[str, object]:
     """Values of all options.
 
     `add_node` and what a `functools.partial` sets go before the group, and that before the function's default.

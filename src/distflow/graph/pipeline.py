@@ -46,7 +46,7 @@ class Pipeline:
         What the arguments mean: see `Node`. Further keywords are values for options of `func`, and go before those of
         the config. Nothing is looked up or checked before `build`.
         """
-        settings: dict[str, Any] = {
+        settings: dict[str, object] = {
             "node_type": node_type,
             "node_role": node_role,
             "only_forward_compute": only_forward_compute,
@@ -59,7 +59,9 @@ class Pipeline:
             "validates": validates,
             "retry_limit": retry_limit,
         }
-        self._nodes.append(partial(Node, node_id, func, () if deps is None else deps, **settings, options=options))  # type: ignore[arg-type]
+        self._nodes.append(
+            partial(Node, node_id, func, () if deps is None else deps, **settings, options=options)  # type: ignore[arg-type]  # a node checks and settles what it is given
+        )
         return self
 
     def build(self) -> TaskGraph:

@@ -88,7 +88,7 @@ def _marked(fn: _Fn, attribute: str, value: object) -> _Fn:
     try:
         setattr(fn, attribute, value)
     except (AttributeError, TypeError):  # builtins and bound methods take no attributes
-        fn = functools.partial(fn)  # type: ignore[assignment]
+        fn = functools.partial(fn)  # type: ignore[assignment]  # another type, called in the same way
         setattr(fn, attribute, value)
     return fn
 

@@ -142,20 +142,7 @@ class Wiring:
 
     def _check_plane(self, node_id: str) -> None:
         """Some things exist in the experience plane only: a node that needs them must not be in the other."""
-        vertex = self.vertices[node_id]
-        needs = (
-            "uses the rollout engine"
-            if "rollout" in vertex.engines
-            else "is an async function"
-            if vertex.contract.is_async
-            else "works on samples or on a group"
-            if {"samples", "group"} & set(vertex.contract.reserved)
-            else "must run there (its plane is experience)"
-            if vertex.node.plane == "experience"
-            else f"must run there (its role is {vertex.node.node_role.name})"
-            if vertex.node.plane is None and vertex.node.by_role.plane == "experience"
-            else None
-        )
+        needs = _why_experience(self.vertices[node_id])
         if needs and self.planes[node_id] == "learning":
             raise PipelineError(
                 f"node '{node_id}' {needs}, which only the experience plane can, but runs in the learning plane: "
@@ -195,3 +182,18 @@ class Wiring:
     def _in_plane(self, node_id: str, other: str) -> str:
         """Names the plane where it explains the error."""
         return "" if self.planes[node_id] == self.planes[other] else f" ({self.planes[node_id]} plane)"
+
+
+def _why_experience(vertex: Vertex) -> str | None:
+    """Why a node can run in the experience plane only; None where it can run in either."""
+    if "rollout" in vertex.engines:
+        return "uses the rollout engine"
+    if vertex.contract.is_async:
+        return "is an async function"
+    if {"samples", "group"} & set(vertex.contract.reserved):
+        return "works on samples or on a group"
+    if vertex.node.plane == "experience":
+        return "must run there (its plane is experience)"
+    if vertex.node.plane is None and vertex.node.by_role.plane == "experience":
+        return f"must run there (its role is {vertex.node.node_role.name})"
+    return None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 def unwrapped(model: nn.Module) -> Any:
     """The `transformers` model itself, below an adapter's wrapper; its adapted layers stay in place."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]  # peft's
 
 
 def backbone(model: nn.Module) -> nn.Module:

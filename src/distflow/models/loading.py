@@ -166,7 +166,7 @@ def disable_dropout(model: nn.Module) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+            module.attention_dropout = 0.0  # type: ignore[assignment]  # a number, as was just seen
 
 
 def _own_aligned_memory(model: nn.Module) -> None:

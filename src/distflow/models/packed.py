@@ -31,7 +31,7 @@ def packed_hidden_states(model: nn.Module, input_ids: Tensor, lengths: Tensor) -
         "position_ids": position_ids[None],
         "use_cache": False,
     }
-    if decoder.config._attn_implementation != PACKED_ATTENTION:  # type: ignore[union-attr]
+    if decoder.config._attn_implementation != PACKED_ATTENTION:  # type: ignore[union-attr]  # a decoder has one
         return decoder(**call).last_hidden_state[0]
     with without_dense_mask():
         return decoder(**call, packing=Packing.of(lengths, input_ids.device)).last_hidden_state[0]

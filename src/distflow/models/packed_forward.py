@@ -38,7 +38,7 @@ class PackedForward(Protocol):
 
 def attach_packed_forward(model: nn.Module) -> None:
     """Give the model its method `packed_forward`; an adapter's wrapper hands it on, a copy of the model has its own."""
-    model.packed_forward = MethodType(packed_forward, model)  # type: ignore[assignment]
+    model.packed_forward = MethodType(packed_forward, model)  # type: ignore[assignment]  # nn.Module declares no methods
 
 
 def packed_forward(

@@ -41,7 +41,7 @@ def load_value_model(
 
 def fresh_value_head(model: nn.Module, seed: int) -> None:
     """Normal weights of deviation 1 / (width + 1) and a zero bias: values of normalised states start near 0."""
-    score: nn.Linear = model.score  # type: ignore[assignment]
+    score: nn.Linear = model.score  # type: ignore[assignment]  # found by its name
     weights = torch.randn(score.weight.shape, generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         score.weight.copy_(weights / (score.in_features + 1))

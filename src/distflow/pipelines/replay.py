@@ -32,7 +32,8 @@ def replay_bundle(bundle: Path) -> Iterator[str]:
     if not (bundle / "bundle.json").is_file():
         raise UserError(f"{bundle} is no bundle: it has no bundle.json; bundles lie below a run's folder, in bundles/")
     facts = json.loads((bundle / "bundle.json").read_text())
-    config = _on_cpu(config_from_dict(OmegaConf.to_container(OmegaConf.load(bundle / "config.yaml"))))  # type: ignore[arg-type]
+    keys = OmegaConf.to_container(OmegaConf.load(bundle / "config.yaml"))
+    config = _on_cpu(config_from_dict(keys))  # type: ignore[arg-type]  # of the run's own file: a mapping
     load_modules(config.trainer.imports)  # they register losses
     batch = Batch.load(bundle / "batch.safetensors")
     weights = load_file(bundle / "weights.safetensors")

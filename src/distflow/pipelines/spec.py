@@ -6,15 +6,16 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from distflow.algorithms.objective import PolicyObjective
 from distflow.algorithms.registry import describe_estimator
 from distflow.config import Config, Loaded, describe
 from distflow.config.errors import UserError
@@ -38,7 +39,7 @@ from distflow.rewards.router import check_domains
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.checks.mismatch import Tolerance
 from distflow.runtime.disk import writing_to
-from distflow.runtime.spec import RunOptions, Spec, ValidationSet
+from distflow.runtime.spec import Factory, RunOptions, Spec, ValidationSet
 
 _MAX_THREADS = 1024
 Say = Callable[[str], None]
@@ -150,11 +151,22 @@ def _spec(
     )
 
 
-def _settings(config: Config, program: Program, num_rows: int) -> dict[str, Any]:
+class _Settings(TypedDict):
     """Fields of the spec that need nothing but the config and the number of rows."""
+
+    data: DataPlan
+    factories: Mapping[str, Factory]
+    weight_dtype: torch.dtype
+    shares_weights: bool
+    sends_weights: bool
+    tolerance: Tolerance
+    ratio_limit: float
+    loss_terms: tuple[str, ...]
+
+
+def _settings(config: Config, program: Program, num_rows: int) -> _Settings:
     exact = compute_dtype(config) is torch.float32
     data = data_plan(config, num_rows)
-    policy_loss = any(getattr(node.fn, "keywords", {}).get("name") == "actor" for node in program.learning)
     return {
         "data": data,
         "factories": make_factories(config, program.engines, program.services, data.total_steps),
@@ -163,23 +175,21 @@ def _settings(config: Config, program: Program, num_rows: int) -> dict[str, Any]
         "sends_weights": not (exact and config.actor_rollout_ref.model.lora_rank > 0),
         "tolerance": Tolerance.of(exact),
         "ratio_limit": 1e-4 if exact else 0.05,
-        "loss_terms": loss_terms(config) if policy_loss else (),
+        "loss_terms": loss_terms(config) if _trains_by_policy_loss(program) else (),
     }
+
+
+def _trains_by_policy_loss(program: Program) -> bool:
+    """Whether a node of it is what `train_actor` makes: only that one reports the terms of its loss."""
+    updates = [node.fn for node in program.learning if isinstance(node.fn, partial)]
+    return any(isinstance(fn.keywords.get("objective"), PolicyObjective) for fn in updates)
 
 
 def data_plan(config: Config, num_rows: int) -> DataPlan:
     """What the run draws from its data. total_training_steps may cut the epochs short, or go on beyond them."""
     data, trainer = config.data, config.trainer
     steps, epochs = trainer.total_training_steps, trainer.total_epochs
-    plan: dict[str, Any] = {}
-    if is_rl(config):
-        filters = config.algorithm.filter_groups
-        plan = {
-            "max_staleness": config.async_.max_staleness,
-            "max_num_gen_batches": filters.max_num_gen_batches,
-            "when_exhausted": filters.when_exhausted,
-        }
-    return DataPlan(
+    plan = DataPlan(
         num_rows=num_rows,
         consumer_batch=data.train_batch_size,
         group_size=config.actor_rollout_ref.rollout.n if is_rl(config) else 1,
@@ -188,7 +198,15 @@ def data_plan(config: Config, num_rows: int) -> DataPlan:
         seed=data.seed if data.shuffle else 0,
         shuffle=data.shuffle,
         max_concurrent=config.async_.max_concurrent_rollouts,
-        **plan,
+    )
+    if not is_rl(config):
+        return plan
+    filters = config.algorithm.filter_groups
+    return replace(
+        plan,
+        max_staleness=config.async_.max_staleness,
+        max_num_gen_batches=filters.max_num_gen_batches,
+        when_exhausted="continue" if filters.when_exhausted == "continue" else "error",
     )
 
 

@@ -1,6 +1,5 @@
 """Whether a spec can be sent to a worker in another process: it pickles, and the user's functions can be imported."""
 
-import functools
 import importlib.util
 import pickle
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from distflow.config import Config
 from distflow.config.errors import UserError
 from distflow.config.functions import load_function
 from distflow.config.program import is_rl
+from distflow.graph.functions import innermost
 from distflow.runtime.spec import Spec
 
 
@@ -20,12 +20,12 @@ def check_importable(config: Config) -> None:
         if not name.endswith(".py") and not _can_be_imported(name):
             raise UserError(f"trainer.imports: a worker in another process cannot import '{name}': give it a file")
     for key, fn in _users_functions(config):
-        module = _plain(fn).__module__
-        if not _can_be_imported(module):
-            name = getattr(_plain(fn), "__qualname__", repr(fn))
+        plain = innermost(fn)
+        if not _can_be_imported(plain.__module__):
+            name = getattr(plain, "__qualname__", repr(fn))
             raise UserError(
-                f"{key}: the function {name} lives in '{module}', which a worker in another process cannot import: put "
-                "it into a module of its own file, and name that in trainer.imports"
+                f"{key}: the function {name} lives in '{plain.__module__}', which a worker in another process cannot "
+                "import: put it into a module of its own file, and name that in trainer.imports"
             )
 
 
@@ -45,12 +45,6 @@ def _users_functions(config: Config) -> Iterator[tuple[str, Callable[..., object
     if is_rl(config):
         yield "algorithm.adv_estimator", find_adv_est(config.algorithm.adv_estimator).fn
         yield "actor_rollout_ref.actor.policy_loss", find_policy_loss(config.actor_rollout_ref.actor.policy_loss).fn
-
-
-def _plain(fn: Callable[..., object]) -> Callable[..., object]:
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return fn
 
 
 def _can_be_imported(module: str) -> bool:

@@ -1,8 +1,8 @@
 """Verifiers are certified before a run starts: good answers score high, bad ones low, and a hang is killed."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 from distflow.config.errors import UserError
 from distflow.config.functions import load, split_name
@@ -53,13 +53,13 @@ async def certify_deadline() -> None:
         raise RuntimeError(f"a verifier that hangs was not killed after {HANG_DEADLINE_S} s on this machine: {verdict}")
 
 
-async def certify_answers(router: RewardRouter, rows: Iterable[tuple[str, Any, dict[str, Any]]]) -> None:
+async def certify_answers(router: RewardRouter, rows: Iterable[tuple[str, object, Mapping[str, object]]]) -> None:
     """Each row's own answer, put into a box, must score 1: a wrong data.answer_key would else be a reward of 0 for all.
 
     rows: (domain, ground truth, extra info) of some rows. Raises UserError naming the first answer that fails where
     more than half of its domain's do.
     """
-    failures: dict[str, list[tuple[Any, Verdict]]] = {}
+    failures: dict[str, list[tuple[object, Verdict]]] = {}
     totals: dict[str, int] = {}
     for domain, ground_truth, extra_info in rows:
         for name in (name for name, _ in router.functions_of(domain) if _scores_own_answer(name)):
@@ -82,12 +82,12 @@ def _scores_own_answer(name: str) -> bool:
     return name in REWARDS and REWARDS[name].scores_own_answer
 
 
-def _bare(ground_truth: Any) -> str:
+def _bare(ground_truth: object) -> str:
     first = (
         ground_truth[0] if isinstance(ground_truth, Sequence) and not isinstance(ground_truth, str) else ground_truth
     )
     return str(first).rpartition("####")[2].strip()
 
 
-def _arguments(response: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
+def _arguments(response: str, ground_truth: object, extra_info: Mapping[str, object]) -> dict[str, object]:
     return {"data_source": "certify", "solution_str": response, "ground_truth": ground_truth, "extra_info": extra_info}

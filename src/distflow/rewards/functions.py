@@ -3,11 +3,11 @@
 import inspect
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from distflow.config.functions import LoadError, load_function
+from distflow.observe.jsonlines import JSON
 
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
@@ -27,14 +27,14 @@ def load_reward(target: str) -> Callable[..., object]:
     return function
 
 
-def call(function: Callable[..., object], arguments: dict[str, Any]) -> object:
+def call(function: Callable[..., object], arguments: Mapping[str, object]) -> object:
     """Call it by keyword with those of `PARAMETERS` that it takes."""
     return function(**{name: arguments[name] for name in _accepted(function)})
 
 
-def read_score(returned: Any) -> tuple[float, dict[str, Any]]:
+def read_score(returned: object) -> tuple[float, dict[str, JSON]]:
     """The score and what else a dictionary held. Raises ValueError for anything that is no finite number."""
-    extra: dict[str, Any] = {}
+    extra: dict[str, JSON] = {}
     if isinstance(returned, dict):
         if "score" not in returned:
             raise ValueError(
@@ -42,8 +42,8 @@ def read_score(returned: Any) -> tuple[float, dict[str, Any]]:
             )
         extra = {str(key): _plain(value) for key, value in returned.items() if key != "score"}
         returned = returned["score"]
-    if not isinstance(returned, numbers.Real) and callable(getattr(returned, "item", None)):
-        returned = returned.item()  # numpy and torch scalars; those with more than one element raise here
+    if not isinstance(returned, numbers.Real) and callable(item := getattr(returned, "item", None)):
+        returned = item()  # numpy and torch scalars; those with more than one element raise here
     if not isinstance(returned, numbers.Real):
         raise ValueError(f"it returned {returned!r:.80}, which is no number")
     score = float(returned)
@@ -76,7 +76,7 @@ def _accepted(function: Callable[..., object]) -> tuple[str, ...]:
     return tuple(name for name in PARAMETERS if name in parameters)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> JSON:
     """What JSON can hold of a function's remarks: they are shown with the sample, nothing is computed from them."""
     if isinstance(value, str | bool | int | float | type(None)):
         return value

@@ -13,6 +13,7 @@ from distflow.config.errors import UserError, hint
 from distflow.config.functions import split_name
 from distflow.config.names import CUSTOM_REWARD, REWARDS
 from distflow.data.sample import Sample
+from distflow.observe.jsonlines import JSON
 from distflow.rewards.functions import custom_target
 from distflow.rewards.pool import MEMORY_BYTES, VerifierPool
 from distflow.rewards.verdict import Error, Score, Timeout, Verdict
@@ -146,7 +147,7 @@ def _functions_of(functions: Functions, domain: str) -> Sequence[tuple[str, floa
 
 
 def _combine(parts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Verdict:
-    total, extra = 0.0, {}
+    total, extra = 0.0, dict[str, JSON]()
     for name, part in parts.items():
         if isinstance(part, Error):
             return Error(f"{name}: {part.reason}")

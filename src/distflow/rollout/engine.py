@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -96,6 +97,12 @@ class RolloutEngine(Protocol):
     """Generates token ids. An async context manager: entering starts it, leaving ends its threads and processes."""
 
     version: Version
+
+    async def __aenter__(self) -> object: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate all wanted samples; cancelling the task aborts them."""

@@ -1,10 +1,9 @@
 """Whose fault an exception in a node is: the user's where code of theirs is in its traceback, else ours."""
 
-import functools
-
 from distflow.config.errors import UserError
 from distflow.config.places import users_place
 from distflow.graph import BoundNode
+from distflow.graph.functions import innermost
 
 
 class NodeError(RuntimeError):
@@ -33,7 +32,4 @@ def output_error(node: BoundNode, what: str) -> NodeError:
 
 def is_ours(node: BoundNode) -> bool:
     """Whether its function is one of this package."""
-    function = node.fn
-    while isinstance(function, functools.partial):
-        function = function.func
-    return str(getattr(function, "__module__", "")).startswith("distflow.")
+    return str(getattr(innermost(node.fn), "__module__", "")).startswith("distflow.")

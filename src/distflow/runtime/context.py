@@ -31,7 +31,8 @@ class NodeContext:
     state: the node's own JSON values; they live across steps and are in every checkpoint.
     after_update: to be told of each optimizer step of an engine, so that it is checked.
     tickets: of the whole step, over all ranks, in order; mini-batches follow from them. Empty in the experience plane.
-    group: in the experience plane only. validating: a validation set is being answered.
+    group: in the experience plane only. validating: a validation set is being answered. router: the verifiers behind
+    `judge`; None in the learning plane, and where the program starts none.
     """
 
     config: Config

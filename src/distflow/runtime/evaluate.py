@@ -26,7 +26,7 @@ def evaluate(spec: Spec) -> dict[str, float]:
     contexts = Contexts(spec.config, resources, {}, _no_update)
     plane = ExperiencePlane.of(spec, [program.node(name) for name in rank.experience], resources, contexts, _ignore)
     validator = Validator(spec.validation, contexts, plane, resources.stop_token_ids, spec.options.seed)
-    with Session(resources, spec.rows[:16] if spec.options.certify else None) as session:
+    with Session.of(spec, resources) as session:
         weights = LocalWeights(Waits())
         weights.attach(receiver(resources.rollout, session))
         canary = make_canary(spec, resources)

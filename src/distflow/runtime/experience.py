@@ -25,9 +25,12 @@ OnGroup = Callable[[Ticket, str, float, float], None]
 
 
 class SubmissionGate:
-    """A rollout engine that counts which groups of a wave have handed it their request, or ended without one.
+    """Stands in front of the rollout engine and knows which groups of a wave have handed it their request, or ended
+    without one.
 
-    The steps of the plane are compiled with the gate in the engine's place. Between waves it only passes on.
+    The steps of the plane are compiled with the gate in the engine's place: nodes have its `generate`, `pause` and
+    `resume`. Between waves it only passes on. All of it runs on the asyncio thread, so nothing changes between two
+    awaits and it needs no lock.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -36,21 +39,21 @@ class SubmissionGate:
         self._all_in = asyncio.Event()
 
     def expect(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Begin a wave of these group tasks."""
+        """Begin a wave of these group tasks. None of them has run yet: they were created without an await since."""
         self._waiting = set(tasks)
         self._all_in = asyncio.Event()
         for task in tasks:
-            task.add_done_callback(self._arrived)
+            task.add_done_callback(self._arrived)  # one that ends without a request must not be waited for
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """The engine's `generate`; its request is in the engine's queue before this yields for the first time."""
         pending = asyncio.ensure_future(self._engine.generate(request))
         try:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # `pending` runs to its first await, behind which its request is queued
             self._arrived(asyncio.current_task())
             return await pending
         finally:
-            pending.cancel()
+            pending.cancel()  # nothing to one that is done; else this group was cancelled, and so must its request be
 
     async def all_in(self) -> None:
         """Wait until every group of the wave has arrived."""

@@ -39,11 +39,11 @@ class LoopThread:
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
+    def call(self, work: Coroutine[object, object, T]) -> T:
         """Run to the end and return the result, or raise what it raised."""
         return self.start(work).result()
 
-    def start(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+    def start(self, work: Coroutine[object, object, T]) -> "concurrent.futures.Future[T]":
         """Begin and return at once."""
         with self._lock:  # or the thread could end between the question and the submission: nobody would answer
             if self._ended is not None:

@@ -36,7 +36,11 @@ class Publisher:
         self._canary, self._session = canary, session
 
     def publish(self, version: Version, at_start: bool = False) -> dict[str, float]:
-        """Metrics of the comparison, if there was one. Raises TrustError."""
+        """Push a version and wait until every engine serves it; the metrics of the canary's comparison, if one was due.
+
+        at_start: the first of this process, before any step. Raises TrustError where weights did not arrive whole, or
+        the canary's answers mean other weights.
+        """
         self._port.begin(version)
         for bucket in buckets(self._weights(), BUCKET_BYTES):
             self._port.put(bucket)

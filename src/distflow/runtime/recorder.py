@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from distflow.config import to_dict
 from distflow.data.batch import Batch
@@ -53,7 +52,7 @@ class Recorder:
             if error is None:
                 raise  # else the disk is what failed, or it comes second: the first error is the one to tell
 
-    def note(self, kind: str, message: str, **fields: Any) -> None:
+    def note(self, kind: str, message: str, **fields: object) -> None:
         """Something that happened: shown, and kept in events.jsonl."""
         self.folder.event(kind, message, step=self._step, **fields)
         self.view.note(kind, message)
@@ -78,7 +77,7 @@ class Recorder:
         self._trackers.log(step, metrics)
         self._show_one(batch)
 
-    def validation(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
+    def validation(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, object]]) -> None:
         """Held-out problems after `step` steps."""
         self.folder.metrics(step, "val", metrics)
         if rows:

@@ -54,13 +54,13 @@ def build_resources(
     get = _Builder(factories, rank, collective or OneRank())
     policy: nn.Module = get("policy")
     facts = {"model_fingerprint": _fingerprint(policy)}
-    engines: dict[str, Any] = {name: get(name) for name in (*rank.engines, *rank.services)}
+    parts = {name: get(name) for name in (*rank.engines, *rank.services) if name != "tokenizer"}
     return Resources(
         tokenizer=get("tokenizer"),
         stop_token_ids=get("stop_token_ids"),
         facts=facts,
         num_parameters=sum(parameter.numel() for parameter in policy.parameters()),
-        **{name: part for name, part in engines.items() if name != "tokenizer"},
+        **parts,
     )
 
 
@@ -70,7 +70,7 @@ class _Builder:
     def __init__(self, factories: Mapping[str, Factory], rank: RankPlan, collective: Collective) -> None:
         self._factories, self._rank = factories, rank
         self._device = torch.device(rank.device)
-        self._built: dict[str, Any] = {"collective": collective}
+        self._built: dict[str, object] = {"collective": collective}
 
     def __call__(self, name: str) -> Any:
         if name not in self._built:

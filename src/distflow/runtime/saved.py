@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from distflow.runtime.spec import Spec
 from distflow.training.engine import TrainState
 
 
-def saved_parts(spec: Spec, resources: Resources, released: Released, state: NodeState) -> Iterator[tuple[str, Any]]:
+def saved_parts(spec: Spec, resources: Resources, released: Released, state: NodeState) -> Iterator[tuple[str, object]]:
     """The parts of a checkpoint by name: tensors, or values that JSON can hold."""
     meta = {}
     for role, engine in resources.trained().items():
@@ -86,6 +85,6 @@ def restore(checkpoint: Checkpoint, resources: Resources) -> tuple[NodeState, Li
     return run["nodes"], Live(batch, measured)
 
 
-def _numpy_state() -> list[Any]:
+def _numpy_state() -> list[object]:
     name, keys, *rest = np.random.get_state()
     return [name, np.asarray(keys).tolist(), *rest]

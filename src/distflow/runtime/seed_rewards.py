@@ -1,8 +1,7 @@
 """Rewards in the signatures of other systems, adapted to node functions at the door: one adapter a form."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -16,30 +15,46 @@ from distflow.runtime.blame import BadOutput
 _DERIVED = ("input_ids", "attention_mask", "loss_mask", "index", "data_source")
 
 
-def adapted(fn: Callable[..., Any], form: Form) -> Callable[..., Any]:
+def adapted(fn: Callable[..., object], form: Form) -> Callable[..., object]:
     """A function that is called as its contract says: with columns, or with `batch` and `config`."""
     if form is Form.SAMPLE_REWARD:
-        return partial(_score_each_async if is_async(fn) else _score_each, fn)
+        return partial(_score_each_async, fn) if is_async(fn) else partial(_score_each, fn)
     return partial(_score_batch, fn) if form is Form.BATCH_REWARD else fn
 
 
-def _score_each(fn: Callable[..., Any], **arguments: Any) -> dict[str, list[float]]:
-    """`compute_score(data_source, solution_str, ground_truth[, extra_info])`: one number (or a dict with `score`)."""
-    return {"scores": [_score(i, fn(**of_one)) for i, of_one in enumerate(_each(**arguments))]}
-
-
-async def _score_each_async(fn: Callable[..., Any], **arguments: Any) -> dict[str, list[float]]:
-    return {"scores": [_score(i, await fn(**of_one)) for i, of_one in enumerate(_each(**arguments))]}
-
-
-def _each(
+def _score_each(
+    fn: Callable[..., object],
     data_source: list[str],
     responses: list[str],
     ground_truth: list[object],
     extra_info: list[object] | None = None,
     **options: object,
+) -> dict[str, list[float]]:
+    """`compute_score(data_source, solution_str, ground_truth[, extra_info])`: one number (or a dict with `score`)."""
+    calls = _calls(data_source, responses, ground_truth, extra_info, options)
+    return {"scores": [_score(i, fn(**call)) for i, call in enumerate(calls)]}
+
+
+async def _score_each_async(
+    fn: Callable[..., Awaitable[object]],
+    data_source: list[str],
+    responses: list[str],
+    ground_truth: list[object],
+    extra_info: list[object] | None = None,
+    **options: object,
+) -> dict[str, list[float]]:
+    calls = _calls(data_source, responses, ground_truth, extra_info, options)
+    return {"scores": [_score(i, await fn(**call)) for i, call in enumerate(calls)]}
+
+
+def _calls(
+    data_source: list[str],
+    responses: list[str],
+    ground_truth: list[object],
+    extra_info: list[object] | None,
+    options: Mapping[str, object],
 ) -> Iterator[dict[str, object]]:
-    """The arguments of the call for each sample."""
+    """The arguments for each sample."""
     for i, (source, text, truth) in enumerate(zip(data_source, responses, ground_truth, strict=True)):
         extra = {} if extra_info is None else {"extra_info": extra_info[i]}
         yield {"data_source": source, "solution_str": text, "ground_truth": truth, **extra, **options}
@@ -52,7 +67,7 @@ def _score(i: int, answer: object) -> float:
         raise BadOutput(f"was asked to score sample {i} of its group: {err}") from None
 
 
-def _score_batch(fn: Callable[..., Any], batch: Batch, config: object, **options: object) -> NodeOutput:
+def _score_batch(fn: Callable[..., object], batch: Batch, config: object, **options: object) -> NodeOutput:
     """`compute_custom_reward(batch, config, **kwargs)`, called by keyword with a mapping of all columns.
 
     Scores of the attention mask's shape are one score a sample, wherever in the row they were put.

@@ -3,18 +3,24 @@
 import concurrent.futures
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from distflow.data.prompts import PromptRow
 from distflow.rewards.certify import certify, certify_answers
 from distflow.runtime.loop_thread import LoopThread
 from distflow.runtime.resources import Resources
+from distflow.runtime.spec import Spec
 
 T = TypeVar("T")
 
+NUM_CERTIFIED_ROWS = 16
+
 
 class Session:
-    """A context manager. While it is entered, coroutines run on its thread.
+    """A context manager. While it is entered, coroutines run on its thread. For one other thread, which enters it.
+
+    The engine's and the verifiers' futures and events belong to that thread's loop: they are entered, awaited and left
+    there only, while the other thread waits in `call`.
 
     certify_on: rows whose answers the verifiers are tried on before they are used; None trusts them.
     """
@@ -24,11 +30,16 @@ class Session:
         self._thread = LoopThread("experience")
         self._stack = AsyncExitStack()
 
+    @staticmethod
+    def of(spec: Spec, resources: Resources) -> "Session":
+        """That of a worker, whose verifiers are tried on its first rows where `trust.certify_rewards` is on."""
+        return Session(resources, spec.rows[:NUM_CERTIFIED_ROWS] if spec.options.certify else None)
+
     def __enter__(self) -> "Session":
         self._thread.__enter__()
         try:
             self._thread.call(self._enter())
-        except BaseException as err:
+        except BaseException as err:  # Python calls no `__exit__` for what fails here: services may run already
             self.__exit__(type(err), err)
             raise
         return self
@@ -38,17 +49,17 @@ class Session:
         try:
             self._thread.cancel_all()
             self._thread.call(self._stack.aclose())
-        except Exception:
+        except Exception:  # the edge of the thread: a service that cannot end, or the thread that had ended by itself
             if error is None:
                 raise
         finally:
             self._thread.__exit__()
 
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
+    def call(self, work: Coroutine[object, object, T]) -> T:
         """Run to the end on the session's thread."""
         return self._thread.call(work)
 
-    def start(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+    def start(self, work: Coroutine[object, object, T]) -> "concurrent.futures.Future[T]":
         """Begin on the session's thread and return at once."""
         return self._thread.start(work)
 
@@ -61,4 +72,4 @@ class Session:
                 rows = [(row.domain, row.ground_truth, row.extra_info or {}) for row in self._certify_on]
                 await certify_answers(judge, rows)
         if rollout is not None:
-            await self._stack.enter_async_context(rollout)  # type: ignore[arg-type]  # the protocol says so in words
+            await self._stack.enter_async_context(rollout)

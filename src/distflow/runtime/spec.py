@@ -19,7 +19,9 @@ from distflow.runtime.checks.mismatch import Tolerance
 class Get(Protocol):
     """Gives a part of the worker that is being built by its name; builds it where it is not there yet."""
 
-    def __call__(self, name: str) -> Any: ...
+    def __call__(self, name: str) -> Any:  # each name stands for a type of its own
+        """Raises KeyError where there is no such part, UserError where it cannot be built."""
+        ...
 
     def planned(self, name: str) -> bool:
         """Whether the plan gives this worker that engine."""
@@ -27,7 +29,8 @@ class Get(Protocol):
 
 
 Factory = Callable[[Get, torch.device], object]
-"""Builds one part of a worker from the others: a `functools.partial` of a module's function over plain values."""
+"""Builds one part of a worker from the others: a `functools.partial` of a module's function over plain values and
+partials of other such functions, so that it pickles."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,14 @@ class ValidationSet:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The keys of `trainer`, `trust` and the like that steer a run. A frequency of 0 or less is never."""
+    """The keys of `trainer`, `trust` and the like that steer a run. A frequency of 0 or less is never.
+
+    test_freq, save_freq, update_frequency: in steps; the last is of weights that are sent to the engine. canary_freq:
+    in such sends. keep_last: checkpoints, None for all. keep_best: the metric of which the best one is kept besides.
+    save_groups_last: steps whose groups are kept where `save_groups` is "last_k". timeout_s: of a plain node function
+    of the experience plane, for each sample. certify: verifiers are tried on known answers first. max_skipped: updates
+    that are not finite in a row before the run ends. unmoved_after: updates after which a weight must have moved.
+    """
 
     seed: int
     update_frequency: int
@@ -91,9 +101,10 @@ class Spec:
     rows, validation: encoded in the run's folder, read where they are needed. sampling: without the stop tokens, which
     the worker's model and tokenizer name. weight_dtype: of the rollout engine's weights. shares_weights: the engine may
     compute on the trainer's own storage, where it is on the same worker. sends_weights: False where it then needs no
-    tensor at all (an adapter is applied unmerged). ratio_limit: mean |log ratio|
-    allowed before a step's first update. loss_terms: metrics that hold what each loss term that is on contributes.
-    facts: what a resumed run must share with its checkpoint. description: the head of the report.
+    tensor at all (an adapter is applied unmerged). tolerance: how far engine and trainer may differ in log-probs.
+    ratio_limit: mean |log ratio| allowed before a step's first update. loss_terms: metrics that hold what each loss
+    term that is on contributes. facts: what a resumed run must share with its checkpoint. description: the head of the
+    report.
     """
 
     config: Config

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from distflow.config.errors import UserError
 from distflow.data.batch import Batch
+from distflow.data.columns import Written
 from distflow.data.sample import Sample
 from distflow.graph import SCORE_FIELDS, BoundNode, Drop, Inputs, NodeOutput, compile_inputs
 from distflow.graph.functions import is_async
@@ -27,7 +28,7 @@ class Step:
     """fn: the node's function in our own form. inputs: what it is called with."""
 
     node: BoundNode
-    fn: Callable[..., Any]
+    fn: Callable[..., object]
     inputs: Inputs
 
     def __call__(self, batch: Batch, ctx: NodeContext) -> tuple[Batch, Measured]:
@@ -92,7 +93,7 @@ class Step:
         group.measured.append(measured)
         return None
 
-    def _read(self, output: object, num_samples: int) -> tuple[Batch | Mapping[str, Any], Measured]:
+    def _read(self, output: object, num_samples: int) -> tuple[Batch | Mapping[str, Written], Measured]:
         """(columns, what was measured) of what the function returned."""
         measured: Measured = ({}, float(num_samples))
         if isinstance(output, NodeOutput):
@@ -100,9 +101,11 @@ class Step:
             measured, output = (dict(output.metrics or {}), weight), output.batch
         if output is None:
             return {}, measured
-        return output if isinstance(output, Batch | Mapping) else self._by_name(output), measured
+        if isinstance(output, Batch):
+            return output, measured
+        return _written(output if isinstance(output, Mapping) else self._by_name(output)), measured
 
-    def _by_name(self, output: object) -> dict[str, Any]:
+    def _by_name(self, output: object) -> dict[str, object]:
         writes = self.node.contract.writes
         if writes == SCORE_FIELDS and not isinstance(output, tuple):
             return dict.fromkeys(writes, output)
@@ -128,7 +131,17 @@ def compile_steps(nodes: Sequence[BoundNode], resources: Mapping[str, object]) -
     return tuple(Step(node, adapted(node.fn, node.contract.form), compile_inputs(node, resources)) for node in nodes)
 
 
-def _merged(batch: Batch, columns: Batch | Mapping[str, Any]) -> Batch:
+def _written(columns: Mapping[str, object]) -> dict[str, Written]:
+    """Raises ValueError for what can be no column."""
+    found: dict[str, Written] = {}
+    for name, value in columns.items():
+        if not isinstance(value, Tensor | np.ndarray | Sequence):
+            raise ValueError(f"column '{name}' is {type(value).__name__}, not a tensor, an array or a list")
+        found[name] = value
+    return found
+
+
+def _merged(batch: Batch, columns: Batch | Mapping[str, Written]) -> Batch:
     if isinstance(columns, Batch):
         return batch.merge(columns)
     out = batch.only(batch.names)
@@ -137,7 +150,7 @@ def _merged(batch: Batch, columns: Batch | Mapping[str, Any]) -> Batch:
     return out
 
 
-def _changed(before: Batch, after: Batch) -> dict[str, Any]:
+def _changed(before: Batch, after: Batch) -> dict[str, Written]:
     """The columns that a node added to its batch or replaced."""
     if len(before) != len(after) or not bool((before.lengths("sequence") == after.lengths("sequence")).all()):
         raise ValueError(

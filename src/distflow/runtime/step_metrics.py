@@ -1,7 +1,6 @@
 """What is measured of every step's batch, and each sample's row in the samples file."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +33,7 @@ def scores(batch: Batch) -> Tensor:
 
 
 def score_metrics(values: Tensor, valid: Tensor) -> dict[str, float]:
+    """Over the samples with a verdict; none where no sample has one. values, valid: `(bs,)`."""
     judged = values[valid].double()
     if not judged.numel():
         return {}
@@ -111,7 +111,7 @@ def memory_metrics() -> dict[str, float]:
     return metrics
 
 
-def sample_rows(batch: Batch) -> list[dict[str, Any]]:
+def sample_rows(batch: Batch) -> list[dict[str, object]]:
     """One row a sample, for people: texts, verdicts, and the advantage (its mean over the policy's tokens)."""
     score = scores(batch).tolist() if "token_level_scores" in batch else [None] * len(batch)
     advantage = _mean_over_policy_tokens(batch, "advantages") if "advantages" in batch else [None] * len(batch)

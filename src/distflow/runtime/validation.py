@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import comb
-from typing import Any
 
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
@@ -22,8 +21,8 @@ from distflow.training.engine import Scorer
 
 CORRECT = 1.0 - 1e-6
 
-
-SampleRows = list[dict[str, Any]]
+SampleRows = list[dict[str, object]]
+"""One row a sample, see `sample_rows`, and beside it its `set` and `kind` ("greedy" or "sampled")."""
 
 
 @dataclass(frozen=True)

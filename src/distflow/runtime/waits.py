@@ -22,7 +22,11 @@ OnWait = Callable[[Wait, float], None]
 
 
 class Waits:
-    """Every wait of a loop goes through it: `with waits("learner", "step 3", on="experience"): ...`."""
+    """Every wait of a loop goes through it: `with waits("learner", "step 3", on="experience"): ...`.
+
+    on_end: told of each wait on the thread that waited. It may take its time, and runs outside the lock: nobody who
+    only begins to wait is kept by it.
+    """
 
     def __init__(self, on_end: OnWait = lambda wait, ended: None) -> None:
         self._on_end = on_end

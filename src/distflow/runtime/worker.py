@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, contextmanager
+from types import TracebackType
 
 from distflow.config.errors import UserError
 from distflow.data.batch import Batch
@@ -53,7 +54,7 @@ class Worker:
         self._version = version
         self._checks = LiveChecks.of(spec, resources, recorder.note)
         self._contexts = Contexts(spec.config, resources, state, self._checks.updated)
-        self._session = Session(resources, spec.rows[:16] if spec.options.certify else None)
+        self._session = Session.of(spec, resources)
         self._experience = ExperiencePlane.of(
             spec, [program.node(name) for name in plan.experience], resources, self._contexts, recorder.group_ended
         )
@@ -83,8 +84,10 @@ class Worker:
             self._leave = stack.pop_all()
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._leave.__exit__(*exception)  # type: ignore[arg-type]
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave.__exit__(kind, error, trace)
 
     def learning_loop(self) -> int:
         """consumes steps · waits until one is complete · unblocked by the experience plane · produces versions
@@ -100,10 +103,10 @@ class Worker:
                 return step
             batch, times, measured = share.batch, dict[str, float](), list[Measured]()
             self._checks.taken(batch)
-            for node in self._learning:
-                with self._running(node, times):
-                    ctx = self._contexts.learning(step, share.tickets, node.node.node_id)
-                    batch, part = node(batch, ctx)
+            for compiled in self._learning:
+                with self._running(compiled, times):
+                    ctx = self._contexts.learning(step, share.tickets, compiled.node.node_id)
+                    batch, part = compiled(batch, ctx)
                 measured.append(part)
             metrics = {
                 **share.metrics,
@@ -122,14 +125,14 @@ class Worker:
         return step
 
     @contextmanager
-    def _running(self, step: Step, times: dict[str, float]) -> Iterator[None]:
-        """Its status and its time."""
-        name, started = step.node.node_id, time.perf_counter()
-        if step is self._learning[0]:
+    def _running(self, compiled: Step, times: dict[str, float]) -> Iterator[None]:
+        """Its status, and its time in seconds (`perf/NODE`) where `dag.enable_perf` is on."""
+        name, started = compiled.node.node_id, time.perf_counter()
+        if compiled is self._learning[0]:
             self.status = dict.fromkeys(self.status, NodeStatus.PENDING)
         self.status[name] = NodeStatus.RUNNING
         try:
-            with self._recorder.phases(step.node.phase):
+            with self._recorder.phases(compiled.node.phase):
                 yield
         except BaseException:
             self.status[name] = NodeStatus.FAILED
@@ -167,7 +170,11 @@ class Worker:
         return self._publisher.publish(version, at_start) if self._publisher is not None else {}
 
     def _experience_ended(self, experience: "Future[None]") -> None:
-        """Whatever ends that plane must wake the learner."""
+        """Whatever ends that plane must wake the learner, which else waits for groups that nobody makes.
+
+        Called on the asyncio thread, or by whoever ends it: `abort` may be called on any. A loop that was told of a
+        failure ends without one; it has nothing to tell.
+        """
         error = CancelledError() if experience.cancelled() else experience.exception()
         if error is not None:
             self._ports.abort(error)

@@ -56,7 +56,7 @@ class TorchScorer:
 
         outputs: of "log_probs", "entropy", "values". Raises ValueError for a sample without a prompt.
         """
-        forward: PackedForward = self.model.packed_forward  # type: ignore[assignment]
+        forward: PackedForward = self.model.packed_forward  # type: ignore[assignment]  # nn.Module declares no methods
         with self._adapter(), self._autocast():
             return forward(model_inputs(micro), outputs, temperature=self.temperature)
 

@@ -16,7 +16,7 @@ def rewards_to_go(token_level_rewards: Tensor, mask: Tensor, gamma: float) -> Te
 @register_adv_est(
     "reinforce",
     scope="sample",
-    describe=lambda options: f"reward to go, discounted by gamma {options['gamma']:g}",
+    describe=lambda gamma: f"reward to go, discounted by gamma {gamma:g}",
 )
 def compute_reinforce_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor | None = None, *, gamma: float = 1.0

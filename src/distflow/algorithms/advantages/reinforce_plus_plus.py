@@ -11,7 +11,7 @@ from distflow.algorithms.registry import register_adv_est
 @register_adv_est(
     "reinforce_plus_plus",
     scope="global",
-    describe=lambda options: f"reward to go, discounted by gamma {options['gamma']:g}, whitened over the batch",
+    describe=lambda gamma: f"reward to go, discounted by gamma {gamma:g}, whitened over the batch",
 )
 def compute_reinforce_plus_plus_advantage(
     token_level_rewards: Tensor,

@@ -10,7 +10,7 @@ from distflow.algorithms.registry import register_adv_est
 @register_adv_est(
     "reinforce_plus_plus_baseline",
     scope="global",
-    describe=lambda options: f"{GroupRule()}, whitened over the batch",
+    describe=lambda: f"{GroupRule()}, whitened over the batch",
 )
 def compute_reinforce_plus_plus_baseline_advantage(
     token_level_rewards: Tensor,

@@ -8,7 +8,7 @@ from distflow.algorithms.masking import under_mask
 from distflow.algorithms.registry import register_adv_est
 
 
-@register_adv_est("remax", scope="sample", describe=lambda options: "reward to go − reward of a greedy sample")
+@register_adv_est("remax", scope="sample", describe=lambda: "reward to go − reward of a greedy sample")
 def compute_remax_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, reward_baselines: Tensor, valid: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,10 @@ class _Complete:
 class LocalEdge:
     """The coordinator decides; this object only guards it with a lock, holds the batches, and wakes who waits.
 
+    `tickets`, `put` and `drop` are called on the asyncio thread, `take` and `release` on the thread of each learning
+    rank, `fail` on any. Learners wait on the lock's condition, the asyncio thread on an event of its loop: it must not
+    block, so it holds the lock only for as long as the coordinator decides.
+
     A failure on either side is raised on the other, so that nobody waits for a thread that is gone. Groups that fail
     one after another, with none between them that came through, end the run when they would have filled two steps, or
     one where the data end.
@@ -39,21 +43,23 @@ class LocalEdge:
         """live: the groups that the coordinator's snapshot holds as complete."""
         self._coordinator, self._waits, self._num_ranks = coordinator, waits, num_ranks
         self._groups: dict[int, _Complete] = _by_ticket(live)
-        self._lock = threading.Condition()
+        self._lock = threading.Condition()  # guards the coordinator, the groups, and all down to `_outcome`
         self._failure: BaseException | None = None
         self._failed_in_a_row: list[Failure] = []
-        self._num_waiting = 0
+        self._num_waiting = 0  # learners inside `take`
         self._shares: dict[int, Share] = {}
         self._released: set[int] = set()
-        self._outcome: Released | None = None
+        self._outcome: Released | None = None  # of the last step that all ranks have released
+        # Set by `tickets` before it first looks at what the lock guards: whoever changes that and finds no loop to
+        # wake changed it in time to be seen.
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._credits = asyncio.Event()
+        self._credits = asyncio.Event()  # an event of the loop: other threads set it through `_wake` alone
 
     async def tickets(self) -> AsyncIterator[list[Ticket]]:
         """See `EdgePort`."""
         self._loop = asyncio.get_running_loop()
         while True:
-            self._credits.clear()
+            self._credits.clear()  # before it looks: a wake from here on is not lost
             with self._lock:
                 if self._failure is not None:
                     return
@@ -75,7 +81,7 @@ class LocalEdge:
             self._lock.notify_all()
 
     def drop(self, ticket: Ticket, reason: str, failure: Failure | None = None, *, lost: bool = False) -> None:
-        """See `EdgePort`."""
+        """See `EdgePort`. Wakes no one on the asyncio thread: that asks for tickets again once its wave has ended."""
         with self._lock:
             if lost and self._coordinator.retry(ticket.number):
                 return
@@ -117,7 +123,7 @@ class LocalEdge:
             return self._outcome
 
     def fail(self, failure: BaseException) -> None:
-        """One side is gone: the other is told."""
+        """One side is gone: the other is told. The first failure counts; later ones follow from it."""
         with self._lock:
             self._failure = self._failure or failure
             self._lock.notify_all()
@@ -125,7 +131,7 @@ class LocalEdge:
 
     @contextmanager
     def _waiting(self, step: int) -> Iterator[None]:
-        """A step is waited for: tickets may be handed out."""
+        """A step is waited for: tickets may be handed out. Inside the lock, which waiting gives back meanwhile."""
         self._num_waiting += 1
         self._wake()
         try:
@@ -162,10 +168,13 @@ class LocalEdge:
             raise
 
     def _wake(self) -> None:
+        """Have `tickets` look again; from any thread."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._credits.set)
 
     def _count(self, failure: Failure | None) -> None:
+        """Keep the failure, or forget those before it where a group came through. What then ends the run is raised in
+        `take`: here, on the asyncio thread, it would end one group's task and nobody would hear of it."""
         if failure is None:
             self._failed_in_a_row.clear()
             return

@@ -10,7 +10,11 @@ from distflow.runtime.waits import Waits
 
 
 class LocalWeights:
-    """Holds the buckets of a version until it is whole, then hands them to the engines of this process."""
+    """Holds the buckets of a version until it is whole, then hands them to the engines of this process.
+
+    Used by the learning thread alone, so it needs no lock. An engine reads the trainer's own tensors on a thread of its
+    own, while `commit` waits for its receipt: no optimizer step can change them meanwhile.
+    """
 
     def __init__(self, waits: Waits) -> None:
         self._waits = waits
