@@ -165,6 +165,18 @@ def test_a_changed_id_is_found(tmp_path):
         EncodedRows(file)[1]
 
 
+def test_an_id_that_has_changed_sides_is_found(tmp_path):
+    """The ids in their order are as before: they are only divided otherwise into prompt and response."""
+    file = write_encoded(prompts_of(1, response="r"), tmp_path, "train")
+    with pyarrow.OSFile(str(file)) as source:
+        table = pyarrow.ipc.open_file(source).read_all()
+    (row,) = table.to_pylist()
+    row["response_ids"].insert(0, row["prompt_ids"].pop())
+    write_arrow(file, table.schema, pyarrow.Table.from_pylist([row], table.schema).to_batches())
+    with pytest.raises(UserError, match="row 0 is not as it was written"):
+        EncodedRows(file)[0]
+
+
 def test_a_flipped_bit_anywhere_changes_no_row_unseen(tmp_path):
     prompts = prompts_of(6, response="r")
     file = write_encoded(prompts, tmp_path, "train")

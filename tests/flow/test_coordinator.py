@@ -45,6 +45,19 @@ def run_to_the_end(coordinator, drop=lambda ticket: False):
     return steps
 
 
+def test_a_released_step_is_on_the_disk(tmp_path):
+    class Synced(Ledger):
+        def sync(self):
+            super().sync()
+            on_disk.append([record["kind"] for _, record in timeline(tmp_path / "ledger.jsonl")][-2:])
+
+    on_disk = []
+    coordinator = Coordinator(plan_of(), Synced(tmp_path / "ledger.jsonl"))
+    judge(coordinator, coordinator.take_tickets())
+    coordinator.release(0)
+    assert on_disk == [["consumed", "version"]]
+
+
 def test_tickets_name_the_rows_of_the_epochs_in_order():
     plan = plan_of(seed=3)
     seen = []

@@ -203,6 +203,11 @@ def test_option_types_of_unions_and_postponed_annotations(tmp_path, monkeypatch)
     assert "option 'cap' must be int" in message
 
 
+def test_arguments_of_other_systems_pass_with_their_defaults():
+    graph = Pipeline("p").add_node("x", nothing, agent_group=0, filter_plugin=None).build()
+    assert graph.get_node("x").options == {}
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -111,7 +111,7 @@ def test_nothing_to_load(tmp_path):
 
 def test_retention_keeps_the_newest_and_the_best(tmp_path):
     store = CheckpointStore(tmp_path, keep_last=2, keep_best=1)
-    for step, metric in enumerate([0.1, 0.9, 0.3, math.nan, None, 0.2]):
+    for step, metric in enumerate([0.1, 0.9, 0.3, None, math.nan, 0.2]):
         save(store, step, parts_of(step), metric)
     assert names_in(store) == ["latest", "step-000001", "step-000004", "step-000005"]
     assert store.load(1).metric == 0.9 and store.load(4).metric is None

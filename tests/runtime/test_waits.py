@@ -34,3 +34,11 @@ def test_the_same_wait_of_two_loops_lasts_until_both_have_ended(monkeypatch: pyt
         with waits("learner", "step 3", on="experience"):
             pass
         assert len(waits.now()) == 1
+
+
+def test_a_wait_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 5.0)
+    waits = Waits()
+    with waits("learner", "step 3", on="experience"):
+        monkeypatch.setattr("time.time", lambda: 12.4)
+        assert [str(wait) for wait in waits.now()] == ["learner has waited 7 s for step 3 (on: experience)"]

@@ -47,6 +47,9 @@ class Drop:
     detail: str = ""
 
 
+_NOT_THERE_YET: list[tuple[str, object]] = [("agent_group", 0), ("filter_plugin", None)]
+"""Arguments of other systems' `add_node` whose parts are not there yet: their defaults mean nothing, so they pass."""
+
 _T = TypeVar("_T")
 
 
@@ -95,7 +98,7 @@ class Node:
         _check_arguments(self)
         settle = object.__setattr__
         settle(self, "deps", tuple(self.deps))
-        settle(self, "options", dict(self.options))
+        settle(self, "options", {n: value for n, value in self.options.items() if (n, value) not in _NOT_THERE_YET})
         if self.writes is not None:
             settle(self, "writes", as_names(self.writes, f"{where}: writes"))
         if self.node_type is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from distflow.algorithms.filters import TOO_FEW_VERDICTS
 from distflow.config.errors import UserError
-from distflow.flow.ticket import Ticket
+from distflow.flow.ticket import Ticket, Version
 from distflow.graph import BoundNode, Drop
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine
 from distflow.runtime.blame import NodeError
@@ -59,6 +59,11 @@ class SubmissionGate:
         """Wait until every group of the wave has arrived."""
         if self._waiting:
             await self._all_in.wait()
+
+    @property
+    def version(self) -> Version:
+        """Of the engine's weights."""
+        return self._engine.version
 
     async def pause(self) -> None:
         await self._engine.pause()

@@ -29,6 +29,7 @@ from distflow.runtime.worker import Worker
 from distflow.training.collective import OneRank
 
 CHECKPOINTS = "checkpoints"
+LASTING_S = 5.0
 _FROM_THE_START = -1
 
 
@@ -56,7 +57,7 @@ def launch_local(
             if checkpoint:
                 _note_resume(recorder, checkpoint, differences)
             ports = local_ports(coordinator, recorder.waits, live)
-            with StopRequest(lambda name: recorder.note("info", f"{name}: {_stopping(spec)}")) as stop:
+            with StopRequest(lambda name: recorder.note("info", f"{name}: {_stopping(spec, recorder.waits)}")) as stop:
                 with Worker(spec, 0, resources, ports, recorder, store, stop, state, coordinator.version) as worker:
                     steps = worker.learning_loop()
                 _note_early_end(recorder, coordinator, stop)
@@ -91,9 +92,11 @@ def _note_early_end(recorder: Recorder, coordinator: Coordinator, stop: StopRequ
         recorder.note("info", f"the data ended after {done} of {planned} steps: groups were dropped ({dropped})")
 
 
-def _stopping(spec: Spec) -> str:
+def _stopping(spec: Spec, waits: Waits) -> str:
+    """What the first signal leads to, and what the run waits for meanwhile, if that lasts."""
     saving = "saving" if spec.options.save_freq > 0 else "not saving (trainer.save_freq is off)"
-    return f"finishing this step, {saving}, then leaving; a second time leaves at once"
+    lasting = [f"; {wait}" for wait in waits.now()[:1] if wait.seconds() >= LASTING_S]
+    return f"finishing this step, {saving}, then leaving; a second time leaves at once{''.join(lasting)}"
 
 
 def _find_checkpoint(store: CheckpointStore, resume: str) -> Checkpoint | None:

@@ -16,6 +16,12 @@ class Wait:
     on: str
     since: float
 
+    def seconds(self) -> float:
+        return time.time() - self.since
+
+    def __str__(self) -> str:
+        return f"{self.who} has waited {self.seconds():.0f} s for {self.what} (on: {self.on})"
+
 
 OnWait = Callable[[Wait, float], None]
 """(wait, when it ended): told of every wait."""

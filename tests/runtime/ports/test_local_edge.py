@@ -218,6 +218,8 @@ def test_groups_of_later_steps_are_in_the_checkpoint_and_go_on_from_it() -> None
     assert (
         live.batch is not None and live.batch["group_index"].tolist() == [2, 2, 3, 3] and set(live.measured) == {2, 3}
     )
+    sizes = [saved["num_tokens"] for saved in released.cut["live"]]
+    assert sizes == [2 * 3 + 2 + 4] * 2, "of prompts and answers"
     resumed = Coordinator(driven.coordinator.plan, None, released.cut)
     share = LocalEdge(resumed, Waits(), live=live).take(1, 0)
     assert rows(share) == [2, 2, 3, 3] and share is not None and share.metrics == {"mine": 2.5}
