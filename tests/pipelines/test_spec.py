@@ -15,9 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 from distflow import register_adv_est, register_policy_loss
+from distflow.config import load_config
 from distflow.config.errors import UserError
 from distflow.data.encoded import EncodedRows
 from distflow.graph import PipelineError
+from distflow.pipelines.spec import data_plan
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.checks.mismatch import Tolerance
 from distflow.runtime.local import launch_local
@@ -267,3 +269,13 @@ def test_a_resumed_run_must_have_the_data_and_the_tokenizer_of_before(playground
     assert prints == {"data_fingerprint", "tokenizer_fingerprint"}
     assert all(spec.facts[name] == same_data.facts[name] for name in prints)
     assert spec.facts["data_fingerprint"] != other_data.facts["data_fingerprint"]
+
+
+def test_a_number_of_steps_may_go_beyond_the_epochs_and_answers_of_the_data_are_groups_of_one() -> None:
+    needed = (f"{MODEL}.path=builtin:tiny", "data.train_files=rows.jsonl", "data.train_batch_size=4")
+    short = (*needed, "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=3")
+    for preset, size in (("grpo", 3), ("sft", 1)):
+        by_epochs = data_plan(load_config(preset, [*short, "trainer.total_epochs=2"]).config, 12)
+        assert (by_epochs.total_tickets, by_epochs.total_steps, by_epochs.group_size) == (24, 6, size)
+        by_steps = data_plan(load_config(preset, [*short, "trainer.total_training_steps=9"]).config, 12)
+        assert (by_steps.total_tickets, by_steps.total_steps) == (None, 9)

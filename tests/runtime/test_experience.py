@@ -115,6 +115,21 @@ def test_a_wave_is_asked_of_a_paused_engine_that_then_resumes() -> None:
     assert all(paused for entry in engine.log if not isinstance(entry, str) for paused in entry[1:])
 
 
+def test_a_node_may_ask_in_tasks_of_its_own() -> None:
+    @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
+    async def answer_in_tasks(group: Group, rollout: Any) -> list[Sample]:
+        requests = [GenerateRequest((1,), (sample,), group.params, group.stream) for sample in group.wanted]
+        await asyncio.gather(*(asyncio.wait_for(rollout.generate(request), 10) for request in requests))
+        return samples(group.ticket.number, (1, 1))
+
+    engine = OrderedEngine()
+    gate = SubmissionGate(engine)  # type: ignore[arg-type]
+    steps = compile_steps([bound(answer_in_tasks)], {"rollout": gate})
+    plane = ExperiencePlane(steps, waiting_group, context_of, gate, 10.0, Ends())
+    edge = LocalEdge(coordinator(consumer_batch=4), Waits())
+    assert asyncio.run(asyncio.wait_for(fill(plane, edge, 2), 60)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
 def test_the_gate_counts_groups_that_end_without_asking() -> None:
     async def run() -> list[Any]:
         engine = OrderedEngine()
@@ -260,3 +275,18 @@ def test_the_plane_of_a_worker_draws_by_the_run_s_seed_and_sampling_and_stops_at
     assert made.stream == Stream(11, "train", 2, 6) and made.row == spec.rows[6]
     assert made.params == replace(spec.sampling, stop_token_ids=(3, 7)) and not made.params.greedy
     assert plane.timeout_s == 7.0 and plane.gate is not None
+
+
+def test_groups_that_ask_at_once_are_submitted_in_ticket_order() -> None:
+    @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
+    async def asks(group: Group, rollout: Any) -> list[Sample]:
+        await rollout.generate(GenerateRequest((1,), group.wanted, group.params, group.stream))
+        return samples(group.ticket.number, (1, 1))
+
+    engine = OrderedEngine()
+    gate = SubmissionGate(engine)  # type: ignore[arg-type]
+    plane = ExperiencePlane(
+        compile_steps([bound(asks)], {"rollout": gate}), waiting_group, context_of, gate, 10.0, Ends()
+    )
+    asyncio.run(fill(plane, LocalEdge(coordinator(consumer_batch=4, shuffle=False), Waits()), 1))
+    assert [entry[0] for entry in engine.log if not isinstance(entry, str)] == [0, 1, 2, 3]

@@ -59,9 +59,10 @@ def weights(resources: Resources) -> dict[str, Tensor]:
 
 def test_generation_and_training_on_two_workers_are_the_run_of_one(tmp_path: Path) -> None:
     playground = Playground(tmp_path)
-    _, spec = playground.spec("grpo", *STEPS, "trainer.logger=[]", name="one")
+    keys = (*STEPS, "trainer.logger=[]", "trainer.test_freq=1", f"data.val_files={tmp_path}/rows.jsonl")
+    _, spec = playground.spec("grpo", *keys, name="one")
     (one,) = run_ranks(spec)
-    _, spec = playground.spec("grpo", *STEPS, "trainer.logger=[]", name="two")
+    _, spec = playground.spec("grpo", *keys, name="two")
     program = spec.program()
     experience, learning = ([n.node_id for n in nodes] for nodes in (program.experience, program.learning))
     spec = replace(spec, plan=Plan(program.graph_id, split(program, (experience, []), ([], learning)), ()))

@@ -7,6 +7,7 @@ from torch import nn
 
 from distflow.planning.plan import RankPlan
 from distflow.runtime.resources import Resources, build_resources
+from distflow.training.collective import OneRank
 
 
 def built(*engines: str, services: tuple[str, ...] = (), weight: float = 0.0) -> tuple[Resources, list[str]]:
@@ -52,3 +53,16 @@ def test_a_service_that_every_worker_has_may_be_named() -> None:
 def test_the_fingerprint_is_that_of_the_weights_as_they_were_loaded() -> None:
     prints = [built("actor", weight=weight)[0].facts["model_fingerprint"] for weight in (0.0, 0.0, 1.0)]
     assert prints[0] == prints[1] != prints[2]
+
+
+def test_parts_are_given_the_collective_of_their_ranks() -> None:
+    given: list[object] = []
+    factories: dict[str, Any] = {
+        "policy": lambda get, device: nn.Linear(1, 1),
+        "tokenizer": lambda get, device: None,
+        "stop_token_ids": lambda get, device: (),
+        "actor": lambda get, device: given.append(get("collective")),
+    }
+    ranks = OneRank()
+    build_resources(factories, RankPlan(0, "cpu", (), (), ("actor",), ()), ranks)
+    assert given == [ranks]

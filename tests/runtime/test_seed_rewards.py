@@ -65,10 +65,10 @@ def test_the_reward_of_a_whole_batch_may_be_as_wide_as_the_sequence() -> None:
         wide = torch.zeros(batch["attention_mask"].shape)
         wide[:, -1] = torch.tensor([float(len(prompt)) for prompt in batch["prompts"]])
         batch["token_level_scores"] = batch["token_level_rewards"] = wide * kwargs["times"]
-        return NodeOutput(batch, {"mine": 1.5})
+        return NodeOutput(batch, {"mine": 1.5}, weight=7.0)
 
     on = judged(compute_custom_reward, times=2.0)
-    assert set(on.written) == {"scores"} and on.measured == [({"mine": 1.5}, 2.0)]
+    assert set(on.written) == {"scores"} and on.measured == [({"mine": 1.5}, 7.0)]
     assert on.batch()["token_level_scores"].tolist() == [[0, 2, 0, 0], [0, 0, 0, 2]]
 
 

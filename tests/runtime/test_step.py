@@ -214,7 +214,9 @@ def test_a_node_is_tried_again_as_often_as_it_may(plane: str) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("error", [KeyError("k"), RuntimeError("r"), AttributeError("a"), OSError("o")])
+@pytest.mark.parametrize(
+    "error", [KeyError("k"), RuntimeError("r"), AttributeError("a"), OSError("o"), TimeoutError("t")]
+)
 def test_whatever_a_node_raises_is_told_with_its_name(error: Exception, plane: str) -> None:
     flaky = Flaky(9, error)
     with pytest.raises(UserNodeError, match=rf"node 'x' raised {type(error).__name__}.*test_step.py") as caught:

@@ -119,7 +119,7 @@ def test_held_out_prompts_are_answered_as_they_are_to_be_by_the_nodes_that_valid
     plane = ExperiencePlane(steps, waiting_group, contexts.experience, None, 10.0, lambda *ended: None)
     prompts = [PromptRow(i, (1, 2, 3), f"p{i}", "", "default", {}) for i in range(2)]
     chosen = ValidationSet("own", prompts, GREEDY, SAMPLED, 2)
-    metrics, rows = asyncio.run(Validator([chosen], contexts, plane, (3, 7), 9).run(5))
+    metrics, rows = asyncio.run(Validator([chosen], contexts, plane, (3, 7), 9, print).run(5))
     assert metrics["val_correct/all/mean"] == metrics["val_correct/all/mean@2"] == 0.5 and len(rows) == 6
     assert [row["score"] for row in rows] == [0.0, 1.0, 0.0, 0.0, 1.0, 1.0]
     assert all(validating for _, validating in asked), "a fault drops no group here"
@@ -128,6 +128,27 @@ def test_held_out_prompts_are_answered_as_they_are_to_be_by_the_nodes_that_valid
     assert drawn == [(greedy, Stream(9, "val/own/greedy", 5, i), 1) for i in range(2)] + [
         (sampled, Stream(9, "val/own/sampled", 5, i), 2) for i in range(2)
     ]
+
+
+def test_a_prompt_on_which_a_node_fails_costs_its_own_answers_only() -> None:
+    @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
+    async def answer(group: Group) -> list[Sample]:
+        return samples(group.ticket.number, (1,) * len(group))
+
+    @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
+    def judge(group: Group) -> list[float]:
+        return [1.0 / group.row.index] * len(group)
+
+    parts = Resources(None, (), {}, 0)  # type: ignore[arg-type]  # no node reads the tokenizer
+    contexts = Contexts(Config(), parts, {}, lambda *update: None)
+    steps = compile_steps([bound(answer), bound(judge)], {})
+    plane = ExperiencePlane(steps, waiting_group, contexts.experience, None, 10.0, lambda *ended: None)
+    prompts = [PromptRow(i, (1, 2, 3), f"p{i}", "", "default", {}) for i in range(2)]
+    said: list[str] = []
+    validator = Validator([ValidationSet("own", prompts, GREEDY, None, 0)], contexts, plane, (), 9, said.append)
+    metrics, rows = asyncio.run(validator.run(5))
+    assert metrics == {"val_correct/all/mean": 0.5, "val/errors": 1.0} and len(rows) == 1
+    assert len(said) == 1 and said[0].startswith("held-out prompt 0 of 'own': ") and "division by zero" in said[0]
 
 
 def test_a_held_out_loss_is_a_mean_over_the_answers_tokens() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from distflow.config.errors import UserError
+from distflow.data.batch import Batch
 from distflow.flow.coordinator import Coordinator
 from distflow.flow.ledger import timeline
 from distflow.flow.ticket import Version
@@ -19,6 +20,7 @@ from distflow.runtime.blame import NodeError
 from distflow.runtime.checkpoint import CheckpointStore
 from distflow.runtime.checkpoint_files import read_manifest
 from distflow.runtime.checkpoint_writing import Writing
+from distflow.runtime.checks.live import LiveChecks
 from distflow.runtime.local import launch_local, local_ports
 from distflow.runtime.publish import Publisher
 from distflow.runtime.recorder import Recorder
@@ -237,3 +239,23 @@ def test_an_experience_plane_that_ends_wakes_the_learner_with_its_reason(
     monkeypatch.setattr("distflow.runtime.ports.local_edge.LocalEdge.put", broken)
     with working(ground) as (worker, _), pytest.raises(RuntimeError, match="the edge broke"):
         worker.learning_loop()
+
+
+def test_each_step_is_checked_before_a_node_gets_it_and_behind_the_last(
+    ground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, bool]] = []
+    taken, learned = LiveChecks.taken, LiveChecks.learned
+
+    def noted(check: Callable[..., Any]) -> Callable[..., Any]:
+        def checks(self: LiveChecks, batch: Batch, *rest: Any) -> Any:
+            told.append((check.__name__, NodeStatus.COMPLETED in worker.status.values()))
+            return check(self, batch, *rest)
+
+        return checks
+
+    monkeypatch.setattr(LiveChecks, "taken", noted(taken))
+    monkeypatch.setattr(LiveChecks, "learned", noted(learned))
+    with working(ground, "trainer.total_training_steps=1", "~trainer.total_epochs") as (worker, _):
+        worker.learning_loop()
+    assert told == [("taken", False), ("learned", True)]

@@ -1,6 +1,7 @@
 """`distflow eval`: answers the held-out problems and prints the accuracy."""
 
 import argparse
+from functools import partial
 from tempfile import TemporaryDirectory
 
 from distflow import __version__
@@ -35,4 +36,5 @@ def _evaluated(arguments: argparse.Namespace, folder: str) -> dict[str, float]:
     from distflow.pipelines.spec import make_spec
     from distflow.runtime.evaluate import evaluate
 
-    return evaluate(make_spec(loaded, say=lambda line: print(line, flush=True)))
+    say = partial(print, flush=True)
+    return evaluate(make_spec(loaded, say=say), say)

@@ -1,5 +1,7 @@
 """`distflow eval`: the validation of a run, without a run."""
 
+from collections.abc import Callable
+
 from distflow.config.errors import UserError
 from distflow.flow.ticket import Version
 from distflow.runtime.checks.canary import make_canary
@@ -14,8 +16,11 @@ from distflow.runtime.validation import Validator, held_out_loss
 from distflow.runtime.waits import Waits
 
 
-def evaluate(spec: Spec) -> dict[str, float]:
-    """The metrics of `data.val_files` under the model as it is. Raises UserError where no file is named."""
+def evaluate(spec: Spec, say: Callable[[str], None]) -> dict[str, float]:
+    """The metrics of `data.val_files` under the model as it is. Raises UserError where no file is named.
+
+    say: told why a prompt has no verdict.
+    """
     if not spec.validation:
         raise UserError("nothing to evaluate on: set data.val_files")
     rank, program = spec.plan.ranks[0], spec.program()
@@ -25,7 +30,7 @@ def evaluate(spec: Spec) -> dict[str, float]:
         return held_out_loss(spec.validation, resources.actor)
     contexts = Contexts(spec.config, resources, {}, _no_update)
     plane = ExperiencePlane.of(spec, [program.node(name) for name in rank.experience], resources, contexts, _ignore)
-    validator = Validator(spec.validation, contexts, plane, resources.stop_token_ids, spec.options.seed)
+    validator = Validator(spec.validation, contexts, plane, resources.stop_token_ids, spec.options.seed, say)
     with Session.of(spec, resources) as session:
         weights = LocalWeights(Waits())
         weights.attach(receiver(resources.rollout, session))

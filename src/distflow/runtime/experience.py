@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 
 from distflow.algorithms.filters import TOO_FEW_VERDICTS
@@ -22,6 +23,9 @@ from distflow.runtime.step import Step, compile_steps
 MakeContext = Callable[[Group, str], NodeContext]
 OnGroup = Callable[[Ticket, str, float, float], None]
 """(ticket, "complete" or why it was dropped, started, ended), in `time.time()`."""
+
+_group_task: ContextVar[asyncio.Task[None] | None] = ContextVar("group_task", default=None)
+"""The task of the group that is running; tasks that a node starts (`gather`, `wait_for`) inherit it."""
 
 
 class SubmissionGate:
@@ -50,7 +54,7 @@ class SubmissionGate:
         pending = asyncio.ensure_future(self._engine.generate(request))
         try:
             await asyncio.sleep(0)  # `pending` runs to its first await, behind which its request is queued
-            self._arrived(asyncio.current_task())
+            self._arrived(_group_task.get() or asyncio.current_task())
             return await pending
         finally:
             pending.cancel()  # nothing to one that is done; else this group was cancelled, and so must its request be
@@ -140,6 +144,7 @@ class ExperiencePlane:
 
     async def _run_group(self, ticket: Ticket, edge: EdgePort) -> None:
         """Never raises: whatever a node does costs its own group only, and is recorded."""
+        _group_task.set(asyncio.current_task())
         started, group = time.time(), self.make_group(ticket)
         try:
             drop = await self.run(group, self.steps, self.context)

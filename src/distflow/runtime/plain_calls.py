@@ -11,6 +11,10 @@ AT_ONCE = 8
 T = TypeVar("T")
 
 
+class DeadlinePassed(TimeoutError):
+    """A plain function did not return in time; a TimeoutError that it raised itself is not this."""
+
+
 class PlainCalls:
     """Runs each call on a daemon thread of its own: one that hangs keeps neither a place here nor the process alive.
 
@@ -21,7 +25,7 @@ class PlainCalls:
         self._places = asyncio.Semaphore(at_once)
 
     async def run(self, function: Callable[[], T], deadline_s: float) -> T:
-        """What the function returns or raises. Raises TimeoutError after the deadline, and leaves the thread alone."""
+        """What the function returns or raises. Raises DeadlinePassed, and leaves the thread alone."""
         async with self._places:
             loop = asyncio.get_running_loop()
             future: asyncio.Future[T] = loop.create_future()
@@ -45,4 +49,10 @@ class PlainCalls:
                     loop.call_soon_threadsafe(settle, outcome)
 
             threading.Thread(target=work, name="node", daemon=True).start()
-            return await asyncio.wait_for(future, deadline_s)
+            try:
+                await asyncio.wait((future,), timeout=deadline_s)
+                if not future.done():
+                    raise DeadlinePassed
+                return future.result()
+            finally:
+                future.cancel()  # nothing to one that is done

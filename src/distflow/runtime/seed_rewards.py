@@ -1,6 +1,7 @@
 """Rewards in the signatures of other systems, adapted to node functions at the door: one adapter a form."""
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -74,8 +75,8 @@ def _score_batch(fn: Callable[..., object], batch: Batch, config: object, **opti
     """
     given = {**batch.to_mapping(), **{name: batch[name] for name in _DERIVED}}
     output = fn(batch=dict(given), config=config, **options)
-    metrics = output.metrics if isinstance(output, NodeOutput) else {}
-    columns = output.batch if isinstance(output, NodeOutput) else output
+    given_back = output if isinstance(output, NodeOutput) else NodeOutput(output)
+    columns = given_back.batch
     if isinstance(columns, Batch):
         columns = columns.to_mapping()
     if not isinstance(columns, Mapping):
@@ -87,4 +88,4 @@ def _score_batch(fn: Callable[..., object], batch: Batch, config: object, **opti
         if not scores.equal(rewards):
             raise BadOutput("returned other token_level_rewards than token_level_scores; return one score a sample")
         written["scores"] = scores
-    return NodeOutput(written, metrics)
+    return replace(given_back, batch=written)

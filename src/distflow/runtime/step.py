@@ -19,7 +19,7 @@ from distflow.runtime.blame import BadOutput, NodeError, node_error, output_erro
 from distflow.runtime.checks import TrustError
 from distflow.runtime.context import NodeContext
 from distflow.runtime.group import Group
-from distflow.runtime.plain_calls import PlainCalls
+from distflow.runtime.plain_calls import DeadlinePassed, PlainCalls
 from distflow.runtime.seed_rewards import adapted
 
 
@@ -77,7 +77,7 @@ class Step:
             return await self.fn(*positional, **keyword)
         try:
             return await plain_calls.run(lambda: self.fn(*positional, **keyword), deadline_s)
-        except TimeoutError:
+        except DeadlinePassed:
             what = f"did not return within {deadline_s:g} s (reward.timeout_s for each sample)"
             raise output_error(self.node, what) from None
 

@@ -12,6 +12,7 @@ from distflow.data.sample import Sample, Segment
 from distflow.flow.ticket import Ticket
 from distflow.graph import Drop
 from distflow.rollout.engine import SamplingParams
+from distflow.runtime.blame import NodeError
 from distflow.runtime.context import Contexts
 from distflow.runtime.experience import ExperiencePlane
 from distflow.runtime.group import new_group
@@ -27,13 +28,17 @@ SampleRows = list[dict[str, object]]
 
 @dataclass(frozen=True)
 class Validator:
-    """Runs the nodes of a program that validate on held-out prompts. Its tickets take no credit."""
+    """Runs the nodes of a program that validate on held-out prompts. Its tickets take no credit.
+
+    say: told why a prompt has no verdict where a node failed on it; such a prompt costs its own answers only.
+    """
 
     sets: Sequence[ValidationSet]
     contexts: Contexts
     plane: ExperiencePlane
     stop_token_ids: tuple[int, ...]
     seed: int
+    say: Callable[[str], None]
 
     async def run(self, step: int) -> tuple[dict[str, float], SampleRows]:
         """Metrics and sample rows after `step` steps."""
@@ -43,7 +48,11 @@ class Validator:
         params = replace(params, stop_token_ids=self.stop_token_ids)
         group = new_group(ticket, chosen.rows[ticket.row], params, self.seed)
         steps = [step for step in self.plane.steps if step.node.validates]
-        drop = await self.plane.run(group, steps, partial(self.contexts.experience, validating=True))
+        try:
+            drop = await self.plane.run(group, steps, partial(self.contexts.experience, validating=True))
+        except NodeError as err:
+            self.say(f"held-out prompt {ticket.row} of '{chosen.name}': {err}")
+            return Drop("error", str(err))
         return group.batch() if drop is None else drop
 
 

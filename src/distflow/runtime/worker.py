@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import TracebackType
 
 from distflow.config.errors import UserError
@@ -60,9 +61,11 @@ class Worker:
         )
         parts = {**resources.by_name(), "reduce": ports.collective}
         self._learning = compile_steps([program.node(name) for name in plan.learning], parts)
+        stop_token_ids, say = resources.stop_token_ids, partial(recorder.note, "warning")
         self._validator = Validator(
-            spec.validation, self._contexts, self._experience, resources.stop_token_ids, spec.options.seed
+            spec.validation, self._contexts, self._experience, stop_token_ids, spec.options.seed, say
         )
+        self._generates = any("rollout" in rank.engines for rank in spec.plan.ranks)  # some worker, if not this
         self._publisher = self._make_publisher()
         self._validated_at = self._saved_at = version.step
         self._released: Released | None = None
@@ -180,13 +183,13 @@ class Worker:
             self._ports.abort(error)
 
     def _validate(self, step: int) -> dict[str, float]:
-        """The metrics; none where there is nothing to validate on."""
+        """The metrics; none where there is nothing to validate on, or another worker generates."""
         self._validated_at = step
-        if not self._spec.validation:
+        if not self._spec.validation or (self._generates and self._resources.rollout is None):
             return {}
         rows: SampleRows = []
         with self._recorder.phases("eval"):
-            if self._resources.rollout is None:
+            if not self._generates:
                 assert self._resources.actor is not None, "who validates has an engine"
                 metrics = held_out_loss(self._spec.validation, self._resources.actor)
             else:
@@ -216,8 +219,8 @@ class Worker:
 
     def _make_publisher(self) -> Publisher | None:
         """None where nothing is trained here, or no worker generates."""
-        actor, plan = self._resources.actor, self._spec.plan
-        if actor is None or not any("rollout" in rank.engines for rank in plan.ranks):
+        actor = self._resources.actor
+        if actor is None or not self._generates:
             return None
         canary = make_canary(self._spec, self._resources) if self._resources.rollout is not None else None
         sends, dtype = self._spec.sends_weights, self._spec.weight_dtype
