@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from distflow.cli import _parser, main
+from distflow.cli import main, make_parser
 from distflow.config import load_config
 from distflow.config.replaced import REPLACED
 from distflow.config.schema import group_names, schema_keys
@@ -106,7 +106,7 @@ def test_commands_are_accepted(block: Block, monkeypatch: pytest.MonkeyPatch, ca
         if words[1] in EXECUTED:
             assert main(words[1:]) == 0, capsys.readouterr().err
             continue
-        arguments = _parser().parse_args(words[1:])
+        arguments = make_parser().parse_args(words[1:])
         if words[1] in ("train", "sft", "eval"):
             load_config(arguments.preset, arguments.overrides)
 
@@ -175,6 +175,16 @@ def test_files_that_are_named_exist(page: Path) -> None:
 def test_functions_of_a_walk_are_in_the_files_it_names(page: Path) -> None:
     for file, function in re.findall(r"`([\w/]+\.py)` · `([\w.]+)`", page.read_text()):
         assert function in definitions(SOURCE / file), f"{name_of(page)}: {file} has no {function}"
+
+
+@pytest.mark.parametrize(("title", "most"), [("One step of GRPO", 7), ("One prompt, from its row", 12)])
+def test_the_walks_are_short(title: str, most: int) -> None:
+    """Frames from the command to `backward()`, files from a prompt row to its gradient."""
+    (walk,) = [part for part in (ROOT / "docs/architecture.md").read_text().split("\n## ") if part.startswith(title)]
+    if most == 7:
+        assert len(re.findall(r"^\d+\. ", walk, re.MULTILINE)) <= most
+    else:
+        assert len(set(re.findall(r"`([\w/]+\.py)`", walk))) <= most
 
 
 def definitions(path: Path) -> set[str]:

@@ -4,13 +4,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from distflow.algorithms import ADV_ESTIMATORS, POLICY_LOSSES
-from distflow.config import schema
+from distflow.algorithms import ADV_ESTIMATORS, POLICY_LOSSES, find_adv_est, find_policy_loss
+from distflow.config import names, schema
 
 
 @contextmanager
 def forgotten(*modules: str) -> Iterator[None]:
     """Inside, user code may register estimators, losses and groups; afterwards these and `modules` were never there."""
+    for find, table in ((find_adv_est, names.ESTIMATORS), (find_policy_loss, names.POLICY_LOSSES)):
+        for name in table:  # a built-in that is first asked for inside must not be forgotten: it is imported once
+            find(name)
     before = [(registry, dict(registry)) for registry in (ADV_ESTIMATORS, POLICY_LOSSES, schema._user_groups)]
     paths = list(sys.path)
     try:

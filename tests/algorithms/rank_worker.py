@@ -1,18 +1,20 @@
 """One gloo rank: the gradient of every objective over unequal shares, against the undivided mini-batch.
 
-Run as `python -m tests.algorithms.rank_worker RANK STORE OUT`; four of them form groups of 1, 2 and 4 ranks.
+Four of them form groups of 1, 2 and 4 ranks.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from distflow.algorithms import ADV_ESTIMATORS, LOSS_AGG_MODES, POLICY_LOSSES, PolicyObjective, ValueObjective
+from distflow.algorithms import LOSS_AGG_MODES, PolicyObjective, ValueObjective, find_adv_est
+from distflow.config.names import POLICY_LOSSES
 from distflow.data.batch import Batch
+from distflow.runtime.ports.torch_collective import TorchCollective
 from tests.algorithms.toy_policy import LONGEST, gradient, toy_batch
+from tests.ranks import run_as_rank
 
 ROWS = 13
 # Rows of each rank: unequal, none for one of them.
@@ -23,27 +25,6 @@ SHARES = {
 }
 # Groups are whole in every share.
 GROUPS = [0, 1, 2, 3, 2, 4, 3, 2, 4, 2, 4, 4, 2]
-
-
-class Ranks:
-    """Sums and maxima over a process group."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
-        value = value.clone()
-        dist.all_reduce(value, dist.ReduceOp.SUM, group=self.group)
-        return value
-
-    def max(self, value: torch.Tensor) -> torch.Tensor:
-        value = value.clone()
-        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group)
-        return value
-
-    def sum_named(self, values: dict[str, float]) -> dict[str, float]:
-        summed = self.sum(torch.tensor([values[name] for name in sorted(values)], dtype=torch.float64))
-        return dict(zip(sorted(values), summed.tolist(), strict=True))
 
 
 def objectives() -> dict[str, PolicyObjective | ValueObjective]:
@@ -65,14 +46,14 @@ def objectives() -> dict[str, PolicyObjective | ValueObjective]:
     return built
 
 
-def compare_losses(ranks: Ranks, batch: Batch, mine: Batch) -> dict[str, float]:
+def compare_losses(ranks: TorchCollective, batch: Batch, mine: Batch) -> dict[str, float]:
     """The largest relative deviation of gradient or metric, by objective."""
     deviations = {}
     for name, objective in objectives().items():
-        counts = ranks.sum_named(objective.counts(mine))
+        counts = ranks.sum(objective.counts(mine))
         parts = [mine.select(part) for part in torch.arange(len(mine)).split(2)] or [mine]
         grad, sums = gradient(objective, parts, counts)
-        grad, metrics = ranks.sum(grad), objective.finish(ranks.sum_named(sums), counts)
+        grad, metrics = ranks.sum(grad), objective.finish(ranks.sum(sums), counts)
         whole = objective.counts(batch)
         wanted, wanted_sums = gradient(objective, [batch], whole)
         wanted_metrics = objective.finish(wanted_sums, whole)
@@ -82,13 +63,13 @@ def compare_losses(ranks: Ranks, batch: Batch, mine: Batch) -> dict[str, float]:
     return deviations
 
 
-def compare_advantages(ranks: Ranks, batch: Batch, mine: Batch, rows: list[int]) -> dict[str, float]:
+def compare_advantages(ranks: TorchCollective, batch: Batch, mine: Batch, rows: list[int]) -> dict[str, float]:
     """The same of the estimators that whiten or count over the global batch."""
     estimators = {
-        "gae": (ADV_ESTIMATORS["gae"].fn, "values"),
-        "reinforce_plus_plus": (ADV_ESTIMATORS["reinforce_plus_plus"].fn, None),
-        "reinforce_plus_plus_baseline": (ADV_ESTIMATORS["reinforce_plus_plus_baseline"].fn, "group_index"),
-        "gpg": (ADV_ESTIMATORS["gpg"].fn, "group_index"),
+        "gae": (find_adv_est("gae").fn, "values"),
+        "reinforce_plus_plus": (find_adv_est("reinforce_plus_plus").fn, None),
+        "reinforce_plus_plus_baseline": (find_adv_est("reinforce_plus_plus_baseline").fn, "group_index"),
+        "gpg": (find_adv_est("gpg").fn, "group_index"),
     }
     deviations = {}
     for name, (estimate, extra) in estimators.items():
@@ -99,8 +80,7 @@ def compare_advantages(ranks: Ranks, batch: Batch, mine: Batch, rows: list[int])
     return deviations
 
 
-def main(rank: int, store: str, out: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
+def main(rank: int, folder: Path) -> None:
     groups = {size: dist.new_group(list(range(size))) for size in SHARES}
     batch, results = toy_batch(seed=1, bs=ROWS), {}
     batch["group_index"] = torch.tensor(GROUPS)
@@ -110,12 +90,10 @@ def main(rank: int, store: str, out: Path) -> None:
     for size, shares in SHARES.items():
         if rank < size:
             rows = shares[rank]
-            ranks, mine = Ranks(groups[size]), batch.select(rows)
+            ranks, mine = TorchCollective(groups[size]), batch.select(rows)
             results[size] = compare_losses(ranks, batch, mine) | compare_advantages(ranks, batch, mine, rows)
-    out.write_text(json.dumps(results))
-    dist.destroy_process_group()
+    (folder / f"{rank}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    run_as_rank(main)

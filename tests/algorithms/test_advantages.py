@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from distflow.algorithms import ADV_ESTIMATORS, describe_estimator, find_adv_est
+from distflow.algorithms import describe_estimator, find_adv_est
+from distflow.config.names import ESTIMATORS
 
 Rows = list[list[float]]
 
@@ -215,7 +216,7 @@ def test_remax(case: Any, seed: int) -> None:
     assert_close(returns, to_go)
 
 
-@pytest.mark.parametrize("name", sorted(ADV_ESTIMATORS))
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
 def test_a_batch_without_rows_or_tokens_is_no_special_case(name: str) -> None:
     for bs, length in ((0, 0), (0, 3), (2, 0)):
         columns = {
@@ -237,7 +238,7 @@ class TestByHand:
     def test_gae(self) -> None:
         # δ = (0 + .5·1 − 2, 4 + 0 − 1) = (−1.5, 3); A = (−1.5 + .25·3, 3) = (−.75, 3), decay γλ = .25.
         # Mean 1.125, unbiased variance 2·1.875² = 7.03125: whitened ∓.70710678. The hole between them carries over.
-        actual, returns = ADV_ESTIMATORS["gae"].fn(
+        actual, returns = find_adv_est("gae").fn(
             torch.tensor([[0.0, 9.0, 4.0]]),
             torch.tensor([[1.0, 0.0, 1.0]]),
             torch.tensor([[2.0, 77.0, 1.0]]),
@@ -251,7 +252,7 @@ class TestByHand:
         # Rewards 1, 0, 0, 1: mean .5, unbiased std √(1/3) = .57735; ±.5 / .577351 = ±.866024.
         rewards = torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 1.0]])
         mask = torch.tensor([[1.0, 0.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0]])
-        actual, _ = ADV_ESTIMATORS["grpo"].fn(rewards, mask, torch.tensor([5, 5, 5, 5]))
+        actual, _ = find_adv_est("grpo").fn(rewards, mask, torch.tensor([5, 5, 5, 5]))
         a = 0.5 / (math.sqrt(1 / 3) + 1e-6)
         assert actual.flatten().tolist() == pytest.approx([a, 0, -a, -a, -a, -a, a, a])
         assert round(a, 5) == 0.86602
@@ -259,18 +260,18 @@ class TestByHand:
     def test_rloo(self) -> None:
         # Rewards 1, 0, .5: 1 − .25, 0 − .75, .5 − .5.
         rewards = torch.tensor([[1.0], [0.0], [0.5]])
-        actual, _ = ADV_ESTIMATORS["rloo"].fn(rewards, torch.ones(3, 1), torch.zeros(3))
+        actual, _ = find_adv_est("rloo").fn(rewards, torch.ones(3, 1), torch.zeros(3))
         assert actual.flatten().tolist() == [0.75, -0.75, 0.0]
 
     def test_opo(self) -> None:
         # Rewards 1 on three tokens, 0 on one: baseline 3/4.
         rewards, mask = torch.tensor([[1.0, 0, 0], [0.0, 0, 0]]), torch.tensor([[1.0, 1, 1], [1.0, 0, 0]])
-        actual, _ = ADV_ESTIMATORS["opo"].fn(rewards, mask, torch.zeros(2))
+        actual, _ = find_adv_est("opo").fn(rewards, mask, torch.zeros(2))
         assert actual.tolist() == [[0.25, 0.25, 0.25], [-0.75, 0.0, 0.0]]
 
     def test_passk(self) -> None:
         rewards = torch.tensor([[3.0], [1.0], [2.0]])
-        actual, _ = ADV_ESTIMATORS["grpo_passk"].fn(rewards, torch.ones(3, 1), torch.zeros(3))
+        actual, _ = find_adv_est("grpo_passk").fn(rewards, torch.ones(3, 1), torch.zeros(3))
         assert actual.flatten().tolist() == pytest.approx([1.0 / (1.0 + 1e-6), 0.0, 0.0])
 
 
@@ -287,14 +288,14 @@ def test_the_order_of_samples_and_the_names_of_groups_do_not_matter(case: Any) -
 def test_a_score_on_the_last_token_counts_also_if_a_tool_made_it() -> None:
     rewards = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]])
-    actual, _ = ADV_ESTIMATORS["rloo"].fn(rewards, mask, torch.zeros(2))
+    actual, _ = find_adv_est("rloo").fn(rewards, mask, torch.zeros(2))
     assert actual.tolist() == [[1.0, 1.0, 0.0], [-1.0, -1.0, 0.0]]
 
 
 def test_bootstrapping_without_the_field_is_refused() -> None:
     ones = torch.ones(1, 2)
     with pytest.raises(ValueError, match="truncated"):
-        ADV_ESTIMATORS["gae"].fn(ones, ones, ones, bootstrap_truncated=True)
+        find_adv_est("gae").fn(ones, ones, ones, bootstrap_truncated=True)
 
 
 def test_descriptions_show_the_values() -> None:
@@ -303,5 +304,5 @@ def test_descriptions_show_the_values() -> None:
     assert describe_estimator("grpo", {"norm_adv_by_std_in_grpo": False}) == "grpo: reward − mean of its group"
     assert describe_estimator("rloo") == "rloo: reward − mean of the others of its group"
     assert "gamma 0.9, lambda 0.5" in describe_estimator("gae", {"gamma": 0.9, "lam": 0.5, "clip_ratio": 1})
-    for name in ADV_ESTIMATORS:
+    for name in ESTIMATORS:
         assert describe_estimator(name).startswith(f"{name}: ")

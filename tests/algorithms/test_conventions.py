@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms import (
-    ADV_ESTIMATORS,
-    POLICY_LOSSES,
     PolicyObjective,
     agg_loss,
+    find_adv_est,
     find_policy_loss,
     masked_whiten,
 )
@@ -24,7 +23,7 @@ def outcome(rewards: list[float], **options: Any) -> list[float]:
     """GRPO of one group with one token a sample."""
     n = len(rewards)
     column = torch.tensor(rewards)[:, None]
-    return ADV_ESTIMATORS["grpo"].fn(column, torch.ones(n, 1), torch.zeros(n), **options)[0].flatten().tolist()
+    return find_adv_est("grpo").fn(column, torch.ones(n, 1), torch.zeros(n), **options)[0].flatten().tolist()
 
 
 def tensor(*rows: list[float]) -> Tensor:
@@ -42,7 +41,7 @@ def test_standard_deviation_of_a_group() -> None:
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 0.7, -1e-3, 123.456])
 @pytest.mark.parametrize("n", [2, 3, 5, 7, 16])
 def test_all_rewards_of_a_group_equal(estimator: str, reward: float, n: int) -> None:
-    fn = ADV_ESTIMATORS[estimator].fn
+    fn = find_adv_est(estimator).fn
     lengths = torch.arange(1, n + 1)
     mask = (torch.arange(n)[None] < lengths[:, None]).float()
     for dtype in (torch.float32, torch.float64):
@@ -54,13 +53,13 @@ def test_group_of_one() -> None:
     one = torch.tensor([[0.5]])
     assert outcome([0.5]) == pytest.approx([0.5 / (1 + 1e-6)])
     assert outcome([0.5], norm_adv_by_std_in_grpo=False) == [0.5]
-    assert ADV_ESTIMATORS["rloo"].fn(one, torch.ones(1, 1), torch.zeros(1))[0].tolist() == [[0.0]]
+    assert find_adv_est("rloo").fn(one, torch.ones(1, 1), torch.zeros(1))[0].tolist() == [[0.0]]
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline"])
 def test_a_sample_whose_verdict_is_timeout_or_error(estimator: str) -> None:
     """Advantage 0, and the others as if it were not there, whatever its reward says."""
-    fn = ADV_ESTIMATORS[estimator].fn
+    fn = find_adv_est(estimator).fn
     rewards = torch.tensor([[1.0, 0.0], [math.nan, 0.0], [0.25, 0.0], [0.0, 0.5]])
     valid, keep = torch.tensor([True, False, True, True]), [0, 2, 3]
     whole, _ = fn(rewards, torch.ones(4, 2), torch.zeros(4), valid)
@@ -100,7 +99,7 @@ def test_whole_batch_masked(mode: str) -> None:
 def test_nan_or_inf_in_padding() -> None:
     """Never read, and no gradient there; every loss and estimator is tried with poison in its own tests."""
     log_probs = tensor([-1.0, math.nan], [math.inf, -2.0]).requires_grad_()
-    loss, _ = POLICY_LOSSES["vanilla"].fn(
+    loss, _ = find_policy_loss("vanilla").fn(
         log_probs, tensor([1.0, math.inf], [math.nan, 1.0]), torch.eye(2), tensor([-1.0, math.nan], [-math.inf, -2.0])
     )
     total = agg_loss(loss, torch.eye(2))
@@ -111,7 +110,7 @@ def test_nan_or_inf_in_padding() -> None:
 
 def test_log_ratio() -> None:
     """Clamped to ±20."""
-    loss, stats = POLICY_LOSSES["vanilla"].fn(
+    loss, stats = find_policy_loss("vanilla").fn(
         tensor([0.0, -100.0]), tensor([-1.0, 1.0]), torch.ones(1, 2), tensor([-100.0, 0.0]), clip_ratio_c=None
     )
     assert loss.tolist() == [pytest.approx([math.exp(20), -math.exp(-20)])]
@@ -123,7 +122,7 @@ def test_dual_clip() -> None:
 
     def loss(**options: Any) -> float:
         return float(
-            POLICY_LOSSES["vanilla"].fn(tensor([2.0]), tensor([-1.0]), torch.ones(1, 1), tensor([0.0]), **options)[0]
+            find_policy_loss("vanilla").fn(tensor([2.0]), tensor([-1.0]), torch.ones(1, 1), tensor([0.0]), **options)[0]
         )
 
     assert loss() == 3.0
@@ -134,19 +133,19 @@ def test_dual_clip() -> None:
 def test_gspo() -> None:
     """The gradient of the ratio's token part only, the sequence's log-ratio capped at 10."""
     log_probs = tensor([-1.0, -2.0]).requires_grad_()
-    loss, _ = POLICY_LOSSES["gspo"].fn(log_probs, tensor([1.0, 3.0]), torch.ones(1, 2), tensor([-1.1, -2.1]))
+    loss, _ = find_policy_loss("gspo").fn(log_probs, tensor([1.0, 3.0]), torch.ones(1, 2), tensor([-1.1, -2.1]))
     s = math.exp(0.1)
     assert loss.detach().tolist() == [pytest.approx([-s, -3 * s])]
     loss.sum().backward()
     assert log_probs.grad.tolist() == [pytest.approx([-s, -3 * s])]
-    far, _ = POLICY_LOSSES["gspo"].fn(tensor([0.0]), tensor([-1.0]), torch.ones(1, 1), tensor([-30.0]))
+    far, _ = find_policy_loss("gspo").fn(tensor([0.0]), tensor([-1.0]), torch.ones(1, 1), tensor([-30.0]))
     assert float(far) == pytest.approx(math.exp(10))
 
 
 def test_sapo() -> None:
     """4/τ · σ(τ(r − 1)), τ by the sign of A; at r = 1 the gradient is that of PPO."""
     log_probs = tensor([0.0, 0.0]).requires_grad_()
-    loss, _ = POLICY_LOSSES["sapo"].fn(log_probs, tensor([1.0, -1.0]), torch.ones(1, 2), tensor([0.0, 0.0]))
+    loss, _ = find_policy_loss("sapo").fn(log_probs, tensor([1.0, -1.0]), torch.ones(1, 2), tensor([0.0, 0.0]))
     assert loss.detach().tolist() == [pytest.approx([-2.0, 2.0 / 1.05])]
     loss.sum().backward()
     assert log_probs.grad.tolist() == [pytest.approx([-1.0, 1.0])]
@@ -157,7 +156,7 @@ def test_cispo() -> None:
 
     def weight(ratio: float, **options: Any) -> float:
         old = tensor([-1.0 - math.log(ratio)])
-        return float(POLICY_LOSSES["cispo"].fn(tensor([-1.0]), tensor([1.0]), torch.ones(1, 1), old, **options)[0])
+        return float(find_policy_loss("cispo").fn(tensor([-1.0]), tensor([1.0]), torch.ones(1, 1), old, **options)[0])
 
     assert weight(5.0) == pytest.approx(1.2)
     assert weight(0.1) == pytest.approx(0.8)
@@ -167,13 +166,13 @@ def test_cispo() -> None:
 def test_gae_over_masked_holes() -> None:
     """A tool's tokens in between change nothing, whatever they hold."""
     mask = torch.tensor([[1.0, 1.0, 1.0]])
-    plain = ADV_ESTIMATORS["gae"].fn(
+    plain = find_adv_est("gae").fn(
         torch.tensor([[0.1, 0.2, 1.0]]), mask, torch.tensor([[0.5, 0.4, 0.3]]), gamma=0.9, lam=0.8
     )
     holes = torch.tensor([[1.0, 0.0, 0.0, 1.0, 0.0, 1.0]])
     rewards = torch.tensor([[0.1, 5.0, math.nan, 0.2, -3.0, 1.0]])
     values = torch.tensor([[0.5, 7.0, math.inf, 0.4, -9.0, 0.3]])
-    spread = ADV_ESTIMATORS["gae"].fn(rewards, holes, values, gamma=0.9, lam=0.8)
+    spread = find_adv_est("gae").fn(rewards, holes, values, gamma=0.9, lam=0.8)
     for whole, part in zip(spread, plain, strict=True):
         torch.testing.assert_close(whole[holes > 0], part[0])
         assert (whole[holes == 0] == 0).all()
@@ -183,9 +182,9 @@ def test_gae_at_truncation() -> None:
     """The value after the end is 0; with the option it is the last known value where the answer was cut off."""
     rewards, mask, values = torch.zeros(2, 2), torch.ones(2, 2), torch.tensor([[1.0, 2.0], [1.0, 2.0]])
     truncated = torch.tensor([True, False])
-    _, returns = ADV_ESTIMATORS["gae"].fn(rewards, mask, values, None, truncated, gamma=0.5, lam=1.0)
+    _, returns = find_adv_est("gae").fn(rewards, mask, values, None, truncated, gamma=0.5, lam=1.0)
     assert returns.tolist() == [[0.0, 0.0], [0.0, 0.0]]
-    _, returns = ADV_ESTIMATORS["gae"].fn(
+    _, returns = find_adv_est("gae").fn(
         rewards, mask, values, None, truncated, gamma=0.5, lam=1.0, bootstrap_truncated=True
     )
     assert returns.tolist() == [[0.5, 1.0], [0.0, 0.0]]
@@ -200,7 +199,7 @@ def test_whitening_of_advantages() -> None:
 
 def test_reinforce_plus_plus_over_holes() -> None:
     """The return is carried: holes neither reset nor discount it."""
-    _, returns = ADV_ESTIMATORS["reinforce_plus_plus"].fn(
+    _, returns = find_adv_est("reinforce_plus_plus").fn(
         torch.tensor([[1.0, 0.0, 0.0, 4.0]]), torch.tensor([[1.0, 0.0, 0.0, 1.0]]), gamma=0.5
     )
     assert returns.tolist() == [[3.0, 0.0, 0.0, 4.0]]
@@ -234,11 +233,11 @@ def test_decoupled_ppo() -> None:
         "loss_mask": torch.ones(1, 2),
     }
     first = -math.exp(0.1) * math.exp(0.5)
-    masked, stats = POLICY_LOSSES["decoupled"].fn(**columns, behav_imp_weight_cap=5.0)
+    masked, stats = find_policy_loss("decoupled").fn(**columns, behav_imp_weight_cap=5.0)
     assert masked.tolist() == [pytest.approx([first, 0.0])]
     assert float(agg_loss(masked, columns["loss_mask"])) == pytest.approx(first / 2)
     assert stats["behav_capped"].tolist() == [[0.0, 1.0]]
-    clamped, _ = POLICY_LOSSES["decoupled"].fn(**columns, behav_imp_weight_cap=5.0, behav_imp_weight_mode="clamp")
+    clamped, _ = find_policy_loss("decoupled").fn(**columns, behav_imp_weight_cap=5.0, behav_imp_weight_mode="clamp")
     assert clamped.tolist() == [pytest.approx([first, -5.0])]
 
 
@@ -261,7 +260,7 @@ def test_topr() -> None:
     def weight(score: float, ratio: float) -> float:
         old = tensor([-1.0 - math.log(ratio)])
         return float(
-            POLICY_LOSSES["topr"].fn(tensor([-1.0]), tensor([1.0]), torch.ones(1, 1), torch.tensor([score]), old)[0]
+            find_policy_loss("topr").fn(tensor([-1.0]), tensor([1.0]), torch.ones(1, 1), torch.tensor([score]), old)[0]
         )
 
     assert weight(1.0, 7.0) == 1.0
@@ -272,7 +271,7 @@ def test_topr() -> None:
 
 def test_cpgd() -> None:
     old = tensor([-1.0, -1.0, -1.0, -1.0])
-    loss, _ = POLICY_LOSSES["cpgd"].fn(
+    loss, _ = find_policy_loss("cpgd").fn(
         tensor([0.0, -3.0, 0.0, -3.0]), tensor([1.0, 1.0, -1.0, -1.0]), torch.ones(1, 4), old
     )
     assert loss.tolist() == [pytest.approx([1.0 - math.log(1.2), 3.0, 0.0, -1.0 + math.log(0.8)])]
@@ -282,7 +281,7 @@ def test_opo() -> None:
     """The baseline is the length-weighted mean reward."""
     mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
     rewards = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
-    actual, _ = ADV_ESTIMATORS["opo"].fn(rewards, mask, torch.zeros(2))
+    actual, _ = find_adv_est("opo").fn(rewards, mask, torch.zeros(2))
     assert actual[:, 0].tolist() == [0.25, -0.75]
 
 

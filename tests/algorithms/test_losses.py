@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from distflow.algorithms import LOSS_AGG_MODES, POLICY_LOSSES, find_policy_loss, loss_counts, token_weights
+from distflow.algorithms import LOSS_AGG_MODES, find_policy_loss, loss_counts, token_weights
 from distflow.algorithms.aggregate import weighted_sum
+from distflow.config.names import POLICY_LOSSES
 
 # A reference maps one token (own log-prob, old, proximal, advantage) to (loss, d loss / d log-prob, statistics).
 Token = Callable[..., tuple[float, float, dict[str, float]]]
@@ -245,7 +246,7 @@ class TestDualClipByHand:
             self.loss(-2.0, clip_ratio_c=1.0)
 
 
-@pytest.mark.parametrize("name", [n for n, loss in POLICY_LOSSES.items() if "old_log_probs" in loss.optional])
+@pytest.mark.parametrize("name", [n for n in POLICY_LOSSES if "old_log_probs" in find_policy_loss(n).optional])
 def test_without_old_log_probs_the_ratio_is_taken_against_the_detached_log_prob(case: Any, name: str) -> None:
     batch = case(0)
     with_own = case(0)

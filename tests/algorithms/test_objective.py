@@ -17,6 +17,7 @@ from distflow.algorithms import (
     token_weights,
 )
 from distflow.algorithms.aggregate import weighted_sum
+from distflow.config import names
 from distflow.data.batch import Batch
 from tests.algorithms.toy_policy import LONGEST, gradient, outputs, random_split, scale_of, toy_batch, toy_weights
 
@@ -24,7 +25,7 @@ ROWS = 13
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+@pytest.mark.parametrize("name", sorted(names.POLICY_LOSSES))
 def test_the_gradient_does_not_depend_on_the_micro_batches(name: str, mode: str) -> None:
     objective = PolicyObjective(
         name,
@@ -118,6 +119,20 @@ def test_metrics_are_those_of_the_whole_mini_batch(mode: str) -> None:
     metrics = objective.finish(sums, counts)
     assert metrics.pop("log_ratio_abs") > 0
     assert metrics == pytest.approx(brute_force_loss(batch, mode, 0.05, 0.3))
+
+
+def test_a_term_whose_tokens_cancel_is_not_dead() -> None:
+    """The plain log ratio is of either sign; what the term contributed is the sum of its absolute values."""
+    objective = PolicyObjective("gpg", kl_loss_type="kl", kl_loss_coef=-0.3)
+    batch = toy_batch(seed=6, bs=ROWS)
+    counts = objective.counts(batch)
+    _, sums = gradient(objective, random_split(batch, 2), counts)
+    metrics = objective.finish(sums, counts)
+    mask = batch["loss_mask"] > 0
+    ratio = (outputs(toy_weights().detach(), batch)["log_probs"] - batch["ref_log_prob"])[mask].double()
+    assert (ratio > 0).any() and (ratio < 0).any()
+    assert metrics["kl_loss"] == pytest.approx(float(ratio.mean()), rel=1e-6)
+    assert metrics["loss_term/kl"] == pytest.approx(0.3 * float(ratio.abs().mean()), rel=1e-6)
 
 
 def test_statistics_are_means_over_the_tokens_of_the_mini_batch() -> None:
@@ -246,6 +261,18 @@ def test_a_loss_of_ones_own_is_wired_by_its_parameter_names() -> None:
             PolicyObjective("test_own_loss", {"powr": 2.0})
     finally:
         del POLICY_LOSSES["test_own_loss"]
+
+
+@pytest.mark.parametrize("returned", [lambda x: x, lambda x: (x, x), lambda x: (x, {}, {})])
+def test_a_loss_of_ones_own_that_returns_something_else_is_told_what_to_return(returned: Any) -> None:
+    register_policy_loss("test_odd")(lambda log_probs, advantages, loss_mask: returned(log_probs))
+    batch = toy_batch(seed=5, bs=ROWS)
+    try:
+        objective = PolicyObjective("test_odd")
+        with pytest.raises(ValueError, match="'test_odd' must return"):
+            gradient(objective, [batch], objective.counts(batch))
+    finally:
+        del POLICY_LOSSES["test_odd"]
 
 
 def test_correction_weights_multiply_each_token() -> None:

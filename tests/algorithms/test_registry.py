@@ -1,11 +1,13 @@
 """Names, signatures and scopes of estimators and losses."""
 
+import inspect
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 
-import distflow.config.names as names
 from distflow.algorithms import (
     ADV_ESTIMATORS,
     LOSS_AGG_MODES,
@@ -17,17 +19,59 @@ from distflow.algorithms import (
     register_adv_est,
     register_policy_loss,
 )
+from distflow.config import names
+from distflow.config.functions import load_function
 from distflow.graph import spec_of
 
 
-def test_the_names_of_the_config_are_those_of_the_registries() -> None:
-    assert set(ADV_ESTIMATORS) == set(names.ESTIMATORS) == {member.value for member in AdvantageEstimator}
-    assert set(POLICY_LOSSES) == set(names.POLICY_LOSSES)
+@pytest.mark.parametrize("name", names.ESTIMATORS)
+def test_every_estimator_of_the_table_is_registered_under_its_name(name: str) -> None:
+    found = find_adv_est(name)
+    assert found.name == name == AdvantageEstimator[name.upper()].value
+    assert inspect.unwrap(found.fn).__code__ is load_function(names.ESTIMATORS[name].target).__code__
+    reads = inspect.signature(found.fn).parameters
+    assert names.ESTIMATORS[name].needs_critic == ("values" in reads)
+    assert names.ESTIMATORS[name].needs_group <= ("group_index" in reads)
+
+
+@pytest.mark.parametrize("name", names.POLICY_LOSSES)
+def test_every_loss_of_the_table_is_registered_under_its_name(name: str) -> None:
+    found, entry = find_policy_loss(name), names.POLICY_LOSSES[name]
+    assert found.name == name and found.fn is load_function(entry.target)
+    assert (entry.clips, entry.dual_clips) == ("clip_ratio" in found.options, "clip_ratio_c" in found.options)
+
+
+def test_a_built_in_is_imported_when_it_is_asked_for() -> None:
+    """In a process of its own: here others have asked before."""
+    code = (
+        "import sys, distflow.algorithms as a; prefix = 'distflow.algorithms.advantages.'\n"
+        "loaded = lambda: sorted(m.removeprefix(prefix) for m in sys.modules if m.startswith(prefix))\n"
+        "print(loaded()); a.find_adv_est('rloo'); print(loaded())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["[]", "['group', 'rloo']"]
+
+
+def test_a_users_estimator_of_a_built_in_name_stays_whatever_is_imported_later() -> None:
+    """In a process of its own, where the built-in was never imported; cpgd's module imports that of grpo."""
+    code = (
+        "import warnings; from distflow.algorithms import find_adv_est, register_adv_est\n"
+        "with warnings.catch_warnings(record=True) as said:\n"
+        "    @register_adv_est('grpo')\n"
+        "    def mine(token_level_rewards, response_mask): ...\n"
+        "    find_adv_est('cpgd')\n"
+        "print(find_adv_est('grpo').fn.__name__, len(said))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["mine", "1"]
+
+
+def test_aggregations_are_those_of_the_table() -> None:
     assert tuple(names.LOSS_AGG_MODES) == LOSS_AGG_MODES
 
 
 def test_who_whitens_or_counts_over_the_batch_is_global() -> None:
-    scopes = {name: estimator.scope for name, estimator in ADV_ESTIMATORS.items()}
+    scopes = {name: find_adv_est(name).scope for name in names.ESTIMATORS}
     assert {name for name, scope in scopes.items() if scope == "global"} == {
         "gae",
         "gpg",
@@ -46,7 +90,7 @@ def test_an_estimator_carries_its_contract_to_the_graph() -> None:
 
 @pytest.mark.parametrize("find", [find_adv_est, find_policy_loss])
 def test_unknown_names_get_the_nearest(find: Any) -> None:
-    with pytest.raises(ValueError, match="did you mean 'gspo'.*trainer.imports"):
+    with pytest.raises(ValueError, match="trainer.imports; did you mean 'gspo'"):
         find("gsopo")
 
 
@@ -65,7 +109,7 @@ def test_an_estimator_of_the_seeds_style() -> None:
 
 
 def test_a_taken_name_is_replaced_with_a_warning() -> None:
-    before = ADV_ESTIMATORS["rloo"]
+    before = find_adv_est("rloo")
     try:
         with pytest.warns(UserWarning, match="'rloo' of distflow.*rloo is replaced"):
 

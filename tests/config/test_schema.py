@@ -73,24 +73,6 @@ def test_the_docs_are_up_to_date():
     assert written == render(), "run python -m distflow.config.reference"
 
 
-def test_built_in_names_are_those_of_the_registries():
-    algorithms = pytest.importorskip("distflow.algorithms")
-    from distflow.algorithms.aggregate import LOSS_AGG_MODES
-    from distflow.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES
-
-    assert algorithms
-    assert set(ADV_ESTIMATORS) == set(table.ESTIMATORS)
-    assert set(POLICY_LOSSES) == set(table.POLICY_LOSSES)
-    for name, loss in table.POLICY_LOSSES.items():
-        assert loss.clips == ("clip_ratio" in POLICY_LOSSES[name].options), name
-        assert loss.dual_clips == ("clip_ratio_c" in POLICY_LOSSES[name].options), name
-    assert set(LOSS_AGG_MODES) == set(table.LOSS_AGG_MODES)
-    for name, estimator in table.ESTIMATORS.items():
-        reads = ADV_ESTIMATORS[name].fn.__code__.co_varnames
-        assert estimator.needs_critic == ("values" in reads), name
-        assert estimator.needs_group <= ("group_index" in reads), name
-
-
 def test_kl_types_are_those_of_the_algorithms():
     from distflow.algorithms.kl import check_kl_type
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
+from distflow.graph.fields import Axis, Field, register_field
 
 
 def policy(*ids: int) -> Segment:
@@ -99,6 +100,15 @@ def test_saved_and_loaded_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, 
     assert all(_equal(loaded.flat(name), batch.flat(name)) for name in batch.names)
 
 
+def test_a_moved_batch_has_its_tensors_there_and_its_lengths_here() -> None:
+    batch = make([(2, 3), (1, 4)])
+    moved = batch.to("meta")
+    tensors = [moved.flat(name) for name in moved.names if isinstance(moved.flat(name), torch.Tensor)]
+    assert {tensor.device.type for tensor in [*tensors, moved.flat("attention_mask")]} == {"meta"}
+    assert moved.lengths("sequence").tolist() == [5, 5] and moved["prompts"] == batch["prompts"]
+    assert moved.names == batch.names and batch.flat("prompt_ids").device.type == "cpu"
+
+
 def test_padding_and_unpadding_keep_the_gradient() -> None:
     batch = make([(1, 2), (1, 3), (2, 0)])
     values = torch.arange(5.0, requires_grad=True)
@@ -146,7 +156,11 @@ def test_merge_takes_the_columns_of_both() -> None:
         ("advantages", torch.zeros(2, 9), r"shape \(2, 9\) given, wanted \(2, 3\) padded or \(4,\) flat"),
         ("valid", torch.zeros(3, dtype=torch.bool), r"wanted \(2,\)"),
         ("domain", ["a"], "1 entries for 2 samples"),
-        ("mine", torch.zeros(7, 7), "fits no axis"),
+        (
+            "mine",
+            torch.zeros(7, 7),
+            r"'mine' of shape \(7, 7\) fits no axis .*prompt: \(2, 2\) or \(4,\).*register_field",
+        ),
     ],
 )
 def test_a_column_of_a_wrong_shape_is_refused(name: str, value: object, message: str) -> None:
@@ -169,3 +183,65 @@ def test_concat_refuses_different_columns() -> None:
 
 def _equal(left: object, right: object) -> bool:
     return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
+
+
+def test_keys_of_a_sample_are_columns() -> None:
+    segments = [Segment("prompt", (1,)), policy(2)]
+    batch = Batch.from_samples(
+        [Sample("4-0", 4, segments, episode=0), Sample("4-1", 4, segments, episode=0, agent="judge")]
+    )
+    assert batch["episode_index"].tolist() == [0, 0] and batch["agent"] == ["policy", "judge"]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "value", "axes"),
+    [
+        ([(3, 1), (3, 1)], torch.zeros(2), ("sample", "response")),
+        ([(3, 3), (3, 1)], torch.zeros(2, 3), ("prompt", "response")),
+        ([(2, 1), (1, 2)], torch.zeros(3), ("prompt", "response")),
+        ([], torch.zeros(0), ("sample", "prompt", "response", "sequence")),
+    ],
+)
+def test_an_unknown_column_that_fits_two_axes_is_refused(
+    shapes: list[tuple[int, int]], value: torch.Tensor, axes: tuple[str, ...]
+) -> None:
+    batch = make(shapes)
+    with pytest.raises(
+        ValueError, match=r"'mine' of shape .* fits more than one axis .*register_field\('mine'"
+    ) as error:
+        batch["mine"] = value
+    assert all(f"{axis}: (" in str(error.value) for axis in axes)
+    assert "mine" not in batch
+
+
+@pytest.mark.parametrize(
+    ("value", "axis"),
+    [(torch.ones(2), Axis.SAMPLE), (torch.ones(2, 4), Axis.RESPONSE), (torch.ones(3), Axis.PROMPT)],
+)
+def test_an_unknown_column_that_fits_one_axis_is_that(value: torch.Tensor, axis: Axis) -> None:
+    batch = make([(1, 4), (2, 1)])
+    batch["mine"] = value
+    assert batch.field("mine") == Field("mine", "float32", axis)
+
+
+def test_a_registered_column_is_never_guessed() -> None:
+    register_field("per_prompt_token_of_this_test", "int64", "prompt")
+    batch = make([(3, 3), (3, 1)])
+    batch["per_prompt_token_of_this_test"] = torch.arange(6)
+    assert batch["per_prompt_token_of_this_test"].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_batches_meet_only_where_their_fields_are_the_same(tmp_path: Path) -> None:
+    """Each was told by its shape alone: of prompts here, of responses there."""
+    one, other, third = make([(1, 2)]), make([(2, 1)]), make([(2, 1)])
+    one["mine"], other["mine"], third["mine"] = torch.ones(1, 2), torch.ones(1, 2), torch.ones(1, 2).long()
+    for meet in (lambda: Batch.concat([one, other]), lambda: Batch.concat([one.select([0]), other.repeat(1)])):
+        with pytest.raises(ValueError, match="'mine' is float32 per response in one batch and float32 per prompt in"):
+            meet()
+    with pytest.raises(ValueError, match="'mine' is float32 per prompt in one batch and int64 per prompt in another"):
+        other.merge(third)
+    other.save(tmp_path / "other")
+    loaded = Batch.load(tmp_path / "other")
+    assert loaded.field("mine") == other.field("mine")
+    with pytest.raises(ValueError, match="per response in one batch and float32 per prompt"):
+        Batch.concat([one, loaded])

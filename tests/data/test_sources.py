@@ -136,9 +136,9 @@ def test_a_hub_id_that_cannot_be_reached_is_the_users_error(monkeypatch):
         ("{folder}/no/train.jsonl", "nor a folder '{folder}/no'"),
         ("{folder}/notes.txt", "ends in '.txt'; known are .jsonl"),
         ("builtin:no_such_set", "no built-in data set 'no_such_set'"),
-        ("no_such_module:rows", "No module named 'no_such_module'"),
+        ("no_such_module:rows", "there is no module 'no_such_module'"),
         ("{folder}/rows.py:rows", "no file '{folder}/rows.py'"),
-        ("json:no_such_function", "has no function 'no_such_function'"),
+        ("json:no_such_function", "the module has no 'no_such_function'"),
         ("{folder}/damaged.parquet", "damaged.parquet' is not Parquet"),
         ("{folder}/torn.parquet", "torn.parquet"),
         ("{folder}/latin.csv", "latin.csv' is not UTF-8"),
@@ -148,8 +148,8 @@ def test_a_hub_id_that_cannot_be_reached_is_the_users_error(monkeypatch):
         ("{folder}/blank.jsonl", "no rows"),
         ("{folder}/header.csv", "no rows"),
         ([], "no rows in an empty list"),
-        ("{folder}/other.jsonl", "the column 'prompt' (data.prompt_key); the nearest column is 'promt'"),
-        ("{folder}/no_answer.jsonl", "the column 'answer' (data.answer_key); the nearest column is 'anwser'"),
+        ("{folder}/other.jsonl", "the column 'prompt' (data.prompt_key); did you mean 'promt'?"),
+        ("{folder}/no_answer.jsonl", "the column 'answer' (data.answer_key); did you mean 'anwser'?"),
     ],
 )
 def test_sources_that_cannot_be_read(tmp_path, source, said):
@@ -231,7 +231,7 @@ def test_a_domain_column_that_was_asked_for_must_be_there(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "answer": 1, "topic": "t"}])
     assert load(tmp_path / "a.jsonl")[0].domain == "default"
     assert load(tmp_path / "a.jsonl", Columns(domain="topic"))[0].domain == "t"
-    assert "(data.domain_key); the nearest column is 'topic'" in message(tmp_path / "a.jsonl", Columns(domain="topics"))
+    assert "(data.domain_key); did you mean 'topic'?" in message(tmp_path / "a.jsonl", Columns(domain="topics"))
 
 
 def test_responses_to_learn_from(tmp_path):

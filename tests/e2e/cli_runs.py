@@ -19,7 +19,7 @@ from distflow.runtime.checkpoint import CheckpointStore
 
 # A fork of a process that has imported everything starts in a tenth of the time that a fresh interpreter takes.
 _forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["distflow.cli", "distflow.pipelines.assembly", "distflow.runtime.local"])
+_forks.set_forkserver_preload(["distflow.cli", "distflow.pipelines.spec", "distflow.runtime.local"])
 
 DEADLINE_S = 300.0
 

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForTokenClassification
 
 from distflow.config import Config, load_config
 from distflow.observe.run_reader import read_events, read_metrics
-from distflow.pipelines.assembly import assemble
-from distflow.runtime.local import Outcome, launch_local
-from distflow.runtime.parts import Parts
+from distflow.pipelines.spec import make_spec
+from distflow.runtime.local import launch_local
+from distflow.runtime.spec import Outcome, Spec
 from tests.tiny_models import write_tiny_model
 
 # Graded and deaf to meaning: what matters is that samples of a group differ.
@@ -69,16 +69,16 @@ class Playground:
             *more,
         ]
 
-    def parts(self, preset: str, *overrides: str, name: str = "run") -> tuple[Config, Parts]:
+    def spec(self, preset: str, *overrides: str, name: str = "run") -> tuple[Config, Spec]:
         loaded = load_config(preset, self.overrides(name, *overrides))
-        return loaded.config, assemble(loaded, say=lambda line: None)
+        return loaded.config, make_spec(loaded, say=lambda line: None)
 
     def run(
-        self, preset: str, *overrides: str, name: str = "run", spoil: Callable[[Parts], Parts] = lambda parts: parts
+        self, preset: str, *overrides: str, name: str = "run", spoil: Callable[[Spec], Spec] = lambda spec: spec
     ) -> "Run":
-        """Run to the end. spoil: changes the parts before the start."""
-        config, parts = self.parts(preset, *overrides, name=name)
-        return Run(self.folder / name, config, launch_local(spoil(parts)))
+        """Run to the end. spoil: changes the spec before the start."""
+        config, spec = self.spec(preset, *overrides, name=name)
+        return Run(self.folder / name, config, launch_local(spoil(spec)))
 
 
 class Run:

@@ -104,7 +104,7 @@ BAD_INPUT: dict[str, tuple[Prepare, tuple[str, ...], tuple[str, ...]]] = {
     "no reward file": (lambda g: (g.folder / "reward.py").unlink(), (), ("reward.py", "custom_reward_function.path")),
     "reward with a syntax error": (reward("def compute_score(:\n"), (), ("reward.py", "SyntaxError")),
     "reward that fails to import": (reward("import nothing_of_this_name\n"), (), ("nothing_of_this_name", "custom")),
-    "reward of another name": (reward("def score(): return 1\n"), (), ("no function 'compute_score'", "score")),
+    "reward of another name": (reward("def score(): return 1\n"), (), ("no 'compute_score'", "score")),
     "reward with other parameters": (reward("def compute_score(a, b): return 1\n"), (), ("data_source",)),
     "reward that raises": (
         reward(f"{ASKED}raise KeyError('the lost key')\n"),

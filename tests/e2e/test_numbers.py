@@ -130,3 +130,19 @@ def test_samples_without_a_verdict_are_in_no_statistic(playground: Playground) -
     judged = [float(score) for score, ok in zip(scores, valid, strict=True) if ok]
     assert metrics["reward/mean_score"] == pytest.approx(sum(judged) / len(judged))
     assert metrics["reward/errors"] >= len(valid) - len(judged), "those of groups that were dropped count too"
+
+
+def test_the_next_epoch_draws_other_answers_to_the_same_prompts(tmp_path: Path) -> None:
+    """With weights that stand still only the random stream can differ between the epochs."""
+    playground = Playground(tmp_path, num_rows=4)
+    frozen = ("actor_rollout_ref.actor.optim.lr=0", "trainer.total_epochs=2", "trainer.save_groups=all")
+    run = playground.run("grpo", *frozen)
+    first, second = (
+        {
+            (prompt, uid.split("-")[1]): text
+            for prompt, uid, text in zip(*(b[name] for name in ("prompts", "uid", "responses")), strict=True)
+        }
+        for b in (recorded(run, 1), recorded(run, 2))
+    )
+    assert len(first) == 16 and first.keys() == second.keys()
+    assert all(first[key] != second[key] for key in first)

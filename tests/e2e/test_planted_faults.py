@@ -1,6 +1,7 @@
 """Faults that make other systems train on nonsense in silence, planted into real runs: each is caught and named."""
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ from distflow.flow.edge import ExperienceEdge
 from distflow.rollout.embedded import engine as embedded
 from distflow.rollout.embedded.kv import PromptCache
 from distflow.rollout.receipts import stripe_hash, stripe_hashes
-from distflow.runtime import experience, learning
 from distflow.runtime.checks import TrustError
-from distflow.runtime.parts import Parts
+from distflow.runtime.spec import Spec
 from distflow.training.torch_engine import TorchTrainEngine
+from tests.e2e.planting import plant_before_update, plant_in_group
 from tests.e2e.runs import Playground, notes
 
 GRPO = ["grpo", "trainer.total_training_steps=3"]
@@ -33,38 +34,34 @@ def playground(tmp_path: Path) -> Playground:
     return Playground(tmp_path)
 
 
-def plant(monkeypatch: Patch, plane: Any, column: str, change: Any) -> None:
-    """What a node of this plane writes in `column` is changed by `change(batch)`."""
-    original = plane.merge_output
+def change(column: str, rule: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Batch], None]:
+    def changed(batch: Batch) -> None:
+        batch[column] = rule(batch[column])
 
-    def planted(node: Any, batch: Batch, output: Any) -> Any:
-        merged, metrics = original(node, batch, output)
-        if column in node.contract.writes:
-            merged[column] = change(merged)
-        return merged, metrics
-
-    monkeypatch.setattr(plane, "merge_output", planted)
+    return changed
 
 
-@pytest.mark.parametrize("plane", [experience, learning])
-def test_a_response_mask_that_is_off_by_one(playground: Playground, monkeypatch: Patch, plane: Any) -> None:
-    written = "response_mask" if plane is experience else "advantages"
-    original = plane.merge_output
+def shifted(values: torch.Tensor) -> torch.Tensor:
+    return values.roll(1, dims=-1)
 
-    def planted(node: Any, batch: Batch, output: Any) -> Any:
-        merged, metrics = original(node, batch, output)
-        if written in node.contract.writes:
-            merged["response_mask"] = torch.nn.functional.pad(merged["response_mask"], (1, 0))[:, :-1]
-        return merged, metrics
 
-    monkeypatch.setattr(plane, "merge_output", planted)
+def off_by_one(mask: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(mask, (1, 0))[:, :-1]
+
+
+@pytest.mark.parametrize("plane", ["experience", "learning"])
+def test_a_response_mask_that_is_off_by_one(playground: Playground, monkeypatch: Patch, plane: str) -> None:
+    if plane == "experience":
+        plant_in_group(monkeypatch, change("response_mask", off_by_one))
+    else:
+        plant_before_update(monkeypatch, change("response_mask", off_by_one))
     with pytest.raises(TrustError, match="response_mask is wrong at token 0 of sample 0-0"):
         playground.run(*GRPO)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_old_log_probs_that_are_shifted(playground: Playground, monkeypatch: Patch, dtype: str) -> None:
-    plant(monkeypatch, learning, "old_log_probs", lambda batch: batch["old_log_probs"].roll(1, dims=-1))
+    plant_before_update(monkeypatch, change("old_log_probs", shifted))
     with pytest.raises(TrustError, match="ratio to the old policy must be 1, but"):
         playground.run(*GRPO, f"actor_rollout_ref.model.dtype={dtype}")
 
@@ -72,31 +69,24 @@ def test_old_log_probs_that_are_shifted(playground: Playground, monkeypatch: Pat
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("loss", ["vanilla", "decoupled"])
 def test_rollout_log_probs_that_are_shifted(playground: Playground, monkeypatch: Patch, dtype: str, loss: str) -> None:
-    plant(monkeypatch, experience, "rollout_log_probs", lambda batch: batch["rollout_log_probs"].roll(1, dims=-1))
+    plant_in_group(monkeypatch, change("rollout_log_probs", shifted))
     options = [f"actor_rollout_ref.model.dtype={dtype}", f"actor_rollout_ref.actor.policy_loss={loss}"]
     with pytest.raises(TrustError, match="agree when one is moved by a token"):
         playground.run(*GRPO, *options)
 
 
 def test_a_gap_of_a_hundred_nats(playground: Playground, monkeypatch: Patch) -> None:
-    plant(monkeypatch, learning, "old_log_probs", lambda batch: batch["old_log_probs"] - 100)
+    plant_before_update(monkeypatch, change("old_log_probs", lambda values: values - 100))
     with pytest.raises(TrustError, match=r"\|log ratio\| is 100 on average"):
         playground.run(*GRPO, name="old")
     monkeypatch.undo()
-    plant(monkeypatch, experience, "rollout_log_probs", lambda batch: batch["rollout_log_probs"] - 100)
+    plant_in_group(monkeypatch, change("rollout_log_probs", lambda values: values - 100))
     with pytest.raises(TrustError, match="disagree by 100 nats a token"):
         playground.run(*GRPO, name="rollout")
 
 
 def test_group_ids_that_are_swapped(playground: Playground, monkeypatch: Patch) -> None:
-    original = learning.merge_output
-
-    def swapped(node: Any, batch: Batch, output: Any) -> Any:
-        merged, metrics = original(node, batch, output)
-        merged["group_index"] = torch.arange(len(merged)) % 4
-        return merged, metrics
-
-    monkeypatch.setattr(learning, "merge_output", swapped)
+    plant_before_update(monkeypatch, change("group_index", lambda groups: torch.arange(len(groups)) % 4))
     with pytest.raises(TrustError, match="sample 0-1 carries group_index 1: a node mixed up groups"):
         playground.run(*GRPO)
 
@@ -143,18 +133,19 @@ def test_an_engine_that_takes_nothing_and_says_it_did(playground: Playground, mo
         playground.run(*GRPO, "trainer.total_training_steps=6", *FAST, BFLOAT16)
 
 
-def test_a_weight_that_is_not_sent(playground: Playground) -> None:
-    def without_one(parts: Parts) -> Parts:
-        return replace(
-            parts, published=lambda: ((n, t) for n, t in parts.engines.actor.weights() if "lm_head" not in n)
-        )
+def test_a_weight_that_is_not_sent(playground: Playground, monkeypatch: Patch) -> None:
+    original = TorchTrainEngine.weights
 
+    def without_one(self: TorchTrainEngine) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, tensor) for name, tensor in original(self) if "lm_head" not in name)
+
+    monkeypatch.setattr(TorchTrainEngine, "weights", without_one)
     with pytest.raises(TrustError, match="lm_head.weight: missing"):
-        playground.run(*GRPO, BFLOAT16, spoil=without_one)
+        playground.run(*GRPO, BFLOAT16)
 
 
 def test_a_loss_term_that_is_dead(playground: Playground, monkeypatch: Patch) -> None:
-    plant(monkeypatch, learning, "advantages", lambda batch: torch.zeros_like(batch["advantages"]))
+    plant_before_update(monkeypatch, change("advantages", torch.zeros_like))
     run = playground.run(*GRPO, "trainer.total_training_steps=6")
     (found,) = [note for note in run.notes("finding") if "loss term" in note]
     assert found.startswith("the loss term actor/loss_term/pg is on but was exactly 0 in the first 5 steps")
@@ -162,11 +153,14 @@ def test_a_loss_term_that_is_dead(playground: Playground, monkeypatch: Patch) ->
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_a_tensor_that_nothing_moves(playground: Playground, weight_decay: float) -> None:
-    def deaf(parts: Parts) -> Parts:
-        engine = parts.engines.actor
-        assert isinstance(engine, TorchTrainEngine)
-        dict(engine.model.named_parameters())["model.layers.1.mlp.up_proj.weight"].register_hook(torch.zeros_like)
-        return parts
+    def deaf(spec: Spec) -> Spec:
+        def build(get: Any, device: torch.device) -> object:
+            engine = spec.factories["actor"](get, device)
+            assert isinstance(engine, TorchTrainEngine)
+            dict(engine.model.named_parameters())["model.layers.1.mlp.up_proj.weight"].register_hook(torch.zeros_like)
+            return engine
+
+        return replace(spec, factories={**spec.factories, "actor": build})
 
     options = ["trust.unmoved_after=3", f"actor_rollout_ref.actor.optim.weight_decay={weight_decay}"]
     run = playground.run(*GRPO, "trainer.total_training_steps=6", *options, spoil=deaf)
@@ -189,14 +183,14 @@ def nan_advantages(uid: str, steps: range, monkeypatch: Patch) -> None:
     """The advantages of one sample are NaN in some steps."""
     count = iter(range(1000))
 
-    def spoiled(batch: Batch) -> torch.Tensor:
-        advantages = batch["advantages"]
+    def spoil(batch: Batch) -> None:
         if next(count) in steps:
+            advantages = batch["advantages"]
             row = next(i for i, name in enumerate(batch["uid"]) if name.endswith(uid))
             advantages[row] = math.nan
-        return advantages
+            batch["advantages"] = advantages
 
-    plant(monkeypatch, learning, "advantages", spoiled)
+    plant_before_update(monkeypatch, spoil)
 
 
 def test_a_nan_loss_skips_the_step_and_leaves_a_bundle(

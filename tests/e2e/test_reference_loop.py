@@ -4,15 +4,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from distflow.runtime import learning
+from distflow.data.batch import Batch
 from distflow.runtime.checks.mismatch import Tolerance
-from distflow.runtime.parts import Parts
+from distflow.runtime.spec import Spec
+from tests.e2e.planting import plant_before_update
 from tests.e2e.reference_loop import ReferenceLoop, read_step
 from tests.e2e.runs import REWARD, Playground, Run
 
@@ -79,18 +79,13 @@ def test_dapo_with_every_term_on(playground: Playground) -> None:
 def test_a_column_shifted_by_one_turns_the_comparison_red(
     playground: Playground, monkeypatch: pytest.MonkeyPatch, column: str
 ) -> None:
-    original = learning.merge_output
+    def shift(batch: Batch) -> None:
+        batch[column] = batch[column].roll(1, dims=-1)
 
-    def shifted(node: Any, batch: Any, output: Any) -> Any:
-        merged, metrics = original(node, batch, output)
-        if column in node.contract.writes:
-            merged[column] = merged[column].roll(1, dims=-1)
-        return merged, metrics
+    def without_checks(spec: Spec) -> Spec:
+        return replace(spec, ratio_limit=math.inf, tolerance=Tolerance(math.inf, math.inf))
 
-    def without_checks(parts: Parts) -> Parts:
-        return replace(parts, ratio_limit=math.inf, tolerance=Tolerance(math.inf, math.inf))
-
-    monkeypatch.setattr(learning, "merge_output", shifted)
+    plant_before_update(monkeypatch, shift)
     run = playground.run(*GRPO, *RECORDED, "trainer.total_training_steps=4", spoil=without_checks)
     with pytest.raises(AssertionError, match="actor"):
         assert_equal_to_reference(run, steps=4)

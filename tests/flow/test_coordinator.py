@@ -6,7 +6,8 @@ import pytest
 
 from distflow.config.errors import UserError
 from distflow.flow.account import Account, AccountingError
-from distflow.flow.coordinator import Coordinator, DataPlan, mark_of
+from distflow.flow.coordinator import Coordinator, mark_of
+from distflow.flow.data_plan import DataPlan
 from distflow.flow.edge import Exhausted
 from distflow.flow.ledger import Ledger, timeline, verify
 from distflow.flow.order import place, total_steps
@@ -44,6 +45,19 @@ def run_to_the_end(coordinator, drop=lambda ticket: False):
     return steps
 
 
+def test_a_released_step_is_on_the_disk(tmp_path):
+    class Synced(Ledger):
+        def sync(self):
+            super().sync()
+            on_disk.append([record["kind"] for _, record in timeline(tmp_path / "ledger.jsonl")][-2:])
+
+    on_disk = []
+    coordinator = Coordinator(plan_of(), Synced(tmp_path / "ledger.jsonl"))
+    judge(coordinator, coordinator.take_tickets())
+    coordinator.release(0)
+    assert on_disk == [["consumed", "version"]]
+
+
 def test_tickets_name_the_rows_of_the_epochs_in_order():
     plan = plan_of(seed=3)
     seen = []
@@ -78,7 +92,6 @@ def test_drops_are_refilled_by_further_waves():
     assert coordinator.take_tickets() == [], "a wave opens only when the last one is wholly judged"
     coordinator.complete(2, 5)
     assert numbers_of(coordinator.take_tickets()) == [4, 5]
-    judge(coordinator, [], ())
     coordinator.complete(5, 5)
     assert coordinator.ready(0) is None
     coordinator.complete(4, 5)
@@ -164,18 +177,158 @@ def test_every_consumed_step_ends_in_a_version_an_alias_where_nothing_was_sent(t
     assert coordinator.weights_step == 4
 
 
-def test_a_group_that_crashes_is_tried_three_times_under_one_ticket(tmp_path):
+def test_a_lost_group_has_three_attempts_under_one_ticket(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    coordinator = Coordinator(plan_of(), ledger)
+    coordinator = Coordinator(plan_of(max_staleness=1, max_concurrent=8), ledger)
     first = coordinator.take_tickets()[2]
-    second = coordinator.retry(2)
-    third = coordinator.retry(2)
-    assert [(t.number, t.row, t.attempt) for t in (first, second, third)] == [(2, first.row, n) for n in range(3)]
-    assert coordinator.accounting().issued == 4
-    assert coordinator.retry(2) is None
-    assert coordinator.accounting() == Account(issued=4, running=3, dropped={"quarantined": 1})
+    seen = [first]
+    for _ in range(2):
+        assert coordinator.retry(2), "it waits to be handed out again"
+        seen += coordinator.take_tickets()
+    assert [(t.number, t.row, t.attempt) for t in seen] == [(2, first.row, n) for n in range(3)]
+    assert not coordinator.retry(2), "it is dropped"
+    assert coordinator.accounting() == Account(issued=8, running=7, dropped={"quarantined": 1})
+    assert numbers_of(coordinator.take_tickets()) == [8], "its credit is free"
     ledger.close()
     assert verify(ledger.path) == coordinator.accounting()
+
+
+def test_lost_groups_are_a_wave_of_their_own_before_any_new_one():
+    coordinator = Coordinator(plan_of())
+    coordinator.take_tickets()
+    coordinator.retry(3)
+    coordinator.retry(1)
+    coordinator.drop(0, "equal_rewards")
+    assert coordinator.take_tickets() == [], "the wave is not over yet: 2 runs"
+    coordinator.complete(2, 5)
+    assert [(t.number, t.attempt) for t in coordinator.take_tickets()] == [(1, 1), (3, 1)]
+    coordinator.complete(1, 5)
+    assert coordinator.take_tickets() == []
+    coordinator.complete(3, 5)
+    assert numbers_of(coordinator.take_tickets()) == [4]
+
+
+def test_a_lost_group_does_not_start_again_on_an_engine_that_serves_older_weights():
+    coordinator = Coordinator(plan_of())
+    judge(coordinator, coordinator.take_tickets())
+    coordinator.release(0)
+    coordinator.take_tickets()
+    for number in range(4, 8):
+        coordinator.retry(number)
+    assert coordinator.take_tickets(served_step=0) == []
+    assert [(t.number, t.version) for t in coordinator.take_tickets(served_step=1)] == [(n, 1) for n in range(4, 8)]
+
+
+def test_no_group_is_drawn_for_a_step_that_the_run_does_not_have():
+    coordinator = Coordinator(plan_of(total_steps=2, max_staleness=3, max_concurrent=64))
+    assert numbers_of(coordinator.take_tickets()) == list(range(8))
+    coordinator.drop(3, "equal_rewards")
+    assert numbers_of(coordinator.take_tickets()) == [8]
+
+
+def oldest_complete(groups, step, wanted):
+    """A rule for tests that leaves groups behind."""
+    complete = [group.ticket.number for group in groups if group.complete]
+    return tuple(complete[:wanted]) if len(complete) >= wanted else None
+
+
+def streaming(ledger=None, snapshot=None, **options):
+    """Up to 12 groups at once, steps of 4."""
+    return Coordinator(plan_of(max_staleness=2, max_concurrent=12, **options), ledger, snapshot, oldest_complete)
+
+
+def test_what_is_on_the_edge_at_a_release_is_in_the_cut_and_goes_on_from_it(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    coordinator = streaming(Ledger(path))
+    tickets = coordinator.take_tickets()
+    assert numbers_of(tickets) == list(range(12))
+    assert coordinator.retry(9)
+    for number in (2, 3, 5, 7, 11):
+        coordinator.complete(number, 10 + number)
+    coordinator.release(0)
+    snapshot = json.loads(json.dumps(coordinator.snapshot()))
+    live = {group["ticket"]["number"]: group for group in snapshot["live"]}
+    assert sorted(live) == [0, 1, 4, 6, 8, 9, 10, 11]
+    assert live[11] == {
+        "ticket": {"number": 11, "epoch": 1, "row": tickets[11].row, "group_size": 8, "version": 0, "attempt": 0,
+                   "stream": "train"},
+        "complete": True, "num_tokens": 21, "failures": 0,
+    }  # fmt: skip
+    assert (live[9]["complete"], live[9]["failures"]) == (False, 1)
+    coordinator.complete(0, 1)  # behind the cut: lost with the process
+
+    ledger = Ledger(path, mark_of(snapshot))
+    resumed = streaming(ledger, snapshot)
+    assert resumed.accounting() == Account(issued=12, running=7, complete=1, consumed=4)
+    again = resumed.take_tickets()
+    assert numbers_of(again) == [0, 1, 4, 6, 8, 9, 10, 12, 13, 14, 15], "the lost ones first, then as before"
+    assert [t.attempt for t in again] == [1] * 7 + [0] * 4
+    assert [t.row for t in again[:7]] == [tickets[number].row for number in numbers_of(again)[:7]]
+    judge(resumed, again)
+    assert resumed.ready(1) == (0, 1, 4, 6)
+    steps = run_to_the_end(resumed)
+    assert sorted(number for step in steps for number in step) == [0, 1, 4, 6, *range(8, 20)]
+    ledger.close()
+    assert verify(path) == resumed.accounting() == Account(issued=20, consumed=20)
+
+
+def test_a_process_that_is_killed_again_and_again_quarantines_nothing():
+    coordinator = streaming(num_rows=100)
+    for kills in range(5):
+        tickets = coordinator.take_tickets()
+        assert [ticket.attempt for ticket in tickets if ticket.number == 0] == [kills]
+        judge(coordinator, [ticket for ticket in tickets if ticket.number != 0])
+        coordinator.release(coordinator.step)
+        coordinator = streaming(num_rows=100, snapshot=coordinator.snapshot())
+    coordinator.take_tickets()
+    assert coordinator.retry(0), "its own three attempts are all there"
+    assert coordinator.accounting().dropped == {}
+
+
+def test_failures_before_the_cut_still_count_behind_it():
+    coordinator = streaming()
+    tickets = coordinator.take_tickets()
+    for _ in range(2):
+        coordinator.retry(0)
+        coordinator.take_tickets()
+    judge(coordinator, tickets[1:])
+    coordinator.release(0)
+    resumed = streaming(snapshot=coordinator.snapshot())
+    assert [t.attempt for t in resumed.take_tickets() if t.number == 0] == [3]
+    assert not resumed.retry(0)
+    assert resumed.accounting().dropped == {"quarantined": 1}
+
+
+def test_a_lost_group_that_no_step_is_left_for_does_not_start_again():
+    coordinator = streaming(total_steps=2)
+    judge(coordinator, coordinator.take_tickets()[:4])
+    coordinator.release(0)
+    resumed = streaming(total_steps=1, snapshot=coordinator.snapshot())
+    assert resumed.finished and resumed.take_tickets() == []
+    assert resumed.accounting() == Account(issued=8, running=4, consumed=4)
+
+
+def test_groups_on_the_edge_go_on_in_another_folder(tmp_path):
+    coordinator = streaming(Ledger(tmp_path / "old.jsonl"))
+    coordinator.take_tickets()
+    for number in range(6):
+        coordinator.complete(number, 1)
+    coordinator.release(0)
+    ledger = Ledger(tmp_path / "new.jsonl", mark_of(coordinator.snapshot()))
+    resumed = streaming(ledger, coordinator.snapshot())
+    run_to_the_end(resumed)
+    ledger.close()
+    assert verify(ledger.path) == resumed.accounting() == Account(issued=20, consumed=20)
+
+
+def test_groups_that_ran_ahead_do_not_fit_a_run_of_less_staleness():
+    coordinator = streaming()
+    judge(coordinator, coordinator.take_tickets())
+    at_start = coordinator.snapshot()
+    coordinator.release(0)
+    with pytest.raises(UserError, match="8 prompt groups .*max_staleness=2, this run has 0.*async.max_staleness"):
+        Coordinator(plan_of(), snapshot=coordinator.snapshot())
+    assert Coordinator(plan_of(), snapshot=at_start).step == 0
 
 
 def test_the_snapshot_is_the_cut_of_the_last_release():

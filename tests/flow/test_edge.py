@@ -45,7 +45,8 @@ def test_release_empties_the_edge_and_moves_to_the_next_step():
         edge.complete(number, 10 + number)
     groups = edge.release(0)
     assert [(group.ticket.number, group.num_tokens) for group in groups] == [(0, 10), (1, 11)]
-    assert (edge.live, edge.num_complete, edge.next_step) == (1, 1, 1)
+    assert [group.ticket.number for group in edge.live] == [2]
+    assert (edge.num_complete, edge.next_step) == (1, 1)
     assert edge.ready(1) is None
 
 
@@ -62,7 +63,7 @@ def test_nothing_left_at_the_end_of_the_data_is_no_step():
     edge = edge_with(1)
     edge.close()
     edge.drop(0, "error")
-    assert edge.ready(0) is None and edge.live == 0
+    assert edge.ready(0) is None and not edge.live
 
 
 def exhausted_edge(num_complete, when_exhausted):
@@ -106,7 +107,7 @@ def test_room_counts_the_tickets_of_the_step():
         lambda edge: edge.issue(Ticket(1, 0, 1, 4, 0)),
         lambda edge: edge.complete(1, 5),
         lambda edge: edge.drop(1, "late"),
-        lambda edge: edge.running(1),
+        lambda edge: edge.retry(1),
     ],
 )
 def test_a_complete_ticket_moves_only_to_its_step(wrong):
@@ -114,6 +115,32 @@ def test_a_complete_ticket_moves_only_to_its_step(wrong):
     edge.complete(1, 5)
     with pytest.raises(AccountingError, match="ticket 1 "):
         wrong(edge)
+
+
+def test_a_lost_group_waits_and_is_no_longer_running():
+    edge = edge_with(2)
+    assert edge.retry(1)
+    for wrong in (lambda: edge.complete(1, 5), lambda: edge.drop(1, "late"), lambda: edge.retry(1)):
+        with pytest.raises(AccountingError, match="ticket 1 .* waits to be issued again"):
+            wrong()
+    assert edge.reissue(1, 3) == Ticket(1, 0, 1, 4, 3, attempt=1)
+    assert edge.waiting == []
+    edge.complete(1, 5)
+    edge.complete(0, 5)
+    assert edge.ready(0) == (0, 1)
+
+
+def test_groups_left_behind_count_among_those_that_a_later_step_lacks():
+    edge = edge_with(4, max_tickets=2)
+    edge.drop(3, "of_the_step_before")
+    for number in range(3):
+        edge.complete(number, 1)
+    edge.release(0)
+    for number in (4, 5):
+        edge.issue(Ticket(number, 0, number, 4, 0))
+        edge.drop(number, "equal_rewards")
+    with pytest.raises(Exhausted, match=r"of the 3 drawn for it 1 are left \(dropped: 2 equal_rewards\)"):
+        edge.ready(1)
 
 
 def test_unknown_tickets_and_steps_are_refused():

@@ -121,19 +121,6 @@ def test_a_rollback_to_a_checkpoint_of_an_abandoned_timeline(tmp_path):
     assert steps == [(0, [0, 1]), (1, [2, 4]), (2, [5, 6])]
 
 
-def test_the_timeline_as_it_was(tmp_path):
-    path = tmp_path / "ledger.jsonl"
-    ledger = Ledger(path)
-    write_step(ledger, 0, [0, 1])
-    mark = ledger.mark()
-    write_step(ledger, 1, [2, 3])
-    then = ledger.mark()
-    ledger.close()
-    Ledger(path, mark).close()
-    assert [r["step"] for _, r in timeline(path) if r["kind"] == "consumed"] == [0]
-    assert [r["step"] for _, r in timeline(path, until=then.offset) if r["kind"] == "consumed"] == [0, 1]
-
-
 def test_a_run_from_the_start_over_an_old_journal_takes_everything_back(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
@@ -157,6 +144,22 @@ def test_a_checkpoint_from_another_folder_hands_over_its_account(tmp_path):
     write_step(ledger, 1, [3, 4])
     with pytest.raises(AccountingError, match="ticket 1 .* settled"):
         ledger.append("complete", ticket=1, tokens=1)
+
+
+def test_groups_that_were_on_the_edge_of_another_folder_go_on(tmp_path):
+    elsewhere = Ledger(tmp_path / "old.jsonl")
+    ledger = Ledger(tmp_path / "new.jsonl", elsewhere.mark())
+    live = [{"ticket": 1, "attempt": 1, "complete": False}, {"ticket": 2, "attempt": 0, "complete": True}]
+    ledger.append("inherited", step=1, issued=4, consumed=1, dropped={"equal_rewards": 1}, live=live)
+    assert ledger.account == Account(issued=4, running=1, complete=1, consumed=1, dropped={"equal_rewards": 1})
+    with pytest.raises(AccountingError, match="ticket 1 was issued twice: it is running, attempt 1"):
+        issue(ledger, 1, attempt=1)
+    issue(ledger, 1, attempt=2)
+    ledger.append("complete", ticket=1, tokens=1)
+    ledger.append("consumed", step=1, tickets=[1, 2], tokens=2)
+    ledger.append("version", step=2, weights=2)
+    ledger.close()
+    assert verify(ledger.path) == Account(issued=4, consumed=3, dropped={"equal_rewards": 1})
 
 
 MOVES = {

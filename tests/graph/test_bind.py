@@ -2,15 +2,13 @@
 
 import dataclasses
 import functools
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from distflow.data.batch import Batch
-from distflow.graph import Field, Pipeline, PipelineError, find_field, inert_keys, node
-from distflow.graph.fields import Axis
-from distflow.graph.wiring import DERIVED
+from distflow.graph import Field, Pipeline, PipelineError, find_field, node, register_field
+from distflow.graph.fields import DERIVED, Axis
 
 
 def graph_of(*nodes):
@@ -39,13 +37,6 @@ def discounted(token_level_rewards, response_mask, gamma, epsilon: float = 1e-6,
 def by_lambda(token_level_rewards, *, gamma, lam=1.0): ...
 
 
-def picks(chosen, **said):
-    @node(role="ADVANTAGE", chosen=lambda config: chosen, **said)
-    def choose(): ...
-
-    return choose
-
-
 REWARDS = ["token_level_rewards", "response_mask", "group_index"]
 
 
@@ -56,12 +47,7 @@ def test_options_come_from_add_node_then_the_group_then_the_default(config):
     bound = one(discounted, node_role="ADVANTAGE", lam=0.5).bind(config, REWARDS).node("x")
     assert bound.options == {"gamma": 0.9, "epsilon": 1e-6, "lam": 0.5, "missing": "default"}
     assert bound.contract.reads == ("token_level_rewards", "response_mask"), "gamma is a key of the group, not a field"
-    assert bound.config is config.algorithm
-
-
-def test_an_option_that_add_node_sets_does_not_take_the_config_key(config):
-    program = one(discounted, node_role="ADVANTAGE", lam=0.5).bind(config, REWARDS)
-    assert program.takes == {"algorithm.gamma"}
+    assert bound.config is config.algorithm and bound.config_key == "algorithm"
 
 
 def test_an_option_that_the_group_sets_to_none_is_none(config):
@@ -71,13 +57,11 @@ def test_an_option_that_the_group_sets_to_none_is_none(config):
 
 
 def test_what_a_partial_sets_goes_before_the_group(config):
-    program = one(functools.partial(by_lambda, gamma=0.5)).bind(config, REWARDS)
-    assert program.node("x").options == {"gamma": 0.5, "lam": 1.0} and program.takes == frozenset()
-    chosen = picks(functools.partial(by_lambda, gamma=0.5))
-    program = one(chosen, lam=0.1).bind(config, REWARDS)
-    assert program.node("x").options == {"gamma": 0.5, "lam": 0.1} and program.takes == frozenset()
-    message = fails(one(picks(functools.partial(by_lambda, gama=0.5))), config, REWARDS)
-    assert "node 'x': its function takes no option 'gama'; did you mean 'gamma'?" in message
+    partial = functools.partial(by_lambda, gamma=0.5)
+    assert one(partial, node_role="ADVANTAGE").bind(config, REWARDS).node("x").options == {"gamma": 0.5, "lam": 0.95}
+    assert one(partial, gamma=0.1).bind(config, REWARDS).node("x").options == {"gamma": 0.1, "lam": 1.0}
+    with pytest.raises(PipelineError, match="node 'x': its function takes no option 'gama'; did you mean 'gamma'"):
+        one(functools.partial(by_lambda, gama=0.5))
 
 
 def test_an_option_without_a_value(config):
@@ -102,7 +86,7 @@ def test_a_group_of_the_nodes_own(config):
     assert bound.options == {"scale": 3, "kl_coef": 9.0}
     program = one(f, config="algorithm.kl_ctrl", scale=2).bind(config, ["responses"])
     assert program.node("x").options == {"scale": 2, "kl_coef": 0.001}
-    assert program.takes == {"algorithm.kl_ctrl.kl_coef"}
+    assert program.node("x").config_key == "algorithm.kl_ctrl" and bound.config_key is None
     assert "did you mean 'scale'?" in fails(one(f, config={"scal": 3}), config, ["responses"])
     assert "did you mean 'kl_ctrl'?" in fails(one(f, config="algorithm.kl_ctr"), config, ["responses"])
 
@@ -131,16 +115,25 @@ def test_aliases_and_derived_fields_are_there(config):
     assert "reads 'input_ids'" in fails(one(f), config, [c for c in columns if c != "prompt_ids"])
 
 
-def test_derived_fields_are_those_of_a_batch():
-    def has(name, columns):
+def test_token_level_fields_come_of_scores_and_of_each_other(config):
+    def f(token_level_rewards): ...
+
+    assert one(f).bind(config, ["token_level_scores"])
+    assert one(f).bind(config, ["scores", "response_mask"])
+    assert "reads 'token_level_rewards'" in fails(one(f), config, ["scores"])
+
+
+@pytest.mark.parametrize("name", ["input_ids", "attention_mask", "loss_mask"])
+def test_derived_fields_are_those_of_a_batch(name):
+    def has(columns):
         batch = Batch(torch.tensor([2]), torch.tensor([1]))
         for column in columns:
             batch[column] = torch.ones(2 if column == "prompt_ids" else 1)
         return name in batch
 
-    for name, sources in DERIVED.items():
-        assert has(name, sources)
-        assert not any(has(name, [s for s in sources if s != missing]) for missing in sources)
+    sources = DERIVED[name]
+    assert has(sources)
+    assert not any(has([s for s in sources if s != missing]) for missing in sources)
 
 
 def test_a_node_that_declares_no_writes_is_pointed_at(config):
@@ -150,18 +143,52 @@ def test_a_node_that_declares_no_writes_is_pointed_at(config):
 
 
 def test_fields_of_the_program(config):
-    @node(writes=("token_level_scores", "my_bonus"))
+    @node(writes="token_level_scores")
     def f(prompts): ...
 
-    def g(my_bonus=0.5): ...
-
-    graph = graph_of(("f", f, [], {}), ("g", g, ["f"], {}))
+    graph = one(f)
     program = graph.bind(config, {"prompts": find_field("prompts"), "level": Field("level", "int64", Axis.SAMPLE)})
     assert program.fields["token_level_scores"] == find_field("token_level_scores")
     assert program.fields["level"].axis is Axis.SAMPLE
-    assert program.fields["my_bonus"] is None, "not registered: its axis is told by its shape"
-    assert program.node("g").contract.optional == ("my_bonus",), "written by a node, so it is a field"
     assert graph.bind(config, ["prompts", "level"]).fields["level"].axis is Axis.OBJECT
+
+
+# ---- declared columns -------------------------------------------------------------------------------------
+
+
+def test_columns_declared_by_their_writer(config):
+    @node(writes={"my_bonus_per_sample": "sample", "my_tags": "object", "values": "response"})
+    def f(prompts): ...
+
+    def g(my_bonus_per_sample=0.5, my_tags=()): ...
+
+    program = graph_of(("g", g, [], {}), ("f", f, [], {})).bind(config, ["prompts"])
+    declared = [(program.fields[n].dtype, program.fields[n].axis) for n in ("my_bonus_per_sample", "my_tags")]
+    assert declared == [("float32", Axis.SAMPLE), ("object", Axis.OBJECT)]
+    assert program.node("f").contract.writes == ("my_bonus_per_sample", "my_tags", "values")
+    assert program.node("g").contract.optional == ("my_bonus_per_sample", "my_tags"), "known, so it is a field"
+
+
+def test_a_column_that_nobody_declared(config):
+    @node(writes=("values", "my_undeclared"))
+    def f(prompts): ...
+
+    message = fails(one(f), config, ["prompts", "my_undeclared"])
+    assert "node 'x' writes 'my_undeclared', a column that is not declared" in message
+    assert '@node(writes={"my_undeclared": "sample"})' in message and 'register_field("my_undeclared"' in message
+    assert "'my_undeclared_2'" in fails(one(by_group, writes="my_undeclared_2"), config, REWARDS)
+
+
+def test_a_registered_column_needs_no_second_declaration(config):
+    register_field("my_counts", "int64", "sample")
+    program = one(by_group, writes="my_counts").bind(config, REWARDS)
+    assert program.fields["my_counts"].dtype == "int64"
+
+
+@pytest.mark.parametrize("writes", [{"values": "sample"}, {"prompts": "sample"}, {"my_word": "samples"}])
+def test_a_declaration_that_cannot_be(writes):
+    with pytest.raises(ValueError, match="is already|is no axis; did you mean 'sample'"):
+        node(writes=writes)
 
 
 def test_a_diamond_joins_both_sides(config):
@@ -183,137 +210,6 @@ def test_a_diamond_joins_both_sides(config):
     assert program.node("d").deps == ("b", "c")
     half = graph_of(("a", a, [], {}), ("b", b, ["a"], {}), ("d", d, ["b"], {}))
     assert "node 'd' reads 'ref_log_prob'" in fails(half, config, ["prompts"])
-
-
-# ---- when, chosen, functions of the config ----------------------------------------------------------------
-
-
-def optional_chain(when):
-    @node(writes="ref_log_prob", when=when)
-    def reference(responses): ...
-
-    def last(responses, ref_log_prob=None): ...
-
-    def strict(responses, ref_log_prob): ...
-
-    return reference, last, strict
-
-
-@pytest.mark.parametrize("when", ["algorithm.use_kl_in_reward", lambda c: c.algorithm.use_kl_in_reward])
-def test_a_node_that_is_not_wanted_is_left_out(config, when):
-    reference, last, strict = optional_chain(when)
-    nodes = [("a", lambda ctx: None, [], {}), ("b", lambda ctx: None, ["a"], {}), ("ref", reference, ["a", "b"], {})]
-    graph = graph_of(*nodes, ("last", last, ["ref"], {}))
-    program = graph.bind(config, ["responses"])
-    assert [n.node_id for n in program.nodes] == ["a", "b", "last"]
-    assert program.skipped == ("ref",) and program.node("last").deps == ("a", "b")
-    with pytest.raises(PipelineError, match="the config leaves it out"):
-        program.node("ref")
-    message = fails(graph_of(*nodes, ("strict", strict, ["ref"], {})), config, ["responses"])
-    assert "'strict' reads 'ref_log_prob', which only 'ref' writes, and this config leaves 'ref' out" in message
-    config.algorithm.use_kl_in_reward = True
-    program = graph.bind(config, ["responses"])
-    assert program.skipped == () and program.node("last").deps == ("ref",)
-
-
-def test_a_condition_given_as_a_key_is_taken_even_where_it_is_false(config):
-    reference, last, _ = optional_chain("algorithm.use_kl_in_reward")
-    graph = graph_of(("ref", reference, [], {}), ("last", last, ["ref"], {}))
-    assert graph.bind(config, ["responses"]).takes == {"algorithm.use_kl_in_reward"}
-
-
-def test_neighbours_left_out_pass_their_deps_on(config):
-    @node(when=lambda c: False)
-    def never(ctx): ...
-
-    def always(ctx): ...
-
-    graph = graph_of(
-        ("a", always, [], {}), ("b", never, ["a"], {}), ("c", never, ["b"], {}), ("d", always, ["c", "a"], {})
-    )
-    assert graph.bind(config, []).node("d").deps == ("a",)
-    assert "leaves out every node" in fails(one(never), config)
-
-
-def test_the_chosen_function_brings_its_contract(config):
-    @node(scope="global", takes="algorithm.lam")
-    def estimator(token_level_rewards, values=None, *, gamma, **kwargs): ...
-
-    program = one(picks(estimator, takes="algorithm.adv_estimator")).bind(config, REWARDS)
-    bound = program.node("x")
-    assert bound.fn is estimator and bound.contract.scope == "global" and bound.plane == "learning"
-    assert bound.contract.reads == ("token_level_rewards",) and bound.contract.optional == ("values",)
-    assert bound.contract.writes == ("advantages", "returns") and bound.options == {"gamma": 0.9}
-    assert program.takes == {"algorithm.adv_estimator", "algorithm.gamma", "algorithm.lam"}
-
-
-def test_writes_of_the_chosen_go_before_those_of_the_chooser(config):
-    @node(writes="returns")
-    def estimator(token_level_rewards): ...
-
-    assert one(picks(estimator, writes="advantages")).bind(config, REWARDS).node("x").contract.writes == ("returns",)
-
-    def plain(token_level_rewards): ...
-
-    assert one(picks(plain, writes="advantages")).bind(config, REWARDS).node("x").contract.writes == ("advantages",)
-
-
-def test_options_of_a_chosen_function_are_checked_when_it_is_known(config):
-    def estimator(token_level_rewards, *, scale=1.0): ...
-
-    assert one(picks(estimator), scale=2.0).bind(config, REWARDS).node("x").options == {"scale": 2.0}
-    assert "did you mean 'scale'?" in fails(one(picks(estimator), scal=2.0), config, REWARDS)
-
-
-def test_the_chosen_function_cannot_be_had(config):
-    def unknown(config):
-        raise ValueError("no estimator 'grop'; did you mean 'grpo'?")
-
-    @node(chosen=unknown)
-    def choose(): ...
-
-    message = fails(one(choose), config)
-    assert "node 'x': chosen" in message and "did you mean 'grpo'?" in message
-    assert "chooses again" in fails(one(picks(picks(by_group))), config)
-    assert "cannot be called" in fails(one(picks(3)), config)
-
-
-def test_a_chosen_function_may_read_what_is_written_too_late(config):
-    def needs_values(token_level_rewards, values): ...
-
-    @node(writes="values")
-    def critic_values(responses): ...
-
-    graph = graph_of(("advantage", picks(needs_values), [], {}), ("values", critic_values, ["advantage"], {}))
-    message = fails(graph, config, [*REWARDS, "responses"])
-    assert "'advantage' reads 'values' before 'values' writes it" in message
-
-
-def test_reads_writes_and_takes_that_depend_on_the_config(config):
-    @node(
-        reads=lambda c: ("responses", *(("ref_log_prob",) if c.algorithm.use_kl_in_reward else ())),
-        writes=lambda c: c.algorithm.adv_estimator,
-        takes=lambda c: [f"algorithm.{c.algorithm.adv_estimator}"],
-    )
-    def f(batch): ...
-
-    program = one(f).bind(config, ["responses"])
-    assert program.node("x").contract.writes == ("grpo",) and program.takes == {"algorithm.grpo"}
-    config.algorithm.use_kl_in_reward = True
-    assert "reads 'ref_log_prob'" in fails(one(f), config, ["responses"])
-
-
-def test_what_a_function_of_the_config_misses_is_said(config):
-    @node(when=lambda c: c.algorithm.no_such_key)
-    def f(ctx): ...
-
-    message = fails(one(f), config)
-    assert "node 'x': when" in message and "no_such_key" in message
-
-    @node(when="algorithm.use_kl_in_rewards")
-    def g(ctx): ...
-
-    assert "did you mean 'use_kl_in_reward'?" in fails(one(g), config)
 
 
 # ---- roles, engines, freezing -----------------------------------------------------------------------------
@@ -352,6 +248,15 @@ def test_engines_of_the_program(config):
     program = graph.bind(config, [])
     assert program.engines == {"critic", "ref", "actor"}
     assert program.node("by_role").engines == ("actor",)
+    assert program.services == frozenset()
+
+
+def test_services_of_the_program(config):
+    def f(judge, *, tokenizer): ...
+
+    program = one(f).bind(config, [])
+    assert program.services == {"judge", "tokenizer"} and program.engines == frozenset()
+    assert program.node("x").contract.options == {} and program.node("x").contract.reads == ()
 
 
 def test_the_program_does_not_change_with_its_graph(config):
@@ -364,46 +269,3 @@ def test_the_program_does_not_change_with_its_graph(config):
         program.nodes = ()
     with pytest.raises(dataclasses.FrozenInstanceError):
         program.nodes[0].plane = "learning"
-
-
-def test_one_graph_binds_many_times(config):
-    @node(writes="returns", when="algorithm.use_kl_in_reward")
-    def sometimes(ctx): ...
-
-    graph = graph_of(("a", sometimes, [], {}), ("b", lambda ctx: None, ["a"], {}))
-    on = SimpleNamespace(algorithm=SimpleNamespace(use_kl_in_reward=True))
-    assert [n.node_id for n in graph.bind(config, []).nodes] == ["b"]
-    assert [n.node_id for n in graph.bind(on, []).nodes] == ["a", "b"]
-    assert [n.node_id for n in graph.bind(config, []).nodes] == ["b"]
-
-
-# ---- inert keys -------------------------------------------------------------------------------------------
-
-
-def test_a_function_that_receives_its_group_takes_all_of_it_unless_it_says_what(config):
-    def whole(config): ...
-
-    @node(takes="algorithm.gamma")
-    def part(config): ...
-
-    assert one(whole, node_role="ADVANTAGE").bind(config, []).takes == {"algorithm"}
-    assert one(part, node_role="ADVANTAGE").bind(config, []).takes == {"algorithm.gamma"}
-    assert one(lambda batch, ctx: None).bind(config, []).takes == {""}
-
-
-def test_inert_keys():
-    taken = {"algorithm.kl_ctrl", "algorithm.gamma"}
-    set_keys = [
-        "algorithm.gama",
-        "algorithm.gamma",
-        "algorithm.kl_ctrl.kl_coef",
-        "algorithm.kl_ctrl",
-        "algorithm.kl_ctrl_more",
-        "algorithm.lam",
-        "algorithm.lam",
-        "trainer.seed",
-        "algorithm",
-    ]
-    assert inert_keys(taken, set_keys, ["trainer"]) == ["algorithm.gama", "algorithm.kl_ctrl_more", "algorithm.lam"]
-    assert inert_keys([""], set_keys) == []
-    assert inert_keys([], ["a.b"]) == ["a.b"]

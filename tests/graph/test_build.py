@@ -134,34 +134,12 @@ def test_optional_field_read_before_its_writer_is_no_less_wrong():
     assert "'actor_train' reads 'old_log_probs' before 'late' writes it" in message
 
 
-def test_field_read_beside_its_writer():
-    pipeline = (
-        Pipeline("p")
-        .add_node("start", nothing)
-        .add_node("write", writer_of("returns"), ["start"])
-        .add_node("read", reader_of("returns"), ["start"])
-    )
-    message = fails(pipeline)
-    assert "'read' reads 'returns', which 'write' writes" in message
-    assert "add 'write' to the deps of 'read'" in message
-
-
-def test_aliases_are_the_same_field():
-    pipeline = Pipeline("p").add_node("write", writer_of("group_index")).add_node("read", reader_of("index"))
-    assert "'read' reads 'group_index'" in fails(pipeline)
-
-
-def test_derived_field_counts_as_its_sources():
-    pipeline = Pipeline("p").add_node("write", writer_of("response_ids")).add_node("read", reader_of("input_ids"))
-    assert "'read' reads 'response_ids'" in fails(pipeline)
-
-
-def test_experience_node_that_reads_a_learning_field_names_the_planes():
+def test_experience_node_put_before_the_writer_of_a_learning_field_names_the_planes():
     pipeline = (
         Pipeline("p")
         .add_node("rollout_actor", generate)
-        .add_node("log_probs", log_probs, ["rollout_actor"])
         .add_node("reward", reader_of("old_log_probs"), ["rollout_actor"])
+        .add_node("log_probs", log_probs, ["reward"])
     )
     message = fails(pipeline)
     assert "'reward' (experience plane) reads 'old_log_probs'" in message
@@ -225,6 +203,11 @@ def test_option_types_of_unions_and_postponed_annotations(tmp_path, monkeypatch)
     assert "option 'cap' must be int" in message
 
 
+def test_arguments_of_other_systems_pass_with_their_defaults():
+    graph = Pipeline("p").add_node("x", nothing, agent_group=0, filter_plugin=None).build()
+    assert graph.get_node("x").options == {}
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -239,10 +222,14 @@ def test_option_types_of_unions_and_postponed_annotations(tmp_path, monkeypatch)
         ({"scope": "groups"}, "did you mean 'group'?"),
         ({"retry_limit": -1}, "retry_limit must be a whole number"),
         ({"retry_limit": True}, "retry_limit must be a whole number"),
-        ({"agent_group": 0.5}, "agent_group must be a whole number"),
         ({"only_forward_compute": 1}, "only_forward_compute must be True or False"),
         ({"config": 3}, "config must be a dotted key"),
-        ({"filter_plugin": 3}, "cannot be called"),
+        ({"engine": "acter"}, "did you mean 'actor'?"),
+        ({"plane": "learn"}, "did you mean 'learning'?"),
+        ({"writes": 3}, "names wanted, 3 given"),
+        ({"writes": ("values", "values")}, "'values' is named twice"),
+        ({"agent_group": 3}, "'agent_group' is not there yet"),
+        ({"filter_plugin": nothing}, "'filter_plugin' is not there yet"),
         ({"func": None}, "has no func"),
         ({"func": 3}, "cannot be called"),
         ({"func": dict}, "is a class"),
@@ -294,13 +281,11 @@ def test_decorator_checks_its_own_words():
         node(scope="world")
 
 
-def test_names_given_twice_or_empty():
-    @node(writes=("returns", "returns"))
-    def twice(ctx): ...
-
-    assert "'returns' is named twice" in fails(Pipeline("p").add_node("a", twice))
-
-    @node(writes=(3,))
-    def number(ctx): ...
-
-    assert "names wanted, 3 given" in fails(Pipeline("p").add_node("a", number))
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [(("values", "values"), "'values' is named twice"), ((3,), "names wanted, 3"), ("", "names wanted")],
+)
+@pytest.mark.parametrize("argument", ["reads", "writes"])
+def test_names_given_twice_or_empty(argument, names, said):
+    with pytest.raises(PipelineError, match=f"@node: {argument}: {said}"):
+        node(**{argument: names})

@@ -67,10 +67,17 @@ def test_partial_turns_what_it_sets_into_options():
     assert contract.reads == ("advantages",) and contract.options == {"scale": 2.0, "shift": 0.0}
 
 
-def test_batch_and_ctx():
+def test_batch_and_ctx_are_wired_like_any_other():
     contract = contract_of(lambda batch, ctx: None)
-    assert contract.form is Form.BATCH_CTX and contract.reads == ()
-    assert contract_of(lambda ctx, batch: None).form is Form.WIRED, "told by exact names, in order"
+    assert contract.form is Form.WIRED and contract.reads == () and contract.reserved == ("batch", "ctx")
+
+
+def test_samples_a_group_and_services():
+    def f(samples, group, judge, responses, *, tokenizer): ...
+
+    contract = contract_of(f)
+    assert set(contract.reserved) == {"samples", "group"} and set(contract.services) == {"judge", "tokenizer"}
+    assert contract.reads == ("responses",) and contract.options == {} and contract.engines == ()
 
 
 def test_seed_reward():
@@ -89,7 +96,7 @@ def test_sample_reward():
     assert contract.form is Form.SAMPLE_REWARD
     assert contract.reads == ("data_source", "responses", "ground_truth") and contract.optional == ("extra_info",)
     assert contract.options == {"strict": True}
-    assert contract.writes == SCORE_FIELDS and contract.scope == "group"
+    assert contract.writes == ("scores",) and contract.scope == "group"
 
     def bare(data_source, solution_str, ground_truth): ...
 
@@ -124,6 +131,8 @@ def test_reads_beyond_the_parameters_come_in_the_batch():
     contract = contract_of(f)
     assert contract.reads == ("advantages", "returns") and contract.optional == ("values",)
     assert contract.by_keyword == ("returns",) and contract.options == {"scale": 1.0}
+
+    assert contract_of(node(reads="advantages")(lambda samples: None)).reads == ("advantages",)
 
     @node(reads="advantages")
     def keyword_only(*, advantages, scale): ...

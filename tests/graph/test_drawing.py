@@ -65,6 +65,18 @@ def test_a_program_is_drawn_with_its_planes(config):
     )
 
 
+def test_edges_that_follow_from_the_columns_are_drawn(config):
+    pipeline = Pipeline("p").add_node("train", train).add_node("reward", judge).add_node("log_probs", log_probs)
+    program = pipeline.build().bind(config, ["responses", "response_ids"])
+    edges = [line.strip() for line in program.to_mermaid().splitlines() if "|" in line]
+    assert edges == ['n0 ==>|"token_level_scores"| n2', 'n1 -->|"old_log_probs"| n2']
+
+
+def test_edges_that_follow_from_the_columns_are_drawn_before_bind():
+    graph = Pipeline("p").add_node("reward", judge).add_node("train", train).build()
+    assert 'n0 -->|"token_level_scores"| n1' in graph.to_mermaid()
+
+
 def test_ids_cannot_break_the_drawing():
     hostile = 'end"]; click n0 "javascript:x" <script>&#35;'
     text = Pipeline("p").add_node(hostile, lambda ctx: None).build().to_mermaid()

@@ -88,16 +88,16 @@ def test_callables():
     ("path", "said"),
     [
         ("graph_test_pkg.my_reward:score", "did you mean 'graph_test_pkg.my_rewards'?"),
-        ("graph_test_pkgs.my_rewards:score", "module 'graph_test_pkgs' not found"),
+        ("graph_test_pkgs.my_rewards:score", "there is no module 'graph_test_pkgs'; did you mean 'graph_test_pkg'?"),
         ("graph_test_pkg.my_rewards:scor", "did you mean 'score'?"),
-        ("graph_test_pkg.my_rewards.scor", "module 'graph_test_pkg.my_rewards' has no 'scor'"),
-        ("graph_test_pkg.my_rewards:Rewards.methd", "class 'Rewards' has no 'methd'"),
+        ("graph_test_pkg.my_rewards.scor", "the module has no 'scor'; did you mean 'score'?"),
+        ("graph_test_pkg.my_rewards:Rewards.methd", "'Rewards' has no 'methd'; did you mean 'method'?"),
         ("graph_test_pkg.my_rewards:Needy.method", "Needy needs weight to be made"),
         ("graph_test_pkg.my_rewards:Rewards", "is a class"),
         ("graph_test_pkg.my_rewards:number", "cannot be called"),
         ("graph_test_pkg.broken:f", "cannot be imported"),
         ("graph_test_pkg.half:f", "cannot be imported"),
-        ("graph_test_pkg.needs:f", "needs 'not_there_at_all', which is not installed"),
+        ("graph_test_pkg.needs:f", "needs the module 'not_there_at_all', which is not installed"),
         ("score", "names no function"),
         (":score", "names no function"),
         ("graph_test_pkg:", "names no function"),
@@ -123,7 +123,7 @@ def test_what_the_decorator_said_is_found_behind_wrappers(rewards):
         .add_node("instance", f"{rewards}:instance", ["wrapped"])
         .build()
     )
-    assert [n.spec.writes for n in graph.nodes.values()] == ["returns"] * 3
+    assert [n.spec.writes for n in graph.nodes.values()] == [("returns",)] * 3
     assert [n.node_role.name for n in graph.nodes.values()] == ["CRITIC", "CRITIC", "REWARD"]
 
 

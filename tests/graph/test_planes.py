@@ -2,7 +2,7 @@
 
 import pytest
 
-from distflow.graph import Pipeline, PipelineError, node
+from distflow.graph import Pipeline, PipelineError, node, node_factory
 
 
 def plain(ctx): ...
@@ -78,14 +78,41 @@ def test_an_engine_by_role_only_where_the_type_says_so(config):
     }
 
 
-def test_a_node_left_out_does_not_make_its_dependents_learning(config):
-    @node(when="algorithm.use_kl_in_reward")
-    def reference(ref): ...
+def test_the_plane_is_that_of_the_function_that_a_factory_makes(config):
+    @node_factory
+    def reference(config):
+        return (lambda ref: None) if config.algorithm.use_kl_in_reward else plain
 
     nodes = [("ref", reference, [], {}), ("after", plain, ["ref"], {})]
-    assert planes(config, *nodes) == {"after": "experience"}
+    assert planes(config, *nodes) == {"ref": "experience", "after": "experience"}
     config.algorithm.use_kl_in_reward = True
     assert planes(config, *nodes) == {"ref": "learning", "after": "learning"}
+
+
+def test_a_node_behind_a_learning_writer_is_learning(config):
+    @node(writes="old_log_probs")
+    def scores(actor): ...
+
+    def reads(old_log_probs): ...
+
+    assert planes(config, ("reads", reads, [], {}), ("scores", scores, [], {})) == dict.fromkeys(
+        ("scores", "reads"), "learning"
+    )
+    message = fails(config, ("reads", reads, [], {"plane": "experience"}), ("scores", scores, [], {}))
+    assert "it comes after 'scores' (it uses the train engine 'actor')" in message
+
+
+def test_a_plane_of_the_nodes_own(config):
+    learning = {"plane": "learning"}
+    assert planes(config, ("a", plain, [], {}), ("x", plain, ["a"], learning), ("after", plain, ["x"], {})) == {
+        "a": "experience",
+        "x": "learning",
+        "after": "learning",
+    }
+    assert planes(config, ("x", plain, [], {"plane": "experience"})) == {"x": "experience"}
+    assert planes(config, ("x", plain, [], {"node_role": "DYNAMIC_SAMPLING", **learning})) == {"x": "learning"}
+    assert "its plane is learning" in fails(config, ("x", generates, [], learning))
+    assert "node 'x' must run there" in fails(config, ("x", trains, [], {"plane": "experience"}))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +120,9 @@ def test_a_node_left_out_does_not_make_its_dependents_learning(config):
     [
         (generates, {}, "uses the rollout engine"),
         (waits, {}, "is an async function"),
-        (plain, {"node_role": "DYNAMIC_SAMPLING"}, "drops groups"),
+        (lambda samples: None, {}, "works on samples or on a group"),
+        (lambda group: None, {}, "works on samples or on a group"),
+        (plain, {"node_role": "DYNAMIC_SAMPLING"}, "must run there (its role is DYNAMIC_SAMPLING)"),
     ],
 )
 def test_what_only_the_experience_plane_can(config, fn, settings, what):

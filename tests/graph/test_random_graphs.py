@@ -1,4 +1,4 @@
-"""Random graphs against brute force: orders, left-out nodes, and what `build` accepts."""
+"""Random graphs against brute force: orders, the deps that follow from reads and writes, and what `build` accepts."""
 
 import random
 from itertools import permutations
@@ -6,9 +6,9 @@ from itertools import permutations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.graph import Node, PipelineError, TaskGraph
+from distflow.graph import Node, PipelineError, TaskGraph, register_field
 from distflow.graph import node as mark
-from distflow.graph.order import ancestors, find_cycle, topological_order, without
+from distflow.graph.order import ancestors, find_cycle, topological_order
 
 
 @st.composite
@@ -74,15 +74,6 @@ def _some_orders(deps):
     return permutations(deps) if len(deps) <= 5 else []
 
 
-@given(dags(), st.data())
-def test_nodes_left_out_pass_their_order_on(deps, data):
-    left_out = set(data.draw(st.lists(st.sampled_from(list(deps)), unique=True)))
-    rest = without(deps, left_out)
-    assert set(rest) == set(deps) - left_out
-    for one in rest:
-        assert {o for o in rest if reaches(rest, one, o)} == {o for o in rest if reaches(deps, one, o)}
-
-
 FIELDS = ("returns", "values", "advantages")
 
 
@@ -102,13 +93,29 @@ def graph_of(deps, wires):
     return graph
 
 
+def behind(deps, wires):
+    """(writer, reader) where the reader must come behind, unless the deps put it before: see the docs."""
+    return {
+        (writer, reader)
+        for reader in deps
+        for writer in deps
+        for field in set(wires[reader][0]) & set(wires[writer][1])
+        if writer != reader and not (field in wires[reader][1] and field in wires[writer][0])
+        if not reaches(deps, writer, reader)
+    }
+
+
+def orders(deps, wires):
+    """All orders that the deps and the wires allow."""
+    pairs = {(dep, n) for n in deps for dep in deps[n]} | behind(deps, wires)
+    return [o for o in permutations(deps) if all(o.index(one) < o.index(other) for one, other in pairs)]
+
+
 def says_the_same_in_every_order(deps, wires):
-    """Brute force over all orders: nothing that a node reads, and nothing left at the end, depends on the order, and
-    no node reads a field that only a later node makes (one that updates the field does not make it)."""
+    """Brute force over all orders: there is one; nothing that a node reads, and nothing left at the end, depends on the
+    order; and no node reads a field that only a later node makes (one that updates the field does not make it)."""
     seen = set()
-    for order in permutations(deps):
-        if any(order.index(dep) > order.index(n) for n in deps for dep in deps[n]):
-            continue
+    for order in orders(deps, wires):
         written: dict[str, tuple[str, ...]] = {field: () for field in FIELDS}
         reads = {}
         for node_id in order:
@@ -142,15 +149,40 @@ def test_a_bound_program_never_misses_a_field(case, data_fields):
         program = graph.bind(None, data_fields)
     except PipelineError:
         program = None
+    allowed = orders(deps, wires)
     there = set(data_fields)
     complete = True
-    for node_id in graph.get_topological_sort():
+    for node_id in allowed[0]:
         complete &= there.issuperset(wires[node_id][0])
         there |= set(wires[node_id][1])
     assert (program is not None) == complete
     if program:
-        assert [n.node_id for n in program.nodes] == graph.get_topological_sort()
+        assert tuple(n.node_id for n in program.nodes) in allowed
         assert set(program.fields) == there
+
+
+@given(wired_dags())
+def test_no_reader_runs_before_a_writer_unless_the_deps_say_so(case):
+    deps, wires = case
+    graph = graph_of(deps, wires)
+    if not graph.validate_graph()[0]:
+        return
+    order = [n.node_id for n in graph.bind(None, FIELDS).nodes]
+    for reader in deps:
+        for field in set(wires[reader][0]) - set(wires[reader][1]):
+            for writer in (n for n in deps if field in wires[n][1] and not reaches(deps, n, reader)):
+                assert order.index(writer) < order.index(reader)
+
+
+@given(dags())
+def test_deps_given_as_columns_alone_are_the_same_deps(deps):
+    """Each node makes one column of its own and reads those of its deps; none is named as a dep."""
+    for node_id in deps:
+        register_field(f"random_{node_id}", axis="sample")
+    wires = {n: ([f"random_{dep}" for dep in ids], [f"random_{n}"]) for n, ids in deps.items()}
+    program = graph_of(dict.fromkeys(deps, ()), wires).bind(None, [])
+    assert {n.node_id: set(n.deps) for n in program.nodes} == {n: set(ids) for n, ids in deps.items()}
+    assert [n.node_id for n in program.nodes] == topological_order(deps)
 
 
 @given(dags(), st.data())

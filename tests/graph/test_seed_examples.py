@@ -9,7 +9,7 @@ from distflow.graph import Form, Pipeline, TaskGraph
 
 NODES = """
 import statistics
-from distflow import NodeOutput, node
+from distflow.graph import NodeOutput, node, node_factory
 
 @node(writes=("responses", "response_ids", "response_mask", "rollout_log_probs"))
 async def generate(prompt_ids, *, rollout): ...
@@ -25,8 +25,8 @@ def compute_custom_reward(batch, config, **kwargs) -> NodeOutput:
     batch["token_level_rewards"] = token_level_rewards
     return NodeOutput(batch=batch, metrics={"reward/mean_score": statistics.mean(rewards)})
 
-@node(chosen=lambda config: grpo)
-def compute_advantage(): ...
+@node_factory
+def compute_advantage(config): return grpo
 
 def grpo(token_level_rewards, response_mask, group_index, *, gamma, **kwargs): ...
 
@@ -109,6 +109,7 @@ def test_the_reward_of_one_sample(config):
     graph = Pipeline("p").add_node("reward", compute_score).build()
     bound = graph.bind(config, ["domain", "responses", "ground_truth"]).node("reward")
     assert bound.contract.form is Form.SAMPLE_REWARD and bound.node_role.name == "REWARD"
+    assert bound.contract.writes == ("scores",)
 
 
 def test_importing_loads_no_torch():

@@ -97,14 +97,6 @@ def test_validation_says_what_is_wrong(diamond):
 def test_a_copy_is_independent(diamond):
     other = diamond.copy()
     other.remove_node("b")
-    other.update_node("c", agent_group=3)
-    assert list(diamond.nodes) == ["a", "b", "c", "d"] and diamond.get_node("c").agent_group == 0
+    other.update_node("c", retry_limit=3)
+    assert list(diamond.nodes) == ["a", "b", "c", "d"] and diamond.get_node("c").retry_limit == 0
     assert (other.graph_id, other.description) == (diamond.graph_id, diamond.description)
-
-
-def test_what_add_node_says_reaches_the_program(config):
-    def keep(info): ...
-
-    graph = Pipeline("p").add_node("a", nothing, agent_group=2, retry_limit=3, filter_plugin=keep).build()
-    bound = graph.bind(config, []).node("a")
-    assert (bound.agent_group, bound.retry_limit, bound.filter_plugin) == (2, 3, keep)

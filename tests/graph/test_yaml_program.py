@@ -26,6 +26,16 @@ PROGRAM = """
   only_forward_compute: true
   retry_limit: 1
   scope: sample
+  writes: [prox_log_probs]
+  phase: proximal
+  validates: true
+- id: values
+  func: graph_yaml_nodes:plain
+  type: MODEL_INFERENCE
+  engine: critic
+- id: last
+  func: graph_yaml_nodes:plain
+  plane: learning
 """
 
 MODULE = """
@@ -38,6 +48,8 @@ def length_penalised(responses, *, penalty: float): ...
 
 @node(writes="old_log_probs")
 def old(input_ids, *, actor): ...
+
+def plain(prompt_ids): ...
 """
 
 
@@ -51,19 +63,23 @@ def entries(tmp_path, monkeypatch):
 def test_a_program_in_yaml(entries, config):
     graph = pipeline_from_config("mine", entries)
     assert graph.graph_id == "mine"
-    assert graph.get_topological_sort() == ["rollout_actor", "reward", "fence", "old"]
+    assert graph.get_topological_sort() == ["rollout_actor", "reward", "fence", "old", "values", "last"]
     old = graph.get_node("old")
     assert (old.node_type, old.node_role) == (NodeType.MODEL_TRAIN, NodeRole.ACTOR)
     assert old.only_forward_compute and old.retry_limit == 1 and old.scope == "sample"
     program = graph.bind(config, ["prompt_ids"])
     assert program.node("reward").options == {"penalty": 0.5}
-    assert [n.plane for n in program.nodes] == ["experience", "experience", "learning", "learning"]
+    assert [n.plane for n in program.nodes] == ["experience"] * 2 + ["learning"] * 4
+    old = program.node("old")
+    assert (old.contract.writes, old.phase, old.validates) == (("prox_log_probs",), "proximal", True)
+    assert program.node("values").engines == ("critic",)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"rol": "REWARD"}, "entry 2 of the nodes ('reward') has the unknown key 'rol'; did you mean 'role'?"),
+        ({"agent_group": 1}, "has the unknown key 'agent_group'"),
         ({"id": None}, "entry 2 of the nodes has no id"),
         ({"id": "rollout_actor"}, "node 'rollout_actor' is there already"),
         ({"options": [1]}, "entry 2 of the nodes ('reward'): options must be a mapping"),

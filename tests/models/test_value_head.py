@@ -8,8 +8,9 @@ from transformers import AutoModelForTokenClassification
 
 from distflow.config.errors import UserError
 from distflow.models.export import export_model
+from distflow.models.heads import token_values
 from distflow.models.packed import packed_hidden_states
-from distflow.models.value_head import load_value_model, token_values
+from distflow.models.value_head import load_value_model
 from tests.tiny_models import write_tiny_model
 
 IDS = torch.arange(3, 40)

@@ -2,51 +2,266 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from distflow.config import load_config
+from distflow.config import Config, load_config
 from distflow.data.batch import Batch
 from distflow.data.prompts import PromptRow
+from distflow.data.sample import Sample
 from distflow.flow.ticket import Ticket
-from distflow.graph import Drop
-from distflow.pipelines.nodes import greedy_baseline
+from distflow.graph import Drop, NodeOutput
+from distflow.pipelines.nodes import compute_reward, dynamic_sampling, greedy_baseline, train_actor, train_critic
+from distflow.pipelines.nodes.experience import generate, judge_samples, load_answers
+from distflow.pipelines.nodes.scoring import score_policy, score_proximal, take_off_kl
+from distflow.pipelines.nodes.updates import update
 from distflow.rewards.router import Judgement
 from distflow.rewards.verdict import Error, Score, Timeout, Verdict
-from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, SamplingParams, Stream
-from distflow.runtime.context import GroupContext, NodeContext, prompts_of
+from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, SamplingParams
+from distflow.runtime.context import NodeContext
+from distflow.runtime.group import Group, new_group
+from distflow.training.collective import OneRank
+from tests.runtime.groups import group as columns_of
 from tests.tiny_models import tiny_tokenizer
 
 
 class OneToken:
-    """Answers each wanted sample with one token, and keeps the request."""
+    """Answers each wanted sample with one token, and keeps the requests."""
+
+    def __init__(self) -> None:
+        self.requests: list[GenerateRequest] = []
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        self.request = request
-        return GenerateResult(tuple(Generation(sample, [7], [-0.5], [-0.5], [0], "stop") for sample in request.samples))
+        self.requests.append(request)
+        return GenerateResult(
+            tuple(Generation(sample, [7], [-0.5], [-0.25], [3], "stop") for sample in request.samples)
+        )
 
 
-def run_baseline(verdict: Verdict) -> tuple[object, OneToken]:
-    async def judge(batch: Batch) -> Sequence[Judgement]:
-        return [Judgement(verdict) for _ in range(len(batch))]
+class Verdicts:
+    """A judge that gives the same verdicts whoever asks, and keeps what it was asked."""
 
-    config = load_config("grpo", complete=False).config
-    group = GroupContext(
-        Ticket(5, 0, 5, 3, 0), PromptRow(5, (4, 5), "4="), SamplingParams(4), (0, 1, 2), Stream(1, "train", 0, 5)
+    def __init__(self, *verdicts: Verdict) -> None:
+        self.verdicts, self.asked = verdicts, list[Sequence[Sample]]()
+
+    async def __call__(self, samples: Sequence[Sample]) -> Sequence[Judgement]:
+        self.asked.append(samples)
+        return [Judgement(verdict, {"custom": verdict}) for verdict in self.verdicts]
+
+
+def new_group_of_three() -> Group:
+    row = PromptRow(5, (4, 5), "4=", ground_truth="4", domain="sums", response_ids=(7, 8))
+    return new_group(Ticket(5, 0, 5, 3, 0), row, SamplingParams(4), seed=1)
+
+
+def answered() -> Group:
+    group, engine = new_group_of_three(), OneToken()
+    group.samples = asyncio.run(generate(group, engine, tiny_tokenizer()))  # type: ignore[arg-type]
+    return group
+
+
+def context(group: Group, validating: bool = False) -> NodeContext:
+    return NodeContext(
+        load_config("grpo", complete=False).config, 0, tiny_tokenizer(), group=group, validating=validating
     )
-    ctx = NodeContext(config, 0, tiny_tokenizer(), judge, lambda *update: None, group=group)
-    engine = OneToken()
-    return asyncio.run(greedy_baseline(prompts_of(group), engine, ctx)), engine  # type: ignore[arg-type]
+
+
+def judged(*verdicts: Verdict, min_valid: int = 2, validating: bool = False) -> object:
+    group = answered()
+    ctx = context(group, validating)
+    return asyncio.run(judge_samples(group.samples, Verdicts(*verdicts), ctx, min_valid=min_valid))  # type: ignore[arg-type]
+
+
+def run_baseline(verdict: Verdict) -> tuple[object, OneToken, Verdicts, Group]:
+    group, engine, judge = answered(), OneToken(), Verdicts(verdict)
+    made = asyncio.run(greedy_baseline(group, engine, judge, tiny_tokenizer()))  # type: ignore[arg-type]
+    return made, engine, judge, group
+
+
+def test_an_answer_is_a_sample_of_the_row_with_what_the_engine_says_of_it() -> None:
+    group = answered()
+    assert [sample.uid for sample in group.samples] == ["5-0", "5-1", "5-2"]
+    batch = group.batch()
+    assert batch["ground_truth"] == ["4"] * 3 and batch["domain"] == ["sums"] * 3
+    assert batch["prompt_ids"].tolist() == [[4, 5]] * 3 and batch["response_ids"].tolist() == [[7]] * 3
+    assert batch["rollout_log_probs"].tolist() == [[-0.5]] * 3 and batch["sampling_log_probs"].tolist() == [[-0.25]] * 3
+    assert batch["versions"].tolist() == [[3]] * 3
+    assert batch["responses"] == [tiny_tokenizer().decode([7])] * 3
+
+
+def test_the_answer_of_the_data_is_one_sample_made_by_the_policy() -> None:
+    group = new_group_of_three()
+    (sample,) = asyncio.run(load_answers(group, tiny_tokenizer()))
+    group.samples = [sample]
+    batch = group.batch()
+    assert batch["response_ids"].tolist() == [[7, 8]] and batch["response_mask"].tolist() == [[1, 1]]
+    assert batch["responses"] == [tiny_tokenizer().decode([7, 8])]
+
+
+def test_a_verdict_for_each_sample_and_none_is_made_up() -> None:
+    written = judged(Score(1.0, {"why": "right"}), Error("crashed"), Score(0.5))
+    assert isinstance(written, dict)
+    assert written["scores"] == [1.0, 0.0, 0.5] and written["valid"] == [True, False, True]
+    assert written["reward_parts"] == [{"custom": 1.0}, {}, {"custom": 0.5}]
+    assert written["reward_extra"] == [{"why": "right"}, {}, {}]
+    assert written["reward_errors"][0] is None and "crashed" in written["reward_errors"][1]
+
+
+def test_a_group_with_too_few_verdicts_to_compare_is_dropped_and_says_why() -> None:
+    faults = (Score(1.0), Error("crashed"), Timeout(1.0))
+    dropped = judged(*faults)
+    assert isinstance(dropped, Drop) and dropped.reason == "too_few_verdicts" and "crashed" in dropped.detail
+    assert not isinstance(judged(*faults, min_valid=1), Drop), "an estimator that compares nothing takes it"
+    assert not isinstance(judged(*faults, validating=True), Drop), "a validation counts it as wrong"
 
 
 def test_the_baseline_is_the_score_of_one_greedy_answer_for_all_samples() -> None:
-    baselines, engine = run_baseline(Score(0.75))
-    assert torch.equal(baselines, torch.full((3,), 0.75))  # type: ignore[arg-type]
-    assert engine.request.params.greedy and engine.request.samples == (0,)
+    baselines, engine, judge, group = run_baseline(Score(0.75))
+    assert isinstance(baselines, torch.Tensor) and torch.equal(baselines, torch.full((3,), 0.75))
+    (request,) = engine.requests
+    assert request.params.greedy and request.samples == (0,)
+    assert [len(samples) for samples in judge.asked] == [1]
+    assert len(group.samples) == 3 and not group.written, "the group itself is as it was"
 
 
 @pytest.mark.parametrize("fault", [Error("crashed"), Timeout(1.0)])
 def test_a_fault_of_the_verifier_is_no_baseline(fault: Verdict) -> None:
-    dropped, _ = run_baseline(fault)
+    dropped, *_ = run_baseline(fault)
     assert isinstance(dropped, Drop) and dropped.reason == "too_few_verdicts"
+
+
+def test_a_text_has_no_special_tokens_and_its_tokens_keep_them() -> None:
+    tokenizer = tiny_tokenizer()
+    end = tokenizer.eos_token_id
+    assert isinstance(end, int)
+
+    class Ends(OneToken):
+        async def generate(self, request: GenerateRequest) -> GenerateResult:
+            return GenerateResult(tuple(Generation(s, [7, end], [0.0] * 2, [0.0] * 2, [3, 3], "stop") for s in (1, 0)))
+
+    first, second = asyncio.run(generate(new_group_of_three(), Ends(), tokenizer))  # type: ignore[arg-type]
+    assert (first.uid, second.uid) == ("5-1", "5-0"), "an answer belongs to the sample that the engine names"
+    assert first.response == tokenizer.decode([7]) and first.response_segments[0].token_ids == (7, end)
+
+
+@pytest.mark.parametrize(("estimator", "needed"), [("grpo", 2), ("reinforce_plus_plus", 0)])
+def test_how_many_verdicts_a_group_needs_is_the_estimator_s_to_say(estimator: str, needed: int) -> None:
+    config = load_config("grpo", [f"algorithm.adv_estimator={estimator}"], complete=False).config
+    assert compute_reward(config).keywords == {"min_valid": needed}  # type: ignore[attr-defined]
+
+
+def test_a_group_of_one_is_never_dropped_for_too_few_verdicts() -> None:
+    group = answered()
+    work = judge_samples(group.samples[:1], Verdicts(Error("crashed")), context(group), min_valid=2)  # type: ignore[arg-type]
+    written = asyncio.run(work)
+    assert isinstance(written, dict) and written["valid"] == [False]
+
+
+PARTS = [{"acc": 1.0}, {"acc": 0.0}, {"acc": 1.0}]
+
+
+@pytest.mark.parametrize(
+    ("scores", "valid", "metric", "reason"),
+    [
+        ([0.5, 0.5, 0.5], [True, True, True], "score", "all_equal"),
+        ([0.5, 0.5, 0.9], [True, True, False], "score", "all_equal"),  # what has no verdict makes no difference
+        ([0.5, 0.7, 0.5], [True, True, True], "score", None),
+        ([0.5, 0.5, 0.5], [True, True, True], "acc", None),
+        ([0.5, 0.7, 0.9], [True, False, True], "acc", "all_equal"),
+        ([0.5, 0.7, 0.9], [True, True, True], "absent", "all_equal"),
+        ([0.5, 0.7, 0.9], [False, False, True], "score", "too_few_verdicts"),
+    ],
+)
+def test_a_group_whose_judged_samples_do_not_differ_is_dropped(
+    scores: list[float], valid: list[bool], metric: str, reason: str | None
+) -> None:
+    drop = dynamic_sampling(torch.tensor(scores), torch.tensor(valid), PARTS, metric=metric)
+    assert (drop.reason if drop else None) == reason
+
+
+class TokenScorer:
+    """The entropy of a token is its id, its log-prob the negative of that."""
+
+    def forward(self, batch: Batch, outputs: tuple[str, ...]) -> Batch:
+        out = batch.only(batch.names)
+        out["log_probs"], out["entropy"] = -batch.flat("response_ids").float(), batch.flat("response_ids").float()
+        return out
+
+
+def test_the_mean_entropy_is_over_the_tokens_that_are_trained_on_and_counts_by_them() -> None:
+    batch = columns_of(0, lengths=(3, 4), valid=(True, False))  # ids from 10 on
+    for score in (score_policy, score_proximal):
+        made = score(batch, TokenScorer())  # type: ignore[arg-type]
+        assert made.metrics == {"actor/entropy": 11.0} and made.weight == 3.0
+    assert isinstance(made.batch, dict)
+    assert made.batch["old_log_probs"].tolist() == [-1.0] * 7, "the rollout engine's own"
+    assert made.batch["prox_log_probs"].tolist() == [-10.0, -11, -12, -10, -11, -12, -13]
+
+
+class TwoRanks(OneRank):
+    """The other rank has the same."""
+
+    size = 2
+
+    def sum(self, value: Any) -> Any:
+        return {name: 2 * number for name, number in value.items()} if isinstance(value, dict) else 2 * value
+
+
+def test_the_coefficient_of_the_kl_moves_by_the_samples_of_all_ranks_and_is_told_as_it_was_used() -> None:
+    mask, state = torch.ones(2, 3), dict[str, Any]()
+    arguments = (torch.zeros(2, 3), torch.zeros(2, 3), torch.full((2, 3), -1.0), mask, torch.tensor([True, True]))
+    options = {"kl_penalty": "kl", "control": "adaptive", "kl_coef": 0.5, "target_kl": 0.1, "horizon": 100}
+    ctx = replace(context(answered()), state=state)
+    coefficient = 0.5
+    for _ in range(2):
+        made = take_off_kl(*arguments, ctx, TwoRanks(), **options)  # type: ignore[arg-type]
+        assert made.metrics["actor/kl_coef"] == pytest.approx(coefficient)
+        assert made.batch["token_level_rewards"].tolist() == [[pytest.approx(-coefficient)] * 3] * 2  # type: ignore[index]
+        coefficient *= 1 + 0.2 * 4 / 100
+    assert state == {"value": pytest.approx(coefficient)}
+
+
+class Trainer:
+    """Counts its optimizer steps and skips every other."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+
+    def train_step(self, batch: Batch, objective: object) -> dict[str, float]:
+        self.seen.append(sorted(set(batch["group_index"].tolist())))
+        return {"loss": float(len(self.seen)), "skipped": float(len(self.seen) % 2)}
+
+
+def trained(step: int, warmup: int = 2) -> tuple[NodeOutput, Trainer, list[bool]]:
+    engine, first = Trainer(), list[bool]()
+    told = lambda engine, batch, metrics, is_first: first.append(is_first)  # noqa: E731
+    ctx = NodeContext(Config(), step, None, after_update=told, tickets=(0, 1, 2))  # type: ignore[arg-type]
+    batch = Batch.concat([columns_of(number) for number in range(3)])
+    objective: Any = None
+    made = update(batch, engine, ctx, name="own", objective=objective, epochs=2, num_prompts=2, warmup=warmup)  # type: ignore[arg-type]
+    return made, engine, first
+
+
+def test_an_update_is_each_mini_batch_of_each_epoch_and_begins_behind_the_warm_up() -> None:
+    made, engine, first = trained(step=2)
+    assert [len(groups) for groups in engine.seen] == [2, 1, 2, 1]
+    assert sorted(engine.seen[0] + engine.seen[1]) == sorted(engine.seen[2] + engine.seen[3]) == [0, 1, 2]
+    assert first == [True, False, False, False]
+    assert made.metrics == {"own/loss": 2.5, "own/skipped": 2.0} and made.batch is None
+    made, engine, first = trained(step=1)
+    assert engine.seen == [] and first == [] and made.metrics == {}
+
+
+def test_the_critic_has_mini_batches_and_epochs_of_its_own_and_no_warm_up() -> None:
+    actor = "actor_rollout_ref.actor"
+    keys = ["trainer.critic_warmup=3", f"{actor}.ppo_mini_batch_size=4", f"{actor}.ppo_epochs=2", "critic.ppo_epochs=5"]
+    for more, num_prompts in (([], 4), (["critic.ppo_mini_batch_size=8"], 8)):
+        config = load_config("ppo", [*keys, *more], complete=False).config
+        options = [make(config).keywords for make in (train_actor, train_critic)]  # type: ignore[attr-defined]
+        assert [(o["name"], o["epochs"], o["num_prompts"], o["warmup"]) for o in options] == [
+            ("actor", 2, 4, 3),
+            ("critic", 5, num_prompts, 0),
+        ]

@@ -1,6 +1,7 @@
 """The built-in programs: their ids, their order, what a config leaves out, and how a config chooses one."""
 
 import inspect
+from pathlib import Path
 
 import pytest
 
@@ -8,12 +9,12 @@ from distflow.config import load_config
 from distflow.config.dag import NODE_KEYS
 from distflow.config.errors import UserError
 from distflow.graph import Pipeline, PipelineError
-from distflow.pipelines.assembly import bind
 from distflow.pipelines.dapo import dapo_pipeline
 from distflow.pipelines.grpo import grpo_pipeline
 from distflow.pipelines.ppo import ppo_pipeline
 from distflow.pipelines.select import select_pipeline
 from distflow.pipelines.sft import sft_pipeline
+from distflow.pipelines.spec import bind
 
 NEEDED = ["actor_rollout_ref.model.path=builtin:tiny", "data.train_files=rows.jsonl"]
 
@@ -54,7 +55,7 @@ def test_grpo_scores_before_it_compares() -> None:
 
 def test_without_a_kl_term_there_is_no_reference() -> None:
     program = bind(config("grpo", "actor_rollout_ref.actor.use_kl_loss=false"))
-    assert "reference_log_prob" in program.skipped
+    assert "reference_log_prob" not in [node.node_id for node in program.nodes]
     assert "ref" not in program.engines
 
 
@@ -64,8 +65,8 @@ def test_kl_in_the_reward_comes_before_the_advantages() -> None:
 
 
 def test_dapo_filters_in_the_experience_plane() -> None:
-    program = bind(config("dapo"))
-    assert [node.node_id for node in program.experience] == ["rollout_actor", "function_reward", "dynamic_sampling"]
+    experience = [node.node_id for node in bind(config("dapo")).experience]
+    assert experience[:3] == ["rollout_actor", "function_reward", "dynamic_sampling"]
 
 
 def test_ppo_has_a_critic() -> None:
@@ -110,8 +111,15 @@ def test_a_custom_function_must_return_a_graph() -> None:
         select_pipeline(config("grpo", "~dag.pipeline", "dag.custom_pipeline_fn='os:getcwd'"))
 
 
+def test_a_custom_function_may_lie_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "pipe.py"
+    file.write_text("from distflow.pipelines.dapo import dapo_pipeline as prog\n")
+    chosen = config("grpo", "~dag.pipeline", f"dag.custom_pipeline_fn={file}:prog")
+    assert select_pipeline(chosen).graph_id == "dapo_training_pipeline"
+
+
 def test_a_custom_function_that_is_not_there_is_named() -> None:
-    with pytest.raises(PipelineError, match="no_such_module"):
+    with pytest.raises(UserError, match="dag.custom_pipeline_fn: .*no_such_module"):
         select_pipeline(config("grpo", "~dag.pipeline", "dag.custom_pipeline_fn='no_such_module:make'"))
 
 

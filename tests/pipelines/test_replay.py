@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,24 +10,23 @@ from safetensors.torch import load_file, save_file
 
 from distflow import cli
 from distflow.config.errors import UserError
+from distflow.data.batch import Batch
 from distflow.pipelines.replay import replay_bundle
-from distflow.runtime import learning
+from tests.e2e.planting import plant_before_update
 from tests.e2e.runs import Playground
 
 
 def make_bundle(playground: Playground, monkeypatch: pytest.MonkeyPatch, column: str, *options: str) -> Path:
     """A run whose second step has a NaN at the last token of its third sample in `column`."""
-    original, count = learning.merge_output, iter(range(100))
+    count = iter(range(100))
 
-    def spoiled(node: Any, batch: Any, output: Any) -> Any:
-        merged, metrics = original(node, batch, output)
-        if column in node.contract.writes and next(count) == 1:
-            values = merged[column]
-            values[2, int(merged.lengths("response")[2]) - 1] = math.nan
-            merged[column] = values
-        return merged, metrics
+    def spoil(batch: Batch) -> None:
+        if next(count) == 1:
+            values = batch[column]
+            values[2, int(batch.lengths("response")[2]) - 1] = math.nan
+            batch[column] = values
 
-    monkeypatch.setattr(learning, "merge_output", spoiled)
+    plant_before_update(monkeypatch, spoil)
     run = playground.run(*options, "trainer.total_training_steps=2")
     (bundle,) = (run.folder / "bundles").iterdir()
     return bundle

@@ -1,35 +1,95 @@
-"""The plan of one process: everything on one worker, one experience edge between the planes."""
+"""Plans: one worker has everything, and one that does not fit its program is refused before anything is built."""
 
-from distflow.graph import NodeRole, Pipeline, node
-from distflow.planning.plan import Channel, plan_local
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from distflow.config.errors import UserError
+from distflow.graph import NodeRole, Pipeline, PipelineError, Program, node
+from distflow.planning.plan import Channel, Plan, RankPlan, check_plan, plan_local, rank_plan
 
 
-def test_everything_is_on_one_worker_and_the_planes_meet_at_the_experience_edge() -> None:
+class Groups:
+    rollout = actor = object()
+
+
+class Config:
+    actor_rollout_ref = Groups()
+    reward = object()
+
+
+@pytest.fixture
+def program() -> Program:
     @node(writes="responses")
-    def answer(prompts): ...
+    def answer(prompts, *, rollout): ...
 
-    def judge(responses): ...
+    @node(writes="token_level_rewards", scope="group")
+    def grade(responses, *, judge): ...
 
     def learn(token_level_rewards, *, actor): ...
 
-    class Groups:
-        rollout = actor = object()
-
-    class Config:
-        actor_rollout_ref = Groups()
-        reward = object()
-
-    program = (
+    return (
         Pipeline("small")
         .add_node("answer", answer)
-        .add_node("judge", judge, ["answer"], node_role=NodeRole.REWARD)
-        .add_node("learn", learn, ["judge"], node_role=NodeRole.ACTOR)
+        .add_node("grade", grade, ["answer"], node_role=NodeRole.REWARD)
+        .add_node("learn", learn, ["grade"], node_role=NodeRole.ACTOR)
         .build()
         .bind(Config(), ["prompts"])
     )
+
+
+def test_everything_is_on_one_worker_and_the_planes_meet_at_the_experience_edge(program: Program) -> None:
     plan = plan_local(program, "cpu")
     (rank,) = plan.ranks
-    assert rank.experience == ("answer", "judge")
-    assert rank.learning == ("learn",)
-    assert plan.channels == (Channel("answer", "judge", "local"), Channel("judge", "learn", "stream"))
-    assert plan.to_json()["ranks"][0]["device"] == "cpu"
+    assert (rank.experience, rank.learning) == (("answer", "grade"), ("learn",))
+    assert (rank.engines, rank.services) == (("rollout", "actor"), ("judge",))
+    assert plan.channels == (Channel("answer", "grade", "local"), Channel("grade", "learn", "stream"))
+    assert json.loads(json.dumps(plan.to_json()))["ranks"][0]["device"] == "cpu"
+    check_plan(plan, program)
+
+
+def test_an_engine_of_two_nodes_is_named_once() -> None:
+    @node(writes="responses")
+    def answer(prompts, *, rollout, judge): ...
+
+    @node(writes="token_level_rewards", scope="group")
+    def grade(responses, *, rollout, judge): ...
+
+    graph = Pipeline("small").add_node("answer", answer).add_node("grade", grade, ["answer"], node_role=NodeRole.REWARD)
+    (rank,) = plan_local(graph.build().bind(Config(), ["prompts"]), "cpu").ranks
+    assert (rank.engines, rank.services) == (("rollout",), ("judge",))
+
+
+def test_a_worker_gets_the_engines_and_services_of_its_own_nodes_only(program: Program) -> None:
+    learner = rank_plan(program, 0, "cuda:0", [], ["learn"])
+    player = rank_plan(program, 1, "cuda:1", ["answer", "grade"], [])
+    assert (learner.engines, learner.services) == (("actor",), ())
+    assert (player.engines, player.services, player.device) == (("rollout",), ("judge",), "cuda:1")
+    check_plan(Plan("small", (learner, player), ()), program)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"engines": ("rollout", "actor", "ref")}, "gives rank 0 the engine 'ref', which no node of program 'small'"),
+        ({"services": ("judge", "tokenizer")}, "gives rank 0 the service 'tokenizer', which no node"),
+        ({"engines": ("rollout",)}, "gives rank 0 no engine 'actor', which its nodes need"),
+        ({"services": ()}, "gives rank 0 no service 'judge', which its nodes need"),
+        ({"learning": (), "engines": ("rollout",)}, "no rank of the plan runs node 'learn' of program 'small'"),
+    ],
+)
+def test_a_plan_that_does_not_fit_its_program_is_refused(program: Program, changes: dict[str, Any], said: str) -> None:
+    plan = plan_local(program, "cpu")
+    rank: RankPlan = replace(plan.ranks[0], **changes)
+    with pytest.raises(UserError) as caught:
+        check_plan(replace(plan, ranks=(rank,)), program)
+    assert said in str(caught.value)
+
+
+def test_a_node_that_the_program_has_not_is_refused(program: Program) -> None:
+    plan = plan_local(program, "cpu")
+    rank = replace(plan.ranks[0], learning=("learn", "lern"))
+    with pytest.raises((UserError, PipelineError), match="lern"):
+        check_plan(replace(plan, ranks=(rank,)), program)

@@ -1,21 +1,22 @@
 """Verifiers are tried on known cases before a run: planted faults are named."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from distflow.config.errors import UserError
+from distflow.config.names import CUSTOM_REWARD, REWARDS
 from distflow.rewards import certify as certify_module
-from distflow.rewards.certify import CASES, certify, certify_answers, certify_deadline
-from distflow.rewards.functions import BUILTIN
+from distflow.rewards.certify import certify, certify_answers, certify_deadline, known_cases
 from distflow.rewards.router import RewardRouter
 
-SETTINGS = {"timeout_s": 20.0, "num_workers": 1}
+BUILTIN = [name for name in REWARDS if name != CUSTOM_REWARD]
+SETTINGS = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
 
 
 def test_every_built_in_has_good_and_bad_cases_and_passes_them():
-    assert set(CASES) == set(BUILTIN)
-    assert all({case.good for case in cases} == {True, False} for cases in CASES.values())
+    assert all({case.good for case in known_cases(name)} == {True, False} for name in BUILTIN)
     with RewardRouter({"default": [(name, 1.0) for name in BUILTIN]}, **SETTINGS) as router:
         asyncio.run(certify(router))
 
@@ -24,8 +25,9 @@ def test_every_built_in_has_good_and_bad_cases_and_passes_them():
     "body", ["return 1.0", "return 0.0", "raise ValueError('broken install')", "import os; os._exit(1)"]
 )
 def test_a_verifier_that_judges_wrongly_is_named(tmp_path, monkeypatch, body):
-    (tmp_path / "broken.py").write_text(f"def compute_score(solution_str):\n    {body}\n")
-    monkeypatch.setitem(BUILTIN, "math", f"{tmp_path / 'broken.py'}:compute_score")
+    cases = "from distflow.rewards.math_reward import CASES\n"
+    (tmp_path / "broken.py").write_text(f"{cases}def compute_score(solution_str):\n    {body}\n")
+    monkeypatch.setitem(REWARDS, "math", replace(REWARDS["math"], target=f"{tmp_path / 'broken.py'}:compute_score"))
     refused = pytest.raises(RuntimeError, match="the verifier 'math' is not fit for use here")
     with RewardRouter({"default": [("math", 1.0)]}, **SETTINGS) as router, refused:
         asyncio.run(certify(router))

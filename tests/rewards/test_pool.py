@@ -217,9 +217,9 @@ sys.stdin.read()
     ("source", "message"),
     [
         ("def compute_score(batch, config): return 0", "takes (batch, config)"),
-        ("def other(solution_str): return 0", "has no function 'compute_score'; its functions: other"),
+        ("def other(solution_str): return 0", "the module has no 'compute_score'; known: other"),
         ("async def compute_score(solution_str): return 0", "is async"),
-        ("import no_such_module", "No module named 'no_such_module'"),
+        ("import no_such_module", "needs the module 'no_such_module', which is not installed"),
         ("raise RuntimeError('at import')", "at import"),
         ("def compute_score(:", "SyntaxError"),
         ("import os; os._exit(0)", "exited with 0"),

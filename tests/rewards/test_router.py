@@ -8,11 +8,11 @@ import pytest
 
 from distflow.config.errors import UserError
 from distflow.data.sample import Sample, Segment
-from distflow.rewards.router import Judgement, Overlong, RewardRouter
+from distflow.rewards.router import Judgement, Overlong, RewardRouter, check_domains
 from distflow.rewards.verdict import Error, Score, Timeout
 
 FAULTY = str(Path(__file__).with_name("faulty_verifiers.py"))
-SETTINGS = {"timeout_s": 20.0, "num_workers": 1}
+SETTINGS = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
 
 
 def sample(response: str, ground_truth="5", domain: str = "default", num_tokens: int = 1, **extra) -> Sample:
@@ -20,8 +20,8 @@ def sample(response: str, ground_truth="5", domain: str = "default", num_tokens:
     return Sample("0-0", 0, segments, response=response, ground_truth=ground_truth, domain=domain, extra_info=extra)
 
 
-def score(router: RewardRouter, judged: Sample, max_response_length: int = 100) -> Judgement:
-    return asyncio.run(router.score(judged, max_response_length))
+def score(router: RewardRouter, judged: Sample) -> Judgement:
+    return asyncio.run(router.score(judged))
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +74,8 @@ def test_one_part_that_fails_leaves_the_sample_without_a_score_and_keeps_the_oth
 
 
 def test_a_part_that_hangs_is_a_timeout_of_the_sample():
-    with RewardRouter(
-        {"default": [("custom", 1.0)]}, timeout_s=0.4, num_workers=1, custom=(FAULTY, "compute_score")
-    ) as router:
+    settings = {**SETTINGS, "timeout_s": 0.4}
+    with RewardRouter({"default": [("custom", 1.0)]}, custom=(FAULTY, "compute_score"), **settings) as router:
         assert score(router, sample("hang in c")).verdict == Timeout(0.4)
         assert score(router, sample("echo", value=3)).verdict == Score(3.0)
         counts = router.take_counts()
@@ -92,11 +91,17 @@ def test_remarks_of_a_part_are_kept_under_its_name(router):
     assert isinstance(verdict, Score) and verdict.value == 0.5 and verdict.extra["custom/why"] == "half"
 
 
+def test_samples_are_judged_at_once_and_in_their_order(router):
+    judged = [sample("a", "a", "text"), sample("b", "a", "text"), sample("a", "a", "text", num_tokens=200)]
+    assert [j.verdict for j in asyncio.run(router(judged))] == [Score(2.0), Score(0.0), Score(1.5)]
+
+
 def test_domains_are_checked_before_the_run():
-    with RewardRouter({"gsm8k": [("math", 1.0)]}, **SETTINGS) as router:
-        router.check_domains(["gsm8k", "gsm8k"])
-        with pytest.raises(UserError, match=r"the domain 'gsm8x' \(nearest: 'gsm8k'\): add it to reward.functions"):
-            router.check_domains(["gsm8k", "gsm8x"])
+    functions = {"gsm8k": [("math", 1.0)]}
+    check_domains(functions, ["gsm8k", "gsm8k"])
+    check_domains({**functions, "default": [("math", 1.0)]}, ["gsm8x"])
+    with pytest.raises(UserError, match=r"the domain 'gsm8x': add it to reward.functions.*did you mean 'gsm8k'"):
+        check_domains(functions, ["gsm8k", "gsm8x"])
 
 
 @pytest.mark.parametrize(
@@ -107,8 +112,12 @@ def test_domains_are_checked_before_the_run():
         ({"default": [("maths", 1.0)]}, None, "did you mean 'math'"),
         ({"default": [("custom", 1.0)]}, None, "set custom_reward_function.path"),
         ({"default": [("custom", 1.0)]}, ("no/such/file.py", "compute_score"), "no file"),
-        ({"default": [("custom", 1.0)]}, ("no_such_module", "compute_score"), "No module named 'no_such_module'"),
-        ({"default": [("custom", 1.0)]}, (FAULTY, "compute_scores"), "has no function 'compute_scores'"),
+        ({"default": [("custom", 1.0)]}, ("no_such_module", "compute_score"), "there is no module 'no_such_module'"),
+        (
+            {"default": [("custom", 1.0)]},
+            (FAULTY, "compute_scores"),
+            "has no 'compute_scores'; did you mean 'compute_score'?",
+        ),
     ],
 )
 def test_functions_that_are_not_there(functions, custom, said):

@@ -48,6 +48,7 @@ def test_format(response, pattern, score):
     assert format.compute_score("d", response, None, {"format_regex": pattern} if pattern else {}) == score
 
 
-def test_a_broken_expression_is_an_error_not_a_wrong_format():
+@pytest.mark.parametrize("broken", ["(", 7])
+def test_a_broken_expression_is_an_error_not_a_wrong_format(broken):
     with pytest.raises(ValueError, match="format_regex"):
-        format.compute_score("d", "a", None, {"format_regex": "("})
+        format.compute_score("d", "a", None, {"format_regex": broken})

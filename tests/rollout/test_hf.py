@@ -1,6 +1,8 @@
 """The reference engine agrees with the embedded one, and keeps the same protocol."""
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +12,16 @@ from distflow.config.errors import UserError
 from distflow.flow.ticket import Version
 from distflow.rollout.hf import HFEngine
 from distflow.rollout.receipts import stripe_hashes
-from tests.rollout.drive import FIRST, forward_log_probs, make_engine, make_model, prompt_of, request_of, run_all
+from tests.rollout.drive import (
+    FIRST,
+    forward_log_probs,
+    make_engine,
+    make_model,
+    prompt_of,
+    request_of,
+    run_all,
+    tokens_of,
+)
 from tests.tiny_models import tiny_tokenizer
 
 OPTIONS: list[dict[str, Any]] = [
@@ -41,6 +52,19 @@ def test_both_engines_draw_the_same_tokens(options: dict[str, Any]) -> None:
             assert one.finish_reason == other.finish_reason and one.versions == other.versions
             assert one.rollout_log_probs == pytest.approx(other.rollout_log_probs, abs=1e-4)
             assert one.sampling_log_probs == pytest.approx(other.sampling_log_probs, abs=1e-4)
+
+
+@pytest.mark.parametrize("make", [make_engine, make_hf])
+def test_a_later_turn_goes_on_in_the_random_stream(make: Callable[[Any], Any]) -> None:
+    """Two turns with nothing said between them are one; without `num_drawn` the second repeats the first's numbers."""
+    model, request = make_model("qwen3"), request_of(prompt_of(5), (3,), max_tokens=20)
+    (whole,) = tokens_of(run_all(make(model), [request]))
+    first = replace(request, params=replace(request.params, max_tokens=8))
+    second = replace(request, prompt_ids=(*request.prompt_ids, *whole[:8]), num_drawn=8)
+    second = replace(second, params=replace(request.params, max_tokens=12))
+    turns = [tokens_of(run_all(make(model), [turn]))[0] for turn in (first, second, replace(second, num_drawn=0))]
+    assert turns[0] + turns[1] == whole
+    assert turns[2] != turns[1]
 
 
 def test_the_models_own_end_token_ends_nothing_unless_asked_for() -> None:

@@ -67,7 +67,7 @@ def test_each_part_of_the_identity_counts() -> None:
         (stream, 1),
         (Stream(2, "train", 2, 3), 0),
         (Stream(1, "val/math", 2, 3), 0),
-        (Stream(1, "train", 3, 2), 0),
+        (Stream(1, "train", 3, 3), 0),
         (Stream(1, "train", 2, 30), 0),
     ]
     assert len({sample_key(stream, 0), *(sample_key(*other) for other in others)}) == 6

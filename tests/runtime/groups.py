@@ -1,36 +1,59 @@
-"""What the tests of the runtime share: prompt groups, nodes bound to a config, a coordinator."""
+"""What the tests of the runtime share: prompt groups, nodes bound to a config, compiled steps, a coordinator."""
 
 from collections.abc import Callable
 from typing import Any
 
 from distflow.config import Config
 from distflow.data.batch import Batch
-from distflow.data.prompts import PROMPT_FIELDS
+from distflow.data.prompts import PROMPT_FIELDS, PromptRow
 from distflow.data.sample import Sample, Segment
-from distflow.flow.coordinator import Coordinator, DataPlan
+from distflow.flow.coordinator import Coordinator
+from distflow.flow.data_plan import DataPlan
 from distflow.flow.ticket import Ticket
 from distflow.graph import BoundNode, Pipeline
+from distflow.rollout.engine import SamplingParams
 from distflow.runtime.context import NodeContext
+from distflow.runtime.group import Group, new_group
+from distflow.runtime.step import Step, compile_steps
+from distflow.training.collective import OneRank
 
 FIELDS = (*PROMPT_FIELDS, "responses", "response_ids", "response_mask", "valid", "token_level_rewards")
+PARAMS = SamplingParams(4)
 
 
 def group(number: int = 0, lengths: tuple[int, ...] = (2, 4), valid: tuple[bool, ...] | None = None) -> Batch:
+    """The columns of `samples`."""
+    return Batch.from_samples(samples(number, lengths, valid))
+
+
+def samples(number: int = 0, lengths: tuple[int, ...] = (2, 4), valid: tuple[bool, ...] | None = None) -> list[Sample]:
     """One sample for each response length, behind prompts of 3 tokens."""
-    samples = []
+    made = []
     for i, length in enumerate(lengths):
         policy = Segment("policy", tuple(range(10, 10 + length)), (-1.0,) * length, (-1.0,) * length, (0,) * length)
-        samples.append(
+        made.append(
             Sample(
-                f"{number}-{i}", number, [Segment("prompt", (1, 2, 3)), policy], "p", f"r{i}", ground_truth=f"r{i}",
-                valid=valid is None or valid[i], extra_info={"row": i},
+                f"{number}-{i}", number, [Segment("prompt", (1, 2, 3)), policy], prompt="p", response=f"r{i}",
+                ground_truth=f"r{i}", valid=valid is None or valid[i], extra_info={"row": i},
             )
         )  # fmt: skip
-    return Batch.from_samples(samples)
+    return made
 
 
 def ticket(number: int = 0, size: int = 2) -> Ticket:
     return Ticket(number, 0, number, size, 0)
+
+
+def waiting_group(of: Ticket | None = None) -> Group:
+    """A group without any answer yet."""
+    of = of or ticket()
+    return new_group(of, PromptRow(of.row, (1, 2, 3), "p", "r0", "default", {"row": of.row}), PARAMS, seed=1)
+
+
+def answered_group(number: int = 0, lengths: tuple[int, ...] = (2, 4)) -> Group:
+    made = waiting_group(ticket(number, len(lengths)))
+    made.answer(samples(number, lengths))
+    return made
 
 
 def coordinator(**changes: Any) -> Coordinator:
@@ -44,8 +67,11 @@ def bound(fn: Callable[..., Any], config: Any = None, fields: tuple[str, ...] = 
     return graph.bind(config or Config(), fields).node("x")
 
 
-def context(step: int = 0) -> NodeContext:
-    async def judge(batch: Batch) -> list[Any]:
-        return []
+def step(fn: Callable[..., Any], resources: dict[str, object] | None = None, **settings: Any) -> Step:
+    """The function as a compiled node `x`."""
+    (compiled,) = compile_steps([bound(fn, **settings)], {"reduce": OneRank(), **(resources or {})})
+    return compiled
 
-    return NodeContext(Config(), step, None, judge, lambda *arguments: None)
+
+def context(step: int = 0, **changes: Any) -> NodeContext:
+    return NodeContext(Config(), step, None, **changes)  # type: ignore[arg-type]  # no test reads the tokenizer

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from distflow.runtime import checkpoint_files
 from distflow.runtime.checkpoint import CheckpointError, CheckpointStore
 
 
@@ -21,6 +22,14 @@ def parts_of(step, size=64):
         "actor": {"model/embed.weight": torch.randn(size, generator=generator), "m/0": torch.full((3,), float(step))},
         "coordinator": {"step": step, "dropped": {"equal_rewards": 3}},
     }
+
+
+def save(store, step, parts, metric=None):
+    """All of it by one process."""
+    writing = store.begin(step)
+    for name, part in parts.items():
+        writing.write(name, part)
+    return writing.commit(parts, metric)
 
 
 def assert_whole(checkpoint, step):
@@ -62,7 +71,7 @@ def test_tensors_and_values_come_back_bit_for_bit(tmp_path):
         "big": 2**63,
     }
     store = CheckpointStore(tmp_path / "checkpoints")
-    store.save(3, {"state": tensors, "meta": values, "nothing": {}, "list": [1, [2]]})
+    save(store, 3, {"state": tensors, "meta": values, "nothing": {}, "list": [1, [2]]})
     checkpoint = store.load()
     assert sorted(checkpoint.parts) == ["list", "meta", "nothing", "state"]
     loaded = checkpoint.load("state")
@@ -80,7 +89,7 @@ def test_tensors_and_values_come_back_bit_for_bit(tmp_path):
 
 def test_load_by_step_by_folder_and_from_another_store(tmp_path):
     store = CheckpointStore(tmp_path)
-    paths = {step: store.save(step, parts_of(step)) for step in (5, 10)}
+    paths = {step: save(store, step, parts_of(step)) for step in (5, 10)}
     assert_whole(store.load(), 10)
     assert_whole(store.load(5), 5)
     assert_whole(store.load(paths[5]), 5)
@@ -96,14 +105,14 @@ def test_nothing_to_load(tmp_path):
     assert not store.exists()
     with pytest.raises(CheckpointError, match="no checkpoint in .*none"):
         store.load()
-    store.save(1, parts_of(1))
+    save(store, 1, parts_of(1))
     assert store.exists()
 
 
 def test_retention_keeps_the_newest_and_the_best(tmp_path):
     store = CheckpointStore(tmp_path, keep_last=2, keep_best=1)
-    for step, metric in enumerate([0.1, 0.9, 0.3, math.nan, None, 0.2]):
-        store.save(step, parts_of(step), metric)
+    for step, metric in enumerate([0.1, 0.9, 0.3, None, math.nan, 0.2]):
+        save(store, step, parts_of(step), metric)
     assert names_in(store) == ["latest", "step-000001", "step-000004", "step-000005"]
     assert store.load(1).metric == 0.9 and store.load(4).metric is None
 
@@ -112,17 +121,17 @@ def test_the_newest_is_what_was_saved_last_whatever_its_step(tmp_path):
     """After going back to step 2, step 4 is newer than the abandoned steps 10 and 12: those go, it stays."""
     store = CheckpointStore(tmp_path, keep_last=2)
     for step in (2, 10, 12, 4):
-        store.save(step, parts_of(step))
+        save(store, step, parts_of(step))
     assert_whole(store.load(), 4)
-    store.save(6, parts_of(6))
+    save(store, 6, parts_of(6))
     assert names_in(store) == ["latest", "step-000004", "step-000006"]
 
 
 def test_a_step_that_is_saved_again_does_not_touch_the_old_one_before_it_is_whole(tmp_path):
     store = CheckpointStore(tmp_path)
-    store.save(2, parts_of(2))
+    save(store, 2, parts_of(2))
     other = {**parts_of(2), "coordinator": {"again": True}}
-    path = store.save(2, other)
+    path = save(store, 2, other)
     assert names_in(store) == ["latest", "step-000002", path.name]
     assert store.load().load("coordinator") == {"again": True} == store.load(2).load("coordinator")
 
@@ -130,6 +139,103 @@ def test_a_step_that_is_saved_again_does_not_touch_the_old_one_before_it_is_whol
 def test_keeping_none_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="at least 1"):
         CheckpointStore(tmp_path, keep_last=0)
+
+
+# Several processes
+
+
+def write_a_part(folder, step, name, part, fatal_point=None):
+    def on_point(point):
+        if point == fatal_point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    CheckpointStore(folder, on_point=on_point).writing(step).write(name, part)
+
+
+def in_a_process(target, *args):
+    """Its exit code."""
+    child = multiprocessing.get_context("fork").Process(target=target, args=args)
+    child.start()
+    child.join()
+    return child.exitcode
+
+
+def test_processes_write_their_own_parts_and_one_commits(tmp_path):
+    store, parts = CheckpointStore(tmp_path), parts_of(2)
+    save(store, 1, parts_of(1))
+    writing = store.begin(2)
+    children = [
+        multiprocessing.get_context("fork").Process(target=write_a_part, args=(tmp_path, 2, name, part))
+        for name, part in parts.items()
+    ]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert_whole(store.load(), 1)
+    path = writing.commit(parts, metric=0.5)
+    assert path == tmp_path / "step-000002"
+    assert sorted(entry.name for entry in path.iterdir()) == ["actor.safetensors", "coordinator.json", "manifest.json"]
+    assert_whole(CheckpointStore(tmp_path).load(), 2)
+    assert store.load().metric == 0.5
+
+
+def test_a_part_is_joined_to_the_checkpoint_of_its_step_only(tmp_path):
+    store = CheckpointStore(tmp_path)
+    with pytest.raises(CheckpointError, match=f"no checkpoint of step 2 is being written to {tmp_path}"):
+        store.writing(2)
+    save(store, 2, parts_of(2))
+    with pytest.raises(CheckpointError, match="no checkpoint of step 2 is being written"):
+        store.writing(2)
+    store.begin(2)
+    store.writing(2).write("coordinator", {"again": True})
+    with pytest.raises(CheckpointError, match="no checkpoint of step 3 is being written"):
+        store.writing(3)
+    store.writing(2).commit(["coordinator"])
+    assert store.load().load("coordinator") == {"again": True}
+
+
+def test_a_part_that_was_announced_and_is_missing_commits_nothing(tmp_path):
+    store, parts = CheckpointStore(tmp_path), parts_of(2)
+    save(store, 1, parts_of(1))
+    writing = store.begin(2)
+    writing.write("actor", parts["actor"])
+    with pytest.raises(CheckpointError, match="step 2 was not written to .*: coordinator, critic missing"):
+        writing.commit([*parts, "critic"])
+    assert names_in(store) == ["latest", "step-000001"]
+    assert_whole(store.load(), 1)
+
+
+def die_within_a_part(folder, step, part):
+    """Killed when the bytes are there and before the file has its name."""
+    checkpoint_files.sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+    write_a_part(folder, step, "actor", part)
+
+
+def test_half_a_part_is_no_part(tmp_path):
+    store, parts = CheckpointStore(tmp_path), parts_of(2)
+    save(store, 1, parts_of(1))
+    writing = store.begin(2)
+    assert in_a_process(die_within_a_part, tmp_path, 2, parts["actor"]) == -signal.SIGKILL
+    writing.write("coordinator", parts["coordinator"])
+    with pytest.raises(CheckpointError, match="actor missing"):
+        writing.commit(parts)
+    writing = store.begin(2)
+    assert in_a_process(die_within_a_part, tmp_path, 2, parts["actor"]) == -signal.SIGKILL
+    assert in_a_process(write_a_part, tmp_path, 2, "actor", parts["actor"]) == 0, "its replacement writes it again"
+    writing.write("coordinator", parts["coordinator"])
+    writing.commit(parts)
+    assert_whole(store.load(), 2)
+    assert sorted(store.load().parts) == ["actor", "coordinator"]
+
+
+def test_a_process_that_is_killed_behind_its_part_costs_nothing(tmp_path):
+    store, parts = CheckpointStore(tmp_path), parts_of(2)
+    writing = store.begin(2)
+    assert in_a_process(write_a_part, tmp_path, 2, "actor", parts["actor"], "part actor") == -signal.SIGKILL
+    writing.write("coordinator", parts["coordinator"])
+    writing.commit(parts)
+    assert_whole(store.load(), 2)
 
 
 # Fault 12: killed at each point of a checkpoint's writing
@@ -140,7 +246,7 @@ def save_and_die(folder, fatal_point):
         if point == fatal_point:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    CheckpointStore(folder, keep_last=2, keep_best=1, on_point=on_point).save(4, parts_of(4), metric=0.4)
+    save(CheckpointStore(folder, keep_last=2, keep_best=1, on_point=on_point), 4, parts_of(4), metric=0.4)
 
 
 def points_of_a_save(folder):
@@ -148,9 +254,9 @@ def points_of_a_save(folder):
     points = []
     for step in (1, 2, 3):
         points.clear()
-        CheckpointStore(folder, keep_last=2, keep_best=1, on_point=points.append).save(step, parts_of(step), -step)
+        save(CheckpointStore(folder, keep_last=2, keep_best=1, on_point=points.append), step, parts_of(step), -step)
     points.clear()
-    CheckpointStore(folder, keep_last=2, keep_best=1, on_point=points.append).save(4, parts_of(4), metric=0.4)
+    save(CheckpointStore(folder, keep_last=2, keep_best=1, on_point=points.append), 4, parts_of(4), metric=0.4)
     return points
 
 
@@ -167,17 +273,14 @@ def test_these_are_the_points(tmp_path):
 @pytest.mark.parametrize("point", POINTS)
 def test_a_kill_at_any_point_leaves_a_whole_checkpoint_and_no_leftovers(tmp_path, point):
     for step in (1, 2, 3):
-        CheckpointStore(tmp_path, keep_last=2, keep_best=1).save(step, parts_of(step), -step)
-    child = multiprocessing.get_context("fork").Process(target=save_and_die, args=(tmp_path, point))
-    child.start()
-    child.join()
-    assert child.exitcode == -signal.SIGKILL, "the fault did not fire"
+        save(CheckpointStore(tmp_path, keep_last=2, keep_best=1), step, parts_of(step), -step)
+    assert in_a_process(save_and_die, tmp_path, point) == -signal.SIGKILL, "the fault did not fire"
 
     survivor = CheckpointStore(tmp_path, keep_last=2, keep_best=1)
     latest_moved = POINTS.index(point) >= POINTS.index("latest")
     assert_whole(survivor.load(), 4 if latest_moved else 3)
     assert survivor.load().message == ""
-    survivor.save(4, parts_of(4), metric=0.5)
+    save(survivor, 4, parts_of(4), metric=0.5)
     assert_whole(survivor.load(), 4)
     assert all(name == "latest" or name.startswith("step-") and "." not in name for name in names_in(survivor))
     assert len(names_in(survivor)) <= 4
@@ -186,7 +289,7 @@ def test_a_kill_at_any_point_leaves_a_whole_checkpoint_and_no_leftovers(tmp_path
 def test_leftovers_are_removed_at_the_start_and_nothing_else(tmp_path):
     store = CheckpointStore(tmp_path)
     store.remove_leftovers()
-    store.save(1, parts_of(1))
+    save(store, 1, parts_of(1))
     for name in ("step-000002.partial", "step-000000.removed"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "actor.safetensors").write_bytes(b"half")
@@ -203,8 +306,8 @@ def test_a_reader_leaves_a_running_save_alone(tmp_path):
         assert_whole(CheckpointStore(tmp_path).load(), 1)
         seen.append(point)
 
-    CheckpointStore(tmp_path).save(1, parts_of(1))
-    CheckpointStore(tmp_path, on_point=lambda p: on_point(p) if p != "latest" else None).save(2, parts_of(2))
+    save(CheckpointStore(tmp_path), 1, parts_of(1))
+    save(CheckpointStore(tmp_path, on_point=lambda p: on_point(p) if p != "latest" else None), 2, parts_of(2))
     assert "manifest" in seen
     assert_whole(CheckpointStore(tmp_path).load(), 2)
 
@@ -225,16 +328,16 @@ def small_disk(tmp_path):
 
 def test_a_full_disk_fails_loudly_and_keeps_the_old_one(small_disk):
     store = CheckpointStore(small_disk / "checkpoints")
-    store.save(1, parts_of(1))
+    save(store, 1, parts_of(1))
     too_large = {**parts_of(2, size=1 << 20)}
     for _ in range(2):
         with pytest.raises(CheckpointError) as caught:
-            store.save(2, too_large)
+            save(store, 2, too_large)
         for piece in ("step 2", str(store.folder), "disk is full", "trainer.default_local_dir"):
             assert piece in str(caught.value)
         assert names_in(store) == ["latest", "step-000001"]
         assert_whole(store.load(), 1)
-    store.save(3, parts_of(3))
+    save(store, 3, parts_of(3))
     assert_whole(store.load(), 3)
 
 
@@ -243,27 +346,45 @@ def save_under_a_limit(folder, limit_bytes, answer):
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
     try:
-        CheckpointStore(folder).save(2, {"log": "x" * 100_000, **parts_of(2)})
+        save(CheckpointStore(folder), 2, {"log": "x" * 100_000, **parts_of(2)})
     except CheckpointError as err:
         answer.send(str(err))
 
 
 def test_a_file_that_cannot_grow_fails_loudly_and_keeps_the_old_one(tmp_path):
     """A JSON part hits the limit in the middle of its write, as on a full disk, without the right to mount one."""
-    CheckpointStore(tmp_path).save(1, parts_of(1))
+    save(CheckpointStore(tmp_path), 1, parts_of(1))
     ours, theirs = multiprocessing.Pipe()
-    child = multiprocessing.get_context("fork").Process(target=save_under_a_limit, args=(tmp_path, 50_000, theirs))
-    child.start()
-    child.join()
-    assert child.exitcode == 0 and "the disk is full" in ours.recv()
+    assert in_a_process(save_under_a_limit, tmp_path, 50_000, theirs) == 0
+    assert "the disk is full" in ours.recv()
     assert names_in(CheckpointStore(tmp_path)) == ["latest", "step-000001"]
     assert_whole(CheckpointStore(tmp_path).load(), 1)
+
+
+def write_under_a_limit(folder, limit_bytes):
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        write_a_part(folder, 2, "actor", parts_of(2, size=1 << 20)["actor"])
+
+
+def test_a_part_that_another_process_could_not_write_is_told_to_the_one_that_commits(tmp_path):
+    store = CheckpointStore(tmp_path)
+    save(store, 1, parts_of(1))
+    writing = store.begin(2)
+    writing.write("coordinator", {})
+    assert in_a_process(write_under_a_limit, tmp_path, 50_000) == 0
+    with pytest.raises(CheckpointError, match="step 2 was not written .*actor, coordinator missing"):
+        writing.commit(parts_of(2))
+    assert names_in(store) == ["latest", "step-000001"]
+    assert_whole(store.load(), 1)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="file/checkpoints.*Not a directory.*default_local_dir"):
-        CheckpointStore(tmp_path / "file" / "checkpoints").save(1, parts_of(1))
+        save(CheckpointStore(tmp_path / "file" / "checkpoints"), 1, parts_of(1))
 
 
 # Fault 14: the newest checkpoint is corrupt
@@ -287,7 +408,7 @@ DAMAGES = [flip_a_bit, cut_short, Path.unlink, lambda path: path.write_bytes(b""
 def test_a_damaged_newest_checkpoint_is_passed_over_and_the_user_told(tmp_path, name, damage):
     store = CheckpointStore(tmp_path)
     for step in (1, 2, 3):
-        store.save(step, parts_of(step))
+        save(store, step, parts_of(step))
     damage(tmp_path / "step-000003" / name)
     checkpoint = store.load()
     assert_whole(checkpoint, 2)
@@ -299,7 +420,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_the_user_told(tmp_path, 
 
 def test_every_field_of_the_manifest_is_covered_by_its_checksum(tmp_path):
     store = CheckpointStore(tmp_path)
-    path = store.save(1, parts_of(1), metric=0.5) / "manifest.json"
+    path = save(store, 1, parts_of(1), metric=0.5) / "manifest.json"
     body = json.loads(path.read_text())
     for key, value in (("step", 2), ("serial", 9), ("metric", 0.6), ("files", {})):
         path.write_text(json.dumps({**body, key: value}))
@@ -310,10 +431,10 @@ def test_every_field_of_the_manifest_is_covered_by_its_checksum(tmp_path):
 def test_a_run_goes_on_after_a_damaged_one_and_saves_its_step_again(tmp_path):
     store = CheckpointStore(tmp_path, keep_last=2)
     for step in (1, 2):
-        store.save(step, parts_of(step))
+        save(store, step, parts_of(step))
     flip_a_bit(tmp_path / "step-000002" / "actor.safetensors")
     assert_whole(store.load(), 1)
-    store.save(2, parts_of(2))
+    save(store, 2, parts_of(2))
     checkpoint = store.load()
     assert_whole(checkpoint, 2)
     assert checkpoint.message == ""
@@ -322,7 +443,7 @@ def test_a_run_goes_on_after_a_damaged_one_and_saves_its_step_again(tmp_path):
 def test_all_damaged_is_an_error_that_names_each(tmp_path):
     store = CheckpointStore(tmp_path)
     for step in (1, 2):
-        flip_a_bit(store.save(step, parts_of(step)) / "actor.safetensors")
+        flip_a_bit(save(store, step, parts_of(step)) / "actor.safetensors")
     with pytest.raises(CheckpointError, match="no checkpoint .* is whole: .*step-000002.*step-000001"):
         store.load()
 
@@ -331,7 +452,7 @@ def test_all_damaged_is_an_error_that_names_each(tmp_path):
 def test_a_lost_pointer_costs_nothing(tmp_path, content):
     store = CheckpointStore(tmp_path)
     for step in (1, 2):
-        store.save(step, parts_of(step))
+        save(store, step, parts_of(step))
     if content is None:
         (tmp_path / "latest").unlink()
     else:
@@ -344,7 +465,7 @@ def save_for_ever(folder, first):
     store = CheckpointStore(folder, keep_last=2, keep_best=1)
     step = first
     while True:
-        store.save(step, parts_of(step), metric=-step)
+        save(store, step, parts_of(step), metric=-step)
         step += 1
 
 
@@ -353,7 +474,7 @@ def test_kills_at_random_moments(tmp_path):
     """Within a write too, which the named points are not."""
     rng = random.Random(0)
     store = CheckpointStore(tmp_path)
-    store.save(0, parts_of(0))
+    save(store, 0, parts_of(0))
     reached = 0
     for _ in range(30):
         child = multiprocessing.get_context("fork").Process(target=save_for_ever, args=(tmp_path, reached + 1))

@@ -1,24 +1,28 @@
 """What a run tells: kept groups, how it ended, and that telling never hides what went wrong."""
 
 import errno
+import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from distflow.config import Config, config_from_dict
 from distflow.observe.run_reader import read_events
 from distflow.runtime.recorder import Recorder
+from distflow.runtime.spec import Spec
+from tests.e2e.runs import Playground
 from tests.runtime.groups import group
 
 
-def config(**trainer: Any) -> Config:
-    return config_from_dict({"trainer": {"logger": [], **trainer}}, judge=False)
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> Spec:
+    return Playground(tmp_path_factory.mktemp("ground")).spec("grpo")[1]
 
 
-def record(folder: Path, **trainer: Any) -> Recorder:
-    return Recorder(config(**trainer), folder, 5, 0, None)
+def record(spec: Spec, folder: Path, **options: Any) -> Recorder:
+    return Recorder(replace(spec, options=replace(spec.options, run_dir=folder, logger=(), **options)), 5, 0, None)
 
 
 @pytest.mark.parametrize(
@@ -29,8 +33,8 @@ def record(folder: Path, **trainer: Any) -> Recorder:
         ({"save_groups": "last_k", "save_groups_last": 2}, [3, 4]),
     ],
 )
-def test_groups_are_kept_as_asked(tmp_path: Path, mode: dict[str, Any], left: list[int]) -> None:
-    with record(tmp_path / "run", **mode) as recorder:
+def test_groups_are_kept_as_asked(spec: Spec, tmp_path: Path, mode: dict[str, Any], left: list[int]) -> None:
+    with record(spec, tmp_path / "run", **mode) as recorder:
         for step in range(1, 5):
             recorder.keep_groups(step, group())
         recorder.status = "finished"
@@ -38,13 +42,13 @@ def test_groups_are_kept_as_asked(tmp_path: Path, mode: dict[str, Any], left: li
     assert found == [f"{step:06d}.safetensors" for step in left]
 
 
-def test_how_a_run_ended_is_the_last_event(tmp_path: Path) -> None:
+def test_how_a_run_ended_is_the_last_event(spec: Spec, tmp_path: Path) -> None:
     for status in ("finished", "stopped"):
-        with record(tmp_path / status) as recorder:
+        with record(spec, tmp_path / status) as recorder:
             recorder.status = status
         end = read_events(tmp_path / status)[-1]
         assert (end.kind, end.fields["status"]) == ("end", status)
-    with pytest.raises(KeyError), record(tmp_path / "failed"):
+    with pytest.raises(KeyError), record(spec, tmp_path / "failed"):
         raise KeyError("what went wrong")
     error, end = read_events(tmp_path / "failed")[-2:]
     assert (error.kind, error.message) == ("error", "KeyError: 'what went wrong'")
@@ -52,14 +56,21 @@ def test_how_a_run_ended_is_the_last_event(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_fails_at_the_end_does_not_hide_the_first_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spec: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with pytest.raises(KeyError, match="the first"), record(tmp_path / "run"):
+    with pytest.raises(KeyError, match="the first"), record(spec, tmp_path / "run"):
         monkeypatch.setattr(os, "write", full)
         raise KeyError("the first")
     monkeypatch.undo()
-    with pytest.raises(OSError, match="No space"), record(tmp_path / "other"):
+    with pytest.raises(OSError, match="No space"), record(spec, tmp_path / "other"):
         monkeypatch.setattr(os, "write", full)
+
+
+def test_every_wait_is_a_span_that_names_who_is_waited_for(spec: Spec, tmp_path: Path) -> None:
+    with record(spec, tmp_path / "run") as recorder, recorder.waits("learner", "step 3", on="experience"):
+        pass
+    span = json.loads((tmp_path / "run" / "spans" / "learner.jsonl").read_text())
+    assert (span["kind"], span["what"], span["on"]) == ("wait", "step 3", "experience")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from distflow.rewards.router import RewardRouter
+from distflow.runtime.resources import Resources, build_resources
 from distflow.runtime.session import Session
 from tests.e2e.runs import Playground
 
@@ -15,23 +16,28 @@ def ground(tmp_path: Path) -> Playground:
     return Playground(tmp_path, num_rows=4)
 
 
+def resources_of(ground: Playground) -> Resources:
+    _, spec = ground.spec("grpo")
+    return build_resources(spec.factories, spec.plan.ranks[0])
+
+
 def test_leaving_cancels_work_before_it_closes_what_the_work_needs(ground: Playground) -> None:
-    _, parts = ground.parts("grpo", "trust.certify_rewards=false")
+    resources = resources_of(ground)
     seen: list[str] = []
 
     async def works() -> None:
         try:
             await asyncio.Event().wait()
         finally:
-            assert parts.rewards is not None
-            seen.append("closed" if parts.rewards.pool._closed else "open")
+            assert resources.judge is not None
+            seen.append("closed" if resources.judge.pool._closed else "open")
 
-    with pytest.raises(KeyError, match="the first"), Session(parts) as session:
+    with pytest.raises(KeyError, match="the first"), Session(resources, None) as session:
         future = session.start(works())
         session.call(asyncio.sleep(0))
         raise KeyError("the first")
     assert seen == ["open"] and future.cancelled()
-    assert parts.rewards is not None and parts.rewards.pool.pids() == []
+    assert resources.judge is not None and resources.judge.pool.pids() == []
 
 
 def test_a_service_that_cannot_end_is_told_only_where_nothing_failed_before(
@@ -45,21 +51,21 @@ def test_a_service_that_cannot_end_is_told_only_where_nothing_failed_before(
 
     monkeypatch.setattr(RewardRouter, "close", fails)
     for first, told in ((KeyError("the first"), "the first"), (None, "the second")):
-        _, parts = ground.parts("grpo", "trust.certify_rewards=false")
-        with pytest.raises((KeyError, OSError), match=told), Session(parts):
+        resources = resources_of(ground)
+        with pytest.raises((KeyError, OSError), match=told), Session(resources, None):
             if first is not None:
                 raise first
 
 
 def test_a_loop_that_dies_ends_the_session_and_answers_the_learner(ground: Playground) -> None:
-    _, parts = ground.parts("grpo", "trust.certify_rewards=false")
+    resources = resources_of(ground)
 
     async def exits() -> None:
         raise SystemExit(3)
 
-    with pytest.raises(RuntimeError, match="has ended"), Session(parts) as session:
+    with pytest.raises(RuntimeError, match="has ended"), Session(resources, None) as session:
         waiting = session.start(asyncio.Event().wait())
         session.start(exits())
         waiting.result(20)
-    assert parts.rewards is not None
-    parts.rewards.close()
+    assert resources.judge is not None
+    resources.judge.close()

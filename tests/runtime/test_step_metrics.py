@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from distflow.flow.account import Account
-from distflow.runtime.step_metrics import batch_metrics, group_metrics, part_metrics, sample_rows, score_metrics
+from distflow.runtime.step_metrics import (
+    batch_metrics,
+    group_metrics,
+    over_ranks,
+    part_metrics,
+    sample_rows,
+    score_metrics,
+)
+from distflow.training.collective import OneRank
 from tests.runtime.groups import group
 
 
@@ -46,3 +54,24 @@ def test_a_row_for_each_sample() -> None:
     assert [row["advantage"] for row in rows] == [pytest.approx(2.0), pytest.approx(2.0)]
     assert rows[0]["score"] is None and rows[0]["errors"] is None and rows[0]["reward_parts"] == {}
     assert rows[1]["response_length"] == 4 and rows[1]["versions"] == [0] and rows[1]["uid"] == "0-1"
+
+
+class OtherRank(OneRank):
+    """Sums with what a second rank has, which this one's numbers say nothing of."""
+
+    size = 2
+
+    def __init__(self, *others: dict[str, float]) -> None:
+        self.others = list(others)
+
+    def sum(self, value):  # type: ignore[no-untyped-def]
+        other = self.others.pop(0)
+        assert set(value) == set(other)
+        return {name: number + other[name] for name, number in value.items()}
+
+
+def test_what_nodes_measured_are_means_over_ranks_by_their_weights() -> None:
+    measured = [({"a": 1.0, "b": 8.0}, 3.0), ({"b": 2.0, "c": float("nan")}, 0.0)]
+    assert over_ranks(measured[:1], OneRank()) == {"a": 1.0, "b": 8.0}
+    other = OtherRank({"a": 5.0, "b": 4.0, "c": 0.0}, {"a": 1.0, "b": 2.0, "c": 0.0})
+    assert over_ranks(measured, other) == {"a": 2.0, "b": 2.0, "c": 0.0}

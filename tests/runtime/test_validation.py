@@ -3,18 +3,26 @@
 import asyncio
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
+from distflow.config import Config
 from distflow.data.batch import Batch
+from distflow.data.prompts import PromptRow
+from distflow.data.sample import Sample
 from distflow.flow.ticket import Ticket
-from distflow.graph import Drop
-from distflow.rollout.engine import SamplingParams
-from distflow.runtime.parts import ValidationSet
-from distflow.runtime.validation import pass_at_k, validate
-from tests.runtime.groups import group
+from distflow.graph import Drop, node
+from distflow.rollout.engine import SamplingParams, Stream
+from distflow.runtime.context import Contexts, NodeContext
+from distflow.runtime.experience import ExperiencePlane
+from distflow.runtime.group import Group
+from distflow.runtime.resources import Resources
+from distflow.runtime.spec import ValidationSet
+from distflow.runtime.step import compile_steps
+from distflow.runtime.validation import Validator, held_out_loss, pass_at_k, validate
+from tests.runtime.groups import bound, group, samples, waiting_group
 
 GREEDY, SAMPLED = SamplingParams(4, greedy=True), SamplingParams(4)
 
@@ -87,6 +95,73 @@ def test_an_answer_without_a_verdict_is_not_right_and_is_counted() -> None:
 
     metrics, samples = run(chosen, dropped)
     assert metrics["val_correct/all/mean"] == 0.0 and metrics["val/errors"] == 2.0 and samples == []
+
+
+def test_held_out_prompts_are_answered_as_they_are_to_be_by_the_nodes_that_validate() -> None:
+    asked: list[tuple[Group, bool]] = []
+
+    @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
+    async def answer(group: Group, ctx: NodeContext) -> list[Sample]:
+        asked.append((group, ctx.validating))
+        return samples(group.ticket.number, (1,) * len(group))
+
+    @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
+    def judge(group: Group) -> list[float]:
+        return [float(group.row.index == 1)] * len(group)
+
+    @node(writes=(), role="DYNAMIC_SAMPLING", reads=("response_mask",))
+    def drops(group: Group) -> Drop:
+        return Drop("all_equal")
+
+    parts = Resources(None, (3, 7), {}, 0)  # type: ignore[arg-type]  # no node reads the tokenizer
+    contexts = Contexts(Config(), parts, {}, lambda *update: None)
+    steps = compile_steps([bound(answer), bound(judge), bound(drops)], {})
+    plane = ExperiencePlane(steps, waiting_group, contexts.experience, None, 10.0, lambda *ended: None)
+    prompts = [PromptRow(i, (1, 2, 3), f"p{i}", "", "default", {}) for i in range(2)]
+    chosen = ValidationSet("own", prompts, GREEDY, SAMPLED, 2)
+    metrics, rows = asyncio.run(Validator([chosen], contexts, plane, (3, 7), 9, print).run(5))
+    assert metrics["val_correct/all/mean"] == metrics["val_correct/all/mean@2"] == 0.5 and len(rows) == 6
+    assert [row["score"] for row in rows] == [0.0, 1.0, 0.0, 0.0, 1.0, 1.0]
+    assert all(validating for _, validating in asked), "a fault drops no group here"
+    drawn = [(group.params, group.stream, len(group)) for group, _ in asked]
+    greedy, sampled = (replace(params, stop_token_ids=(3, 7)) for params in (GREEDY, SAMPLED))
+    assert drawn == [(greedy, Stream(9, "val/own/greedy", 5, i), 1) for i in range(2)] + [
+        (sampled, Stream(9, "val/own/sampled", 5, i), 2) for i in range(2)
+    ]
+
+
+def test_a_prompt_on_which_a_node_fails_costs_its_own_answers_only() -> None:
+    @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
+    async def answer(group: Group) -> list[Sample]:
+        return samples(group.ticket.number, (1,) * len(group))
+
+    @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
+    def judge(group: Group) -> list[float]:
+        return [1.0 / group.row.index] * len(group)
+
+    parts = Resources(None, (), {}, 0)  # type: ignore[arg-type]  # no node reads the tokenizer
+    contexts = Contexts(Config(), parts, {}, lambda *update: None)
+    steps = compile_steps([bound(answer), bound(judge)], {})
+    plane = ExperiencePlane(steps, waiting_group, contexts.experience, None, 10.0, lambda *ended: None)
+    prompts = [PromptRow(i, (1, 2, 3), f"p{i}", "", "default", {}) for i in range(2)]
+    said: list[str] = []
+    validator = Validator([ValidationSet("own", prompts, GREEDY, None, 0)], contexts, plane, (), 9, said.append)
+    metrics, rows = asyncio.run(validator.run(5))
+    assert metrics == {"val_correct/all/mean": 0.5, "val/errors": 1.0} and len(rows) == 1
+    assert len(said) == 1 and said[0].startswith("held-out prompt 0 of 'own': ") and "division by zero" in said[0]
+
+
+def test_a_held_out_loss_is_a_mean_over_the_answers_tokens() -> None:
+    class Scorer:
+        def forward(self, batch: Batch, wanted: tuple[str, ...]) -> Batch:
+            assert wanted == ("log_probs",) and batch["response_ids"].tolist() == [[5, 0, 0], [6, 7, 8]]
+            out = batch.only(batch.names)
+            out["log_probs"] = -batch.flat("response_ids").float()
+            return out
+
+    prompts = [PromptRow(i, (1,), "p", "", "default", {}, ids) for i, ids in enumerate(((5,), (6, 7, 8)))]
+    chosen = ValidationSet("val", prompts, None)
+    assert held_out_loss([chosen], Scorer()) == {"sft/val_loss": (5 + 6 + 7 + 8) / 4}  # type: ignore[arg-type]
 
 
 def test_a_score_that_is_not_one_is_not_right() -> None:

@@ -1,15 +1,33 @@
 """Whole runs in this process: when is validated, saved, kept; what a new start leaves out."""
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from distflow.config.errors import UserError
+from distflow.data.batch import Batch
+from distflow.flow.coordinator import Coordinator
+from distflow.flow.ledger import timeline
+from distflow.flow.ticket import Version
+from distflow.graph import NodeStatus
 from distflow.observe.run_reader import read_metrics
+from distflow.runtime.blame import NodeError
 from distflow.runtime.checkpoint import CheckpointStore
 from distflow.runtime.checkpoint_files import read_manifest
-from distflow.runtime.local import launch_local
+from distflow.runtime.checkpoint_writing import Writing
+from distflow.runtime.checks.live import LiveChecks
+from distflow.runtime.local import launch_local, local_ports
+from distflow.runtime.publish import Publisher
+from distflow.runtime.recorder import Recorder
+from distflow.runtime.resources import Resources, build_resources
+from distflow.runtime.spec import Spec
+from distflow.runtime.stop import StopRequest
+from distflow.runtime.worker import Worker
 from tests.e2e.runs import Playground, notes
 
 CHEAP = ("trust.certify_rewards=false", "actor_rollout_ref.rollout.n=2")
@@ -52,10 +70,10 @@ def test_validation_and_saving_also_come_after_the_last_step_and_once(ground: Pl
     assert steps(run.folder, "val") == [0, 3] and steps(run.folder, "train") == [1, 2, 3]
     assert [path.name for path in (run.folder / "checkpoints").glob("step-*")] == ["step-000003"]
     # Resumed after the end: nothing is measured or saved again.
-    config, parts = ground.parts(
+    _, spec = ground.spec(
         "grpo", *CHEAP, "trainer.save_freq=100", "trainer.test_freq=100", "trainer.total_epochs=1", *data
     )
-    outcome = launch_local(parts)
+    outcome = launch_local(spec)
     assert (outcome.steps, outcome.stopped) == (3, False) and outcome.report.exists()
     assert steps(run.folder, "val") == [0, 3]
     assert len(list((run.folder / "checkpoints").glob("step-*"))) == 1
@@ -80,8 +98,8 @@ def test_a_new_start_leaves_out_what_the_old_one_measured(ground: Playground) ->
     keys = ("trainer.save_freq=1", "trainer.total_epochs=1", "trainer.val_before_train=true")
     data = (f"data.val_files={ground.folder}/rows.jsonl", "data.val_max_samples=2")
     ground.run("grpo", *CHEAP, *keys, *data)
-    _, parts = ground.parts("grpo", *CHEAP, "trainer.save_freq=1", "trainer.total_training_steps=1")
-    assert launch_local(parts, resume="never").steps == 1
+    _, spec = ground.spec("grpo", *CHEAP, "trainer.save_freq=1", "trainer.total_training_steps=1")
+    assert launch_local(spec, resume="never").steps == 1
     records = read_metrics(ground.folder / "run")
     assert [(record.step, record.kind, record.inc) for record in records] == [(1, "train", 1)]
 
@@ -90,13 +108,154 @@ def test_metrics_are_written_before_the_checkpoint_of_their_step(
     ground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run killed right behind a save goes on from there: what it measured until then must be there."""
-    save, seen = CheckpointStore.save, []
+    begin, seen = CheckpointStore.begin, []
 
-    def checked(self: CheckpointStore, step: int, *arguments: object) -> Path:
+    def checked(self: CheckpointStore, step: int) -> Writing:
         lines = (ground.folder / "run" / "metrics.jsonl").read_text().splitlines()
         seen.append((step, json.loads(lines[-1])["step"]))
-        return save(self, step, *arguments)  # type: ignore[arg-type]
+        return begin(self, step)
 
-    monkeypatch.setattr(CheckpointStore, "save", checked)
+    monkeypatch.setattr(CheckpointStore, "begin", checked)
     ground.run("grpo", *CHEAP, "trainer.save_freq=1", "trainer.total_epochs=1")
     assert seen == [(1, 1), (2, 2), (3, 3)]
+
+
+def test_weights_are_published_at_the_start_and_behind_each_update_and_tokens_say_of_which_version_they_are(
+    ground: Playground,
+) -> None:
+    run = ground.run("grpo", *CHEAP, "trainer.total_epochs=1", "trainer.save_freq=1")
+    for step, metrics in enumerate(run.metrics()):
+        assert (metrics["async/version_start"], metrics["async/version_end"]) == (step, step)
+        assert metrics["async/version_diff/mean"] == metrics["async/version_diff/max"] == 0
+    assert {"timing_s/rollout", "timing_s/train_step", "timing_s/update_weights"} <= run.metrics()[-1].keys()
+    assert len(notes(run.folder, "canary")) == 1, "engine and trainer were compared at the start"
+    resumed = ground.run("grpo", *CHEAP, "trainer.total_epochs=2", "trainer.save_freq=1")
+    assert [metrics["async/version_start"] for metrics in resumed.metrics()] == [0, 1, 2, 3, 4, 5]
+    assert len(notes(run.folder, "canary")) == 2, "and at the start of the resumed run"
+
+
+def test_weights_are_published_as_often_as_the_run_says(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+    published: list[tuple[int, bool]] = []
+
+    def noted(self: Publisher, version: Version, at_start: bool = False) -> dict[str, float]:
+        published.append((version.step, at_start))
+        return publish(self, version, at_start)
+
+    publish = Publisher.publish
+    monkeypatch.setattr(Publisher, "publish", noted)
+    every_second = lambda spec: replace(spec, options=replace(spec.options, update_frequency=2))  # noqa: E731
+    run = ground.run("grpo", *CHEAP, "trainer.total_epochs=1", spoil=every_second)
+    assert published == [(0, True), (2, False)]
+    journal = [record for _, record in timeline(run.folder / "ledger.jsonl")]
+    versions = [(record["step"], record["weights"]) for record in journal if record["kind"] == "version"]
+    assert versions == [(1, 0), (2, 2), (3, 2)]
+
+
+def test_what_nodes_keep_is_saved_and_goes_on_in_a_resumed_run(ground: Playground) -> None:
+    kl = (f"algorithm.kl_ctrl.{key}" for key in ("type=adaptive", "target_kl=0.01", "horizon=50"))
+    keys = ("trust.certify_rewards=false", "actor_rollout_ref.rollout.n=1", "trainer.save_freq=1", *kl)
+    whole = ground.run("ppo", *keys, "trainer.total_training_steps=3", name="whole")
+    coefficients = [metrics["actor/kl_coef"] for metrics in whole.metrics()]
+    assert len(set(coefficients)) == 3
+    ground.run("ppo", *keys, "trainer.total_epochs=1", name="parts", spoil=ends_at(2))
+    resumed = ground.run("ppo", *keys, "trainer.total_epochs=1", name="parts")
+    assert [metrics["actor/kl_coef"] for metrics in resumed.metrics()] == coefficients
+    kept = CheckpointStore(resumed.folder / "checkpoints").load().load("run")["nodes"]
+    assert list(kept["kl_penalty"]) == ["value"]
+
+
+def ends_at(step: int) -> Callable[[Spec], Spec]:
+    return lambda spec: replace(spec, data=replace(spec.data, total_steps=step))
+
+
+def test_a_fault_of_the_verifier_in_a_validation_is_none_of_the_next_step(ground: Playground) -> None:
+    ground.write_reward(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    if ground_truth == 'bad':\n"
+        "        raise KeyError(ground_truth)\n"
+        "    return sum(map(ord, solution_str)) % 7 / 6\n"
+    )
+    bad = '{"prompt": "ab0=", "answer": "bad"}\n'
+    (ground.folder / "bad.jsonl").write_text(bad)
+    keys = (f"data.val_files={ground.folder}/bad.jsonl", "trainer.val_before_train=true", "trainer.total_epochs=1")
+    run = ground.run("grpo", *CHEAP, *keys)
+    validated = [record.values for record in read_metrics(run.folder) if record.kind == "val"]
+    assert [values["val/errors"] for values in validated] == [1.0]
+    assert [metrics["reward/errors"] for metrics in run.metrics()] == [0.0] * 3
+
+
+def test_of_losses_the_lowest_is_the_best(ground: Playground) -> None:
+    keys = ("trainer.keep_best=true", "trainer.keep_best_metric=sft/val_loss", "trainer.save_freq=1")
+    data = (f"data.val_files={ground.folder}/rows.jsonl", "trainer.test_freq=1")
+    run = ground.run("sft", *SFT, *keys, *data)
+    losses = {r.step: r.values["sft/val_loss"] for r in read_metrics(run.folder) if r.kind == "val"}
+    assert read_manifest(run.folder / "checkpoints" / "step-000003").metric == -losses[3]
+
+
+SFT = ("data.response_key=answer", "~reward.functions", "~reward.num_workers", "~custom_reward_function.path",
+       "~actor_rollout_ref.rollout.n", "trainer.total_epochs=1")  # fmt: skip
+
+
+@contextmanager
+def working(ground: Playground, *keys: str) -> Iterator[tuple[Worker, Resources]]:
+    """A worker of an SFT run that has started."""
+    _, spec = ground.spec("sft", *SFT, *keys)
+    resources = build_resources(spec.factories, spec.plan.ranks[0])
+    coordinator = Coordinator(spec.data)
+    with Recorder(spec, spec.data.total_steps, 0, None) as recorder, StopRequest(lambda name: None) as stop:
+        ports = local_ports(coordinator, recorder.waits)
+        store = CheckpointStore(spec.run_dir / "checkpoints")
+        with Worker(spec, 0, resources, ports, recorder, store, stop, {}, coordinator.version) as worker:
+            yield worker, resources
+
+
+def test_a_worker_keeps_the_status_of_its_nodes_and_tells_their_time(ground: Playground) -> None:
+    with working(ground, "dag.enable_perf=true") as (worker, _):
+        assert set(worker.status.values()) == {NodeStatus.PENDING} and worker.status
+        assert worker.learning_loop() == 3
+        assert set(worker.status.values()) == {NodeStatus.COMPLETED}
+        names = set(worker.status)
+    for record in read_metrics(ground.folder / "run"):
+        assert {name for name in record.values if name.startswith("perf/")} == {f"perf/{name}" for name in names}
+
+
+def test_a_node_that_fails_is_named_and_its_status_says_so(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: Any) -> dict[str, float]:
+        raise MemoryError("full")
+
+    with working(ground) as (worker, resources):
+        monkeypatch.setattr(resources.actor, "train_step", fails)
+        with pytest.raises(NodeError, match="raised MemoryError: full"):
+            worker.learning_loop()
+        assert list(worker.status.values())[-1] is NodeStatus.FAILED
+
+
+def test_an_experience_plane_that_ends_wakes_the_learner_with_its_reason(
+    ground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: Any, **more: Any) -> None:
+        raise RuntimeError("the edge broke")
+
+    monkeypatch.setattr("distflow.runtime.ports.local_edge.LocalEdge.put", broken)
+    with working(ground) as (worker, _), pytest.raises(RuntimeError, match="the edge broke"):
+        worker.learning_loop()
+
+
+def test_each_step_is_checked_before_a_node_gets_it_and_behind_the_last(
+    ground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, bool]] = []
+    taken, learned = LiveChecks.taken, LiveChecks.learned
+
+    def noted(check: Callable[..., Any]) -> Callable[..., Any]:
+        def checks(self: LiveChecks, batch: Batch, *rest: Any) -> Any:
+            told.append((check.__name__, NodeStatus.COMPLETED in worker.status.values()))
+            return check(self, batch, *rest)
+
+        return checks
+
+    monkeypatch.setattr(LiveChecks, "taken", noted(taken))
+    monkeypatch.setattr(LiveChecks, "learned", noted(learned))
+    with working(ground, "trainer.total_training_steps=1", "~trainer.total_epochs") as (worker, _):
+        worker.learning_loop()
+    assert told == [("taken", False), ("learned", True)]

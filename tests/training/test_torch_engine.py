@@ -42,25 +42,6 @@ def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tens
     assert not different
 
 
-class Ranks:
-    """The collective of one of two ranks; `other` is what the other rank contributes, in order of the calls."""
-
-    def __init__(self, other: list) -> None:
-        self.other, self.own = list(other), []
-
-    def sum(self, value):
-        self.own.append({**value} if isinstance(value, dict) else value.clone())
-        if not self.other:
-            return value
-        other = self.other.pop(0)
-        if isinstance(value, dict):
-            return {name: value.get(name, 0.0) + other.get(name, 0.0) for name in {**value, **other}}
-        return value + other
-
-    def max(self, value):
-        return value
-
-
 @pytest.mark.parametrize("max_tokens", [1, 16, 33, 10_000])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_step_is_that_of_a_plain_loop_for_every_split(folder: Path, max_tokens: int, checkpointing: bool) -> None:
@@ -107,26 +88,6 @@ def test_float32_training_follows_the_float64_loop(folder: Path) -> None:
     moved = sum(float((w - start[name]).norm() ** 2) for name, w in plain.named_parameters())
     off = sum(float((w - weights_of(engine)[name].double()).norm() ** 2) for name, w in plain.named_parameters())
     assert math.sqrt(off / moved) < 1e-3
-
-
-def test_two_ranks_with_unequal_shares_take_the_step_of_one(folder: Path) -> None:
-    batch, loss_fn = ragged_batch(), TokenMeanLoss()
-    alone = make_engine(load_model(folder, dtype=torch.float64))
-    alone.train_step(batch, loss_fn)
-    parts = (batch.select([0, 1, 2, 5, 6, 7]), batch.select([3, 4]))
-    counts = loss_fn.counts(batch)
-    recorded = []
-    for part in parts:  # what each rank hands to the collective, under the counts of both
-        share = {name: counts[name] - value for name, value in loss_fn.counts(part).items()}
-        ranks = Ranks([share])
-        make_engine(load_model(folder, dtype=torch.float64), group=ranks).train_step(part, loss_fn)
-        recorded.append(ranks.own)
-    for rank in (0, 1):
-        engine = make_engine(load_model(folder, dtype=torch.float64), group=Ranks(recorded[1 - rank]))
-        metrics = engine.train_step(parts[rank], loss_fn)
-        assert metrics["loss"] == pytest.approx(metrics["mean"], abs=1e-12)
-        for name, weight in alone.weights():
-            torch.testing.assert_close(weights_of(engine)[name], weight, rtol=0, atol=1e-10, msg=name)
 
 
 def test_a_critic_learns_its_returns(tmp_path: Path, folder: Path) -> None:

@@ -1,6 +1,5 @@
 """Advantages, losses, KL, corrections and filters: pure functions of tensors with plain-number options."""
 
-from distflow.algorithms import advantages, losses  # noqa: F401  they register themselves
 from distflow.algorithms.aggregate import LOSS_AGG_MODES, agg_loss, loss_counts, token_weights
 from distflow.algorithms.masking import masked_mean, masked_var, masked_whiten
 from distflow.algorithms.objective import PolicyObjective, SFTObjective, ValueObjective

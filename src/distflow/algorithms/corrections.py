@@ -17,14 +17,17 @@ MODES = ("truncate", "mask")
 
 register_field("rollout_is_weights", doc="importance weight of each token: trainer over rollout policy, corrected")
 
+Level = Literal["token", "sequence", "geometric"]
+Mode = Literal["truncate", "mask"]
+
 
 def compute_rollout_weights(
     old_log_probs: Tensor,
     rollout_log_probs: Tensor,
     loss_mask: Tensor,
     *,
-    level: Literal["token", "sequence", "geometric"],
-    mode: Literal["truncate", "mask"] = "truncate",
+    level: Level,
+    mode: Mode = "truncate",
     cap: float = 2.0,
     floor: float | None = None,
     reduce: Reduce | None = None,

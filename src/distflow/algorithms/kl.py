@@ -6,13 +6,13 @@ J. Schulman, "Approximating KL divergence" (joschu.net/blog/kl-approx.html).
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from distflow.algorithms.masking import Reduce, masked_mean, under_mask
+from distflow.config.errors import nearest
 
 KL_TYPES = ("kl", "abs", "mse", "low_var_kl", "full")
 _ALIASES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
@@ -39,11 +39,8 @@ def check_kl_type(kind: str) -> str:
     base, plus = (kind[:-1], "+") if kind.endswith("+") else (kind, "")
     base = _ALIASES.get(base, base)
     if base not in KL_TYPES or base + plus == "full+":
-        near = get_close_matches(base, KL_TYPES, n=1)
-        hint = f"did you mean '{near[0]}'? " if near else ""
-        raise ValueError(
-            f"KL type '{kind}' is unknown; {hint}there are {', '.join(KL_TYPES)}, all but full also with +"
-        )
+        meant = f"; did you mean '{near}'?" if (near := nearest(base, KL_TYPES)) else ""
+        raise ValueError(f"KL type '{kind}' is none of {', '.join(KL_TYPES)}, all but full also with + behind{meant}")
     return base + plus
 
 
@@ -88,7 +85,7 @@ class KLController(Protocol):
 
     def state(self) -> dict[str, float]: ...
 
-    def load(self, state: Mapping[str, Any]) -> None: ...
+    def load(self, state: Mapping[str, float]) -> None: ...
 
 
 @dataclass
@@ -103,7 +100,7 @@ class FixedKLController:
     def state(self) -> dict[str, float]:
         return {"value": self.value}
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, float]) -> None:
         self.value = float(state["value"])
 
 
@@ -132,7 +129,7 @@ class AdaptiveKLController:
     def state(self) -> dict[str, float]:
         return {"value": self.value}
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, float]) -> None:
         self.value = float(state["value"])
 
 

@@ -4,7 +4,6 @@ These have the shape that train engines expect of a loss: `outputs`, `counts`, a
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ class PolicyObjective:
     def __init__(
         self,
         loss: str | PolicyLoss = "vanilla",
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, object] | None = None,
         *,
         loss_agg_mode: str = "token-mean",
         loss_scale_factor: float | None = None,
@@ -46,7 +45,7 @@ class PolicyObjective:
         kl_loss_type: str | None = None,
         kl_loss_coef: float = 0.0,
         weights_field: str | None = None,
-        actor: Mapping[str, Any] | None = None,
+        actor: Mapping[str, object] | None = None,
     ) -> None:
         """options: of the loss. kl_loss_type: None leaves the KL term out. weights_field: the column of rollout
         correction weights, None for none. actor: the numbers that a seed-style loss sees as its `config`.
@@ -82,15 +81,14 @@ class PolicyObjective:
     def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Counts]:
         """The micro-batch's share of the loss, and of the sums that `finish` reads.
 
-        outputs: log_probs (with gradient) and entropy, padded `(bs, response_length)`.
+        outputs: log_probs (with gradient) and entropy, padded `(bs, response_length)`, where the micro-batch is.
         """
-        log_probs = outputs["log_probs"]
-        mask = micro["loss_mask"].to(log_probs.device)
+        log_probs, mask = outputs["log_probs"], micro["loss_mask"]
         weights = token_weights(mask, self.loss_agg_mode, counts, self.loss_scale_factor)
         loss, sums = self._policy_term(log_probs, micro, mask, weights, counts)
         sums["pg_loss"] = loss
         if self._anchor in micro:
-            ratio = raw_log_ratio(log_probs.detach(), micro[self._anchor].to(log_probs.device), mask)
+            ratio = raw_log_ratio(log_probs.detach(), micro[self._anchor], mask)
             sums[_PER_TOKEN + "log_ratio_abs"] = ratio.abs().double().sum()
 
         entropy = under_mask(outputs["entropy"], mask)
@@ -99,7 +97,7 @@ class PolicyObjective:
             loss = loss - self.entropy_coef * weighted_sum(entropy, weights)
             sums["loss_term/entropy"] = abs(self.entropy_coef) * weighted_sum(entropy.abs(), weights)
         if self.kl_loss_type is not None:
-            reference = under_mask(micro["ref_log_prob"].to(log_probs.device), mask)
+            reference = under_mask(micro["ref_log_prob"], mask)
             kl = kl_estimate(under_mask(log_probs, mask), reference, self.kl_loss_type)
             sums["kl_loss"] = weighted_sum(kl, weights)
             sums["loss_term/kl"] = abs(self.kl_loss_coef) * weighted_sum(kl.abs(), weights)
@@ -114,24 +112,30 @@ class PolicyObjective:
         self, log_probs: Tensor, micro: Batch, mask: Tensor, weights: Tensor, counts: Counts
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The policy loss's share, and its sums."""
-        fields = self._fields(micro, log_probs.device) | {"loss_mask": mask}
-        correction = None if self.weights_field is None else micro[self.weights_field].to(log_probs.device)
+        fields = self._fields(micro) | {"loss_mask": mask}
+        correction = None if self.weights_field is None else micro[self.weights_field]
         if self._seed_loss is not None:
             loss, stats = self._seed_loss(log_probs, fields, correction, counts)
             sums = {_PER_TOKEN + name: torch.tensor(value) for name, value in stats.items()}
             return loss, sums | {"loss_term/pg": loss.abs()}
         # A user's loss need not mind what stands outside the mask.
         current = under_mask(log_probs, mask)
-        per_token, token_stats = self.loss.fn(log_probs=current, **fields, **self.options)
+        per_token, token_stats = self._per_token(current, fields)
         if correction is not None:
             per_token = per_token * correction
         sums = {_PER_TOKEN + name: under_mask(value, mask).double().sum() for name, value in token_stats.items()}
         return weighted_sum(per_token, weights), sums | {"loss_term/pg": weighted_sum(per_token.abs(), weights)}
 
-    def _fields(self, micro: Batch, device: torch.device) -> dict[str, Any]:
+    def _per_token(self, log_probs: Tensor, fields: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """(loss, statistics) per token of a loss in our own signature. Raises ValueError if it returns others."""
+        match self.loss.fn(log_probs=log_probs, **fields, **self.options):
+            case (Tensor() as loss, Mapping() as statistics):
+                return loss, statistics
+        raise ValueError(f"policy loss '{self.loss.name}' must return (loss per token, statistics by name)")
+
+    def _fields(self, micro: Batch) -> dict[str, Tensor]:
         names = [*self.loss.reads, *(name for name in self.loss.optional if name in micro)]
-        columns = {name: micro[name] for name in names if name != "loss_mask"}
-        return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in columns.items()}
+        return {name: micro[name] for name in names if name != "loss_mask"}
 
 
 class ValueObjective:
@@ -158,7 +162,7 @@ class ValueObjective:
     def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Counts]:
         """The micro-batch's share of the loss and sums. outputs: values, padded `(bs, response_length)`."""
         values = outputs["values"]
-        old, returns, mask = (micro[name].to(values.device) for name in self.reads)
+        old, returns, mask = (micro[name] for name in self.reads)
         per_token, stats = compute_value_loss(values, old, returns, mask, cliprange_value=self.cliprange_value)
         weights = token_weights(mask, self.loss_agg_mode, counts, self.loss_scale_factor)
         loss = weighted_sum(per_token, weights)
@@ -182,8 +186,8 @@ class SFTObjective:
 
     def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Counts]:
         """The micro-batch's share of the loss. outputs: log_probs, padded `(bs, response_length)`."""
-        mask = micro["loss_mask"].to(outputs["log_probs"].device)
-        loss = weighted_sum(-outputs["log_probs"], token_weights(mask, "token-mean", counts))
+        weights = token_weights(micro["loss_mask"], "token-mean", counts)
+        loss = weighted_sum(-outputs["log_probs"], weights)
         return loss, _to_floats({"loss": loss})
 
     def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:

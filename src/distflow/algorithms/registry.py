@@ -1,53 +1,49 @@
-"""Advantage estimators and policy losses by name. A user's own is registered as the built-in ones are."""
+"""Advantage estimators and policy losses by name. A user's own is registered as the built-in ones are.
+
+A built-in's module, which `config/names.py` names, is imported when somebody asks for it.
+"""
 
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from enum import Enum
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from distflow.config import names
+from distflow.config.errors import hint
+from distflow.config.functions import load_module, split_name
+from distflow.config.names import Entry
 from distflow.graph.roles import NodeRole, Scope
 from distflow.graph.spec import node
 
-Fn = TypeVar("Fn", bound=Callable[..., Any])
+Fn = TypeVar("Fn", bound=Callable[..., object])
+Registered = TypeVar("Registered")
 
 # The signature of seed policy losses; these four parameters tell it from ours.
 SEED_LOSS_PARAMETERS = ("old_log_prob", "log_prob", "advantages", "response_mask")
 
 
-class AdvantageEstimator(Enum):
-    """The built-in estimators."""
-
-    GAE = "gae"
-    GRPO = "grpo"
-    RLOO = "rloo"
-    REINFORCE = "reinforce"
-    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
-    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
-    REMAX = "remax"
-    OPO = "opo"
-    CPGD = "cpgd"
-    GSPO = "gspo"
-    GPG = "gpg"
-    GRPO_PASSK = "grpo_passk"
+# The built-in estimators as an enum: `AdvantageEstimator.GRPO`.
+AdvantageEstimator = Enum(  # type: ignore[misc]  # mypy wants the names spelled out; `config/names.py` has them
+    "AdvantageEstimator", {name.upper(): name for name in names.ESTIMATORS}
+)
 
 
 @dataclass(frozen=True)
 class AdvEstimator:
     """A registered estimator. `fn` is a node function: a graph can run it as it is.
 
-    describe: from the values of its options to the formula that it computes.
+    describe: called with the values of all its options by keyword, returns the formula that it computes.
     """
 
     name: str
-    fn: Callable[..., Any]
+    fn: Callable[..., object]
     scope: Scope
-    describe: Callable[[Mapping[str, Any]], str] | None = None
+    describe: Callable[..., str] | None = None
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         """Its options and their defaults."""
         return _options(self.fn)
 
@@ -61,30 +57,33 @@ class PolicyLoss:
     """
 
     name: str
-    fn: Callable[..., Any]
+    fn: Callable[..., object]
     reads: tuple[str, ...]
     optional: tuple[str, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
     seed_style: bool = False
 
 
+# What is registered so far: the user's, and of the built-in ones those that were asked for.
 ADV_ESTIMATORS: dict[str, AdvEstimator] = {}
 POLICY_LOSSES: dict[str, PolicyLoss] = {}
 
 
 def register_adv_est(
-    name: str | AdvantageEstimator,
+    name: str | Enum,
     scope: Scope = "group",
-    describe: Callable[[Mapping[str, Any]], str] | None = None,
+    describe: Callable[..., str] | None = None,
 ) -> Callable[[Fn], Fn]:
     """Register an advantage estimator `(token_level_rewards, response_mask, ...) -> (advantages, returns)`.
 
     Parameters are fields of the batch, keyword-only ones options; `**kwargs` is accepted. scope: which samples it must
-    see together ("sample", "group", "global"). A name that is taken gets the new function, with a warning.
+    see together ("sample", "group", "global"). describe: see `AdvEstimator`. A name that is taken gets the new
+    function, with a warning.
     """
     key = str(name.value) if isinstance(name, Enum) else name
 
     def register(fn: Fn) -> Fn:
+        _import_builtin(key, names.ESTIMATORS)
         _warn_if_taken("advantage estimator", key, ADV_ESTIMATORS)
         marked = node(scope=scope, role=NodeRole.ADVANTAGE, writes=("advantages", "returns"))(fn)
         ADV_ESTIMATORS[key] = AdvEstimator(key, marked, scope, describe)
@@ -105,6 +104,7 @@ def register_policy_loss(name: str) -> Callable[[Fn], Fn]:
     """
 
     def register(fn: Fn) -> Fn:
+        _import_builtin(name, names.POLICY_LOSSES)
         _warn_if_taken("policy loss", name, POLICY_LOSSES)
         POLICY_LOSSES[name] = read_policy_loss(name, fn)
         return fn
@@ -114,21 +114,21 @@ def register_policy_loss(name: str) -> Callable[[Fn], Fn]:
 
 def find_adv_est(name: str) -> AdvEstimator:
     """The estimator of that name. Raises ValueError with the nearest name."""
-    return _find("advantage estimator", name, ADV_ESTIMATORS, "register_adv_est")
+    return _find("advantage estimator", name, ADV_ESTIMATORS, names.ESTIMATORS, "register_adv_est")
 
 
 def find_policy_loss(name: str) -> PolicyLoss:
     """The loss of that name. Raises ValueError with the nearest name."""
-    return _find("policy loss", name, POLICY_LOSSES, "register_policy_loss")
+    return _find("policy loss", name, POLICY_LOSSES, names.POLICY_LOSSES, "register_policy_loss")
 
 
-def describe_estimator(name: str, options: Mapping[str, Any] | None = None) -> str:
+def describe_estimator(name: str, options: Mapping[str, object] | None = None) -> str:
     """One line that says what the estimator computes with these options (defaults where they are not given)."""
     estimator = find_adv_est(name)
     known = estimator.options
     values = known | {key: value for key, value in (options or {}).items() if key in known}
     if estimator.describe is not None:
-        return f"{name}: {estimator.describe(values)}"
+        return f"{name}: {estimator.describe(**values)}"
     shown = ", ".join(f"{key}={value}" for key, value in values.items())
     return f"{name}: {estimator.fn.__module__}.{getattr(estimator.fn, '__qualname__', name)}({shown})"
 
@@ -138,12 +138,10 @@ def check_options(what: str, given: Iterable[str], known: Iterable[str]) -> None
     known = list(known)
     for key in given:
         if key not in known:
-            raise ValueError(
-                f"{what} takes no option '{key}'{_hint(key, known)}; it takes {', '.join(known) or 'none'}"
-            )
+            raise ValueError(f"{what} takes no option '{key}'{hint(key, known) or '; it takes none'}")
 
 
-def read_policy_loss(name: str, fn: Callable[..., Any]) -> PolicyLoss:
+def read_policy_loss(name: str, fn: Callable[..., object]) -> PolicyLoss:
     """What the signature says. Raises ValueError if it is neither ours nor the seed's."""
     parameters = inspect.signature(fn).parameters
     if all(wanted in parameters for wanted in SEED_LOSS_PARAMETERS):
@@ -163,29 +161,30 @@ def read_policy_loss(name: str, fn: Callable[..., Any]) -> PolicyLoss:
     )
 
 
-def _options(fn: Callable[..., Any]) -> dict[str, Any]:
+def _options(fn: Callable[..., object]) -> dict[str, object]:
     parameters = inspect.signature(fn).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "reduce"}
 
 
-def _warn_if_taken(what: str, name: str, registry: Mapping[str, Any]) -> None:
+def _import_builtin(name: str, table: Mapping[str, Entry]) -> None:
+    """Import the built-in of that name, if there is one, so that it stands in the registry before a user's comes."""
+    if name in table:
+        load_module(split_name(table[name].target)[0])
+
+
+def _warn_if_taken(what: str, name: str, registry: Mapping[str, AdvEstimator | PolicyLoss]) -> None:
     if name in registry:
         old = registry[name].fn
         warnings.warn(f"{what} '{name}' of {old.__module__} is replaced", stacklevel=3)
 
 
-Entry = TypeVar("Entry")
-
-
-def _find(what: str, name: str, registry: Mapping[str, Entry], decorator: str) -> Entry:
+def _find(
+    what: str, name: str, registry: Mapping[str, Registered], table: Mapping[str, Entry], decorator: str
+) -> Registered:
+    _import_builtin(name, table)
     if name in registry:
         return registry[name]
     raise ValueError(
-        f"{what} '{name}' is unknown{_hint(name, registry)}; there are {', '.join(sorted(registry))}. "
-        f"Register your own with {decorator} in a module of trainer.imports"
+        f"{what} '{name}' is unknown; your own is registered by {decorator} in a module of trainer.imports"
+        f"{hint(name, [*table, *registry])}"
     )
-
-
-def _hint(name: str, known: Iterable[str]) -> str:
-    near = get_close_matches(name, list(known), n=1)
-    return f", did you mean '{near[0]}'?" if near else ""

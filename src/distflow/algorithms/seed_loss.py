@@ -14,10 +14,12 @@ from distflow.algorithms.registry import PolicyLoss
 SEED_RETURNS = ("pg_loss", "pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
 
 
-class FrozenView(Mapping[str, Any]):
+class FrozenView(Mapping[str, object]):
     """The actor's numbers as a loss sees them: `view.clip_ratio`, `view["clip_ratio"]`, `view.get(...)`; read only."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    _values: dict[str, object]
+
+    def __init__(self, values: Mapping[str, object]) -> None:
         self.__dict__["_values"] = dict(values)
 
     def __getattr__(self, name: str) -> Any:
@@ -26,10 +28,10 @@ class FrozenView(Mapping[str, Any]):
             raise AttributeError(f"the actor has no number '{name}'; it has {', '.join(sorted(values))}")
         return values[name]
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"the config that a loss sees is read only: '{name}' cannot be set")
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> object:
         return self._values[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -43,7 +45,7 @@ class SeedLoss:
     """Adapts one seed-style loss. What it aggregates with our `agg_loss` is exact; a scalar made in another way counts
     by the micro-batch's share of the tokens, with one warning."""
 
-    def __init__(self, loss: PolicyLoss, loss_agg_mode: str, scale: float | None, actor: Mapping[str, Any]) -> None:
+    def __init__(self, loss: PolicyLoss, loss_agg_mode: str, scale: float | None, actor: Mapping[str, object]) -> None:
         self.loss, self.loss_agg_mode, self.scale = loss, loss_agg_mode, scale
         self.config = FrozenView(actor)
         parameters = inspect.signature(loss.fn).parameters.values()
@@ -72,17 +74,16 @@ class SeedLoss:
         if num_tokens == 0:
             # Its own means would divide by nothing.
             return zero_loss(log_probs), dict.fromkeys(SEED_RETURNS[1:], 0.0)
-        result, aggregated = self._run(log_probs, fields, weights, counts)
-        pg_loss = result[0]
+        pg_loss, means, aggregated = self._run(log_probs, fields, weights, counts)
         if not aggregated:
             self._warn_once()
             pg_loss = pg_loss * (num_tokens / max(counts["tokens"], 1.0))
-        means = dict(zip(SEED_RETURNS[1:], result[1:], strict=True))
         return pg_loss, {name: _number(mean) * num_tokens for name, mean in means.items()}
 
     def _run(
         self, log_probs: Tensor, fields: Mapping[str, Tensor], weights: Tensor | None, counts: Mapping[str, float]
-    ) -> tuple[tuple[Any, ...], bool]:
+    ) -> tuple[Tensor, dict[str, Tensor | float], bool]:
+        """(policy loss, its other scalars by name, whether it aggregated with `agg_loss`)."""
         mask = fields["loss_mask"]
         current = under_mask(log_probs, mask)
         old = fields.get("old_log_probs")
@@ -99,7 +100,8 @@ class SeedLoss:
             result = self.loss.fn(**{k: v for k, v in arguments.items() if self._takes_all or k in self._takes})
         if not isinstance(result, tuple) or len(result) != len(SEED_RETURNS):
             raise ValueError(f"policy loss '{self.loss.name}' must return ({', '.join(SEED_RETURNS)})")
-        return result, bound.used
+        pg_loss, *means = result
+        return pg_loss, dict(zip(SEED_RETURNS[1:], means, strict=True)), bound.used
 
     def _warn_once(self) -> None:
         if not self._warned:
@@ -111,6 +113,6 @@ class SeedLoss:
         self._warned = True
 
 
-def _number(mean: Any) -> float:
+def _number(mean: Tensor | float) -> float:
     """Seed losses return statistics as tensors, some of which still carry the gradient, or as plain numbers."""
     return float(mean.detach() if isinstance(mean, Tensor) else mean)

@@ -5,7 +5,7 @@ from distflow.config.describe import describe
 from distflow.config.errors import ConfigError, Problem, UserError
 from distflow.config.explain import explain
 from distflow.config.keys import key
-from distflow.config.load import Loaded, config_from_dict, load_config
+from distflow.config.load import Loaded, config_from_dict, load_config, preset_config
 from distflow.config.program import program_name
 from distflow.config.schema import Config, register_config_group
 from distflow.config.show import RESUMABLE, changed_keys, diff, flatten, to_dict, to_yaml
@@ -27,6 +27,7 @@ __all__ = [
     "flatten",
     "key",
     "load_config",
+    "preset_config",
     "preset_names",
     "program_name",
     "register_config_group",

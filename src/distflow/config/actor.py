@@ -1,10 +1,17 @@
 """Keys of `actor_rollout_ref.actor` and `.ref`: the policy's loss and its optimizer."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from distflow.config.keys import group, key
-from distflow.config.names import KL_TYPES, LOSS_AGG_MODES, OPTIMIZERS, POLICY_LOSSES, SCHEDULERS, TRAIN_ENGINES
+from distflow.config.names import (
+    KL_TYPES,
+    LOSS_AGG_MODES,
+    OPTIMIZERS,
+    POLICY_LOSSES,
+    SCHEDULERS,
+    TRAIN_ENGINES,
+    not_there_yet,
+)
 
 
 @dataclass(frozen=True)
@@ -26,9 +33,9 @@ class OptimConfig:
 class ActorConfig:
     """How the policy is updated."""
 
-    strategy: str = key("torch", "train engine", choices=TRAIN_ENGINES, later=("fsdp", "megatron"))
+    strategy: str = key("torch", "train engine", choices=tuple(TRAIN_ENGINES), later=not_there_yet(TRAIN_ENGINES))
     policy_loss: str = key("vanilla", "policy loss", choices=tuple(POLICY_LOSSES), open_names=True)
-    policy_loss_kwargs: dict[str, Any] = key({}, "options of the chosen loss by name")
+    policy_loss_kwargs: dict[str, object] = key({}, "options of the chosen loss by name")
     loss_agg_mode: str = key("token-mean", "how losses of tokens become one number", choices=LOSS_AGG_MODES)
     loss_scale_factor: float | None = key(
         None, "divisor of seq-mean-token-sum-norm; null is data.max_response_length", above=0

@@ -1,7 +1,6 @@
 """Keys of `algorithm`: advantages, KL in the reward, corrections and filters."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from distflow.config.keys import group, key
 from distflow.config.names import ESTIMATORS, KL_TYPES
@@ -50,7 +49,7 @@ class AlgorithmConfig:
     """How rewards become advantages."""
 
     adv_estimator: str = key("grpo", "advantage estimator", choices=tuple(ESTIMATORS), open_names=True)
-    adv_estimator_kwargs: dict[str, Any] = key({}, "options of the chosen estimator by name")
+    adv_estimator_kwargs: dict[str, object] = key({}, "options of the chosen estimator by name")
     workflow_type: str = key(
         "DEFAULT",
         "selects the program where no preset and no dag key does; DEFAULT goes by adv_estimator",

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -17,7 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 from yaml import YAMLError
 
-from distflow.config.errors import ConfigError, Problem
+from distflow.config.errors import ConfigError, Problem, nearest
 from distflow.config.sources import (
     COMMAND_LINE,
     PRESETS,
@@ -28,7 +27,6 @@ from distflow.config.sources import (
     settings_of_value,
     yaml_problem,
 )
-from distflow.config.values import nearest
 
 _RUN = "distflow_run"
 
@@ -40,7 +38,7 @@ class Composition:
     failure: why there are no values; often the consequence of a setting that no key takes.
     """
 
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, object] = field(default_factory=dict)
     settings: list[Setting] = field(default_factory=list)
     deleted: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
@@ -67,7 +65,7 @@ def find_source(preset_or_file: str) -> Path:
 
 
 def compose_values(
-    source: Path, overrides: Sequence[str], defaults: dict[str, Any], is_known: Callable[[str], bool]
+    source: Path, overrides: Sequence[str], defaults: dict[str, object], is_known: Callable[[str], bool]
 ) -> Composition:
     """Defaults, then what the file builds on, then the file, then the overrides. Raises ConfigError for a broken file.
 
@@ -100,7 +98,7 @@ def compose_values(
     return result
 
 
-def _plain(composed: Any) -> dict[str, Any]:
+def _plain(composed: object) -> dict[str, object]:
     values = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(values, dict)
     return {str(name): value for name, value in values.items()}

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from distflow.config.keys import key
 from distflow.config.names import PIPELINES
@@ -17,14 +16,17 @@ NODE_KEYS = (
     "options",
     "only_forward_compute",
     "config",
+    "engine",
+    "writes",
     "scope",
-    "agent_group",
+    "plane",
+    "phase",
+    "validates",
     "retry_limit",
-    "filter_plugin",
 )
 
 
-def parse_nodes(value: Any) -> tuple[dict[str, Any], ...]:
+def parse_nodes(value: object) -> tuple[dict[str, object], ...]:
     """The nodes of a program given in YAML, each with an id and a func. Raises Mismatch naming the entry."""
     if value is None:
         return ()
@@ -36,7 +38,7 @@ def parse_nodes(value: Any) -> tuple[dict[str, Any], ...]:
     return tuple(dict(node) for node in value)
 
 
-def _check_node(place: int, node: Any, seen: set[str]) -> None:
+def _check_node(place: int, node: object, seen: set[str]) -> None:
     if not isinstance(node, Mapping):
         raise Mismatch(f"has {node!r} as entry {place}, not a mapping", f"its keys are {', '.join(NODE_KEYS)}")
     for name in ("id", "func"):
@@ -60,8 +62,8 @@ class DagConfig:
     pipeline: str | None = key(
         None, "built-in program; null goes by algorithm.workflow_type and adv_estimator", choices=tuple(PIPELINES)
     )
-    custom_pipeline_fn: str | None = key(None, "module:function that returns the program")
-    nodes: tuple[dict[str, Any], ...] = key(
+    custom_pipeline_fn: str | None = key(None, "module:function or file.py:function that returns the program")
+    nodes: tuple[dict[str, object], ...] = key(
         (), f"a program as a list of nodes ({', '.join(NODE_KEYS)})", parse=parse_nodes
     )
     enable_perf: bool = key(False, "time each node in the metrics")

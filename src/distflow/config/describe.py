@@ -1,7 +1,7 @@
 """What the numbers of a config mean together, in a few lines for people."""
 
 from distflow.config.names import POLICY_LOSSES
-from distflow.config.program import CUSTOM, clip_range, is_rl, program_name
+from distflow.config.program import CUSTOM, clip_range, is_rl, optimizer_steps_a_step, program_name
 from distflow.config.schema import Config
 
 
@@ -18,25 +18,23 @@ def _step(config: Config) -> str:
     prompts = config.data.train_batch_size
     policy = "on-policy" if staleness == 0 else f"weights at most {staleness} steps old"
     samples = f"{_count(prompts, 'prompt')} × {group_size} = {_count(prompts * group_size, 'sample')}"
-    return f"{samples} → {_updates(config, group_size, config.actor_rollout_ref.actor.ppo_epochs)}, {policy}"
+    return f"{samples} → {_updates(config, group_size)}, {policy}"
 
 
 def _supervised_step(config: Config) -> str:
     longest = config.data.max_prompt_length + config.data.max_response_length
     tokens = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
     examples = _count(config.data.train_batch_size, "example")
-    return f"{examples} → {_updates(config, 1, 1)}, {longest} tokens each at most, micro-batches of {tokens} tokens"
+    return f"{examples} → {_updates(config, 1)}, {longest} tokens each at most, micro-batches of {tokens} tokens"
 
 
-def _updates(config: Config, group_size: int, passes: int) -> str:
+def _updates(config: Config, group_size: int) -> str:
     """How a batch is cut into optimizer steps, in samples."""
-    prompts, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
-    sizes = [mini * group_size] * (prompts // mini)
-    if prompts % mini:
-        sizes.append(prompts % mini * group_size)
-    shape = f"{_count(len(sizes) * passes, 'optimizer step')} of {sizes[0]}"
-    if sizes[-1] != sizes[0]:
-        shape += f" (the last of a pass {sizes[-1]})"
+    actor, prompts = config.actor_rollout_ref.actor, config.data.train_batch_size
+    mini, passes = actor.ppo_mini_batch_size, actor.ppo_epochs if is_rl(config) else 1
+    shape = f"{_count(optimizer_steps_a_step(config, 'actor'), 'optimizer step')} of {min(mini, prompts) * group_size}"
+    if prompts > mini and prompts % mini:
+        shape += f" (the last of a pass {prompts % mini * group_size})"
     return shape if passes == 1 else f"{shape} in {passes} passes"
 
 

@@ -1,7 +1,11 @@
 """Errors of a user's mistake: the message says what was wrong, where, and what to do; the exit status is 2."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+
+_LEAST_SIMILARITY = 0.6  # of `difflib`: below it a guess is noise
+_MAX_LISTED = 12
 
 
 class UserError(ValueError):
@@ -34,3 +38,19 @@ class ConfigError(UserError):
         self.problems = tuple(problems)
         count = "one problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__(f"{count} in the config\n" + "\n".join(str(problem) for problem in self.problems))
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that was probably meant, whatever its case; empty where none is similar enough."""
+    by_lower = {other.lower(): other for other in known}
+    close = get_close_matches(name.lower(), by_lower, n=1, cutoff=_LEAST_SIMILARITY)
+    return by_lower[close[0]] if close else ""
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """ "; did you mean 'x'?" for the nearest of the known names, else "; known: a, b, ..."; empty if none is known."""
+    names = sorted(set(known))
+    if guess := nearest(name, names):
+        return f"; did you mean '{guess}'?"
+    more = ", ..." if len(names) > _MAX_LISTED else ""
+    return f"; known: {', '.join(names[:_MAX_LISTED])}{more}" if names else ""

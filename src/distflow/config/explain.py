@@ -1,7 +1,5 @@
 """One key explained: what it means, what it may be, what it is here and who says so."""
 
-from typing import Any
-
 from distflow.config.errors import ConfigError, Problem
 from distflow.config.keys import KeyInfo
 from distflow.config.load import Loaded
@@ -29,7 +27,7 @@ def explain(key: str, loaded: Loaded) -> str:
     raise ConfigError([Problem(((key, COMMAND_LINE),), "there is no such key", suggest(key, keys))])
 
 
-def _explain_key(info: KeyInfo, value: Any, origin: str) -> str:
+def _explain_key(info: KeyInfo, value: object, origin: str) -> str:
     lines = [
         info.name,
         f"  {info.spec.description}",

@@ -1,9 +1,15 @@
 """How a key of the config is declared: `key(default, description, ...)` in a dataclass, and the walk over all keys."""
 
 import types
-from collections.abc import Callable, Iterator
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -25,8 +31,8 @@ class KeySpec:
     maximum: float | None = None
     above: float | None = None
     below: float | None = None
-    parse: Callable[[Any], Any] | None = None
-    plain: Callable[[Any], Any] | None = None
+    parse: Callable[[object], object] | None = None
+    plain: Callable[..., object] | None = None
     advice: str = ""
 
     def allowed(self) -> str:
@@ -46,8 +52,8 @@ class KeyInfo:
     """A key of the whole config: its dotted name as in YAML, its type, its default."""
 
     name: str
-    annotation: Any
-    default: Any
+    annotation: object
+    default: object
     spec: KeySpec
 
     @property
@@ -57,17 +63,22 @@ class KeyInfo:
         return any(isinstance(base := get_origin(arm) or arm, type) and issubclass(base, dict) for arm in arms)
 
 
-def key(default: Any, description: str, **spec: Any) -> Any:
+def key(default: T, description: str, **spec: Any) -> T:
     """A dataclass field with a `KeySpec`. A mutable default is copied for each instance."""
     metadata = {"key": KeySpec(description, **spec)}
     if isinstance(default, dict | list):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+        return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def group(config_class: type, **defaults: Any) -> Any:
+def group(config_class: Callable[..., T], **defaults: object) -> T:
     """A dataclass field that holds a group of keys; `defaults` replace those of its class."""
     return field(default_factory=lambda: config_class(**defaults))
+
+
+def is_group(value: object) -> "TypeGuard[DataclassInstance]":
+    """Whether a value is a group of keys, an instance of a dataclass."""
+    return is_dataclass(value) and not isinstance(value, type)
 
 
 def yaml_name(attribute: str) -> str:
@@ -80,30 +91,31 @@ def dotted(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def walk(instance: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any, KeySpec]]:
+def walk(instance: "DataclassInstance", prefix: str = "") -> Iterator[tuple[str, object, object, KeySpec]]:
     """Every key below a group as (dotted name, annotation, value, spec), in the order of declaration."""
     hints = get_type_hints(type(instance))
     for item in fields(instance):
         value, name = getattr(instance, item.name), dotted(prefix, yaml_name(item.name))
-        if is_dataclass(value):
+        if is_group(value):
             yield from walk(value, name)
         else:
             yield name, hints[item.name], value, _spec(item.metadata)
 
 
-def collect(instance: Any, prefix: str = "") -> dict[str, KeyInfo]:
+def collect(instance: "DataclassInstance", prefix: str = "") -> dict[str, KeyInfo]:
     """The keys of a group that holds its defaults."""
     return {name: KeyInfo(name, hint, value, spec) for name, hint, value, spec in walk(instance, prefix)}
 
 
-def has_default(item: Any) -> bool:
+def has_default(item: Field[object]) -> bool:
     """Whether a dataclass field can be left out."""
     return item.default is not MISSING or item.default_factory is not MISSING
 
 
-def _spec(metadata: Any) -> KeySpec:
-    return metadata.get("key") or KeySpec(description=metadata.get("help", ""))
+def _spec(metadata: Mapping[str, object]) -> KeySpec:
+    spec = metadata.get("key")
+    return spec if isinstance(spec, KeySpec) else KeySpec(description=str(metadata.get("help", "")))
 
 
-def _is_union(annotation: Any) -> bool:
+def _is_union(annotation: object) -> bool:
     return get_origin(annotation) in (Union, types.UnionType)

@@ -1,13 +1,13 @@
 """`load_config`: from a preset or file and overrides to a checked, frozen config that knows where each key was set."""
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
 
 from distflow.config.build import ConfigBuilder
 from distflow.config.check import find_problems, where
 from distflow.config.errors import ConfigError, Problem
+from distflow.config.functions import LoadError, load_modules
 from distflow.config.schema import Config, group_names, schema_keys
 from distflow.config.show import flatten, to_dict, to_yaml
 from distflow.config.sources import Setting, settings_of_value
@@ -55,7 +55,13 @@ def load_config(preset_or_file: str, overrides: Sequence[str] = (), *, complete:
     return _finish(composed.values, _origins(composed.settings, composed.deleted), problems, complete=complete)
 
 
-def config_from_dict(values: Mapping[str, Any], *, judge: bool = True) -> Config:
+@cache
+def preset_config(name: str) -> Config:
+    """The config of a preset as it is, without a model or data."""
+    return load_config(name, complete=False).config
+
+
+def config_from_dict(values: Mapping[str, object], *, judge: bool = True) -> Config:
     """A config from nested plain values; what is left out has its default. Raises ConfigError.
 
     judge: False only reads the values (of a run that was, say, whose checkpoint lay where nothing is now).
@@ -67,7 +73,7 @@ def config_from_dict(values: Mapping[str, Any], *, judge: bool = True) -> Config
 
 
 def _finish(
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     origins: dict[str, str],
     problems: Sequence[Problem],
     judge: bool = True,
@@ -83,7 +89,7 @@ def _finish(
     return Loaded(config, origins, to_yaml(config))
 
 
-def _plain_defaults() -> dict[str, Any]:
+def _plain_defaults() -> dict[str, object]:
     """The schema's defaults as plain values, without lists and mappings: those are replaced, not merged into."""
     plain = to_dict(Config())
     for name, info in schema_keys().items():
@@ -91,25 +97,26 @@ def _plain_defaults() -> dict[str, Any]:
             *groups, last = name.split(".")
             holder = plain
             for part in groups:
-                holder = holder[part]
+                inner = holder[part]
+                assert isinstance(inner, dict), f"{name} lies in a group"
+                holder = inner
             del holder[last]
     return plain
 
 
-def _register_user_groups(values: Mapping[str, Any], settings: Sequence[Setting], problems: list[Problem]) -> bool:
+def _register_user_groups(values: Mapping[str, object], settings: Sequence[Setting], problems: list[Problem]) -> bool:
     """Import the user's modules if a top-level group is unknown that they may register. True where one was."""
     unknown = {setting.key.partition(".")[0] for setting in settings} - set(group_names())
     trainer = values.get("trainer")
     modules = trainer.get("imports") if isinstance(trainer, Mapping) else None
     if not unknown or not modules:
         return False
-    for module in [modules] if isinstance(modules, str) else modules:
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            origin = where("trainer.imports", _origins(settings, []))
-            advice = "install it, or put its folder on PYTHONPATH"
-            problems.append(Problem((("trainer.imports", origin),), f"'{module}' cannot be imported: {error}", advice))
+    try:
+        load_modules([modules] if isinstance(modules, str) else modules)
+    except LoadError as error:
+        origin = where("trainer.imports", _origins(settings, []))
+        advice = "it must be importable from here: install it, or put its folder on PYTHONPATH"
+        problems.append(Problem((("trainer.imports", origin),), str(error), advice))
     return bool(unknown & set(group_names()))
 
 

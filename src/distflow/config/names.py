@@ -1,55 +1,154 @@
-"""The built-in names that a config may choose from: one table that needs no torch, tested against the registries."""
+"""The built-in names that a config may choose from, one table a kind: what each is, where it lives, what others must
+know of it before it is loaded. To add one is a file and an entry here. Loads nothing.
 
+target: "module:attribute", loaded when the name is asked for; empty where the part is not there yet.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Estimator:
-    """An advantage estimator: what it is, and what it cannot do without."""
+class Entry:
+    """A built-in of a kind of which nothing else must be known."""
 
     description: str
+    target: str = ""
+
+
+@dataclass(frozen=True)
+class Estimator(Entry):
+    """An advantage estimator: what it cannot do without."""
+
     needs_group: bool = False
     needs_critic: bool = False
 
 
 @dataclass(frozen=True)
-class PolicyLoss:
-    """A policy loss: what it is, and which of the actor's clips it takes."""
+class PolicyLoss(Entry):
+    """A policy loss: which of the actor's clips it takes."""
 
-    description: str
     clips: bool = False
     dual_clips: bool = False
 
 
+@dataclass(frozen=True)
+class Reward(Entry):
+    """A reward function.
+
+    needs_answer: it compares with the row's answer, so every row must have one.
+    scores_own_answer: the row's own answer, put into a box, must score 1.
+    """
+
+    needs_answer: bool = False
+    scores_own_answer: bool = False
+
+
+@dataclass(frozen=True)
+class BuiltinPipeline(Entry):
+    """A program: whether it trains a critic, and whether it generates what it learns from."""
+
+    has_critic: bool = False
+    generates: bool = True
+
+
+@dataclass(frozen=True)
+class Tracker(Entry):
+    """A tracker. package: what must be installed; the extra of the tracker's name brings it."""
+
+    package: str = ""
+
+
 ESTIMATORS: dict[str, Estimator] = {
-    "gae": Estimator("generalised advantage estimation over a critic's values", needs_critic=True),
-    "grpo": Estimator("score less the group's mean, over its standard deviation", needs_group=True),
-    "rloo": Estimator("score less the mean of the group's other samples", needs_group=True),
-    "reinforce": Estimator("discounted reward-to-go without a baseline"),
-    "reinforce_plus_plus": Estimator("discounted reward-to-go, whitened over the global batch"),
+    "gae": Estimator(
+        "generalised advantage estimation over a critic's values",
+        "distflow.algorithms.advantages.gae:compute_gae_advantage",
+        needs_critic=True,
+    ),
+    "grpo": Estimator(
+        "score less the group's mean, over its standard deviation",
+        "distflow.algorithms.advantages.grpo:compute_grpo_advantage",
+        needs_group=True,
+    ),
+    "rloo": Estimator(
+        "score less the mean of the group's other samples",
+        "distflow.algorithms.advantages.rloo:compute_rloo_advantage",
+        needs_group=True,
+    ),
+    "reinforce": Estimator(
+        "discounted reward-to-go without a baseline",
+        "distflow.algorithms.advantages.reinforce:compute_reinforce_advantage",
+    ),
+    "reinforce_plus_plus": Estimator(
+        "discounted reward-to-go, whitened over the global batch",
+        "distflow.algorithms.advantages.reinforce_plus_plus:compute_reinforce_plus_plus_advantage",
+    ),
     "reinforce_plus_plus_baseline": Estimator(
-        "score less the group's mean, whitened over the global batch", needs_group=True
+        "score less the group's mean, whitened over the global batch",
+        "distflow.algorithms.advantages.reinforce_plus_plus_baseline:compute_reinforce_plus_plus_baseline_advantage",
+        needs_group=True,
     ),
-    "remax": Estimator("score less that of a greedy sample of the same prompt"),
-    "opo": Estimator("score less the length-weighted mean of the group", needs_group=True),
-    "cpgd": Estimator("as grpo, under its name there", needs_group=True),
-    "gspo": Estimator("as grpo, under its name there", needs_group=True),
+    "remax": Estimator(
+        "score less that of a greedy sample of the same prompt",
+        "distflow.algorithms.advantages.remax:compute_remax_advantage",
+    ),
+    "opo": Estimator(
+        "score less the length-weighted mean of the group",
+        "distflow.algorithms.advantages.opo:compute_opo_advantage",
+        needs_group=True,
+    ),
+    "cpgd": Estimator(
+        "as grpo, under its name there",
+        "distflow.algorithms.advantages.cpgd:compute_cpgd_advantage",
+        needs_group=True,
+    ),
+    "gspo": Estimator(
+        "as grpo, under its name there",
+        "distflow.algorithms.advantages.gspo:compute_gspo_advantage",
+        needs_group=True,
+    ),
     "gpg": Estimator(
-        "score less the group's mean, scaled up by the share of samples without a reward", needs_group=True
+        "score less the group's mean, scaled up by the share of samples without a reward",
+        "distflow.algorithms.advantages.gpg:compute_gpg_advantage",
+        needs_group=True,
     ),
-    "grpo_passk": Estimator("only the group's best sample, by its lead over the second best", needs_group=True),
+    "grpo_passk": Estimator(
+        "only the group's best sample, by its lead over the second best",
+        "distflow.algorithms.advantages.grpo_passk:compute_grpo_passk_advantage",
+        needs_group=True,
+    ),
 }
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "vanilla": PolicyLoss("PPO's clipped ratio with dual clip and clip-higher", clips=True, dual_clips=True),
-    "decoupled": PolicyLoss("PPO around a proximal policy, with capped behaviour weights", clips=True, dual_clips=True),
-    "gspo": PolicyLoss("one clipped ratio a sequence", clips=True),
-    "cpgd": PolicyLoss("policy gradient with a clipped log-prob in place of a ratio", clips=True),
-    "gpg": PolicyLoss("plain policy gradient"),
-    "cispo": PolicyLoss("clipped importance weights; no token loses its gradient", clips=True),
-    "topr": PolicyLoss("tapered off-policy REINFORCE"),
-    "sapo": PolicyLoss("a soft gate in place of the clip"),
-    "gmpo": PolicyLoss("geometric mean of clipped token ratios", clips=True),
+    "vanilla": PolicyLoss(
+        "PPO's clipped ratio with dual clip and clip-higher",
+        "distflow.algorithms.losses.vanilla:compute_vanilla_loss",
+        clips=True,
+        dual_clips=True,
+    ),
+    "decoupled": PolicyLoss(
+        "PPO around a proximal policy, with capped behaviour weights",
+        "distflow.algorithms.losses.decoupled:compute_decoupled_loss",
+        clips=True,
+        dual_clips=True,
+    ),
+    "gspo": PolicyLoss("one clipped ratio a sequence", "distflow.algorithms.losses.gspo:compute_gspo_loss", clips=True),
+    "cpgd": PolicyLoss(
+        "policy gradient with a clipped log-prob in place of a ratio",
+        "distflow.algorithms.losses.cpgd:compute_cpgd_loss",
+        clips=True,
+    ),
+    "gpg": PolicyLoss("plain policy gradient", "distflow.algorithms.losses.gpg:compute_gpg_loss"),
+    "cispo": PolicyLoss(
+        "clipped importance weights; no token loses its gradient",
+        "distflow.algorithms.losses.cispo:compute_cispo_loss",
+        clips=True,
+    ),
+    "topr": PolicyLoss("tapered off-policy REINFORCE", "distflow.algorithms.losses.topr:compute_topr_loss"),
+    "sapo": PolicyLoss("a soft gate in place of the clip", "distflow.algorithms.losses.sapo:compute_sapo_loss"),
+    "gmpo": PolicyLoss(
+        "geometric mean of clipped token ratios", "distflow.algorithms.losses.gmpo:compute_gmpo_loss", clips=True
+    ),
 }
 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -57,23 +156,68 @@ LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "se
 _SAMPLED_KL_TYPES = ("kl", "abs", "mse", "low_var_kl")
 KL_TYPES = (*_SAMPLED_KL_TYPES, "full", *(f"{name}+" for name in _SAMPLED_KL_TYPES))
 
-REWARDS: dict[str, str] = {
-    "math": "the last boxed answer (or number) equals the ground truth, by math-verify",
-    "exact_match": "the answer's text equals the ground truth",
-    "format": "the response has the wanted form",
-    "custom": "the function of custom_reward_function",
+CUSTOM_REWARD = "custom"
+REWARDS: dict[str, Reward] = {
+    "math": Reward(
+        "the last boxed answer (or number) equals the ground truth, by math-verify",
+        "distflow.rewards.math_reward:compute_score",
+        needs_answer=True,
+        scores_own_answer=True,
+    ),
+    "exact_match": Reward(
+        "the answer's text equals the ground truth",
+        "distflow.rewards.exact_match_reward:compute_score",
+        needs_answer=True,
+        scores_own_answer=True,
+    ),
+    "format": Reward("the response has the wanted form", "distflow.rewards.format_reward:compute_score"),
+    CUSTOM_REWARD: Reward("the function of custom_reward_function"),
 }
 
-PIPELINES: dict[str, str] = {
-    "grpo": "group-relative policy optimisation: no critic",
-    "ppo": "actor and critic with GAE",
-    "dapo": "GRPO with dynamic sampling",
-    "sft": "supervised fine-tuning on given responses",
+PIPELINES: dict[str, BuiltinPipeline] = {
+    "grpo": BuiltinPipeline("group-relative policy optimisation: no critic", "distflow.pipelines.grpo:grpo_pipeline"),
+    "ppo": BuiltinPipeline("actor and critic with GAE", "distflow.pipelines.ppo:ppo_pipeline", has_critic=True),
+    "dapo": BuiltinPipeline("GRPO with dynamic sampling", "distflow.pipelines.dapo:dapo_pipeline"),
+    "sft": BuiltinPipeline(
+        "supervised fine-tuning on given responses", "distflow.pipelines.sft:sft_pipeline", generates=False
+    ),
 }
 
-TRAIN_ENGINES = ("torch", "fsdp", "megatron")
-ROLLOUT_ENGINES = ("embedded", "hf", "vllm", "sglang")
+TRAIN_ENGINES: dict[str, Entry] = {
+    "torch": Entry("one device, packed micro-batches", "distflow.training.torch_engine:TorchTrainEngine"),
+    "fsdp": Entry("weights sharded over devices (not there yet)"),
+    "megatron": Entry("tensor and pipeline parallel (not there yet)"),
+}
+
+ROLLOUT_ENGINES: dict[str, Entry] = {
+    "embedded": Entry("continuous batching in this process", "distflow.rollout.embedded.engine:EmbeddedEngine"),
+    "hf": Entry("transformers' generate, for any causal language model", "distflow.rollout.hf:HFEngine"),
+    "vllm": Entry("vLLM (not there yet)"),
+    "sglang": Entry("SGLang (not there yet)"),
+}
+
+TRACKERS: dict[str, Tracker] = {
+    "console": Tracker("lines or a live view in the terminal", "distflow.observe.terminal:TerminalView"),
+    "tensorboard": Tracker(
+        "TensorBoard's event files in the run's folder",
+        "distflow.observe.tracker_tensorboard:TensorBoardTracker",
+        package="tensorboard",
+    ),
+    "wandb": Tracker(
+        "Weights & Biases, online or offline", "distflow.observe.tracker_wandb:WandbTracker", package="wandb"
+    ),
+}
+
+LAUNCHERS: dict[str, Entry] = {
+    "local": Entry("one process, no Ray", "distflow.runtime.local:launch_local"),
+    "ray": Entry("one worker a device, over Ray"),
+}
+
 OPTIMIZERS = ("adamw", "adamw_8bit", "sgd")
 SCHEDULERS = ("constant", "constant_with_warmup", "linear_with_warmup", "cosine_with_warmup")
-TRACKERS = ("console", "tensorboard", "wandb")
 DTYPES = ("bfloat16", "float32")
+
+
+def not_there_yet(table: Mapping[str, Entry]) -> tuple[str, ...]:
+    """The names of a table that lead nowhere so far."""
+    return tuple(name for name, entry in table.items() if not entry.target)

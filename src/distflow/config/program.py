@@ -1,6 +1,9 @@
 """Which program a config asks for, and what that means for the other keys."""
 
-from distflow.config.names import ESTIMATORS, Estimator
+from math import ceil
+from typing import Literal
+
+from distflow.config.names import ESTIMATORS, PIPELINES, BuiltinPipeline, Estimator
 from distflow.config.schema import Config
 
 CUSTOM = "custom"
@@ -14,17 +17,30 @@ def program_name(config: Config) -> str:
     """
     if config.dag.custom_pipeline_fn or config.dag.nodes:
         return CUSTOM
+    is_dapo = config.algorithm.workflow_type == "DAPO"
     if config.dag.pipeline:
-        return config.dag.pipeline
-    if config.algorithm.workflow_type == "DAPO":
+        return config.dag.pipeline  # the rules refuse one that contradicts workflow_type
+    if is_dapo:
         return "dapo"
     estimator = find_estimator(config)
     return "ppo" if estimator and estimator.needs_critic else "grpo"
 
 
 def is_rl(config: Config) -> bool:
-    """Whether the program generates: all but supervised fine-tuning."""
-    return program_name(config) != "sft"
+    """Whether the program generates; one of the user's does."""
+    pipeline = find_pipeline(config)
+    return pipeline is None or pipeline.generates
+
+
+def may_have_critic(config: Config) -> bool:
+    """Whether the program trains a critic; one of the user's may."""
+    pipeline = find_pipeline(config)
+    return pipeline is None or pipeline.has_critic
+
+
+def find_pipeline(config: Config) -> BuiltinPipeline | None:
+    """The built-in program that runs; None for a user's."""
+    return PIPELINES.get(program_name(config))
 
 
 def find_estimator(config: Config) -> Estimator | None:
@@ -35,6 +51,21 @@ def find_estimator(config: Config) -> Estimator | None:
 def may_have_user_names(config: Config) -> bool:
     """Whether modules of the user are loaded that may register names of their own."""
     return bool(config.trainer.imports or config.dag.custom_pipeline_fn or config.dag.nodes)
+
+
+def optimizer_steps(config: Config, role: Literal["actor", "critic"], steps: int) -> int:
+    """Optimizer steps of a role over `steps` training steps: the actor takes none while the critic warms up."""
+    trained = steps - config.trainer.critic_warmup if role == "actor" else steps
+    return trained * optimizer_steps_a_step(config, role)
+
+
+def optimizer_steps_a_step(config: Config, role: Literal["actor", "critic"]) -> int:
+    """One for each mini-batch of each pass over a batch, of which the last may be short. Examples are passed once."""
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    mini_batch, passes = actor.ppo_mini_batch_size, actor.ppo_epochs if is_rl(config) else 1
+    if role == "critic":
+        mini_batch, passes = critic.ppo_mini_batch_size or mini_batch, critic.ppo_epochs
+    return passes * ceil(config.data.train_batch_size / mini_batch)
 
 
 def clip_range(config: Config) -> tuple[float, float]:

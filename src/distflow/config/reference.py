@@ -6,7 +6,16 @@ from itertools import takewhile
 from pathlib import Path
 
 from distflow.config.keys import KeyInfo
-from distflow.config.names import ESTIMATORS, PIPELINES, POLICY_LOSSES, REWARDS
+from distflow.config.names import (
+    ESTIMATORS,
+    PIPELINES,
+    POLICY_LOSSES,
+    REWARDS,
+    ROLLOUT_ENGINES,
+    TRACKERS,
+    TRAIN_ENGINES,
+    Entry,
+)
 from distflow.config.replaced import REPLACED
 from distflow.config.schema import schema_keys
 from distflow.config.show import RESUMABLE, show_value
@@ -53,11 +62,14 @@ def render() -> str:
     """The whole page."""
     parts = [_INTRO, _presets(), "## Keys\n"]
     parts += [_table(name, keys) for name, keys in _by_group(schema_keys().values()).items()]
-    tables = (
-        ("Advantage estimators", {name: entry.description for name, entry in ESTIMATORS.items()}),
-        ("Policy losses", {name: entry.description for name, entry in POLICY_LOSSES.items()}),
+    tables: tuple[tuple[str, Mapping[str, Entry]], ...] = (
+        ("Advantage estimators", ESTIMATORS),
+        ("Policy losses", POLICY_LOSSES),
         ("Reward functions", REWARDS),
         ("Programs", PIPELINES),
+        ("Rollout engines", ROLLOUT_ENGINES),
+        ("Train engines", TRAIN_ENGINES),
+        ("Trackers", TRACKERS),
     )
     parts.append("## Built-in names\n")
     parts += [_names(title, names) for title, names in tables]
@@ -98,9 +110,9 @@ def _table(group: str, keys: Iterable[KeyInfo]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _names(title: str, names: Mapping[str, str]) -> str:
+def _names(title: str, table: Mapping[str, Entry]) -> str:
     lines = [f"### {title}\n", "| name | what it is |", "|---|---|"]
-    return "\n".join(lines + [f"| `{name}` | {_cell(text)} |" for name, text in names.items()]) + "\n"
+    return "\n".join(lines + [f"| `{name}` | {_cell(entry.description)} |" for name, entry in table.items()]) + "\n"
 
 
 def _resumable() -> str:

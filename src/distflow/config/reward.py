@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from distflow.config.keys import group, key
 from distflow.config.values import Mismatch, convert
@@ -17,14 +17,14 @@ class RewardPart(NamedTuple):
     weight: float = 1.0
 
 
-def parse_functions(value: Any) -> dict[str, tuple[RewardPart, ...]]:
+def parse_functions(value: object) -> dict[str, tuple[RewardPart, ...]]:
     """Reward functions by domain from plain data. Raises Mismatch."""
     if not isinstance(value, Mapping):
         raise Mismatch("is not a mapping from domains to reward functions", _FORM)
     return {_domain(domain): _parse_parts(domain, parts) for domain, parts in value.items()}
 
 
-def plain_functions(functions: Mapping[str, tuple[RewardPart, ...]]) -> dict[str, list[Any]]:
+def plain_functions(functions: Mapping[str, tuple[RewardPart, ...]]) -> dict[str, list[object]]:
     """What `parse_functions` would read again, in its shortest form."""
     return {
         domain: [part.name if part.weight == 1.0 else {"name": part.name, "weight": part.weight} for part in parts]
@@ -32,18 +32,17 @@ def plain_functions(functions: Mapping[str, tuple[RewardPart, ...]]) -> dict[str
     }
 
 
-def _domain(name: Any) -> str:
+def _domain(name: object) -> str:
     if not isinstance(name, str):
         raise Mismatch(f"has the domain {name!r}, which is not a text", "put the name of the domain in quotes")
     return name
 
 
-def _parse_parts(domain: str, value: Any) -> tuple[RewardPart, ...]:
-    if not isinstance(value, list | tuple):
-        value = [value]
-    if not value:
+def _parse_parts(domain: str, value: object) -> tuple[RewardPart, ...]:
+    entries = value if isinstance(value, list | tuple) else [value]
+    if not entries:
         raise Mismatch(f"has no reward function for the domain '{domain}'", _FORM)
-    parts = tuple(_parse_part(domain, part) for part in value)
+    parts = tuple(_parse_part(domain, entry) for entry in entries)
     names = [part.name for part in parts]
     for name in names:
         if names.count(name) > 1:
@@ -51,14 +50,16 @@ def _parse_parts(domain: str, value: Any) -> tuple[RewardPart, ...]:
     return parts
 
 
-def _parse_part(domain: str, value: Any) -> RewardPart:
+def _parse_part(domain: str, value: object) -> RewardPart:
     if isinstance(value, str):
         return RewardPart(value)
     if isinstance(value, Mapping) and set(value) in ({"name"}, {"name", "weight"}) and isinstance(value["name"], str):
         try:
-            return RewardPart(value["name"], convert(value.get("weight", 1.0), float))
+            weight = convert(value.get("weight", 1.0), float)
         except Mismatch as error:
             raise Mismatch(f"has a weight of '{value['name']}' that {error.what}", error.advice) from None
+        assert isinstance(weight, float)
+        return RewardPart(value["name"], weight)
     raise Mismatch(f"has {value!r} for the domain '{domain}', neither a name nor {{name, weight}}", _FORM)
 
 

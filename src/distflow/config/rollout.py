@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from distflow.config.keys import group, key
-from distflow.config.names import ROLLOUT_ENGINES
+from distflow.config.names import ROLLOUT_ENGINES, not_there_yet
 
 _NO_ZERO = "greedy answers belong to validation: actor_rollout_ref.rollout.val_kwargs.greedy=true"
 
@@ -23,7 +23,7 @@ class ValKwargsConfig:
 class RolloutConfig:
     """Generation in training."""
 
-    name: str = key("embedded", "rollout engine", choices=ROLLOUT_ENGINES, later=("vllm", "sglang"))
+    name: str = key("embedded", "rollout engine", choices=tuple(ROLLOUT_ENGINES), later=not_there_yet(ROLLOUT_ENGINES))
     tensor_model_parallel_size: int = key(1, "devices that share one engine", minimum=1, later=True)
     n: int = key(8, "responses a prompt: the size of a group", minimum=1)
     temperature: float = key(1.0, "the policy is softmax(logits / temperature)", above=0, advice=_NO_ZERO)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from distflow.config.actor import ActorConfig, RefConfig
 from distflow.config.algorithm import AlgorithmConfig
@@ -18,6 +18,9 @@ from distflow.config.rollout import RolloutConfig
 from distflow.config.trainer import TrainerConfig
 from distflow.config.trust import TrustConfig
 from distflow.config.values import can_convert
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,17 @@ class Config:
     dag: DagConfig = group(DagConfig)
     async_: AsyncConfig = group(AsyncConfig)
     profiler: ProfilerConfig = group(ProfilerConfig)
-    user_groups: dict[str, Any] = field(default_factory=lambda: {name: made() for name, made in _user_groups.items()})
+    user_groups: dict[str, object] = field(
+        default_factory=lambda: {name: made() for name, made in _user_groups.items()}
+    )
 
     def __getattr__(self, name: str) -> Any:
         # Only reached for what is no field. During unpickling `user_groups` itself is not there yet.
         groups = self.__dict__.get("user_groups", {})
         if name in groups:
             return groups[name]
+        if name in _user_groups:  # registered since this config was made
+            return _user_groups[name]()
         raise AttributeError(f"the config has no group '{name}'")
 
 
@@ -90,7 +97,7 @@ def schema_keys() -> dict[str, KeyInfo]:
     return found
 
 
-def find_group(config: Config, name: str) -> Any:
+def find_group(config: Config, name: str) -> "DataclassInstance":
     """A top-level group by its name in YAML."""
     return getattr(config, "async_" if name == "async" else name)
 

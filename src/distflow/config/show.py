@@ -1,14 +1,17 @@
 """A config for people and for files: flat, as YAML, compared with another."""
 
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
-from typing import Any
+from dataclasses import fields
+from typing import TYPE_CHECKING
 
 import yaml
 
-from distflow.config.keys import KeyInfo, walk, yaml_name
+from distflow.config.keys import KeyInfo, is_group, walk, yaml_name
 from distflow.config.schema import Config, find_group, group_names
 from distflow.config.values import show
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _PATHS = (
     "trainer.project_name",
@@ -39,15 +42,15 @@ RESUMABLE: frozenset[str] = frozenset(
 paths of data is compared by fingerprint, not by name."""
 
 
-def flatten(config: Config) -> dict[str, Any]:
+def flatten(config: Config) -> dict[str, object]:
     """Every key's value by its dotted name, in the order of the schema."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for name in group_names():
         flat |= {key: value for key, _, value, _ in walk(find_group(config, name), name)}
     return flat
 
 
-def to_dict(config: Config) -> dict[str, Any]:
+def to_dict(config: Config) -> dict[str, object]:
     """Nested dicts, lists and scalars that JSON and YAML can hold, with the names of the YAML."""
     return {name: _plain_group(find_group(config, name)) for name in group_names()}
 
@@ -57,27 +60,27 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True, width=120)
 
 
-def diff(before: Config, after: Config) -> list[tuple[str, Any, Any]]:
+def diff(before: Config, after: Config) -> list[tuple[str, object, object]]:
     """The keys in which two configs differ, with both values."""
     old, new = flatten(before), flatten(after)
     return [(key, old.get(key), new.get(key)) for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)]
 
 
-def changed_keys(before: Config, after: Config) -> list[tuple[str, Any, Any]]:
+def changed_keys(before: Config, after: Config) -> list[tuple[str, object, object]]:
     """The same without the keys that may change on resume."""
     return [change for change in diff(before, after) if change[0] not in RESUMABLE]
 
 
-def show_value(info: KeyInfo, value: Any) -> str:
+def show_value(info: KeyInfo, value: object) -> str:
     """A key's value as it would be written in YAML."""
     return show(info.spec.plain(value) if info.spec.plain else value)
 
 
-def _plain_group(instance: Any) -> dict[str, Any]:
-    plain: dict[str, Any] = {}
+def _plain_group(instance: "DataclassInstance") -> dict[str, object]:
+    plain: dict[str, object] = {}
     for item in fields(instance):
         value = getattr(instance, item.name)
-        if is_dataclass(value):
+        if is_group(value):
             plain[yaml_name(item.name)] = _plain_group(value)
         else:
             spec = item.metadata.get("key")
@@ -85,7 +88,7 @@ def _plain_group(instance: Any) -> dict[str, Any]:
     return plain
 
 
-def _plain_value(value: Any) -> Any:
+def _plain_value(value: object) -> object:
     if isinstance(value, tuple | list):
         return [_plain_value(item) for item in value]
     if isinstance(value, Mapping):

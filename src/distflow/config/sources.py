@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -52,13 +51,12 @@ def read_settings(path: Path, prefix: str, problems: list[Problem]) -> list[Sett
     return [setting for setting in _entries(root, prefix, path) if not _is_directive(setting, prefix)]
 
 
-def settings_of_value(key: str, value: Any, where: str) -> Iterator[Setting]:
+def settings_of_value(key: str, value: object, where: str) -> Iterator[Setting]:
     """The same for a value given on the command line, which may be a mapping."""
-    is_group = isinstance(value, dict) and bool(value)
-    yield Setting(key, where, is_group)
-    if is_group:
-        for name, item in value.items():
-            yield from settings_of_value(dotted(key, str(name)), item, where)
+    below = value.items() if isinstance(value, dict) else ()
+    yield Setting(key, where, is_group=bool(below))
+    for name, item in below:
+        yield from settings_of_value(dotted(key, str(name)), item, where)
 
 
 def yaml_problem(error: yaml.YAMLError, path: Path) -> Problem:

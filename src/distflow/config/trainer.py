@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distflow.config.keys import key
-from distflow.config.names import TRACKERS
+from distflow.config.names import LAUNCHERS, TRACKERS, not_there_yet
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class TrainerConfig:
     )
     save_groups_last: int = key(5, "how many steps last_k keeps", minimum=1)
     logger: tuple[str, ...] = key(
-        ("console",), "trackers: one or a list (metrics.jsonl is always written)", choices=TRACKERS
+        ("console",), "trackers: one or a list (metrics.jsonl is always written)", choices=tuple(TRACKERS)
     )
     seed: int = key(1, "seed of fresh weights and of sampling", minimum=0)
     device: str = key("auto", "device to run on", choices=("auto", "cpu", "cuda"))
@@ -39,7 +39,7 @@ class TrainerConfig:
     imports: tuple[str, ...] = key(
         (), "user modules to import first: they register estimators, losses, rewards, groups"
     )
-    launcher: str = key("local", "what starts the workers", choices=("local", "ray"), later=("ray",))
+    launcher: str = key("local", "what starts the workers", choices=tuple(LAUNCHERS), later=not_there_yet(LAUNCHERS))
     nnodes: int = key(1, "machines", minimum=1, later=True)
     n_gpus_per_node: int = key(1, "devices of any kind on each", minimum=1, later=True)
     allocation: str | None = key(None, "which devices do what, as an expression", later=True)

@@ -2,11 +2,10 @@
 
 from collections.abc import Collection, Iterable
 
-from distflow.config.errors import Problem
+from distflow.config.errors import Problem, nearest
 from distflow.config.replaced import REPLACED
 from distflow.config.schema import schema_keys
 from distflow.config.sources import Setting
-from distflow.config.values import nearest
 
 
 def parents(key: str) -> list[str]:

@@ -1,17 +1,17 @@
 """From plain data to the type of a key: strict, with a message that says what to write instead."""
 
-import difflib
 import math
 import re
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
+from distflow.config.errors import nearest
 from distflow.config.keys import KeyInfo
 
 # YAML 1.1 reads 1e-6 (no dot) as a text; people mean the number.
 _EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
-_WORDS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+_WORDS: dict[object, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
 class Mismatch(ValueError):
@@ -22,10 +22,10 @@ class Mismatch(ValueError):
         self.what, self.advice = what, advice
 
 
-def convert(value: Any, annotation: Any) -> Any:
+def convert(value: object, annotation: object) -> object:
     """The value as that type; lists become tuples where the type is one. Raises Mismatch."""
     origin = get_origin(annotation)
-    if annotation is Any:
+    if annotation in (Any, object):
         return value
     if annotation is type(None) and value is None:
         return None
@@ -42,19 +42,19 @@ def convert(value: Any, annotation: Any) -> Any:
     raise Mismatch(f"is {show(value)}, not {expected(annotation)}")
 
 
-def can_convert(annotation: Any) -> bool:
+def can_convert(annotation: object) -> bool:
     """Whether `convert` knows the type."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return True
-    known = annotation in (*_WORDS, Any, type(None), list, tuple, dict)
+    known = annotation in (*_WORDS, Any, object, type(None), list, tuple, dict)
     return known or (
         origin in (Union, types.UnionType, list, tuple, dict)
         and all(argument is Ellipsis or can_convert(argument) for argument in arguments)
     )
 
 
-def expected(annotation: Any) -> str:
+def expected(annotation: object) -> str:
     """The type in words."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
@@ -66,14 +66,14 @@ def expected(annotation: Any) -> str:
     if origin in (tuple, list) or annotation in (tuple, list):
         if origin is tuple and Ellipsis not in arguments:
             return f"a list of {len(arguments)} numbers"
-        of = arguments[0] if arguments else Any
+        of = arguments[0] if arguments else object
         return "a list of texts" if of is str else "a list of numbers" if of in (int, float) else "a list"
     if (origin or annotation) is dict:
         return "a mapping"
     return _WORDS.get(annotation, "a value")
 
 
-def check_bounds(value: Any, info: KeyInfo) -> Iterator[Mismatch]:
+def check_bounds(value: object, info: KeyInfo) -> Iterator[Mismatch]:
     """What is wrong with a value of the right type by itself: choices, bounds, parts that are not there yet."""
     spec = info.spec
     if value is None or value == info.default:
@@ -89,7 +89,7 @@ def check_bounds(value: Any, info: KeyInfo) -> Iterator[Mismatch]:
         )
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A value as a person would write it in YAML."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -102,14 +102,7 @@ def show(value: Any) -> str:
     return str(value)
 
 
-def nearest(name: str, known: Any) -> str:
-    """The known name that was probably meant; empty where none is close."""
-    folded = {candidate.lower(): candidate for candidate in known}
-    close = difflib.get_close_matches(name.lower(), list(folded), n=1, cutoff=0.6)
-    return folded[close[0]] if close else ""
-
-
-def _check_choice(name: Any, info: KeyInfo) -> Iterator[Mismatch]:
+def _check_choice(name: object, info: KeyInfo) -> Iterator[Mismatch]:
     spec = info.spec
     later = spec.later if isinstance(spec.later, tuple) else ()
     if name in later:
@@ -131,7 +124,7 @@ def _inside(value: float, info: KeyInfo) -> bool:
     )
 
 
-def _convert_union(value: Any, annotation: Any) -> Any:
+def _convert_union(value: object, annotation: object) -> object:
     arms = get_args(annotation)
     if value is None and type(None) in arms:
         return None
@@ -146,7 +139,7 @@ def _convert_union(value: Any, annotation: Any) -> Any:
     raise Mismatch(f"is {show(value)}, not {expected(annotation)}", f"write {expected(annotation)}")
 
 
-def _convert_scalar(value: Any, wanted: type) -> Any:
+def _convert_scalar(value: object, wanted: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         raise Mismatch(f"is {value}, not a finite number", "write a finite number")
     if type(value) is wanted:
@@ -160,7 +153,7 @@ def _convert_scalar(value: Any, wanted: type) -> Any:
     raise Mismatch(f"is {show(value)}, not {_WORDS[wanted]}", _advise(value, wanted))
 
 
-def _advise(value: Any, wanted: type) -> str:
+def _advise(value: object, wanted: object) -> str:
     if wanted is bool:
         return "write true or false"
     if wanted is str and isinstance(value, int | float):
@@ -170,8 +163,8 @@ def _advise(value: Any, wanted: type) -> str:
     return f"write {_WORDS[wanted]}"
 
 
-def _convert_sequence(value: Any, annotation: Any) -> Any:
-    made: type = get_origin(annotation) or annotation
+def _convert_sequence(value: object, annotation: object) -> object:
+    made = get_origin(annotation) or annotation
     arguments = get_args(annotation)
     if value is None:
         value = ()
@@ -183,10 +176,11 @@ def _convert_sequence(value: Any, annotation: Any) -> Any:
         if len(value) != len(arguments):
             raise Mismatch(f"has {len(value)} entries, not {len(arguments)}", f"write {expected(annotation)}")
         return tuple(convert(item, argument) for item, argument in zip(value, arguments, strict=True))
-    return made(convert(item, arguments[0]) if arguments else item for item in value)
+    items = [convert(item, arguments[0]) if arguments else item for item in value]
+    return tuple(items) if made is tuple else items
 
 
-def _convert_mapping(value: Any, annotation: Any) -> dict[Any, Any]:
+def _convert_mapping(value: object, annotation: object) -> dict[object, object]:
     if not isinstance(value, Mapping):
         raise Mismatch(f"is {show(value)}, not a mapping", "write {name: value, ...}")
     arguments = get_args(annotation)

@@ -5,15 +5,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from distflow.data.columns import Column, Shapes, Written, check_same_fields, guess_field
 from distflow.data.sample import Sample
 from distflow.graph.fields import ALIASES, TOKEN_AXES, Axis, Field, find_field
-
-Column = Tensor | list[Any]
 
 
 class Batch:
@@ -21,7 +19,8 @@ class Batch:
 
     A column belongs to an axis: tokens of the prompt, the response or both (`sequence`), one entry a sample, or plain
     Python objects. `batch[name]` hands out token columns padded as `(bs, longest)`, `batch.flat(name)` as stored.
-    `input_ids`, `attention_mask`, `loss_mask` are derived where nobody wrote them.
+    `input_ids`, `attention_mask`, `loss_mask`, `token_level_scores` and `token_level_rewards` are derived where nobody
+    wrote them.
     """
 
     def __init__(self, prompt_lengths: Tensor, response_lengths: Tensor) -> None:
@@ -44,10 +43,12 @@ class Batch:
         batch["prompts"] = [s.prompt for s in samples]
         batch["responses"] = [s.response for s in samples]
         batch["domain"] = [s.domain for s in samples]
+        batch["agent"] = [s.agent for s in samples]
         batch["ground_truth"] = [s.ground_truth for s in samples]
         batch["extra_info"] = [s.extra_info for s in samples]
         batch["finish_reason"] = [s.finish_reason for s in samples]
         batch["group_index"] = torch.tensor([s.group_index for s in samples])
+        batch["episode_index"] = torch.tensor([s.episode for s in samples])
         batch["valid"] = torch.tensor([s.valid for s in samples])
         batch["truncated"] = torch.tensor([s.truncated for s in samples])
         batch["prompt_ids"] = _flat_tensor([s.prompt_ids for s in samples], torch.int64)
@@ -70,6 +71,10 @@ class Batch:
             return True
         if name in ("input_ids", "attention_mask"):
             return "prompt_ids" in self._columns and "response_ids" in self._columns
+        if name == "token_level_rewards":
+            return "token_level_scores" in self
+        if name == "token_level_scores":
+            return "scores" in self._columns and "response_mask" in self._columns
         return name == "loss_mask" and "response_mask" in self._columns
 
     @property
@@ -104,8 +109,11 @@ class Batch:
         if name == "input_ids":
             return self._interleave(self.flat("prompt_ids"), self.flat("response_ids"))
         if name == "attention_mask":
-            return torch.ones(int(self._lengths[Axis.SEQUENCE].sum()), dtype=torch.float32)
-        return self._derived_loss_mask()
+            num_tokens, device = int(self._lengths[Axis.SEQUENCE].sum()), self.flat("prompt_ids").device
+            return torch.ones(num_tokens, dtype=torch.float32, device=device)
+        if name == "token_level_rewards":
+            return self.flat("token_level_scores")
+        return self._derived_loss_mask() if name == "loss_mask" else self._placed_scores()
 
     def padded(self, name: str, fill: float = 0) -> Tensor:
         """A token column as `(bs, longest)`, right-padded with `fill`."""
@@ -131,13 +139,14 @@ class Batch:
         longest = int(lengths.max()) if len(self) else 0
         return torch.arange(longest)[None, :] < lengths[:, None]
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: Written) -> None:
         """Write a column: flat or padded tensor, `(bs,)` tensor, or a list of objects.
 
-        Raises ValueError where the shape fits no axis of the batch. An unknown name's axis is told by the shape.
+        Raises ValueError where the shape does not fit. The axis of a name that was never registered is told by the
+        shape, where that fits exactly one.
         """
         name = ALIASES.get(name, name)
-        field = find_field(name) or self._fields.get(name) or self._guess_field(name, value)
+        field = find_field(name) or self._fields.get(name) or guess_field(name, value, self._shapes())
         self._columns[name] = self._stored(field, value)
         self._fields[name] = field
 
@@ -156,7 +165,11 @@ class Batch:
             out._columns[name], out._fields[name] = picked, field
         return out
 
-    reorder = select
+    def to(self, device: torch.device | str) -> "Batch":
+        """The same samples with their tensors on `device`; lengths stay on the CPU, where they are counted with."""
+        out = self.only(self.names)
+        out._columns = {name: c if isinstance(c, list) else c.to(device) for name, c in self._columns.items()}
+        return out
 
     def chunk(self, num_chunks: int) -> list["Batch"]:
         """At most `num_chunks` runs of neighbouring samples, as even as can be."""
@@ -175,72 +188,83 @@ class Batch:
         return out
 
     def merge(self, other: "Batch") -> "Batch":
-        """All columns of both; where both have one, the other's. Raises ValueError if the samples differ in length."""
+        """All columns of both; where both have one, the other's.
+
+        Raises ValueError if the samples differ in length, or a column in dtype or axis.
+        """
         if any(not torch.equal(self._lengths[axis], other._lengths[axis]) for axis in TOKEN_AXES):
             raise ValueError("batches over different samples cannot be merged: their lengths differ")
         out = self.only(self.names)
+        check_same_fields(self._fields, other._fields)
         out._columns.update(other._columns)
         out._fields.update(other._fields)
         return out
 
     @staticmethod
     def concat(batches: Sequence["Batch"]) -> "Batch":
-        """All samples of all batches in order. Raises ValueError if their columns differ."""
+        """All samples of all batches in order. Raises ValueError if their columns differ in name, dtype or axis."""
         if not batches:
             raise ValueError("concat needs at least one batch")
         names = set(batches[0].names)
         for other in batches[1:]:
             if set(other.names) != names:
                 raise ValueError(f"batches with different columns: {sorted(names ^ set(other.names))} not in all")
+            check_same_fields(batches[0]._fields, other._fields)
         out = Batch(
             torch.cat([b._lengths[Axis.PROMPT] for b in batches]),
             torch.cat([b._lengths[Axis.RESPONSE] for b in batches]),
         )
         for name in batches[0].names:
-            parts = [b._columns[name] for b in batches]
-            out._columns[name] = (
-                [value for part in parts for value in part] if isinstance(parts[0], list) else torch.cat(parts)  # type: ignore[arg-type]
-            )
+            out._columns[name] = _joined([b._columns[name] for b in batches])
             out._fields[name] = batches[0]._fields[name]
         return out
 
     def save(self, path: Path) -> None:
-        """Write to one safetensors file; objects go as JSON. Raises TypeError if one is no JSON value."""
+        """Write to one safetensors file. Raises TypeError for an object that is no JSON value."""
+        save_file(self.to_tensors(), path)
+
+    @staticmethod
+    def load(path: Path) -> "Batch":
+        """Read what `save` wrote."""
+        return Batch.from_tensors(load_file(path))
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """The whole batch as tensors by name; objects, and what the columns are, as JSON in bytes.
+
+        Raises TypeError for an object that is no JSON value.
+        """
         tensors = {"lengths.prompt": self._lengths[Axis.PROMPT], "lengths.response": self._lengths[Axis.RESPONSE]}
         header = []
         for name, column in self._columns.items():
             field = self._fields[name]
             header.append([name, field.dtype, field.axis.value])
             if isinstance(column, list):
-                text = json.dumps(column, ensure_ascii=False).encode("utf-8", "surrogatepass")
-                tensors[f"column.{name}"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+                tensors[f"column.{name}"] = _json_bytes(column)
             else:
                 tensors[f"column.{name}"] = column.clone(memory_format=torch.contiguous_format)  # two may share storage
-        save_file(tensors, path, metadata={"fields": json.dumps(header)})
+        return {**tensors, "fields": _json_bytes(header)}
 
     @staticmethod
-    def load(path: Path) -> "Batch":
-        """Read what `save` wrote."""
-        from safetensors import safe_open
-
-        with safe_open(path, "pt") as file:
-            header = json.loads(file.metadata()["fields"])
-        tensors = load_file(path)
+    def from_tensors(tensors: Mapping[str, Tensor]) -> "Batch":
+        """The batch behind what `to_tensors` gave."""
         batch = Batch(tensors["lengths.prompt"], tensors["lengths.response"])
-        for name, dtype, axis in header:
+        for name, dtype, axis in _from_json_bytes(tensors["fields"]):
             column: Column = tensors[f"column.{name}"]
             if axis == Axis.OBJECT.value:
-                column = json.loads(bytes(tensors[f"column.{name}"].numpy()).decode("utf-8", "surrogatepass"))
+                column = _from_json_bytes(tensors[f"column.{name}"])
             batch._columns[name], batch._fields[name] = column, Field(name, dtype, Axis(axis))
         return batch
 
-    def _stored(self, field: Field, value: Any) -> Column:
+    def _stored(self, field: Field, value: Written) -> Column:
         if field.axis is Axis.OBJECT:
             values = list(value)
             if len(values) != len(self):
                 raise ValueError(f"column '{field.name}' has {len(values)} entries for {len(self)} samples")
             return values
-        tensor = torch.as_tensor(value).to(getattr(torch, field.dtype)).detach()
+        try:
+            tensor = torch.as_tensor(value).to(getattr(torch, field.dtype)).detach()
+        except (TypeError, ValueError, RuntimeError) as err:  # texts, None, ragged lists
+            raise ValueError(f"column '{field.name}' takes numbers: {err}") from err
         if field.axis is Axis.SAMPLE:
             if tensor.shape != (len(self),):
                 raise ValueError(f"column '{field.name}' has shape {tuple(tensor.shape)}, wanted ({len(self)},)")
@@ -258,19 +282,11 @@ class Batch:
             f"wanted {tuple(mask.shape)} padded or ({int(mask.sum())},) flat"
         )
 
-    def _guess_field(self, name: str, value: Any) -> Field:
-        if not isinstance(value, Tensor | np.ndarray):
-            return Field(name, "object", Axis.OBJECT)
-        tensor = torch.as_tensor(value)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        shape = tuple(tensor.shape)
-        if shape == (len(self),):
-            return Field(name, dtype, Axis.SAMPLE)
-        for axis in (Axis.RESPONSE, Axis.SEQUENCE, Axis.PROMPT):
-            mask = self.mask(axis)
-            if shape in (tuple(mask.shape), (int(mask.sum()),)):
-                return Field(name, dtype, axis)
-        raise ValueError(f"column '{name}' of shape {shape} fits no axis of a batch of {len(self)} samples")
+    def _shapes(self) -> Shapes:
+        """What a column of each axis may look like: padded or flat where it has tokens."""
+        masks = {axis: self.mask(axis) for axis in TOKEN_AXES}
+        tokens = {axis: (tuple(mask.shape), (int(mask.sum()),)) for axis, mask in masks.items()}
+        return {Axis.SAMPLE: ((len(self),),), **tokens}
 
     def _token_positions(self, axis: Axis, index: Tensor) -> Tensor:
         lengths = self._lengths[axis]
@@ -282,7 +298,8 @@ class Batch:
     def _interleave(self, prompt: Tensor, response: Tensor) -> Tensor:
         is_response = torch.zeros(int(self._lengths[Axis.SEQUENCE].sum()), dtype=torch.bool)
         is_response[self.response_positions()] = True
-        out = torch.empty(is_response.shape, dtype=prompt.dtype)
+        is_response = is_response.to(prompt.device)
+        out = torch.empty(is_response.shape, dtype=prompt.dtype, device=prompt.device)
         out[is_response] = response
         out[~is_response] = prompt
         return out
@@ -296,16 +313,48 @@ class Batch:
         return starts.repeat_interleave(responses) + offsets
 
     def _derived_loss_mask(self) -> Tensor:
-        mask: Any = self._columns["response_mask"]
+        mask: Tensor = self.flat("response_mask")
         if "valid" not in self._columns:
             return mask
-        valid: Any = self._columns["valid"]
-        return mask * valid.to(mask.dtype).repeat_interleave(self._lengths[Axis.RESPONSE])
+        valid: Tensor = self.flat("valid")
+        lengths = self._lengths[Axis.RESPONSE].to(mask.device)
+        return mask * valid.to(mask.dtype).repeat_interleave(lengths)
 
-    def to_mapping(self) -> Mapping[str, Any]:
+    def _placed_scores(self) -> Tensor:
+        """The one score of a sample, on the last token that the policy made: flat `(response tokens,)`.
+
+        Not on a tool's or environment's token behind it: estimators read rewards of the policy's tokens only.
+        """
+        mask: Tensor = self.padded("response_mask")
+        placed = torch.zeros_like(mask)
+        if mask.shape[1]:
+            positions = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+            last = torch.where(mask > 0, positions, -1).amax(dim=1)
+            answered = last >= 0
+            placed[answered.nonzero()[:, 0], last[answered]] = self.flat("scores").to(placed.dtype)[answered]
+        return self.unpad(placed, Axis.RESPONSE)
+
+    def to_mapping(self) -> dict[str, object]:
         """All stored columns as `batch[name]` hands them out."""
         return {name: self[name] for name in self._columns}
 
 
-def _flat_tensor(parts: Iterable[Iterable[Any]], dtype: torch.dtype) -> Tensor:
+def _joined(parts: Sequence[Column]) -> Column:
+    """One column of many: all are tensors, or all are lists."""
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    return torch.cat(tensors) if tensors else [value for part in parts for value in part]
+
+
+def _json_bytes(value: list[Any]) -> Tensor:
+    return torch.frombuffer(
+        bytearray(json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")), dtype=torch.uint8
+    )
+
+
+def _from_json_bytes(tensor: Tensor) -> list[Any]:
+    value: list[Any] = json.loads(bytes(tensor.cpu().numpy()).decode("utf-8", "surrogatepass"))
+    return value
+
+
+def _flat_tensor(parts: Iterable[Iterable[float]], dtype: torch.dtype) -> Tensor:
     return torch.tensor([value for part in parts for value in part], dtype=dtype)

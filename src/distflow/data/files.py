@@ -4,7 +4,6 @@ import csv
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from distflow.config.errors import UserError
 from distflow.data.rows import Record
@@ -80,13 +79,13 @@ def _read_csv(path: Path) -> Iterator[Record]:
             raise UserError(f"'{path}', line {reader.line_num}: not CSV: {error}") from error
 
 
-def _csv_record(values: dict[str | Any, Any], origin: str) -> Record:
-    if None in values:
-        return Record(origin, bad=f"{len(values[None])} more fields than columns")
+def _csv_record(values: dict[str | None, str | list[str] | None], origin: str) -> Record:
+    if isinstance(surplus := values.get(None), list):
+        return Record(origin, bad=f"{len(surplus)} more fields than columns")
     short = [name for name, value in values.items() if value is None]
     if short:
         return Record(origin, bad=f"no field for the column '{short[0]}'")
-    return Record(origin, {name: value for name, value in values.items() if value != ""})
+    return Record(origin, {str(name): value for name, value in values.items() if value != ""})
 
 
 def _read_parquet(path: Path) -> Iterator[Record]:

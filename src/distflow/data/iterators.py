@@ -3,29 +3,28 @@
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from distflow.config.errors import UserError
+from distflow.config.functions import LoadError, load_function
+from distflow.data.arrow import CHUNK_ROWS, metadata_of, write_arrow
 from distflow.data.rows import Record, plain
-from distflow.data.user_code import load_function
 
 MAX_ROWS = 1_000_000
-_CHUNK_ROWS = 1000
 
 
-def from_function(target: str, key: str) -> Callable[[], Iterable[Any]]:
+def from_function(target: str, key: str) -> Callable[[], Iterable[object]]:
     """The function that "module:function" or "file.py:function" names. Raises UserError where there is none."""
     try:
-        return load_function(target)
-    except (ImportError, ValueError) as error:
-        raise UserError(f"{key}: '{target}': {error}") from error
+        return cast(Callable[[], Iterable[object]], load_function(target))
+    except LoadError as error:
+        raise UserError(f"{key}: {error}") from error
 
 
 def keep(
-    make_rows: Callable[[], Iterable[Any]],
+    make_rows: Callable[[], Iterable[object]],
     file: Path,
     *,
     source: str,
@@ -39,13 +38,13 @@ def keep(
     Raises UserError for an iterator with more, for rows that are no mappings or that JSON cannot hold.
     """
     identity = source if wanted < 0 else f"{source}, first {wanted}"
-    if not _is_kept(file, identity):
+    if metadata_of(file).get(b"source") != identity.encode():
         texts = _as_json(make_rows(), source=source, key=key, max_rows=max_rows, wanted=wanted)
         _write(texts, file, identity)
     return _read(file, source, key)
 
 
-def _as_json(rows: Iterable[Any], *, source: str, key: str, max_rows: int, wanted: int) -> list[str]:
+def _as_json(rows: Iterable[object], *, source: str, key: str, max_rows: int, wanted: int) -> list[str]:
     """Each row as one JSON text: exact, whatever its types."""
     try:
         taken = itertools.islice(iter(rows), wanted if wanted >= 0 else max_rows + 1)
@@ -72,11 +71,7 @@ def _write(texts: list[str], file: Path, identity: str) -> None:
 
     table = pyarrow.table({"row": pyarrow.array(texts, pyarrow.string())})
     table = table.replace_schema_metadata({"source": identity, "fingerprint": _fingerprint(texts)})
-    file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    with pyarrow.OSFile(str(aside), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table, max_chunksize=_CHUNK_ROWS)
-    os.replace(aside, file)
+    write_arrow(file, table.schema, table.to_batches(max_chunksize=CHUNK_ROWS))
 
 
 def _fingerprint(texts: Iterable[str]) -> str:
@@ -84,18 +79,6 @@ def _fingerprint(texts: Iterable[str]) -> str:
     for text in texts:
         digest.update(text.encode() + b"\n")
     return digest.hexdigest()
-
-
-def _is_kept(file: Path, identity: str) -> bool:
-    import pyarrow
-
-    if not file.exists():
-        return False
-    try:
-        with pyarrow.memory_map(str(file)) as memory:
-            return (pyarrow.ipc.open_file(memory).schema.metadata or {}).get(b"source") == identity.encode()
-    except pyarrow.ArrowInvalid:
-        return False  # not ours, or torn: written anew
 
 
 def _read(file: Path, source: str, key: str) -> Iterator[Record]:

@@ -6,16 +6,31 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, overload
+from typing import TYPE_CHECKING, overload
 
 import jinja2
 import numpy as np
 from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
 
 from distflow.config.errors import UserError
 from distflow.data.rows import BadRows, Messages, RawRow
+from distflow.observe.jsonlines import JSON
 
-PROMPT_FIELDS = ("uid", "prompts", "prompt_ids", "domain", "ground_truth", "extra_info", "group_index")
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PROMPT_FIELDS = (
+    "uid",
+    "prompts",
+    "prompt_ids",
+    "domain",
+    "ground_truth",
+    "extra_info",
+    "group_index",
+    "episode_index",
+    "agent",
+)
 """The fields that exist before any node ran."""
 
 _CHUNK_ROWS = 512
@@ -35,9 +50,9 @@ class PromptRow:
     index: int
     prompt_ids: tuple[int, ...]
     prompt_text: str
-    ground_truth: Any = None
+    ground_truth: JSON = None
     domain: str = "default"
-    extra_info: dict[str, Any] | None = None
+    extra_info: dict[str, JSON] | None = None
     response_ids: tuple[int, ...] | None = None
     origin: str = ""
 
@@ -139,7 +154,9 @@ class PromptSet(Sequence[PromptRow]):
         return digest.hexdigest()
 
 
-def encode_rows(rows: Sequence[RawRow], tokenizer: Any, options: PromptOptions, bad_rows: BadRows) -> PromptSet:
+def encode_rows(
+    rows: Sequence[RawRow], tokenizer: "PreTrainedTokenizerBase", options: PromptOptions, bad_rows: BadRows
+) -> PromptSet:
     """Tokenise the prompts (and responses, where the rows have them); leave out or cut those that are too long.
 
     A text prompt is tokenised with the tokenizer's own special tokens; a chat is rendered by its template, with the
@@ -181,7 +198,7 @@ class _Flat:
         return self._ends.tobytes() + self._values.tobytes()
 
 
-def _check_options(tokenizer: Any, rows: Sequence[RawRow], options: PromptOptions) -> None:
+def _check_options(tokenizer: "PreTrainedTokenizerBase", rows: Sequence[RawRow], options: PromptOptions) -> None:
     if options.prompt_template is not None and _PLACE not in options.prompt_template:
         raise UserError(f"data.prompt_template has no {_PLACE} in it: {options.prompt_template!r}")
     chat = options.prompt_format == "chat" or any(not isinstance(row.prompt, str) for row in rows)
@@ -197,8 +214,13 @@ def _check_options(tokenizer: Any, rows: Sequence[RawRow], options: PromptOption
         )
 
 
-def _encode_all(rows: Sequence[RawRow], tokenizer: Any, options: PromptOptions) -> Iterator[_Encoded | str]:
-    """In chunks; over threads where there are several: tokenizers written in Rust let go of the interpreter."""
+def _encode_all(
+    rows: Sequence[RawRow], tokenizer: "PreTrainedTokenizerBase", options: PromptOptions
+) -> Iterator[_Encoded | str]:
+    """In chunks; over threads where there are several: tokenizers written in Rust let go of the interpreter.
+
+    The threads share one tokenizer: no call asks for padding or truncation, the settings that a call would change.
+    """
     chunks = [rows[start : start + _CHUNK_ROWS] for start in range(0, len(rows), _CHUNK_ROWS)]
 
     def encode(chunk: Sequence[RawRow]) -> list[_Encoded | str]:
@@ -211,7 +233,9 @@ def _encode_all(rows: Sequence[RawRow], tokenizer: Any, options: PromptOptions) 
         yield from chain.from_iterable(threads.map(encode, chunks))
 
 
-def _encode_chunk(rows: Sequence[RawRow], tokenizer: Any, options: PromptOptions) -> list[_Encoded | str]:
+def _encode_chunk(
+    rows: Sequence[RawRow], tokenizer: "PreTrainedTokenizerBase", options: PromptOptions
+) -> list[_Encoded | str]:
     """One entry a row: the tokens, or what is wrong with it."""
     rendered = [_render(row, tokenizer, options) for row in rows]
     texts = [(i, entry) for i, entry in enumerate(rendered) if isinstance(entry, _Rendered)]
@@ -231,7 +255,7 @@ class _Rendered:
     is_chat: bool
 
 
-def _render(row: RawRow, tokenizer: Any, options: PromptOptions) -> _Rendered | str:
+def _render(row: RawRow, tokenizer: "PreTrainedTokenizerBase", options: PromptOptions) -> _Rendered | str:
     prompt = row.prompt
     if isinstance(prompt, str):
         if options.prompt_template is not None:
@@ -243,18 +267,24 @@ def _render(row: RawRow, tokenizer: Any, options: PromptOptions) -> _Rendered | 
         messages = [{"role": "system", "content": options.system_prompt}, *messages]
     try:
         text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, enable_thinking=options.enable_thinking
+            messages,  # type: ignore[arg-type]  # declared for texts alone, but templates read other values too
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=options.enable_thinking,
         )
     except jinja2.TemplateError as error:
         return f"the chat template refuses the messages: {error}"
+    assert isinstance(text, str)
     return _Rendered(text, True)
 
 
-def _tokenise(tokenizer: Any, texts: list[str], **settings: Any) -> list[list[int]]:
+def _tokenise(tokenizer: "PreTrainedTokenizerBase", texts: list[str], **settings: bool) -> list[list[int]]:
     return tokenizer(texts, return_attention_mask=False, verbose=False, **settings)["input_ids"] if texts else []
 
 
-def _with_responses(rows: Sequence[RawRow], encoded: list[_Encoded | str], tokenizer: Any) -> list[_Encoded | str]:
+def _with_responses(
+    rows: Sequence[RawRow], encoded: list[_Encoded | str], tokenizer: "PreTrainedTokenizerBase"
+) -> list[_Encoded | str]:
     """Responses are tokenised apart, as an engine would have made them, and end with the end token."""
     indices = [i for i, entry in enumerate(encoded) if isinstance(entry, _Encoded) and rows[i].response is not None]
     responses = _tokenise(tokenizer, [str(rows[i].response) for i in indices], add_special_tokens=False)
@@ -266,7 +296,9 @@ def _with_responses(rows: Sequence[RawRow], encoded: list[_Encoded | str], token
     return encoded
 
 
-def _fit(good: list[tuple[RawRow, _Encoded]], tokenizer: Any, options: PromptOptions, num_bad: int) -> PromptSet:
+def _fit(
+    good: list[tuple[RawRow, _Encoded]], tokenizer: "PreTrainedTokenizerBase", options: PromptOptions, num_bad: int
+) -> PromptSet:
     """Leave out or cut what is too long, and count it."""
     kept: list[tuple[RawRow, _Encoded]] = []
     num_prompts = num_responses = num_truncated = 0
@@ -292,7 +324,7 @@ def _fit(good: list[tuple[RawRow, _Encoded]], tokenizer: Any, options: PromptOpt
     return PromptSet([row for row, _ in kept], [entry for _, entry in kept], report)
 
 
-def _cut(row: RawRow, entry: _Encoded, tokenizer: Any, options: PromptOptions) -> _Encoded:
+def _cut(row: RawRow, entry: _Encoded, tokenizer: "PreTrainedTokenizerBase", options: PromptOptions) -> _Encoded:
     """The prompt cut by `truncation`; of a response the end is cut off, its end token with it."""
     if options.truncation == "error":
         long_prompt = len(entry.ids) > options.max_prompt_length
@@ -303,7 +335,8 @@ def _cut(row: RawRow, entry: _Encoded, tokenizer: Any, options: PromptOptions) -
             "or set data.filter_overlong_prompts=true or data.truncation=left"
         )
     ids = truncated(entry.ids, options.max_prompt_length, options.truncation)
-    text = entry.text if len(ids) == len(entry.ids) else tokenizer.decode(ids)
+    text = entry.text if len(ids) == len(entry.ids) else tokenizer.decode(list(ids))
+    assert isinstance(text, str)
     response = None if entry.response_ids is None else entry.response_ids[: options.max_response_length]
     return _Encoded(text, ids, response)
 

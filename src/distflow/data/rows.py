@@ -4,16 +4,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date, time
 from decimal import Decimal
-from difflib import get_close_matches
-from typing import Any
 
-from distflow.config.errors import UserError
+from distflow.config.errors import UserError, nearest
+from distflow.observe.jsonlines import JSON
 
 DEFAULT_DOMAIN = "default"
 _DEFAULT_DOMAIN_KEY = "data_source"
 _MAX_SHOWN = 5
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, JSON]]
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Record:
     """One row as it was found. `bad` says why it cannot be read; `values` is then empty."""
 
     origin: str
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, object] = field(default_factory=dict)
     bad: str | None = None
 
 
@@ -46,10 +45,10 @@ class RawRow:
 
     origin: str
     prompt: str | Messages
-    answer: Any
+    answer: JSON
     domain: str
     response: str | None
-    extra_info: dict[str, Any]
+    extra_info: dict[str, JSON]
 
 
 @dataclass
@@ -102,11 +101,11 @@ def read_rows(records: Iterator[Record], columns: Columns, bad_rows: BadRows, so
         raise UserError(_no_column(key, name, source, seen))
 
 
-def find(values: Mapping[str, Any], name: str) -> Any:
+def find(values: Mapping[str, object], name: str) -> object:
     """The value of a column, or None; a name that is no column is tried as a dotted path."""
     if name in values:
         return values[name]
-    value: Any = values
+    value: object = values
     for part in name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
@@ -124,9 +123,8 @@ def _required(columns: Columns) -> dict[str, str]:
 
 
 def _no_column(key: str, name: str, source: str, seen: set[str]) -> str:
-    near = get_close_matches(name, sorted(seen), n=1, cutoff=0.0)
-    nearest = f"; the nearest column is '{near[0]}'" if near else ""
-    return f"no row of {source} has the column '{name}' ({key}){nearest}; columns: {', '.join(sorted(seen)) or 'none'}"
+    meant = f"; did you mean '{near}'?" if (near := nearest(name, seen)) else ""
+    return f"no row of {source} has the column '{name}' ({key}){meant}; columns: {', '.join(sorted(seen)) or 'none'}"
 
 
 def _raw_row(record: Record, columns: Columns) -> RawRow | str:
@@ -139,17 +137,18 @@ def _raw_row(record: Record, columns: Columns) -> RawRow | str:
     answer = plain(find(values, columns.answer))
     if columns.answer_required and answer in (None, "", []):
         return f"no answer in the column '{columns.answer}'"
-    response = None
+    response: str | None = None
     if columns.response is not None:
-        response = find(values, columns.response)
-        if not isinstance(response, str) or not response:
-            return f"the response (column '{columns.response}') is {_kind(response)}, not a text"
-        if not _is_unicode(response):
+        found = find(values, columns.response)
+        if not isinstance(found, str) or not found:
+            return f"the response (column '{columns.response}') is {_kind(found)}, not a text"
+        if not _is_unicode(found):
             return f"the response (column '{columns.response}') holds half a surrogate pair"
+        response = found
     domain = find(values, columns.domain)
     return RawRow(
         origin=record.origin,
-        prompt=prompt if isinstance(prompt, str) else [dict(plain(message)) for message in prompt],
+        prompt=prompt if isinstance(prompt, str) else _messages(prompt),
         answer=answer,
         domain=DEFAULT_DOMAIN if domain in (None, "") else str(domain),
         response=response,
@@ -157,7 +156,7 @@ def _raw_row(record: Record, columns: Columns) -> RawRow | str:
     )
 
 
-def _extra_info(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
+def _extra_info(values: Mapping[str, object], columns: Columns) -> dict[str, JSON]:
     """The rest of the row; a column `extra_info` that is a mapping is spread, as reward functions expect it."""
     used = {columns.prompt, columns.answer, columns.domain, columns.response}
     rest = {name: plain(value) for name, value in values.items() if name not in used and value is not None}
@@ -165,7 +164,7 @@ def _extra_info(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
     return {**rest, **spread} if isinstance(spread, dict) else {**rest, "extra_info": spread}
 
 
-def _prompt_fault(prompt: Any, name: str) -> str | None:
+def _prompt_fault(prompt: object, name: str) -> str | None:
     if isinstance(prompt, str):
         if not prompt:
             return f"the prompt (column '{name}') is empty"
@@ -184,7 +183,12 @@ def _prompt_fault(prompt: Any, name: str) -> str | None:
     return None
 
 
-def _kind(value: Any) -> str:
+def _messages(prompt: object) -> Messages:
+    assert isinstance(prompt, list), "found to be one"
+    return [{str(key): plain(entry) for key, entry in message.items()} for message in prompt]
+
+
+def _kind(value: object) -> str:
     return "missing" if value is None else f"{type(value).__name__} {value!r:.40}"
 
 
@@ -196,7 +200,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> JSON:
     """What JSON can hold of a value: verifiers, ledgers and saved batches carry it. Dates become ISO texts."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
@@ -208,6 +212,6 @@ def plain(value: Any) -> Any:
         return value.isoformat()
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
-    if callable(getattr(value, "tolist", None)):
-        return plain(value.tolist())  # numpy scalars and arrays
+    if callable(tolist := getattr(value, "tolist", None)):
+        return plain(tolist())  # numpy scalars and arrays
     return repr(value)[:1000]

@@ -1,7 +1,8 @@
 """One trajectory: append-only segments of token ids. Tokens are never re-tokenised."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 Owner = Literal["prompt", "policy", "tool", "environment"]
 
@@ -30,21 +31,23 @@ class Segment:
 class Sample:
     """A trajectory of one prompt, whose first segment is the prompt.
 
-    uid: "<ticket number>-<sample index>". group_index: the ticket number.
-    valid: False once its verdict is a timeout or an error.
+    uid: "<ticket number>-<sample index>". group_index: the ticket number. episode: which of the group's episodes it
+    belongs to; a conversation that branches, or has several agents, leaves several samples, whose prompts may differ.
+    agent: whose turns it holds. valid: False once its verdict is a timeout or an error.
     """
 
     uid: str
     group_index: int
     segments: list[Segment]
+    episode: int = field(default=0, kw_only=True)
+    agent: str = field(default="policy", kw_only=True)
     prompt: str = ""
     response: str = ""
     domain: str = "default"
-    ground_truth: Any = None
-    extra_info: dict[str, Any] = field(default_factory=dict)
+    ground_truth: object = None
+    extra_info: Mapping[str, object] = field(default_factory=dict)
     finish_reason: str = "stop"
     valid: bool = True
-    tags: dict[str, str] = field(default_factory=dict)
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:

@@ -1,13 +1,11 @@
 """From what `data.train_files` names to rows: files, data sets of Hugging Face `datasets`, built-in ones, Python."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-from distflow.config.errors import UserError
+from distflow.config.errors import UserError, nearest
 from distflow.data import iterators
 from distflow.data.files import READERS, read_file
 from distflow.data.rows import BadRows, Columns, RawRow, Record, read_rows
@@ -16,7 +14,8 @@ BUILTIN_FOLDER = Path(__file__).parent / "builtin"
 _FUNCTION = re.compile(r"(?:[A-Za-z_][\w.]*|.*\.py):[A-Za-z_]\w*")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]*){0,2}")
 
-Source = str | Path | Iterable[Any] | Callable[[], Iterable[Any]]
+Source = str | Path | Iterable[object] | Callable[[], Iterable[object]]
+Rows = Iterable[Mapping[str, object]]
 
 
 def load_rows(
@@ -59,18 +58,18 @@ def load_rows(
     return rows, bad
 
 
-def name_of(source: Any) -> str:
+def name_of(source: object) -> str:
     """What messages and fingerprints call a source."""
     if isinstance(source, str | Path):
         return f"'{source}'"
     return f"the {type(source).__name__} {getattr(source, '__qualname__', '')}".strip()
 
 
-def _are_paths(sources: Sequence[Any]) -> bool:
+def _are_paths(sources: Sequence[object]) -> bool:
     return all(isinstance(source, str | Path) for source in sources)
 
 
-def _records(source: Any, key: str, kept: Path | None, max_rows: int, wanted: int) -> Iterator[Record]:
+def _records(source: Source, key: str, kept: Path | None, max_rows: int, wanted: int) -> Iterator[Record]:
     if not isinstance(source, str | Path):
         make_rows = source if callable(source) else lambda: source
         return _kept_records(make_rows, source, key, kept, max_rows, wanted)
@@ -90,7 +89,7 @@ def _records(source: Any, key: str, kept: Path | None, max_rows: int, wanted: in
 
 
 def _kept_records(
-    make_rows: Callable[[], Iterable[Any]], source: Any, key: str, kept: Path | None, max_rows: int, wanted: int
+    make_rows: Callable[[], Iterable[object]], source: object, key: str, kept: Path | None, max_rows: int, wanted: int
 ) -> Iterator[Record]:
     if kept is None:
         raise UserError(f"{key}: rows from Python need a run folder (trainer.default_local_dir) to be kept in")
@@ -108,8 +107,8 @@ def _builtin(name: str, key: str) -> Path:
 def _no_file(path: Path, key: str) -> str:
     if not path.parent.is_dir():
         return f"{key}: there is no file '{path}', nor a folder '{path.parent}' (looked from '{Path.cwd()}')"
-    near = get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=1)
-    return f"{key}: there is no file '{path}'" + (f"; did you mean '{path.with_name(near[0])}'?" if near else "")
+    near = nearest(path.name, [entry.name for entry in path.parent.iterdir()])
+    return f"{key}: there is no file '{path}'" + (f"; did you mean '{path.with_name(near)}'?" if near else "")
 
 
 def _hub_records(name: str, key: str) -> Iterator[Record]:
@@ -129,7 +128,7 @@ def _hub_records(name: str, key: str) -> Iterator[Record]:
         yield Record(f"{name}, row {number}", values)
 
 
-def _split_of(found: Any, name: str, split: str, key: str) -> Any:
+def _split_of(found: Rows | dict[str, Rows], name: str, split: str, key: str) -> Rows:
     if not isinstance(found, dict):
         return found
     if split in found or (not split and len(found) == 1):

@@ -1,55 +1,17 @@
 """The coordinator: hands out tickets on credits, knows where every group is, and says when a step may be consumed."""
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import asdict
+from typing import cast
 
-from distflow.config.errors import UserError
 from distflow.flow.account import Account, AccountingError
 from distflow.flow.credits import Credits
-from distflow.flow.edge import ExperienceEdge
+from distflow.flow.data_plan import DataPlan
+from distflow.flow.edge import Choose, ExperienceEdge, smallest_prefix
 from distflow.flow.ledger import Ledger, Mark
 from distflow.flow.order import place
+from distflow.flow.snapshot import SavedMark, Snapshot, at_start, check_resumable, restored, saved, saved_plan
 from distflow.flow.ticket import Ticket, Version
-
-MAX_ATTEMPTS = 3
-"""Attempts of a group after which it is dropped as quarantined."""
-
-
-@dataclass(frozen=True)
-class DataPlan:
-    """What a run draws from its data, and when it ends: after `total_tickets` or `total_steps`, what comes first.
-    Without `total_tickets` the data go round as often as the steps take.
-
-    group_size: samples a prompt. consumer_batch: prompt groups a step.
-    max_concurrent: groups that may run at once. max_num_gen_batches: bound on the tickets of a step, in batches.
-    """
-
-    num_rows: int
-    consumer_batch: int
-    group_size: int
-    total_tickets: int | None
-    total_steps: int
-    seed: int = 1
-    shuffle: bool = True
-    max_concurrent: int | None = None
-    max_num_gen_batches: int | None = None
-    when_exhausted: Literal["error", "continue"] = "error"
-
-    def __post_init__(self) -> None:
-        assert min(self.num_rows, self.consumer_batch, self.group_size) > 0
-        assert self.max_num_gen_batches is None or self.max_num_gen_batches > 0
-
-
-_START: Mapping[str, Any] = {
-    "incarnation": -1,
-    "step": 0,
-    "weights_step": 0,
-    "issued": 0,
-    "consumed": 0,
-    "dropped": {},
-}
 
 
 class Coordinator:
@@ -57,36 +19,49 @@ class Coordinator:
 
     A group goes take_tickets → complete | drop | retry; a step goes ready → release, which makes its groups consumed
     and ends in a new version. Every move is journaled; one that cannot be made raises AccountingError naming the
-    ticket. Staleness is 0 here: every step consumes all that was drawn for it, so a release leaves nothing behind,
-    and a run that goes on from one repeats what an uninterrupted run would do.
+    ticket. At staleness 0 every step consumes all that was drawn for it, so a release leaves nothing behind, and a run
+    that goes on from one repeats what an uninterrupted run would do. Otherwise groups stay on the edge, and the cut
+    lists them.
     """
 
-    def __init__(self, plan: DataPlan, ledger: Ledger | None = None, snapshot: Mapping[str, Any] | None = None) -> None:
-        """snapshot: goes on from it, with a ledger that was rolled back to `mark_of(snapshot)`: groups drawn after its
-        cut are drawn again, under the same tickets.
+    def __init__(
+        self,
+        plan: DataPlan,
+        ledger: Ledger | None = None,
+        snapshot: Snapshot | None = None,
+        choose: Choose = smallest_prefix,
+    ) -> None:
+        """snapshot: goes on from it, with a ledger that was rolled back to `mark_of(snapshot)`. Groups that were
+        complete at its cut are complete (whoever calls has their batches), those that ran then are handed out first,
+        and those drawn after it are drawn again, all under the same tickets. Being killed with the process is no
+        failure of a group: of its three attempts it uses up none.
 
-        Raises UserError where the data or their order are not those of the snapshot.
+        choose: the rule by which complete groups form a step.
+        Raises UserError where the data, their order or the staleness are not those of the snapshot.
         """
-        if snapshot:
-            _check_same_data(plan, snapshot)
-        start = snapshot or _START
+        start = snapshot or at_start(plan)
+        check_resumable(plan, start)
         self.plan = plan
         self._ledger = ledger
-        self._incarnation: int = ledger.incarnation if ledger else start["incarnation"] + 1
+        self._incarnation = ledger.incarnation if ledger else start["incarnation"] + 1
         self.version = Version(self._incarnation, start["step"])
-        self.weights_step: int = start["weights_step"]
-        self._issued: int = start["issued"]
-        self._consumed: int = start["consumed"]
-        self._dropped: Counter[str] = Counter(start["dropped"])
+        self.weights_step = start["weights_step"]
+        self._issued = start["issued"]
+        self._consumed = start["consumed"]
+        self._dropped = Counter(start["dropped"])
+        self._credits = Credits(plan.max_concurrent or plan.consumer_batch, plan.max_staleness, plan.consumer_batch)
         self._edge = ExperienceEdge(
             plan.consumer_batch,
             next_step=self.step,
             max_tickets=plan.max_num_gen_batches and plan.max_num_gen_batches * plan.consumer_batch,
             when_exhausted=plan.when_exhausted,
+            choose=choose,
         )
+        for group in start["live"]:
+            self._edge.restore(restored(group))
         self._close_at_end()
         if ledger and ledger.inherits:
-            ledger.append("inherited", **{key: start[key] for key in ("step", "issued", "consumed", "dropped")})
+            self._journal_inheritance(start)
         self._check()
         self._cut = self._describe()
 
@@ -101,16 +76,22 @@ class Coordinator:
         return self.step >= self.plan.total_steps or (self._edge.closed and not self._edge.live)
 
     def take_tickets(self, served_step: int | None = None) -> list[Ticket]:
-        """The groups to start now, in ticket order: a wave, empty while the last one runs or the step is full.
+        """The groups to start now: those that were lost and wait for another attempt, then new ones, each in ticket
+        order. At staleness 0 they come in waves, empty while the last one runs or the step is full.
 
         served_step: the lowest step that an engine serves, where one lags behind the last released step.
         """
-        num_new = self._credits(self.step if served_step is None else served_step)
-        tickets = [self._ticket(self._issued + i) for i in range(num_new)]
+        if self.finished:
+            return []
+        served = self.step if served_step is None else served_step
+        tickets = [self._edge.reissue(number, served) for number in self._lost_to_start(served)]
+        for number in range(self._issued, self._issued + self._num_new(served)):
+            epoch, row = place(number, self.plan.num_rows, self.plan.seed, self.plan.shuffle)
+            tickets.append(Ticket(number, epoch, row, self.plan.group_size, served))
+            self._edge.issue(tickets[-1])
+            self._issued += 1
         for ticket in tickets:
             self._journal_issue(ticket)
-            self._edge.issue(ticket)
-        self._issued += num_new
         self._close_at_end()
         return tickets
 
@@ -125,16 +106,16 @@ class Coordinator:
         self._journal("dropped", ticket=number, reason=reason)
         self._dropped[reason] += 1
 
-    def retry(self, number: int) -> Ticket | None:
-        """A group was lost in a crash: the ticket to start it again, or None where it is dropped as quarantined."""
-        ticket = self._edge.running(number)
-        if ticket.attempt + 1 >= MAX_ATTEMPTS:
+    def retry(self, number: int) -> bool:
+        """A group was lost while the run goes on: with the engine or the process that worked on it.
+
+        Returns whether it waits for `take_tickets` to hand it out again. If not, this was its third attempt and it is
+        dropped as quarantined.
+        """
+        waits = self._edge.retry(number)
+        if not waits:
             self.drop(number, "quarantined")
-            return None
-        ticket = replace(ticket, version=self.step, attempt=ticket.attempt + 1)
-        self._edge.reissue(ticket)
-        self._journal_issue(ticket)
-        return ticket
+        return waits
 
     def ready(self, step: int) -> tuple[int, ...] | None:
         """Numbers of the tickets that form `step`, ascending, or None while it waits for groups; see
@@ -147,7 +128,7 @@ class Coordinator:
         published: whether new weights were sent; if not, the version is an alias of the last ones that were.
         """
         groups = self._edge.release(step)
-        assert not self._edge.live, "at staleness 0 a step leaves nothing behind"
+        assert self.plan.max_staleness or not self._edge.live, "at staleness 0 a step leaves nothing behind"
         numbers = [group.ticket.number for group in groups]
         self._consumed += len(numbers)
         self.version = Version(self._incarnation, step + 1)
@@ -169,7 +150,7 @@ class Coordinator:
             dropped=dict(self._dropped),
         )
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> Snapshot:
         """JSON to go on from. The cut is the last release (or the start), whatever has happened since."""
         return self._cut
 
@@ -181,34 +162,34 @@ class Coordinator:
         """Tickets that may still be issued, None for no bound."""
         return None if self.plan.total_tickets is None else max(0, self.plan.total_tickets - self._issued)
 
-    def _credits(self, served_step: int) -> int:
-        if self.step >= self.plan.total_steps:
-            return 0
-        plan, running, complete = self.plan, self._edge.num_running, self._edge.num_complete
-        credits = Credits(plan.max_concurrent or plan.consumer_batch, 0, plan.consumer_batch)
-        opened = credits.open(running, served_step, self.step * plan.consumer_batch + complete)
+    def _lost_to_start(self, served_step: int) -> list[int]:
+        """Lost groups that may start now, never on weights older than those that they were to have."""
+        waiting = self._edge.waiting
+        num_free = self._credits.restarts(self._edge.num_running - len(waiting))
+        return [ticket.number for ticket in waiting if ticket.version <= served_step][:num_free]
+
+    def _num_new(self, served_step: int) -> int:
+        """Tickets to issue now: none for steps that the run does not have."""
+        plan, complete = self.plan, self._edge.num_complete
+        served_step = min(served_step, plan.total_steps - 1 - plan.max_staleness)
+        opened = self._credits.open(self._edge.num_running, served_step, self.step * plan.consumer_batch + complete)
         left = self._left()
-        return self._edge.room(max(0, opened if left is None else min(opened, left)))
+        return self._edge.room(opened if left is None else min(opened, left))
 
-    def _ticket(self, number: int) -> Ticket:
-        plan = self.plan
-        epoch, row = place(number, plan.num_rows, plan.seed, plan.shuffle)
-        return Ticket(number, epoch, row, plan.group_size, self.step)
-
-    def _describe(self) -> dict[str, Any]:
-        plan = self.plan
+    def _describe(self) -> Snapshot:
         return {
-            "plan": {"num_rows": plan.num_rows, "seed": plan.seed, "shuffle": plan.shuffle},
+            "plan": saved_plan(self.plan),
             "incarnation": self._incarnation,
             "step": self.step,
             "weights_step": self.weights_step,
             "issued": self._issued,
             "consumed": self._consumed,
             "dropped": dict(self._dropped),
-            "ledger": asdict(self._ledger.mark()) if self._ledger else None,
+            "live": [saved(group) for group in self._edge.live],
+            "ledger": cast(SavedMark, asdict(self._ledger.mark())) if self._ledger else None,
         }
 
-    def _journal(self, kind: str, **fields: Any) -> None:
+    def _journal(self, kind: str, **fields: object) -> None:
         if self._ledger:
             self._ledger.append(kind, **fields)
 
@@ -222,6 +203,14 @@ class Coordinator:
             attempt=ticket.attempt,
         )
 
+    def _journal_inheritance(self, start: Snapshot) -> None:
+        live = [
+            {"ticket": group["ticket"]["number"], "attempt": group["ticket"]["attempt"], "complete": group["complete"]}
+            for group in start["live"]
+        ]
+        counts = {key: start[key] for key in ("step", "issued", "consumed", "dropped")}
+        self._journal("inherited", **counts, **({"live": live} if live else {}))
+
     def _check(self) -> None:
         account = self.accounting()
         account.check()
@@ -229,17 +218,6 @@ class Coordinator:
             raise AccountingError(f"the ledger counts {self._ledger.account}, the coordinator {account}")
 
 
-def _check_same_data(plan: DataPlan, snapshot: Mapping[str, Any]) -> None:
-    for key, option in (("num_rows", "data.train_files"), ("seed", "data.seed"), ("shuffle", "data.shuffle")):
-        before, now = snapshot["plan"][key], getattr(plan, key)
-        if before != now:
-            raise UserError(
-                f"the checkpoint was made with {key}={before}, this run has {now}: rows would be trained twice or "
-                f"skipped. Restore {option}, or start anew with trainer.resume_mode=never and another "
-                "trainer.default_local_dir"
-            )
-
-
-def mark_of(snapshot: Mapping[str, Any]) -> Mark | None:
+def mark_of(snapshot: Snapshot) -> Mark | None:
     """Where the ledger stood at the snapshot's cut: what a `Ledger` is to be rolled back to."""
     return Mark(**snapshot["ledger"]) if snapshot["ledger"] else None

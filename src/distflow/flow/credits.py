@@ -28,6 +28,13 @@ class Credits:
     max_staleness: int
     consumer_batch: int
 
+    def restarts(self, running: int) -> int:
+        """How many lost groups may start again now, of which none is counted in `running`; at staleness 0 in a wave
+        of their own, as below."""
+        if self.max_staleness == 0 and running:
+            return 0
+        return max(0, max(1, self.max_concurrent) - running)
+
     def open(self, running: int, version: int, accepted: int) -> int:
         """Credits to give out now.
 

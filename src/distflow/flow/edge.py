@@ -2,21 +2,28 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from distflow.config.errors import UserError
 from distflow.flow.account import AccountingError
 from distflow.flow.ticket import Ticket
 
+MAX_ATTEMPTS = 3
+"""Attempts that a group has: lost in the last one too, it is not tried again."""
+
 
 @dataclass
 class Group:
-    """A prompt group on the edge: running until complete. num_tokens: of all its samples, prompts included."""
+    """A prompt group on the edge: running until complete; one that was lost waits until it is issued again.
+
+    num_tokens: of all its samples, prompts included. failures: times that it was lost while the run went on.
+    """
 
     ticket: Ticket
     complete: bool = False
     num_tokens: int = 0
+    failures: int = 0
 
 
 Choose = Callable[[Sequence[Group], int, int], tuple[int, ...] | None]
@@ -58,6 +65,7 @@ class ExperienceEdge:
         self._when_exhausted = when_exhausted
         self._choose = choose
         self._groups: dict[int, Group] = {}
+        self._waiting: set[int] = set()
         self._num_complete = 0
         self._formed: tuple[int, ...] | None = None
         self._issued_for_step = 0
@@ -70,12 +78,18 @@ class ExperienceEdge:
 
     @property
     def num_running(self) -> int:
+        """Those that wait to be issued again included."""
         return len(self._groups) - self._num_complete
 
     @property
-    def live(self) -> int:
-        """Groups neither consumed nor dropped."""
-        return len(self._groups)
+    def live(self) -> list[Group]:
+        """Groups neither consumed nor dropped, in ticket order."""
+        return [self._groups[number] for number in sorted(self._groups)]
+
+    @property
+    def waiting(self) -> list[Ticket]:
+        """Of groups that are to be issued again, in ticket order."""
+        return [self._groups[number].ticket for number in sorted(self._waiting)]
 
     @property
     def closed(self) -> bool:
@@ -92,13 +106,29 @@ class ExperienceEdge:
         self._groups[ticket.number] = Group(ticket)
         self._issued_for_step += 1
 
-    def running(self, number: int) -> Ticket:
-        """The ticket of a running group. Raises AccountingError where there is none."""
-        return self._running_group(number, "run").ticket
+    def restore(self, group: Group) -> None:
+        """A group of a snapshot. One that was not complete died with its process, and waits to be issued again."""
+        number = group.ticket.number
+        self._groups[number] = group
+        if group.complete:
+            self._num_complete += 1
+        else:
+            self._waiting.add(number)
 
-    def reissue(self, ticket: Ticket) -> None:
-        """A running group starts again under the same number."""
-        self._running_group(ticket.number, "issue again").ticket = ticket
+    def retry(self, number: int) -> bool:
+        """A running group was lost: whether it now waits to be issued again, or has used up its attempts."""
+        group = self._running_group(number, "be tried again")
+        group.failures += 1
+        if group.failures < MAX_ATTEMPTS:
+            self._waiting.add(number)
+        return group.failures < MAX_ATTEMPTS
+
+    def reissue(self, number: int, version: int) -> Ticket:
+        """A group that waits starts again under the same number, its attempt raised."""
+        self._waiting.remove(number)
+        group = self._groups[number]
+        group.ticket = replace(group.ticket, version=version, attempt=group.ticket.attempt + 1)
+        return group.ticket
 
     def complete(self, number: int, num_tokens: int) -> None:
         """A group has passed its rewards and filters."""
@@ -144,7 +174,7 @@ class ExperienceEdge:
     def _form(self, step: int) -> tuple[int, ...] | None:
         if self.num_running and self._num_complete < self._consumer_batch:
             return None
-        groups = self._ordered()
+        groups = self.live
         chosen = self._choose(groups, step, self._consumer_batch)
         if chosen is not None or self.num_running:
             return chosen
@@ -158,17 +188,15 @@ class ExperienceEdge:
         raise Exhausted(self._exhausted_message(step, len(survivors)))
 
     def _exhausted_message(self, step: int, num_left: int) -> str:
+        num_drawn = num_left + self._dropped_for_step.total()
         reasons = ", ".join(f"{count} {reason}" for reason, count in self._dropped_for_step.most_common())
         remedy = "use prompts of fitting difficulty or raise algorithm.filter_groups.max_num_gen_batches"
         if num_left:
             remedy += ", or set algorithm.filter_groups.when_exhausted=continue to train on those left"
         return (
-            f"step {step} needs {self._consumer_batch} prompt groups, but of the {self._issued_for_step} drawn for it "
+            f"step {step} needs {self._consumer_batch} prompt groups, but of the {num_drawn} drawn for it "
             f"{num_left or 'none'} are left (dropped: {reasons}): {remedy}"
         )
-
-    def _ordered(self) -> list[Group]:
-        return [self._groups[number] for number in sorted(self._groups)]
 
     def _running_group(self, number: int, verb: str) -> Group:
         group = self._groups.get(number)
@@ -176,4 +204,6 @@ class ExperienceEdge:
             raise AccountingError(f"ticket {number} cannot {verb}: it was never issued, or is consumed or dropped")
         if group.complete:
             raise AccountingError(f"ticket {number} cannot {verb}: it is complete already")
+        if number in self._waiting:
+            raise AccountingError(f"ticket {number} cannot {verb}: it was lost, and waits to be issued again")
         return group

@@ -6,7 +6,8 @@ One JSON object a line: {"t": seconds since 1970, "inc": incarnation, "kind": ..
     issued      ticket, epoch, row, version, attempt           complete    ticket, tokens
     dropped     ticket, reason                                 consumed    step, tickets, tokens
     version     step, weights (the step that made them: less than `step` where the version is an alias)
-    inherited   step, issued, consumed, dropped                the account of a checkpoint from another folder
+    inherited   step, issued, consumed, dropped, live          the account of a checkpoint from another folder; live:
+                                                               ticket, attempt, complete of groups on the edge, if any
     rolled_back to (a byte offset)                             a resume: the records since `to` no longer hold
 
 Nothing is ever rewritten. Records of other kinds may be added by anyone; readers pass over what they do not know.
@@ -19,10 +20,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from distflow.config.errors import UserError
 from distflow.flow.account import Account, AccountingError
+from distflow.flow.record import Record
 from distflow.flow.tally import Tally
 
 
@@ -60,9 +62,9 @@ class Ledger:
         """Counted from the records, independently of whoever wrote them."""
         return self._tally.account
 
-    def append(self, kind: str, **fields: Any) -> None:
+    def append(self, kind: str, **fields: object) -> None:
         """Raises AccountingError, and writes nothing, where the record moves a ticket as no run can."""
-        record = {"t": round(time.time(), 3), "inc": self.incarnation, "kind": kind, **fields}
+        record = cast(Record, {"t": round(time.time(), 3), "inc": self.incarnation, "kind": kind, **fields})
         self._tally.apply(record)
         self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
         self._file.flush()
@@ -112,14 +114,13 @@ class Ledger:
             self._tally.apply(record)
 
 
-def timeline(path: Path, until: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+def timeline(path: Path) -> Iterator[tuple[int, Record]]:
     """(byte offset, record) of the records that hold: those that no later `rolled_back` took back.
 
-    until: judge the journal as it was at this byte offset. A torn line where a writer was killed is passed over.
-    Raises LedgerError for any other damage.
+    A torn line where a writer was killed is passed over. Raises LedgerError for any other damage.
     """
     rollbacks = [(position, record["to"]) for position, record in _records(path) if record["kind"] == "rolled_back"]
-    end = path.stat().st_size if until is None else until
+    end = path.stat().st_size
     spans: list[tuple[int, int]] = []
     for position, to in reversed(rollbacks):
         if position < end:
@@ -166,7 +167,7 @@ def verify(path: Path) -> Account:
     return account
 
 
-def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _records(path: Path) -> Iterator[tuple[int, Record]]:
     """All records with their offsets. A line that is none may only be the last, or the last before a rollback."""
     offset, torn = 0, None
     with path.open("rb") as file:
@@ -182,12 +183,12 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             offset += len(line)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> Record | None:
     try:
         record = json.loads(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) and {"kind", "inc"} <= record.keys() else None
+    return cast(Record, record) if isinstance(record, dict) and {"kind", "inc"} <= record.keys() else None
 
 
 def _holds_nothing(path: Path) -> bool:

@@ -1,13 +1,11 @@
 """Counts tickets from journal records alone: the second bookkeeping, which the coordinator's must equal."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import IntEnum
-from typing import Any
 
 from distflow.flow.account import Account, AccountingError
-
-Record = Mapping[str, Any]
+from distflow.flow.record import Record
 
 
 class _State(IntEnum):
@@ -87,6 +85,11 @@ class Tally:
         self._states = bytearray([_State.SETTLED]) * record["issued"]
         self._counts = Counter({_State.CONSUMED: record["consumed"]})
         self._dropped = Counter(record["dropped"])
+        for group in record.get("live", ()):
+            state = _State.COMPLETE if group["complete"] else _State.RUNNING
+            self._states[group["ticket"]] = state
+            self._counts[state] += 1
+            self._attempts[group["ticket"]] = group["attempt"]
 
     def _move(self, number: int, source: _State, target: _State) -> None:
         state = _State(self._states[number]) if number < len(self._states) else _State.UNKNOWN

@@ -6,32 +6,32 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from inspect import Parameter
-from typing import Any, Literal
+from typing import Literal
 
-from distflow.graph.errors import PipelineError, hint
+from distflow.config.errors import hint
+from distflow.graph.errors import PipelineError
 from distflow.graph.fields import ALIASES
 from distflow.graph.functions import is_async
-from distflow.graph.roles import ENGINES, NodeRole, Scope
-from distflow.graph.spec import NodeSpec, as_names
+from distflow.graph.roles import ENGINES, ROLE_DEFAULTS, SCORE_FIELDS, SERVICES, NodeRole, Scope
+from distflow.graph.spec import NodeSpec
 
-RESERVED = ("batch", "ctx", "config", "reduce")
-SCORE_FIELDS = ("token_level_scores", "token_level_rewards")
-_ROLE_WRITES = {NodeRole.REWARD: SCORE_FIELDS, NodeRole.ADVANTAGE: ("advantages", "returns")}
+RESERVED = ("batch", "samples", "group", "ctx", "engine", "config", "reduce")
 
 
 class Form(StrEnum):
     """How a function wants to be called.
 
-    WIRED: fields, options, engines and reserved names by parameter.
-    BATCH_CTX: `(batch, ctx)`.
+    WIRED: fields, options, engines, services and reserved names by parameter.
     BATCH_REWARD: `(batch, config, **kwargs)`, called by keyword; options are the kwargs.
     SAMPLE_REWARD: `compute_score(data_source, solution_str, ground_truth[, extra_info])`, called for each sample.
     """
 
     WIRED = "wired"
-    BATCH_CTX = "batch_ctx"
     BATCH_REWARD = "batch_reward"
     SAMPLE_REWARD = "sample_reward"
+
+
+_SAMPLE_REWARD = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 class _Required:
@@ -39,7 +39,7 @@ class _Required:
         return "REQUIRED"
 
 
-REQUIRED: Any = _Required()
+REQUIRED = _Required()
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,8 @@ class Contract:
     reads, optional: fields that must be there, and those that may be missing.
     by_keyword, by_position: the fields among them that are passed, and how; the others come in `batch`.
     writes: fields it gives back.
-    engines: the parameters that receive an engine. reserved: of `batch`, `ctx`, `config`, `reduce`.
+    engines, services: the parameters that receive one. reserved: those of `RESERVED` that it has.
     options: default of each option; REQUIRED where it has none. open_options: it also takes options it does not name.
-    takes: config keys used beyond the options.
     """
 
     form: Form
@@ -62,10 +61,10 @@ class Contract:
     writes: tuple[str, ...]
     scope: Scope
     engines: tuple[str, ...]
+    services: tuple[str, ...]
     reserved: tuple[str, ...]
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
     open_options: bool
-    takes: tuple[str, ...]
     is_async: bool
 
 
@@ -75,14 +74,12 @@ def canonical(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class Declared:
     """What the surroundings of a function say about it.
 
+    spec: `@node`, with what `add_node` said in its place. scope: the graph's own, whatever the function says.
     is_field: whether a field of that name is known. is_option: whether an option of that name has a value at hand; it
         decides about a positional parameter that is no known field.
-    spec: `@node`, its functions of the config already called.
-    chosen: it was chosen by name, so a `**kwargs` needs no `reads`: it gets its named parameters, as estimators do.
-    late_reads: what it reads is not known before the config is.
     """
 
     where: str
@@ -91,24 +88,13 @@ class Wishes:
     scope: Scope | None
     is_field: Callable[[str], bool]
     is_option: Callable[[str], bool]
-    chosen: bool = False
-    late_reads: bool = False
 
 
-def read_contract(fn: Callable[..., Any], wishes: Wishes) -> Contract:
+def read_contract(fn: Callable[..., object], declared: Declared) -> Contract:
     """The contract of a function. Raises PipelineError if its signature does not tell what it reads."""
-    parameters = _parameters(fn, wishes.where)
-    form = Form.WIRED if wishes.late_reads else _form(parameters)
-    if wishes.late_reads:
-        fields = _Fields((), ())
-    elif form is Form.SAMPLE_REWARD:
-        fields = _sample_reward_fields(parameters or [])
-    elif form is not Form.WIRED:
-        fields = _Fields(*_explicit(wishes) or ((), ()))
-    elif wishes.spec.reads is not None:
-        fields = _explicit_fields(parameters, wishes)
-    else:
-        fields = _signature_fields(parameters, wishes)
+    parameters = _parameters(fn, declared.where)
+    form = form_of(parameters)
+    fields = _fields(form, parameters, declared)
     parameters = parameters or []
     names = {p.name for p in parameters}
     reserved = tuple(name for name in RESERVED if name in names)
@@ -118,14 +104,33 @@ def read_contract(fn: Callable[..., Any], wishes: Wishes) -> Contract:
         optional=fields.optional,
         by_keyword=fields.by_keyword,
         by_position=fields.by_position,
-        writes=_writes(form, wishes),
-        scope=_scope(fields, reserved, wishes),
+        writes=_writes(form, declared),
+        scope=_scope(fields, reserved, declared),
         engines=tuple(name for name in ENGINES if name in names),
+        services=tuple(name for name in SERVICES if name in names),
         reserved=reserved,
-        options={} if form in (Form.BATCH_CTX, Form.BATCH_REWARD) else _options(parameters, form, wishes),
+        options=_options(form, parameters, declared),
         open_options=any(p.kind is Parameter.VAR_KEYWORD for p in parameters),
-        takes=as_names(wishes.spec.takes, f"{wishes.where}: takes"),
         is_async=is_async(fn),
+    )
+
+
+def late_contract(declared: Declared) -> Contract:
+    """That of a factory's node, before there is a config: what its role says, and nothing of the function."""
+    return Contract(
+        form=Form.WIRED,
+        reads=(),
+        optional=(),
+        by_keyword=(),
+        by_position=(),
+        writes=_writes(Form.WIRED, declared),
+        scope=_scope(_Fields((), ()), (), declared),
+        engines=(),
+        services=(),
+        reserved=(),
+        options={},
+        open_options=False,
+        is_async=False,
     )
 
 
@@ -137,7 +142,7 @@ class _Fields:
     by_position: tuple[str, ...] = ()
 
 
-def _parameters(fn: Callable[..., Any], where: str) -> list[Parameter] | None:
+def _parameters(fn: Callable[..., object], where: str) -> list[Parameter] | None:
     """None where the callable cannot be inspected (some builtins)."""
     if isinstance(fn, functools.partial) and (inner := _parameters(fn.func, where)) is not None:
         names = [p.name for p in inner]
@@ -150,23 +155,23 @@ def _parameters(fn: Callable[..., Any], where: str) -> list[Parameter] | None:
         return None
 
 
-def _form(parameters: list[Parameter] | None) -> Form:
-    if parameters is None:
-        return Form.WIRED
-    names = [p.name for p in parameters]
-    kinds = [p.kind for p in parameters]
-    if names == ["batch", "ctx"]:
-        return Form.BATCH_CTX
-    if names[:2] == ["batch", "config"] and kinds[2:] == [Parameter.VAR_KEYWORD]:
+def form_of(parameters: list[Parameter] | None) -> Form:
+    """Told by the exact names of the parameters."""
+    names = [p.name for p in parameters or ()]
+    if names[:2] == ["batch", "config"] and [p.kind for p in parameters or ()][2:] == [Parameter.VAR_KEYWORD]:
         return Form.BATCH_REWARD
-    if names[:3] == ["data_source", "solution_str", "ground_truth"]:
-        return Form.SAMPLE_REWARD
-    return Form.WIRED
+    return Form.SAMPLE_REWARD if tuple(names[:3]) == _SAMPLE_REWARD[:3] else Form.WIRED
 
 
-def _sample_reward_fields(parameters: list[Parameter]) -> _Fields:
-    optional = ("extra_info",) if any(p.name == "extra_info" for p in parameters) else ()
-    return _Fields(("data_source", "responses", "ground_truth"), optional)
+def _fields(form: Form, parameters: list[Parameter] | None, declared: Declared) -> _Fields:
+    if form is Form.BATCH_REWARD:
+        return _Fields(*_explicit(declared))
+    if form is Form.SAMPLE_REWARD:
+        optional = ("extra_info",) if any(p.name == "extra_info" for p in parameters or ()) else ()
+        required = ("data_source", "responses", "ground_truth")
+        return _Fields(required, optional, by_keyword=(*required, *optional))
+    explicit = declared.spec.reads is not None
+    return _explicit_fields(parameters, declared) if explicit else _signature_fields(parameters, declared)
 
 
 def _is_ordinary(parameter: Parameter) -> bool:
@@ -174,10 +179,10 @@ def _is_ordinary(parameter: Parameter) -> bool:
 
 
 def _is_special(parameter: Parameter) -> bool:
-    return parameter.name in RESERVED or parameter.name in ENGINES
+    return parameter.name in (*RESERVED, *ENGINES, *SERVICES)
 
 
-def _role_of(parameter: Parameter, wishes: Wishes) -> Literal["field", "optional", "option", "special", "rest"]:
+def _role_of(parameter: Parameter, declared: Declared) -> Literal["field", "optional", "option", "special", "rest"]:
     """What a parameter stands for where `reads` does not say."""
     if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
         return "rest"
@@ -185,26 +190,28 @@ def _role_of(parameter: Parameter, wishes: Wishes) -> Literal["field", "optional
         return "special"
     if parameter.kind is Parameter.KEYWORD_ONLY:
         return "option"
-    is_field = wishes.is_field(parameter.name)
-    if not is_field and wishes.is_option(parameter.name):
+    is_field = declared.is_field(parameter.name)
+    if not is_field and declared.is_option(parameter.name):
         return "option"
     if parameter.default is Parameter.empty:
         return "field"
     return "optional" if is_field or parameter.default is None else "option"
 
 
-def _signature_fields(parameters: list[Parameter] | None, wishes: Wishes) -> _Fields:
+def _signature_fields(parameters: list[Parameter] | None, declared: Declared) -> _Fields:
     if parameters is None:
-        raise PipelineError(f"{wishes.where}: its function cannot be inspected; say what it reads by @node(reads=...)")
-    named_only = wishes.chosen or wishes.role is NodeRole.ADVANTAGE
+        raise PipelineError(
+            f"{declared.where}: its function cannot be inspected; say what it reads by @node(reads=...)"
+        )
+    named_only = declared.role is NodeRole.ADVANTAGE  # estimators get their named parameters only
     for p in parameters:
         if p.kind is Parameter.VAR_POSITIONAL or (p.kind is Parameter.VAR_KEYWORD and not named_only):
-            raise PipelineError(f"{wishes.where}: '{p}' does not tell what it reads; say so by @node(reads=...)")
+            raise PipelineError(f"{declared.where}: '{p}' does not tell what it reads; say so by @node(reads=...)")
     by_role: dict[str, list[Parameter]] = {"field": [], "optional": [], "option": [], "special": [], "rest": []}
     for p in parameters:
-        by_role[_role_of(p, wishes)].append(p)
+        by_role[_role_of(p, declared)].append(p)
     passed = [p for p in parameters if p in by_role["field"] or p in by_role["optional"]]
-    _check_positional_only(parameters, passed, wishes)
+    _check_positional_only(parameters, passed, declared)
     return _Fields(
         reads=tuple(p.name for p in by_role["field"]),
         optional=tuple(p.name for p in by_role["optional"]),
@@ -213,77 +220,74 @@ def _signature_fields(parameters: list[Parameter] | None, wishes: Wishes) -> _Fi
     )
 
 
-def _check_positional_only(parameters: list[Parameter], passed: list[Parameter], wishes: Wishes) -> None:
+def _check_positional_only(parameters: list[Parameter], passed: list[Parameter], declared: Declared) -> None:
     """Positional-only parameters are fields, or the call could not name them."""
     for p in parameters:
         if p.kind is Parameter.POSITIONAL_ONLY and p not in passed:
-            raise PipelineError(f"{wishes.where}: '{p.name}' is positional only, which only fields can be")
+            raise PipelineError(f"{declared.where}: '{p.name}' is positional only, which only fields can be")
 
 
-def _explicit(wishes: Wishes) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+def _explicit(declared: Declared) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(required, optional) of `@node(reads=...)`."""
-    if wishes.spec.reads is None:
-        return None
-    names = as_names(wishes.spec.reads, f"{wishes.where}: reads")
+    names = declared.spec.reads or ()
     return tuple(n for n in names if n[0] != "?"), tuple(n[1:] for n in names if n[0] == "?")
 
 
-def _explicit_fields(parameters: list[Parameter] | None, wishes: Wishes) -> _Fields:
-    required, optional = _explicit(wishes) or ((), ())
-    named = tuple(n.removeprefix("?") for n in as_names(wishes.spec.reads, f"{wishes.where}: reads"))
+def _explicit_fields(parameters: list[Parameter] | None, declared: Declared) -> _Fields:
+    required, optional = _explicit(declared)
+    named = tuple(n.removeprefix("?") for n in declared.spec.reads or ())
     if parameters is None:
         return _Fields(required, optional, by_position=named)
     ordinary = [p for p in parameters if _is_ordinary(p) and not _is_special(p)]
     for p in ordinary:
-        if p.name not in named and _role_of(p, wishes) == "field":
+        if p.name not in named and _role_of(p, declared) == "field":
             raise PipelineError(
-                f"{wishes.where}: @node(reads=...) leaves out its parameter '{p.name}'{hint(p.name, named)}"
+                f"{declared.where}: @node(reads=...) leaves out its parameter '{p.name}'{hint(p.name, named)}"
             )
     if any(p.kind is Parameter.VAR_POSITIONAL for p in parameters):
         leading = [p.name for p in parameters if _is_ordinary(p)]
         if tuple(leading) != named[: len(leading)]:
             raise PipelineError(
-                f"{wishes.where}: before its *args it takes {', '.join(leading)}; @node(reads=...) must begin so"
+                f"{declared.where}: before its *args it takes {', '.join(leading)}; @node(reads=...) must begin so"
             )
         return _Fields(required, optional, by_position=named)
     names = {p.name for p in ordinary} | {p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY}
     unnamed = [n for n in named if n not in names]
     open_kwargs = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
-    if unnamed and not open_kwargs and not any(p.name == "batch" for p in parameters):
+    if unnamed and not open_kwargs and not any(p.name in ("batch", "samples", "group") for p in parameters):
         raise PipelineError(
-            f"{wishes.where}: it reads '{unnamed[0]}' but has no parameter for it{hint(unnamed[0], names)}; "
-            "name one, or take `batch`"
+            f"{declared.where}: it reads '{unnamed[0]}' but has no parameter for it{hint(unnamed[0], names)}; "
+            "name one, or take `batch` or `samples`"
         )
     by_position = tuple(p.name for p in ordinary if p.kind is Parameter.POSITIONAL_ONLY and p.name in named)
     by_keyword = tuple(n for n in named if n not in by_position and (n in names or open_kwargs))
     return _Fields(required, optional, by_keyword, by_position)
 
 
-def _writes(form: Form, wishes: Wishes) -> tuple[str, ...]:
-    if wishes.spec.writes is not None:
-        return as_names(wishes.spec.writes, f"{wishes.where}: writes")
-    if form in (Form.SAMPLE_REWARD, Form.BATCH_REWARD) and wishes.role in (NodeRole.DEFAULT, NodeRole.REWARD):
-        return SCORE_FIELDS
-    return _ROLE_WRITES.get(wishes.role, ())
+def _writes(form: Form, declared: Declared) -> tuple[str, ...]:
+    if declared.spec.writes is not None:
+        return declared.spec.writes
+    if form is Form.SAMPLE_REWARD:
+        return ("scores",)
+    return SCORE_FIELDS if form is Form.BATCH_REWARD else ROLE_DEFAULTS[declared.role].writes
 
 
-def _scope(fields: _Fields, reserved: tuple[str, ...], wishes: Wishes) -> Scope:
+def _scope(fields: _Fields, reserved: tuple[str, ...], declared: Declared) -> Scope:
     if "reduce" in reserved:
         return "global"
-    declared = wishes.scope or wishes.spec.scope
-    if declared is not None:
-        return declared
+    scope = declared.scope or declared.spec.scope
+    if scope is not None:
+        return scope
     reads_groups = any(canonical(name) == "group_index" for name in (*fields.reads, *fields.optional))
-    judges_groups = wishes.role in (NodeRole.REWARD, NodeRole.DYNAMIC_SAMPLING)
-    return "group" if reads_groups or judges_groups else "sample"
+    return "group" if reads_groups else ROLE_DEFAULTS[declared.role].scope or "sample"
 
 
-def _options(parameters: list[Parameter], form: Form, wishes: Wishes) -> dict[str, Any]:
+def _options(form: Form, parameters: list[Parameter], declared: Declared) -> dict[str, object]:
+    if form is Form.BATCH_REWARD:
+        return {}
     if form is Form.SAMPLE_REWARD:
-        given = ("data_source", "solution_str", "ground_truth", "extra_info")
-        found = [p for p in parameters if p.name not in given and p.kind is not Parameter.VAR_KEYWORD]
+        found = [p for p in parameters if p.name not in _SAMPLE_REWARD and p.kind is not Parameter.VAR_KEYWORD]
     else:
-        required, optional = _explicit(wishes) or ((), ())
-        named = (*required, *optional)
-        found = [p for p in parameters if p.name not in named and _role_of(p, wishes) == "option"]
+        fields = {name for names in _explicit(declared) for name in names}
+        found = [p for p in parameters if p.name not in fields and _role_of(p, declared) == "option"]
     return {p.name: REQUIRED if p.default is Parameter.empty else p.default for p in found}

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from html import escape
 
 from distflow.graph.contract import Contract, canonical
+from distflow.graph.fields import DERIVED
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,9 @@ def _label(box: Box) -> str:
 def _arrow(start: Box, end: Box) -> str:
     """Thick across the experience edge."""
     line = "==>" if start.plane != end.plane else "-->"
-    read = {canonical(name) for name in (*end.contract.reads, *end.contract.optional)}
+    read = [canonical(name) for name in (*end.contract.reads, *end.contract.optional)]
+    for name in read:  # grows: what a derived column is made of is passed too
+        read += (source for source in DERIVED.get(name, ()) if source not in read)
     passed = [name for name in map(canonical, start.contract.writes) if name in read]
     return f'{line}|"{_text(", ".join(passed))}"|' if passed else line
 

@@ -1,6 +1,6 @@
 """The columns of a batch: their names, dtypes and axes. Programs add their own with `register_field`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -19,12 +19,18 @@ TOKEN_AXES = (Axis.PROMPT, Axis.RESPONSE, Axis.SEQUENCE)
 
 @dataclass(frozen=True)
 class Field:
-    """A column. `dtype` is torch's name of it ("float32", "int64", "bool"), or "object" for plain Python values."""
+    """A column. `dtype` is torch's name of it ("float32", "int64", "bool"), or "object" for plain Python values.
+
+    Fields are equal where name, dtype and axis are.
+    """
 
     name: str
     dtype: str
     axis: Axis
-    doc: str = ""
+    doc: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} per {self.axis.value}"
 
 
 def _table(*fields: Field) -> dict[str, Field]:
@@ -36,6 +42,7 @@ STANDARD_FIELDS: dict[str, Field] = _table(
     Field("prompts", "object", Axis.OBJECT, "the prompts as texts"),
     Field("responses", "object", Axis.OBJECT, "the responses as texts"),
     Field("domain", "object", Axis.OBJECT, "which kind of task the sample belongs to"),
+    Field("agent", "object", Axis.OBJECT, "whose turns the sample holds, where an episode has several agents"),
     Field("ground_truth", "object", Axis.OBJECT, "what the verifier compares with"),
     Field("extra_info", "object", Axis.OBJECT, "the rest of the data set's row"),
     Field("reward_parts", "object", Axis.OBJECT, "score of each reward function by name"),
@@ -62,6 +69,8 @@ STANDARD_FIELDS: dict[str, Field] = _table(
     Field("advantages", "float32", Axis.RESPONSE, "advantage of each response token"),
     Field("returns", "float32", Axis.RESPONSE, "return from each response token"),
     Field("group_index", "int64", Axis.SAMPLE, "ticket number: the samples of one prompt share it"),
+    Field("episode_index", "int64", Axis.SAMPLE, "which of its group's episodes the sample belongs to"),
+    Field("scores", "float32", Axis.SAMPLE, "the verifiers' score of the sample"),
     Field("valid", "bool", Axis.SAMPLE, "False where the verdict is a timeout or an error"),
     Field("truncated", "bool", Axis.SAMPLE, "the response ended at the length limit"),
     Field("reward_baselines", "float32", Axis.SAMPLE, "score of a greedy sample of the same prompt"),
@@ -69,18 +78,28 @@ STANDARD_FIELDS: dict[str, Field] = _table(
 
 ALIASES = {"index": "group_index", "data_source": "domain"}
 
+# Columns that are derived where no node writes them, and what from.
+DERIVED = {
+    "input_ids": ("prompt_ids", "response_ids"),
+    "attention_mask": ("prompt_ids", "response_ids"),
+    "loss_mask": ("response_mask",),
+    "scores": ("token_level_scores",),
+    "token_level_scores": ("scores", "response_mask"),
+    "token_level_rewards": ("token_level_scores",),
+}
+
 _registered: dict[str, Field] = {}
 
 
 def register_field(name: str, dtype: str = "float32", axis: Axis | str = Axis.RESPONSE, doc: str = "") -> Field:
     """Add a program's own column. Raises ValueError if the name is a standard one or was given another meaning."""
-    field = Field(name, dtype, Axis(axis), doc)
+    wanted = Field(name, dtype, Axis(axis), doc)
     known = find_field(name)
-    if known is not None and (known.dtype, known.axis) != (field.dtype, field.axis):
-        raise ValueError(f"field '{name}' is already {known.dtype} per {known.axis.value}; choose another name")
+    if known is not None and known != wanted:
+        raise ValueError(f"field '{name}' is already {known}; choose another name")
     if known is None:
-        _registered[name] = field
-    return known or field
+        _registered[name] = wanted
+    return known or wanted
 
 
 def find_field(name: str) -> Field | None:

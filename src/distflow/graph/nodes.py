@@ -1,31 +1,39 @@
 """The node of a graph, and what a node function may return."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import TypeVar
 
-from distflow.graph.contract import Contract, Form, Wishes, canonical, read_contract
+from distflow.config.errors import hint
+from distflow.graph.contract import Contract, Declared, Form, canonical, late_contract, read_contract
 from distflow.graph.errors import PipelineError
 from distflow.graph.fields import find_field
 from distflow.graph.functions import resolve_func
 from distflow.graph.roles import (
     ENGINE_TYPES,
+    ENGINES,
     MARKER_TYPES,
-    ROLE_ENGINE,
+    ROLE_DEFAULTS,
     TRAIN_ENGINES,
     NodeRole,
     NodeType,
+    Plane,
+    RoleDefaults,
     Scope,
 )
-from distflow.graph.spec import NodeSpec, as_member, as_names, check_scope, spec_of
+from distflow.graph.spec import NodeSpec, as_member, as_names, check_scope, is_factory, spec_of
 
 
 @dataclass(frozen=True)
 class NodeOutput:
-    """What a node function may return: the batch (or a mapping of columns) and metrics of this call."""
+    """What a node function may return: the batch (or a mapping of columns) and metrics of this call.
 
-    batch: Any
+    weight: what the metrics are means over; the samples that the node got, if not given.
+    """
+
+    batch: object
     metrics: Mapping[str, float] = field(default_factory=dict)
+    weight: float | None = None
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,13 @@ class Drop:
     detail: str = ""
 
 
-def same_batch(batch: Any) -> Any:
+_NOT_THERE_YET: list[tuple[str, object]] = [("agent_group", 0), ("filter_plugin", None)]
+"""Arguments of other systems' `add_node` whose parts are not there yet: their defaults mean nothing, so they pass."""
+
+_T = TypeVar("_T")
+
+
+def same_batch(batch: _T) -> _T:
     """The function of a marker node: in one process an exchange or a barrier changes nothing."""
     return batch
 
@@ -48,29 +62,35 @@ def same_batch(batch: Any) -> Any:
 class Node:
     """One function of a graph, and what `add_node` said about it.
 
-    node_id: its name. deps: the nodes that must have run. func: the function or where it is; None for markers.
+    node_id: its name. func: the function or where it is; None for markers.
+    deps: the nodes that must have run besides those that write what it reads.
     node_type: told by the engines of the function if not given. node_role: that of `@node` if not given, else DEFAULT.
     only_forward_compute: it computes with a train engine but changes no weights.
-    config: what it receives in place of its role's config group: a dotted key of the config, or a mapping of its own.
-    agent_group: which agents it serves. retry_limit: how often it runs again after a failure.
-    filter_plugin: `(SampleInfo) -> bool` or where it is, which samples it takes from an exchange between workers.
-    scope: overrides the function's. options: values for the function's options.
+    retry_limit: how often it runs again after a failure. options: values for the function's options.
+    The others have defaults by role (`ROLE_DEFAULTS`) and go before what `@node` says:
+    config: what it receives of the config: a dotted key, or a mapping of its own.
+    engine: the one that it uses where its type says so and no parameter does. writes: the fields that it writes.
+    scope: which samples it must see together. plane: where it must run. phase: what its time is called.
+    validates: whether a validation runs it as well.
     Raises PipelineError if an argument has a wrong type or the function is not found.
     """
 
     node_id: str
-    func: str | Callable[..., Any] | None = None
+    func: str | Callable[..., object] | None = None
     deps: tuple[str, ...] = ()
     node_type: NodeType = None  # type: ignore[assignment]  # settled below, as node_role
-    node_role: NodeRole = None  # type: ignore[assignment]
+    node_role: NodeRole = None  # type: ignore[assignment]  # likewise
     only_forward_compute: bool = False
-    config: str | Mapping[str, Any] | None = None
-    agent_group: int = 0
-    retry_limit: int = 0
-    filter_plugin: Callable[..., bool] | None = None
+    config: str | Mapping[str, object] | None = None
+    engine: str | None = None
+    writes: tuple[str, ...] | None = None
     scope: Scope | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    fn: Callable[..., Any] = field(init=False, repr=False, compare=False)
+    plane: Plane | None = None
+    phase: str | None = None
+    validates: bool | None = None
+    retry_limit: int = 0
+    options: Mapping[str, object] = field(default_factory=dict)
+    fn: Callable[..., object] = field(init=False, repr=False, compare=False)
     spec: NodeSpec = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -78,15 +98,16 @@ class Node:
         _check_arguments(self)
         settle = object.__setattr__
         settle(self, "deps", tuple(self.deps))
-        settle(self, "options", dict(self.options))
+        settle(self, "options", {n: value for n, value in self.options.items() if (n, value) not in _NOT_THERE_YET})
+        if self.writes is not None:
+            settle(self, "writes", as_names(self.writes, f"{where}: writes"))
         if self.node_type is not None:
             settle(self, "node_type", as_member(NodeType, self.node_type, f"{where}: node_type"))
         if self.node_role is not None:
             settle(self, "node_role", as_member(NodeRole, self.node_role, f"{where}: node_role"))
         settle(self, "fn", self._resolve())
-        settle(self, "spec", spec_of(self.fn))
-        if self.filter_plugin is not None:
-            settle(self, "filter_plugin", resolve_func(self.filter_plugin, f"{where}: filter_plugin"))
+        said = spec_of(self.fn)
+        settle(self, "spec", said if self.writes is None else replace(said, writes=self.writes))
         self._settle_role_and_type()
 
     @property
@@ -94,7 +115,11 @@ class Node:
         """How messages name it."""
         return f"node {self.node_id!r}"
 
-    def _resolve(self) -> Callable[..., Any]:
+    @property
+    def by_role(self) -> RoleDefaults:
+        return ROLE_DEFAULTS[self.node_role]
+
+    def _resolve(self) -> Callable[..., object]:
         if self.func is None and self.node_type in MARKER_TYPES:
             return same_batch
         if self.func is None:
@@ -104,56 +129,76 @@ class Node:
     def _settle_role_and_type(self) -> None:
         contract = early_contract(self, frozenset())
         if self.node_role is None:
-            reward_form = contract.form in (Form.SAMPLE_REWARD, Form.BATCH_REWARD)
-            default = NodeRole.REWARD if reward_form else NodeRole.DEFAULT
+            default = NodeRole.DEFAULT if contract.form is Form.WIRED else NodeRole.REWARD
             object.__setattr__(self, "node_role", self.spec.role or default)
+        if is_factory(self.fn):
+            return  # its function is not known before the config is
         if self.node_type is None:
-            trains = any(engine in TRAIN_ENGINES for engine in contract.engines)
+            engines = engines_of(self, contract)
+            trains = any(engine in TRAIN_ENGINES for engine in engines)
             inferred = NodeType.MODEL_TRAIN if trains else NodeType.MODEL_INFERENCE
-            object.__setattr__(self, "node_type", inferred if contract.engines else NodeType.COMPUTE)
+            object.__setattr__(self, "node_type", inferred if engines else NodeType.COMPUTE)
         if self.retry_limit and self.node_type is NodeType.MODEL_TRAIN and not self.only_forward_compute:
             raise PipelineError(
                 f"{self.where}: retry_limit={self.retry_limit}, but a node that trains has side effects and cannot "
                 "run again; set only_forward_compute=True if it changes no weights"
             )
-        if self.node_type in ENGINE_TYPES and not self.spec.chosen and not engines_of(self, contract):
+        takes_own = "engine" in contract.reserved
+        if (self.node_type in ENGINE_TYPES or takes_own) and not engines_of(self, contract):
+            with_one = [role.name for role, defaults in ROLE_DEFAULTS.items() if defaults.engine]
+            wants = "takes its role's `engine`" if takes_own else f"is of type {self.node_type.name}"
             raise PipelineError(
-                f"{self.where} is of type {self.node_type.name}, but neither its function nor its role "
-                f"{self.node_role.name} names an engine; the roles with one: "
-                f"{', '.join(role.name for role in ROLE_ENGINE)}"
+                f"{self.where} {wants}, but neither its function nor its role {self.node_role.name} names an engine; "
+                f"the roles with one: {', '.join(with_one)}"
             )
 
 
+def made(node: Node, config: object) -> Node:
+    """The node itself, or with the function that its factory makes of the config.
+
+    Raises PipelineError for what the factory finds wrong with the config, or if it returns no function.
+    """
+    if not is_factory(node.fn):
+        return node
+    try:
+        fn = node.fn(config)
+    except (ValueError, LookupError, AttributeError) as error:
+        raise PipelineError(f"{node.where}: {error}") from error
+    if not callable(fn) or is_factory(fn):
+        raise PipelineError(f"{node.where}: its factory returned {fn!r}, which is no function")
+    role: NodeRole | None = None if node.spec.role is None and node.node_role is NodeRole.DEFAULT else node.node_role
+    result = replace(node, func=fn, node_role=role)  # type: ignore[arg-type]  # settled anew
+    said = {item.name: getattr(result.spec, item.name) for item in fields(result.spec)}
+    early = {item.name: getattr(node.spec, item.name) for item in fields(node.spec)}
+    merged = NodeSpec(**{name: early[name] if value is None else value for name, value in said.items()})
+    object.__setattr__(result, "spec", merged)
+    return result
+
+
 def engines_of(node: Node, contract: Contract) -> tuple[str, ...]:
-    """The engines that the node uses: those its function names, else its role's if its type says that it uses one."""
-    if contract.engines or node.node_type not in ENGINE_TYPES:
-        return contract.engines
-    return (ROLE_ENGINE[node.node_role],) if node.node_role in ROLE_ENGINE else ()
+    """The engines that the node uses: those its function names, else its own or its role's, where its type says that it
+    uses one or its function has a parameter `engine`."""
+    own = node.engine or node.by_role.engine
+    if "engine" in contract.reserved:
+        return tuple(dict.fromkeys((own, *contract.engines))) if own else ()
+    uses_own = own is not None and not contract.engines and node.node_type in ENGINE_TYPES
+    return (own,) if uses_own and own else contract.engines
 
 
 def early_contract(node: Node, fields: frozenset[str]) -> Contract:
-    """The contract as far as it is known before a config is.
+    """The contract as far as it is known before a config is. fields: names known to be fields, beside the registered.
 
-    What depends on the config is empty: the reads and options of a chosen function, reads or writes that are functions.
-    `fields` are names known to be fields, beside the registered ones.
+    Of a factory's node only what its role says is known.
     """
-    spec = node.spec
-    known = replace(
-        spec,
-        reads=None if callable(spec.reads) else spec.reads,
-        writes=() if callable(spec.writes) else spec.writes,
-        takes=() if callable(spec.takes) else spec.takes,
-    )
-    wishes = Wishes(
+    declared = Declared(
         where=node.where,
-        spec=known,
-        role=node.node_role or spec.role or NodeRole.DEFAULT,
+        spec=node.spec,
+        role=node.node_role or node.spec.role or NodeRole.DEFAULT,
         scope=node_scope(node),
         is_field=lambda name: canonical(name) in fields or find_field(name) is not None,
         is_option=node.options.__contains__,
-        late_reads=spec.chosen is not None or callable(spec.reads),
     )
-    return read_contract(node.fn, wishes)
+    return late_contract(declared) if is_factory(node.fn) else read_contract(node.fn, declared)
 
 
 def node_scope(node: Node) -> Scope | None:
@@ -171,13 +216,18 @@ def _check_arguments(node: Node) -> None:
     check_scope(node.scope, f"{where}: scope")
     if not isinstance(node.only_forward_compute, bool):
         raise PipelineError(f"{where}: only_forward_compute must be True or False, {node.only_forward_compute!r} given")
-    for name in ("agent_group", "retry_limit"):
-        value = getattr(node, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise PipelineError(f"{where}: {name} must be a whole number from 0, {value!r} given")
+    if not isinstance(node.retry_limit, int) or isinstance(node.retry_limit, bool) or node.retry_limit < 0:
+        raise PipelineError(f"{where}: retry_limit must be a whole number from 0, {node.retry_limit!r} given")
     if not (node.config is None or isinstance(node.config, str | Mapping)):
         raise PipelineError(f"{where}: config must be a dotted key of the config or a mapping, {node.config!r} given")
+    if not (node.phase is None or isinstance(node.phase, str)):
+        raise PipelineError(f"{where}: phase must be a text, {node.phase!r} given")
+    if not (node.validates is None or isinstance(node.validates, bool)):
+        raise PipelineError(f"{where}: validates must be True or False, {node.validates!r} given")
+    for name, value, known in (("engine", node.engine, ENGINES), ("plane", node.plane, ("experience", "learning"))):
+        if value is not None and value not in known:
+            raise PipelineError(f"{where}: {name} {value!r} is none{hint(str(value), known)}")
 
 
-def _iterable(value: Any) -> Iterable[Any]:
+def _iterable(value: object) -> Iterable[object]:
     return value if isinstance(value, Iterable) else (None,)

@@ -63,12 +63,3 @@ def ancestors(deps: Edges) -> dict[str, frozenset[str]]:
     for node_id in topological_order(deps):
         out[node_id] = frozenset(deps[node_id]).union(*(out[dep] for dep in deps[node_id]))
     return out
-
-
-def without(deps: Edges, left_out: set[str]) -> dict[str, tuple[str, ...]]:
-    """The graph less some nodes; who depended on one inherits its deps, in its place."""
-
-    def kept(node_id: str) -> list[str]:
-        return [x for dep in deps[node_id] for x in (kept(dep) if dep in left_out else [dep])]
-
-    return {node_id: tuple(dict.fromkeys(kept(node_id))) for node_id in deps if node_id not in left_out}

@@ -1,12 +1,17 @@
 """The builder of task graphs, in Python (`Pipeline`) and from a config file (`pipeline_from_config`)."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
-from distflow.graph.errors import PipelineError, hint
+from distflow.config.errors import hint
+from distflow.graph.errors import PipelineError
 from distflow.graph.nodes import Node
-from distflow.graph.roles import NodeRole, NodeType, Scope
+from distflow.graph.roles import NodeRole, NodeType, Plane, Scope
 from distflow.graph.task_graph import TaskGraph
+
+NODE_SETTINGS = tuple(item.name for item in fields(Node) if item.init and item.name != "options")
 
 
 class Pipeline:
@@ -15,68 +20,61 @@ class Pipeline:
     def __init__(self, pipeline_id: str, description: str = "") -> None:
         self.pipeline_id = pipeline_id
         self.description = description
-        self._nodes: list[dict[str, Any]] = []
+        self._nodes: list[Callable[[], Node]] = []
 
     def add_node(
         self,
         node_id: str,
-        func: str | Callable[..., Any] | None = None,
+        func: str | Callable[..., object] | None = None,
         deps: Sequence[str] | None = None,
         *,
         node_type: NodeType | str | None = None,
         node_role: NodeRole | str | None = None,
         only_forward_compute: bool = False,
-        config: str | Mapping[str, Any] | None = None,
-        agent_group: int = 0,
-        retry_limit: int = 0,
-        filter_plugin: str | Callable[..., bool] | None = None,
+        config: str | Mapping[str, object] | None = None,
+        engine: str | None = None,
+        writes: str | Sequence[str] | None = None,
         scope: Scope | None = None,
-        **options: Any,
+        plane: Plane | None = None,
+        phase: str | None = None,
+        validates: bool | None = None,
+        retry_limit: int = 0,
+        **options: object,
     ) -> "Pipeline":
-        """Add a node that runs `func` after the nodes `deps`. What the arguments mean: see `Node`.
+        """Add a node that runs `func` behind the nodes that write what it reads, and those of `deps`.
 
-        Further keywords are values for options of `func`, and go before those of the config. Nothing is looked up
-        or checked before `build`.
+        What the arguments mean: see `Node`. Further keywords are values for options of `func`, and go before those of
+        the config. Nothing is looked up or checked before `build`.
         """
+        settings: dict[str, object] = {
+            "node_type": node_type,
+            "node_role": node_role,
+            "only_forward_compute": only_forward_compute,
+            "config": config,
+            "engine": engine,
+            "writes": writes,
+            "scope": scope,
+            "plane": plane,
+            "phase": phase,
+            "validates": validates,
+            "retry_limit": retry_limit,
+        }
         self._nodes.append(
-            {
-                "node_id": node_id,
-                "func": func,
-                "deps": () if deps is None else deps,
-                "node_type": node_type,
-                "node_role": node_role,
-                "only_forward_compute": only_forward_compute,
-                "config": config,
-                "agent_group": agent_group,
-                "retry_limit": retry_limit,
-                "filter_plugin": filter_plugin,
-                "scope": scope,
-                "options": options,
-            }
+            partial(Node, node_id, func, () if deps is None else deps, **settings, options=options)  # type: ignore[arg-type]  # a node checks and settles what it is given
         )
         return self
 
     def build(self) -> TaskGraph:
         """The checked graph. Raises PipelineError for whatever is wrong with its structure."""
         graph = TaskGraph(self.pipeline_id, self.description)
-        for arguments in self._nodes:
-            graph.add_node(Node(**arguments))
+        for make in self._nodes:
+            graph.add_node(make())
         graph.check()
         return graph
 
 
-_ENTRY_KEYS = {
-    "id": "node_id",
-    "func": "func",
-    "deps": "deps",
-    "type": "node_type",
-    "role": "node_role",
-    "only_forward_compute": "only_forward_compute",
-    "config": "config",
-    "agent_group": "agent_group",
-    "retry_limit": "retry_limit",
-    "filter_plugin": "filter_plugin",
-    "scope": "scope",
+_ENTRY_KEYS = {"id": "node_id", "type": "node_type", "role": "node_role"} | {
+    name: name for name in NODE_SETTINGS if name not in ("node_id", "node_type", "node_role")
 }
 
 

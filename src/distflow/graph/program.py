@@ -2,56 +2,53 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from distflow.config.errors import hint
 from distflow.graph.contract import Contract
 from distflow.graph.drawing import Box, flowchart
-from distflow.graph.errors import PipelineError, hint
+from distflow.graph.errors import PipelineError
 from distflow.graph.fields import Field
-from distflow.graph.roles import NodeRole, NodeType
-from distflow.graph.wiring import Plane
+from distflow.graph.roles import NodeRole, NodeType, Plane
 
 
 @dataclass(frozen=True)
 class BoundNode:
     """A node under a config.
 
-    fn: the function to run, the chosen one where the config chooses. deps: of this program, left-out nodes bridged.
-    engines: the engines it uses. options: their values. config: the config group that it receives.
-    filter_plugin: `(SampleInfo) -> bool`, which samples it takes from an exchange between workers.
+    fn: the function to run, which a factory made where one did. deps: the nodes that run before it, those that write
+    what it reads among them. engines: those it uses. options: their values. phase: what its time is called.
+    validates: a validation runs it as well. config: what its parameter `config` receives; config_key: the dotted key
+    of that ("" is all, None is the node's own mapping).
     """
 
     node_id: str
-    fn: Callable[..., Any]
+    fn: Callable[..., object]
     contract: Contract
     node_type: NodeType
     node_role: NodeRole
     deps: tuple[str, ...]
     plane: Plane
     engines: tuple[str, ...]
-    options: Mapping[str, Any]
-    only_forward_compute: bool
-    agent_group: int
+    options: Mapping[str, object]
     retry_limit: int
-    filter_plugin: Callable[..., bool] | None
-    config: Any
+    phase: str
+    validates: bool
+    config: object
+    config_key: str | None
 
 
 @dataclass(frozen=True)
 class Program:
     """The nodes in one deterministic topological order, and what they use.
 
-    skipped: ids of the nodes that the config leaves out. fields: what each column is that a node writes or the data
-    have; None for one that is not registered, whose axis is told by its shape. engines: engines that some node uses.
-    takes: dotted config keys that some node takes; see `inert_keys`.
+    fields: what each column is that a node writes or the data have. engines, services: those that some node uses.
     """
 
     graph_id: str
     nodes: tuple[BoundNode, ...]
-    skipped: tuple[str, ...]
-    fields: Mapping[str, Field | None]
+    fields: Mapping[str, Field]
     engines: frozenset[str]
-    takes: frozenset[str]
+    services: frozenset[str]
 
     @property
     def experience(self) -> tuple[BoundNode, ...]:
@@ -68,9 +65,8 @@ class Program:
         for node in self.nodes:
             if node.node_id == node_id:
                 return node
-        left_out = " (the config leaves it out)" if node_id in self.skipped else ""
         ids = [node.node_id for node in self.nodes]
-        raise PipelineError(f"program '{self.graph_id}' has no node '{node_id}'{left_out}{hint(node_id, ids)}")
+        raise PipelineError(f"program '{self.graph_id}' has no node '{node_id}'{hint(node_id, ids)}")
 
     def to_mermaid(self) -> str:
         """The program as a Mermaid flowchart with its planes; an edge shows the fields that go along it."""

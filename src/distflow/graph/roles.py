@@ -1,5 +1,6 @@
-"""The enums of nodes and the tables that hang on them: engines and config groups by role."""
+"""The enums of nodes, and the table of what a role stands for."""
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
@@ -24,7 +25,7 @@ class NodeType(Enum):
 
 
 class NodeRole(Enum):
-    """Whom a node works for: it decides the config group that the node receives."""
+    """Whom a node works for: it decides what the node has where it says nothing itself, see `ROLE_DEFAULTS`."""
 
     DEFAULT = "DEFAULT"
     ACTOR = "ACTOR"
@@ -49,28 +50,42 @@ class NodeStatus(Enum):
 
 Scope = Literal["sample", "group", "global"]
 SCOPES: tuple[Scope, ...] = ("sample", "group", "global")
+Plane = Literal["experience", "learning"]
 
 MARKER_TYPES = (NodeType.PUT_TO_BUFFER, NodeType.GET_FROM_BUFFER, NodeType.BARRIER_SYNC)
 ENGINE_TYPES = (NodeType.MODEL_INFERENCE, NodeType.MODEL_TRAIN)
 
 TRAIN_ENGINES = ("actor", "critic", "ref", "reward_model")
 ENGINES = (*TRAIN_ENGINES, "rollout")
-ROLE_ENGINE = {
-    NodeRole.ACTOR: "actor",
-    NodeRole.CRITIC: "critic",
-    NodeRole.REFERENCE: "ref",
-    NodeRole.ROLLOUT: "rollout",
-    NodeRole.REWARD: "reward_model",
-}
+SERVICES = ("judge", "tokenizer")
+"""What a worker has besides engines, and hands to the parameter of that name."""
 
-# The dotted key of the config group that a node of the role receives; "" is the whole config.
-ROLE_GROUP = {
-    NodeRole.DEFAULT: "",
-    NodeRole.ACTOR: "actor_rollout_ref.actor",
-    NodeRole.ROLLOUT: "actor_rollout_ref.rollout",
-    NodeRole.REFERENCE: "actor_rollout_ref.ref",
-    NodeRole.CRITIC: "critic",
-    NodeRole.ADVANTAGE: "algorithm",
-    NodeRole.REWARD: "reward",
-    NodeRole.DYNAMIC_SAMPLING: "algorithm.filter_groups",
+SCORE_FIELDS = ("token_level_scores", "token_level_rewards")
+
+
+@dataclass(frozen=True)
+class RoleDefaults:
+    """What a node has where it says nothing itself; `Node` has a field of each name, which goes before."""
+
+    config: str
+    engine: str | None = None
+    writes: tuple[str, ...] = ()
+    scope: Scope | None = None
+    plane: Plane | None = None
+    phase: str | None = None
+    forward_phase: str | None = None
+    validates: bool = False
+
+
+ROLE_DEFAULTS = {
+    NodeRole.DEFAULT: RoleDefaults(""),
+    NodeRole.ACTOR: RoleDefaults(
+        "actor_rollout_ref.actor", "actor", phase="train_step", forward_phase="recompute_logp"
+    ),
+    NodeRole.ROLLOUT: RoleDefaults("actor_rollout_ref.rollout", "rollout", validates=True),
+    NodeRole.REFERENCE: RoleDefaults("actor_rollout_ref.ref", "ref", phase="ref_logp", forward_phase="ref_logp"),
+    NodeRole.CRITIC: RoleDefaults("critic", "critic", phase="train_critic", forward_phase="compute_value"),
+    NodeRole.ADVANTAGE: RoleDefaults("algorithm", writes=("advantages", "returns"), phase="compute_advantage"),
+    NodeRole.REWARD: RoleDefaults("reward", "reward_model", SCORE_FIELDS, "group", validates=True),
+    NodeRole.DYNAMIC_SAMPLING: RoleDefaults("algorithm.filter_groups", scope="group", plane="experience"),
 }

@@ -4,15 +4,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from distflow.config.errors import hint
 from distflow.graph.bind import bind_program
 from distflow.graph.contract import Contract, canonical
 from distflow.graph.drawing import Box, flowchart
-from distflow.graph.errors import PipelineError, hint
+from distflow.graph.errors import PipelineError
 from distflow.graph.fields import Field
 from distflow.graph.nodes import Node, early_contract, engines_of
 from distflow.graph.options import check_options
 from distflow.graph.order import dependents, topological_order
 from distflow.graph.program import Program
+from distflow.graph.spec import is_factory
 from distflow.graph.wiring import Vertex, Wiring, check_edges
 
 _SETTABLE = tuple(f.name for f in fields(Node) if f.init and f.name not in ("node_id", "options"))
@@ -62,14 +64,13 @@ class TaskGraph:
         return self.nodes[node_id]
 
     def get_entry_nodes(self) -> list[Node]:
-        """The nodes that depend on none."""
-        return [node for node in self.nodes.values() if not node.deps]
+        """The nodes that depend on none, by deps or by what they read."""
+        return [self.nodes[node_id] for node_id, deps in self._all_deps().items() if not deps]
 
     def get_dependents(self, node_id: str) -> list[Node]:
-        """The nodes that name this one in their deps."""
+        """The nodes that depend on this one, by deps or by what they read."""
         self.get_node(node_id)
-        check_edges(self._deps())
-        return [self.nodes[other] for other in dependents(self._deps())[node_id]]
+        return [self.nodes[other] for other in dependents(self._all_deps())[node_id]]
 
     def get_downstream_nodes(self, node_id: str) -> list[Node]:
         """The same as `get_dependents`: both names are in use."""
@@ -80,8 +81,7 @@ class TaskGraph:
 
         Raises PipelineError for an unknown dependency or a cycle.
         """
-        check_edges(self._deps())
-        return topological_order(self._deps())
+        return topological_order(self._all_deps())
 
     def validate_graph(self) -> tuple[bool, str | None]:
         """(True, None), or False and what is wrong with the structure. See `check`."""
@@ -96,9 +96,9 @@ class TaskGraph:
         check_edges(self._deps())
         contracts = self._early_contracts()
         for node in self.nodes.values():
-            if node.spec.chosen is None:
+            if not is_factory(node.fn):
                 check_options(node, contracts[node.node_id])
-        Wiring({node_id: Vertex(node, contracts[node_id], node.deps) for node_id, node in self.nodes.items()})
+        self._wiring(contracts).check()
 
     def copy(self) -> "TaskGraph":
         """A graph that can be changed without changing this one."""
@@ -106,7 +106,7 @@ class TaskGraph:
         graph.nodes = dict(self.nodes)
         return graph
 
-    def bind(self, config: Any, data_fields: Iterable[str] | Mapping[str, Field]) -> Program:
+    def bind(self, config: object, data_fields: Iterable[str] | Mapping[str, Field]) -> Program:
         """The frozen program under this config, over data that have these columns.
 
         config: any object with the config groups as attributes. data_fields: what the loader delivers.
@@ -117,20 +117,27 @@ class TaskGraph:
 
     def to_mermaid(self) -> str:
         """The graph as a Mermaid flowchart; an edge shows the fields that its end reads of what its start writes."""
-        check_edges(self._deps())
-        contracts = self._early_contracts()
+        deps, contracts = self._all_deps(), self._early_contracts()
         return flowchart(
             [
                 Box(
                     n.node_id,
                     n.node_role.name,
                     contracts[n.node_id],
-                    n.deps,
+                    deps[n.node_id],
                     engines=engines_of(n, contracts[n.node_id]),
                 )
                 for n in self.nodes.values()
             ]
         )
+
+    def _all_deps(self) -> dict[str, tuple[str, ...]]:
+        """Those that were given, and those that follow from what nodes read. Raises PipelineError, as `check_edges`."""
+        check_edges(self._deps())
+        return self._wiring(self._early_contracts()).deps
+
+    def _wiring(self, contracts: dict[str, Contract]) -> Wiring:
+        return Wiring({node_id: Vertex(node, contracts[node_id], node.deps) for node_id, node in self.nodes.items()})
 
     def _deps(self) -> dict[str, tuple[str, ...]]:
         return {node_id: node.deps for node_id, node in self.nodes.items()}

@@ -1,24 +1,17 @@
 """The checks of a graph's wiring: who writes what others read, in which order, in which plane."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal
 
+from distflow.config.errors import hint
 from distflow.graph.contract import Contract, canonical
-from distflow.graph.errors import PipelineError, hint
+from distflow.graph.errors import PipelineError
+from distflow.graph.fields import DERIVED
 from distflow.graph.nodes import Node, engines_of
 from distflow.graph.order import ancestors, find_cycle, topological_order
-from distflow.graph.roles import TRAIN_ENGINES, NodeRole
-
-Plane = Literal["experience", "learning"]
-
-# Columns that a batch derives where no node writes them, and what from.
-DERIVED = {
-    "input_ids": ("prompt_ids", "response_ids"),
-    "attention_mask": ("prompt_ids", "response_ids"),
-    "loss_mask": ("response_mask",),
-}
+from distflow.graph.roles import TRAIN_ENGINES, Plane
+from distflow.graph.spec import is_factory
 
 
 @dataclass(frozen=True)
@@ -57,33 +50,70 @@ def check_edges(deps: Mapping[str, Sequence[str]]) -> None:
                 raise PipelineError(f"node '{node_id}' depends on '{dep}', which is no node{hint(dep, others)}")
     cycle = find_cycle(deps)
     if cycle:
-        raise PipelineError(f"the nodes form a cycle: {' -> '.join(cycle)}; take one of these deps away")
+        raise PipelineError(
+            f"the nodes form a cycle: {' -> '.join(cycle)}; take one of these deps away, or let none read what a later "
+            "one writes"
+        )
 
 
 class Wiring:
-    """Order, writers and planes of a graph without cycles. Building one raises PipelineError if they do not fit.
+    """Order, writers and planes of a graph whose given deps form no cycle. Raises PipelineError for a cycle by what
+    nodes read and write.
 
-    order: node ids, topological. planes: by node id. writers: field → ids of the nodes that write it, in order.
+    A node runs behind all that write what it reads, unless its deps say otherwise; one that updates a field (reads and
+    writes it) behind those that make it.
+    deps: by node id, those that were given and those that follow. order: node ids, topological. planes: by node id.
+    writers: field → ids of the nodes that write it, in order.
     """
 
     def __init__(self, vertices: Vertices) -> None:
-        deps = {node_id: vertex.deps for node_id, vertex in vertices.items()}
         self.vertices = vertices
-        self.order = topological_order(deps)
-        self.before = ancestors(deps)
         self.writers: dict[str, list[str]] = {}
-        for node_id in self.order:
+        for node_id in vertices:
             for name in vertices[node_id].writes:
                 self.writers.setdefault(name, []).append(node_id)
+        self.deps = self._with_derived({node_id: vertex.deps for node_id, vertex in vertices.items()})
+        check_edges(self.deps)
+        self.order = topological_order(self.deps)
+        self.before = ancestors(self.deps)
+        for writers in self.writers.values():
+            writers.sort(key=self.order.index)
         self._learning_because: dict[str, str] = {}
         self.planes = {node_id: self._plane(node_id) for node_id in self.order}
+
+    def check(self) -> None:
+        """Raises PipelineError where writers, readers and planes do not fit together."""
         self._check_writers()
         for node_id in self.order:
             self._check_plane(node_id)
-            for name in vertices[node_id].reads:
-                derived = name in DERIVED and name not in self.writers
-                for source in DERIVED[name] if derived else (name,):
-                    self._check_read(node_id, source)
+            for name in self._sources(node_id):
+                self._check_read(node_id, name)
+
+    def _with_derived(self, deps: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        given = ancestors(deps)
+        return {
+            node_id: tuple(dict.fromkeys((*deps[node_id], *self._writers_before(node_id, given)))) for node_id in deps
+        }
+
+    def _writers_before(self, node_id: str, given: Mapping[str, frozenset[str]]) -> Iterator[str]:
+        """Who writes what the node reads, where the given deps do not order the two."""
+        own = set(self.vertices[node_id].writes)
+        for name in self._sources(node_id):
+            for writer in self.writers.get(name, ()):
+                updates = name in self.vertices[writer].reads
+                if writer == node_id or node_id in given[writer] or (name in own and updates):
+                    continue
+                yield writer
+
+    def _sources(self, node_id: str) -> Iterator[str]:
+        """The fields that it reads, derived ones that nobody else writes by what they are derived from."""
+        names = list(self.vertices[node_id].reads)
+        for name in names:  # grows
+            others = [writer for writer in self.writers.get(name, ()) if writer != node_id]
+            if name not in DERIVED or others:
+                yield name
+            if name in DERIVED and all(name in self.vertices[writer].reads for writer in others):
+                names += (source for source in DERIVED[name] if source not in names)
 
     def ordered(self, one: str, other: str) -> bool:
         """Whether one of the two nodes must have run before the other."""
@@ -91,13 +121,14 @@ class Wiring:
 
     def has(self, node_id: str, name: str, loaded: frozenset[str]) -> bool:
         """Whether the field is there when the node runs: written before, loaded with the data, or derived."""
-        if name in loaded or any(writer in self.before[node_id] for writer in self.writers.get(name, ())):
-            return True
-        return name in DERIVED and all(self.has(node_id, source, loaded) for source in DERIVED[name])
+        there = {*loaded, *(written for other in self.before[node_id] for written in self.vertices[other].writes)}
+        while missing := [n for n, sources in DERIVED.items() if n not in there and there.issuperset(sources)]:
+            there.update(missing)
+        return name in there
 
     def _plane(self, node_id: str) -> Plane:
         vertex = self.vertices[node_id]
-        inherited = [dep for dep in vertex.deps if dep in self._learning_because]
+        inherited = [dep for dep in self.deps[node_id] if dep in self._learning_because]
         train = [engine for engine in vertex.engines if engine in TRAIN_ENGINES]
         if vertex.contract.scope == "global":
             self._learning_because[node_id] = "its scope is global"
@@ -105,20 +136,13 @@ class Wiring:
             self._learning_because[node_id] = f"it uses the train engine '{train[0]}'"
         elif inherited:
             self._learning_because[node_id] = f"it comes after '{inherited[0]}'"
+        elif vertex.node.plane == "learning":
+            self._learning_because[node_id] = "its plane is learning"
         return "learning" if node_id in self._learning_because else "experience"
 
     def _check_plane(self, node_id: str) -> None:
         """Some things exist in the experience plane only: a node that needs them must not be in the other."""
-        vertex = self.vertices[node_id]
-        needs = (
-            "uses the rollout engine"
-            if "rollout" in vertex.engines
-            else "drops groups (its role is DYNAMIC_SAMPLING)"
-            if vertex.node.node_role is NodeRole.DYNAMIC_SAMPLING
-            else "is an async function"
-            if vertex.contract.is_async
-            else None
-        )
+        needs = _why_experience(self.vertices[node_id])
         if needs and self.planes[node_id] == "learning":
             raise PipelineError(
                 f"node '{node_id}' {needs}, which only the experience plane can, but runs in the learning plane: "
@@ -128,27 +152,24 @@ class Wiring:
     def _reason(self, node_id: str) -> str:
         """Why a node is in the learning plane, back to the node where it began."""
         because = self._learning_because[node_id]
-        first = next((dep for dep in self.vertices[node_id].deps if because == f"it comes after '{dep}'"), None)
+        first = next((dep for dep in self.deps[node_id] if because == f"it comes after '{dep}'"), None)
         return because if first is None else f"{because} ({self._reason(first)})"
 
     def _check_writers(self) -> None:
         for name, writers in self.writers.items():
             for one, other in combinations(writers, 2):
-                if not self.ordered(one, other):
+                if not self.ordered(one, other) and not (self._is_late(one) or self._is_late(other)):
                     raise PipelineError(
                         f"nodes '{one}' and '{other}' both write '{name}' and neither comes before the other; "
                         f"add '{one}' to the deps of '{other}', or write another field"
                     )
 
+    def _is_late(self, node_id: str) -> bool:
+        """Whether a factory will make its function: what it reads is not known before the config is."""
+        return is_factory(self.vertices[node_id].node.fn)
+
     def _check_read(self, node_id: str, name: str) -> None:
-        writers = [writer for writer in self.writers.get(name, ()) if writer != node_id]
-        for writer in writers:
-            if not self.ordered(writer, node_id):
-                raise PipelineError(
-                    f"node '{node_id}'{self._in_plane(node_id, writer)} reads '{name}', which '{writer}'"
-                    f"{self._in_plane(writer, node_id)} writes, and neither comes before the other; "
-                    f"add '{writer}' to the deps of '{node_id}'"
-                )
+        writers = [w for w in self.writers.get(name, ()) if w != node_id and not self._is_late(w)]
         if any(writer in self.before[node_id] for writer in writers):
             return
         for writer in writers:
@@ -161,3 +182,18 @@ class Wiring:
     def _in_plane(self, node_id: str, other: str) -> str:
         """Names the plane where it explains the error."""
         return "" if self.planes[node_id] == self.planes[other] else f" ({self.planes[node_id]} plane)"
+
+
+def _why_experience(vertex: Vertex) -> str | None:
+    """Why a node can run in the experience plane only; None where it can run in either."""
+    if "rollout" in vertex.engines:
+        return "uses the rollout engine"
+    if vertex.contract.is_async:
+        return "is an async function"
+    if {"samples", "group"} & set(vertex.contract.reserved):
+        return "works on samples or on a group"
+    if vertex.node.plane == "experience":
+        return "must run there (its plane is experience)"
+    if vertex.node.plane is None and vertex.node.by_role.plane == "experience":
+        return f"must run there (its role is {vertex.node.node_role.name})"
+    return None

@@ -3,11 +3,11 @@
 Registered with `transformers` under a name; a forward without `packing` is exactly its `sdpa`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import ParamSpec, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.utils import TransformersKwargs
 
 from distflow.models.rows import spread_rows, take_rows
 
 PACKED_ATTENTION = "distflow_packed"
+
+P = ParamSpec("P")
 
 # A bucket of sequences is padded to its longest; shorter ones than this share of it go to the next bucket.
 _SHORTEST_IN_BUCKET = 0.75
@@ -92,7 +95,7 @@ def packed_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     packing: Packing | None = None,
-    **kwargs: Any,
+    **kwargs: Unpack[TransformersKwargs],
 ) -> tuple[Tensor, None]:
     """query `(1, heads, tokens, head_dim)`, key and value with their own number of heads; returns
     `(1, tokens, heads, head_dim)`."""
@@ -110,9 +113,14 @@ def packed_attention(
     return take_rows(torch.cat(outputs), packing.home)[None], None
 
 
-def _packed_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    return None if _mask_is_ours.get() else sdpa_mask(*args, **kwargs)
+def _unless_packed(dense_mask: Callable[P, Tensor | None]) -> Callable[P, Tensor | None]:
+    """The same mask, but none inside `without_dense_mask`."""
+
+    def mask(*args: P.args, **kwargs: P.kwargs) -> Tensor | None:
+        return None if _mask_is_ours.get() else dense_mask(*args, **kwargs)
+
+    return mask
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-AttentionMaskInterface.register(PACKED_ATTENTION, _packed_mask)
+AttentionMaskInterface.register(PACKED_ATTENTION, _unless_packed(sdpa_mask))

@@ -5,8 +5,9 @@ part); only the attention and the key-value memory are ours. Keys are stored tra
 matrix product of one query row with all keys of its slot.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,22 @@ from distflow.models.heads import unwrapped
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length seen so far
+
+
+class _Attention(Protocol):
+    q_proj: Callable[[Tensor], Tensor]
+    k_proj: Callable[[Tensor], Tensor]
+    v_proj: Callable[[Tensor], Tensor]
+    o_proj: Callable[[Tensor], Tensor]
+
+
+class _Layer(Protocol):
+    """The names that the decoder layers of all `FAMILIES` have."""
+
+    self_attn: _Attention
+    mlp: Callable[[Tensor], Tensor]
+    input_layernorm: Callable[[Tensor], Tensor]
+    post_attention_layernorm: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -124,7 +141,7 @@ class DecoderView:
         weights = torch.softmax(scores, dim=-1).to(values.dtype)
         return torch.bmm(weights.view(groups, -1, extent), values.flatten(0, 1))
 
-    def _project(self, layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries `(..., heads, head_dim)`, rotated keys and values `(..., kv_heads, head_dim)`."""
         attention = layer.self_attn
         normed = layer.input_layernorm(hidden)
@@ -132,13 +149,13 @@ class DecoderView:
             project(normed).unflatten(-1, (-1, self.head_dim))
             for project in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
-        if hasattr(attention, "q_norm"):
+        if hasattr(attention, "q_norm") and hasattr(attention, "k_norm"):
             query, key = attention.q_norm(query), attention.k_norm(key)
         both = _rotate(torch.cat((query, key), dim=-2), cos, sin)
         return both[..., : self.num_heads, :], both[..., self.num_heads :, :], value
 
     @staticmethod
-    def _rest_of_layer(layer: Any, hidden: Tensor, mixed: Tensor) -> Tensor:
+    def _rest_of_layer(layer: _Layer, hidden: Tensor, mixed: Tensor) -> Tensor:
         """Output projection and MLP with their residuals. mixed: attention's result, of as many numbers a token."""
         hidden = hidden + layer.self_attn.o_proj(mixed.reshape(*hidden.shape[:-1], -1))
         return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
@@ -188,11 +205,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def _refusal(causal: Any) -> str | None:
+def _refusal(causal: nn.Module) -> str | None:
     """Why this model cannot run here, or None."""
-    config: Any = getattr(causal, "config", None)
+    config = getattr(causal, "config", None)
     family = getattr(config, "model_type", type(causal).__name__)
-    if family not in FAMILIES:
+    if config is None or family not in FAMILIES:
         return f"family {family!r} is not one of {', '.join(FAMILIES)}"
     if not hasattr(causal, "lm_head"):
         return "it has no language-model head"

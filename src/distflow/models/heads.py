@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 def unwrapped(model: nn.Module) -> Any:
     """The `transformers` model itself, below an adapter's wrapper; its adapted layers stay in place."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]  # peft's
 
 
 def backbone(model: nn.Module) -> nn.Module:
@@ -38,3 +38,9 @@ def output_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
         return softcap * torch.tanh(out / softcap) if softcap else out
 
     return logits
+
+
+def token_values(model: nn.Module, hidden: Tensor) -> Tensor:
+    """Values `(n,)` of a value model's hidden states `(n, width)`, in float32 at least."""
+    values = output_head(model)(hidden)[:, 0]
+    return values if values.dtype == torch.float64 else values.float()

@@ -5,7 +5,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -15,9 +15,11 @@ from transformers.utils import logging as transformers_logging
 
 from distflow.config.errors import UserError
 from distflow.models.packed import choose_attention
+from distflow.models.packed_forward import attach_packed_forward
 from distflow.models.paths import WEIGHT_PATTERNS, is_local, require_files, resolve_path
 
 Init = Literal["pretrained", "random"]
+Model = TypeVar("Model", bound=nn.Module)
 
 _ALIGNMENT_BYTES = 64
 
@@ -65,7 +67,7 @@ class ModelSource:
         """Raises UserError for a missing folder or file, and for remote code that is not pinned."""
         self.path = resolve_path(path)
         self.gguf_file = gguf_file
-        self.options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        self.options: dict[str, str | bool | None] = {"revision": revision, "trust_remote_code": trust_remote_code}
         if trust_remote_code and not is_local(self.path) and revision is None:
             raise UserError("trust_remote_code=true runs code of the hub: pin it with revision, or use a local folder")
         if gguf_file is None:
@@ -147,12 +149,14 @@ def random_model(auto_class: Any, config: PreTrainedConfig, seed: int) -> PreTra
             raise UserError(f"no {config.model_type} model of this kind: {_first_lines(error)}") from error
 
 
-def ready(model: Any, dtype: torch.dtype, device: torch.device | str) -> PreTrainedModel:
-    """Move the model, switch dropout off, and choose an attention that keeps packed sequences apart."""
+def ready(model: Model, dtype: torch.dtype, device: torch.device | str) -> Model:
+    """Move the model, switch dropout off, choose an attention that keeps packed sequences apart, and give it its
+    `packed_forward`."""
     model = model.to(device=torch.device(device), dtype=dtype)
     _own_aligned_memory(model)
     disable_dropout(model)
     choose_attention(model)
+    attach_packed_forward(model)
     return model.eval()
 
 
@@ -162,7 +166,7 @@ def disable_dropout(model: nn.Module) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+            module.attention_dropout = 0.0  # type: ignore[assignment]  # a number, as was just seen
 
 
 def _own_aligned_memory(model: nn.Module) -> None:

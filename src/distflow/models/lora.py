@@ -15,7 +15,7 @@ def add_lora(
     model: PreTrainedModel,
     *,
     rank: int,
-    alpha: int = 16,
+    alpha: float = 16,
     target_modules: str | Sequence[str] = "all-linear",
     seed: int = 0,
 ) -> nn.Module:
@@ -30,7 +30,13 @@ def add_lora(
     except ImportError as error:
         raise UserError("lora_rank > 0 needs the extra: pip install 'distflow[lora]'") from error
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]  # declared as int, but only ever divided by the rank
+        target_modules=targets,
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -46,7 +52,7 @@ def has_adapter(model: nn.Module) -> bool:
 
 def adapter_off(model: nn.Module) -> AbstractContextManager[None]:
     """Inside, the model is what it was before `add_lora`: the frozen reference. Nothing happens to a plain model."""
-    return model.disable_adapter() if has_adapter(model) else nullcontext()  # type: ignore[operator]
+    return model.disable_adapter() if has_adapter(model) else nullcontext()  # type: ignore[operator]  # peft's
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -69,5 +75,5 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _delta(module: nn.Module) -> Tensor:
-    adapters: list[str] = module.active_adapters  # type: ignore[assignment]
-    return torch.stack([module.get_delta_weight(name) for name in adapters]).sum(0)  # type: ignore[operator]
+    adapters: list[str] = module.active_adapters  # type: ignore[assignment]  # of peft's layers
+    return torch.stack([module.get_delta_weight(name) for name in adapters]).sum(0)  # type: ignore[operator]  # likewise

@@ -4,10 +4,9 @@ With a cache or a mask of ones `transformers` lets packed sequences see each oth
 checked before it is used: each packed sequence against itself alone, through the model's own forward.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from distflow.config.errors import UserError
 from distflow.models.attention import PACKED_ATTENTION, Packing, without_dense_mask
@@ -27,8 +26,12 @@ def packed_hidden_states(model: nn.Module, input_ids: Tensor, lengths: Tensor) -
     lengths = lengths[lengths > 0]
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     position_ids = (torch.arange(int(lengths.sum())) - starts).to(input_ids.device)
-    call: dict[str, Any] = {"input_ids": input_ids[None], "position_ids": position_ids[None], "use_cache": False}
-    if decoder.config._attn_implementation != PACKED_ATTENTION:  # type: ignore[union-attr]
+    call: dict[str, Tensor | bool] = {
+        "input_ids": input_ids[None],
+        "position_ids": position_ids[None],
+        "use_cache": False,
+    }
+    if decoder.config._attn_implementation != PACKED_ATTENTION:  # type: ignore[union-attr]  # a decoder has one
         return decoder(**call).last_hidden_state[0]
     with without_dense_mask():
         return decoder(**call, packing=Packing.of(lengths, input_ids.device)).last_hidden_state[0]
@@ -80,7 +83,7 @@ def packed_error(model: nn.Module) -> float:
     return float("inf") if error.isnan() else float(error)
 
 
-def _candidates(config: Any) -> tuple[str, ...]:
+def _candidates(config: PreTrainedConfig) -> tuple[str, ...]:
     """Ours knows plain causal attention only; a window or a soft cap is left to the family's own code."""
     layer_types = set(getattr(config, "layer_types", None) or ("full_attention",))
     windowed = layer_types != {"full_attention"} or getattr(config, "sliding_window", None) is not None

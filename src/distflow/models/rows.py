@@ -4,7 +4,7 @@ Autograd's own backward of `index_select` must assume repeated indices: its scat
 training step on a CPU.
 """
 
-from typing import Any
+from typing import Protocol
 
 from torch import Tensor
 from torch.autograd import Function
@@ -23,26 +23,37 @@ def spread_rows(values: Tensor, source: Tensor, home: Tensor) -> Tensor:
     return _SpreadRows.apply(values, source, home)
 
 
+class _Saved(Protocol):
+    """What a forward pass keeps for its backward pass."""
+
+    num_rows: int
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, ...]: ...
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
 class _TakeRows(Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, index: Tensor) -> Tensor:
+    def forward(ctx: _Saved, values: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)
         ctx.num_rows = values.shape[0]
         return values.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Saved, grad: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
         return grad.new_zeros((ctx.num_rows, *grad.shape[1:])).index_copy_(0, index, grad), None
 
 
 class _SpreadRows(Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, source: Tensor, home: Tensor) -> Tensor:
+    def forward(ctx: _Saved, values: Tensor, source: Tensor, home: Tensor) -> Tensor:
         ctx.save_for_backward(home)
         return values.index_select(0, source)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _Saved, grad: Tensor) -> tuple[Tensor, None, None]:
         (home,) = ctx.saved_tensors
         return grad.index_select(0, home), None, None

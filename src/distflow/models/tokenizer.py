@@ -1,10 +1,10 @@
 """Loads tokenizers, and says which tokens end a generation."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from distflow.config.errors import UserError
 from distflow.models.paths import TOKENIZER_FILES, is_local, require_files, resolve_path
@@ -37,15 +37,17 @@ def load_tokenizer(
     source = resolve_path(path)
     if gguf_file is None:
         require_files(source, TOKENIZER_FILES, "tokenizer; set tokenizer_path to a folder that has one")
-    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    options: dict[str, str | bool | None] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if gguf_file is not None:
         options["gguf_file"] = gguf_file
     try:
-        loader: Any = PreTrainedTokenizerFast if _names_generic_class(source) else AutoTokenizer
-        tokenizer = loader.from_pretrained(source, **options)
+        load: Callable[..., PreTrainedTokenizerBase] = (
+            PreTrainedTokenizerFast if _names_generic_class(source) else AutoTokenizer
+        ).from_pretrained
+        tokenizer = load(source, **options)
     except ImportError as error:
         raise UserError(f"the tokenizer of '{source}' needs a package that is not installed: {error}") from error
-    except Exception as error:  # what the tokenizers library raises for a broken file is a plain Exception
+    except Exception as error:  # the edge of a foreign library: for a broken file it raises a plain Exception
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"the tokenizer of '{source}' cannot be loaded: {reason}") from error
     if tokenizer.eos_token_id is None:
@@ -55,7 +57,7 @@ def load_tokenizer(
     return tokenizer
 
 
-def stop_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Ids that end a generation, ascending: the model's and the tokenizer's eos ids, and the ends of a chat turn
     that the tokenizer's chat template writes."""
     ids = {int(tokenizer.eos_token_id)}

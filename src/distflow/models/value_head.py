@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForTokenClassification, PreTrainedConfig, PreTrainedModel
 
 from distflow.config.errors import UserError
-from distflow.models.heads import output_head
 from distflow.models.loading import Init, ModelSource, random_model, ready
 
 
@@ -42,7 +41,7 @@ def load_value_model(
 
 def fresh_value_head(model: nn.Module, seed: int) -> None:
     """Normal weights of deviation 1 / (width + 1) and a zero bias: values of normalised states start near 0."""
-    score: nn.Linear = model.score  # type: ignore[assignment]
+    score: nn.Linear = model.score  # type: ignore[assignment]  # found by its name
     weights = torch.randn(score.weight.shape, generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         score.weight.copy_(weights / (score.in_features + 1))
@@ -64,9 +63,3 @@ def _no_critic(source: ModelSource, config: PreTrainedConfig) -> UserError:
         f"{source} cannot be a critic: transformers has no token classifier with a linear 'score' for the family "
         f"'{config.model_type}'; set critic.model.path to a model of another family (llama, qwen2, qwen3, mistral, ...)"
     )
-
-
-def token_values(model: nn.Module, hidden: Tensor) -> Tensor:
-    """Values `(n,)` of hidden states `(n, width)`, in float32 at least."""
-    values = output_head(model)(hidden)[:, 0]
-    return values if values.dtype == torch.float64 else values.float()

@@ -8,12 +8,15 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
+
+JSON: TypeAlias = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
+"""What the `json` module reads, and `to_json` makes of whatever it is given."""
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def to_json(value: Any) -> Any:
+def to_json(value: object) -> JSON:
     """The value as plain JSON data. Scalars of numpy or torch become numbers, whatever JSON cannot hold its `str`."""
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -23,8 +26,8 @@ def to_json(value: Any) -> Any:
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [to_json(item) for item in value]
-    if callable(getattr(value, "tolist", None)):
-        return to_json(value.tolist())
+    if callable(tolist := getattr(value, "tolist", None)):
+        return to_json(tolist())
     return str(value)
 
 
@@ -35,7 +38,7 @@ def number_name(value: float) -> str:
     return "Infinity" if value > 0 else "-Infinity"
 
 
-def to_number(value: Any) -> float | None:
+def to_number(value: object) -> float | None:
     """The number that `to_json` wrote, or None if it is no number."""
     if isinstance(value, bool) or value is None:
         return None
@@ -44,7 +47,7 @@ def to_number(value: Any) -> float | None:
     return NON_FINITE.get(value) if isinstance(value, str) else None
 
 
-def encode(value: Any, indent: int | None = None) -> bytes:
+def encode(value: object, indent: int | None = None) -> bytes:
     """JSON in UTF-8. A lone surrogate, which UTF-8 cannot hold, becomes its JSON escape and is read back as it was."""
     text = json.dumps(to_json(value), ensure_ascii=False, allow_nan=False, indent=indent)
     return text.encode("utf-8", "backslashreplace")
@@ -59,7 +62,7 @@ class LineFile:
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
         self._torn = _ends_torn(self._fd)
 
-    def append(self, record: Mapping[str, Any], flush: bool = True) -> None:
+    def append(self, record: Mapping[str, object], flush: bool = True) -> None:
         """Add one line; without `flush` it waits in memory for the next flush."""
         self._pending.append(encode(record) + b"\n")
         if flush:
@@ -91,13 +94,13 @@ def _ends_torn(fd: int) -> bool:
     return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
 
 
-def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
+def read_records(path: Path) -> tuple[list[dict[str, JSON]], int]:
     """The objects of a JSON-lines file and the number of lines that could not be read; a missing file has none."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         return [], 0
-    records: list[dict[str, Any]] = []
+    records: list[dict[str, JSON]] = []
     num_unreadable = 0
     for line in data.split(b"\n"):
         if not line.strip():
@@ -111,18 +114,3 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
         else:
             num_unreadable += 1
     return records, num_unreadable
-
-
-def write_aside(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all: beside its place, synced, then renamed."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise

@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal, TypeAlias
 
 Kind = Literal["mean", "sum", "max", "min", "last", "percentile"]
+Nested: TypeAlias = dict[str, "float | Nested"]
 
 
 @dataclass(frozen=True)
@@ -119,9 +120,9 @@ def headlines(values: Mapping[str, float]) -> dict[str, str]:
     return shown
 
 
-def nest(values: Mapping[str, float]) -> dict[str, Any]:
+def nest(values: Mapping[str, float]) -> Nested:
     """{"actor/loss": 1.0} → {"actor": {"loss": 1.0}}; `flatten` gives back exactly what went in."""
-    root: dict[str, Any] = {}
+    root: Nested = {}
     for name, value in values.items():
         *branches, leaf = name.split("/")
         node = root
@@ -130,19 +131,19 @@ def nest(values: Mapping[str, float]) -> dict[str, Any]:
             if not isinstance(child, dict):
                 child = node[branch] = {_LEAF: child}
             node = child
-        if isinstance(node.get(leaf), dict):
-            node[leaf][_LEAF] = value
+        if isinstance(below := node.get(leaf), dict):
+            below[_LEAF] = value
         else:
             node[leaf] = value
     return root
 
 
-def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
+def flatten(nested: Mapping[str, object]) -> dict[str, object]:
     """{"actor": {"loss": 1.0}} → {"actor/loss": 1.0}."""
     return {"/".join(parts): value for parts, value in _leaves(nested, ())}
 
 
-def _leaves(nested: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _leaves(nested: Mapping[str, object], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], object]]:
     for key, value in nested.items():
         if key == _LEAF:
             yield above, value
@@ -152,8 +153,12 @@ def _leaves(nested: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[tuple
             yield (*above, key), value
 
 
-def combine(parts: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
-    """One set of metrics from the metrics of parts with their weights (what their means were averaged over).
+Measured = tuple[Mapping[str, float], float]
+"""Metrics by name, and their weight: what their means were averaged over (samples, tokens)."""
+
+
+def combine(parts: Sequence[Measured]) -> dict[str, float]:
+    """One set of metrics from those of parts.
 
     A metric that only some parts have is combined over those. A name that is not in the table is a mean. Raises
     ValueError for a percentile in more than one part: it cannot be had from the percentiles of parts.

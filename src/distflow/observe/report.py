@@ -10,14 +10,16 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import NotRequired, TypedDict
 
-from distflow.observe.jsonlines import encode, write_aside
-from distflow.observe.report_charts import choose_charts, describe, series, tabulate
+from distflow.observe.files import write_atomically
+from distflow.observe.jsonlines import JSON, encode
+from distflow.observe.report_charts import ChosenChart, Series, choose_charts, describe, series, tabulate
 from distflow.observe.report_samples import before_and_after, num_problems, thin_samples
 from distflow.observe.report_summary import (
     REWARD,
     Accuracy,
+    EventGroup,
     Steps,
     find_accuracy,
     group_events,
@@ -37,6 +39,26 @@ _MAX_CONFIG = 100_000
 _MAX_LOG = 300
 
 
+class ReportData(TypedDict):
+    """Everything that the page shows, as JSON data. samples: as of `thin_samples`, in the room that the rest leaves."""
+
+    title: str
+    run: list[list[str]]
+    status: dict[str, str]
+    written: str
+    sentences: list[dict[str, str]]
+    tiles: list[dict[str, str]]
+    problems: list[EventGroup]
+    log: list[dict[str, object]]
+    compare: dict[str, object] | None
+    series: Series
+    charts: list[ChosenChart]
+    others: list[str]
+    docs: dict[str, str]
+    config: str
+    samples: NotRequired[dict[str, object]]
+
+
 def write_report(run_dir: Path) -> Path:
     """Write `report.html` into the run's folder and return its path; works while the run goes on and after a crash.
 
@@ -46,12 +68,12 @@ def write_report(run_dir: Path) -> Path:
     if not run_dir.is_dir():
         raise RunFolderError(f"there is no run's folder at {run_dir}")
     path = run_dir / "report.html"
-    write_aside(path, _page(report_data(run_dir)))
+    write_atomically(path, _page(report_data(run_dir)))
     return path
 
 
-def report_data(run_dir: Path) -> dict[str, Any]:
-    """Everything that the page shows, as JSON data."""
+def report_data(run_dir: Path) -> ReportData:
+    """Read the run's folder; what is missing in it is empty here."""
     timeline = read_timeline(run_dir)
     records, events = read_metrics(run_dir, timeline), read_events(run_dir, timeline)
     steps = tabulate(records)
@@ -60,7 +82,7 @@ def report_data(run_dir: Path) -> dict[str, Any]:
     columns = series(steps)
     charts, others = choose_charts(columns["y"])
     run = read_json(run_dir, "run.json")
-    data: dict[str, Any] = {
+    data: ReportData = {
         "title": str(run.get("experiment") or run.get("title") or run_dir.resolve().name),
         "run": _facts(run),
         "status": status(events),
@@ -81,7 +103,7 @@ def report_data(run_dir: Path) -> dict[str, Any]:
     return data
 
 
-def _sentences(accuracy: Accuracy | None, groups: Sequence[Mapping[str, Any]], steps: Steps) -> list[dict[str, str]]:
+def _sentences(accuracy: Accuracy | None, groups: Sequence[EventGroup], steps: Steps) -> list[dict[str, str]]:
     if not steps:
         return [{"tone": "unknown", "text": "No step has been recorded yet."}]
     sentences = [learned(accuracy, steps), problems(groups, steps), ("unknown", time_sentence(steps))]
@@ -119,19 +141,19 @@ def _tile(label: str, value: str, note: str) -> dict[str, str]:
     return {"label": label, "value": value, "note": note}
 
 
-def _facts(run: Mapping[str, Any]) -> list[list[str]]:
+def _facts(run: Mapping[str, JSON]) -> list[list[str]]:
     """The plain values of run.json, for the header."""
     shown = {key: value for key, value in run.items() if isinstance(value, str | int | float) and value != ""}
     hidden = ("experiment", "title", *(key for key in shown if key.endswith("fingerprint")))
     return [[key.replace("_", " "), str(value)[:500]] for key, value in shown.items() if key not in hidden]
 
 
-def _log_line(event: Event) -> dict[str, Any]:
-    line = {"t": event.t, "kind": event.kind, "message": event.message[:2000], "step": event.step}
-    return line | {"rolled_back": event.rolled_back}
+def _log_line(event: Event) -> dict[str, object]:
+    message = event.message[:2000]
+    return {"t": event.t, "kind": event.kind, "message": message, "step": event.step, "rolled_back": event.rolled_back}
 
 
-def _config_text(run_dir: Path, run: Mapping[str, Any]) -> str:
+def _config_text(run_dir: Path, run: Mapping[str, JSON]) -> str:
     try:
         text = (run_dir / "config.yaml").read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -139,7 +161,7 @@ def _config_text(run_dir: Path, run: Mapping[str, Any]) -> str:
     return text[:_MAX_CONFIG]
 
 
-def _page(data: Mapping[str, Any]) -> bytes:
+def _page(data: ReportData) -> bytes:
     """The template filled in. Only the two scripts and the style with the hashes named in the policy may act."""
     static = files("distflow.observe") / "static"
 
@@ -168,7 +190,7 @@ def _page(data: Mapping[str, Any]) -> bytes:
     return filled.encode("utf-8", "backslashreplace")
 
 
-def embed(data: Any) -> str:
+def embed(data: object) -> str:
     """JSON that stays data inside a script tag: no "<" in it can end or open anything."""
     text = encode(data).decode("utf-8")
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

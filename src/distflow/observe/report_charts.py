@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 from distflow.observe.jsonlines import number_name
 from distflow.observe.metrics import find_metric
@@ -22,6 +22,27 @@ class Chart:
     patterns: tuple[str, ...]
     kind: Literal["line", "stack"] = "line"
     unit: str = ""
+
+
+class ChosenChart(TypedDict):
+    """A chart as the page takes it, with the metrics that it shows."""
+
+    question: str
+    kind: Literal["line", "stack"]
+    unit: str
+    names: list[str]
+
+
+class Series(TypedDict):
+    """The columns of the charts as the page takes them, one point a step, or two a bucket of steps where thinned.
+
+    None is "not measured at this step", the strings "NaN", "Infinity", "-Infinity" are what was measured.
+    """
+
+    x: list[int]
+    y: dict[str, list[float | str | None]]
+    thinned: bool
+    left_out: list[str]
 
 
 CHARTS = (
@@ -44,13 +65,13 @@ CHARTS = (
 )
 
 
-def choose_charts(names: Iterable[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The charts that have data, as JSON data, and the names that no chart shows.
+def choose_charts(names: Iterable[str]) -> tuple[list[ChosenChart], list[str]]:
+    """The charts that have data, and the names that no chart shows.
 
     A metric is in the first chart that takes it; a chart has at most 8 lines (a stack has all).
     """
     left = sorted(names)
-    charts = []
+    charts: list[ChosenChart] = []
     for chart in CHARTS:
         taken = [name for pattern in chart.patterns for name in left if re.fullmatch(pattern, name)]
         taken = list(dict.fromkeys(taken))
@@ -75,11 +96,11 @@ def tabulate(records: Sequence[MetricsRecord]) -> dict[int, dict[str, float]]:
     return steps
 
 
-def series(steps: Mapping[int, Mapping[str, float]], max_points: int = MAX_POINTS) -> dict[str, Any]:
-    """Columns for the charts: `{"x": [...], "y": {name: [...]}, "thinned": bool, "left_out": names}`.
+def series(steps: Mapping[int, Mapping[str, float]], max_points: int = MAX_POINTS) -> Series:
+    """Columns for the charts, of at most `MAX_SERIES` metrics.
 
-    None is "not measured at this step", the strings "NaN", "Infinity", "-Infinity" are what was measured. With more
-    than `max_points` steps, neighbours are put together such that each column keeps its least and greatest value.
+    With more than `max_points` steps, neighbours are put together such that each column keeps its least and greatest
+    value.
     """
     names = sorted({name for values in steps.values() for name in values})
     shown, left_out = names[:MAX_SERIES], names[MAX_SERIES:]

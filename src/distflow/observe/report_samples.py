@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from distflow.observe.jsonlines import encode
+from distflow.observe.jsonlines import JSON, encode
 from distflow.observe.run_reader import Timeline, read_samples, sample_splits, sample_steps
 
 MAX_STEPS = 40
@@ -13,7 +12,7 @@ _SHOWN_KEYS = ("uid", "prompt", "response", "ground_truth", "score", "reward_par
 _SHORT_KEYS = ("prompt_length", "response_length", "finish_reason", "versions", "domain")
 
 
-def thin_samples(run_dir: Path, timeline: Timeline, max_bytes: int) -> dict[str, Any]:
+def thin_samples(run_dir: Path, timeline: Timeline, max_bytes: int) -> dict[str, object]:
     """Samples for the table: `{"rows": [...], "num_rows", "num_steps", "all_steps"}`.
 
     From at most `MAX_STEPS` steps of each split, evenly chosen with the first and the last, as many evenly chosen rows
@@ -23,7 +22,7 @@ def thin_samples(run_dir: Path, timeline: Timeline, max_bytes: int) -> dict[str,
         (split, step) for split in sample_splits(run_dir) for step in evenly(sample_steps(run_dir, split), MAX_STEPS)
     ]
     all_steps = sum(len(sample_steps(run_dir, split)) for split in sample_splits(run_dir))
-    shown: list[dict[str, Any]] = []
+    shown: list[dict[str, object]] = []
     num_rows = 0
     left_bytes = max_bytes
     for position, (split, step) in enumerate(chosen):
@@ -36,7 +35,7 @@ def thin_samples(run_dir: Path, timeline: Timeline, max_bytes: int) -> dict[str,
     return {"rows": shown, "num_rows": num_rows, "num_steps": len(chosen), "all_steps": all_steps}
 
 
-def _fitting(rows: Sequence[Mapping[str, Any]], max_bytes: int) -> Iterator[tuple[dict[str, Any], int]]:
+def _fitting(rows: Sequence[Mapping[str, object]], max_bytes: int) -> Iterator[tuple[dict[str, object], int]]:
     cut = [cut_row(row) for row in rows]
     sizes = [len(encode(row)) + 40 for row in cut]
     number = len(rows)
@@ -56,9 +55,9 @@ def evenly(items: Sequence[int], number: int) -> list[int]:
     return [items[round(i * (len(items) - 1) / (number - 1))] for i in range(number)]
 
 
-def cut_row(row: Mapping[str, Any], max_text: int = MAX_TEXT) -> dict[str, Any]:
+def cut_row(row: Mapping[str, object], max_text: int = MAX_TEXT) -> dict[str, object]:
     """The keys that the report shows, with long texts cut in their middle (the end holds the answer)."""
-    cut: dict[str, Any] = {}
+    cut: dict[str, object] = {}
     for key in (*_SHOWN_KEYS, *_SHORT_KEYS):
         value = row.get(key)
         if value is None:
@@ -70,7 +69,7 @@ def cut_row(row: Mapping[str, Any], max_text: int = MAX_TEXT) -> dict[str, Any]:
     return cut
 
 
-def _cut(value: Any, max_text: int) -> Any:
+def _cut(value: object, max_text: int) -> object:
     if isinstance(value, str) and len(value) > max_text:
         half = max_text // 2
         return f"{value[:half]}\n[… {len(value) - 2 * half:,} characters left out …]\n{value[-half:]}"
@@ -81,7 +80,7 @@ def _cut(value: Any, max_text: int) -> Any:
     return value
 
 
-def before_and_after(run_dir: Path, timeline: Timeline, num_examples: int = 6) -> dict[str, Any] | None:
+def before_and_after(run_dir: Path, timeline: Timeline, num_examples: int = 6) -> dict[str, object] | None:
     """The same held-out problems at the first and the last validation that kept samples; None without two.
 
     Problems are matched by prompt and ground truth; a problem with several answers has their mean score. Examples are
@@ -91,9 +90,9 @@ def before_and_after(run_dir: Path, timeline: Timeline, num_examples: int = 6) -
     ends = [(split, steps[0], steps[-1]) for split in splits if len(steps := _kept_steps(run_dir, split, timeline)) > 1]
     if not ends:
         return None
-    better: list[dict[str, Any]] = []
-    worse: list[dict[str, Any]] = []
-    same: list[dict[str, Any]] = []
+    better: list[dict[str, object]] = []
+    worse: list[dict[str, object]] = []
+    same: list[dict[str, object]] = []
     lengths: tuple[list[float], list[float]] = ([], [])
     for split, first, last in ends:
         old, new = (_by_problem(read_samples(run_dir, step, split, timeline)) for step in (first, last))
@@ -108,7 +107,7 @@ def before_and_after(run_dir: Path, timeline: Timeline, num_examples: int = 6) -
                 change = _mean_score(new[key]) - _mean_score(old[key])
                 (better if change > 0 else worse if change < 0 else same).append(pair)
                 for rows, kept in zip((old[key], new[key]), lengths, strict=True):
-                    kept.extend(r["response_length"] for r in rows if isinstance(r.get("response_length"), int | float))
+                    kept.extend(n for row in rows if isinstance(n := row.get("response_length"), int | float))
     examples = [*better[: num_examples - 2], *worse[:1], *same[:1]]
     return {
         "first": min(first for _, first, _ in ends),
@@ -139,21 +138,21 @@ def _kept_steps(run_dir: Path, split: str, timeline: Timeline) -> list[int]:
     return sorted({step for step in (first, last) if step is not None})
 
 
-def _by_problem(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    problems: dict[tuple[str, str], list[dict[str, Any]]] = {}
+def _by_problem(rows: Sequence[dict[str, JSON]]) -> dict[tuple[str, str], list[dict[str, JSON]]]:
+    problems: dict[tuple[str, str], list[dict[str, JSON]]] = {}
     for row in rows:
         problems.setdefault((str(row.get("prompt", "")), str(row.get("ground_truth", ""))), []).append(row)
     return problems
 
 
-def _mean_score(rows: Sequence[Mapping[str, Any]]) -> float:
-    scores = [row["score"] for row in rows if row.get("score") is not None]
+def _mean_score(rows: Sequence[Mapping[str, object]]) -> float:
+    scores = [score for row in rows if isinstance(score := row.get("score"), float)]
     return sum(scores) / len(scores) if scores else 0.0
 
 
-def _problem(row: Mapping[str, Any]) -> dict[str, Any]:
+def _problem(row: Mapping[str, object]) -> dict[str, object]:
     return {key: _cut(row.get(key), 1200) for key in ("prompt", "ground_truth", "domain") if row.get(key) is not None}
 
 
-def _answer(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _answer(rows: Sequence[Mapping[str, object]]) -> dict[str, object]:
     return {"response": _cut(rows[0].get("response"), 2000), "score": _mean_score(rows), "num_answers": len(rows)}

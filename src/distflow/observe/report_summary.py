@@ -3,8 +3,9 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
+from distflow.observe.jsonlines import JSON
 from distflow.observe.run_reader import Event, MetricsRecord
 
 Tone = Literal["good", "bad", "flat", "unknown"]
@@ -13,6 +14,21 @@ Steps = Mapping[int, Mapping[str, float]]
 PROBLEM_KINDS = ("error", "warning", "finding")
 ACCURACY = "val_correct/all/mean"
 REWARD = "reward/mean_score"
+
+
+class EventGroup(TypedDict):
+    """Events of one kind with equal messages, as the page takes them.
+
+    first, last: their steps, None where the event had none. fields: of the last one. rolled_back: whether all are.
+    """
+
+    kind: str
+    message: str
+    count: int
+    first: int | None
+    fields: dict[str, JSON]
+    last: int | None
+    rolled_back: bool
 
 
 @dataclass(frozen=True)
@@ -109,7 +125,7 @@ def _learned_by_curve(values: Sequence[float], word: str, sign: int) -> tuple[To
     return "good", f"The {word} {'rose' if sign > 0 else 'fell'}: {moved}.{caveat}"
 
 
-def problems(groups: Sequence[Mapping[str, Any]], steps: Steps) -> tuple[Tone, str]:
+def problems(groups: Sequence[EventGroup], steps: Steps) -> tuple[Tone, str]:
     """What went wrong, counted; `groups` are those of `group_events`."""
     counts = []
     for kind in PROBLEM_KINDS:
@@ -148,17 +164,25 @@ def time_sentence(steps: Steps) -> str:
     return f"{num_steps:,} steps took {readable_s(total)}; most of it was {longest} ({phases[longest] / total:.0%})."
 
 
-def group_events(events: Sequence[Event], max_groups: int = 200) -> list[dict[str, Any]]:
+def group_events(events: Sequence[Event], max_groups: int = 200) -> list[EventGroup]:
     """Warnings, errors and findings with equal messages put together, errors first, then by number."""
-    groups: dict[tuple[str, str], dict[str, Any]] = {}
+    groups: dict[tuple[str, str], EventGroup] = {}
     for event in events:
         if event.kind in PROBLEM_KINDS:
-            empty = {"kind": event.kind, "message": event.message, "count": 0, "first": event.step, "fields": {}}
+            empty: EventGroup = {
+                "kind": event.kind,
+                "message": event.message,
+                "count": 0,
+                "first": event.step,
+                "fields": {},
+                "last": None,
+                "rolled_back": True,
+            }
             group = groups.setdefault((event.kind, event.message), empty)
             group["count"] += 1
             group["last"] = event.step
             group["fields"] = dict(event.fields)
-            group["rolled_back"] = event.rolled_back and group.get("rolled_back", True)
+            group["rolled_back"] = event.rolled_back and group["rolled_back"]
     order = sorted(groups.values(), key=lambda group: (PROBLEM_KINDS.index(group["kind"]), -group["count"]))
     return order[:max_groups]
 

@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from distflow.observe.jsonlines import LineFile, encode, write_aside
+from distflow.observe.files import write_atomically
+from distflow.observe.jsonlines import LineFile, encode
 from distflow.observe.metrics import nest
 
 SCHEMA_VERSION = 1
@@ -53,7 +53,7 @@ class RunFolder:
     def __init__(self, path: Path, incarnation: int, resumed_at: int | None = None):
         self.path = Path(path)
         self.incarnation = incarnation
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # the lines of two threads would mix, and those that wait for a flush be lost
         self._owner = _own(self.path)
         self._metrics = LineFile(self.path / "metrics.jsonl")
         self._events = LineFile(self.path / "events.jsonl")
@@ -62,13 +62,13 @@ class RunFolder:
         where = {} if resumed_at is None else {"resumed_at": resumed_at}
         self.event("start", f"incarnation {incarnation} started", schema=SCHEMA_VERSION, pid=os.getpid(), **where)
 
-    def write_json(self, name: str, data: Any) -> None:
+    def write_json(self, name: str, data: object) -> None:
         """Write `name` (e.g. "run.json") whole or not at all."""
-        write_aside(self._plain(name), encode(data, indent=2) + b"\n")
+        write_atomically(self._plain(name), encode(data, indent=2) + b"\n")
 
     def write_text(self, name: str, text: str) -> None:
         """Write a text file (e.g. "config.yaml") whole or not at all."""
-        write_aside(self._plain(name), text.encode("utf-8", "backslashreplace"))
+        write_atomically(self._plain(name), text.encode("utf-8", "backslashreplace"))
 
     def metrics(self, step: int, kind: str, values: Mapping[str, float]) -> None:
         """Append one record of flat metric names; `kind` is "train", "val", "sft", ... Flushes everything."""
@@ -84,7 +84,7 @@ class RunFolder:
             for spans in self._spans.values():
                 spans.flush()
 
-    def event(self, kind: str, message: str, **fields: Any) -> None:
+    def event(self, kind: str, message: str, **fields: object) -> None:
         """Append something that happened: "start", "end", "info", "warning", "error", "finding", "canary", ...
 
         `step` among the fields places it on the timeline.
@@ -115,12 +115,12 @@ class RunFolder:
                 self._spans[actor] = LineFile(self.path / "spans" / f"{_file_name(actor)}.jsonl")
             self._spans[actor].append(record, flush=False)
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]], split: str = "train") -> None:
+    def samples(self, step: int, rows: Sequence[Mapping[str, object]], split: str = "train") -> None:
         """Write all samples of a step, known keys (`SAMPLE_KEYS`) first; a second call replaces the first."""
         folder = self.path / "samples"
         folder.mkdir(mode=0o700, exist_ok=True)
         lines = [encode({**_in_order(row), "inc": self.incarnation}) for row in rows]
-        write_aside(folder / sample_file_name(step, split), b"".join(line + b"\n" for line in lines))
+        write_atomically(folder / sample_file_name(step, split), b"".join(line + b"\n" for line in lines))
 
     def close(self) -> None:
         """Flush and close everything; a second call does nothing."""
@@ -192,6 +192,6 @@ def _file_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]", "_", name).lstrip(".") or "_"
 
 
-def _in_order(row: Mapping[str, Any]) -> dict[str, Any]:
+def _in_order(row: Mapping[str, object]) -> dict[str, object]:
     known = {key: row[key] for key in SAMPLE_KEYS if key in row}
     return known | {key: value for key, value in row.items() if key not in known}

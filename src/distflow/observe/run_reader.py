@@ -9,9 +9,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from distflow.observe.jsonlines import read_records, to_number
+from distflow.observe.jsonlines import JSON, read_records, to_number
 from distflow.observe.metrics import flatten
 from distflow.observe.run_folder import sample_file_name
 
@@ -38,7 +37,7 @@ class Event:
     kind: str
     message: str
     step: int | None
-    fields: Mapping[str, Any]
+    fields: Mapping[str, JSON]
     rolled_back: bool
 
 
@@ -53,7 +52,7 @@ class Timeline:
         return all(step <= kept for later, kept in self.kept_until.items() if later > inc)
 
 
-def read_json(run_dir: Path, name: str) -> dict[str, Any]:
+def read_json(run_dir: Path, name: str) -> dict[str, JSON]:
     """A JSON object of the folder (e.g. "run.json"); empty when it is missing or unreadable."""
     try:
         data = json.loads((run_dir / name).read_bytes())
@@ -119,14 +118,14 @@ def sample_splits(run_dir: Path) -> list[str]:
 
 def read_samples(
     run_dir: Path, step: int, split: str = "train", timeline: Timeline | None = None
-) -> list[dict[str, Any]]:
+) -> list[dict[str, JSON]]:
     """The samples of a step; empty when there are none or the step was rolled back. Non-finite scores are floats."""
     rows, _ = read_records(run_dir / "samples" / sample_file_name(step, split))
     timeline = timeline or read_timeline(run_dir)
     return [_sample(row) for row in rows if timeline.survives(_whole(row.get("inc")) or 0, step)]
 
 
-def _resumed_at(start: Mapping[str, Any]) -> int | None:
+def _resumed_at(start: Mapping[str, JSON]) -> int | None:
     return _whole(start.get("resumed_at"))
 
 
@@ -140,7 +139,7 @@ def _first_steps(run_dir: Path) -> dict[int, int]:
     return first
 
 
-def _metrics_record(record: dict[str, Any]) -> MetricsRecord | None:
+def _metrics_record(record: dict[str, JSON]) -> MetricsRecord | None:
     step, nested = _whole(record.get("step")), record.get("m")
     if step is None or not isinstance(nested, dict):
         return None
@@ -149,7 +148,7 @@ def _metrics_record(record: dict[str, Any]) -> MetricsRecord | None:
     return MetricsRecord(step, t, _whole(record.get("inc")) or 0, str(record.get("kind", "train")), values)
 
 
-def _event(record: dict[str, Any], timeline: Timeline) -> Event:
+def _event(record: dict[str, JSON], timeline: Timeline) -> Event:
     known = ("t", "inc", "kind", "message", "step")
     inc, step = _whole(record.get("inc")) or 0, _whole(record.get("step"))
     return Event(
@@ -163,7 +162,7 @@ def _event(record: dict[str, Any], timeline: Timeline) -> Event:
     )
 
 
-def _sample(row: dict[str, Any]) -> dict[str, Any]:
+def _sample(row: dict[str, JSON]) -> dict[str, JSON]:
     """Turn "NaN" back into a number where a number is meant; a response that reads "NaN" stays text."""
     for key in _NUMBERS_OF_A_SAMPLE:
         if key in row:
@@ -174,5 +173,5 @@ def _sample(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _whole(value: Any) -> int | None:
+def _whole(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None

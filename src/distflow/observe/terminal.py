@@ -49,6 +49,7 @@ class TerminalView:
         self._out = file or sys.stdout
         self._title = visible(title, 60, one_line=True)
         self._clock = clock
+        # The run's threads write while rich draws in its own; what prints under the lock may itself draw: re-entrant.
         self._lock = threading.RLock()
         self._state = _State(total_steps, clock())
         self._console = Console(file=self._out, force_terminal=True, highlight=False, markup=False, emoji=False)
@@ -97,6 +98,7 @@ class TerminalView:
     def close(self, summary: Sequence[str] = ()) -> None:
         """Take the live view off the screen, leave a line of the last step, and print the lines of `summary`; a second
         call does only the latter."""
+        # Without the lock: `stop` waits for the thread that draws, which may wait for the lock.
         live, self._live = self._live, None
         if live:
             live.stop()

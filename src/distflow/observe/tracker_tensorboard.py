@@ -2,17 +2,19 @@
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from distflow.observe.trackers import TrackedRun
+
 
 class TensorBoardTracker:
-    """One scalar per metric name; `tensorboard --logdir FOLDER` shows them."""
+    """One scalar per metric name; `tensorboard --logdir RUN/tensorboard` shows them."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, run: TrackedRun):
+        folder = run.run_dir / "tensorboard"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._writer = EventFileWriter(str(folder))
 

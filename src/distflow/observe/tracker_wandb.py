@@ -10,6 +10,7 @@ from typing import Any
 import wandb
 
 from distflow.observe.jsonlines import to_json
+from distflow.observe.trackers import TrackedRun
 
 _MODES = ("online", "offline", "disabled", "shared", "dryrun")
 
@@ -21,14 +22,14 @@ class WandbTracker:
     there is an API key and offline otherwise: it never asks for one.
     """
 
-    def __init__(self, run_dir: Path, project: str, experiment: str, config: Mapping[str, Any]):
+    def __init__(self, run: TrackedRun):
         self._run = wandb.init(
-            dir=str(run_dir),
-            project=project,
-            name=experiment,
-            id=_run_id(run_dir),
+            dir=str(run.run_dir),
+            project=run.project,
+            name=run.experiment,
+            id=_run_id(run.run_dir),
             resume="allow",
-            config=to_json(config),
+            config={name: to_json(value) for name, value in run.config.items()},
             mode=_mode(),
             settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
         )

@@ -6,10 +6,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, cast
 
-TRACKER_NAMES = ("console", "tensorboard", "wandb")
+from distflow.config.errors import UserError, hint
+from distflow.config.functions import load
+from distflow.config.names import TRACKERS
 
 # Told once of each tracker that fails: the kind of the event ("warning"), and what happened.
 OnFailure = Callable[[str, str], None]
@@ -18,12 +22,22 @@ _QUEUE_LENGTH = 256
 _CLOSE_TIMEOUT_S = 30.0
 
 
-class TrackerError(ValueError):
+class TrackerError(UserError):
     """`trainer.logger` names a tracker that does not exist or whose package is not installed."""
 
 
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is made from. config: the whole config as plain data."""
+
+    run_dir: Path
+    project: str
+    experiment: str
+    config: Mapping[str, object]
+
+
 class Tracker(Protocol):
-    """Receives copies of the metrics."""
+    """Receives copies of the metrics. Those of the table are made from a `TrackedRun`."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take the metrics of one step under flat names; values may be NaN or infinite."""
@@ -114,50 +128,33 @@ class _TrackerThread:
 
 
 def open_trackers(
-    names: Sequence[str],
-    run_dir: Path,
-    *,
-    project: str,
-    experiment: str,
-    config: Mapping[str, Any],
-    console: Tracker,
-    on_failure: OnFailure,
+    names: Sequence[str], run: TrackedRun, *, local: Mapping[str, Tracker], on_failure: OnFailure
 ) -> Trackers:
-    """The trackers of `trainer.logger`; `console` is used if "console" is among them.
+    """The trackers of `trainer.logger`: those of `local`, which the run has already, and others from the table.
 
     Raises TrackerError for an unknown name, or for one whose package is not installed.
     """
+    asked = list(dict.fromkeys(names))
     remote: dict[str, Callable[[], Tracker]] = {}
-    for name in dict.fromkeys(names):
-        if name == "tensorboard":
-            _need(name, "tensorboard")
-            remote[name] = lambda: _tensorboard(run_dir)
-        elif name == "wandb":
-            _need(name, "wandb")
-            remote[name] = lambda: _wandb(run_dir, project, experiment, config)
-        elif name not in TRACKER_NAMES:
+    for name in asked:
+        if name not in TRACKERS:
             raise TrackerError(
-                f"trainer.logger names the tracker {name!r}, which does not exist; "
-                f"choose from {', '.join(TRACKER_NAMES)} (metrics.jsonl is always written)"
+                f"trainer.logger names {name!r}, which is no tracker (metrics.jsonl is always written)"
+                f"{hint(name, TRACKERS)}"
             )
-    return Trackers([console] if "console" in names else [], remote, on_failure)
+        if name not in local:
+            _need(name, TRACKERS[name].package)
+            remote[name] = partial(_build, TRACKERS[name].target, run)
+    return Trackers([local[name] for name in asked if name in local], remote, on_failure)
 
 
 def _need(name: str, package: str) -> None:
-    if importlib.util.find_spec(package) is None:
+    if package and importlib.util.find_spec(package) is None:
         raise TrackerError(
             f"trainer.logger names {name!r}, but the package {package} is not installed: "
             f"pip install 'distflow[{name}]', or take it out of trainer.logger"
         )
 
 
-def _tensorboard(run_dir: Path) -> Tracker:
-    from distflow.observe.tracker_tensorboard import TensorBoardTracker
-
-    return TensorBoardTracker(run_dir / "tensorboard")
-
-
-def _wandb(run_dir: Path, project: str, experiment: str, config: Mapping[str, Any]) -> Tracker:
-    from distflow.observe.tracker_wandb import WandbTracker
-
-    return WandbTracker(run_dir, project, experiment, config)
+def _build(target: str, run: TrackedRun) -> Tracker:
+    return cast(Callable[[TrackedRun], Tracker], load(target))(run)

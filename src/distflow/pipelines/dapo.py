@@ -1,9 +1,11 @@
 """DAPO: GRPO that replaces groups without a signal. The other parts of DAPO are numbers of its preset."""
 
+from distflow.config import Config, preset_config
 from distflow.graph import Pipeline, TaskGraph
 from distflow.pipelines.grpo import group_relative
 
 
-def dapo_pipeline() -> TaskGraph:
-    """The nodes of GRPO, of which `algorithm.filter_groups.enable` keeps `dynamic_sampling`."""
-    return group_relative(Pipeline("dapo_training_pipeline", "GRPO with dynamic sampling (arXiv:2503.14476)"))
+def dapo_pipeline(config: Config | None = None) -> TaskGraph:
+    """The nodes of GRPO, with `dynamic_sampling` where `algorithm.filter_groups.enable` is on."""
+    pipeline = Pipeline("dapo_training_pipeline", "GRPO with dynamic sampling (arXiv:2503.14476)")
+    return group_relative(pipeline, config or preset_config("dapo"))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from distflow.config import config_from_dict
 from distflow.config.errors import UserError
 from distflow.models.export import export_model
-from distflow.pipelines.engines import load_policy, load_policy_tokenizer
+from distflow.pipelines.factories import choose_device, load_policy, load_policy_tokenizer
 from distflow.runtime.checkpoint import CheckpointStore
 from distflow.runtime.local import CHECKPOINTS
 from distflow.training.engine import TrainState
@@ -22,7 +22,7 @@ def export_checkpoint(source: Path, target: Path) -> Path:
     store = source / CHECKPOINTS if (source / CHECKPOINTS).is_dir() else source
     checkpoint = CheckpointStore(store.parent).load(store)
     config = config_from_dict(checkpoint.load("run")["config"], judge=False)
-    model = load_policy(config)
+    model = load_policy(config, choose_device(config))
     _fill(model, TrainState(checkpoint.load("actor")).trained_weights(), source)
     return export_model(model, load_policy_tokenizer(config), target)
 

@@ -1,22 +1,46 @@
-"""GRPO: a group's own mean is the baseline; no critic."""
+"""GRPO: a group's own mean is the baseline; no critic.
 
-from distflow.graph import NodeRole, Pipeline, TaskGraph
+A program is a function of the config that adds the nodes which the config needs. What a node reads of what another
+writes says in which order they run; prompt groups go through the first part one by one, whole steps through the rest.
+"""
+
+from distflow.config import Config, preset_config
+from distflow.graph import Pipeline, TaskGraph
 from distflow.pipelines import nodes
-from distflow.pipelines.stages import answer_and_judge, score, update_actor
 
 
-def grpo_pipeline() -> TaskGraph:
-    """Answer, judge, score by the trainer, compare in groups, update."""
-    return group_relative(Pipeline("grpo_training_pipeline", "Group-relative policy optimisation (arXiv:2402.03300)"))
+def grpo_pipeline(config: Config | None = None) -> TaskGraph:
+    """Answer, judge, score by the trainer, compare in groups, update. config: that of the preset, if not given."""
+    pipeline = Pipeline("grpo_training_pipeline", "Group-relative policy optimisation (arXiv:2402.03300)")
+    return group_relative(pipeline, config or preset_config("grpo"))
 
 
-def group_relative(pipeline: Pipeline) -> TaskGraph:
+def group_relative(pipeline: Pipeline, config: Config) -> TaskGraph:
     """The nodes of GRPO and of those that differ from it by numbers only."""
-    score(answer_and_judge(pipeline))
-    pipeline.add_node(
-        "calculate_advantages",
-        nodes.compute_advantage,
-        ["kl_penalty", "mismatch_weights"],
-        node_role=NodeRole.ADVANTAGE,
-    )
-    return update_actor(pipeline).build()
+    answer_and_judge(pipeline, config)
+    score(pipeline, config)
+    pipeline.add_node("calculate_advantages", nodes.compute_advantage, plane="learning")
+    pipeline.add_node("actor_train", nodes.train_actor)
+    return pipeline.build()
+
+
+def answer_and_judge(pipeline: Pipeline, config: Config) -> None:
+    """The experience plane: from a prompt to a judged, filtered group."""
+    pipeline.add_node("rollout_actor", nodes.generate)
+    pipeline.add_node("function_reward", nodes.compute_reward)
+    if config.algorithm.adv_estimator == "remax":
+        pipeline.add_node("reward_baseline", nodes.greedy_baseline)
+    if config.algorithm.filter_groups.enable:
+        pipeline.add_node("dynamic_sampling", nodes.dynamic_sampling)
+
+
+def score(pipeline: Pipeline, config: Config) -> None:
+    """What the trainer finds out about a step before it is trained on."""
+    pipeline.add_node("actor_old_log_prob", nodes.compute_old_log_prob, only_forward_compute=True)
+    # Without a KL term against the reference it is not even built.
+    if config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss:
+        pipeline.add_node("reference_log_prob", nodes.compute_ref_log_prob, only_forward_compute=True)
+    if config.algorithm.rollout_correction.level:
+        pipeline.add_node("mismatch_weights", nodes.correct_mismatch, phase="mismatch_weights")
+    if config.algorithm.use_kl_in_reward:
+        pipeline.add_node("kl_penalty", nodes.apply_kl_penalty, validates=False)

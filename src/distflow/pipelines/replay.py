@@ -1,6 +1,5 @@
 """`distflow replay`: runs a saved non-finite update again on the CPU and says where it went wrong."""
 
-import importlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -13,10 +12,13 @@ from torch import Tensor, nn
 
 from distflow.config import Config, config_from_dict
 from distflow.config.errors import UserError
+from distflow.config.functions import load_modules
 from distflow.data.batch import Batch
 from distflow.graph.fields import Axis
-from distflow.pipelines.engines import build_engines, load_policy
+from distflow.pipelines.factories import make_factories
 from distflow.pipelines.objectives import policy_objective, sft_objective, value_objective
+from distflow.planning.plan import RankPlan
+from distflow.runtime.resources import build_resources
 from distflow.training.engine import LossFn
 from distflow.training.torch_engine import TorchTrainEngine
 
@@ -30,9 +32,9 @@ def replay_bundle(bundle: Path) -> Iterator[str]:
     if not (bundle / "bundle.json").is_file():
         raise UserError(f"{bundle} is no bundle: it has no bundle.json; bundles lie below a run's folder, in bundles/")
     facts = json.loads((bundle / "bundle.json").read_text())
-    config = _on_cpu(config_from_dict(OmegaConf.to_container(OmegaConf.load(bundle / "config.yaml"))))  # type: ignore[arg-type]
-    for module in config.trainer.imports:
-        importlib.import_module(module)  # they register losses
+    keys = OmegaConf.to_container(OmegaConf.load(bundle / "config.yaml"))
+    config = _on_cpu(config_from_dict(keys))  # type: ignore[arg-type]  # of the run's own file: a mapping
+    load_modules(config.trainer.imports)  # they register losses
     batch = Batch.load(bundle / "batch.safetensors")
     weights = load_file(bundle / "weights.safetensors")
     yield f"update of the {facts['role']} in step {facts['step'] + 1}: {len(batch)} samples"
@@ -85,8 +87,8 @@ def _non_finite_weights(weights: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 def _engine(config: Config, role: str) -> TorchTrainEngine:
-    engines = build_engines(config, load_policy(config), {"critic"} if role == "critic" else (), None, steps=1)
-    engine = engines.critic if role == "critic" else engines.actor
+    factories = make_factories(config, {"actor", role}, (), steps=1)
+    engine = build_resources(factories, RankPlan(0, "cpu", (), (), (role,), ())).trained()[role]
     assert isinstance(engine, TorchTrainEngine)
     return engine
 

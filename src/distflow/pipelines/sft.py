@@ -1,20 +1,15 @@
 """Supervised fine-tuning: the same loop, with the data set's answers in place of sampled ones."""
 
-from distflow.graph import NodeRole, NodeType, Pipeline, TaskGraph
+from distflow.config import Config
+from distflow.graph import NodeType, Pipeline, TaskGraph
 from distflow.pipelines import nodes
 
 
-def sft_pipeline() -> TaskGraph:
-    """Read answers, update towards them."""
+def sft_pipeline(config: Config | None = None) -> TaskGraph:
+    """Read answers, update towards them; the same for every config."""
     return (
         Pipeline("sft_training_pipeline", "Supervised fine-tuning")
         .add_node("load_answers", nodes.load_answers, node_type=NodeType.DATA_LOAD)
-        .add_node(
-            "actor_train",
-            nodes.train_sft,
-            ["load_answers"],
-            node_type=NodeType.MODEL_TRAIN,
-            node_role=NodeRole.ACTOR,
-        )
+        .add_node("actor_train", nodes.train_sft)
         .build()
     )

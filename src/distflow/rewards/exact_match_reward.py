@@ -1,11 +1,17 @@
 """`exact_match`: is the final answer the ground truth, character by character (white space apart)?"""
 
-from typing import Any
-
 from distflow.rewards.answers import marked_answer
+from distflow.rewards.case import Case
+
+CASES = (
+    Case("Paris", "Paris", True),
+    Case(r"It is \boxed{Paris}", " Paris ", True),
+    Case("Paris, I think", "Paris", False),
+    Case("", "Paris", False),
+)
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+def compute_score(data_source: str, solution_str: str, ground_truth: object, extra_info: object = None) -> float:
     """1.0 or 0.0. The answer is the last box, else what follows the last `####`, else the whole response.
 
     ground_truth: a text or number, or a list of accepted ones. Raises ValueError where there is none.

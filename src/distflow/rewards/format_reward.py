@@ -1,14 +1,24 @@
 """`format`: does the response keep the form that was asked for?"""
 
 import re
-from typing import Any
+from collections.abc import Mapping
 
 from distflow.rewards.answers import last_box
+from distflow.rewards.case import Case
 
 PATTERN_KEY = "format_regex"
+CASES = (
+    Case(r"so \boxed{7}", None, True),
+    Case("so 7", None, False),
+    Case(r"so \boxed{7", None, False),
+    Case("<think>a</think>7", None, True, {PATTERN_KEY: "<think>.*</think>.+"}),
+    Case("7", None, False, {PATTERN_KEY: "<think>.*</think>.+"}),
+)
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping[str, object] | None = None
+) -> float:
     r"""1.0 where the response has a complete, non-empty `\boxed{...}`, else 0.0.
 
     A row whose extra_info holds `format_regex` is judged by that expression instead, which must match the whole
@@ -17,6 +27,8 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
     pattern = (extra_info or {}).get(PATTERN_KEY)
     if pattern is None:
         return float(bool((last_box(solution_str) or "").strip()))
+    if not isinstance(pattern, str):
+        raise ValueError(f"extra_info['{PATTERN_KEY}'] is {pattern!r}, no regular expression")
     try:
         return float(re.fullmatch(pattern, solution_str, re.DOTALL) is not None)
     except re.error as error:

@@ -4,7 +4,9 @@ import json
 import socket
 import struct
 import time
-from typing import Any
+from collections.abc import Mapping
+
+from distflow.observe.jsonlines import JSON
 
 MAX_FRAME_BYTES = 32 * 2**20
 _HEADER = struct.Struct(">I")
@@ -14,9 +16,9 @@ class PeerGone(Exception):
     """The other process closed its end: it exited, crashed or was killed."""
 
 
-def encode(message: dict[str, Any]) -> bytes:
+def encode(message: Mapping[str, object]) -> bytes:
     """Raises TypeError for what JSON cannot hold, ValueError for a message beyond `MAX_FRAME_BYTES`."""
-    body = json.dumps(message).encode()
+    body = json.dumps(dict(message)).encode()
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"a message of {len(body):,} bytes is above the limit of {MAX_FRAME_BYTES:,}")
     return _HEADER.pack(len(body)) + body
@@ -33,7 +35,7 @@ def send_frame(channel: socket.socket, frame: bytes, timeout_s: float | None = N
         raise PeerGone(str(error)) from error
 
 
-def receive_frame(channel: socket.socket, timeout_s: float | None = None) -> dict[str, Any]:
+def receive_frame(channel: socket.socket, timeout_s: float | None = None) -> dict[str, JSON]:
     """The next message. Raises TimeoutError unless all of it came in time, PeerGone, ValueError for nonsense."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     (size,) = _HEADER.unpack(_receive_exactly(channel, _HEADER.size, deadline))

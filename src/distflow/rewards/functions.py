@@ -3,15 +3,12 @@
 import inspect
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
-from distflow.config.names import REWARDS
-from distflow.data.user_code import load_function
+from distflow.config.functions import LoadError, load_function
+from distflow.observe.jsonlines import JSON
 
-CUSTOM = "custom"
-BUILTIN = {name: f"distflow.rewards.{name}_reward:compute_score" for name in REWARDS if name != CUSTOM}
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
@@ -20,25 +17,24 @@ def custom_target(path: str, name: str) -> str:
     return f"{Path(path).resolve()}:{name}" if path.endswith(".py") else f"{path}:{name}"
 
 
-def load_reward(target: str) -> Callable[..., Any]:
+def load_reward(target: str) -> Callable[..., object]:
     """The function that "module:function" or "/path/file.py:function" names.
 
-    Raises ValueError where there is none, or it takes other parameters than `compute_score` does, or it is async;
-    whatever the module raises while it is imported passes through.
+    Raises LoadError where there is none, or it takes other parameters than `compute_score` does, or it is async.
     """
     function = load_function(target)
     _check_parameters(function, target)
     return function
 
 
-def call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+def call(function: Callable[..., object], arguments: Mapping[str, object]) -> object:
     """Call it by keyword with those of `PARAMETERS` that it takes."""
     return function(**{name: arguments[name] for name in _accepted(function)})
 
 
-def read_score(returned: Any) -> tuple[float, dict[str, Any]]:
+def read_score(returned: object) -> tuple[float, dict[str, JSON]]:
     """The score and what else a dictionary held. Raises ValueError for anything that is no finite number."""
-    extra: dict[str, Any] = {}
+    extra: dict[str, JSON] = {}
     if isinstance(returned, dict):
         if "score" not in returned:
             raise ValueError(
@@ -46,8 +42,8 @@ def read_score(returned: Any) -> tuple[float, dict[str, Any]]:
             )
         extra = {str(key): _plain(value) for key, value in returned.items() if key != "score"}
         returned = returned["score"]
-    if not isinstance(returned, numbers.Real) and callable(getattr(returned, "item", None)):
-        returned = returned.item()  # numpy and torch scalars; those with more than one element raise here
+    if not isinstance(returned, numbers.Real) and callable(item := getattr(returned, "item", None)):
+        returned = item()  # numpy and torch scalars; those with more than one element raise here
     if not isinstance(returned, numbers.Real):
         raise ValueError(f"it returned {returned!r:.80}, which is no number")
     score = float(returned)
@@ -56,9 +52,9 @@ def read_score(returned: Any) -> tuple[float, dict[str, Any]]:
     return score, extra
 
 
-def _check_parameters(function: Callable[..., Any], target: str) -> None:
+def _check_parameters(function: Callable[..., object], target: str) -> None:
     if inspect.iscoroutinefunction(function):
-        raise ValueError(f"'{target}' is async: a reward runs in a process of its own and may block")
+        raise LoadError(f"'{target}' is async: a reward runs in a process of its own and may block")
     required = [
         name
         for name, parameter in inspect.signature(function).parameters.items()
@@ -67,20 +63,20 @@ def _check_parameters(function: Callable[..., Any], target: str) -> None:
     ]
     unknown = [name for name in required if name not in PARAMETERS]
     if unknown or not _accepted(function):
-        raise ValueError(
+        raise LoadError(
             f"'{target}' takes ({', '.join(required)}): a reward takes some of ({', '.join(PARAMETERS)}); "
             "one over a whole batch is a node of a custom pipeline"
         )
 
 
-def _accepted(function: Callable[..., Any]) -> tuple[str, ...]:
+def _accepted(function: Callable[..., object]) -> tuple[str, ...]:
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return PARAMETERS
     return tuple(name for name in PARAMETERS if name in parameters)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> JSON:
     """What JSON can hold of a function's remarks: they are shown with the sample, nothing is computed from them."""
     if isinstance(value, str | bool | int | float | type(None)):
         return value

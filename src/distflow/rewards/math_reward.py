@@ -10,7 +10,6 @@ import re
 from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
-from typing import Any
 
 import math_verify
 from math_verify import ExprExtractionConfig, LatexExtractionConfig
@@ -18,6 +17,7 @@ from math_verify.errors import TimeoutException
 from sympy import Basic, Expr
 
 from distflow.rewards.answers import last_box, marked_answer, phrased_answer
+from distflow.rewards.case import Case
 
 # Deadlines are the pool's: it kills the process. math-verify's own, by SIGALRM, cannot interrupt C code.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
@@ -33,8 +33,17 @@ _ROUNDED_DECIMALS = 6
 _RELATIVE_TOLERANCE = Decimal("1e-6")
 _SMALL = 1e-3
 
+CASES = (
+    Case(r"3 + 4 = 7, so \boxed{7}.", "7", True),
+    Case(r"first \boxed{6}, then again: \boxed{\frac{14}{2}}", "so 3 + 4 = 7\n#### 7", True),
+    Case(r"\boxed{1\,000}", "1e3", True),
+    Case(r"\boxed{7} or rather \boxed{8}", "7", False),
+    Case(r"\boxed{[2,5]}", "[2,5)", False),
+    Case("", "7", False),
+)
 
-def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+
+def compute_score(data_source: str, solution_str: str, ground_truth: object, extra_info: object = None) -> float:
     """1.0 where the answer equals the ground truth (or one of them, where it is a list), else 0.0.
 
     Raises ValueError where there is no ground truth to compare with.
@@ -49,7 +58,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
     )
 
 
-def gold_answer(ground_truth: Any) -> str:
+def gold_answer(ground_truth: object) -> str:
     """The bare answer of a data set's row: a number, LaTeX, or a worked solution that marks its answer."""
     if isinstance(ground_truth, bool) or not isinstance(ground_truth, int | float | str):
         raise ValueError(f"the ground truth is {ground_truth!r}: 'math' needs a number or a text (data.answer_key)")
@@ -176,5 +185,5 @@ def _differ_below_rounding(gold: tuple[Basic | str, ...], answer: list[Basic | s
 
 def _real_value(parsed: Sequence[Basic | str]) -> float | None:
     """The value of the first expression, where it is a real number."""
-    number: Any = next((found for found in parsed if isinstance(found, Expr)), None)
+    number = next((found for found in parsed if isinstance(found, Expr)), None)
     return float(number.evalf()) if number is not None and number.is_number and number.is_real else None

@@ -12,9 +12,9 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
 
 from distflow.config.errors import UserError
+from distflow.observe.jsonlines import JSON
 from distflow.rewards.frames import PeerGone, encode, receive_frame, send_frame
 from distflow.rewards.verdict import Error, Score, Timeout, Verdict
 from distflow.rewards.worker import EXIT_OUT_OF_MEMORY
@@ -53,6 +53,7 @@ class VerifierPool:
         # Processes are started by these threads only: Linux kills a child when the thread that started it ends.
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="distflow-verifier")
         self._idle: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()
+        # Changed by those threads, copied by `close`: `add`, `discard` and `list()` of a set are one step each.
         self._living: set[_Process] = set()
         for _ in range(num_workers):
             self._idle.put(None)  # a place whose process is started when it is first needed
@@ -62,7 +63,7 @@ class VerifierPool:
             self.close()
             raise
 
-    async def judge(self, name: str, arguments: Mapping[str, Any], timeout_s: float | None = None) -> Verdict:
+    async def judge(self, name: str, arguments: Mapping[str, object], timeout_s: float | None = None) -> Verdict:
         """Call function `name` with `arguments` (by their names in `functions.PARAMETERS`; plain JSON values)."""
         if self._closed:
             return Error(_CLOSING)
@@ -127,8 +128,8 @@ class VerifierPool:
             process = self._start(self._idle.get())
         except _StartFailed as error:
             raise UserError(
-                f"the reward functions ({', '.join(self._settings[0].values())}) cannot be loaded: {error}; "
-                "see custom_reward_function.path and reward.functions"
+                f"the reward functions ({', '.join(self._settings[0].values())}; see custom_reward_function.path and "
+                f"reward.functions) cannot be loaded: {error}"
             ) from None
         self._idle.put(process)
 
@@ -204,13 +205,18 @@ class _Process:
         except PeerGone:
             raise _StartFailed(self.cause_of_death()) from None
         if "error" in answer:
-            raise _StartFailed(answer["error"])
+            raise _StartFailed(str(answer["error"]))
 
     def ask(self, request: bytes, timeout_s: float) -> Verdict:
-        """Raises TimeoutError, PeerGone; the process is then out of step and must go."""
+        """Raises TimeoutError, PeerGone; the process is then out of step and must go. ValueError for nonsense."""
         self._stderr.truncate(0)
         answer = self._exchange(request, timeout_s)
-        return Error(answer["error"]) if "error" in answer else Score(float(answer["score"]), dict(answer["extra"]))
+        if "error" in answer:
+            return Error(str(answer["error"]))
+        score, extra = answer.get("score"), answer.get("extra")
+        if not isinstance(score, int | float) or not isinstance(extra, dict):
+            raise ValueError("neither a score nor an error")
+        return Score(float(score), extra)
 
     def is_alive(self) -> bool:
         return self._popen.poll() is None
@@ -245,7 +251,7 @@ class _Process:
         self._channel.close()
         self._stderr.close()
 
-    def _exchange(self, request: bytes, timeout_s: float) -> dict[str, Any]:
+    def _exchange(self, request: bytes, timeout_s: float) -> dict[str, JSON]:
         self.in_step = False
         deadline = time.monotonic() + timeout_s
         send_frame(self._channel, request, timeout_s)

@@ -1,9 +1,8 @@
 """What a verifier pool is certified with: a function that hangs where no Python signal handler runs."""
 
 import re
-from typing import Any
 
 
-def hang(solution_str: str, extra_info: Any = None) -> float:
+def hang(solution_str: str, extra_info: object = None) -> float:
     """Backtracks for ages inside the C code of `re`, holding the interpreter."""
     return float(re.match(r"(a|aa)+$", "a" * 200 + "b") is not None)

@@ -4,20 +4,24 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from distflow.algorithms.filters import overlong_penalty
-from distflow.config.errors import UserError
+from distflow.config.errors import UserError, hint
+from distflow.config.functions import split_name
+from distflow.config.names import CUSTOM_REWARD, REWARDS
 from distflow.data.sample import Sample
-from distflow.rewards.functions import BUILTIN, CUSTOM, custom_target
+from distflow.observe.jsonlines import JSON
+from distflow.rewards.functions import custom_target
 from distflow.rewards.pool import MEMORY_BYTES, VerifierPool
 from distflow.rewards.verdict import Error, Score, Timeout, Verdict
 
 DEFAULT_DOMAIN = "default"
 OVERLONG = "overlong"
+
+Functions = Mapping[str, Sequence[tuple[str, float]]]
 
 
 class Overlong(NamedTuple):
@@ -44,15 +48,17 @@ class RewardRouter:
 
     def __init__(
         self,
-        functions: Mapping[str, Sequence[tuple[str, float]]],
+        functions: Functions,
         *,
         timeout_s: float,
         num_workers: int,
+        max_response_length: int,
         overlong: Overlong = Overlong(),  # noqa: B008  immutable
         custom: tuple[str, str] | None = None,
         memory_bytes: int = MEMORY_BYTES,
     ) -> None:
         """functions: domain → (name, weight) of its parts; "default" serves domains that are not named.
+        max_response_length: in tokens, for the overlong penalty.
 
         A name is a built-in one, "custom" (then `custom` is the path and the name of the user's function) or
         "module:function". Starts a verifier process; raises UserError where a function is unknown or cannot be loaded.
@@ -60,7 +66,7 @@ class RewardRouter:
         if not functions or not all(functions.values()):
             raise UserError("reward.functions names no function; write e.g. reward.functions={default: [math]}")
         self._functions = {domain: tuple(parts) for domain, parts in functions.items()}
-        self._overlong = overlong
+        self._overlong, self._max_response_length = overlong, max_response_length
         self._counts: Counter[str] = Counter()
         self.names = sorted({name for parts in self._functions.values() for name, _ in parts})
         targets = {name: _target(name, custom) for name in self.names}
@@ -76,27 +82,18 @@ class RewardRouter:
         """Kill the verifier processes."""
         self.pool.close()
 
-    def functions_of(self, domain: str) -> tuple[tuple[str, float], ...]:
+    def functions_of(self, domain: str) -> Sequence[tuple[str, float]]:
         """Names and weights that judge the domain. Raises UserError where none do."""
-        parts = self._functions.get(domain) or self._functions.get(DEFAULT_DOMAIN)
-        if parts is None:
-            near = get_close_matches(domain, self._functions, n=1)
-            raise UserError(
-                f"no reward function for the domain '{domain}'"
-                + (f" (nearest: '{near[0]}')" if near else "")
-                + f": add it to reward.functions, or a '{DEFAULT_DOMAIN}' entry, or see data.domain_key"
-            )
-        return parts
+        return _functions_of(self._functions, domain)
 
-    def check_domains(self, domains: Iterable[str]) -> None:
-        """Raises UserError for the first domain that no function judges; call it before the run starts."""
-        for domain in sorted(set(domains)):
-            self.functions_of(domain)
+    async def __call__(self, samples: Sequence[Sample]) -> list[Judgement]:
+        """What the parameter `judge` of a node is called for: a judgement on each sample, in their order."""
+        return list(await asyncio.gather(*(self.score(sample) for sample in samples)))
 
-    async def score(self, sample: Sample, max_response_length: int) -> Judgement:
+    async def score(self, sample: Sample) -> Judgement:
         """The weighted sum of the parts and the overlong penalty. One part without a score leaves the sample without.
 
-        max_response_length: in tokens. Raises UserError for a domain that no function judges.
+        Raises UserError for a domain that no function judges.
         """
         functions = self.functions_of(sample.domain)
         arguments = {
@@ -109,7 +106,7 @@ class RewardRouter:
         parts: dict[str, Verdict] = {name: verdict for (name, _), verdict in zip(functions, verdicts, strict=True)}
         weights = dict(functions)
         if self._overlong.buffer_tokens > 0:
-            parts[OVERLONG] = Score(self._length_penalty(sample, max_response_length))
+            parts[OVERLONG] = Score(self._length_penalty(sample))
             weights[OVERLONG] = 1.0
         self._count(parts)
         return Judgement(_combine(parts, weights), parts)
@@ -120,9 +117,9 @@ class RewardRouter:
         totals = {f"reward/{kind}": float(counts.pop(kind, 0)) for kind in ("verdicts", "errors", "timeouts")}
         return totals | {f"reward/{name}": float(number) for name, number in sorted(counts.items())}
 
-    def _length_penalty(self, sample: Sample, max_response_length: int) -> float:
+    def _length_penalty(self, sample: Sample) -> float:
         length = sum(len(segment.token_ids) for segment in sample.response_segments)
-        return float(overlong_penalty(torch.tensor([length]), max_response_length, *self._overlong))
+        return float(overlong_penalty(torch.tensor([length]), self._max_response_length, *self._overlong))
 
     def _count(self, parts: Mapping[str, Verdict]) -> None:
         self._counts["verdicts"] += 1
@@ -133,8 +130,24 @@ class RewardRouter:
                 self._counts[f"{kind}/{name}"] += 1
 
 
+def check_domains(functions: Functions, domains: Iterable[str]) -> None:
+    """Raises UserError for the first domain that no function judges; for before the run starts."""
+    for domain in sorted(set(domains)):
+        _functions_of(functions, domain)
+
+
+def _functions_of(functions: Functions, domain: str) -> Sequence[tuple[str, float]]:
+    parts = functions.get(domain) or functions.get(DEFAULT_DOMAIN)
+    if parts is None:
+        raise UserError(
+            f"no reward function for the domain '{domain}': add it to reward.functions, or a '{DEFAULT_DOMAIN}' "
+            f"entry, or see data.domain_key{hint(domain, functions)}"
+        )
+    return parts
+
+
 def _combine(parts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Verdict:
-    total, extra = 0.0, {}
+    total, extra = 0.0, dict[str, JSON]()
     for name, part in parts.items():
         if isinstance(part, Error):
             return Error(f"{name}: {part.reason}")
@@ -146,14 +159,12 @@ def _combine(parts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Verd
 
 
 def _target(name: str, custom: tuple[str, str] | None) -> str:
-    if name == CUSTOM:
+    if name == CUSTOM_REWARD:
         if custom is None or not custom[0]:
             raise UserError("reward.functions names 'custom': set custom_reward_function.path to its file or module")
         return custom_target(*custom)
-    if name in BUILTIN:
-        return BUILTIN[name]
+    if name in REWARDS:
+        return REWARDS[name].target
     if ":" in name:
-        return name
-    known: list[Any] = [*BUILTIN, CUSTOM]
-    near = get_close_matches(name, known, n=1, cutoff=0.0)[0]
-    raise UserError(f"reward.functions names '{name}', which is none of {', '.join(known)}; did you mean '{near}'?")
+        return custom_target(*split_name(name))
+    raise UserError(f"reward.functions names '{name}', which is no reward{hint(name, REWARDS)}")

@@ -1,7 +1,8 @@
 """What a verifier answers: a score, or why there is none. A timeout or an error is never a score of 0."""
 
 from dataclasses import dataclass, field
-from typing import Any
+
+from distflow.observe.jsonlines import JSON
 
 
 @dataclass(frozen=True)
@@ -9,7 +10,7 @@ class Score:
     """A finite score; `extra` holds whatever else the verifier wants shown with the sample."""
 
     value: float
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, JSON] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

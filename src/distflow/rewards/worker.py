@@ -10,10 +10,11 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
 
+from distflow.config.functions import LoadError
+from distflow.observe.jsonlines import JSON
 from distflow.rewards.frames import PeerGone, encode, receive_frame, send_frame
 from distflow.rewards.functions import call, load_reward, read_score
 
@@ -40,17 +41,26 @@ def main() -> None:
 def serve(channel: socket.socket) -> None:
     """First the functions to load ({name: target}), then requests ({name, arguments}), each with one answer."""
     try:
-        functions = {name: load_reward(target) for name, target in receive_frame(channel)["functions"].items()}
-    except Exception as error:  # the edge of the process: whatever the user's module raises is told to the run
-        send_frame(channel, encode({"error": _describe(error)}))
+        targets = _entries(receive_frame(channel), "functions")
+        functions = {name: load_reward(str(target)) for name, target in targets.items()}
+    except LoadError as error:
+        send_frame(channel, encode({"error": str(error)}))
         return
     send_frame(channel, encode({"ready": sorted(functions)}))
     while True:
         request = receive_frame(channel)
-        send_frame(channel, _judge(functions[request["name"]], request["arguments"]))
+        send_frame(channel, _judge(functions[str(request["name"])], _entries(request, "arguments")))
 
 
-def _judge(function: Callable[..., Any], arguments: dict[str, Any]) -> bytes:
+def _entries(message: Mapping[str, JSON], key: str) -> dict[str, JSON]:
+    """Raises ValueError where the message holds no object there."""
+    found = message.get(key)
+    if not isinstance(found, dict):
+        raise ValueError(f"a message without '{key}'")
+    return found
+
+
+def _judge(function: Callable[..., object], arguments: Mapping[str, object]) -> bytes:
     try:
         score, extra = read_score(call(function, arguments))
         return encode({"score": score, "extra": extra})

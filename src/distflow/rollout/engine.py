@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -34,7 +35,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Stream:
-    """The random stream of a group: with the sample index and the token position it fixes every draw."""
+    """The random stream of a group: with the sample index and the number of tokens drawn before it fixes every draw."""
 
     seed: int
     name: str
@@ -44,12 +45,16 @@ class Stream:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One prompt with the sample indices wanted, e.g. `samples=(0, 1, 2, 3)` for a whole group of four."""
+    """One prompt with the sample indices wanted, e.g. `samples=(0, 1, 2, 3)` for a whole group of four.
+
+    num_drawn: tokens that the policy drew in earlier turns of the episode. The random stream goes on behind them.
+    """
 
     prompt_ids: tuple[int, ...]
     samples: tuple[int, ...]
     params: SamplingParams
     stream: Stream
+    num_drawn: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,12 @@ class RolloutEngine(Protocol):
     """Generates token ids. An async context manager: entering starts it, leaving ends its threads and processes."""
 
     version: Version
+
+    async def __aenter__(self) -> object: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate all wanted samples; cancelling the task aborts them."""

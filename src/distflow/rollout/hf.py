@@ -2,12 +2,12 @@
 
 import asyncio
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
+    PreTrainedTokenizerBase,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -31,6 +32,8 @@ from distflow.rollout.randomness import sample_key, uniforms
 from distflow.rollout.stopping import finish_reason
 from distflow.rollout.weights import check_shared, check_version, copy_weights
 
+T = TypeVar("T")
+
 
 class HFEngine:
     """A `RolloutEngine` in which forward, cache, penalties and truncations are those of transformers.
@@ -40,14 +43,15 @@ class HFEngine:
     a token, the same as in the embedded engine, so both draw the same tokens up to rounding.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, *, version: Version, shares_weights: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, *, version: Version, shares_weights: bool = False
+    ) -> None:
         """tokenizer: for stop strings. shares_weights: `model` is the trainer's, so `load_weights` copies nothing."""
         self.version = version
         self.num_generated_tokens = 0
         self._model: Any = model
         self._tokenizer = tokenizer
         self._shares_weights = shares_weights
-        self._config: Any = model.config
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-rollout")
         self._open = asyncio.Event()
         self._open.set()
@@ -65,7 +69,9 @@ class HFEngine:
 
         Raises UserError for a request that cannot run.
         """
-        check_request(request, vocab_size=self._config.vocab_size, max_positions=self._config.max_position_embeddings)
+        check_request(
+            request, vocab_size=self._model.config.vocab_size, max_positions=self._model.config.max_position_embeddings
+        )
         await self._open.wait()
         cancelled = threading.Event()
         try:
@@ -86,7 +92,7 @@ class HFEngine:
         """Take weights between two requests; raises ValueError as the embedded engine does."""
         return await self._call(partial(self._take_weights, version, weights))
 
-    async def _call(self, work: Any) -> Any:
+    async def _call(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
     @torch.no_grad()
@@ -94,7 +100,8 @@ class HFEngine:
         self._model.eval()
         params, num_samples = request.params, len(request.samples)
         prompt = torch.tensor([request.prompt_ids] * num_samples, device=self._model.device)
-        draw = _Draw([sample_key(request.stream, sample) for sample in request.samples], params.greedy)
+        keys = [sample_key(request.stream, sample) for sample in request.samples]
+        draw = _Draw(keys, request.num_drawn, params.greedy)
         stop = _Stop(len(request.prompt_ids), params, self._tokenizer, cancelled)
         ids = self._model.generate(
             input_ids=prompt,
@@ -160,11 +167,12 @@ class _Draw(LogitsProcessor):
     """Chooses a token a row by its uniform number and leaves only that one. log_probs: of each step, a number a row."""
 
     keys: list[int]
+    num_drawn: int
     greedy: bool
     log_probs: list[list[float]] = field(default_factory=list)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        position = np.full(len(self.keys), len(self.log_probs), dtype=np.int64)
+        position = np.full(len(self.keys), self.num_drawn + len(self.log_probs), dtype=np.int64)
         uniform = torch.from_numpy(uniforms(np.array(self.keys, dtype=np.uint64), position)).to(scores.device)
         probs = scores.double().softmax(dim=-1)
         cumulative = probs.cumsum(dim=-1)
@@ -181,11 +189,11 @@ class _Stop(StoppingCriteria):
 
     prompt_length: int
     params: SamplingParams
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     cancelled: threading.Event
     lengths: dict[int, int] = field(default_factory=dict)
 
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
         for row, response in enumerate(input_ids[:, self.prompt_length :].tolist()):
             if row not in self.lengths and finish_reason(response, self.params, self.tokenizer) is not None:
                 self.lengths[row] = len(response)

@@ -1,5 +1,6 @@
 """Taking a trainer's weights into an engine's module: all or nothing, each tensor by its Hugging Face name."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -64,8 +65,7 @@ def _names_by_parameter(own: dict[str, nn.Parameter]) -> list[list[str]]:
 
 
 def _doubled(names: Iterable[str]) -> list[str]:
-    seen: set[str] = set()
-    return [name for name in names if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
+    return [name for name, count in Counter(names).items() if count > 1]
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -4,39 +4,24 @@ FOLDER/step-000012/   one file a part, and manifest.json with their sizes and ch
 FOLDER/latest         the name of the newest, moved last
 """
 
-import errno
-import math
-import os
-import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
-from safetensors import SafetensorError
-
-from distflow.config.errors import UserError
-from distflow.runtime.checkpoint_files import (
-    DamagedError,
-    Manifest,
-    Part,
-    describe,
-    read_manifest,
-    read_part,
-    sync,
-    verify,
-    write_atomically,
-    write_manifest,
-    write_part,
+from distflow.runtime.checkpoint_files import DamagedError, read_manifest, read_part, verify
+from distflow.runtime.checkpoint_folder import (
+    LATEST,
+    PARTIAL,
+    CheckpointError,
+    by_age,
+    checkpoints_in,
+    next_serial,
+    partial_of,
+    remove_leftovers,
+    serial_of,
 )
-
-LATEST: Final = "latest"
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-PARTIAL, REMOVED = ".partial", ".removed"
-
-
-class CheckpointError(UserError):
-    """A checkpoint could not be written, or none could be read."""
+from distflow.runtime.checkpoint_writing import Retention, Writing, or_give_up
 
 
 @dataclass(frozen=True)
@@ -59,10 +44,9 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one run, written by one process.
+    """The checkpoints of one run. One process begins a checkpoint and commits it, any may write parts of it.
 
-    keep_last: how many of the newest to keep, None for all. keep_best: how many of those with the highest metric to
-    keep besides. on_point: called with the name of each point of `save` that it has reached, to inject faults there.
+    keep_last, keep_best: see `Retention`. on_point: see `Writing`.
     """
 
     def __init__(
@@ -77,24 +61,31 @@ class CheckpointStore:
                 f"{keep_last} checkpoints cannot be kept: at least 1 must be, or a kill loses the run"
             )
         self.folder = folder
-        self._keep_last = keep_last
-        self._keep_best = keep_best
+        self._retention = Retention(keep_last, keep_best)
         self._on_point = on_point
 
-    def save(self, step: int, parts: Mapping[str, Part], metric: float | None = None) -> Path:
-        """Write a checkpoint beside the others, then make it the latest, then let old ones go.
+    def begin(self, step: int) -> Writing:
+        """Begin a checkpoint beside the others; what an earlier one that was not committed left is removed.
 
-        parts: by name, which is also the file's. metric: higher is better; one that is not finite counts as none.
-        Returns its folder once it is on the disk. Raises CheckpointError where the disk is full or cannot be written:
-        the checkpoints that were there are still there.
+        Raises CheckpointError where the folder cannot be written.
         """
-        try:
+        name = f"step-{step:06d}"
+        with or_give_up(step, self.folder / (name + PARTIAL)):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.remove_leftovers()
-            return self._save(step, parts, metric if metric is not None and math.isfinite(metric) else None)
-        except (OSError, SafetensorError) as err:
-            self._forget_partial()
-            raise CheckpointError(self._write_failure(step, err)) from err
+            remove_leftovers(self.folder)
+            if (self.folder / name).exists():
+                name = f"{name}-{next_serial(self.folder)}"
+            partial = self.folder / (name + PARTIAL)
+            partial.mkdir()
+        self._on_point("begun")
+        return Writing(step, partial, self._retention, self._on_point)
+
+    def writing(self, step: int) -> Writing:
+        """Join the checkpoint that another process began. Raises CheckpointError where there is none."""
+        partial = partial_of(self.folder, step)
+        if partial is None:
+            raise CheckpointError(f"no checkpoint of step {step} is being written to {self.folder}")
+        return Writing(step, partial, self._retention, self._on_point)
 
     def load(self, which: Literal["latest"] | int | Path = LATEST) -> Checkpoint:
         """A checkpoint verified against its checksums: the latest, that of a step, or that in a folder.
@@ -106,7 +97,7 @@ class CheckpointStore:
         if which == LATEST:
             return self._load_latest()
         if isinstance(which, int):
-            found = [path for path in self._by_age() if read_manifest(path).step == which]
+            found = [path for path in by_age(self.folder) if read_manifest(path).step == which]
             if not found:
                 raise CheckpointError(f"there is no checkpoint of step {which} in {self.folder}. {self._listing()}")
             path = found[-1]
@@ -123,59 +114,14 @@ class CheckpointStore:
 
     def exists(self) -> bool:
         """Whether anything was ever saved here, whole or damaged."""
-        return self.folder.is_dir() and any(_is_checkpoint(path) for path in self.folder.iterdir())
+        return bool(checkpoints_in(self.folder))
 
     def remove_leftovers(self) -> None:
-        """Remove what a killed save or removal left. For the process that writes here, when it starts."""
-        if self.folder.is_dir():
-            for path in self.folder.iterdir():
-                if path.name.endswith((PARTIAL, REMOVED)):
-                    _remove(path)
-
-    def _save(self, step: int, parts: Mapping[str, Part], metric: float | None) -> Path:
-        known = self._by_age()
-        serial = read_manifest(known[-1]).serial + 1 if known else 0
-        final = self.folder / f"step-{step:06d}"
-        if final.exists():
-            final = self.folder / f"step-{step:06d}-{serial}"
-        partial = self.folder / (final.name + PARTIAL)
-        partial.mkdir()
-        self._on_point("begun")
-
-        files = {}
-        for name, part in parts.items():
-            assert name != "manifest" and name.replace("_", "").isalnum(), f"a part's name becomes a file's: {name!r}"
-            path = write_part(partial, name, part)
-            files[path.name] = describe(path)
-            self._on_point(f"part {name}")
-        write_manifest(partial, Manifest(step, serial, metric, files))
-        self._on_point("manifest")
-
-        partial.rename(final)
-        self._on_point("renamed")
-        sync(self.folder)
-        write_atomically(self.folder / LATEST, final.name)
-        self._on_point("latest")
-        self._retain()
-        return final
-
-    def _retain(self) -> None:
-        """Only the newest few and the best few stay. The newest, which was just written, always does."""
-        if self._keep_last is None:
-            return
-        paths = self._by_age()
-        metrics = {path: metric for path in paths if (metric := read_manifest(path).metric) is not None}
-        best = sorted(metrics, key=lambda path: metrics[path], reverse=True)
-        kept = {*paths[-self._keep_last :], *best[: self._keep_best]}
-        for path in self._all():
-            if path not in kept:
-                aside = path.with_name(path.name + REMOVED)
-                path.rename(aside)
-                self._on_point(f"removing {path.name}")
-                _remove(aside)
+        """Remove what a killed save or removal left. For the process that commits, when it starts."""
+        remove_leftovers(self.folder)
 
     def _load_latest(self) -> Checkpoint:
-        newest_first = sorted(self._all(), key=_serial, reverse=True)
+        newest_first = sorted(checkpoints_in(self.folder), key=serial_of, reverse=True)
         wanted = self._latest_name()
         newest_first.sort(key=lambda path: path.name != wanted)
         faults = []
@@ -186,7 +132,7 @@ class CheckpointStore:
                 faults.append(f"{path} is damaged ({err})")
                 continue
             if faults:
-                return _with_message(checkpoint, f"{'; '.join(faults)}: going on from step {checkpoint.step} instead")
+                return replace(checkpoint, message=f"{'; '.join(faults)}: going on from step {checkpoint.step} instead")
             return checkpoint
         if faults:
             raise CheckpointError(
@@ -201,57 +147,12 @@ class CheckpointStore:
         except OSError:
             return ""
 
-    def _all(self) -> list[Path]:
-        return sorted(path for path in self.folder.iterdir() if _is_checkpoint(path)) if self.folder.is_dir() else []
-
-    def _by_age(self) -> list[Path]:
-        """Checkpoints whose manifests can be read, oldest first."""
-        return sorted((path for path in self._all() if _serial(path) >= 0), key=_serial)
-
-    def _forget_partial(self) -> None:
-        try:
-            self.remove_leftovers()
-        except OSError:
-            return  # the failure of the save itself is the one to tell
-
     def _listing(self) -> str:
-        names = ", ".join(path.name for path in self._by_age())
+        names = ", ".join(path.name for path in by_age(self.folder))
         return f"There are: {names}" if names else "There is no other"
-
-    def _write_failure(self, step: int, err: Exception) -> str:
-        # safetensors tells the system's errors by their text alone
-        full = getattr(err, "errno", None) in _FULL or any(os.strerror(number) in str(err) for number in _FULL)
-        cause = "the disk is full" if full else str(err)
-        return (
-            f"the checkpoint of step {step} could not be written to {self.folder}: {cause}. Those before it "
-            "are whole. Free space, or set trainer.default_local_dir to another folder; then start again"
-        )
 
 
 def _open(path: Path) -> Checkpoint:
     manifest = verify(path)
     files = {Path(name).stem: path / name for name in manifest.files}
     return Checkpoint(manifest.step, path, manifest.metric, files)
-
-
-def _with_message(checkpoint: Checkpoint, message: str) -> Checkpoint:
-    return Checkpoint(checkpoint.step, checkpoint.path, checkpoint.metric, checkpoint.files, message)
-
-
-def _serial(path: Path) -> int:
-    """When a checkpoint was made among the others; -1 where its manifest cannot be read."""
-    try:
-        return read_manifest(path).serial
-    except DamagedError:
-        return -1
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return path.name.startswith("step-") and not path.name.endswith((PARTIAL, REMOVED)) and path.is_dir()
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink()

@@ -2,21 +2,18 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from distflow.observe.files import sync, write_atomically
+
 MANIFEST = "manifest.json"
 FORMAT = 1
-
-Part = Mapping[str, Tensor] | Any
-"""Tensors by name (a mapping of nothing else, and not empty), or a value that JSON can hold, whose keys are strings."""
 
 
 class DamagedError(Exception):
@@ -40,19 +37,24 @@ class Manifest:
     files: Mapping[str, FileEntry]
 
 
-def write_part(folder: Path, name: str, part: Part) -> Path:
-    """Write a part to its file and the disk. Tensors may share storage or be strided; each is stored whole."""
-    if isinstance(part, Mapping) and part and all(isinstance(value, Tensor) for value in part.values()):
-        path = folder / f"{name}.safetensors"
-        save_file(_separate(part), path)
+def write_part(folder: Path, name: str, part: object) -> None:
+    """Write a part to its file and the disk; a kill leaves no half of it under its name.
+
+    part: tensors by name (a mapping of nothing else, and not empty), or a value that JSON can hold, whose keys are
+    strings. Tensors may share storage or be strided; each is stored whole.
+    """
+    is_tensors = isinstance(part, Mapping) and part and all(isinstance(value, Tensor) for value in part.values())
+    path = folder / f"{name}{'.safetensors' if is_tensors else '.json'}"
+    aside = path.with_name(path.name + ".partial")
+    if isinstance(part, Mapping) and is_tensors:
+        save_file(_separate(part), aside)
     else:
-        path = folder / f"{name}.json"
-        path.write_text(json.dumps(part))
-    sync(path)
-    return path
+        aside.write_text(json.dumps(part))
+    sync(aside)
+    aside.replace(path)
 
 
-def read_part(path: Path) -> Part:
+def read_part(path: Path) -> object:
     """The part in a file; tensors are on the CPU."""
     return load_file(path) if path.suffix == ".safetensors" else json.loads(path.read_text())
 
@@ -64,7 +66,7 @@ def describe(path: Path) -> FileEntry:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     body = {"format": FORMAT, **asdict(manifest)}
-    write_atomically(folder / MANIFEST, json.dumps({**body, "sha256": _digest(body)}, indent=1))
+    write_atomically(folder / MANIFEST, json.dumps({**body, "sha256": _digest(body)}, indent=1).encode())
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -98,24 +100,6 @@ def verify(folder: Path) -> Manifest:
     return manifest
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Afterwards the file is whole and on the disk; until then, and if killed, it is what it was."""
-    aside = path.with_name(path.name + ".partial")
-    aside.write_text(text)
-    sync(aside)
-    aside.replace(path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Returns when a file's bytes, or a folder's names, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous tensors that share no storage, as safetensors wants them; tied ones become copies."""
     seen: set[int] = set()
@@ -130,5 +114,5 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-def _digest(body: Mapping[str, Any]) -> str:
+def _digest(body: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,33 +1,26 @@
-"""What a node may ask about the run besides the fields, engines and options that its signature names."""
+"""What a node may ask about the run besides the columns, engines and options that its signature names."""
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from distflow.config import Config
+from distflow.config.errors import UserError
 from distflow.data.batch import Batch
-from distflow.data.prompts import PromptRow
-from distflow.data.sample import Sample, Segment
+from distflow.data.sample import Sample
 from distflow.flow.minibatch import minibatches
-from distflow.flow.ticket import Ticket
-from distflow.rewards.router import Judgement
-from distflow.rollout.engine import SamplingParams, Stream
-from distflow.runtime.parts import Parts
+from distflow.rewards.router import Judgement, RewardRouter
+from distflow.runtime.group import Group
+from distflow.runtime.resources import Resources
 from distflow.training.engine import TrainEngine
 
-Judge = Callable[[Batch], Awaitable[Sequence[Judgement]]]
+Updated = Callable[[TrainEngine, Batch, dict[str, float], bool], None]
+"""(engine, mini-batch, metrics, whether it was the first of this step): told of each optimizer step."""
 
-
-@dataclass(frozen=True)
-class GroupContext:
-    """The prompt group that an experience-plane node works for: which row, which samples of it, drawn how."""
-
-    ticket: Ticket
-    row: PromptRow
-    params: SamplingParams
-    samples: tuple[int, ...]
-    stream: Stream
+NodeState = dict[str, dict[str, Any]]
+"""JSON values of each node by its id: they live across steps and are in every checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -35,109 +28,78 @@ class NodeContext:
     """Handed to nodes that name `ctx`.
 
     step: the learning step, from 0; in the experience plane the one that the group's ticket was issued in.
-    judge: verdicts of the reward functions on each sample of a batch.
-    after_update: to be told of each optimizer step of an engine, so that it is checked: (engine, mini-batch, metrics,
-        whether it was the first of this step).
     state: the node's own JSON values; they live across steps and are in every checkpoint.
-    group: in the experience plane only.
-    validating: a validation set is being answered.
+    after_update: to be told of each optimizer step of an engine, so that it is checked.
+    tickets: of the whole step, over all ranks, in order; mini-batches follow from them. Empty in the experience plane.
+    group: in the experience plane only. validating: a validation set is being answered. router: the verifiers behind
+    `judge`; None in the learning plane, and where the program starts none.
     """
 
     config: Config
     step: int
-    tokenizer: Any
-    judge: Judge
-    after_update: Callable[[TrainEngine, Batch, dict[str, float], bool], None]
+    tokenizer: PreTrainedTokenizerBase
     state: dict[str, Any] = field(default_factory=dict)
-    group: GroupContext | None = None
+    after_update: Updated = lambda engine, batch, metrics, first: None
+    tickets: Sequence[int] = ()
+    group: Group | None = None
     validating: bool = False
+    router: RewardRouter | None = None
 
     def minibatches(self, batch: Batch, num_prompts: int, epoch: int) -> Iterator[Batch]:
-        """The mini-batches of one pass over `batch`, of `num_prompts` whole groups each."""
-        groups = batch["group_index"].tolist()
-        for indices in minibatches(len(batch), groups, num_prompts, self.config.trainer.seed, self.step, epoch):
-            yield batch.select(indices)
+        """This rank's part of each mini-batch of one pass over the step, of `num_prompts` whole groups each.
 
-    def greedy(self) -> "NodeContext":
-        """The same group, answered once by the most likely tokens."""
-        assert self.group is not None
-        group = replace(self.group, params=replace(self.group.params, greedy=True), samples=(0,))
-        return replace(self, group=group)
+        Decided over the tickets of all ranks, so that the parts of all ranks together are the same for any number.
+        """
+        order = minibatches(len(self.tickets), self.tickets, num_prompts, self.config.trainer.seed, self.step, epoch)
+        rows: dict[int, list[int]] = {}
+        for row, ticket in enumerate(batch["group_index"].tolist()):
+            rows.setdefault(ticket, []).append(row)
+        for places in order:
+            yield batch.select(sorted(row for place in places for row in rows.get(self.tickets[place], ())))
+
+    async def judge(self, samples: Sequence[Sample] | Batch) -> list[Judgement]:
+        """Verdicts of the reward functions on samples; a batch of the group stands for all of its samples.
+
+        Raises UserError where the program starts no verifiers.
+        """
+        if self.router is None or self.group is None:
+            raise UserError(
+                "ctx.judge has no verifiers to ask: they run beside the experience plane of programs in which a node "
+                "has a parameter `judge`. Add it to your function, and call `await judge(samples)`"
+            )
+        return await self.router(self.group.samples if isinstance(samples, Batch) else samples)
 
 
 @dataclass(frozen=True)
 class Contexts:
-    """Contexts of one worker.
+    """Makes the contexts of one worker's nodes.
 
-    after_update: (role, engine, mini-batch, metrics, step, whether the first of the step), told of each update.
-    node_state: by node id; each context of a node has the same object.
+    updated: (role, engine, mini-batch, metrics, step, whether the first of the step), told of each optimizer step.
     """
 
-    parts: Parts
-    after_update: Callable[[str, TrainEngine, Batch, dict[str, float], int, bool], None]
-    node_state: dict[str, dict[str, Any]]
+    config: Config
+    resources: Resources
+    state: NodeState
+    updated: Callable[[str, TrainEngine, Batch, dict[str, float], int, bool], None]
 
-    def learning(self, step: int, node_id: str) -> NodeContext:
+    def learning(self, step: int, tickets: Sequence[int], node_id: str) -> NodeContext:
         """Of a learning-plane node in a step."""
 
         def after_update(engine: TrainEngine, batch: Batch, metrics: dict[str, float], first: bool) -> None:
-            role = "critic" if engine is self.parts.engines.critic else "actor"
-            self.after_update(role, engine, batch, metrics, step, first)
+            role = "critic" if engine is self.resources.critic else "actor"
+            self.updated(role, engine, batch, metrics, step, first)
 
-        state = self.node_state.setdefault(node_id, {})
-        return NodeContext(self.parts.config, step, self.parts.tokenizer, self._judge, after_update, state)
+        state = self.state.setdefault(node_id, {})
+        return NodeContext(self.config, step, self.resources.tokenizer, state, after_update, tickets)
 
-    def training(self, ticket: Ticket, node_id: str) -> NodeContext:
-        """Of an experience-plane node that works for a ticket."""
-        group = self._group(ticket, self.parts.train_rows[ticket.row], self.parts.sampling)
-        return replace(self.learning(ticket.version, node_id), group=group)
-
-    def validating(
-        self, ticket: Ticket, node_id: str, rows: Sequence[PromptRow], params: SamplingParams
-    ) -> NodeContext:
-        """Of a rollout or reward node that answers a held-out row."""
-        group = self._group(ticket, rows[ticket.row], params)
-        return replace(self.learning(ticket.version, node_id), group=group, validating=True)
-
-    def _group(self, ticket: Ticket, row: PromptRow, params: SamplingParams) -> GroupContext:
-        stream = Stream(self.parts.config.trainer.seed, ticket.stream, ticket.epoch, ticket.row)
-        return GroupContext(ticket, row, params, tuple(range(ticket.group_size)), stream)
-
-    async def _judge(self, batch: Batch) -> list[Judgement]:
-        rewards = self.parts.rewards
-        assert rewards is not None, "a program with a reward node was given a router"
-        longest = self.parts.config.data.max_response_length
-        return list(await asyncio.gather(*(rewards.score(sample, longest) for sample in _answers(batch))))
-
-
-def prompts_of(group: GroupContext) -> Batch:
-    """The group's prompts, one row a sample wanted: what entry nodes read."""
-    row = group.row
-    return Batch.from_samples(
-        [
-            Sample(
-                uid=f"{group.ticket.number}-{i}",
-                group_index=group.ticket.number,
-                segments=[Segment("prompt", tuple(row.prompt_ids))],
-                prompt=row.prompt_text,
-                domain=row.domain,
-                ground_truth=row.ground_truth,
-                extra_info=row.extra_info or {},
-            )
-            for i in group.samples
-        ]
-    )
-
-
-def _answers(batch: Batch) -> Iterator[Sample]:
-    """What a verifier is told of each sample."""
-    for i, length in enumerate(batch.lengths("response").tolist()):
-        yield Sample(
-            uid=batch["uid"][i],
-            group_index=int(batch["group_index"][i]),
-            segments=[Segment("prompt", ()), Segment("environment", tuple(batch["response_ids"][i, :length].tolist()))],
-            response=batch["responses"][i],
-            domain=batch["domain"][i],
-            ground_truth=batch["ground_truth"][i],
-            extra_info=batch["extra_info"][i],
+    def experience(self, group: Group, node_id: str, validating: bool = False) -> NodeContext:
+        """Of an experience-plane node that works for a group."""
+        return NodeContext(
+            self.config,
+            group.ticket.version,
+            self.resources.tokenizer,
+            self.state.setdefault(node_id, {}),
+            group=group,
+            validating=validating,
+            router=self.resources.judge,
         )

@@ -1,31 +1,50 @@
 """`distflow eval`: the validation of a run, without a run."""
 
+from collections.abc import Callable
+
 from distflow.config.errors import UserError
 from distflow.flow.ticket import Version
+from distflow.runtime.checks.canary import make_canary
 from distflow.runtime.context import Contexts
 from distflow.runtime.experience import ExperiencePlane
-from distflow.runtime.parts import Parts
+from distflow.runtime.ports.local_weights import LocalWeights
+from distflow.runtime.publish import Publisher, receiver
+from distflow.runtime.resources import build_resources
 from distflow.runtime.session import Session
+from distflow.runtime.spec import Spec
 from distflow.runtime.validation import Validator, held_out_loss
-from distflow.training.collective import OneRank
+from distflow.runtime.waits import Waits
 
 
-def evaluate(parts: Parts) -> dict[str, float]:
-    """The metrics of `data.val_files` under the model as it is. Raises UserError where no file is named."""
-    if not parts.validation:
+def evaluate(spec: Spec, say: Callable[[str], None]) -> dict[str, float]:
+    """The metrics of `data.val_files` under the model as it is. Raises UserError where no file is named.
+
+    say: told why a prompt has no verdict.
+    """
+    if not spec.validation:
         raise UserError("nothing to evaluate on: set data.val_files")
-    if parts.engines.rollout is None:
-        return held_out_loss(parts.validation, parts.engines.actor)
-    contexts = Contexts(parts, _no_update, {})
-    engines = parts.engines.by_name()
-    plane = ExperiencePlane(
-        parts.program.experience, engines, contexts.training, OneRank(), parts.config.reward.timeout_s
-    )
-    with Session(parts) as session:
-        session.publish(Version(0, 0), at_start=True)
-        metrics, _ = session.call(Validator(parts.validation, contexts, plane).run(0))
+    rank, program = spec.plan.ranks[0], spec.program()
+    resources = build_resources(spec.factories, rank)
+    assert resources.actor is not None, "a program trains something"
+    if resources.rollout is None:
+        return held_out_loss(spec.validation, resources.actor)
+    contexts = Contexts(spec.config, resources, {}, _no_update)
+    plane = ExperiencePlane.of(spec, [program.node(name) for name in rank.experience], resources, contexts, _ignore)
+    validator = Validator(spec.validation, contexts, plane, resources.stop_token_ids, spec.options.seed, say)
+    with Session.of(spec, resources) as session:
+        weights = LocalWeights(Waits())
+        weights.attach(receiver(resources.rollout, session))
+        canary = make_canary(spec, resources)
+        sends, dtype = spec.sends_weights, spec.weight_dtype
+        publisher = Publisher(resources.actor, weights, dtype, sends=sends, canary=canary, session=session)
+        publisher.publish(Version(0, 0), at_start=True)
+        metrics, _ = session.call(validator.run(0))
     return metrics
 
 
 def _no_update(*arguments: object) -> None:
     raise AssertionError("evaluation updates nothing")
+
+
+def _ignore(*arguments: object) -> None:
+    """No account is kept of groups that nobody trains on."""

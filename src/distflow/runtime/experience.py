@@ -1,28 +1,41 @@
-"""The experience plane: asyncio tasks, one for each prompt group, from ticket to rewarded and filtered group."""
+"""The experience plane: asyncio tasks, one for each prompt group, from ticket to judged and filtered group."""
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 
+from distflow.algorithms.filters import TOO_FEW_VERDICTS
 from distflow.config.errors import UserError
-from distflow.data.batch import Batch
-from distflow.flow.ticket import Ticket
+from distflow.flow.ticket import Ticket, Version
 from distflow.graph import BoundNode, Drop
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine
-from distflow.runtime.blame import NodeError, node_error
-from distflow.runtime.context import NodeContext, prompts_of
-from distflow.runtime.invoke import merge_output, run_node
-from distflow.runtime.local_edge import Failure, LocalEdge
+from distflow.runtime.blame import NodeError
+from distflow.runtime.context import Contexts, NodeContext
+from distflow.runtime.group import Group, new_group
 from distflow.runtime.plain_calls import PlainCalls
-from distflow.training.collective import Collective
+from distflow.runtime.ports.edge import EdgePort, Failure
+from distflow.runtime.resources import Resources
+from distflow.runtime.spec import Spec
+from distflow.runtime.step import Step, compile_steps
 
-NO_VERDICTS = "too_few_verdicts"
+MakeContext = Callable[[Group, str], NodeContext]
+OnGroup = Callable[[Ticket, str, float, float], None]
+"""(ticket, "complete" or why it was dropped, started, ended), in `time.time()`."""
+
+_group_task: ContextVar[asyncio.Task[None] | None] = ContextVar("group_task", default=None)
+"""The task of the group that is running; tasks that a node starts (`gather`, `wait_for`) inherit it."""
 
 
 class SubmissionGate:
-    """Counts the groups of a wave that have handed their request to the engine, or ended without one."""
+    """Stands in front of the rollout engine and knows which groups of a wave have handed it their request, or ended
+    without one.
+
+    The steps of the plane are compiled with the gate in the engine's place: nodes have its `generate`, `pause` and
+    `resume`. Between waves it only passes on. All of it runs on the asyncio thread, so nothing changes between two
+    awaits and it needs no lock.
+    """
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
@@ -30,28 +43,39 @@ class SubmissionGate:
         self._all_in = asyncio.Event()
 
     def expect(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Begin a wave of these group tasks."""
+        """Begin a wave of these group tasks. None of them has run yet: they were created without an await since."""
         self._waiting = set(tasks)
         self._all_in = asyncio.Event()
         for task in tasks:
-            task.add_done_callback(self._arrived)
+            task.add_done_callback(self._arrived)  # one that ends without a request must not be waited for
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """The engine's `generate`; its request is in the engine's queue before this yields for the first time."""
         pending = asyncio.ensure_future(self._engine.generate(request))
         try:
-            await asyncio.sleep(0)
-            self._arrived(asyncio.current_task())
+            await asyncio.sleep(0)  # `pending` runs to its first await, behind which its request is queued
+            self._arrived(_group_task.get() or asyncio.current_task())
             return await pending
         finally:
-            pending.cancel()
+            pending.cancel()  # nothing to one that is done; else this group was cancelled, and so must its request be
 
     async def all_in(self) -> None:
         """Wait until every group of the wave has arrived."""
         if self._waiting:
             await self._all_in.wait()
 
-    def _arrived(self, task: asyncio.Task[Any] | None) -> None:
+    @property
+    def version(self) -> Version:
+        """Of the engine's weights."""
+        return self._engine.version
+
+    async def pause(self) -> None:
+        await self._engine.pause()
+
+    async def resume(self) -> None:
+        await self._engine.resume()
+
+    def _arrived(self, task: asyncio.Task[None] | None) -> None:
         self._waiting.discard(task)
         if not self._waiting:
             self._all_in.set()
@@ -59,74 +83,83 @@ class SubmissionGate:
 
 @dataclass
 class ExperiencePlane:
-    """Runs the experience nodes of a program on groups.
+    """Runs steps on groups.
 
-    context: makes the context of a node that works for a ticket, by ticket and node id.
-    timeout_s: what a plain function may take for each sample.
+    make_group: the group of a training ticket, not answered yet. gate: in front of the rollout engine, None where the
+    program generates nothing. timeout_s: what a plain function may take for each sample. ended: told of every group.
     """
 
-    nodes: tuple[BoundNode, ...]
-    engines: Mapping[str, Any]
-    context: Callable[[Ticket, str], NodeContext]
-    reduce: Collective
+    steps: Sequence[Step]
+    make_group: Callable[[Ticket], Group]
+    context: MakeContext
+    gate: SubmissionGate | None
     timeout_s: float
+    ended: OnGroup
     plain_calls: PlainCalls = field(default_factory=PlainCalls)
 
-    async def group(self, ticket: Ticket, engines: Mapping[str, Any]) -> Batch | Drop:
-        """One group from its prompts to its rewards; `Drop` where a node dropped it. Raises NodeError."""
-        batch: Batch | None = None
-        for node in self.nodes:
-            ctx = self.context(ticket, node.node_id)
-            if batch is None:
-                assert ctx.group is not None
-                batch = prompts_of(ctx.group)
-            deadline_s = self.timeout_s * len(batch)
-            try:
-                output = await run_node(node, batch, engines, ctx, self.reduce, self.plain_calls, deadline_s)
-            except NodeError:
-                raise
-            except (Exception, SystemExit) as err:  # the edge of a user's code
-                raise node_error(node, err) from err
-            if isinstance(output, Drop):
-                return output
-            batch, _ = merge_output(node, batch, output)
-        assert batch is not None, "a program has at least one experience-plane node"
-        return batch
+    @staticmethod
+    def of(
+        spec: Spec, nodes: Sequence[BoundNode], resources: Resources, contexts: Contexts, ended: OnGroup
+    ) -> "ExperiencePlane":
+        """The plane of a worker that has these nodes."""
+        gate = SubmissionGate(resources.rollout) if resources.rollout is not None else None
+        parts = {**resources.by_name(), **({"rollout": gate} if gate else {})}
+        sampling = replace(spec.sampling, stop_token_ids=resources.stop_token_ids)
 
-    async def loop(self, edge: LocalEdge) -> None:
+        def make_group(ticket: Ticket) -> Group:
+            return new_group(ticket, spec.rows[ticket.row], sampling, spec.options.seed)
+
+        return ExperiencePlane(
+            compile_steps(nodes, parts), make_group, contexts.experience, gate, spec.options.timeout_s, ended
+        )
+
+    async def run(self, group: Group, steps: Sequence[Step], context: MakeContext) -> Drop | None:
+        """The group through the steps; `Drop` where one of them dropped it. Raises NodeError."""
+        for step in steps:
+            ctx = context(group, step.node.node_id)
+            drop = await step.on_group(group, ctx, self.plain_calls, self.timeout_s)
+            if drop is not None:
+                return drop
+        return None
+
+    async def loop(self, edge: EdgePort) -> None:
         """consumes tickets · waits for credits · unblocked by released steps and dropped groups · produces groups
 
-        A wave is submitted in ticket order to a paused engine that then resumes, so that what shares a decode step
-        never depends on timing.
+        What the edge hands out at once is submitted in ticket order to a paused engine that then resumes, so that what
+        shares a decode step never depends on timing.
         """
-        rollout = self.engines.get("rollout")
-        async for wave in edge.waves():
-            if rollout is None:
-                await asyncio.gather(*(self._run_group(t, edge, self.engines) for t in wave))
-                continue
-            gate = SubmissionGate(rollout)
-            engines = {**self.engines, "rollout": gate}
-            await rollout.pause()
-            tasks = [asyncio.create_task(self._run_group(t, edge, engines)) for t in wave]
-            gate.expect(tasks)
+        async for wave in edge.tickets():
+            if self.gate is not None:
+                await self.gate.pause()
+            tasks = [asyncio.create_task(self._run_group(ticket, edge)) for ticket in wave]
             try:
-                await gate.all_in()
-                await rollout.resume()
+                if self.gate is not None:
+                    self.gate.expect(tasks)
+                    await self.gate.all_in()
+                    await self.gate.resume()
                 await asyncio.gather(*tasks)
             finally:
                 for task in tasks:
                     task.cancel()
 
-    async def _run_group(self, ticket: Ticket, edge: LocalEdge, engines: Mapping[str, Any]) -> None:
+    async def _run_group(self, ticket: Ticket, edge: EdgePort) -> None:
         """Never raises: whatever a node does costs its own group only, and is recorded."""
-        started = time.time()
+        _group_task.set(asyncio.current_task())
+        started, group = time.time(), self.make_group(ticket)
         try:
-            result = await self.group(ticket, engines)
+            drop = await self.run(group, self.steps, self.context)
+            batch = group.batch()
         except NodeError as err:
-            edge.drop(ticket, "error", started, Failure(str(err), isinstance(err, UserError)))
-            return
-        if isinstance(result, Drop):
-            failure = Failure(result.detail, users=True) if result.reason == NO_VERDICTS else None
-            edge.drop(ticket, result.reason, started, failure)
+            users = isinstance(err, UserError)
+            edge.drop(ticket, "error", Failure(str(err), users), lost=not users)
+            outcome = f"error: {err}"
         else:
-            edge.put(ticket, result, started)
+            outcome = "complete" if drop is None else drop.reason
+            if drop is None:
+                edge.put(ticket, batch, group.measured)
+            elif drop.reason == TOO_FEW_VERDICTS:
+                edge.drop(ticket, drop.reason, Failure(drop.detail, users=True))
+                outcome += f": {drop.detail}"
+            else:
+                edge.drop(ticket, drop.reason)
+        self.ended(ticket, outcome, started, time.time())

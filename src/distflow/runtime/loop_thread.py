@@ -26,6 +26,7 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._lock = threading.Lock()
         self._ended: LoopEnded | None = None
+        # Changed by whichever thread asks or answers: `add`, `discard` and `list()` of a set are one step each.
         self._owed: set[concurrent.futures.Future[Any]] = set()
 
     def __enter__(self) -> "LoopThread":
@@ -38,13 +39,13 @@ class LoopThread:
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
+    def call(self, work: Coroutine[object, object, T]) -> T:
         """Run to the end and return the result, or raise what it raised."""
         return self.start(work).result()
 
-    def start(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+    def start(self, work: Coroutine[object, object, T]) -> "concurrent.futures.Future[T]":
         """Begin and return at once."""
-        with self._lock:
+        with self._lock:  # or the thread could end between the question and the submission: nobody would answer
             if self._ended is not None:
                 work.close()
                 raise self._ended
@@ -67,7 +68,7 @@ class LoopThread:
             cause = f"{type(err).__name__}: {err}"
         with self._lock:
             self._ended = LoopEnded(f"the thread '{self._thread.name}' has ended ({cause})")
-        for future in list(self._owed):
+        for future in list(self._owed):  # complete: once `_ended` is set, `start` adds no more
             with suppress(concurrent.futures.InvalidStateError):
                 future.set_exception(self._ended)
         self._loop.close()

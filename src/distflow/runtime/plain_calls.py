@@ -4,9 +4,15 @@ import asyncio
 import contextvars
 import threading
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import TypeVar
 
 AT_ONCE = 8
+T = TypeVar("T")
+
+
+class DeadlinePassed(TimeoutError):
+    """A plain function did not return in time; a TimeoutError that it raised itself is not this."""
 
 
 class PlainCalls:
@@ -18,31 +24,35 @@ class PlainCalls:
     def __init__(self, at_once: int = AT_ONCE) -> None:
         self._places = asyncio.Semaphore(at_once)
 
-    async def run(self, function: Callable[[], Any], deadline_s: float) -> Any:
-        """What the function returns or raises. Raises TimeoutError after the deadline, and leaves the thread alone."""
+    async def run(self, function: Callable[[], T], deadline_s: float) -> T:
+        """What the function returns or raises. Raises DeadlinePassed, and leaves the thread alone."""
         async with self._places:
             loop = asyncio.get_running_loop()
-            future: asyncio.Future[Any] = loop.create_future()
+            future: asyncio.Future[T] = loop.create_future()
             context = contextvars.copy_context()
 
-            def deliver(result: Any, error: BaseException | None) -> None:
-                if future.done():
-                    return
-                if error is None:
-                    future.set_result(result)
-                else:
-                    future.set_exception(error)
+            def settle(outcome: Callable[[], None]) -> None:
+                if not future.done():  # it is once the deadline has passed
+                    outcome()
 
             def work() -> None:
-                result, error = None, None
+                outcome: Callable[[], None]
                 try:
-                    result = context.run(function)
-                except Exception as err:  # the edge of a user's code
-                    error = RuntimeError(f"StopIteration: {err}") if isinstance(err, StopIteration) else err
+                    outcome = partial(future.set_result, context.run(function))
+                except StopIteration as err:  # no future takes one
+                    outcome = partial(future.set_exception, RuntimeError(f"StopIteration: {err}"))
                 except SystemExit as err:
-                    error = RuntimeError(f"it asked to exit ({err})")
-                if not loop.is_closed():
-                    loop.call_soon_threadsafe(deliver, result, error)
+                    outcome = partial(future.set_exception, RuntimeError(f"it asked to exit ({err})"))
+                except Exception as err:  # the edge of a user's code
+                    outcome = partial(future.set_exception, err)
+                if not loop.is_closed():  # a future is its loop's own: only the loop's thread may settle it
+                    loop.call_soon_threadsafe(settle, outcome)
 
             threading.Thread(target=work, name="node", daemon=True).start()
-            return await asyncio.wait_for(future, deadline_s)
+            try:
+                await asyncio.wait((future,), timeout=deadline_s)
+                if not future.done():
+                    raise DeadlinePassed
+                return future.result()
+            finally:
+                future.cancel()  # nothing to one that is done

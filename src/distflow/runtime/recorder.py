@@ -2,17 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from distflow.config import Config, to_dict
+from distflow.config import to_dict
 from distflow.data.batch import Batch
 from distflow.flow.ticket import Ticket
 from distflow.observe.report import write_report
 from distflow.observe.run_folder import RunFolder
 from distflow.observe.terminal import TerminalView
 from distflow.observe.timing import PhaseTimer
-from distflow.observe.trackers import open_trackers
+from distflow.observe.trackers import TrackedRun, open_trackers
+from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import sample_rows, scores
+from distflow.runtime.waits import Wait, Waits
 
 
 class Recorder:
@@ -21,21 +22,18 @@ class Recorder:
     status: "finished" or "stopped", set by whoever runs; "failed" until then.
     """
 
-    def __init__(self, config: Config, run_dir: Path, total_steps: int, incarnation: int, resumed_at: int | None):
-        self._config = config
-        self.folder = RunFolder(run_dir, incarnation, resumed_at)
-        title = f"{config.trainer.project_name} / {config.trainer.experiment_name}"
-        self.view = TerminalView(title, total_steps)
+    def __init__(self, spec: Spec, total_steps: int, incarnation: int, resumed_at: int | None):
+        self._options = options = spec.options
+        self.folder = RunFolder(spec.run_dir, incarnation, resumed_at)
+        self.view = TerminalView(f"{options.project} / {options.experiment}", total_steps)
         self._trackers = open_trackers(
-            config.trainer.logger,
-            run_dir,
-            project=config.trainer.project_name,
-            experiment=config.trainer.experiment_name,
-            config=to_dict(config),
-            console=self.view,
+            options.logger,
+            TrackedRun(spec.run_dir, options.project, options.experiment, to_dict(spec.config)),
+            local={"console": self.view},
             on_failure=self.note,
         )
         self.phases = PhaseTimer(self._on_phase, self.view.phase)
+        self.waits = Waits(self._on_wait)
         self._step = 0
         self.status = "failed"
 
@@ -54,7 +52,7 @@ class Recorder:
             if error is None:
                 raise  # else the disk is what failed, or it comes second: the first error is the one to tell
 
-    def note(self, kind: str, message: str, **fields: Any) -> None:
+    def note(self, kind: str, message: str, **fields: object) -> None:
         """Something that happened: shown, and kept in events.jsonl."""
         self.folder.event(kind, message, step=self._step, **fields)
         self.view.note(kind, message)
@@ -79,7 +77,7 @@ class Recorder:
         self._trackers.log(step, metrics)
         self._show_one(batch)
 
-    def validation(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
+    def validation(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, object]]) -> None:
         """Held-out problems after `step` steps."""
         self.folder.metrics(step, "val", metrics)
         if rows:
@@ -88,13 +86,13 @@ class Recorder:
 
     def keep_groups(self, step: int, batch: Batch) -> None:
         """Keep all columns of a step where `trainer.save_groups` says so: `Batch.load` reads them."""
-        trainer, folder = self._config.trainer, self.folder.path / "tokens"
-        if trainer.save_groups == "none":
+        options, folder = self._options, self.folder.path / "tokens"
+        if options.save_groups == "none":
             return
         folder.mkdir(mode=0o700, exist_ok=True)
         batch.save(folder / f"{step:06d}.safetensors")
-        if trainer.save_groups == "last_k":
-            for old in sorted(folder.glob("*.safetensors"))[: -trainer.save_groups_last]:
+        if options.save_groups == "last_k":
+            for old in sorted(folder.glob("*.safetensors"))[: -options.save_groups_last]:
                 old.unlink()
 
     def report(self) -> Path:
@@ -104,6 +102,9 @@ class Recorder:
     def _show_one(self, batch: Batch) -> None:
         score = float(scores(batch)[0]) if "token_level_scores" in batch and bool(batch["valid"][0]) else None
         self.view.sample(batch["prompts"][0], batch["responses"][0], score)
+
+    def _on_wait(self, wait: Wait, ended: float) -> None:
+        self.folder.span(wait.who, wait.since, ended, "wait", wait.what, self._step, on=wait.on)
 
     def _on_phase(self, started: float, ended: float, name: str) -> None:
         self.folder.span("learner", started, ended, "phase", name, self._step)

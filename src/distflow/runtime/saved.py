@@ -1,46 +1,53 @@
 """What a checkpoint holds besides weights, and how a run goes on from it."""
 
 import random
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
 
 from distflow.config import changed_keys, config_from_dict, to_dict
 from distflow.config.errors import UserError
-from distflow.flow.coordinator import Coordinator
+from distflow.data.batch import Batch
 from distflow.runtime.checkpoint import Checkpoint
-from distflow.runtime.parts import Parts
+from distflow.runtime.context import NodeState
+from distflow.runtime.ports.edge import Live, Released
+from distflow.runtime.resources import Resources
+from distflow.runtime.spec import Spec
 from distflow.training.engine import TrainState
 
-NodeState = dict[str, dict[str, Any]]
-"""JSON values of each node by its id: they live across steps and are in every checkpoint."""
 
-
-def saved_parts(parts: Parts, coordinator: Coordinator, node_state: NodeState) -> dict[str, Any]:
+def saved_parts(spec: Spec, resources: Resources, released: Released, state: NodeState) -> Iterator[tuple[str, object]]:
     """The parts of a checkpoint by name: tensors, or values that JSON can hold."""
-    tensors: dict[str, Any] = {"rng": {"torch": torch.get_rng_state()}}
     meta = {}
-    for role, engine in parts.engines.trained().items():
-        state = engine.state()
-        tensors[role] = state.tensors
-        meta[role] = state.meta
-    run = {
-        "config": to_dict(parts.config),
-        "facts": dict(parts.facts),
-        "coordinator": coordinator.snapshot(),
-        "engines": meta,
-        "nodes": node_state,
-        "rng": {"python": random.getstate(), "numpy": _numpy_state()},
-    }
-    return {**tensors, "run": run}
+    for role, engine in resources.trained().items():
+        saved = engine.state()
+        meta[role] = saved.meta
+        yield role, saved.tensors
+    yield "rng", {"torch": torch.get_rng_state()}
+    if released.live.batch is not None:
+        yield "live", released.live.batch.to_tensors()
+    yield (
+        "run",
+        {
+            "config": to_dict(spec.config),
+            "facts": {**spec.facts, **resources.facts},
+            "coordinator": released.cut,
+            "live_measured": {str(number): list(parts) for number, parts in released.live.measured.items()},
+            "engines": meta,
+            "nodes": state,
+            "rng": {"python": random.getstate(), "numpy": _numpy_state()},
+        },
+    )
 
 
-def check_same_run(checkpoint: Checkpoint, parts: Parts, allowed: tuple[str, ...]) -> list[str]:
+def check_same_run(
+    checkpoint: Checkpoint, spec: Spec, model_facts: Mapping[str, object], allowed: tuple[str, ...]
+) -> list[str]:
     """What differs without harm, as lines for the user. Raises UserError naming every key or fact that must not."""
     run = checkpoint.load("run")
     changed = [
-        c for c in changed_keys(config_from_dict(run["config"], judge=False), parts.config) if c[0] not in allowed
+        c for c in changed_keys(config_from_dict(run["config"], judge=False), spec.config) if c[0] not in allowed
     ]
     if changed:
         shown = "\n".join(f"  {key}: {then!r} then, {now!r} now" for key, then, now in changed)
@@ -49,9 +56,9 @@ def check_same_run(checkpoint: Checkpoint, parts: Parts, allowed: tuple[str, ...
             "Set them back, allow one with --allow-change KEY, or start anew with --resume never and another "
             "trainer.default_local_dir"
         )
-    notes = []
+    notes, facts = [], {**spec.facts, **model_facts}
     for name, before in run["facts"].items():
-        now = parts.facts.get(name)
+        now = facts.get(name)
         if now == before:
             continue
         if name.endswith("fingerprint"):
@@ -63,20 +70,21 @@ def check_same_run(checkpoint: Checkpoint, parts: Parts, allowed: tuple[str, ...
     return notes
 
 
-def restore_engines(checkpoint: Checkpoint, parts: Parts) -> NodeState:
-    """Load weights, optimizer state and random state; returns what the nodes keep."""
+def restore(checkpoint: Checkpoint, resources: Resources) -> tuple[NodeState, Live]:
+    """Load weights, optimizer state and random state; returns what the nodes keep, and the groups on the edge."""
     run = checkpoint.load("run")
-    for role, engine in parts.engines.trained().items():
+    for role, engine in resources.trained().items():
         engine.load_state(TrainState(checkpoint.load(role), run["engines"][role]))
     torch.set_rng_state(checkpoint.load("rng")["torch"])
     version, internal, gauss = run["rng"]["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, *rest = run["rng"]["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    nodes: NodeState = run["nodes"]
-    return nodes
+    batch = Batch.from_tensors(checkpoint.load("live")) if "live" in checkpoint.parts else None
+    measured = {int(number): [(m, w) for m, w in parts] for number, parts in run["live_measured"].items()}
+    return run["nodes"], Live(batch, measured)
 
 
-def _numpy_state() -> list[Any]:
+def _numpy_state() -> list[object]:
     name, keys, *rest = np.random.get_state()
     return [name, np.asarray(keys).tolist(), *rest]

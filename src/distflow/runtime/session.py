@@ -1,34 +1,45 @@
-"""The asyncio thread of a run with its services and its rollout engine: entered together, left together."""
+"""The asyncio thread of a worker with its services and its rollout engine: entered together, left together."""
 
 import concurrent.futures
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from distflow.flow.ticket import Version
+from distflow.data.prompts import PromptRow
 from distflow.rewards.certify import certify, certify_answers
-from distflow.runtime.checks.canary import Canary
 from distflow.runtime.loop_thread import LoopThread
-from distflow.runtime.parts import Parts
-from distflow.runtime.weight_edge import WeightEdge
+from distflow.runtime.resources import Resources
+from distflow.runtime.spec import Spec
 
 T = TypeVar("T")
 
+NUM_CERTIFIED_ROWS = 16
+
 
 class Session:
-    """A context manager. While it is entered, coroutines run on its thread, and weights can be published."""
+    """A context manager. While it is entered, coroutines run on its thread. For one other thread, which enters it.
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    The engine's and the verifiers' futures and events belong to that thread's loop: they are entered, awaited and left
+    there only, while the other thread waits in `call`.
+
+    certify_on: rows whose answers the verifiers are tried on before they are used; None trusts them.
+    """
+
+    def __init__(self, resources: Resources, certify_on: Sequence[PromptRow] | None) -> None:
+        self._resources, self._certify_on = resources, certify_on
         self._thread = LoopThread("experience")
         self._stack = AsyncExitStack()
-        self._weights, self._canary = _weight_edge(parts)
+
+    @staticmethod
+    def of(spec: Spec, resources: Resources) -> "Session":
+        """That of a worker, whose verifiers are tried on its first rows where `trust.certify_rewards` is on."""
+        return Session(resources, spec.rows[:NUM_CERTIFIED_ROWS] if spec.options.certify else None)
 
     def __enter__(self) -> "Session":
         self._thread.__enter__()
         try:
             self._thread.call(self._enter())
-        except BaseException as err:
+        except BaseException as err:  # Python calls no `__exit__` for what fails here: services may run already
             self.__exit__(type(err), err)
             raise
         return self
@@ -38,49 +49,27 @@ class Session:
         try:
             self._thread.cancel_all()
             self._thread.call(self._stack.aclose())
-        except Exception:
+        except Exception:  # the edge of the thread: a service that cannot end, or the thread that had ended by itself
             if error is None:
                 raise
         finally:
             self._thread.__exit__()
 
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
+    def call(self, work: Coroutine[object, object, T]) -> T:
         """Run to the end on the session's thread."""
         return self._thread.call(work)
 
-    def start(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+    def start(self, work: Coroutine[object, object, T]) -> "concurrent.futures.Future[T]":
         """Begin on the session's thread and return at once."""
         return self._thread.start(work)
 
-    def publish(self, version: Version, at_start: bool = False) -> dict[str, float]:
-        """Send the trainer's weights, and compare the canary's answers where its turn has come. Raises TrustError."""
-        if self._weights is None or self._canary is None:
-            return {}
-        self.call(self._weights.publish(version))
-        if not self._canary.is_due(at_start):
-            return {}
-        return self._canary.compare(self.call(self._canary.answer()), at_start)
-
     async def _enter(self) -> None:
-        parts = self._parts
-        if parts.rewards is not None:
-            self._stack.enter_context(parts.rewards)
-            if parts.config.trust.certify_rewards:
-                await certify(parts.rewards)
-                await certify_answers(parts.rewards, _some_answers(parts))
-        if parts.engines.rollout is not None:
-            await self._stack.enter_async_context(parts.engines.rollout)  # type: ignore[arg-type]
-
-
-def _some_answers(parts: Parts) -> list[tuple[str, Any, dict[str, Any]]]:
-    return [(row.domain, row.ground_truth, row.extra_info or {}) for row in parts.train_rows[:16]]
-
-
-def _weight_edge(parts: Parts) -> tuple[WeightEdge | None, Canary | None]:
-    actor, rollout = parts.engines.actor, parts.engines.rollout
-    if rollout is None:
-        return None, None
-    prompts = [tuple(row.prompt_ids) for row in parts.train_rows[: Canary.NUM_PROMPTS]]
-    frequency = parts.config.trust.canary_freq
-    canary = Canary(rollout, actor, prompts, parts.sampling, parts.tolerance, frequency, parts.shares_weights)
-    return WeightEdge(parts.published, rollout, parts.weight_dtype), canary
+        judge, rollout = self._resources.judge, self._resources.rollout
+        if judge is not None:
+            self._stack.enter_context(judge)
+            if self._certify_on is not None:
+                await certify(judge)
+                rows = [(row.domain, row.ground_truth, row.extra_info or {}) for row in self._certify_on]
+                await certify_answers(judge, rows)
+        if rollout is not None:
+            await self._stack.enter_async_context(rollout)

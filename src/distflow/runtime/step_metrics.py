@@ -1,13 +1,14 @@
 """What is measured of every step's batch, and each sample's row in the samples file."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch
 from distflow.flow.account import Account
+from distflow.observe.metrics import Measured, find_metric
+from distflow.training.collective import Collective
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
@@ -32,6 +33,7 @@ def scores(batch: Batch) -> Tensor:
 
 
 def score_metrics(values: Tensor, valid: Tensor) -> dict[str, float]:
+    """Over the samples with a verdict; none where no sample has one. values, valid: `(bs,)`."""
     judged = values[valid].double()
     if not judged.numel():
         return {}
@@ -76,6 +78,29 @@ def group_metrics(account: Account, batch: Batch, step: int) -> dict[str, float]
     return metrics
 
 
+def over_ranks(measured: Sequence[Measured], collective: Collective) -> dict[str, float]:
+    """What nodes measured, over all ranks: means by their weights, but for a maximum. Where two measure one thing the
+    later counts.
+
+    A number that is the same on every rank (of an update, say) stays what it is.
+    """
+    own = {name: (value, weight) for metrics, weight in measured for name, value in metrics.items()}
+    if collective.size == 1:
+        return {name: value for name, (value, _) in own.items()}
+    totals = collective.sum({name: value * weight if weight else 0.0 for name, (value, weight) in own.items()})
+    weights = collective.sum({name: weight for name, (_, weight) in own.items()})
+    largest = collective.max({name: value for name, (value, _) in own.items()})
+    return {
+        name: largest[name] if _is_maximum(name) else total / weights[name] if weights[name] else 0.0
+        for name, total in totals.items()
+    }
+
+
+def _is_maximum(name: str) -> bool:
+    metric = find_metric(name)
+    return metric is not None and metric.kind == "max"
+
+
 def memory_metrics() -> dict[str, float]:
     """Peak resident memory of this process, and of the accelerator where there is one, in bytes."""
     import resource
@@ -86,7 +111,7 @@ def memory_metrics() -> dict[str, float]:
     return metrics
 
 
-def sample_rows(batch: Batch) -> list[dict[str, Any]]:
+def sample_rows(batch: Batch) -> list[dict[str, object]]:
     """One row a sample, for people: texts, verdicts, and the advantage (its mean over the policy's tokens)."""
     score = scores(batch).tolist() if "token_level_scores" in batch else [None] * len(batch)
     advantage = _mean_over_policy_tokens(batch, "advantages") if "advantages" in batch else [None] * len(batch)

@@ -5,9 +5,10 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 SHOW_CURSOR = b"\x1b[?25h\n"
+Handler = Callable[[int, FrameType | None], object] | int | None
+"""What `signal.signal` takes and returns; None is a handler that was not set by Python."""
 
 
 class StopRequest:
@@ -20,10 +21,10 @@ class StopRequest:
     def __init__(self, on_first: Callable[[str], None]) -> None:
         self.wanted = False
         self._on_first = on_first
-        self._previous: dict[int, Any] = {}
+        self._previous: dict[int, Handler] = {}
 
     def __enter__(self) -> "StopRequest":
-        self._read, self._write = os.pipe()
+        self._read, self._write = os.pipe()  # from handler to thread without a lock, which the main thread may hold
         self._teller = threading.Thread(target=self._tell, name="signals", daemon=True)
         self._teller.start()
         for number in (signal.SIGINT, signal.SIGTERM):

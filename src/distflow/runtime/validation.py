@@ -4,57 +4,69 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import comb
-from typing import Any
 
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
 from distflow.flow.ticket import Ticket
-from distflow.graph import Drop, NodeRole
+from distflow.graph import Drop
 from distflow.rollout.engine import SamplingParams
+from distflow.runtime.blame import NodeError
 from distflow.runtime.context import Contexts
 from distflow.runtime.experience import ExperiencePlane
-from distflow.runtime.parts import ValidationSet
+from distflow.runtime.group import new_group
+from distflow.runtime.spec import ValidationSet
 from distflow.runtime.step_metrics import sample_rows, scores
-from distflow.training.engine import TrainEngine
+from distflow.training.engine import Scorer
 
 CORRECT = 1.0 - 1e-6
+
+SampleRows = list[dict[str, object]]
+"""One row a sample, see `sample_rows`, and beside it its `set` and `kind` ("greedy" or "sampled")."""
 
 
 @dataclass(frozen=True)
 class Validator:
-    """Runs the rollout and reward nodes of a program on held-out prompts. Its tickets take no credit."""
+    """Runs the nodes of a program that validate on held-out prompts. Its tickets take no credit.
+
+    say: told why a prompt has no verdict where a node failed on it; such a prompt costs its own answers only.
+    """
 
     sets: Sequence[ValidationSet]
     contexts: Contexts
     plane: ExperiencePlane
+    stop_token_ids: tuple[int, ...]
+    seed: int
+    say: Callable[[str], None]
 
-    async def run(self, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    async def run(self, step: int) -> tuple[dict[str, float], SampleRows]:
         """Metrics and sample rows after `step` steps."""
         return await validate(self.sets, self._answer, step)
 
     async def _answer(self, chosen: ValidationSet, ticket: Ticket, params: SamplingParams) -> Batch | Drop:
-        plane = replace(
-            self.plane,
-            nodes=tuple(n for n in self.plane.nodes if n.node_role in (NodeRole.ROLLOUT, NodeRole.REWARD)),
-            context=lambda t, node_id: self.contexts.validating(t, node_id, chosen.rows, params),
-        )
-        return await plane.group(ticket, plane.engines)
+        params = replace(params, stop_token_ids=self.stop_token_ids)
+        group = new_group(ticket, chosen.rows[ticket.row], params, self.seed)
+        steps = [step for step in self.plane.steps if step.node.validates]
+        try:
+            drop = await self.plane.run(group, steps, partial(self.contexts.experience, validating=True))
+        except NodeError as err:
+            self.say(f"held-out prompt {ticket.row} of '{chosen.name}': {err}")
+            return Drop("error", str(err))
+        return group.batch() if drop is None else drop
 
 
 Answer = Callable[[ValidationSet, Ticket, SamplingParams], Awaitable[Batch | Drop]]
 
 
-async def validate(
-    sets: Sequence[ValidationSet], answer: Answer, step: int
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
+async def validate(sets: Sequence[ValidationSet], answer: Answer, step: int) -> tuple[dict[str, float], SampleRows]:
     """`val_correct/*` and the samples.
 
     `mean` is the share of greedy answers whose score is 1 (of sampled ones where none is greedy); `mean@k` and `pass@k`
     are over k sampled answers a prompt. An answer without a verdict counts as wrong and is counted in `val/errors`.
     """
     metrics: dict[str, float] = {}
-    rows: list[dict[str, Any]] = []
+    rows: SampleRows = []
     outcomes: dict[str, list[list[bool]]] = defaultdict(list)
     sampled: dict[str, list[list[bool]]] = defaultdict(list)
     errors = 0
@@ -121,7 +133,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
-def held_out_loss(sets: Sequence[ValidationSet], actor: TrainEngine) -> dict[str, float]:
+def held_out_loss(sets: Sequence[ValidationSet], actor: Scorer) -> dict[str, float]:
     """Mean negative log-likelihood a token of the data's own answers (`sft/val_loss`)."""
     total = tokens = 0.0
     for chosen in sets:

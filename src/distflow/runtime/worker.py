@@ -1,168 +1,230 @@
-"""One process of a run: the experience plane on an asyncio thread, the learning plane on this one."""
+"""One process of a run: what its rank's plan names, with the experience plane on an asyncio thread and the learning
+plane on this one."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from types import TracebackType
 
 from distflow.config.errors import UserError
 from distflow.data.batch import Batch
-from distflow.flow.coordinator import Coordinator
-from distflow.flow.ledger import Ledger
 from distflow.flow.ticket import Version
+from distflow.graph import NodeStatus
+from distflow.observe.metrics import Measured
 from distflow.runtime.checkpoint import CheckpointStore
+from distflow.runtime.checks.canary import make_canary
 from distflow.runtime.checks.live import LiveChecks
-from distflow.runtime.context import Contexts
+from distflow.runtime.context import Contexts, NodeState
 from distflow.runtime.experience import ExperiencePlane
-from distflow.runtime.learning import LearningPlane
-from distflow.runtime.local_edge import LocalEdge
-from distflow.runtime.parts import Parts
+from distflow.runtime.ports import Ports
+from distflow.runtime.ports.edge import Released
+from distflow.runtime.publish import Publisher, receiver
 from distflow.runtime.recorder import Recorder
-from distflow.runtime.saved import NodeState, saved_parts
+from distflow.runtime.resources import Resources
+from distflow.runtime.saved import saved_parts
 from distflow.runtime.session import Session
-from distflow.runtime.step_metrics import batch_metrics, group_metrics, memory_metrics
+from distflow.runtime.spec import Spec
+from distflow.runtime.step import Step, compile_steps
+from distflow.runtime.step_metrics import batch_metrics, group_metrics, memory_metrics, over_ranks
 from distflow.runtime.stop import StopRequest
-from distflow.runtime.validation import Validator, held_out_loss
-from distflow.training.collective import OneRank
-
-_NO_ROWS: list[dict[str, Any]] = []
+from distflow.runtime.validation import SampleRows, Validator, held_out_loss
 
 
 class Worker:
-    """Runs a program from a coordinator's tickets to its last step."""
+    """Runs its part of a program. A context manager: entered, its experience plane answers what the edge hands out."""
 
     def __init__(
         self,
-        parts: Parts,
-        coordinator: Coordinator,
-        ledger: Ledger,
+        spec: Spec,
+        rank: int,
+        resources: Resources,
+        ports: Ports,
         recorder: Recorder,
-        checks: LiveChecks,
         store: CheckpointStore,
         stop: StopRequest,
-        node_state: NodeState,
+        state: NodeState,
+        version: Version,
     ) -> None:
-        self._parts, self._config = parts, parts.config
-        self._coordinator, self._ledger, self._recorder = coordinator, ledger, recorder
-        self._checks, self._store, self._stop, self._node_state = checks, store, stop, node_state
-        self._edge = LocalEdge(coordinator, recorder.group_ended)
-        engines, program = parts.engines.by_name(), parts.program
-        self._contexts = Contexts(parts, checks.updated, node_state)
-        self._experience = ExperiencePlane(
-            program.experience, engines, self._contexts.training, OneRank(), self._config.reward.timeout_s
+        """state: what nodes keep across steps. version: of the weights that the resources hold."""
+        plan, program = spec.plan.ranks[rank], spec.program()
+        self._spec, self._resources, self._ports = spec, resources, ports
+        self._rank = ports.collective.rank  # among those that learn
+        self._recorder, self._store, self._stop, self._state = recorder, store, stop, state
+        self._version = version
+        self._checks = LiveChecks.of(spec, resources, recorder.note)
+        self._contexts = Contexts(spec.config, resources, state, self._checks.updated)
+        self._session = Session.of(spec, resources)
+        self._experience = ExperiencePlane.of(
+            spec, [program.node(name) for name in plan.experience], resources, self._contexts, recorder.group_ended
         )
-        self._learning = LearningPlane(
-            program.learning, engines, OneRank(), recorder.phases, self._config.dag.enable_perf
+        parts = {**resources.by_name(), "reduce": ports.collective}
+        self._learning = compile_steps([program.node(name) for name in plan.learning], parts)
+        stop_token_ids, say = resources.stop_token_ids, partial(recorder.note, "warning")
+        self._validator = Validator(
+            spec.validation, self._contexts, self._experience, stop_token_ids, spec.options.seed, say
         )
-        self._validator = Validator(parts.validation, self._contexts, self._experience)
-        self._session = Session(parts)
-        self._validated_at = self._saved_at = coordinator.step
+        self._generates = any("rollout" in rank.engines for rank in spec.plan.ranks)  # some worker, if not this
+        self._publisher = self._make_publisher()
+        self._validated_at = self._saved_at = version.step
+        self._released: Released | None = None
+        self.status = {step.node.node_id: NodeStatus.PENDING for step in self._learning}
 
-    def run(self) -> None:
-        """Start the engines, validate if asked, learn until the data ends or a stop is requested."""
-        with self._session:
-            compared = self._session.publish(self._coordinator.version, at_start=True)
-            self._recorder.started(self._coordinator.step, compared)
-            if self._config.trainer.val_before_train and self._coordinator.step == 0:
-                self._validate(0)
-            experience = self._session.start(self._experience.loop(self._edge))
-            experience.add_done_callback(self._experience_ended)
-            self.learning_loop()
-        self._note_early_end()
+    def __enter__(self) -> "Worker":
+        """Start services and engine, publish the first version, validate if asked, let the experience plane run."""
+        with ExitStack() as stack:
+            stack.enter_context(self._session)
+            if self._resources.rollout is not None:
+                self._ports.weights.attach(receiver(self._resources.rollout, self._session))
+            if self._learning:
+                self._recorder.started(self._version.step, self._publish(self._version, at_start=True))
+                if self._spec.options.val_before_train and self._version.step == 0:
+                    self._validate(0)
+            if self._experience.steps:
+                experience = self._session.start(self._experience.loop(self._ports.edge))
+                experience.add_done_callback(self._experience_ended)
+            self._leave = stack.pop_all()
+        return self
 
-    def learning_loop(self) -> None:
-        """consumes steps · waits until one is complete · unblocked by the experience plane · produces versions"""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave.__exit__(kind, error, trace)
+
+    def learning_loop(self) -> int:
+        """consumes steps · waits until one is complete · unblocked by the experience plane · produces versions
+
+        Returns the steps consumed in all.
+        """
+        step, edge = self._version.step, self._ports.edge
         while not self._stop.wanted:
-            step = self._coordinator.step
             with self._recorder.phases("rollout"):
-                batch = self._edge.take(step)
-            if batch is None:
+                share = edge.take(step, self._rank)
+            if share is None:
                 self._end(step)
-                return
-            counts = self._take_reward_counts()
+                return step
+            batch, times, measured = share.batch, dict[str, float](), list[Measured]()
             self._checks.taken(batch)
-            batch, metrics = self._learning.run(batch, partial(self._contexts.learning, step))
-            metrics |= counts | self._checks.learned(batch, metrics, step)
-            published = (step + 1) % self._config.actor_rollout_ref.actor.model_update_frequency == 0
+            for compiled in self._learning:
+                with self._running(compiled, times):
+                    ctx = self._contexts.learning(step, share.tickets, compiled.node.node_id)
+                    batch, part = compiled(batch, ctx)
+                measured.append(part)
+            metrics = {
+                **share.metrics,
+                **over_ranks(measured, self._ports.collective),
+                **times,
+                **self._take_reward_counts(),
+            }
+            metrics |= self._checks.learned(batch, metrics, step)
+            published = (step + 1) % self._spec.options.update_frequency == 0
             if published:
                 with self._recorder.phases("update_weights"):
-                    metrics |= self._session.publish(Version(self._coordinator.version.incarnation, step + 1))
-            self._edge.release(step, published)
-            self._after_step(step + 1, batch, metrics)
-            self._edge.go_on()
+                    metrics |= self._publish(Version(self._version.incarnation, step + 1))
+            released = edge.release(step, self._rank, published)
+            self._after_step(released, batch, metrics)
+            self._released, step = released, released.version.step
+        return step
 
-    def _after_step(self, step: int, batch: Batch, metrics: dict[str, float]) -> None:
-        """Validate, record and save step number `step`, counted from 1; training groups wait, so that a validation has
-        the engine to itself. Recorded before it is saved: a run resumed from here has the metrics of all its steps.
+    @contextmanager
+    def _running(self, compiled: Step, times: dict[str, float]) -> Iterator[None]:
+        """Its status, and its time in seconds (`perf/NODE`) where `dag.enable_perf` is on."""
+        name, started = compiled.node.node_id, time.perf_counter()
+        if compiled is self._learning[0]:
+            self.status = dict.fromkeys(self.status, NodeStatus.PENDING)
+        self.status[name] = NodeStatus.RUNNING
+        try:
+            with self._recorder.phases(compiled.node.phase):
+                yield
+        except BaseException:
+            self.status[name] = NodeStatus.FAILED
+            raise
+        self.status[name] = NodeStatus.COMPLETED
+        if self._spec.options.enable_perf:
+            times[f"perf/{name}"] = time.perf_counter() - started
+
+    def _after_step(self, released: Released, batch: Batch, metrics: dict[str, float]) -> None:
+        """Validate, record and save a step; nothing is generated meanwhile, so that a validation has the engine to
+        itself. Recorded before it is saved: a run resumed from here has the metrics of all its steps.
 
         A stop saves, if saving is not off, and validates only where that was due anyhow.
         """
-        trainer, finished = self._config.trainer, self._coordinator.finished
-        compares = trainer.keep_best and _is_due(step, trainer.save_freq, finished)
-        validated = self._validate(step) if _is_due(step, trainer.test_freq, finished) or compares else {}
-        self._record(step, batch, metrics)
-        if _is_due(step, trainer.save_freq, finished or self._stop.wanted):
-            self._save(step, validated)
-
-    def _end(self, step: int) -> None:
-        """No group of the last rows came through, so that the step before, the run's `step`-th, had been the last."""
-        trainer = self._config.trainer
-        validates = trainer.test_freq > 0 and self._validated_at < step
-        validated = self._validate(step) if validates else {}
-        if trainer.save_freq > 0 and self._saved_at < step:
-            self._save(step, validated)
-
-    def _record(self, step: int, batch: Batch, metrics: dict[str, float]) -> None:
-        """The metrics and samples of step number `step`, counted from 1."""
-        metrics |= batch_metrics(batch) | group_metrics(self._coordinator.accounting(), batch, step - 1)
+        options, step, finished = self._spec.options, released.version.step, released.finished
+        compares = options.keep_best is not None and _is_due(step, options.save_freq, finished)
+        validated = self._validate(step) if _is_due(step, options.test_freq, finished) or compares else {}
+        metrics |= batch_metrics(batch) | group_metrics(released.account, batch, step - 1)
         metrics |= memory_metrics() | self._recorder.phases.finish_step()
         metrics["throughput/tokens_per_s"] = float(batch.lengths("sequence").sum()) / metrics["timing_s/step"]
         self._recorder.training_step(step, metrics, batch)
         self._recorder.keep_groups(step, batch)
+        if _is_due(step, options.save_freq, finished or self._stop.wanted):
+            self._save(released, validated)
+
+    def _end(self, step: int) -> None:
+        """No group of the last rows came through, so that the step before, the run's `step`-th, had been the last."""
+        options = self._spec.options
+        validated = self._validate(step) if options.test_freq > 0 and self._validated_at < step else {}
+        if options.save_freq > 0 and self._saved_at < step:
+            assert self._released is not None, "a step that is not saved yet was released"
+            self._save(self._released, validated)
+
+    def _publish(self, version: Version, at_start: bool = False) -> dict[str, float]:
+        return self._publisher.publish(version, at_start) if self._publisher is not None else {}
 
     def _experience_ended(self, experience: "Future[None]") -> None:
-        """Whatever ends that plane must wake the learner."""
+        """Whatever ends that plane must wake the learner, which else waits for groups that nobody makes.
+
+        Called on the asyncio thread, or by whoever ends it: `abort` may be called on any. A loop that was told of a
+        failure ends without one; it has nothing to tell.
+        """
         error = CancelledError() if experience.cancelled() else experience.exception()
         if error is not None:
-            self._edge.fail(error)
-
-    def _note_early_end(self) -> None:
-        """Groups that were dropped leave their steps to others, and so a run may have fewer than were planned."""
-        done, planned = self._coordinator.step, self._coordinator.plan.total_steps
-        if done < planned and not self._stop.wanted:
-            dropped = ", ".join(f"{n} {reason}" for reason, n in self._coordinator.accounting().dropped.items())
-            self._recorder.note(
-                "info", f"the data ended after {done} of {planned} steps: groups were dropped ({dropped})"
-            )
+            self._ports.abort(error)
 
     def _validate(self, step: int) -> dict[str, float]:
-        """The metrics; none where there is nothing to validate on."""
+        """The metrics; none where there is nothing to validate on, or another worker generates."""
         self._validated_at = step
-        if not self._parts.validation:
+        if not self._spec.validation or (self._generates and self._resources.rollout is None):
             return {}
+        rows: SampleRows = []
         with self._recorder.phases("eval"):
-            if self._parts.engines.rollout is None:
-                metrics, rows = held_out_loss(self._parts.validation, self._parts.engines.actor), _NO_ROWS
+            if not self._generates:
+                assert self._resources.actor is not None, "who validates has an engine"
+                metrics = held_out_loss(self._spec.validation, self._resources.actor)
             else:
                 metrics, rows = self._session.call(self._validator.run(step))
                 self._take_reward_counts()  # not of the next step: `val/errors` has them
-        if self._config.trainer.keep_best:
-            _score(self._config.trainer.keep_best_metric, metrics)
-        self._ledger.append("validated", step=step, metrics=metrics)
+        if self._spec.options.keep_best is not None:
+            _score(self._spec.options.keep_best, metrics)
         self._recorder.validation(step, metrics, rows)
         return metrics
 
     def _take_reward_counts(self) -> dict[str, float]:
-        return self._parts.rewards.take_counts() if self._parts.rewards is not None else {}
+        return self._resources.judge.take_counts() if self._resources.judge is not None else {}
 
-    def _save(self, step: int, validated: dict[str, float]) -> None:
+    def _save(self, released: Released, validated: Mapping[str, float]) -> None:
         """validated: the metrics of these very weights, of which `keep_best` compares one."""
+        step, best = released.version.step, self._spec.options.keep_best
         self._saved_at = step
-        trainer = self._config.trainer
-        metric = _score(trainer.keep_best_metric, validated) if trainer.keep_best and validated else None
+        metric = _score(best, validated) if best is not None and validated else None
         with self._recorder.phases("save"):
-            path = self._store.save(step, saved_parts(self._parts, self._coordinator, self._node_state), metric)
+            writing = self._store.begin(step)
+            names = []
+            for name, part in saved_parts(self._spec, self._resources, released, self._state):
+                writing.write(name, part)
+                names.append(name)
+            path = writing.commit(names, metric)
         self._recorder.folder.event("checkpoint", f"saved {path.name}", step=step)
+
+    def _make_publisher(self) -> Publisher | None:
+        """None where nothing is trained here, or no worker generates."""
+        actor = self._resources.actor
+        if actor is None or not self._generates:
+            return None
+        canary = make_canary(self._spec, self._resources) if self._resources.rollout is not None else None
+        sends, dtype = self._spec.sends_weights, self._spec.weight_dtype
+        return Publisher(actor, self._ports.weights, dtype, sends=sends, canary=canary, session=self._session)
 
 
 def _score(name: str, validated: Mapping[str, float]) -> float:

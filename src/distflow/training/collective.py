@@ -1,21 +1,45 @@
 """Sums and maxima over the ranks of a group."""
 
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+Named = dict[str, float]
+
+# What goes in comes out: a tensor, a number, or numbers by name.
+Reducible = TypeVar("Reducible", Tensor, float, Named)
 
 
 class Collective(Protocol):
-    """Sums and maxima over the ranks of a group; the identity on one rank."""
+    """Sums and maxima over the ranks of a group, elementwise; the result is the same on every rank.
 
-    def sum(self, value: Any) -> Any: ...
+    All ranks make the same calls in the same order, with tensors of one shape and numbers of the same names. The
+    argument is left as it is.
+    """
 
-    def max(self, value: Any) -> Any: ...
+    @property
+    def rank(self) -> int:
+        """This process's place in the group, from 0."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def sum(self, value: Reducible) -> Reducible: ...
+
+    def max(self, value: Reducible) -> Reducible: ...
 
 
 class OneRank:
     """The collective of one rank: sums and maxima over a group of one are the value itself."""
 
-    def sum(self, value: Any) -> Any:
+    rank = 0
+    size = 1
+
+    def sum(self, value: Reducible) -> Reducible:
         return value
 
-    def max(self, value: Any) -> Any:
+    def max(self, value: Reducible) -> Reducible:
         return value

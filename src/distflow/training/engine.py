@@ -51,12 +51,16 @@ class TrainState:
         return {n.removeprefix(MODEL_PREFIX): t for n, t in self.tensors.items() if n.startswith(MODEL_PREFIX)}
 
 
-class TrainEngine(Protocol):
-    """Computes log-probs and values, and takes optimizer steps."""
+class Scorer(Protocol):
+    """Computes log-probs and values: the frozen reference, and every train engine."""
 
     def forward(self, batch: Batch, outputs: tuple[str, ...]) -> Batch:
         """The wanted per-token outputs as response columns, without gradient."""
         ...
+
+
+class TrainEngine(Scorer, Protocol):
+    """Computes log-probs and values, and takes optimizer steps."""
 
     def train_step(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
         """One optimizer step over `batch`."""

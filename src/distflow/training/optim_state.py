@@ -1,11 +1,12 @@
 """An optimizer's state as named tensors and plain data, and back, bit for bit."""
 
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
 
-Meta = dict[str, Any]
+# "class" is a word of the language: such a key needs this form.
+Meta = TypedDict("Meta", {"class": str, "plain": dict[str, dict[str, object]]})
 
 
 def optimizer_state(
@@ -13,7 +14,7 @@ def optimizer_state(
 ) -> tuple[dict[str, Tensor], Meta]:
     """Tensors by "state key/parameter name", and what JSON can hold: the optimizer's class, and its other entries."""
     tensors: dict[str, Tensor] = {}
-    plain: dict[str, dict[str, Any]] = {}
+    plain: dict[str, dict[str, object]] = {}
     for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
@@ -35,7 +36,7 @@ def load_optimizer_state(
             f"the state is of the optimizer {meta['class']}, this run has {type(optimizer).__name__}: "
             "set optim.optimizer to what the run began with"
         )
-    states: dict[Tensor, dict[str, Any]] = {}
+    states: dict[Tensor, dict[str, object]] = {}
     for name, entries in meta["plain"].items():
         states.setdefault(_find(parameters, name), {}).update(entries)
     for path, tensor in tensors.items():

@@ -5,13 +5,18 @@ from torch import Tensor
 
 from distflow.data.batch import Batch
 from distflow.flow.packing import pack
+from distflow.training.collective import Collective
 
 
-def micro_batches(batch: Batch, max_tokens: int, min_micro_batches: int = 1) -> list[Tensor]:
+def micro_batches(batch: Batch, max_tokens: int, group: Collective) -> list[Tensor]:
     """Indices of each micro-batch's samples, int64; deterministic, every sample once.
 
     At most `max_tokens` tokens (prompt and response) in each, but for a longer sample, which is one by itself and
-    never cut. At least `min_micro_batches` of them, empty ones where there are fewer samples.
+    never cut. Every rank of `group` gets as many as the one that needs most, empty ones where it has fewer samples.
     """
     lengths = batch.lengths("sequence").tolist()
-    return [torch.tensor(bin, dtype=torch.int64) for bin in pack(lengths, max_tokens, min_micro_batches)]
+    bins = pack(lengths, max_tokens)
+    agreed = int(group.max(float(len(bins))))
+    if agreed > len(bins):
+        bins = pack(lengths, max_tokens, agreed)
+    return [torch.tensor(bin, dtype=torch.int64) for bin in bins]

@@ -1,28 +1,20 @@
 """Per-token outputs of a model over packed micro-batches: log-probs, entropy, values. The frozen reference is one."""
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from distflow.data.batch import Batch
-from distflow.graph.fields import Axis
-from distflow.models.heads import output_head, unwrapped
-from distflow.models.log_probs import token_log_probs
 from distflow.models.lora import adapter_off
-from distflow.models.packed import packed_hidden_states
-from distflow.models.rows import take_rows
-from distflow.models.value_head import token_values
+from distflow.models.packed_forward import PackedForward
+from distflow.training.collective import Collective, OneRank
+from distflow.training.model_inputs import model_inputs
 from distflow.training.packing import micro_batches
 
 
 class TorchScorer:
-    """Computes outputs of response tokens on one device.
-
-    Response token t of a sequence is scored from the position before it, prompt length + t − 1: its log-prob and the
-    entropy there, and the value before it is produced.
-    """
+    """Computes outputs of response tokens on one device, by the model's `packed_forward`."""
 
     def __init__(
         self,
@@ -32,9 +24,11 @@ class TorchScorer:
         temperature: float = 1.0,
         compute_dtype: torch.dtype | None = None,
         without_adapter: bool = False,
+        group: Collective | None = None,
     ) -> None:
         """compute_dtype: of the matrix products (the weights' own by default); the softmax stays in float32.
         without_adapter: score with the LoRA adapter switched off, which makes a policy its own reference.
+        group: the ranks that run the model as often as this one.
         """
         assert max_tokens_per_micro_batch > 0
         self.model = model
@@ -42,6 +36,7 @@ class TorchScorer:
         self.temperature = temperature
         self.compute_dtype = compute_dtype
         self.without_adapter = without_adapter
+        self.group = group or OneRank()
         self._parameter = next(model.parameters())
 
     @property
@@ -52,50 +47,22 @@ class TorchScorer:
     def forward(self, batch: Batch, outputs: tuple[str, ...]) -> Batch:
         """The wanted outputs as response columns of a batch with the samples of `batch`, on the CPU."""
         self.model.eval()
-        bins = [index for index in micro_batches(batch, self.max_tokens) if len(index)]
-        if not bins:
-            return self._columns(batch, outputs)
+        bins = micro_batches(batch, self.max_tokens, self.group)
         scored = Batch.concat([self._columns(batch.select(index), outputs) for index in bins])
         return scored.select(torch.cat(bins).argsort())
 
     def compute(self, micro: Batch, outputs: tuple[str, ...]) -> dict[str, Tensor]:
-        """The wanted outputs of one micro-batch, flat `(response tokens,)` on the model's device, with gradient.
+        """The wanted outputs of a micro-batch on the model's device, flat `(response tokens,)`, with gradient.
 
-        outputs: of "log_probs", "entropy", "values". Raises ValueError for a sample without a prompt: nothing
-        predicts its first token.
+        outputs: of "log_probs", "entropy", "values". Raises ValueError for a sample without a prompt.
         """
-        _refuse_empty_prompts(micro)
-        positions = micro.response_positions()
-        if not positions.numel():
-            return {name: torch.zeros(0, device=self.device) for name in outputs}
-        ids = micro.flat("input_ids").to(self.device)
+        forward: PackedForward = self.model.packed_forward  # type: ignore[assignment]  # nn.Module declares no methods
         with self._adapter(), self._autocast():
-            hidden = packed_hidden_states(self.model, ids, micro.lengths("sequence"))
-            predicting = take_rows(hidden, (positions - 1).to(self.device))
-            targets = ids[positions.to(self.device)]
-            return self._from_hidden(predicting, targets, outputs)
-
-    def _from_hidden(self, hidden: Tensor, targets: Tensor, outputs: tuple[str, ...]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        if "values" in outputs:
-            found["values"] = token_values(self.model, hidden)
-        if "log_probs" in outputs or "entropy" in outputs:
-            log_probs, entropy = token_log_probs(
-                output_head(self.model),
-                hidden,
-                targets,
-                temperature=self.temperature,
-                vocabulary=unwrapped(self.model).config.get_text_config().vocab_size,
-                with_entropy="entropy" in outputs,
-            )
-            found["log_probs"] = log_probs
-            if entropy is not None:
-                found["entropy"] = entropy
-        return {name: found[name] for name in outputs}
+            return forward(model_inputs(micro), outputs, temperature=self.temperature)
 
     def _columns(self, part: Batch, outputs: tuple[str, ...]) -> Batch:
         columns = Batch(part.lengths("prompt"), part.lengths("response"))
-        for name, flat in self.compute(part, outputs).items():
+        for name, flat in self.compute(part.to(self.device), outputs).items():
             columns[name] = flat.cpu()
         return columns
 
@@ -106,17 +73,3 @@ class TorchScorer:
         if self.compute_dtype in (None, self._parameter.dtype):
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.compute_dtype)
-
-
-def padded_outputs(micro: Batch, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Outputs as `(bs, response_length)` where the batch lies (its columns are what they meet), with gradient."""
-    return {
-        name: micro.pad(values.to(micro.lengths("response").device), Axis.RESPONSE) for name, values in flat.items()
-    }
-
-
-def _refuse_empty_prompts(micro: Batch) -> None:
-    empty = (micro.lengths("prompt") == 0) & (micro.lengths("response") > 0)
-    if bool(empty.any()):
-        who = micro.flat("uid")[int(empty.nonzero()[0])] if "uid" in micro else f"number {int(empty.nonzero()[0])}"
-        raise ValueError(f"sample {who} has an empty prompt: nothing predicts its first token; give a bos token")

@@ -9,6 +9,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from distflow.config.errors import UserError
 from distflow.data.batch import Batch
+from distflow.graph.fields import Axis
 from distflow.models.activations import checkpoint_activations
 from distflow.models.lora import named_weights
 from distflow.training.collective import Collective, OneRank
@@ -16,7 +17,7 @@ from distflow.training.engine import MODEL_PREFIX, Counts, LossFn, TrainState
 from distflow.training.optim_state import load_optimizer_state, optimizer_state
 from distflow.training.packing import micro_batches
 from distflow.training.schedule import Schedule
-from distflow.training.scorer import TorchScorer, padded_outputs
+from distflow.training.scorer import TorchScorer
 
 OPTIMIZER_PREFIX = "optimizer."
 
@@ -44,7 +45,7 @@ class TorchTrainEngine:
         """compute_dtype: bfloat16 runs the matrix products in it by autocast over the float32 weights.
         max_grad_norm: gradients above it are scaled down to it; None never does.
         gradient_checkpointing: keep only each layer's input, and compute the layer again in the backward pass.
-        group: the ranks that share the mini-batch; each sees its own part, all take the same step.
+        group: the ranks that share the mini-batch; each sees its own part, all take the same step, bit for bit.
         """
         self.model = model
         self.optimizer = optimizer
@@ -56,16 +57,12 @@ class TorchTrainEngine:
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
             temperature=temperature,
             compute_dtype=compute_dtype,
+            group=self.group,
         )
         self.num_steps = 0
         self._trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        low = [name for name, p in self._trainable.items() if p.dtype in (torch.bfloat16, torch.float16)]
-        if low:
-            raise UserError(
-                f"weights that are trained must be float32 ({low[0]} is not): load the model in float32 and set "
-                "compute_dtype to the precision wanted, or small updates would be rounded away"
-            )
+        _refuse_low_precision(self._trainable)
         if gradient_checkpointing:
             checkpoint_activations(model)
 
@@ -74,23 +71,33 @@ class TorchTrainEngine:
         return self.scorer.forward(batch, outputs)
 
     def train_step(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
-        """One optimizer step over a mini-batch (this rank's part of it).
+        """One optimizer step over a mini-batch (this rank's part of it, which may be empty).
 
         A loss or gradient norm that is not finite skips the step: weights, optimizer and schedule stay as they were.
         Returns `loss`, `grad_norm` (before clipping), `lr`, `skipped` (0 or 1), and the loss function's own metrics.
         """
+        self.model.train()
         counts = self.group.sum(loss_fn.counts(batch))
-        sums = self.group.sum(self._accumulate(batch, loss_fn, counts))
-        loss = sums.pop("loss")
+        sums: Counts = {"loss": 0.0}
+        for index in micro_batches(batch, self.scorer.max_tokens, self.group):
+            micro = batch.select(index).to(self.scorer.device)
+            flat = self.scorer.compute(micro, loss_fn.outputs)
+            loss, stats = loss_fn({name: micro.pad(flat[name], Axis.RESPONSE) for name in flat}, micro, counts)
+            if loss.requires_grad:
+                loss.backward()
+            for name, value in {"loss": float(loss.detach()), **stats}.items():
+                sums[name] = sums.get(name, 0.0) + value
+        sums = self.group.sum(sums)
+        total = sums.pop("loss")
         grad_norm = self._reduce_and_clip()
         factor = self.schedule(self.num_steps)
         lrs = [base * factor for base in self._base_lrs]
-        skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
+        skipped = not (math.isfinite(total) and math.isfinite(grad_norm))
         if not skipped:
             self._step(lrs)
         self.optimizer.zero_grad(set_to_none=True)
         own = loss_fn.finish(sums, counts)
-        return {**own, "loss": loss, "grad_norm": grad_norm, "lr": lrs[0], "skipped": float(skipped)}
+        return {**own, "loss": total, "grad_norm": grad_norm, "lr": lrs[0], "skipped": float(skipped)}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights by their Hugging Face names, tied ones once, LoRA merged; else the model's own storage."""
@@ -120,20 +127,6 @@ class TorchTrainEngine:
                 parameter.copy_(weights[name])
         self.num_steps = int(state.meta["num_steps"])
 
-    def _accumulate(self, batch: Batch, loss_fn: LossFn, counts: Counts) -> Counts:
-        """Backward of every micro-batch; returns this rank's summed loss and statistics."""
-        self.model.train()
-        sums: Counts = {"loss": 0.0}
-        for index in micro_batches(batch, self.scorer.max_tokens):
-            micro = batch.select(index)
-            outputs = padded_outputs(micro, self.scorer.compute(micro, loss_fn.outputs))
-            loss, stats = loss_fn(outputs, micro, counts)
-            if loss.requires_grad:
-                loss.backward()
-            for name, value in {"loss": float(loss.detach()), **stats}.items():
-                sums[name] = sums.get(name, 0.0) + value
-        return sums
-
     def _reduce_and_clip(self) -> float:
         """Sum the gradients over the group and clip them; returns their global norm before clipping."""
         for parameter in self._trainable.values():
@@ -149,6 +142,15 @@ class TorchTrainEngine:
             group["lr"] = lr
         self.optimizer.step()
         self.num_steps += 1
+
+
+def _refuse_low_precision(trainable: dict[str, nn.Parameter]) -> None:
+    low = [name for name, p in trainable.items() if p.dtype in (torch.bfloat16, torch.float16)]
+    if low:
+        raise UserError(
+            f"weights that are trained must be float32 ({low[0]} is not): load the model in float32 and set "
+            "compute_dtype to the precision wanted, or small updates would be rounded away"
+        )
 
 
 def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

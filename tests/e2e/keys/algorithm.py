@@ -51,8 +51,7 @@ def advantages_halve(before: Run, after: Run) -> None:
 
 def program_is(before_id: str, after_id: str) -> Any:
     def check(before: Run, after: Run) -> None:
-        assert before.parts is not None and after.parts is not None
-        assert (before.parts.program.graph_id, after.parts.program.graph_id) == (before_id, after_id)
+        assert (before.spec.plan.program, after.spec.plan.program) == (before_id, after_id)
 
     return check
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.pipelines.assembly import assemble
+from distflow.pipelines.spec import make_spec
 from tests.e2e.keys.lab import Lab
 
 Look = Callable[[Lab, str, Sequence[str]], Any]
@@ -19,12 +19,10 @@ def a_run(lab: Lab, base: str, changes: Sequence[str]) -> Any:
     return lab.run(base, changes)
 
 
-def the_parts(lab: Lab, base: str, changes: Sequence[str]) -> Any:
+def the_spec(lab: Lab, base: str, changes: Sequence[str]) -> Any:
     """A run that is ready and never starts."""
-    parts = assemble(lab.load(base, changes), say=lambda line: None)
-    if parts.rewards is not None:
-        parts.rewards.close()
-    return parts
+    folder = f"trainer.default_local_dir={lab.folder}/never"
+    return make_spec(lab.load(base, (*changes, folder)), say=lambda line: None)
 
 
 def the_prompts(lab: Lab, base: str, changes: Sequence[str]) -> Any:
@@ -44,7 +42,7 @@ def the_policy(lab: Lab, base: str, changes: Sequence[str]) -> Any:
 
 
 def the_config(lab: Lab, base: str, changes: Sequence[str]) -> Any:
-    """The config, for parts that need nothing else."""
+    """The config, for what needs nothing else."""
     return lab.config(base, changes)
 
 

@@ -3,9 +3,8 @@
 import copy
 import json
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import prod
 from pathlib import Path
@@ -20,11 +19,11 @@ from distflow.data.batch import Batch
 from distflow.data.prompts import PromptSet
 from distflow.models.tokenizer import load_tokenizer
 from distflow.observe.run_reader import Event, read_events, read_metrics, read_samples
-from distflow.pipelines.assembly import assemble
-from distflow.pipelines.data_sets import encode, read_held_out, read_train, train_prompts
-from distflow.pipelines.engines import load_policy
+from distflow.pipelines.data_sets import held_out_source, train_source
+from distflow.pipelines.factories import choose_device, load_policy
+from distflow.pipelines.spec import make_spec
 from distflow.runtime.local import launch_local
-from distflow.runtime.parts import Parts
+from distflow.runtime.spec import Factory, Spec
 from tests.tiny_models import write_tiny_model
 
 MODEL, ACTOR, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -100,10 +99,14 @@ class Forward:
 
 @dataclass
 class Run:
-    """What became of a run. error: what it raised; then the properties that read its folder raise that again."""
+    """What became of a run. error: what it raised; then the properties that read its folder raise that again.
+
+    built: the parts that its worker built, by name.
+    """
 
     folder: Path
-    parts: Parts | None = None
+    made: Spec | None = None
+    built: dict[str, Any] = field(default_factory=dict)
     error: Exception | None = None
     start: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     forwards: list[Forward] = field(default_factory=list)
@@ -146,10 +149,16 @@ class Run:
         records = map(json.loads, (self.folder / "spans" / "experience.jsonl").read_text().splitlines())
         return [(record["t0"], record["t1"]) for record in records if record["what"] != "phase"]
 
-    def engine(self, role: str) -> Any:
+    @property
+    def spec(self) -> Spec:
         self._must_have_ended()
-        assert self.parts is not None
-        return getattr(self.parts.engines, role)
+        assert self.made is not None
+        return self.made
+
+    def engine(self, role: str) -> Any:
+        """None where the run built none."""
+        self._must_have_ended()
+        return self.built.get(role)
 
     def weights(self, role: str = "actor") -> dict[str, Tensor]:
         """The trained weights at the end."""
@@ -208,15 +217,16 @@ class Lab:
         config = self.config(base, changes)
         tokenizer = load_tokenizer(config.actor_rollout_ref.model.path or "")
         folder = self.folder / "prompts"
-        held_out = read_held_out(config, folder)
+        train, held_out = train_source(config, judged=True), held_out_source(config, judged=True)
         return (
-            train_prompts(config, read_train(config, folder), tokenizer),
-            encode(config, held_out, tokenizer) if held_out is not None else None,
+            train.encode(train.read(folder), tokenizer),
+            held_out.encode(held_out.read(folder), tokenizer) if held_out is not None else None,
         )
 
     def policy(self, base: str, changes: Sequence[str]) -> nn.Module:
         """The model that would be trained."""
-        return load_policy(self.config(base, changes))
+        config = self.config(base, changes)
+        return load_policy(config, choose_device(config))
 
     def run(self, base: str, changes: Sequence[str]) -> Run:
         """A whole run; one that was made before is given again."""
@@ -232,12 +242,9 @@ class Lab:
             changes = [*changes, f"trainer.default_local_dir={folder}"]
         try:
             loaded = self.load(base, changes)
-            run.parts = assemble(loaded, say=lambda line: None)
-            run.folder = run.parts.run_dir
-            for role, engine in run.parts.engines.trained().items():
-                run.start[role] = {name: t.clone() for name, t in engine.state().trained_weights().items()}
-            with _watched(run):
-                launch_local(run.parts, resume=loaded.config.trainer.resume_mode)
+            run.made = make_spec(loaded, say=lambda line: None)
+            run.folder = run.made.run_dir
+            launch_local(replace(run.made, factories=_watched(run.made.factories, run)))
         except Exception as error:  # kept for the test to look at
             run.error = error
         return run
@@ -251,22 +258,24 @@ class Lab:
         return {key: value.replace("{lab}", str(self.folder)) for key, value in merged.items()}
 
 
-@contextmanager
-def _watched(run: Run) -> Iterator[None]:
-    """Write down every forward of every model while the run runs."""
-    assert run.parts is not None
-    hooks = []
-    for role in ("actor", "critic", "ref"):
-        model = getattr(getattr(run.parts.engines, role), "model", None)
-        if isinstance(model, nn.Module):
-            hooks.append(_part(model, "embed_tokens").register_forward_pre_hook(_note(run, role)))
-            if role == "actor":
-                hooks.append(_part(model, "layers.0.mlp").register_forward_pre_hook(_count_layer_call(run)))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _watched(factories: Mapping[str, Factory], run: Run) -> dict[str, Factory]:
+    """The same factories; what they build is noted, its weights at the start, and every forward of its model."""
+
+    def watched(name: str, build: Factory) -> Factory:
+        def built(get: Any, device: torch.device) -> object:
+            part: Any = build(get, device)
+            run.built[name] = part
+            if name in ("actor", "critic"):
+                run.start[name] = {key: t.clone() for key, t in part.state().trained_weights().items()}
+            if name in ("actor", "critic", "ref"):
+                _part(part.model, "embed_tokens").register_forward_pre_hook(_note(run, name))
+            if name == "actor":
+                _part(part.model, "layers.0.mlp").register_forward_pre_hook(_count_layer_call(run))
+            return part
+
+        return built
+
+    return {name: watched(name, build) for name, build in factories.items()}
 
 
 def _note(run: Run, role: str) -> Any:

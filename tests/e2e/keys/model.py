@@ -20,9 +20,10 @@ COMMITS = ("a" * 40, "b" * 40)
 _SHOW_NORM = """
 import sys
 from distflow.config import load_config
-from distflow.pipelines.engines import load_policy
+from distflow.pipelines.factories import choose_device, load_policy
 config = load_config("grpo", sys.argv[1:]).config
-print("norm", sum(float(p.detach().double().norm()) for p in load_policy(config).parameters()))
+model = load_policy(config, choose_device(config))
+print("norm", sum(float(p.detach().double().norm()) for p in model.parameters()))
 """
 
 
@@ -35,13 +36,12 @@ def width_is(before_width: int, after_width: int) -> Callable[[Any, Any], None]:
 
 def other_token_ids(before: Run, after: Run) -> None:
     """The other tokenizer calls "+" what this one calls "=", and the other way round."""
-    assert before.parts is not None and after.parts is not None
-    ours, theirs = before.parts.tokenizer, after.parts.tokenizer
+    ours, theirs = before.built["tokenizer"], after.built["tokenizer"]
     plus, equals = ours.convert_tokens_to_ids(["+", "="])
     swapped = {plus: equals, equals: plus}
-    row = before.parts.train_rows[0]
-    assert tuple(swapped.get(i, i) for i in row.prompt_ids) == after.parts.train_rows[0].prompt_ids
-    assert theirs.decode(after.parts.train_rows[0].prompt_ids) == row.prompt_text
+    row = before.spec.rows[0]
+    assert tuple(swapped.get(i, i) for i in row.prompt_ids) == after.spec.rows[0].prompt_ids
+    assert theirs.decode(after.spec.rows[0].prompt_ids) == row.prompt_text
 
 
 def other_weights(before: nn.Module, after: nn.Module) -> None:

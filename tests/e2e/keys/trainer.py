@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tests.e2e.keys.algorithm import program_is
-from tests.e2e.keys.case import Case, allowed, close, differ, refused, the_config, the_parts, the_policy
+from tests.e2e.keys.case import Case, allowed, close, differ, refused, the_config, the_policy, the_spec
 from tests.e2e.keys.lab import ACTOR, MODEL, ROLLOUT, Lab, Run
 
 ONE, THREE = "trainer.total_training_steps=1", "trainer.total_training_steps=3"
@@ -292,7 +292,7 @@ TRAINER = (
     ),
     Case("trainer.seed", "trainer.seed=2", "tokens", other_tokens, given=(ONE,)),
     Case("trainer.device", "trainer.device=cuda", "the device, or an error", other_device, look=the_policy),
-    Case("trainer.num_threads", "trainer.num_threads=2", "threads of torch", threads_are, look=the_parts),
+    Case("trainer.num_threads", "trainer.num_threads=2", "threads of torch", threads_are, look=the_spec),
     Case("trainer.imports", IMPORTED, "names of a user", allowed("trainer.imports"), given=(ONE, *NEVER_FINITE)),
     Case("trainer.launcher", "trainer.launcher=ray", "refused: not there yet", refused("trainer.launcher", "ray")),
 )

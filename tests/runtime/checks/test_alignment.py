@@ -71,5 +71,17 @@ def test_swapped_groups_and_prompts() -> None:
     prompts = batch["prompt_ids"]
     prompts[3, 0] = 0
     batch["prompt_ids"] = prompts
-    with pytest.raises(TrustError, match="samples 1-0 and 1-1 are one group but have different prompts"):
+    with pytest.raises(TrustError, match="samples 1-0 and 1-1 are one group but begin differently"):
+        check_alignment(batch)
+
+
+def test_a_later_sample_of_an_episode_may_have_another_prompt() -> None:
+    batch = sampled_batch()
+    prompts = batch["prompt_ids"]
+    prompts[3, 0] = 0
+    batch["prompt_ids"] = prompts
+    batch["episode_index"] = torch.tensor([0, 1, 1, 1])
+    check_alignment(batch)
+    batch["group_index"] = torch.tensor([0, 0, 1, 0])
+    with pytest.raises(TrustError, match="sample 1-1 carries group_index 0"):
         check_alignment(batch)

@@ -1,7 +1,1 @@
-"""Advantage estimators, one a file. Importing this registers all that lie in the folder."""
-
-import importlib
-import pkgutil
-
-for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
-    importlib.import_module(_module.name)
+"""Advantage estimators, one a file; `config/names.py` lists them."""

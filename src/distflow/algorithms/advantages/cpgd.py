@@ -1,8 +1,6 @@
 """CPGD (Liu et al. 2025, arXiv:2505.12504) takes GRPO's advantages; what is its own is the loss of that name."""
 
 from distflow.algorithms.advantages.grpo import compute_grpo_advantage, describe_grpo
-from distflow.algorithms.registry import AdvantageEstimator, register_adv_est
+from distflow.algorithms.registry import register_adv_est
 
-compute_cpgd_advantage = register_adv_est(AdvantageEstimator.CPGD, scope="group", describe=describe_grpo)(
-    compute_grpo_advantage
-)
+compute_cpgd_advantage = register_adv_est("cpgd", scope="group", describe=describe_grpo)(compute_grpo_advantage)

@@ -1,26 +1,20 @@
 """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438)."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from distflow.algorithms.advantages.group import counted_tokens
 from distflow.algorithms.advantages.scan import discounted_sum, last_value, next_value
 from distflow.algorithms.masking import Reduce, masked_whiten, under_mask
-from distflow.algorithms.registry import AdvantageEstimator, register_adv_est
+from distflow.algorithms.registry import register_adv_est
 
 
-def _describe(options: Mapping[str, Any]) -> str:
-    end = "the last value" if options["bootstrap_truncated"] else "0"
-    return (
-        f"GAE with gamma {options['gamma']:g}, lambda {options['lam']:g}, value after a truncated answer {end}, "
-        "whitened over the batch"
-    )
+def _describe(gamma: float, lam: float, bootstrap_truncated: bool) -> str:
+    end = "the last value" if bootstrap_truncated else "0"
+    return f"GAE with gamma {gamma:g}, lambda {lam:g}, value after a truncated answer {end}, whitened over the batch"
 
 
-@register_adv_est(AdvantageEstimator.GAE, scope="global", describe=_describe)
+@register_adv_est("gae", scope="global", describe=_describe)
 def compute_gae_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,

@@ -1,21 +1,18 @@
 """Group policy gradient (Chu et al. 2025, arXiv:2504.02546)."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from distflow.algorithms.advantages.group import GroupRule, group_advantage, on_tokens, sample_scores
 from distflow.algorithms.masking import Reduce, global_sum
-from distflow.algorithms.registry import AdvantageEstimator, register_adv_est
+from distflow.algorithms.registry import register_adv_est
 
 
-def _describe(options: Mapping[str, Any]) -> str:
-    return f"samples / samples with a reward ≠ 0 · ({GroupRule()}) / {options['f_norm']:g}"
+def _describe(f_norm: float) -> str:
+    return f"samples / samples with a reward ≠ 0 · ({GroupRule()}) / {f_norm:g}"
 
 
-@register_adv_est(AdvantageEstimator.GPG, scope="global", describe=_describe)
+@register_adv_est("gpg", scope="global", describe=_describe)
 def compute_gpg_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,

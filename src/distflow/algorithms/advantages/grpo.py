@@ -1,12 +1,9 @@
 """Group-relative advantages: GRPO (arXiv:2402.03300), and Dr.GRPO (arXiv:2503.20783) without the standard deviation."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import Tensor
 
 from distflow.algorithms.advantages.group import GroupRule, group_advantage, on_tokens, sample_scores
-from distflow.algorithms.registry import AdvantageEstimator, register_adv_est
+from distflow.algorithms.registry import register_adv_est
 
 
 def grpo_rule(norm_adv_by_std_in_grpo: bool = True, adv_epsilon: float = 1e-6) -> GroupRule:
@@ -14,12 +11,12 @@ def grpo_rule(norm_adv_by_std_in_grpo: bool = True, adv_epsilon: float = 1e-6) -
     return GroupRule(scale="std" if norm_adv_by_std_in_grpo else "none", epsilon=adv_epsilon)
 
 
-def describe_grpo(options: Mapping[str, Any]) -> str:
+def describe_grpo(norm_adv_by_std_in_grpo: bool, adv_epsilon: float) -> str:
     """The formula with these options."""
-    return str(grpo_rule(options["norm_adv_by_std_in_grpo"], options["adv_epsilon"]))
+    return str(grpo_rule(norm_adv_by_std_in_grpo, adv_epsilon))
 
 
-@register_adv_est(AdvantageEstimator.GRPO, scope="group", describe=describe_grpo)
+@register_adv_est("grpo", scope="group", describe=describe_grpo)
 def compute_grpo_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,

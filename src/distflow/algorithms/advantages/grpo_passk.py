@@ -1,24 +1,21 @@
 """Policy gradient for pass@k: only the best answer of a group learns (arXiv:2503.19595)."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from distflow.algorithms.advantages.group import Groups, on_tokens, sample_scores
 from distflow.algorithms.masking import under_mask
-from distflow.algorithms.registry import AdvantageEstimator, register_adv_est
+from distflow.algorithms.registry import register_adv_est
 
 
-def _describe(options: Mapping[str, Any]) -> str:
+def _describe(norm_adv_by_std_in_grpo: bool, adv_epsilon: float) -> str:
     gap = "best − second best reward of its group"
-    if options["norm_adv_by_std_in_grpo"]:
-        gap = f"({gap}) / (std of its group + {options['adv_epsilon']:g})"
+    if norm_adv_by_std_in_grpo:
+        gap = f"({gap}) / (std of its group + {adv_epsilon:g})"
     return f"{gap} for the best sample, 0 for the others"
 
 
-@register_adv_est(AdvantageEstimator.GRPO_PASSK, scope="group", describe=_describe)
+@register_adv_est("grpo_passk", scope="group", describe=_describe)
 def compute_grpo_passk_advantage(
     token_level_rewards: Tensor,
     response_mask: Tensor,

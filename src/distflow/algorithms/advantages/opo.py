@@ -3,12 +3,12 @@
 from torch import Tensor
 
 from distflow.algorithms.advantages.group import GroupRule, group_advantage, on_tokens, sample_scores
-from distflow.algorithms.registry import AdvantageEstimator, register_adv_est
+from distflow.algorithms.registry import register_adv_est
 
 OPO = GroupRule(baseline="length_weighted_mean")
 
 
-@register_adv_est(AdvantageEstimator.OPO, scope="group", describe=lambda options: str(OPO))
+@register_adv_est("opo", scope="group", describe=lambda: str(OPO))
 def compute_opo_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, group_index: Tensor, valid: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

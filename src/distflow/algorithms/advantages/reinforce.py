@@ -5,7 +5,7 @@ from torch import Tensor
 from distflow.algorithms.advantages.group import counted_tokens
 from distflow.algorithms.advantages.scan import discounted_sum
 from distflow.algorithms.masking import under_mask
-from distflow.algorithms.registry import AdvantageEstimator, register_adv_est
+from distflow.algorithms.registry import register_adv_est
 
 
 def rewards_to_go(token_level_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
@@ -14,9 +14,9 @@ def rewards_to_go(token_level_rewards: Tensor, mask: Tensor, gamma: float) -> Te
 
 
 @register_adv_est(
-    AdvantageEstimator.REINFORCE,
+    "reinforce",
     scope="sample",
-    describe=lambda options: f"reward to go, discounted by gamma {options['gamma']:g}",
+    describe=lambda gamma: f"reward to go, discounted by gamma {gamma:g}",
 )
 def compute_reinforce_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor | None = None, *, gamma: float = 1.0

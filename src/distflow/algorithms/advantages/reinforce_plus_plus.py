@@ -5,13 +5,13 @@ from torch import Tensor
 from distflow.algorithms.advantages.group import counted_tokens
 from distflow.algorithms.advantages.reinforce import rewards_to_go
 from distflow.algorithms.masking import Reduce, masked_whiten
-from distflow.algorithms.registry import AdvantageEstimator, register_adv_est
+from distflow.algorithms.registry import register_adv_est
 
 
 @register_adv_est(
-    AdvantageEstimator.REINFORCE_PLUS_PLUS,
+    "reinforce_plus_plus",
     scope="global",
-    describe=lambda options: f"reward to go, discounted by gamma {options['gamma']:g}, whitened over the batch",
+    describe=lambda gamma: f"reward to go, discounted by gamma {gamma:g}, whitened over the batch",
 )
 def compute_reinforce_plus_plus_advantage(
     token_level_rewards: Tensor,

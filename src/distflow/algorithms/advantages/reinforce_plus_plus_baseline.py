@@ -4,13 +4,13 @@ from torch import Tensor
 
 from distflow.algorithms.advantages.group import GroupRule, counted_tokens, group_advantage, sample_scores
 from distflow.algorithms.masking import Reduce, masked_whiten
-from distflow.algorithms.registry import AdvantageEstimator, register_adv_est
+from distflow.algorithms.registry import register_adv_est
 
 
 @register_adv_est(
-    AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE,
+    "reinforce_plus_plus_baseline",
     scope="global",
-    describe=lambda options: f"{GroupRule()}, whitened over the batch",
+    describe=lambda: f"{GroupRule()}, whitened over the batch",
 )
 def compute_reinforce_plus_plus_baseline_advantage(
     token_level_rewards: Tensor,

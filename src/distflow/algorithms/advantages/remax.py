@@ -5,12 +5,10 @@ from torch import Tensor
 from distflow.algorithms.advantages.group import counted_tokens
 from distflow.algorithms.advantages.reinforce import rewards_to_go
 from distflow.algorithms.masking import under_mask
-from distflow.algorithms.registry import AdvantageEstimator, register_adv_est
+from distflow.algorithms.registry import register_adv_est
 
 
-@register_adv_est(
-    AdvantageEstimator.REMAX, scope="sample", describe=lambda options: "reward to go − reward of a greedy sample"
-)
+@register_adv_est("remax", scope="sample", describe=lambda: "reward to go − reward of a greedy sample")
 def compute_remax_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, reward_baselines: Tensor, valid: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -3,12 +3,12 @@
 from torch import Tensor
 
 from distflow.algorithms.advantages.group import GroupRule, group_advantage, on_tokens, sample_scores
-from distflow.algorithms.registry import AdvantageEstimator, register_adv_est
+from distflow.algorithms.registry import register_adv_est
 
 RLOO = GroupRule(leave_one_out=True, alone="zero")
 
 
-@register_adv_est(AdvantageEstimator.RLOO, scope="group", describe=lambda options: str(RLOO))
+@register_adv_est("rloo", scope="group", describe=lambda: str(RLOO))
 def compute_rloo_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, group_index: Tensor, valid: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from string import Formatter
 
-from distflow.config.program import CUSTOM, is_rl, program_name
+from distflow.config.program import is_rl, may_have_critic
 from distflow.config.rules.finding import ACTOR, Finding
 from distflow.config.schema import Config
 
@@ -26,7 +26,7 @@ def mini_batches(config: Config) -> Iterator[Finding]:
     """A mini-batch is a part of the batch; it need not divide it."""
     batch = config.data.train_batch_size
     asked = [(f"{ACTOR}.ppo_mini_batch_size", config.actor_rollout_ref.actor.ppo_mini_batch_size)]
-    if program_name(config) in ("ppo", CUSTOM) and config.critic.ppo_mini_batch_size is not None:
+    if may_have_critic(config) and config.critic.ppo_mini_batch_size is not None:
         asked.append(("critic.ppo_mini_batch_size", config.critic.ppo_mini_batch_size))
     for key, size in asked:
         if size > batch:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from distflow.config.actor import OptimConfig
 from distflow.config.model import ModelConfig
-from distflow.config.program import CUSTOM, is_rl, program_name
+from distflow.config.program import is_rl, may_have_critic
 from distflow.config.rules.finding import ACTOR, MODEL, ROLLOUT, Finding
 from distflow.config.schema import Config
 
@@ -76,7 +76,7 @@ def lora(config: Config) -> Iterator[Finding]:
 def optimizers(config: Config) -> Iterator[Finding]:
     """Optimizer and schedule of the actor, and of the critic where there is one."""
     yield from _optimizer(config, f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim)
-    if program_name(config) in ("ppo", CUSTOM):
+    if may_have_critic(config):
         yield from _optimizer(config, "critic.optim", config.critic.optim)
 
 

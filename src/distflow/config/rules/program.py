@@ -2,11 +2,20 @@
 
 from collections.abc import Iterator
 
+from distflow.config.errors import nearest
+from distflow.config.functions import split_name
 from distflow.config.names import ESTIMATORS, POLICY_LOSSES, REWARDS
-from distflow.config.program import CUSTOM, find_estimator, is_rl, may_have_user_names, program_name
+from distflow.config.program import (
+    CUSTOM,
+    find_estimator,
+    find_pipeline,
+    is_rl,
+    may_have_critic,
+    may_have_user_names,
+    program_name,
+)
 from distflow.config.rules.finding import ACTOR, ROLLOUT, Finding
 from distflow.config.schema import Config
-from distflow.config.values import nearest
 
 
 def one_program(config: Config) -> Iterator[Finding]:
@@ -18,7 +27,9 @@ def one_program(config: Config) -> Iterator[Finding]:
     function = config.dag.custom_pipeline_fn
     if function is not None and not _is_reference(function):
         yield Finding(
-            ("dag.custom_pipeline_fn",), f"'{function}' names no function in a module", "write module:function"
+            ("dag.custom_pipeline_fn",),
+            f"'{function}' names no function",
+            "write module:function or file.py:function",
         )
 
 
@@ -35,22 +46,23 @@ def program_and_workflow(config: Config) -> Iterator[Finding]:
 
 def program_and_estimator(config: Config) -> Iterator[Finding]:
     """An estimator that reads values needs the program with a critic, and the other way round."""
-    program, estimator = program_name(config), find_estimator(config)
-    if program in (CUSTOM, "sft") or estimator is None:
+    pipeline, estimator = find_pipeline(config), find_estimator(config)
+    if pipeline is None or not pipeline.generates or estimator is None:
         return
+    program = program_name(config)
     name = config.algorithm.adv_estimator
     # What named the program: the key to look at besides the estimator.
     selector = "dag.pipeline" if config.dag.pipeline else "algorithm.workflow_type"
-    if estimator.needs_critic and program != "ppo":
+    if estimator.needs_critic and not pipeline.has_critic:
         yield Finding(
             ("algorithm.adv_estimator", selector),
             f"{name} needs the values of a critic, and the program {program} has none",
             "set dag.pipeline=ppo, or an estimator without a critic such as algorithm.adv_estimator=grpo",
         )
-    if program == "ppo" and not estimator.needs_critic:
+    if pipeline.has_critic and not estimator.needs_critic:
         yield Finding(
             ("algorithm.adv_estimator", selector),
-            f"the program ppo trains a critic that {name} does not read",
+            f"the program {program} trains a critic that {name} does not read",
             "set algorithm.adv_estimator=gae, or dag.pipeline=grpo",
         )
 
@@ -93,7 +105,7 @@ def known_names(config: Config) -> Iterator[Finding]:
 def critic_warmup(config: Config) -> Iterator[Finding]:
     """Warm-up of a critic needs a critic, and must end."""
     warmup, steps = config.trainer.critic_warmup, config.trainer.total_training_steps
-    if warmup > 0 and program_name(config) not in ("ppo", CUSTOM):
+    if warmup > 0 and not may_have_critic(config):
         yield Finding(
             ("trainer.critic_warmup", "dag.pipeline"),
             f"the program {program_name(config)} has no critic: nothing would be trained for {warmup} steps",
@@ -108,8 +120,9 @@ def critic_warmup(config: Config) -> Iterator[Finding]:
 
 
 def _is_reference(text: str) -> bool:
-    module, separator, attribute = text.partition(":")
-    return bool(separator) and all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")])
+    module, attribute = split_name(text)
+    is_module = module.endswith(".py") or all(part.isidentifier() for part in module.split("."))
+    return is_module and all(part.isidentifier() for part in attribute.split("."))
 
 
 RULES = (

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from distflow.config.names import CUSTOM_REWARD
 from distflow.config.program import is_rl
 from distflow.config.reward import OverlongConfig
 from distflow.config.rules.finding import Finding
@@ -23,7 +24,7 @@ def functions(config: Config) -> Iterator[Finding]:
 
 def custom_function(config: Config) -> Iterator[Finding]:
     """The reward `custom` and its function belong together."""
-    uses_custom = any(part.name == "custom" for parts in config.reward.functions.values() for part in parts)
+    uses_custom = any(part.name == CUSTOM_REWARD for parts in config.reward.functions.values() for part in parts)
     path = config.custom_reward_function.path
     if uses_custom and path is None:
         yield Finding(

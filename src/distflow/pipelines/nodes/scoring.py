@@ -1,97 +1,111 @@
 """Nodes that score a step before it is trained on: log-probs, KL, values, advantages."""
 
-import functools
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 from torch import Tensor
 
-from distflow.algorithms.corrections import compute_rollout_weights
+from distflow.algorithms.corrections import Level, Mode, compute_rollout_weights
 from distflow.algorithms.kl import apply_kl_penalty as penalise
 from distflow.algorithms.kl import make_kl_controller
 from distflow.algorithms.registry import check_options, find_adv_est
 from distflow.config import Config
+from distflow.config.program import find_estimator
 from distflow.data.batch import Batch
-from distflow.graph import NodeOutput, NodeRole, node
+from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.runtime.context import NodeContext
 from distflow.training.collective import Collective
-from distflow.training.engine import TrainEngine
+from distflow.training.engine import Scorer
 
 
-def uses_reference(config: Config) -> bool:
-    """Whether a KL term against the reference is on; without one the reference is not even built."""
-    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
-
-
-def _is_decoupled(config: Config) -> bool:
-    return config.actor_rollout_ref.actor.policy_loss == "decoupled"
-
-
-@node(
-    writes=lambda config: ("old_log_probs", "prox_log_probs") if _is_decoupled(config) else ("old_log_probs",),
-    role=NodeRole.ACTOR,
-    reads=("prompt_ids", "response_ids", "response_mask", "?rollout_log_probs"),
-)
-def compute_old_log_prob(batch: Batch, actor: TrainEngine, ctx: NodeContext) -> NodeOutput:
+@node_factory
+@node(role=NodeRole.ACTOR, writes="old_log_probs")
+def compute_old_log_prob(config: Config) -> Callable[..., object]:
     """Log-probs of the sampled tokens under the policy before this step's update, by the trainer.
 
     For decoupled PPO they are those of the proximal policy, and the old ones are the rollout engine's own.
     """
-    out = actor.forward(batch, ("log_probs", "entropy"))
-    mask = batch.flat("loss_mask")
-    written = batch.only(())
-    written["old_log_probs"] = out.flat("log_probs")
-    if _is_decoupled(ctx.config):
-        written["prox_log_probs"] = out.flat("log_probs")
-        written["old_log_probs"] = batch.flat("rollout_log_probs")
-    entropy = float((out.flat("entropy") * mask).sum() / mask.sum().clamp(min=1))
-    return NodeOutput(written, {"actor/entropy": entropy})
+    decoupled = config.actor_rollout_ref.actor.policy_loss == "decoupled"
+    return score_proximal if decoupled else score_policy
+
+
+@node(writes="old_log_probs", role=NodeRole.ACTOR, reads=("prompt_ids", "response_ids", "response_mask"))
+def score_policy(batch: Batch, actor: Scorer) -> NodeOutput:
+    """`old_log_probs` by the trainer, and the policy's mean entropy."""
+    scored = actor.forward(batch, ("log_probs", "entropy"))
+    return NodeOutput({"old_log_probs": scored.flat("log_probs")}, *_entropy(scored, batch))
 
 
 @node(
-    writes="rollout_is_weights",
+    writes=("old_log_probs", "prox_log_probs"),
     role=NodeRole.ACTOR,
-    scope="global",
-    when="algorithm.rollout_correction.level",
-    takes=("algorithm.rollout_correction",),
+    reads=("prompt_ids", "response_ids", "response_mask", "rollout_log_probs"),
 )
-def correct_mismatch(
-    old_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor, ctx: NodeContext, reduce: Collective
-) -> NodeOutput:
+def score_proximal(batch: Batch, actor: Scorer) -> NodeOutput:
+    """`prox_log_probs` by the trainer beside the rollout engine's own, and the policy's mean entropy."""
+    scored = actor.forward(batch, ("log_probs", "entropy"))
+    written = {"old_log_probs": batch.flat("rollout_log_probs"), "prox_log_probs": scored.flat("log_probs")}
+    return NodeOutput(written, *_entropy(scored, batch))
+
+
+def _entropy(scored: Batch, batch: Batch) -> tuple[dict[str, float], float]:
+    """The mean as a metric, and the number of tokens that it is over."""
+    mask = batch.flat("loss_mask")
+    mean = (scored.flat("entropy") * mask).sum() / mask.sum().clamp(min=1)
+    return {"actor/entropy": float(mean)}, float(mask.sum())
+
+
+@node_factory
+@node(role=NodeRole.ACTOR, writes="rollout_is_weights")
+def correct_mismatch(config: Config) -> Callable[..., object]:
     """Importance weights for what the rollout engine and the trainer disagree on."""
-    settings = ctx.config.algorithm.rollout_correction
+    settings = config.algorithm.rollout_correction
+    options: dict[str, object] = {"level": settings.level, "mode": settings.mode, "cap": settings.cap}
+    return partial(weigh_mismatch, **options, floor=settings.floor)  # type: ignore[arg-type]  # the config checks them
+
+
+@node(writes="rollout_is_weights", role=NodeRole.ACTOR)
+def weigh_mismatch(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    loss_mask: Tensor,
+    reduce: Collective,
+    *,
+    level: Level,
+    mode: Mode,
+    cap: float,
+    floor: float | None,
+) -> NodeOutput:
+    """`rollout_is_weights`, `(bs, response_length)`; see `compute_rollout_weights`."""
     weights, statistics = compute_rollout_weights(
-        old_log_probs,
-        rollout_log_probs,
-        loss_mask,
-        level=settings.level,  # type: ignore[arg-type]  # checked by the config
-        mode=settings.mode,  # type: ignore[arg-type]
-        cap=settings.cap,
-        floor=settings.floor,
-        reduce=reduce,
+        old_log_probs, rollout_log_probs, loss_mask, level=level, mode=mode, cap=cap, floor=floor, reduce=reduce
     )
     return NodeOutput({"rollout_is_weights": weights}, {f"correction/{k}": v for k, v in statistics.items()})
 
 
-@node(
-    writes="ref_log_prob",
-    role=NodeRole.REFERENCE,
-    reads=("prompt_ids", "response_ids"),
-    when=uses_reference,
-)
-def compute_ref_log_prob(batch: Batch, ref: TrainEngine) -> Tensor:
+@node(writes="ref_log_prob", role=NodeRole.REFERENCE, reads=("prompt_ids", "response_ids"))
+def compute_ref_log_prob(batch: Batch, ref: Scorer) -> Tensor:
     """Log-probs of the sampled tokens under the frozen reference."""
     return ref.forward(batch, ("log_probs",)).flat("log_probs")
 
 
-@node(
-    writes="token_level_rewards",
-    role=NodeRole.REWARD,
-    scope="global",
-    when="algorithm.use_kl_in_reward",
-    takes=("algorithm.kl_ctrl", "algorithm.kl_penalty"),
-)
-def apply_kl_penalty(
+@node_factory
+@node(role=NodeRole.REWARD, writes="token_level_rewards")
+def apply_kl_penalty(config: Config) -> Callable[..., object]:
+    """Rewards less the KL to the reference, by a coefficient that may adapt (arXiv:1909.08593)."""
+    control, adapts = config.algorithm.kl_ctrl, config.algorithm.kl_ctrl.type == "adaptive"
+    return partial(
+        take_off_kl,
+        kl_penalty=config.algorithm.kl_penalty,
+        control=control.type,
+        kl_coef=control.kl_coef,
+        target_kl=control.target_kl if adapts else None,
+        horizon=control.horizon if adapts else None,
+    )
+
+
+@node(writes="token_level_rewards", role=NodeRole.REWARD)
+def take_off_kl(
     token_level_scores: Tensor,
     old_log_probs: Tensor,
     ref_log_prob: Tensor,
@@ -99,11 +113,15 @@ def apply_kl_penalty(
     valid: Tensor,
     ctx: NodeContext,
     reduce: Collective,
+    *,
+    kl_penalty: str,
+    control: str,
+    kl_coef: float,
+    target_kl: float | None,
+    horizon: int | None,
 ) -> NodeOutput:
-    """Rewards less the KL to the reference, by a coefficient that may adapt (arXiv:1909.08593)."""
-    settings = ctx.config.algorithm
-    control = settings.kl_ctrl
-    controller = make_kl_controller(control.type, control.kl_coef, control.target_kl, control.horizon)
+    """`token_level_rewards`; the coefficient is the node's state, so that a resumed run goes on with it."""
+    controller = make_kl_controller(control, kl_coef, target_kl, horizon)
     if ctx.state:
         controller.load(ctx.state)
     coefficient = controller.value
@@ -114,35 +132,30 @@ def apply_kl_penalty(
         response_mask,
         valid,
         kl_coef=coefficient,
-        kl_penalty=settings.kl_penalty,
+        kl_penalty=kl_penalty,
         reduce=reduce,
     )
-    controller.update(kl, int(reduce.sum(len(valid))))
+    controller.update(kl, int(reduce.sum(float(len(valid)))))
     ctx.state.update(controller.state())
     metrics = {"actor/reward_kl_penalty": kl, "actor/kl_coef": coefficient}
     return NodeOutput({"token_level_rewards": rewards}, metrics)
 
 
 @node(writes="values", role=NodeRole.CRITIC, reads=("prompt_ids", "response_ids"))
-def compute_value(batch: Batch, critic: TrainEngine) -> Tensor:
+def compute_value(batch: Batch, critic: Scorer) -> Tensor:
     """The critic's value before each response token."""
     return critic.forward(batch, ("values",)).flat("values")
 
 
-def chosen_estimator(config: Config) -> Callable[..., Any]:
+@node_factory
+@node(role=NodeRole.ADVANTAGE)
+def compute_advantage(config: Config) -> Callable[..., object]:
     """The estimator of `algorithm.adv_estimator`. Options that are no key of `algorithm` come from its kwargs."""
-    estimator = find_adv_est(config.algorithm.adv_estimator)
-    given = config.algorithm.adv_estimator_kwargs
-    free = [name for name in estimator.options if not hasattr(config.algorithm, name)]
+    settings, estimator = config.algorithm, find_adv_est(config.algorithm.adv_estimator)
+    known = find_estimator(config)
+    if known and known.needs_group and config.actor_rollout_ref.rollout.n == 1:
+        assert settings.allow_group_of_one, "the config's rules see to it"
+    given = settings.adv_estimator_kwargs
+    free = [name for name in estimator.options if name not in dir(settings)]
     check_options(f"estimator '{estimator.name}' (algorithm.adv_estimator_kwargs)", given, free)
-    return functools.partial(estimator.fn, **given) if given else estimator.fn
-
-
-@node(
-    writes=("advantages", "returns"),
-    role=NodeRole.ADVANTAGE,
-    takes=("algorithm.adv_estimator", "algorithm.adv_estimator_kwargs"),
-    chosen=chosen_estimator,
-)
-def compute_advantage() -> None:
-    """Stands for the estimator that `algorithm.adv_estimator` names; `bind` puts it here."""
+    return partial(estimator.fn, **given) if given else estimator.fn

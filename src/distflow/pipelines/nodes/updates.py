@@ -1,66 +1,74 @@
 """Nodes that train: one optimizer step for each mini-batch."""
 
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 
+from distflow.config import Config
 from distflow.data.batch import Batch
-from distflow.graph import NodeOutput, NodeRole, node
-from distflow.pipelines.objectives import policy_objective, policy_reads, policy_takes, sft_objective, value_objective
+from distflow.graph import NodeOutput, NodeRole, node, node_factory
+from distflow.pipelines.objectives import policy_objective, sft_objective, value_objective
 from distflow.runtime.context import NodeContext
 from distflow.training.engine import LossFn, TrainEngine
 
-
-@node(
-    writes=(),
-    role=NodeRole.ACTOR,
-    reads=policy_reads,
-    takes=policy_takes,
-)
-def train_actor(batch: Batch, actor: TrainEngine, ctx: NodeContext) -> NodeOutput:
-    """Update the policy: one optimizer step for each mini-batch of each epoch."""
-    if ctx.step < ctx.config.trainer.critic_warmup:
-        return NodeOutput(None)
-    settings = ctx.config.actor_rollout_ref.actor
-    objective = policy_objective(ctx.config)
-    metrics = _train(batch, actor, objective, ctx, settings.ppo_epochs, settings.ppo_mini_batch_size)
-    return NodeOutput(None, {f"actor/{name}": value for name, value in metrics.items()})
+_READS = ("prompt_ids", "response_ids")
 
 
-@node(
-    writes=(),
-    role=NodeRole.CRITIC,
-    reads=("prompt_ids", "response_ids", "values", "returns", "loss_mask"),
-    takes=tuple(f"critic.{n}" for n in ("ppo_epochs", "ppo_mini_batch_size", "cliprange_value", "loss_agg_mode")),
-)
-def train_critic(batch: Batch, critic: TrainEngine, ctx: NodeContext) -> NodeOutput:
+@node_factory
+@node(role=NodeRole.ACTOR)
+def train_actor(config: Config) -> Callable[..., object]:
+    """Update the policy by the config's loss, once the critic has warmed up."""
+    actor, objective = config.actor_rollout_ref.actor, policy_objective(config)
+    reads = (*_READS, *objective.reads, *(f"?{name}" for name in objective.loss.optional))
+    return _update(
+        reads, "actor", objective, actor.ppo_epochs, actor.ppo_mini_batch_size, warmup=config.trainer.critic_warmup
+    )
+
+
+@node_factory
+@node(role=NodeRole.CRITIC)
+def train_critic(config: Config) -> Callable[..., object]:
     """Update the critic towards the returns."""
-    settings, actor = ctx.config.critic, ctx.config.actor_rollout_ref.actor
-    mini_batch = settings.ppo_mini_batch_size or actor.ppo_mini_batch_size
-    metrics = _train(batch, critic, value_objective(ctx.config), ctx, settings.ppo_epochs, mini_batch)
-    return NodeOutput(None, {f"critic/{name}": value for name, value in metrics.items()})
+    critic, objective = config.critic, value_objective(config)
+    num_prompts = critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
+    return _update((*_READS, *objective.reads), "critic", objective, critic.ppo_epochs, num_prompts)
 
 
-@node(
-    writes=(),
-    role=NodeRole.ACTOR,
-    reads=("prompt_ids", "response_ids", "loss_mask"),
-    takes=("actor_rollout_ref.actor.ppo_mini_batch_size",),
-)
-def train_sft(batch: Batch, actor: TrainEngine, ctx: NodeContext) -> NodeOutput:
+@node_factory
+@node(role=NodeRole.ACTOR)
+def train_sft(config: Config) -> Callable[..., object]:
     """Update the policy towards the data set's answers."""
-    size = ctx.config.actor_rollout_ref.actor.ppo_mini_batch_size
-    metrics = _train(batch, actor, sft_objective(ctx.config), ctx, epochs=1, num_prompts=size)
-    return NodeOutput(None, {f"sft/{name}": value for name, value in metrics.items()})
+    objective, num_prompts = sft_objective(config), config.actor_rollout_ref.actor.ppo_mini_batch_size
+    return _update((*_READS, *objective.reads), "sft", objective, 1, num_prompts)
 
 
-def _train(
-    batch: Batch, engine: TrainEngine, objective: LossFn, ctx: NodeContext, epochs: int, num_prompts: int
-) -> dict[str, float]:
-    """Mean of each metric over the optimizer steps; `skipped` is their number."""
+def _update(
+    reads: tuple[str, ...], name: str, objective: LossFn, epochs: int, num_prompts: int, warmup: int = 0
+) -> Callable[..., object]:
+    closed = partial(update, name=name, objective=objective, epochs=epochs, num_prompts=num_prompts, warmup=warmup)
+    return node(writes=(), reads=tuple(dict.fromkeys(reads)))(closed)
+
+
+def update(
+    batch: Batch,
+    engine: TrainEngine,
+    ctx: NodeContext,
+    *,
+    name: str,
+    objective: LossFn,
+    epochs: int,
+    num_prompts: int,
+    warmup: int,
+) -> NodeOutput:
+    """One optimizer step for each mini-batch of `num_prompts` groups in each epoch, from step `warmup` on.
+
+    Metrics are means over the optimizer steps, named `name/...`; `skipped` is their number.
+    """
     rows: dict[str, list[float]] = defaultdict(list)
-    for epoch in range(epochs):
+    for epoch in range(epochs if ctx.step >= warmup else 0):
         for mini_batch in ctx.minibatches(batch, num_prompts, epoch):
             metrics = engine.train_step(mini_batch, objective)
             ctx.after_update(engine, mini_batch, metrics, not rows)
-            for name, value in metrics.items():
-                rows[name].append(value)
-    return {name: sum(v) if name == "skipped" else sum(v) / len(v) for name, v in rows.items()}
+            for metric, value in metrics.items():
+                rows[metric].append(value)
+    return NodeOutput(None, {f"{name}/{k}": sum(v) if k == "skipped" else sum(v) / len(v) for k, v in rows.items()})

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from distflow.flow.ticket import Version
-from distflow.models.decoder import DecoderView
+from distflow.models.decoder import DecoderView, PromptKV
 from distflow.rollout.checks import check_request
 from distflow.rollout.embedded.kv import KVSlots, PromptCache
 from distflow.rollout.embedded.loop import StepLoop, settle
@@ -36,16 +36,16 @@ class _Pending:
 class EmbeddedEngine:
     """A `RolloutEngine` over the module that the trainer holds, or over a copy of it.
 
-    Each draw is fixed by the request's stream, the sample index and the token position. Where the arithmetic of a
-    row depends on its batch (rounding), bit-equality needs the same batches: when no request is left all slots and
-    caches are dropped, so the same requests submitted in the same order while paused, and then resumed, give the
-    same bits, whatever ran before.
+    Each draw is fixed by the request's stream, the sample index and the number of tokens drawn before it. Where the
+    arithmetic of a row depends on its batch (rounding), bit-equality needs the same batches: when no request is left
+    all slots and caches are dropped, so the same requests submitted in the same order while paused, and then resumed,
+    give the same bits, whatever ran before.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         version: Version,
         max_num_seqs: int = 256,
@@ -70,6 +70,8 @@ class EmbeddedEngine:
         self._decoder = DecoderView(model)
         self._shares_weights = shares_weights
         self._recompute_kv = recompute_kv
+        # The step loop's own, down to `_unfinished`: asyncio's thread only posts what is to be done with them. The
+        # numbers alone it draws itself, and nobody else does.
         self._scheduler = Scheduler(max_num_seqs, max_prefill_tokens)
         self._slots = KVSlots()
         self._prompts = PromptCache(prompt_cache_tokens)
@@ -85,7 +87,7 @@ class EmbeddedEngine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._loop.stop()
+        await self._loop.stop()  # no other thread is left that touches what `_fail` clears
         self._fail(RuntimeError("the rollout engine was closed while requests were waiting"))
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -147,7 +149,7 @@ class EmbeddedEngine:
                 slot += len(rows)
         return torch.cat(hidden)
 
-    def _rows_of(self, prefill: Prefill) -> list[tuple[Any, list[int]]]:
+    def _rows_of(self, prefill: Prefill) -> list[tuple[PromptKV, list[int]]]:
         """Forwards with the rows to copy from each, a row for each sequence, in order."""
         places = self._prompts.rows(self.version, prefill.contexts, self._decoder.prefill)
         places = [place for place, starts in zip(places, prefill.starts, strict=True) for _ in starts]

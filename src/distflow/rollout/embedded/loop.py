@@ -37,6 +37,7 @@ class StepLoop:
 
     @property
     def running(self) -> bool:
+        # Set on the busy thread, read on asyncio's, as `stop` is run: it does what was posted in between.
         return self._thread.is_alive() and not self._stopping
 
     def post(self, command: Callable[[], None]) -> None:
@@ -69,6 +70,7 @@ class StepLoop:
 
         await self.call(end)
         self._thread.join()
+        # The engine's threads have ended, so these too overlap with nothing.
         while not self._commands.empty():
             self._attempt(self._commands.get())
 
@@ -108,5 +110,5 @@ def settle(loop: asyncio.AbstractEventLoop, future: "asyncio.Future[T]", outcome
         else:
             future.set_result(outcome)
 
-    if not loop.is_closed():
+    if not loop.is_closed():  # a future is its loop's own: only the loop's thread may settle it
         loop.call_soon_threadsafe(deliver)

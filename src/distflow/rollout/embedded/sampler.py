@@ -127,7 +127,7 @@ def _nucleus_edge(current: Distribution, top_p: float) -> Tensor:
 
 def _uniforms_of(sequences: Rows[Sequence]) -> Tensor:
     keys = np.array([sequence.key for sequence in sequences], dtype=np.uint64)
-    positions = np.array([len(sequence.token_ids) for sequence in sequences], dtype=np.int64)
+    positions = np.array([sequence.num_drawn + len(sequence.token_ids) for sequence in sequences], dtype=np.int64)
     return torch.from_numpy(uniforms(keys, positions))
 
 

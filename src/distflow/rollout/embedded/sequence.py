@@ -20,7 +20,8 @@ class Law(NamedTuple):
 
 @dataclass(eq=False)
 class Sequence:
-    """Compared by identity. key: of its random stream; `request`: which call of `generate` it belongs to."""
+    """Compared by identity. key: of its random stream, in which it has drawn `num_drawn` numbers in earlier turns;
+    request: which call of `generate` it belongs to."""
 
     request: int
     sample: int
@@ -28,6 +29,7 @@ class Sequence:
     params: SamplingParams
     law: Law
     key: int
+    num_drawn: int = 0
     token_ids: list[int] = field(default_factory=list)
     rollout_log_probs: list[float] = field(default_factory=list)
     sampling_log_probs: list[float] = field(default_factory=list)
@@ -67,6 +69,6 @@ def sequences_of(number: int, request: GenerateRequest) -> list[Sequence]:
     params = request.params
     law = Law(params.temperature, params.top_p, params.top_k, params.min_p, params.repetition_penalty, params.greedy)
     return [
-        Sequence(number, sample, request.prompt_ids, params, law, sample_key(request.stream, sample))
+        Sequence(number, sample, request.prompt_ids, params, law, sample_key(request.stream, sample), request.num_drawn)
         for sample in request.samples
     ]

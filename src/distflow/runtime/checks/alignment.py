@@ -10,7 +10,8 @@ def check_alignment(batch: Batch) -> None:
     """Compare columns that were written by different parts.
 
     Raises TrustError where response_mask is not exactly on the tokens that carry a version, loss_mask reaches beyond
-    it, a rollout log-prob is no log-probability, or the samples of a group differ in prompt or ticket.
+    it, a rollout log-prob is no log-probability, a sample's group is not its ticket, or the episodes of a group begin
+    with different prompts. (Later samples of an episode may have others: a conversation that branches.)
     """
     _check_mask(batch)
     _check_log_probs(batch)
@@ -48,13 +49,18 @@ def _check_log_probs(batch: Batch) -> None:
 
 def _check_groups(batch: Batch) -> None:
     prompts: dict[int, tuple[str, torch.Tensor]] = {}
+    begun: set[tuple[int, int]] = set()
     ids = batch.flat("prompt_ids").split(batch.lengths("prompt").tolist())
-    for uid, group, prompt in zip(batch["uid"], batch["group_index"].tolist(), ids, strict=True):
+    groups, episodes = batch["group_index"].tolist(), batch["episode_index"].tolist()
+    for uid, group, episode, prompt in zip(batch["uid"], groups, episodes, ids, strict=True):
         if int(uid.split("-")[0]) != group:
             raise TrustError(f"sample {uid} carries group_index {group}: a node mixed up groups")
+        if (group, episode) in begun:
+            continue
+        begun.add((group, episode))
         first_uid, first = prompts.setdefault(group, (uid, prompt))
         if not torch.equal(prompt, first):
-            raise TrustError(f"samples {first_uid} and {uid} are one group but have different prompts")
+            raise TrustError(f"the episodes of samples {first_uid} and {uid} are one group but begin differently")
 
 
 def _where(batch: Batch, wrong: torch.Tensor) -> tuple[str, int]:

@@ -10,6 +10,8 @@ from distflow.data.sample import Sample, Segment
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine, SamplingParams, Stream
 from distflow.runtime.checks import TrustError
 from distflow.runtime.checks.mismatch import Tolerance, mismatch
+from distflow.runtime.resources import Resources
+from distflow.runtime.spec import Spec
 from distflow.training.engine import TrainEngine
 
 
@@ -77,6 +79,20 @@ class Canary:
         results = await asyncio.gather(*(self.rollout.generate(request) for request in requests))
         pairs = zip(requests, results, strict=True)
         return Batch.from_samples([_sample(row, *pair) for row, pair in enumerate(pairs)])
+
+
+def make_canary(spec: Spec, resources: Resources) -> Canary:
+    """Of a worker that trains and generates."""
+    assert resources.rollout is not None and resources.actor is not None
+    return Canary(
+        resources.rollout,
+        resources.actor,
+        [tuple(row.prompt_ids) for row in spec.rows[: Canary.NUM_PROMPTS]],
+        replace(spec.sampling, stop_token_ids=resources.stop_token_ids),
+        spec.tolerance,
+        spec.options.canary_freq,
+        spec.shares_weights,
+    )
 
 
 def _sample(row: int, request: GenerateRequest, result: GenerateResult) -> Sample:

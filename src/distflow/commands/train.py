@@ -1,0 +1,48 @@
+"""`distflow train`: a run by a preset or a YAML file."""
+
+import argparse
+from typing import TYPE_CHECKING, cast
+
+from distflow import __version__
+from distflow.commands.config_arguments import add_config_arguments
+from distflow.config.functions import load
+from distflow.config.names import LAUNCHERS
+
+if TYPE_CHECKING:
+    from distflow.runtime.spec import Launch
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_arguments(parser)
+    add_resume_arguments(parser)
+
+
+def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--resume", metavar="auto|never|PATH", help="where to go on from (default: auto)")
+    parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help="may differ on resume")
+
+
+def say(line: str) -> None:
+    """At once, also where standard output is a file."""
+    print(line, flush=True)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from distflow.config import describe, load_config
+
+    if arguments.command == "sft" and "=" in arguments.preset:  # it was left out, and this is the first override
+        arguments.preset, arguments.overrides = "sft", [arguments.preset, *arguments.overrides]
+    say(f"distflow {__version__} · {arguments.preset}")
+    loaded = load_config(arguments.preset, arguments.overrides)
+    for line in describe(loaded.config):
+        say(line)
+    from distflow.pipelines.spec import make_spec
+
+    spec = make_spec(loaded, say)
+    launch = cast("Launch", load(LAUNCHERS[spec.options.launcher].target))
+    outcome = launch(spec, resume=arguments.resume, allow_change=tuple(arguments.allow_change), say=say)
+    if outcome.accuracy_before is not None and outcome.accuracy_after is not None:
+        print(f"accuracy before RL: {outcome.accuracy_before:.2f}")
+        print(f"accuracy after RL: {outcome.accuracy_after:.2f}")
+    print(f"report: {outcome.report}")
+    return 0

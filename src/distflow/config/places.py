@@ -1,0 +1,28 @@
+"""Which line of the user's own code an error came from."""
+
+import functools
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+
+import distflow
+
+
+def users_place(error: BaseException) -> str | None:
+    """File and line of the innermost frame that is neither ours nor a library's; None where there is none."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename.startswith("/") and not frame.filename.startswith(_library_folders()):
+            return f"{Path(frame.filename).name}:{frame.lineno}"
+    return None
+
+
+@functools.cache
+def _library_folders() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    found = {
+        str(Path(distflow.__file__).parent),
+        sys.prefix,
+        *(paths[kind] for kind in ("stdlib", "purelib", "platlib")),
+    }
+    return tuple(f"{folder}/" for folder in found)

@@ -1,0 +1,44 @@
+"""What a column is that nobody registered, and whether columns of two batches are the same."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from distflow.graph.fields import Axis, Field
+
+Column = Tensor | list[object]
+Written = Tensor | NDArray[np.generic] | Sequence[object]
+Shapes = Mapping[Axis, tuple[tuple[int, ...], ...]]
+
+
+def guess_field(name: str, value: Written, shapes: Shapes) -> Field:
+    """The field of a column that was never registered: told by its shape, or plain objects where it has none.
+
+    shapes: what a column of each axis may look like. Raises ValueError where the shape fits none or several.
+    """
+    if not isinstance(value, Tensor | np.ndarray):
+        return Field(name, "object", Axis.OBJECT)
+    tensor = torch.as_tensor(value)
+    shape = tuple(tensor.shape)
+    fitting = [axis for axis, wanted in shapes.items() if shape in wanted]
+    if len(fitting) == 1:
+        return Field(name, str(tensor.dtype).removeprefix("torch."), fitting[0])
+    told = "; ".join(f"{axis.value}: {' or '.join(map(str, shapes[axis]))}" for axis in fitting or shapes)
+    raise ValueError(
+        f"column '{name}' of shape {shape} fits {'more than one' if fitting else 'no'} axis of this batch ({told}): "
+        f"say what it is, once, by register_field('{name}', dtype=..., axis=...)"
+    )
+
+
+def check_same_fields(ours: Mapping[str, Field], theirs: Mapping[str, Field]) -> None:
+    """Raises ValueError where a column that both have differs in dtype or axis."""
+    different = [name for name in ours if name in theirs and ours[name] != theirs[name]]
+    if different:
+        name = different[0]
+        raise ValueError(
+            f"column '{name}' is {ours[name]} in one batch and {theirs[name]} in another: write the same in both, or "
+            f"say what it is by register_field('{name}', dtype=..., axis=...)"
+        )

@@ -1,0 +1,130 @@
+"""Encoded rows in the run's folder: written once, and mapped into memory by every process that needs some."""
+
+import json
+import zlib
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import overload
+
+import pyarrow
+
+from distflow.config.errors import UserError
+from distflow.data.arrow import CHUNK_ROWS, metadata_of, write_arrow
+from distflow.data.prompts import PromptRow, PromptSet
+
+_FORMAT = "prompts 1"
+_IDS = pyarrow.list_(pyarrow.int32())
+# What is neither ids nor checksum is one JSON text: exact, whatever its types.
+_SCHEMA = pyarrow.schema(
+    {"prompt_ids": _IDS, "response_ids": _IDS, "rest": pyarrow.string(), "crc32": pyarrow.uint32()}
+)
+
+
+def write_encoded(prompts: PromptSet, run_folder: Path, name: str) -> Path:
+    """The file `data/NAME-FINGERPRINT.arrow` of the run, written unless it is there already. Raises OSError."""
+    fingerprint = prompts.fingerprint()
+    file = run_folder / "data" / f"{name}-{fingerprint[:12]}.arrow"
+    header = json.dumps([_FORMAT, fingerprint, len(prompts), prompts.domains]).encode()
+    metadata = {b"header": header, b"crc32": _digits(header)}
+    if metadata_of(file) != metadata:
+        schema = _SCHEMA.with_metadata(metadata)
+        write_arrow(file, schema, _batches(prompts, schema))
+    return file
+
+
+class EncodedRows(Sequence[PromptRow]):
+    """The rows of a `PromptSet` that `write_encoded` wrote, each decoded when it is asked for.
+
+    It is pickled as its path. Raises UserError where the file is not one of `write_encoded`, and where a row is asked
+    for that is not as it was written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self._checked: dict[int, pyarrow.RecordBatch] = {}
+        try:
+            self._reader = pyarrow.ipc.open_file(pyarrow.memory_map(str(path)))
+        except (pyarrow.ArrowException, OSError) as err:
+            raise self._damaged(str(err)) from err
+        metadata = self._reader.schema.metadata or {}
+        header = metadata.get(b"header", b"")
+        if metadata.get(b"crc32") != _digits(header) or not self._reader.schema.equals(_SCHEMA):
+            raise self._damaged("it is another kind of file")
+        found, self._fingerprint, self._num_rows, self._domains = json.loads(header)
+        if found != _FORMAT:
+            raise self._damaged(f"it is written as '{found}', not as '{_FORMAT}'")
+        if self._reader.num_record_batches != -(-self._num_rows // CHUNK_ROWS):
+            raise self._damaged(f"it should hold {self._num_rows} rows")
+
+    def __reduce__(self) -> tuple[type["EncodedRows"], tuple[Path]]:
+        return EncodedRows, (self.path,)
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    @overload
+    def __getitem__(self, index: int) -> PromptRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PromptRow]: ...
+    def __getitem__(self, index: int | slice) -> PromptRow | list[PromptRow]:
+        if isinstance(index, slice):
+            return [self._row(i) for i in range(len(self))[index]]
+        return self._row(range(len(self))[index])
+
+    @property
+    def domains(self) -> list[str]:
+        """Sorted, each once."""
+        return list(self._domains)
+
+    def fingerprint(self) -> str:
+        """That of the `PromptSet`."""
+        return str(self._fingerprint)
+
+    def _row(self, index: int) -> PromptRow:
+        prompt, response, rest, crc32 = (column[index % CHUNK_ROWS] for column in self._batch(index // CHUNK_ROWS))
+        prompt_ids = tuple(prompt.values.to_numpy().tolist())
+        response_ids = tuple(response.values.to_numpy().tolist()) if response.is_valid else None
+        if crc32.as_py() != _crc32(prompt_ids, response_ids, rest.as_py()):
+            raise self._damaged(f"row {index} is not as it was written")
+        text, answer, domain, extra_info, origin = json.loads(rest.as_py())
+        return PromptRow(index, prompt_ids, text, answer, domain, extra_info, response_ids, origin)
+
+    def _batch(self, number: int) -> pyarrow.RecordBatch:
+        """Its offsets are checked before anything is read through them."""
+        if number not in self._checked:
+            try:
+                batch = self._reader.get_batch(number)
+                batch.validate(full=True)
+            except (pyarrow.ArrowException, OSError) as err:
+                raise self._damaged(f"near row {number * CHUNK_ROWS}: {err}") from err
+            if batch.num_rows != min(CHUNK_ROWS, len(self) - number * CHUNK_ROWS):
+                raise self._damaged(f"near row {number * CHUNK_ROWS}: {batch.num_rows} rows")
+            self._checked[number] = batch
+        return self._checked[number]
+
+    def _damaged(self, why: str) -> UserError:
+        return UserError(
+            f"the encoded data '{self.path}' cannot be used: {why}. Delete the file and start the run again, which "
+            "writes it anew"
+        )
+
+
+def _batches(prompts: PromptSet, schema: pyarrow.Schema) -> Iterator[pyarrow.RecordBatch]:
+    for start in range(0, len(prompts), CHUNK_ROWS):
+        rows = prompts[start : start + CHUNK_ROWS]
+        rest = [json.dumps([r.prompt_text, r.ground_truth, r.domain, r.extra_info, r.origin]) for r in rows]
+        checksums = [_crc32(row.prompt_ids, row.response_ids, text) for row, text in zip(rows, rest, strict=True)]
+        columns = [[row.prompt_ids for row in rows], [row.response_ids for row in rows], rest, checksums]
+        arrays = [pyarrow.array(values, field.type) for values, field in zip(columns, schema, strict=True)]
+        yield pyarrow.record_batch(arrays, schema=schema)
+
+
+def _crc32(prompt_ids: Sequence[int], response_ids: Sequence[int] | None, rest: str) -> int:
+    """Of a row's content. The number of prompt ids starts it off, so that no id can change sides."""
+    ids = array("i", (*prompt_ids, *(response_ids or ())))
+    return zlib.crc32(rest.encode(), zlib.crc32(ids.tobytes(), len(prompt_ids)))
+
+
+def _digits(header: bytes) -> bytes:
+    return str(zlib.crc32(header)).encode()

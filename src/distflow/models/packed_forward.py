@@ -1,0 +1,68 @@
+"""A model's whole pass over packed sequences, embedding to log-probs, as one method of the model.
+
+What wraps a model to gather or move its weights around a forward (FSDP2's `register_fsdp_forward_method`, say) sees one
+call that uses all of them, the output head included.
+"""
+
+from dataclasses import dataclass
+from types import MethodType
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from distflow.models.heads import output_head, token_values, unwrapped
+from distflow.models.log_probs import token_log_probs
+from distflow.models.packed import packed_hidden_states
+from distflow.models.rows import take_rows
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """Packed sequences on the model's device.
+
+    input_ids: int64 `(tokens,)`, at least one. lengths: int64 `(sequences,)` of them, on the CPU. predicting: int64
+    `(n,)`, the positions whose outputs are wanted, each once. targets: int64 `(n,)`, the tokens that follow them.
+    """
+
+    input_ids: Tensor
+    lengths: Tensor
+    predicting: Tensor
+    targets: Tensor
+
+
+class PackedForward(Protocol):
+    """The method that `attach_packed_forward` gives to a model."""
+
+    def __call__(self, inputs: ModelInputs, outputs: tuple[str, ...], *, temperature: float) -> dict[str, Tensor]: ...
+
+
+def attach_packed_forward(model: nn.Module) -> None:
+    """Give the model its method `packed_forward`; an adapter's wrapper hands it on, a copy of the model has its own."""
+    model.packed_forward = MethodType(packed_forward, model)  # type: ignore[assignment]  # nn.Module declares no methods
+
+
+def packed_forward(
+    model: nn.Module, inputs: ModelInputs, outputs: tuple[str, ...], *, temperature: float
+) -> dict[str, Tensor]:
+    """The wanted outputs at the predicting positions, each `(n,)`, with gradient.
+
+    outputs: of "log_probs" (of the targets, under softmax(logits / temperature)), "entropy" (of the same
+    distribution), "values".
+    """
+    hidden = take_rows(packed_hidden_states(model, inputs.input_ids, inputs.lengths), inputs.predicting)
+    found: dict[str, Tensor] = {}
+    if "values" in outputs:
+        found["values"] = token_values(model, hidden)
+    if "log_probs" in outputs or "entropy" in outputs:
+        log_probs, entropy = token_log_probs(
+            output_head(model),
+            hidden,
+            inputs.targets,
+            temperature=temperature,
+            vocabulary=unwrapped(model).config.get_text_config().vocab_size,
+            with_entropy="entropy" in outputs,
+        )
+        found["log_probs"] = log_probs
+        if entropy is not None:
+            found["entropy"] = entropy
+    return {name: found[name] for name in outputs}

@@ -1,0 +1,357 @@
+"""From the config to factories of engines and services. The config is read here, once; what a factory carries is plain
+values and functions of modules, so that it can be sent to the worker that builds the part."""
+
+import copy
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from typing import NotRequired, TypedDict, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from distflow.config import Config
+from distflow.config.actor import OptimConfig
+from distflow.config.errors import UserError
+from distflow.config.functions import load
+from distflow.config.names import ROLLOUT_ENGINES, TRAIN_ENGINES
+from distflow.config.program import is_rl, optimizer_steps
+from distflow.flow.ticket import Version
+from distflow.models.loading import Init, load_model
+from distflow.models.lora import add_lora
+from distflow.models.tokenizer import load_tokenizer, stop_token_ids
+from distflow.models.value_head import load_value_model
+from distflow.rewards.router import Overlong, RewardRouter
+from distflow.rollout.engine import RolloutEngine
+from distflow.runtime.spec import Factory, Get
+from distflow.training.engine import TrainEngine
+from distflow.training.optim import make_optimizer
+from distflow.training.schedule import make_schedule
+from distflow.training.scorer import TorchScorer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Options = dict[str, object]
+"""Keyword arguments of a constructor that is found by name, plain values."""
+
+
+class Source(TypedDict):
+    """Arguments of `load_model` and `load_value_model`: which model, whose weights."""
+
+    path: str
+    init: Init
+    seed: int
+    revision: str | None
+    trust_remote_code: bool
+    gguf_file: str | None
+
+
+class Lora(TypedDict):
+    """Arguments of `add_lora`."""
+
+    rank: int
+    alpha: float
+    target_modules: str | list[str]
+    seed: int
+
+
+class OptimizerOptions(TypedDict):
+    """Arguments of `make_optimizer`."""
+
+    name: str
+    lr: float
+    weight_decay: float
+    betas: NotRequired[tuple[float, float]]
+    eps: NotRequired[float]
+
+
+class ScheduleOptions(TypedDict):
+    """Arguments of `make_schedule`."""
+
+    name: str
+    total_steps: int
+    warmup_ratio: NotRequired[float]
+    warmup_steps: NotRequired[int]
+    min_lr_ratio: NotRequired[float]
+
+
+class Optim(TypedDict):
+    """How an engine takes its steps."""
+
+    optimizer: OptimizerOptions
+    schedule: ScheduleOptions
+
+
+class ScorerOptions(TypedDict):
+    """Arguments of `TorchScorer`, which train engines take as well."""
+
+    max_tokens_per_micro_batch: int
+    temperature: float
+    compute_dtype: torch.dtype
+
+
+class Trainer(TypedDict):
+    """A train engine but for its model. engine: "module:Class". options: of its constructor."""
+
+    engine: str
+    optim: Optim
+    options: Options
+
+
+def make_factories(
+    config: Config, engines: Collection[str], services: Collection[str], steps: int
+) -> dict[str, Factory]:
+    """Of these, and of what they are made of. steps: training steps of the whole run."""
+    factories: dict[str, Factory] = {
+        "policy": partial(_policy, source=_policy_source(config), lora=_lora(config)),
+        "tokenizer": partial(_alone, make=_tokenizer_loader(config)),
+        "stop_token_ids": _stop_token_ids,
+    }
+    if "actor" in engines:
+        factories["actor"] = partial(_actor, **_actor_trainer(config, steps))
+    if "critic" in engines:
+        factories["critic"] = partial(_critic, source=_critic_source(config), **_critic_trainer(config, steps))
+    if "ref" in engines:
+        source = None if config.actor_rollout_ref.model.lora_rank else _policy_source(config)
+        factories["ref"] = partial(_reference, source=source, options=_scorer_options(config))
+    if "rollout" in engines:
+        factories["rollout"] = _rollout_factory(config)
+    if "judge" in services:
+        factories["judge"] = partial(_alone, make=_router(config))
+    return factories
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    """What models compute in; weights that are trained are float32 always."""
+    return DTYPES[config.actor_rollout_ref.model.dtype]
+
+
+def choose_device(config: Config) -> torch.device:
+    """The device that `trainer.device` means on this machine. Raises UserError where it has none of that kind."""
+    wanted = config.trainer.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("trainer.device=cuda, but torch finds no CUDA device here: set trainer.device=auto or cpu")
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
+
+
+def load_policy(config: Config, device: torch.device) -> nn.Module:
+    """The model that is trained, with its adapter where one is asked for. Raises UserError naming the key."""
+    return _load_policy(_policy_source(config), _lora(config), device)
+
+
+def load_policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """The policy's tokenizer. Raises UserError naming the key where there is none."""
+    return _tokenizer_loader(config)()
+
+
+# What each factory carries.
+
+
+def _policy_source(config: Config) -> Source:
+    return _source(config, config.actor_rollout_ref.model.path)
+
+
+def _source(config: Config, path: str | None) -> Source:
+    settings = config.actor_rollout_ref.model
+    assert path is not None, "the config's rules see to it"
+    local = path.startswith(("builtin:", "package:")) or Path(path).expanduser().is_dir()
+    return {
+        "path": path,
+        "init": "random" if settings.init == "random" else "pretrained",
+        "seed": config.trainer.seed,
+        "revision": None if local else settings.revision,
+        "trust_remote_code": settings.trust_remote_code,
+        "gguf_file": settings.gguf_file,
+    }
+
+
+def _lora(config: Config) -> Lora | None:
+    settings = config.actor_rollout_ref.model
+    if not settings.lora_rank:
+        return None
+    targets = settings.target_modules
+    return {
+        "rank": settings.lora_rank,
+        "alpha": settings.lora_alpha,
+        "target_modules": targets if isinstance(targets, str) else list(targets),
+        "seed": config.trainer.seed,
+    }
+
+
+def _tokenizer_loader(config: Config) -> Callable[[], PreTrainedTokenizerBase]:
+    settings, source = config.actor_rollout_ref.model, _policy_source(config)
+    own = settings.tokenizer_path is None
+    return partial(
+        _load_tokenizer,
+        settings.tokenizer_path or source["path"],
+        key=f"actor_rollout_ref.model.{'path' if own else 'tokenizer_path'}",
+        revision=source["revision"] if own else None,
+        trust_remote_code=source["trust_remote_code"],
+        gguf_file=source["gguf_file"] if own else None,
+    )
+
+
+def _actor_trainer(config: Config, steps: int) -> Trainer:
+    actor = config.actor_rollout_ref.actor
+    optim = _optim(actor.optim, optimizer_steps(config, "actor", steps))
+    return _trainer(config, optim, actor.ppo_max_token_len_per_gpu, actor.max_grad_norm)
+
+
+def _critic_trainer(config: Config, steps: int) -> Trainer:
+    critic = config.critic
+    optim = _optim(critic.optim, optimizer_steps(config, "critic", steps))
+    max_tokens = critic.ppo_max_token_len_per_gpu or config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+    return _trainer(config, optim, max_tokens, critic.max_grad_norm)
+
+
+def _trainer(config: Config, optim: Optim, max_tokens: int, max_grad_norm: float | None) -> Trainer:
+    settings = config.actor_rollout_ref
+    return {
+        "engine": TRAIN_ENGINES[settings.actor.strategy].target,
+        "optim": optim,
+        "options": {
+            **_scorer_options(config, max_tokens),
+            "max_grad_norm": max_grad_norm,
+            "gradient_checkpointing": settings.model.enable_gradient_checkpointing,
+        },
+    }
+
+
+def _critic_source(config: Config) -> Source:
+    path = config.critic.model.path
+    if path is None:
+        return _policy_source(config)
+    # What is said of the actor's file, commit and weights does not hold for another model.
+    return {**_source(config, path), "gguf_file": None, "revision": None, "init": "pretrained"}
+
+
+def _scorer_options(config: Config, max_tokens: int | None = None) -> ScorerOptions:
+    settings = config.actor_rollout_ref
+    if max_tokens is None:
+        max_tokens = settings.ref.log_prob_max_token_len_per_gpu or settings.actor.ppo_max_token_len_per_gpu
+    return {
+        "max_tokens_per_micro_batch": max_tokens,
+        "temperature": settings.rollout.temperature if is_rl(config) else 1.0,
+        "compute_dtype": compute_dtype(config),
+    }
+
+
+def _optim(optim: OptimConfig, updates: int) -> Optim:
+    """updates: optimizer steps of the whole run."""
+    optimizer: OptimizerOptions = {"name": optim.optimizer, "lr": optim.lr, "weight_decay": optim.weight_decay}
+    if optim.optimizer != "sgd":
+        optimizer |= {"betas": optim.betas, "eps": optim.eps}
+    schedule: ScheduleOptions = {"name": optim.scheduler, "total_steps": max(updates, 1)}
+    if optim.scheduler != "constant":
+        schedule |= {"warmup_ratio": optim.warmup_ratio, "warmup_steps": optim.lr_warmup_steps}
+        schedule |= {"min_lr_ratio": optim.min_lr_ratio}
+    return {"optimizer": optimizer, "schedule": schedule}
+
+
+def _rollout_factory(config: Config) -> Factory:
+    """The engine's class says by its keyword-only parameters which keys of `rollout` it takes."""
+    settings, target = config.actor_rollout_ref.rollout, ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name].target
+    parameters = signature(cast(Callable[..., object], load(target))).parameters.values()
+    taken = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in dir(settings)]
+    return partial(
+        _rollout,
+        engine=target,
+        dtype=compute_dtype(config),
+        source=_policy_source(config) if config.actor_rollout_ref.model.lora_rank else None,
+        options={name: getattr(settings, name) for name in taken},
+    )
+
+
+def _router(config: Config) -> Callable[[], RewardRouter]:
+    settings, custom = config.reward, config.custom_reward_function
+    return partial(
+        RewardRouter,
+        settings.functions,
+        timeout_s=settings.timeout_s,
+        num_workers=settings.num_workers,
+        overlong=Overlong(settings.overlong.buffer_tokens, settings.overlong.factor),
+        max_response_length=config.data.max_response_length,
+        custom=(custom.path, custom.name) if custom.path else None,
+    )
+
+
+# What they build, on the worker.
+
+
+def _alone(get: Get, device: torch.device, make: Callable[[], object]) -> object:
+    """A part that is made of no other."""
+    return make()
+
+
+def _policy(get: Get, device: torch.device, source: Source, lora: Lora | None) -> nn.Module:
+    return _load_policy(source, lora, device)
+
+
+def _load_policy(source: Source, lora: Lora | None, device: torch.device) -> nn.Module:
+    with _blaming("actor_rollout_ref.model.path"):
+        model = load_model(**source, device=device)
+    return add_lora(model, **lora) if lora else model
+
+
+def _load_tokenizer(
+    path: str, key: str, revision: str | None, trust_remote_code: bool, gguf_file: str | None
+) -> PreTrainedTokenizerBase:
+    with _blaming(key):
+        return load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
+
+
+def _stop_token_ids(get: Get, device: torch.device) -> tuple[int, ...]:
+    return stop_token_ids(get("policy"), get("tokenizer"))
+
+
+def _actor(get: Get, device: torch.device, engine: str, optim: Optim, options: Options) -> TrainEngine:
+    return _train_engine(get, get("policy"), engine, optim, options)
+
+
+def _critic(get: Get, device: torch.device, source: Source, engine: str, optim: Optim, options: Options) -> TrainEngine:
+    return _train_engine(get, load_value_model(**source, device=device), engine, optim, options)
+
+
+def _train_engine(get: Get, model: nn.Module, engine: str, optim: Optim, options: Options) -> TrainEngine:
+    return cast(Callable[..., TrainEngine], load(engine))(
+        model,
+        optimizer=make_optimizer(parameters=model.parameters(), **optim["optimizer"]),
+        schedule=make_schedule(**optim["schedule"]),
+        group=get("collective"),
+        **options,
+    )
+
+
+def _reference(get: Get, device: torch.device, source: Source | None, options: ScorerOptions) -> TorchScorer:
+    """The policy as it was before training; with an adapter that is the policy with the adapter switched off."""
+    model = get("policy") if source is None else load_model(**source, device=device).requires_grad_(False)
+    return TorchScorer(model, without_adapter=source is None, group=get("collective"), **options)
+
+
+def _rollout(
+    get: Get, device: torch.device, engine: str, dtype: torch.dtype, source: Source | None, options: Options
+) -> RolloutEngine:
+    """On the trainer's own storage where that is on this worker and both compute in the stored dtype (float32); else on
+    a copy, without an adapter: its weights arrive merged.
+
+    source: of the model without the adapter, None where there is none.
+    """
+    shares = dtype is torch.float32 and get.planned("actor")
+    if shares:
+        model: nn.Module = get("policy")
+    else:
+        plain: nn.Module = load_model(**source, device=device) if source else copy.deepcopy(get("policy"))
+        model = plain.to(dtype).requires_grad_(False)
+    make = cast(Callable[..., RolloutEngine], load(engine))
+    return make(model, get("tokenizer"), version=Version(0, 0), shares_weights=shares, **options)
+
+
+@contextmanager
+def _blaming(key: str) -> Iterator[None]:
+    """Say which key it was that named what cannot be loaded."""
+    try:
+        yield
+    except UserError as err:
+        raise UserError(f"{key}: {err}") from err

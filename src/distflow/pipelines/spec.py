@@ -1,0 +1,329 @@
+"""From a config to the spec of a run. Whatever can be wrong with a run is found here, the cheap things first."""
+
+import hashlib
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from distflow.algorithms.objective import PolicyObjective
+from distflow.algorithms.registry import describe_estimator
+from distflow.config import Config, Loaded, describe
+from distflow.config.errors import UserError
+from distflow.config.functions import LoadError, load_modules
+from distflow.config.program import is_rl
+from distflow.config.watch import peek, watch
+from distflow.data.encoded import EncodedRows, write_encoded
+from distflow.data.prompts import PROMPT_FIELDS, PromptSet
+from distflow.flow.data_plan import DataPlan
+from distflow.flow.order import total_steps
+from distflow.graph import NodeRole, Program
+from distflow.observe.run_folder import claimed
+from distflow.pipelines.data_sets import DataSource, check_batch, held_out_source, train_source
+from distflow.pipelines.factories import choose_device, compute_dtype, load_policy_tokenizer, make_factories
+from distflow.pipelines.inert import refuse_inert_keys
+from distflow.pipelines.objectives import loss_terms
+from distflow.pipelines.select import select_pipeline
+from distflow.pipelines.travel import check_importable, check_pickles
+from distflow.planning.plan import check_plan, plan_local
+from distflow.rewards.router import check_domains
+from distflow.rollout.engine import SamplingParams
+from distflow.runtime.checks.mismatch import Tolerance
+from distflow.runtime.disk import writing_to
+from distflow.runtime.spec import Factory, RunOptions, Spec, ValidationSet
+
+_MAX_THREADS = 1024
+Say = Callable[[str], None]
+
+
+def make_spec(loaded: Loaded, say: Say) -> Spec:
+    """say: told one line at a time what is being loaded. Raises UserError or PipelineError."""
+    config, reading = loaded.config, read_config(loaded)
+    rows = reading.train.read(config.trainer.run_dir)
+    held_out_rows = reading.held_out.read(config.trainer.run_dir) if reading.held_out else None
+    tokenizer = load_policy_tokenizer(config)
+    prompts = reading.train.encode(rows, tokenizer)
+    check_batch(prompts, config.data.train_batch_size)
+    held_out = reading.held_out.encode(held_out_rows, tokenizer) if reading.held_out and held_out_rows else None
+    for name, found in (("train", prompts), ("validation", held_out)):
+        if found is not None:
+            say(f"{name} data: {', '.join(found.report.lines())}")
+            if "judge" in reading.program.services:
+                check_domains(config.reward.functions, found.domains)
+    if is_rl(config):
+        say(f"advantages: {describe_estimator(config.algorithm.adv_estimator, _estimator_options(reading.program))}")
+    with writing_to(config.trainer.run_dir), claimed(config.trainer.run_dir):
+        spec = _spec(loaded, reading.program, prompts, held_out, tokenizer)
+    check_plan(spec.plan, reading.program)
+    check_pickles(spec)
+    return spec
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the config alone says."""
+
+    program: Program
+    train: DataSource
+    held_out: DataSource | None
+
+
+def read_config(loaded: Loaded) -> Reading:
+    """Bind the program, and read every key that the run uses. Raises UserError for one that was set and is not read.
+
+    The rest of a spec is made twice, here to see what it reads, before any file is opened.
+    """
+    config, reads = watch(loaded.config)
+    fix_threads(config)
+    import_user_modules(config)
+    program = bind(config)
+    judged = "judge" in program.services
+    train, held_out = train_source(config, judged), held_out_source(config, judged)
+    _settings(config, program, num_rows=1)
+    _run_options(config, program)
+    _validation_params(config, _sampling(config))
+    choose_device(config)
+    refuse_inert_keys(loaded, reads, program)
+    check_importable(loaded.config)
+    return Reading(program, train, held_out)
+
+
+def bind(config: Config) -> Program:
+    """The program of a config, bound to it and to the columns that data sets have."""
+    return select_pipeline(config).bind(config, PROMPT_FIELDS)
+
+
+def rebuild(config: Config) -> Program:
+    """The same on a worker, which has its threads to set and the user's modules to import first."""
+    fix_threads(config)
+    import_user_modules(config)
+    return bind(config)
+
+
+def fix_threads(config: Config) -> None:
+    """Once, before any thread starts: results are bit-equal for one number of threads only."""
+    threads = config.trainer.num_threads
+    if threads is None:
+        return
+    if threads > _MAX_THREADS:
+        raise UserError(f"trainer.num_threads={threads}: set it to at most the cores of this machine, {os.cpu_count()}")
+    torch.set_num_threads(threads)
+
+
+def import_user_modules(config: Config) -> None:
+    """Those of `trainer.imports`, which register estimators, losses, columns."""
+    try:
+        load_modules(config.trainer.imports)
+    except LoadError as err:
+        raise UserError(f"trainer.imports: {err}") from err
+
+
+def _spec(
+    loaded: Loaded,
+    program: Program,
+    prompts: PromptSet,
+    held_out: PromptSet | None,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Spec:
+    config, run_dir = loaded.config, loaded.config.trainer.run_dir
+    sampling = _sampling(config)
+    return Spec(
+        config=config,
+        text=loaded.text,
+        options=_run_options(config, program),
+        program=partial(rebuild, config),
+        plan=plan_local(program, str(choose_device(config))),
+        rows=EncodedRows(write_encoded(prompts, run_dir, "train")),
+        validation=_validation(config, held_out, sampling),
+        sampling=sampling,
+        facts=_facts(prompts, tokenizer),
+        description=_description(config, prompts, held_out),
+        **_settings(config, program, len(prompts)),
+    )
+
+
+class _Settings(TypedDict):
+    """Fields of the spec that need nothing but the config and the number of rows."""
+
+    data: DataPlan
+    factories: Mapping[str, Factory]
+    weight_dtype: torch.dtype
+    shares_weights: bool
+    sends_weights: bool
+    tolerance: Tolerance
+    ratio_limit: float
+    loss_terms: tuple[str, ...]
+
+
+def _settings(config: Config, program: Program, num_rows: int) -> _Settings:
+    exact = compute_dtype(config) is torch.float32
+    data = data_plan(config, num_rows)
+    return {
+        "data": data,
+        "factories": make_factories(config, program.engines, program.services, data.total_steps),
+        "weight_dtype": compute_dtype(config),
+        "shares_weights": exact,
+        "sends_weights": not (exact and config.actor_rollout_ref.model.lora_rank > 0),
+        "tolerance": Tolerance.of(exact),
+        "ratio_limit": 1e-4 if exact else 0.05,
+        "loss_terms": loss_terms(config) if _trains_by_policy_loss(program) else (),
+    }
+
+
+def _trains_by_policy_loss(program: Program) -> bool:
+    """Whether a node of it is what `train_actor` makes: only that one reports the terms of its loss."""
+    updates = [node.fn for node in program.learning if isinstance(node.fn, partial)]
+    return any(isinstance(fn.keywords.get("objective"), PolicyObjective) for fn in updates)
+
+
+def data_plan(config: Config, num_rows: int) -> DataPlan:
+    """What the run draws from its data. total_training_steps may cut the epochs short, or go on beyond them."""
+    data, trainer = config.data, config.trainer
+    steps, epochs = trainer.total_training_steps, trainer.total_epochs
+    plan = DataPlan(
+        num_rows=num_rows,
+        consumer_batch=data.train_batch_size,
+        group_size=config.actor_rollout_ref.rollout.n if is_rl(config) else 1,
+        total_tickets=None if steps else epochs * num_rows,
+        total_steps=steps or total_steps(epochs, num_rows, data.train_batch_size),
+        seed=data.seed if data.shuffle else 0,
+        shuffle=data.shuffle,
+        max_concurrent=config.async_.max_concurrent_rollouts,
+    )
+    if not is_rl(config):
+        return plan
+    filters = config.algorithm.filter_groups
+    return replace(
+        plan,
+        max_staleness=config.async_.max_staleness,
+        max_num_gen_batches=filters.max_num_gen_batches,
+        when_exhausted="continue" if filters.when_exhausted == "continue" else "error",
+    )
+
+
+def _run_options(config: Config, program: Program) -> RunOptions:
+    trainer, trust = config.trainer, config.trust
+    has_val = bool(config.data.val_files)
+    return RunOptions(
+        seed=trainer.seed,
+        update_frequency=config.actor_rollout_ref.actor.model_update_frequency if "rollout" in program.engines else 1,
+        val_before_train=trainer.val_before_train,
+        # Off is always understood; a frequency means something only where there is something to validate on.
+        test_freq=trainer.test_freq if has_val or peek(trainer).test_freq <= 0 else 0,
+        save_freq=trainer.save_freq,
+        keep_last=trainer.keep_last if trainer.save_freq > 0 else None,
+        keep_best=trainer.keep_best_metric if trainer.keep_best else None,
+        save_groups=trainer.save_groups,
+        save_groups_last=trainer.save_groups_last,
+        logger=trainer.logger,
+        launcher=trainer.launcher,
+        resume=trainer.resume_mode,
+        run_dir=trainer.run_dir,
+        project=trainer.project_name,
+        experiment=trainer.experiment_name,
+        enable_perf=config.dag.enable_perf,
+        timeout_s=config.reward.timeout_s if _has_deadline(program) else peek(config).reward.timeout_s,
+        canary_freq=_canary_freq(config, program),
+        certify=trust.certify_rewards if "judge" in program.services else False,
+        max_skipped=trust.max_skipped_updates,
+        unmoved_after=trust.unmoved_after,
+    )
+
+
+def _has_deadline(program: Program) -> bool:
+    return any(not node.contract.is_async for node in program.experience)
+
+
+def _canary_freq(config: Config, program: Program) -> int:
+    """On shared weights the engine is compared at the start only, so that the number means nothing beyond on or off."""
+    if "rollout" not in program.engines:
+        return 0
+    plain = peek(config).trust.canary_freq
+    return 1 if plain > 0 and compute_dtype(config) is torch.float32 else config.trust.canary_freq
+
+
+def _sampling(config: Config) -> SamplingParams:
+    if not is_rl(config):
+        return SamplingParams(config.data.max_response_length)
+    settings = config.actor_rollout_ref.rollout
+    return SamplingParams(
+        config.data.max_response_length,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        min_p=settings.min_p,
+        repetition_penalty=settings.repetition_penalty,
+        stop=tuple(settings.stop),
+    )
+
+
+def _validation(config: Config, held_out: PromptSet | None, sampling: SamplingParams) -> tuple[ValidationSet, ...]:
+    if held_out is None:
+        return ()
+    rows = EncodedRows(write_encoded(held_out, config.trainer.run_dir, "val"))
+    return (ValidationSet("val", rows, *_validation_params(config, sampling)),)
+
+
+def _validation_params(
+    config: Config, sampling: SamplingParams
+) -> tuple[SamplingParams | None, SamplingParams | None, int]:
+    """How `rollout.val_kwargs` wants held-out prompts answered: greedily, by sampling, how often."""
+    if not config.data.val_files or not is_rl(config):
+        return None, None, 0
+    settings = config.actor_rollout_ref.rollout.val_kwargs
+    greedy = SamplingParams(sampling.max_tokens, greedy=True, stop=sampling.stop) if settings.greedy else None
+    if settings.n == 0:
+        return greedy, None, 0
+    sampled = SamplingParams(
+        sampling.max_tokens, settings.temperature, settings.top_p, settings.top_k, stop=sampling.stop
+    )
+    return greedy, sampled, settings.n
+
+
+def _estimator_options(program: Program) -> dict[str, object]:
+    for node in program.nodes:
+        if node.node_role is NodeRole.ADVANTAGE:
+            return dict(node.options)
+    return {}
+
+
+def _description(config: Config, train: PromptSet, held_out: PromptSet | None) -> dict[str, object]:
+    """The head of the report."""
+    return {
+        "experiment": f"{config.trainer.project_name} / {config.trainer.experiment_name}",
+        "model": str(config.actor_rollout_ref.model.path),
+        "data": f"{len(train):,} prompts" + (f", {len(held_out):,} held out" if held_out is not None else ""),
+        "batch": describe(config)[0],
+        "command": shlex.join(sys.argv),
+        "machine": f"{platform.node()}: {_cpu_name()}, {os.cpu_count()} cores",
+    }
+
+
+def _facts(prompts: PromptSet, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
+    """What a resumed run must share with its checkpoint to be the same run, and to be bit-equal."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
+    return {
+        "data_fingerprint": prompts.fingerprint(),
+        "tokenizer_fingerprint": hashlib.sha256(vocabulary.encode()).hexdigest(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")

@@ -1,0 +1,13 @@
+"""Known answers, beside the reward that must judge them rightly."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Case:
+    """A response whose score is known: `good` ones score 1, the others 0."""
+
+    response: str
+    ground_truth: object
+    good: bool
+    extra_info: dict[str, object] = field(default_factory=dict)

@@ -1,0 +1,141 @@
+"""A checkpoint while it is written: each process writes its own parts, one commits them all."""
+
+import errno
+import math
+import os
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from safetensors import SafetensorError
+
+from distflow.runtime.checkpoint_files import (
+    FileEntry,
+    Manifest,
+    describe,
+    read_manifest,
+    sync,
+    write_atomically,
+    write_manifest,
+    write_part,
+)
+from distflow.runtime.checkpoint_folder import (
+    LATEST,
+    PARTIAL,
+    REMOVED,
+    CheckpointError,
+    by_age,
+    checkpoints_in,
+    next_serial,
+    remove,
+    remove_leftovers,
+)
+
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay. keep_last: how many of the newest, None for all. keep_best: how many of those with the
+    highest metric besides."""
+
+    keep_last: int | None = None
+    keep_best: int = 0
+
+
+@dataclass(frozen=True)
+class Writing:
+    """A checkpoint that `CheckpointStore.begin` began, in the folder `partial`.
+
+    on_point: called with the name of each point that has been reached, to inject faults there.
+    """
+
+    step: int
+    partial: Path
+    retention: Retention
+    on_point: Callable[[str], None]
+
+    def write(self, name: str, part: object) -> None:
+        """One part: tensors by name, or a value that JSON can hold. It is on the disk when this returns.
+
+        name: also the file's; no two processes write the same. Raises CheckpointError where the disk is full or cannot
+        be written: the checkpoint is given up, and those before it are still there.
+        """
+        assert name != "manifest" and name.replace("_", "").isalnum(), f"a part's name becomes a file's: {name!r}"
+        with or_give_up(self.step, self.partial):
+            write_part(self.partial, name, part)
+        self.on_point(f"part {name}")
+
+    def commit(self, expected: Collection[str], metric: float | None = None) -> Path:
+        """Make it the latest checkpoint, then let old ones go. For one process, when the others have written.
+
+        expected: the names of all parts. metric: higher is better; one that is not finite counts as none.
+        Returns its folder once it is on the disk. Raises CheckpointError where a part is missing, or as `write`: then
+        nothing is committed.
+        """
+        with or_give_up(self.step, self.partial):
+            files = self._files(expected)
+            folder = self.partial.parent
+            score = metric if metric is not None and math.isfinite(metric) else None
+            write_manifest(self.partial, Manifest(self.step, next_serial(folder), score, files))
+            self.on_point("manifest")
+            final = self.partial.with_name(self.partial.name.removesuffix(PARTIAL))
+            self.partial.rename(final)
+            self.on_point("renamed")
+            sync(folder)
+            write_atomically(folder / LATEST, final.name.encode())
+            self.on_point("latest")
+            self._retain(folder)
+            return final
+
+    def _files(self, expected: Collection[str]) -> dict[str, FileEntry]:
+        remove_leftovers(self.partial)
+        files = {path.name: describe(path) for path in sorted(self.partial.glob("*"))}
+        missing = sorted(set(expected) - {Path(name).stem for name in files})
+        if missing:
+            with suppress(OSError):
+                remove(self.partial)
+            raise CheckpointError(
+                f"the checkpoint of step {self.step} was not written to {self.partial.parent}: {', '.join(missing)} "
+                "missing, as the process that was to write it failed or is gone. Those before it are whole"
+            )
+        return files
+
+    def _retain(self, folder: Path) -> None:
+        """Only the newest few and the best few stay. The newest, which was just written, always does."""
+        if self.retention.keep_last is None:
+            return
+        paths = by_age(folder)
+        metrics = {path: metric for path in paths if (metric := read_manifest(path).metric) is not None}
+        best = sorted(metrics, key=lambda path: metrics[path], reverse=True)
+        kept = {*paths[-self.retention.keep_last :], *best[: self.retention.keep_best]}
+        for path in checkpoints_in(folder):
+            if path not in kept:
+                aside = path.with_name(path.name + REMOVED)
+                path.rename(aside)
+                self.on_point(f"removing {path.name}")
+                remove(aside)
+
+
+@contextmanager
+def or_give_up(step: int, partial: Path) -> Iterator[None]:
+    """A write that fails takes what was written of its checkpoint with it, which also frees the disk."""
+    try:
+        yield
+    except (OSError, SafetensorError) as err:
+        message = _failure(step, partial, err)
+        with suppress(OSError):  # the failure of the write itself is the one to tell
+            remove_leftovers(partial.parent)
+        raise CheckpointError(message) from err
+
+
+def _failure(step: int, partial: Path, err: Exception) -> str:
+    # safetensors tells the system's errors by their text alone
+    full = getattr(err, "errno", None) in _FULL or any(os.strerror(number) in str(err) for number in _FULL)
+    cause = "the disk is full" if full else str(err)
+    return (
+        f"the checkpoint of step {step} could not be written to {partial.parent}: {cause}. Those before it "
+        "are whole. Free space, or set trainer.default_local_dir to another folder; then start again"
+    )

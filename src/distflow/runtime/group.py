@@ -1,0 +1,109 @@
+"""A prompt group on its way through the experience plane: samples, until the edge makes columns of them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from distflow.data.batch import Batch
+from distflow.data.columns import Written
+from distflow.data.prompts import PromptRow
+from distflow.data.sample import Sample, Segment
+from distflow.flow.ticket import Ticket
+from distflow.graph.fields import ALIASES
+from distflow.observe.metrics import Measured
+from distflow.rollout.engine import SamplingParams, Stream
+
+
+@dataclass
+class Group:
+    """What is to be answered, the answers, and what nodes found out about them.
+
+    wanted: indices of the samples. params, stream: how they are drawn. samples: empty until a node has answered.
+    written: what later nodes wrote, by column. measured: by each node.
+    """
+
+    ticket: Ticket
+    row: PromptRow
+    params: SamplingParams
+    stream: Stream
+    wanted: tuple[int, ...]
+    samples: list[Sample] = field(default_factory=list)
+    written: dict[str, Written] = field(default_factory=dict)
+    measured: list[Measured] = field(default_factory=list)
+    _columns: Batch | None = field(default=None, repr=False)
+    _batch: Batch | None = field(default=None, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.wanted)
+
+    def greedy(self) -> "Group":
+        """The same prompt, to be answered once by the most likely tokens."""
+        return Group(self.ticket, self.row, replace(self.params, greedy=True), self.stream, wanted=(0,))
+
+    def sample(self, index: int, segment: Segment | None, text: str, finish_reason: str) -> Sample:
+        """The prompt with one answer (None: with none yet). text: its tokens decoded, without special tokens."""
+        row, ticket = self.row, self.ticket
+        prompt = Segment("prompt", tuple(row.prompt_ids))
+        return Sample(
+            uid=f"{ticket.number}-{index}",
+            group_index=ticket.number,
+            episode=index,
+            segments=[prompt, segment] if segment else [prompt],
+            prompt=row.prompt_text,
+            response=text,
+            domain=row.domain,
+            ground_truth=row.ground_truth,
+            extra_info=row.extra_info or {},
+            finish_reason=finish_reason,
+        )
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.batch()
+
+    def __getitem__(self, name: str) -> object:
+        """A column as the node that names it gets it: `(n,)`, padded `(n, longest)`, or a list."""
+        return self.batch()[name]
+
+    def write(self, columns: Mapping[str, Written]) -> None:
+        """Keep what a node wrote. Raises ValueError where a column does not fit the group."""
+        before = self.written
+        self.written, self._batch = {**before, **{ALIASES.get(n, n): value for n, value in columns.items()}}, None
+        try:
+            self.batch()
+        except (ValueError, TypeError):
+            self.written, self._batch = before, None
+            raise
+
+    def answer(self, samples: list[Sample]) -> None:
+        """These are the group's samples. Raises ValueError where what was written before does not fit them."""
+        self.samples, self._columns, self._batch = samples, None, None
+        self.batch()
+
+    def batch(self) -> Batch:
+        """The group as columns, with its one score a sample on the last token that the policy made.
+
+        Made once for what the group then is; who gets it may add columns of his own.
+        """
+        if self._columns is None:
+            samples = self.samples or [self.sample(i, None, "", "stop") for i in self.wanted]
+            self._columns = Batch.from_samples(samples)
+        if self._batch is None:
+            self._batch = _with_scores(self._columns, self.written)
+        return self._batch.only(self._batch.names)
+
+
+def new_group(ticket: Ticket, row: PromptRow, params: SamplingParams, seed: int) -> Group:
+    """The group of a ticket, not answered yet."""
+    stream = Stream(seed, ticket.stream, ticket.epoch, ticket.row)
+    return Group(ticket, row, params, stream, tuple(range(ticket.group_size)))
+
+
+def _with_scores(columns: Batch, written: Mapping[str, Written]) -> Batch:
+    batch = columns.only(columns.names)
+    for name, value in written.items():
+        batch[name] = value
+    if "token_level_scores" in batch.names and "scores" not in batch:
+        batch["scores"] = batch["token_level_scores"].sum(-1)
+    for name in ("token_level_scores", "token_level_rewards"):
+        if name in batch:
+            batch[name] = batch.flat(name)  # kept, so that it is derived once
+    return batch

@@ -1,0 +1,96 @@
+"""The experience edge: where complete groups wait until a step takes them. One file a wire implements it."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from distflow.config.errors import UserError
+from distflow.data.batch import Batch
+from distflow.flow.account import Account
+from distflow.flow.snapshot import Snapshot
+from distflow.flow.ticket import Ticket, Version
+from distflow.observe.metrics import Measured
+
+
+class NoProgress(RuntimeError):
+    """Every group fails: going on would only spend the data."""
+
+
+class UserNoProgress(NoProgress, UserError):
+    """The same, where it is the user's functions or their time limit that fail every group."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a group came to grief on. users: it is for the user to mend."""
+
+    message: str
+    users: bool
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of a step. tickets: of the whole step, over all ranks, ascending. metrics: those that the step's
+    groups measured, over all ranks."""
+
+    tickets: tuple[int, ...]
+    batch: Batch
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Live:
+    """Complete groups that no step has taken yet, for a checkpoint. measured: by their nodes, by ticket."""
+
+    batch: Batch | None
+    measured: Mapping[int, Sequence[Measured]]
+
+
+@dataclass(frozen=True)
+class Released:
+    """How the run stands once a step is trained on by all ranks.
+
+    version: of the weights that it ended in. finished: no step is left. cut, live: what a checkpoint of this moment
+    goes on from.
+    """
+
+    version: Version
+    finished: bool
+    account: Account
+    cut: Snapshot
+    live: Live
+
+
+class EdgePort(Protocol):
+    """Between the workers that fill it and those that learn from it."""
+
+    def tickets(self) -> AsyncIterator[list[Ticket]]:
+        """consumes credits · waits for released steps and dropped groups · produces groups to start together"""
+        ...
+
+    def put(self, ticket: Ticket, batch: Batch, measured: Sequence[Measured]) -> None:
+        """A group has passed the experience plane. measured: by its nodes."""
+        ...
+
+    def drop(self, ticket: Ticket, reason: str, failure: Failure | None = None, *, lost: bool = False) -> None:
+        """A group leaves without being trained on; its credit opens another.
+
+        failure: where that was no choice. lost: not by the group's own fault, so that it is tried again, three times in
+        all.
+        """
+        ...
+
+    def take(self, step: int, rank: int) -> Share | None:
+        """consumes this step's groups · waits until they are complete · produces this rank's share, in ticket order
+
+        rank: among those that learn. None where the data has ended. Raises NoProgress, Exhausted, and whatever ended
+        the experience plane.
+        """
+        ...
+
+    def release(self, step: int, rank: int, published: bool) -> Released:
+        """This rank has trained on its share. Waits until all ranks have.
+
+        published: whether new weights were sent; if not, the version is an alias of the last ones that were.
+        """
+        ...

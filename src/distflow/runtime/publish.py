@@ -1,0 +1,78 @@
+"""Publishes the trainer's weights in buckets, and compares the canary's answers where its turn has come."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from distflow.flow.ticket import Version
+from distflow.rollout.engine import Receipt, RolloutEngine
+from distflow.runtime.checks.canary import Canary
+from distflow.runtime.ports.weights import Bucket, Receive, WeightPort
+from distflow.runtime.session import Session
+from distflow.training.engine import TrainEngine
+
+BUCKET_BYTES = 2**28
+
+
+class Publisher:
+    """Pushes versions of one train engine's weights.
+
+    sends: False where engines need no tensor, only to know of the version (an adapter that is applied unmerged on
+    shared storage). canary: None where no rollout engine is on this worker.
+    """
+
+    def __init__(
+        self,
+        actor: TrainEngine,
+        port: WeightPort,
+        dtype: torch.dtype,
+        *,
+        sends: bool,
+        canary: Canary | None,
+        session: Session,
+    ) -> None:
+        self._actor, self._port, self._dtype, self._sends = actor, port, dtype, sends
+        self._canary, self._session = canary, session
+
+    def publish(self, version: Version, at_start: bool = False) -> dict[str, float]:
+        """Push a version and wait until every engine serves it; the metrics of the canary's comparison, if one was due.
+
+        at_start: the first of this process, before any step. Raises TrustError where weights did not arrive whole, or
+        the canary's answers mean other weights.
+        """
+        self._port.begin(version)
+        for bucket in buckets(self._weights(), BUCKET_BYTES):
+            self._port.put(bucket)
+        self._port.commit()
+        if self._canary is None or not self._canary.is_due(at_start):
+            return {}
+        return self._canary.compare(self._session.call(self._canary.answer()), at_start)
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """In the engine's dtype: the trainer's own are float32."""
+        weights = self._actor.weights() if self._sends else iter(())
+        return ((name, tensor.to(self._dtype)) for name, tensor in weights)
+
+
+def receiver(engine: RolloutEngine, session: Session) -> Receive:
+    """Hands a version to the engine on its own thread, and waits for the receipt."""
+
+    def receive(version: Version, weights: Bucket) -> Receipt:
+        return session.call(engine.load_weights(version, weights))
+
+    return receive
+
+
+def buckets(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
+    """Runs of neighbouring tensors of at most `max_bytes` together; a larger one is a bucket of its own."""
+    bucket: list[tuple[str, Tensor]] = []
+    num_bytes = 0
+    for name, tensor in weights:
+        if bucket and num_bytes + tensor.nbytes > max_bytes:
+            yield bucket
+            bucket, num_bytes = [], 0
+        bucket.append((name, tensor))
+        num_bytes += tensor.nbytes
+    if bucket:
+        yield bucket

@@ -1,0 +1,87 @@
+"""The engines and services of one worker, built by the factories that its part of the plan needs."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from distflow.planning.plan import RankPlan
+from distflow.rewards.router import RewardRouter
+from distflow.rollout.engine import RolloutEngine
+from distflow.rollout.receipts import stripe_hashes
+from distflow.runtime.spec import Factory
+from distflow.training.collective import Collective, OneRank
+from distflow.training.engine import Scorer, TrainEngine
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Those that the plan does not give this worker are None and were never built.
+
+    stop_token_ids: tokens that end an answer. facts, num_parameters: of the model as it was loaded.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
+    facts: Mapping[str, object]
+    num_parameters: int
+    actor: TrainEngine | None = None
+    critic: TrainEngine | None = None
+    ref: Scorer | None = None
+    rollout: RolloutEngine | None = None
+    judge: RewardRouter | None = None
+
+    def by_name(self) -> dict[str, object]:
+        """What a node's parameters may name."""
+        names = ("tokenizer", "actor", "critic", "ref", "rollout", "judge")
+        return {name: part for name in names if (part := getattr(self, name)) is not None}
+
+    def trained(self) -> dict[str, TrainEngine]:
+        """The engines whose state belongs in a checkpoint."""
+        engines = {"actor": self.actor, "critic": self.critic}
+        return {name: engine for name, engine in engines.items() if engine is not None}
+
+
+def build_resources(
+    factories: Mapping[str, Factory], rank: RankPlan, collective: Collective | None = None
+) -> Resources:
+    """collective: of the ranks that train together. Raises UserError where a part cannot be built, naming the key."""
+    get = _Builder(factories, rank, collective or OneRank())
+    policy: nn.Module = get("policy")
+    facts = {"model_fingerprint": _fingerprint(policy)}
+    parts = {name: get(name) for name in (*rank.engines, *rank.services) if name != "tokenizer"}
+    return Resources(
+        tokenizer=get("tokenizer"),
+        stop_token_ids=get("stop_token_ids"),
+        facts=facts,
+        num_parameters=sum(parameter.numel() for parameter in policy.parameters()),
+        **parts,
+    )
+
+
+class _Builder:
+    """Parts by name, each built once, when it is first asked for."""
+
+    def __init__(self, factories: Mapping[str, Factory], rank: RankPlan, collective: Collective) -> None:
+        self._factories, self._rank = factories, rank
+        self._device = torch.device(rank.device)
+        self._built: dict[str, object] = {"collective": collective}
+
+    def __call__(self, name: str) -> Any:
+        if name not in self._built:
+            self._built[name] = self._factories[name](self, self._device)
+        return self._built[name]
+
+    def planned(self, name: str) -> bool:
+        return name in self._rank.engines
+
+
+def _fingerprint(model: nn.Module) -> str:
+    """The reference and an adapter's base are the model as it was loaded, whatever a checkpoint holds."""
+    hashes = sorted(stripe_hashes(model.named_parameters()).items())
+    return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()

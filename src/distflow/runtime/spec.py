@@ -1,0 +1,153 @@
+"""What travels to a worker: plain data and picklable factories, no live object. `pipelines` makes it of the config."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from distflow.config import Config
+from distflow.data.prompts import PromptRow
+from distflow.flow.coordinator import DataPlan
+from distflow.graph import Program
+from distflow.planning.plan import Plan
+from distflow.rollout.engine import SamplingParams
+from distflow.runtime.checks.mismatch import Tolerance
+
+
+class Get(Protocol):
+    """Gives a part of the worker that is being built by its name; builds it where it is not there yet."""
+
+    def __call__(self, name: str) -> Any:  # each name stands for a type of its own
+        """Raises KeyError where there is no such part, UserError where it cannot be built."""
+        ...
+
+    def planned(self, name: str) -> bool:
+        """Whether the plan gives this worker that engine."""
+        ...
+
+
+Factory = Callable[[Get, torch.device], object]
+"""Builds one part of a worker from the others: a `functools.partial` of a module's function over plain values and
+partials of other such functions, so that it pickles."""
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """Held-out prompts, how each is answered greedily (None: is not), and how by sampling, `num_samples` times."""
+
+    name: str
+    rows: Sequence[PromptRow]
+    greedy: SamplingParams | None
+    sampled: SamplingParams | None = None
+    num_samples: int = 0
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The keys of `trainer`, `trust` and the like that steer a run. A frequency of 0 or less is never.
+
+    test_freq, save_freq, update_frequency: in steps; the last is of weights that are sent to the engine. canary_freq:
+    in such sends. keep_last: checkpoints, None for all. keep_best: the metric of which the best one is kept besides.
+    save_groups_last: steps whose groups are kept where `save_groups` is "last_k". timeout_s: of a plain node function
+    of the experience plane, for each sample. certify: verifiers are tried on known answers first. max_skipped: updates
+    that are not finite in a row before the run ends. unmoved_after: updates after which a weight must have moved.
+    """
+
+    seed: int
+    update_frequency: int
+    val_before_train: bool
+    test_freq: int
+    save_freq: int
+    keep_last: int | None
+    keep_best: str | None
+    save_groups: str
+    save_groups_last: int
+    logger: tuple[str, ...]
+    launcher: str
+    resume: str
+    run_dir: Path
+    project: str
+    experiment: str
+    enable_perf: bool
+    timeout_s: float
+    canary_freq: int
+    certify: bool
+    max_skipped: int
+    unmoved_after: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """steps: consumed in all. stopped: by a signal, before the end. report: the run's report.
+
+    accuracy_before, accuracy_after: on held-out problems, before the first step and at the end, where measured.
+    """
+
+    steps: int
+    stopped: bool
+    report: Path
+    accuracy_before: float | None
+    accuracy_after: float | None
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A run, ready to be sent to its workers.
+
+    text: the resolved config as YAML. program: builds and binds the program. factories: of engines and services by
+    name; a worker calls those that its part of the plan needs. plan: which rank runs which nodes with which engines.
+    rows, validation: encoded in the run's folder, read where they are needed. sampling: without the stop tokens, which
+    the worker's model and tokenizer name. weight_dtype: of the rollout engine's weights. shares_weights: the engine may
+    compute on the trainer's own storage, where it is on the same worker. sends_weights: False where it then needs no
+    tensor at all (an adapter is applied unmerged). tolerance: how far engine and trainer may differ in log-probs.
+    ratio_limit: mean |log ratio| allowed before a step's first update. loss_terms: metrics that hold what each loss
+    term that is on contributes. facts: what a resumed run must share with its checkpoint. description: the head of the
+    report.
+    """
+
+    config: Config
+    text: str
+    options: RunOptions
+    program: Callable[[], Program]
+    factories: Mapping[str, Factory]
+    plan: Plan
+    data: DataPlan
+    rows: Sequence[PromptRow]
+    validation: tuple[ValidationSet, ...]
+    sampling: SamplingParams
+    weight_dtype: torch.dtype
+    sends_weights: bool
+    shares_weights: bool
+    tolerance: Tolerance
+    ratio_limit: float
+    loss_terms: tuple[str, ...]
+    facts: Mapping[str, object]
+    description: Mapping[str, object]
+
+    @property
+    def run_dir(self) -> Path:
+        return self.options.run_dir
+
+
+class Launch(Protocol):
+    """What a launcher is."""
+
+    def __call__(
+        self,
+        spec: Spec,
+        *,
+        resume: str | None = None,
+        allow_change: tuple[str, ...] = (),
+        say: Callable[[str], None] = lambda line: None,
+    ) -> Outcome:
+        """Run to the end, or to the first signal.
+
+        resume: "auto" (from the run's last whole checkpoint, if any), "never", or the folder of a checkpoint or a run;
+        what `trainer.resume_mode` says, if not given. allow_change: config keys that may differ from the checkpoint's.
+        say: told one line at a time what is being loaded.
+        Raises UserError for a checkpoint that does not fit, for a folder that another run uses or that cannot be
+        written; TrustError where a check fails; NoProgress, NodeError.
+        """
+        ...

@@ -1,0 +1,36 @@
+"""Faults planted into real runs, where columns pass from one hand to the next."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from distflow.data.batch import Batch
+from distflow.runtime.group import Group
+from distflow.runtime.step import Step
+
+
+def plant_before_update(monkeypatch: pytest.MonkeyPatch, change: Callable[[Batch], object]) -> None:
+    """`change(batch)` in each step, when every node has scored it and before the policy is trained on it."""
+    original = Step.__call__
+
+    def planted(self: Step, batch: Batch, ctx: Any) -> Any:
+        if self.node.node_id == "actor_train":
+            batch = batch.only(batch.names)
+            change(batch)
+        return original(self, batch, ctx)
+
+    monkeypatch.setattr(Step, "__call__", planted)
+
+
+def plant_in_group(monkeypatch: pytest.MonkeyPatch, change: Callable[[Batch], object]) -> None:
+    """`change(batch)` whenever columns are made of an answered group's samples."""
+    original = Group.batch
+
+    def planted(self: Group) -> Batch:
+        batch = original(self)
+        if self.samples:
+            change(batch)
+        return batch
+
+    monkeypatch.setattr(Group, "batch", planted)

@@ -1,0 +1,95 @@
+"""What a node's `ctx` offers: verdicts on samples, and mini-batches that no number of ranks changes."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from distflow.config import Config
+from distflow.config.errors import UserError
+from distflow.data.batch import Batch
+from distflow.data.prompts import PromptRow
+from distflow.data.sample import Sample
+from distflow.flow.ticket import Ticket
+from distflow.runtime.context import Contexts, NodeContext
+from distflow.runtime.group import new_group
+from distflow.runtime.resources import Resources
+from tests.runtime.groups import PARAMS, answered_group, context, group, waiting_group
+
+TICKETS = (3, 4, 6, 7, 9)
+
+
+class Router:
+    async def __call__(self, samples: Sequence[Sample]) -> list[str]:
+        return [sample.uid for sample in samples]
+
+
+def test_the_judge_is_asked_about_samples_or_a_batch_that_stands_for_all_of_the_group_s() -> None:
+    answered = answered_group(5)
+    ctx = context(group=answered, router=Router())
+    assert asyncio.run(ctx.judge(answered.samples[1:])) == ["5-1"]  # type: ignore[comparison-overlap]
+    assert asyncio.run(ctx.judge(answered.batch())) == ["5-0", "5-1"]  # type: ignore[comparison-overlap]
+
+
+@pytest.mark.parametrize("given", [{}, {"router": Router()}, {"group": answered_group()}])
+def test_without_verifiers_the_judge_says_how_to_get_some(given: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="a parameter `judge`"):
+        asyncio.run(context(**given).judge([]))
+
+
+def parts(owned: Sequence[int], step: int = 0, epoch: int = 0) -> list[list[int]]:
+    """The tickets of each mini-batch of two groups, on a rank that has these groups."""
+    ctx = context(step, tickets=TICKETS)
+    batch = Batch.concat([group(number) for number in owned])
+    return [part["group_index"].tolist() for part in ctx.minibatches(batch, 2, epoch)]
+
+
+def test_the_mini_batches_of_all_ranks_together_are_those_of_one() -> None:
+    alone = parts(TICKETS)
+    assert [len(part) for part in alone] == [4, 4, 2]
+    assert sorted(row for part in alone for row in part) == sorted(TICKETS * 2)
+    for one, other in (((3, 9), (4, 6, 7)), ((7,), (3, 4, 6, 9))):
+        together = [sorted(a + b) for a, b in zip(parts(one), parts(other), strict=True)]
+        assert together == [sorted(part) for part in alone]
+
+
+def test_each_epoch_and_step_has_an_order_of_its_own() -> None:
+    orders = [parts(TICKETS, step, epoch) for step in range(3) for epoch in range(3)]
+    assert len({str(order) for order in orders}) > 3 and parts(TICKETS) == orders[0]
+
+
+def test_a_node_has_one_state_of_its_own_and_its_updates_are_told_by_role() -> None:
+    told: list[tuple[Any, ...]] = []
+    state: dict[str, dict[str, Any]] = {}
+    actor, critic = object(), object()
+    parts = Resources(None, (), {}, 0, actor=actor, critic=critic, judge=Router())  # type: ignore[arg-type]
+    contexts = Contexts(Config(), parts, state, lambda *update: told.append(update))
+    ctx = contexts.learning(4, TICKETS, "a")
+    ctx.state["n"] = 1
+    contexts.learning(4, TICKETS, "b").state["n"] = 2
+    assert (ctx.step, ctx.tickets, ctx.validating) == (4, TICKETS, False)
+    batch = group(3)
+    ctx.after_update(actor, batch, {"loss": 1.0}, True)  # type: ignore[arg-type]
+    ctx.after_update(critic, batch, {}, False)  # type: ignore[arg-type]
+    assert told == [("actor", actor, batch, {"loss": 1.0}, 4, True), ("critic", critic, batch, {}, 4, False)]
+
+    answered = new_group(Ticket(5, 0, 5, 2, 3), PromptRow(5, (1,), "p"), PARAMS, seed=1)
+    ctx = contexts.experience(answered, "c")
+    ctx.state["n"] = 3
+    assert (ctx.step, ctx.group, ctx.validating, ctx.router) == (3, answered, False, parts.judge)
+    assert contexts.experience(answered, "a", validating=True).validating
+    assert state == {"a": {"n": 1}, "b": {"n": 2}, "c": {"n": 3}}
+    assert contexts.learning(5, (), "a").state == {"n": 1}
+    assert contexts.experience(waiting_group(), "c").state == {"n": 3}
+
+
+def test_the_order_of_mini_batches_hangs_on_the_seed() -> None:
+    orders = set()
+    for seed in range(4):
+        config = replace(Config(), trainer=replace(Config().trainer, seed=seed))
+        ctx = NodeContext(config, 0, None, tickets=TICKETS)  # type: ignore[arg-type]
+        batch = Batch.concat([group(number) for number in TICKETS])
+        orders.add(str([part["group_index"].tolist() for part in ctx.minibatches(batch, 2, 0)]))
+    assert len(orders) > 1

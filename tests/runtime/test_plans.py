@@ -1,0 +1,95 @@
+"""What a rank's plan names is what its worker builds and runs: no more, no less."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from distflow.config.errors import UserError
+from distflow.flow.coordinator import Coordinator
+from distflow.flow.ledger import Ledger
+from distflow.graph import Program
+from distflow.planning.plan import Plan, RankPlan, check_plan, rank_plan
+from distflow.runtime.checkpoint import CheckpointStore
+from distflow.runtime.local import local_ports
+from distflow.runtime.recorder import Recorder
+from distflow.runtime.resources import Resources, build_resources
+from distflow.runtime.spec import Spec
+from distflow.runtime.stop import StopRequest
+from distflow.runtime.worker import Worker
+from tests.e2e.runs import Playground
+
+STEPS = ("trainer.total_training_steps=3", "trainer.save_freq=3")
+
+
+def split(program: Program, *parts: tuple[Sequence[str], Sequence[str]]) -> tuple[RankPlan, ...]:
+    return tuple(rank_plan(program, rank, "cpu", *part) for rank, part in enumerate(parts))
+
+
+def run_ranks(spec: Spec) -> list[Resources]:
+    """All ranks of the plan in this process; the last one learns."""
+    spec.run_dir.mkdir(parents=True, exist_ok=True)
+    resources = [build_resources(spec.factories, rank) for rank in spec.plan.ranks]
+    ledger = Ledger(spec.run_dir / "ledger.jsonl")
+    coordinator = Coordinator(spec.data, ledger)
+    store = CheckpointStore(spec.run_dir / "checkpoints")
+    with Recorder(spec, spec.data.total_steps, 0, -1) as recorder, StopRequest(lambda name: None) as stop:
+        ports = local_ports(coordinator, recorder.waits)
+        version = coordinator.version
+        workers = [
+            Worker(spec, rank, own, ports, recorder, store, stop, {}, version) for rank, own in enumerate(resources)
+        ]
+        if len(workers) == 1:
+            with workers[0] as worker:
+                worker.learning_loop()
+        else:
+            rollout, learner = workers
+            with rollout, learner:
+                learner.learning_loop()
+    return resources
+
+
+def weights(resources: Resources) -> dict[str, Tensor]:
+    assert resources.actor is not None
+    return resources.actor.state().trained_weights()
+
+
+def test_generation_and_training_on_two_workers_are_the_run_of_one(tmp_path: Path) -> None:
+    playground = Playground(tmp_path)
+    keys = (*STEPS, "trainer.logger=[]", "trainer.test_freq=1", f"data.val_files={tmp_path}/rows.jsonl")
+    _, spec = playground.spec("grpo", *keys, name="one")
+    (one,) = run_ranks(spec)
+    _, spec = playground.spec("grpo", *keys, name="two")
+    program = spec.program()
+    experience, learning = ([n.node_id for n in nodes] for nodes in (program.experience, program.learning))
+    spec = replace(spec, plan=Plan(program.graph_id, split(program, (experience, []), ([], learning)), ()))
+    check_plan(spec.plan, program)
+    rollout, learner = run_ranks(spec)
+    assert rollout.actor is None and rollout.rollout is not None and rollout.judge is not None
+    assert learner.rollout is None and learner.judge is None and learner.ref is not None
+    ours, theirs = weights(learner), weights(one)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_node_that_is_taken_from_the_plan_does_not_run(tmp_path: Path) -> None:
+    playground = Playground(tmp_path)
+    _, spec = playground.spec("ppo", *STEPS, "actor_rollout_ref.rollout.n=1", "trainer.logger=[]")
+    program, (whole,) = spec.program(), spec.plan.ranks
+    learning = [name for name in whole.learning if name != "actor_train"]
+    (rank,) = split(program, (whole.experience, learning))
+    spec = replace(spec, plan=replace(spec.plan, ranks=(rank,)))
+    before = {name: tensor.clone() for name, tensor in weights(build_resources(spec.factories, rank)).items()}
+    (resources,) = run_ranks(spec)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(resources).items())
+    assert resources.critic is not None and resources.critic.state().meta["num_steps"] == 3
+
+
+def test_an_engine_that_nothing_uses_is_named(tmp_path: Path) -> None:
+    _, spec = Playground(tmp_path).spec("grpo", *STEPS)
+    (rank,) = spec.plan.ranks
+    plan = replace(spec.plan, ranks=(replace(rank, engines=(*rank.engines, "critic")),))
+    with pytest.raises(UserError, match="the plan gives rank 0 the engine 'critic', which no node of program"):
+        check_plan(plan, spec.program())

@@ -1,0 +1,121 @@
+"""Weights on their way to an engine: in buckets, in its dtype, compared where the canary's turn has come."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from distflow.flow.ticket import Version
+from distflow.rollout.engine import Receipt
+from distflow.runtime import publish
+from distflow.runtime.publish import Publisher, buckets, receiver
+
+
+def weights(*sizes: int) -> list[tuple[str, Tensor]]:
+    """float32 tensors of so many numbers."""
+    return [(f"w{i}", torch.arange(float(size))) for i, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "max_bytes", "parts"),
+    [
+        ((), 8, []),
+        ((1, 1, 1), 8, [["w0", "w1"], ["w2"]]),
+        ((1, 1), 100, [["w0", "w1"]]),
+        ((1, 9, 1), 8, [["w0"], ["w1"], ["w2"]]),  # too large for any bucket: one of its own
+        ((9, 1, 1), 8, [["w0"], ["w1", "w2"]]),
+        ((2, 2), 8, [["w0"], ["w1"]]),
+    ],
+)
+def test_buckets_are_neighbours_up_to_a_size(sizes: tuple[int, ...], max_bytes: int, parts: list[list[str]]) -> None:
+    assert [[name for name, _ in bucket] for bucket in buckets(weights(*sizes), max_bytes)] == parts
+
+
+def test_no_more_than_a_bucket_is_made_ahead() -> None:
+    made: list[str] = []
+
+    def lazily() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights(2, 2, 2):
+            made.append(name)
+            yield name, tensor
+
+    next(buckets(lazily(), 8))
+    assert made == ["w0", "w1"]
+
+
+class Port:
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+
+    def begin(self, version: Version) -> None:
+        self.log.append(("begin", version.step))
+
+    def put(self, bucket: Any) -> None:
+        self.log.append([(name, tensor.dtype) for name, tensor in bucket])
+
+    def commit(self) -> None:
+        self.log.append("commit")
+
+
+class Actor:
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(weights(2, 2))
+
+
+class Canary:
+    """Sings at the start only."""
+
+    def is_due(self, at_start: bool) -> bool:
+        return at_start
+
+    async def answer(self) -> str:
+        return "song"
+
+    def compare(self, answers: str, at_start: bool) -> dict[str, float]:
+        assert answers == "song"
+        return {"canary/mean_abs": float(at_start)}
+
+
+class Session:
+    """Runs coroutines that never wait."""
+
+    def call(self, work: Any) -> Any:
+        try:
+            work.send(None)
+        except StopIteration as end:
+            return end.value
+        raise AssertionError("it waited")
+
+
+def publisher(port: Port, *, sends: bool = True, canary: Any = None) -> Publisher:
+    return Publisher(Actor(), port, torch.bfloat16, sends=sends, canary=canary, session=Session())  # type: ignore[arg-type]
+
+
+def test_a_version_is_pushed_in_buckets_of_the_engine_s_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publish, "BUCKET_BYTES", 4)
+    port = Port()
+    assert publisher(port).publish(Version(0, 3)) == {}
+    assert port.log == [("begin", 3), [("w0", torch.bfloat16)], [("w1", torch.bfloat16)], "commit"]
+
+
+def test_an_engine_on_the_trainer_s_storage_is_only_told() -> None:
+    port = Port()
+    publisher(port, sends=False).publish(Version(0, 3))
+    assert port.log == [("begin", 3), "commit"]
+
+
+def test_the_canary_sings_when_it_is_due() -> None:
+    made = publisher(Port(), canary=Canary())
+    assert made.publish(Version(0, 0), at_start=True) == {"canary/mean_abs": 1.0}
+    assert made.publish(Version(0, 1)) == {}
+
+
+def test_a_receiver_waits_for_the_engine_s_receipt() -> None:
+    class Engine:
+        async def load_weights(self, version: Version, weights: Any) -> Receipt:
+            return Receipt(version, {name: "hash" for name, _ in weights})
+
+    receive = receiver(Engine(), Session())  # type: ignore[arg-type]
+    assert receive(Version(0, 2), weights(1)) == Receipt(Version(0, 2), {"w0": "hash"})

@@ -1,0 +1,73 @@
+"""What a checkpoint holds besides weights: a resumed process draws on where the undisturbed one would have."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from distflow.config.errors import UserError
+from distflow.flow.coordinator import Coordinator
+from distflow.runtime.checkpoint import CheckpointStore
+from distflow.runtime.ports.edge import Live, Released
+from distflow.runtime.resources import build_resources
+from distflow.runtime.saved import check_same_run, restore, saved_parts
+from tests.e2e.runs import Playground
+from tests.runtime.groups import group
+
+
+def draws() -> tuple[list[float], list[float], list[float], list[float]]:
+    """From every generator; an odd number of Gaussians, of which Python and numpy keep the second of a pair."""
+    python = [random.random(), random.gauss(0, 1)]
+    return torch.rand(3).tolist(), torch.randn(3).tolist(), np.random.standard_normal(3).tolist(), python
+
+
+def test_all_random_draws_continue_as_in_the_undisturbed_process(tmp_path: Path) -> None:
+    off = ("~reward.functions", "~reward.num_workers", "~custom_reward_function.path", "~actor_rollout_ref.rollout.n")
+    _, spec = Playground(tmp_path).spec("sft", "data.response_key=answer", *off)
+    resources = build_resources(spec.factories, spec.plan.ranks[0])
+    coordinator = Coordinator(spec.data)
+    live = Live(group(4), {4: [({"mine": 1.0}, 2.0)]})
+    released = Released(coordinator.version, False, coordinator.accounting(), coordinator.snapshot(), live)
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(7)
+    draws()
+    store = CheckpointStore(tmp_path / "checkpoints")
+    writing, names = store.begin(1), []
+    for name, part in saved_parts(spec, resources, released, {"node": {"kept": 1}}):
+        writing.write(name, part)
+        names.append(name)
+    writing.commit(names)
+    undisturbed = draws()
+
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(8)
+    assert all(other != first for other, first in zip(draws(), undisturbed, strict=True))
+    nodes, restored = restore(store.load(), resources)
+    assert draws() == undisturbed
+    assert nodes == {"node": {"kept": 1}} and restored.measured == live.measured
+    assert restored.batch is not None and restored.batch["uid"] == ["4-0", "4-1"]
+    assert check_same_run(store.load(), spec, resources.facts, ()) == []
+
+
+def test_weights_data_or_tokens_that_are_not_those_of_before_are_refused_and_another_machine_is_told(
+    tmp_path: Path,
+) -> None:
+    _, spec = Playground(tmp_path).spec("ppo", "actor_rollout_ref.rollout.n=1")
+    resources = build_resources(spec.factories, spec.plan.ranks[0])
+    coordinator = Coordinator(spec.data)
+    released = Released(coordinator.version, False, coordinator.accounting(), coordinator.snapshot(), Live(None, {}))
+    store = CheckpointStore(tmp_path / "checkpoints")
+    writing, parts = store.begin(1), dict(saved_parts(spec, resources, released, {}))
+    assert set(parts) == {"actor", "critic", "rng", "run"}
+    for name, part in parts.items():
+        writing.write(name, part)
+    writing.commit(parts)
+    assert check_same_run(store.load(), spec, resources.facts, ()) == []
+    for name in ("data", "tokenizer", "model"):
+        facts = {**resources.facts, f"{name}_fingerprint": "another"}
+        with pytest.raises(UserError, match=f"was made with another {name}"):
+            check_same_run(store.load(), spec, facts, ())
+    (note,) = check_same_run(store.load(), spec, {**resources.facts, "cpu": "another"}, ())
+    assert note.startswith("cpu was ") and "is another now" in note

@@ -1,0 +1,285 @@
+"""A compiled node in both planes: what it is called with, what becomes of its output, what is tried again."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from distflow.config.errors import UserError
+from distflow.data.batch import Batch
+from distflow.data.sample import Sample
+from distflow.graph import Drop, NodeOutput, PipelineError, node
+from distflow.graph.fields import Axis
+from distflow.observe.metrics import Measured
+from distflow.runtime.blame import NodeError, UserNodeError, node_error
+from distflow.runtime.checks import TrustError
+from distflow.runtime.group import Group
+from distflow.runtime.plain_calls import PlainCalls
+from distflow.runtime.step import Step, compile_steps
+from tests.runtime.groups import answered_group, bound, context, group, samples, step, waiting_group
+
+
+def learn(compiled: Step, batch: Batch | None = None) -> tuple[Batch, Measured]:
+    return compiled(group() if batch is None else batch, context())
+
+
+def experience(compiled: Step, on: Group | None = None, timeout_s: float = 10.0) -> tuple[Group, Drop | None]:
+    on = answered_group() if on is None else on
+    return on, asyncio.run(compiled.on_group(on, context(group=on), PlainCalls(), timeout_s))
+
+
+def either(compiled: Step, plane: str) -> None:
+    """Run it in that plane."""
+    learn(compiled) if plane == "learning" else experience(compiled)
+
+
+BOTH = pytest.mark.parametrize("plane", ["learning", "experience"])
+
+
+class Flaky:
+    """Fails so many times."""
+
+    def __init__(self, failures: int, error: BaseException) -> None:
+        self.left, self.error, self.calls = failures, error, 0
+
+    def step(self, **settings: Any) -> Step:
+        @node(writes="returns")
+        def flaky(response_mask: Any) -> Any:
+            self.calls += 1
+            if self.left:
+                self.left -= 1
+                raise self.error
+            return response_mask
+
+        return step(flaky, **settings)
+
+
+def test_fields_options_engines_and_reserved_names_come_by_their_names() -> None:
+    seen: dict[str, Any] = {}
+
+    @node(writes=("advantages", "returns"))
+    def wired(response_mask, values=None, *, scale: float = 2.0, actor, ctx, reduce):  # type: ignore[no-untyped-def]
+        seen.update(values=values, actor=actor, step=ctx.step, sum=reduce.sum(3.0))
+        return response_mask * scale, response_mask
+
+    before = group()
+    out, measured = learn(step(wired, {"actor": "the actor"}, scale=3.0), before)
+    assert seen == {"values": None, "actor": "the actor", "step": 0, "sum": 3.0}
+    assert out["advantages"].tolist() == [[3, 3, 0, 0], [3, 3, 3, 3]] and measured == ({}, 2.0)
+    assert "advantages" not in before
+
+
+def test_an_engine_that_the_worker_has_not_is_missed_before_anything_runs() -> None:
+    @node(writes=())
+    def needs(response_mask, *, actor):  # type: ignore[no-untyped-def]
+        ...
+
+    with pytest.raises(PipelineError, match="node 'x' needs 'actor'"):
+        compile_steps([bound(needs)], {"rollout": object()})
+
+
+@pytest.mark.parametrize(("weight", "counts"), [(None, 2.0), (7.0, 7.0), (0.0, 0.0)])
+def test_what_a_node_measures_counts_by_its_samples_where_it_says_nothing(weight: float | None, counts: float) -> None:
+    @node(reads=("response_mask",), writes="returns")
+    def with_context(batch, ctx):  # type: ignore[no-untyped-def]
+        return NodeOutput({"returns": batch["response_mask"] + ctx.step}, {"mine": 1.5}, weight=weight)
+
+    out, measured = learn(step(with_context))
+    assert out.flat("returns").tolist() == [1.0] * 6 and measured == ({"mine": 1.5}, counts)
+    on, _ = experience(step(with_context))
+    assert on.measured == [({"mine": 1.5}, counts)]
+
+
+def test_a_group_keeps_what_a_node_wrote_and_measured() -> None:
+    @node(writes=("advantages", "reward_extra"), scope="group")
+    def writes(samples, batch, group, ctx):  # type: ignore[no-untyped-def]
+        assert samples is group.samples and ctx.group is group and len(batch) == len(samples)
+        columns = {"advantages": batch["response_mask"] * 2, "reward_extra": [{"r": s.response} for s in samples]}
+        return NodeOutput(columns, {"mine": 1.5})
+
+    on, drop = experience(step(writes))
+    assert drop is None and on.measured == [({"mine": 1.5}, 2.0)]
+    assert on.batch().flat("advantages").tolist() == [2.0] * 6 and on["reward_extra"] == [{"r": "r0"}, {"r": "r1"}]
+
+
+def test_of_a_batch_that_a_node_gives_back_the_group_keeps_what_changed() -> None:
+    @node(reads=("response_mask",), writes=("valid", "returns"))
+    def changes(batch):  # type: ignore[no-untyped-def]
+        batch["valid"] = torch.tensor([True, False])
+        batch["returns"] = batch["response_mask"]
+        return batch
+
+    on, _ = experience(step(changes))
+    assert set(on.written) == {"valid", "returns"} and on.batch()["valid"].tolist() == [True, False]
+
+
+def test_an_entry_node_s_samples_become_the_group_s() -> None:
+    @node(reads=("prompt_ids",), writes=("response_ids",))
+    async def answers(group):  # type: ignore[no-untyped-def]
+        return samples(lengths=(3, 1))
+
+    on, _ = experience(step(answers), waiting_group())
+    assert on.batch().lengths(Axis.RESPONSE).tolist() == [3, 1]
+
+
+@pytest.mark.parametrize(("weight", "counts"), [(None, 2.0), (7.0, 7.0)])
+def test_an_entry_node_may_measure_too(weight: float | None, counts: float) -> None:
+    @node(reads=("prompt_ids",), writes=("response_ids",))
+    async def answers(group):  # type: ignore[no-untyped-def]
+        return NodeOutput(samples(lengths=(3, 1)), {"turns": 2.0}, weight=weight)
+
+    on, _ = experience(step(answers), waiting_group())
+    assert len(on.samples) == 2 and on.measured == [({"turns": 2.0}, counts)]
+
+
+def test_samples_that_the_columns_written_so_far_do_not_fit_are_refused() -> None:
+    on = answered_group()
+    on.write({"scores": [1.0, 2.0]})
+
+    @node(reads=("response_ids",), writes=("response_ids",))
+    async def one_less(group):  # type: ignore[no-untyped-def]
+        return group.samples[:1]
+
+    with pytest.raises(NodeError, match="node 'x' returned something that does not fit"):
+        experience(step(one_less), on)
+
+
+def test_a_batch_over_other_samples_is_refused_with_what_to_return_instead() -> None:
+    @node(reads=("prompt_ids",), writes=("response_ids",))
+    def answers(batch):  # type: ignore[no-untyped-def]
+        return group(lengths=(3, 1))
+
+    with pytest.raises(UserNodeError, match=f"a list of samples .*{Sample.__name__}"):
+        experience(step(answers), waiting_group())
+
+
+def test_a_drop_ends_the_group() -> None:
+    @node(writes="advantages")
+    def drops(response_mask):  # type: ignore[no-untyped-def]
+        return Drop("dull", "all alike")
+
+    on, drop = experience(step(drops))
+    assert drop == Drop("dull", "all alike") and on.written == {}
+
+
+@BOTH
+def test_nothing_returned_changes_nothing(plane: str) -> None:
+    @node(writes=())
+    def quiet(response_mask):  # type: ignore[no-untyped-def]
+        return None
+
+    if plane == "learning":
+        out, (metrics, _) = learn(step(quiet))
+        assert set(out.names) == set(group().names) and metrics == {}
+    else:
+        on, drop = experience(step(quiet))
+        assert (on.written, drop) == ({}, None) and all(metrics == {} for metrics, _ in on.measured)
+
+
+@BOTH
+def test_outputs_that_do_not_fit_are_refused_with_the_node_s_name(plane: str) -> None:
+    @node(writes=("advantages", "returns"))
+    def one_of_two(response_mask):  # type: ignore[no-untyped-def]
+        return response_mask
+
+    @node(writes="advantages")
+    def too_wide(response_mask):  # type: ignore[no-untyped-def]
+        return torch.zeros(len(response_mask), response_mask.shape[1] + 1)
+
+    for function, words in ((one_of_two, "1 values for the fields advantages, returns"), (too_wide, "advantages")):
+        with pytest.raises(UserNodeError, match=f"node 'x' returned something that does not fit.*{words}"):
+            either(step(function), plane)
+
+
+@BOTH
+@pytest.mark.parametrize("values", [[object(), object()], ["high", "low"]])
+@pytest.mark.parametrize("name", ["scores", "advantages"])
+def test_what_is_no_number_is_refused_with_the_node_s_name(name: str, values: Any, plane: str) -> None:
+    @node(writes=name)
+    def no_numbers(response_mask):  # type: ignore[no-untyped-def]
+        return values
+
+    with pytest.raises(UserNodeError, match="node 'x' returned something that does not fit"):
+        either(step(no_numbers), plane)
+
+
+@BOTH
+def test_a_node_is_tried_again_as_often_as_it_may(plane: str) -> None:
+    flaky = Flaky(2, OSError("flapping"))
+    either(flaky.step(retry_limit=2), plane)
+    assert flaky.calls == 3
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "error", [KeyError("k"), RuntimeError("r"), AttributeError("a"), OSError("o"), TimeoutError("t")]
+)
+def test_whatever_a_node_raises_is_told_with_its_name(error: Exception, plane: str) -> None:
+    flaky = Flaky(9, error)
+    with pytest.raises(UserNodeError, match=rf"node 'x' raised {type(error).__name__}.*test_step.py") as caught:
+        either(flaky.step(retry_limit=1), plane)
+    assert caught.value.__cause__ is error and flaky.calls == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "plane"),
+    [(TrustError("the ratio"), "learning"), (UserError("a key"), "learning"), (UserError("a key"), "experience")],
+)
+def test_what_is_told_well_already_passes_through(error: Exception, plane: str) -> None:
+    flaky = Flaky(9, error)
+    with pytest.raises(type(error)) as caught:
+        either(flaky.step(retry_limit=3), plane)
+    assert caught.value is error and flaky.calls == 1
+
+
+class AsyncObject:
+    async def __call__(self, response_mask: Any) -> Any:
+        await asyncio.sleep(0)
+        return response_mask
+
+
+async def async_function(response_mask: Any) -> Any:
+    await asyncio.sleep(0)
+    return response_mask
+
+
+@pytest.mark.parametrize("function", [async_function, AsyncObject()])
+def test_what_gives_a_coroutine_is_awaited(function: Callable[..., Any]) -> None:
+    on, _ = experience(step(function, writes="returns"))
+    assert on.batch().flat("returns").tolist() == [1.0] * 6
+
+
+def test_a_plain_function_that_hangs_fails_at_the_deadline_of_its_samples_and_is_not_tried_again() -> None:
+    release, calls = threading.Event(), []
+
+    @node(writes="advantages")
+    def hangs(response_mask):  # type: ignore[no-untyped-def]
+        calls.append(1)
+        release.wait(60)
+
+    with pytest.raises(UserError, match=r"node 'x' did not return within 0.1 s \(reward.timeout_s for each sample\)"):
+        experience(step(hangs, retry_limit=2), timeout_s=0.05)
+    release.set()
+    assert len(calls) == 1
+
+
+def test_whose_fault_an_error_is() -> None:
+    """Code of the user's in the traceback makes it theirs, also behind a function of ours that calls it."""
+
+    def users() -> None:
+        raise RuntimeError("mine")
+
+    bound_node = bound(node(writes=())(lambda response_mask: None))
+    try:
+        users()
+    except RuntimeError as err:
+        error = node_error(bound_node, err)
+    assert isinstance(error, UserNodeError) and "(at test_step.py:" in str(error)
+    try:
+        exec(compile("import torch; torch.zeros(2) + torch.zeros(3)", "<string>", "exec"), {})
+    except RuntimeError as err:
+        err.__traceback__ = err.__traceback__.tb_next if err.__traceback__ else None
+        assert not isinstance(node_error(bound_node, err), UserError)
