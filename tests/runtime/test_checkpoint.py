@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distflow.runtime import checkpoint_files
+from distflow.observe import files
 from distflow.runtime.checkpoint import CheckpointError, CheckpointStore
 
 
@@ -208,7 +208,7 @@ def test_a_part_that_was_announced_and_is_missing_commits_nothing(tmp_path):
 
 def die_within_a_part(folder, step, part):
     """Killed when the bytes are there and before the file has its name."""
-    checkpoint_files.sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+    files.sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)
     write_a_part(folder, step, "actor", part)
 
 

@@ -26,6 +26,7 @@ from distflow.config.errors import UserError
 from distflow.flow.account import Account, AccountingError
 from distflow.flow.record import Record
 from distflow.flow.tally import Tally
+from distflow.observe.files import sync
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Ledger:
         self.inherits = mark is not None
         self._file = self.path.open("wb")
         self.append("opened", ledger=self.id)
-        _sync_folder(self.path.parent)
+        sync(self.path.parent)
 
     def _reopen(self, mark: Mark | None) -> None:
         last = -1
@@ -204,11 +205,3 @@ def _ends_with_newline(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read(1) == b"\n"
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from distflow.observe.files import sync, write_atomically
+from distflow.observe.files import replacing, write_atomically
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -45,13 +45,11 @@ def write_part(folder: Path, name: str, part: object) -> None:
     """
     is_tensors = isinstance(part, Mapping) and part and all(isinstance(value, Tensor) for value in part.values())
     path = folder / f"{name}{'.safetensors' if is_tensors else '.json'}"
-    aside = path.with_name(path.name + ".partial")
-    if isinstance(part, Mapping) and is_tensors:
-        save_file(_separate(part), aside)
-    else:
-        aside.write_text(json.dumps(part))
-    sync(aside)
-    aside.replace(path)
+    with replacing(path) as aside:
+        if isinstance(part, Mapping) and is_tensors:
+            save_file(_separate(part), aside)
+        else:
+            aside.write_text(json.dumps(part))
 
 
 def read_part(path: Path) -> object:

@@ -11,13 +11,12 @@ from typing import Final
 
 from safetensors import SafetensorError
 
+from distflow.observe.files import sync, write_atomically
 from distflow.runtime.checkpoint_files import (
     FileEntry,
     Manifest,
     describe,
     read_manifest,
-    sync,
-    write_atomically,
     write_manifest,
     write_part,
 )
