@@ -1,9 +1,11 @@
 """`distflow eval`: the validation of a run, without a run."""
 
 from collections.abc import Callable
+from typing import NoReturn
 
 from distflow.config.errors import UserError
 from distflow.flow.ticket import Version
+from distflow.runtime.audit.witness import Witness
 from distflow.runtime.checks.canary import make_canary
 from distflow.runtime.context import Contexts
 from distflow.runtime.experience import ExperiencePlane
@@ -28,8 +30,9 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> dict[str, float]:
     assert resources.actor is not None, "a program trains something"
     if resources.rollout is None:
         return held_out_loss(spec.validation, resources.actor)
-    contexts = Contexts(spec.config, resources, {}, _no_update)
-    plane = ExperiencePlane.of(spec, [program.node(name) for name in rank.experience], resources, contexts, _ignore)
+    contexts = Contexts(spec.config, resources, {}, _no_update, _no_update)
+    nodes = [program.node(name) for name in rank.experience]
+    plane = ExperiencePlane.of(spec, nodes, resources, contexts, _ignore, Witness())
     validator = Validator(spec.validation, contexts, plane, resources.stop_token_ids, spec.options.seed, say)
     with Session.of(spec, resources) as session:
         weights = LocalWeights(Waits())
@@ -42,7 +45,7 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> dict[str, float]:
     return metrics
 
 
-def _no_update(*arguments: object) -> None:
+def _no_update(*arguments: object) -> NoReturn:
     raise AssertionError("evaluation updates nothing")
 
 

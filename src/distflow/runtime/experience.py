@@ -11,6 +11,7 @@ from distflow.config.errors import UserError
 from distflow.flow.ticket import Ticket, Version
 from distflow.graph import BoundNode, Drop
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine
+from distflow.runtime.audit.witness import Witness
 from distflow.runtime.blame import NodeError
 from distflow.runtime.context import Contexts, NodeContext
 from distflow.runtime.group import Group, new_group
@@ -37,8 +38,8 @@ class SubmissionGate:
     awaits and it needs no lock.
     """
 
-    def __init__(self, engine: RolloutEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: RolloutEngine, witness: Witness) -> None:
+        self._engine, self._witness = engine, witness
         self._waiting: set[asyncio.Task[None] | None] = set()
         self._all_in = asyncio.Event()
 
@@ -55,7 +56,9 @@ class SubmissionGate:
         try:
             await asyncio.sleep(0)  # `pending` runs to its first await, behind which its request is queued
             self._arrived(_group_task.get() or asyncio.current_task())
-            return await pending
+            result = await pending
+            self._witness.generated(request, result)
+            return result
         finally:
             pending.cancel()  # nothing to one that is done; else this group was cancelled, and so must its request be
 
@@ -86,7 +89,7 @@ class ExperiencePlane:
     """Runs steps on groups.
 
     make_group: the group of a training ticket, not answered yet. gate: in front of the rollout engine, None where the
-    program generates nothing. timeout_s: what a plain function may take for each sample. ended: told of every group.
+    program generates nothing. witness: records what engine and verifiers did for each group. timeout_s: what a plain function may take for each sample. ended: told of every group.
     """
 
     steps: Sequence[Step]
@@ -95,14 +98,20 @@ class ExperiencePlane:
     gate: SubmissionGate | None
     timeout_s: float
     ended: OnGroup
+    witness: Witness
     plain_calls: PlainCalls = field(default_factory=PlainCalls)
 
     @staticmethod
     def of(
-        spec: Spec, nodes: Sequence[BoundNode], resources: Resources, contexts: Contexts, ended: OnGroup
+        spec: Spec,
+        nodes: Sequence[BoundNode],
+        resources: Resources,
+        contexts: Contexts,
+        ended: OnGroup,
+        witness: Witness,
     ) -> "ExperiencePlane":
         """The plane of a worker that has these nodes."""
-        gate = SubmissionGate(resources.rollout) if resources.rollout is not None else None
+        gate = SubmissionGate(resources.rollout, witness) if resources.rollout is not None else None
         parts = {**resources.by_name(), **({"rollout": gate} if gate else {})}
         sampling = replace(spec.sampling, stop_token_ids=resources.stop_token_ids)
 
@@ -110,7 +119,7 @@ class ExperiencePlane:
             return new_group(ticket, spec.rows[ticket.row], sampling, spec.options.seed)
 
         return ExperiencePlane(
-            compile_steps(nodes, parts), make_group, contexts.experience, gate, spec.options.timeout_s, ended
+            compile_steps(nodes, parts), make_group, contexts.experience, gate, spec.options.timeout_s, ended, witness
         )
 
     async def run(self, group: Group, steps: Sequence[Step], context: MakeContext) -> Drop | None:
@@ -145,6 +154,7 @@ class ExperiencePlane:
     async def _run_group(self, ticket: Ticket, edge: EdgePort) -> None:
         """Never raises: whatever a node does costs its own group only, and is recorded."""
         _group_task.set(asyncio.current_task())
+        self.witness.begin(ticket)
         started, group = time.time(), self.make_group(ticket)
         try:
             drop = await self.run(group, self.steps, self.context)
@@ -156,6 +166,7 @@ class ExperiencePlane:
         else:
             outcome = "complete" if drop is None else drop.reason
             if drop is None:
+                self.witness.keep()
                 edge.put(ticket, batch, group.measured)
             elif drop.reason == TOO_FEW_VERDICTS:
                 edge.drop(ticket, drop.reason, Failure(drop.detail, users=True))

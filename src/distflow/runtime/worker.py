@@ -13,6 +13,7 @@ from distflow.data.batch import Batch
 from distflow.flow.ticket import Version
 from distflow.graph import NodeStatus
 from distflow.observe.metrics import Measured
+from distflow.runtime.audit.auditor import make_auditor
 from distflow.runtime.checkpoint import CheckpointStore
 from distflow.runtime.checks.canary import make_canary
 from distflow.runtime.checks.live import LiveChecks
@@ -30,6 +31,7 @@ from distflow.runtime.step import Step, compile_steps
 from distflow.runtime.step_metrics import batch_metrics, group_metrics, memory_metrics, over_ranks
 from distflow.runtime.stop import StopRequest
 from distflow.runtime.validation import SampleRows, Validator, held_out_loss
+from distflow.training.engine import LossFn, TrainEngine
 
 
 class Worker:
@@ -52,15 +54,21 @@ class Worker:
         self._spec, self._resources, self._ports = spec, resources, ports
         self._rank = ports.collective.rank  # among those that learn
         self._recorder, self._store, self._stop, self._state = recorder, store, stop, state
-        self._version = version
+        self._version, self._served = version, version.step
         self._checks = LiveChecks.of(spec, resources, recorder.note)
-        self._contexts = Contexts(spec.config, resources, state, self._checks.updated)
         self._session = Session.of(spec, resources)
-        self._experience = ExperiencePlane.of(
-            spec, [program.node(name) for name in plan.experience], resources, self._contexts, recorder.group_ended
-        )
+        self._contexts = Contexts(spec.config, resources, state, self._before_update, self._after_update)
         parts = {**resources.by_name(), "reduce": ports.collective}
         self._learning = compile_steps([program.node(name) for name in plan.learning], parts)
+        self._auditor = make_auditor(spec, program, self._learning, resources, self._session, recorder, state, version)
+        self._experience = ExperiencePlane.of(
+            spec,
+            [program.node(name) for name in plan.experience],
+            resources,
+            self._contexts,
+            recorder.group_ended,
+            self._auditor.witness,
+        )
         stop_token_ids, say = resources.stop_token_ids, partial(recorder.note, "warning")
         self._validator = Validator(
             spec.validation, self._contexts, self._experience, stop_token_ids, spec.options.seed, say
@@ -105,12 +113,14 @@ class Worker:
                 self._end(step)
                 return step
             batch, times, measured = share.batch, dict[str, float](), list[Measured]()
-            self._checks.taken(batch)
+            self._checks.taken(batch, self._served if self._generates else None)
+            self._auditor.took(step, share.tickets)
             for compiled in self._learning:
                 with self._running(compiled, times):
                     ctx = self._contexts.learning(step, share.tickets, compiled.node.node_id)
                     batch, part = compiled(batch, ctx)
                 measured.append(part)
+                self._auditor.scored(batch)
             metrics = {
                 **share.metrics,
                 **over_ranks(measured, self._ports.collective),
@@ -118,6 +128,8 @@ class Worker:
                 **self._take_reward_counts(),
             }
             metrics |= self._checks.learned(batch, metrics, step)
+            with self._recorder.phases("audit"):
+                self._auditor.end(metrics)
             published = (step + 1) % self._spec.options.update_frequency == 0
             if published:
                 with self._recorder.phases("update_weights"):
@@ -169,7 +181,19 @@ class Worker:
             assert self._released is not None, "a step that is not saved yet was released"
             self._save(self._released, validated)
 
+    def _before_update(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
+        with self._recorder.phases("audit"):
+            return self._auditor.before_update(role, engine, batch, loss)
+
+    def _after_update(
+        self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int, first: bool
+    ) -> None:
+        self._checks.updated(role, engine, batch, metrics, step, first)
+        with self._recorder.phases("audit"):
+            self._auditor.after_update(role, metrics)
+
     def _publish(self, version: Version, at_start: bool = False) -> dict[str, float]:
+        self._served = version.step
         return self._publisher.publish(version, at_start) if self._publisher is not None else {}
 
     def _experience_ended(self, experience: "Future[None]") -> None:

@@ -67,7 +67,7 @@ def update(
     rows: dict[str, list[float]] = defaultdict(list)
     for epoch in range(epochs if ctx.step >= warmup else 0):
         for mini_batch in ctx.minibatches(batch, num_prompts, epoch):
-            metrics = engine.train_step(mini_batch, objective)
+            metrics = engine.train_step(mini_batch, ctx.before_update(engine, mini_batch, objective))
             ctx.after_update(engine, mini_batch, metrics, not rows)
             for metric, value in metrics.items():
                 rows[metric].append(value)

@@ -9,6 +9,7 @@ from distflow.runtime.checks.alignment import check_alignment
 from distflow.runtime.checks.mismatch import Tolerance, check_mismatch
 from distflow.runtime.checks.movement import LossTerms, Movement
 from distflow.runtime.checks.nonfinite import NonFinite
+from distflow.runtime.checks.versions import check_versions
 from distflow.runtime.resources import Resources
 from distflow.runtime.spec import Spec
 from distflow.training.engine import TrainEngine
@@ -46,9 +47,12 @@ class LiveChecks:
             LossTerms(spec.loss_terms),
         )
 
-    def taken(self, batch: Batch) -> None:
-        """A step's groups have left the experience edge."""
+    def taken(self, batch: Batch, served: int | None) -> None:
+        """A step's groups have left the experience edge. served: the step of the weights that were published last, None
+        where nothing generates."""
         check_alignment(batch)
+        if served is not None:
+            check_versions(batch, served)
 
     def updated(
         self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int, first: bool

@@ -1,0 +1,69 @@
+"""Claim: a sample is what the engine answered to the row's prompt, and its text is what the tokens say."""
+
+from distflow.runtime.audit.check import Check, Wrong
+from distflow.runtime.audit.evidence import Evidence, Sample, index_of
+
+MOST = 256
+
+
+def prove(evidence: Evidence) -> str | None:
+    if not evidence.is_ours("responses"):
+        return "a node of the user's makes the answers"
+    seen = 0
+    for sample in evidence.proved(MOST):
+        record = evidence.records.get(int(sample["group_index"]))
+        if record is None:
+            continue
+        row = evidence.parts.rows[record.ticket.row]
+        _same(sample, "prompt_ids", sample["prompt_ids"].tolist(), list(row.prompt_ids), "the row of its ticket")
+        found = evidence.generation(sample)
+        if found is not None:
+            made = found[1]
+            _same(sample, "response_ids", sample["response_ids"].tolist(), list(made.token_ids), "the engine's answer")
+            _same(sample, "versions", sample["versions"].tolist(), list(made.versions), "the engine's answer")
+            _ended(evidence, sample)
+        elif row.response_ids is not None:
+            _same(sample, "response_ids", sample["response_ids"].tolist(), list(row.response_ids), "the data's answer")
+        else:
+            raise Wrong(
+                f"the engine was never asked for sample {sample['uid']} (number {index_of(sample)} of its group)"
+            )
+        text = evidence.parts.tokenizer.decode(sample["response_ids"].tolist(), skip_special_tokens=True)
+        _same(sample, "responses", sample["responses"], text, "its tokens decoded")
+        seen += 1
+    return None if seen else "no sample of this step was made by this process"
+
+
+def _same(sample: Sample, column: str, found: object, expected: object, source: str) -> None:
+    if found != expected:
+        raise Wrong(f"{column} of sample {sample['uid']} is {_short(found)}, but {source} says {_short(expected)}")
+
+
+def _ended(evidence: Evidence, sample: Sample) -> None:
+    """A sample is finished where its last token or its text ends it, else it must be as long as it may be."""
+    sampling, ids = evidence.parts.sampling, sample["response_ids"].tolist()
+    text = evidence.parts.tokenizer.decode(ids, skip_special_tokens=False)
+    stopped = bool(ids) and (ids[-1] in sampling.stop_token_ids or any(stop in text for stop in sampling.stop))
+    expected = "stop" if stopped else "length"
+    if sample["finish_reason"] != expected or bool(sample["truncated"]) == stopped:
+        raise Wrong(
+            f"sample {sample['uid']} counts as {'truncated' if sample['truncated'] else 'finished'} "
+            f"({sample['finish_reason']}), but its {len(ids)} tokens {'end' if stopped else 'do not end'} with a stop "
+            "token or text"
+        )
+    if not stopped and len(ids) != sampling.max_tokens:
+        raise Wrong(f"sample {sample['uid']} ended after {len(ids)} of {sampling.max_tokens} tokens without a stop")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 160 else f"{text[:80]} … {text[-60:]}"
+
+
+CHECK = Check(
+    "answers",
+    "prompt, tokens, versions and text of a sample are the row's and the engine's; it is finished where it ends itself",
+    "samples that this process made, by the built-in generation",
+    "equal",
+    prove,
+)

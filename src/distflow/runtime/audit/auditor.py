@@ -1,0 +1,218 @@
+"""Says when a step is proven again, gathers its evidence, and tells what was proven."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from distflow.data.batch import Batch
+from distflow.flow.ticket import Version
+from distflow.graph import Program
+from distflow.rewards.verdict import Verdict
+from distflow.runtime.audit.check import Check, Wrong
+from distflow.runtime.audit.checks import AFTER, BEFORE
+from distflow.runtime.audit.evidence import Evidence, Inputs, Parts
+from distflow.runtime.audit.watch import UpdateWatch
+from distflow.runtime.audit.witness import GroupRecord, Witness
+from distflow.runtime.checks import TrustError
+from distflow.runtime.context import NodeContext, NodeState
+from distflow.runtime.recorder import Recorder
+from distflow.runtime.resources import Resources
+from distflow.runtime.session import Session
+from distflow.runtime.spec import Spec
+from distflow.runtime.step import Step
+from distflow.training.engine import LossFn, TrainEngine
+
+STATE = "trust.audit"
+"""Its place among what nodes keep: no node's id has a dot."""
+
+Note = Callable[..., None]
+
+
+class Auditor:
+    """Audits steps of one worker. Called on the learning thread, but for the witness.
+
+    A claim that does not hold ends the run with TrustError. A check that cannot be made, or that fails itself, is told
+    and costs nothing else.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        witness: Witness,
+        state: dict[str, Any],
+        note: Note,
+        *,
+        frequency: int,
+        first_step: int,
+        total_steps: int,
+    ) -> None:
+        """state: JSON values, saved with the run. note: tells of an event. frequency: in steps; 0 never audits.
+        first_step: the first of this process."""
+        self._parts, self.witness, self._state, self._note = parts, witness, state, note
+        self._frequency, self._first_step, self._total_steps = frequency, first_step, total_steps
+        self._records: Mapping[int, GroupRecord] = {}
+        self._batch: Batch | None = None
+        self._step = first_step
+        self._evidence: Evidence | None = None
+        self._watch: UpdateWatch | None = None
+        self._told: set[str] = set()
+        self._proven: list[str] = []
+        self._unproven: dict[str, str] = {}
+
+    def is_due(self, step: int) -> bool:
+        """At the start, in the step behind it, where weights have moved once, and every `frequency` steps; odd and even
+        steps in turn, so that what goes wrong in every other step is met."""
+        if self._frequency <= 0:
+            return False
+        turn = (step // self._frequency) % 2 if self._frequency > 1 else 0
+        return step - self._first_step in (0, 1) or step % self._frequency == turn
+
+    def took(self, step: int, tickets: Sequence[int]) -> None:
+        """A step's groups have left the edge."""
+        self._step, self._evidence, self._batch = step, None, None
+        self._records = self.witness.take(tickets)
+
+    def scored(self, batch: Batch) -> None:
+        """A node of the learning plane has run."""
+        self._batch = batch
+
+    def before_update(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
+        """The loss function to call in this optimizer step: `loss`, or one that is watched."""
+        first_of_its_kind = self._frequency > 0 and role not in self._updates
+        if self._evidence is None and (self.is_due(self._step) or first_of_its_kind):
+            self._begin()
+        if self._evidence is None:
+            return loss
+        self._watch = UpdateWatch(role, engine, batch, loss)
+        return self._watch.loss
+
+    def after_update(self, role: str, metrics: Mapping[str, float]) -> None:
+        """An optimizer step was taken or skipped."""
+        if self._watch is not None and self._evidence is not None:
+            self._evidence.updates.append(self._watch.end(metrics))
+            self._watch = None
+        self._updates[role] = self._updates.get(role, 0) + int(not metrics.get("skipped"))
+
+    def end(self, metrics: Mapping[str, float]) -> None:
+        """All nodes of the step have run."""
+        if self._evidence is None and self.is_due(self._step):
+            self._begin()
+        if self._evidence is not None:
+            self._evidence.metrics = metrics
+            self._prove(AFTER)
+            self._tell()
+        self._evidence, self._records, self._batch = None, {}, None
+
+    @property
+    def _updates(self) -> dict[str, int]:
+        """Optimizer steps by role since the run's start."""
+        found: dict[str, int] = self._state.setdefault("updates", {})
+        return found
+
+    def _begin(self) -> None:
+        if self._batch is None:
+            return
+        self._proven, self._unproven = [], {}
+        self._evidence = Evidence(
+            parts=self._parts,
+            step=self._step,
+            total_steps=self._total_steps,
+            records=self._records,
+            batch=_copied(self._batch),
+            fresh=not self._updates.get("actor"),
+            num_updates=dict(self._updates),
+            state=self._state,
+            say=self._say,
+        )
+        self._prove(BEFORE)
+
+    def _prove(self, checks: Sequence[Check]) -> None:
+        assert self._evidence is not None
+        for check in checks:
+            try:
+                missing = check.prove(self._evidence)
+            except Wrong as wrong:
+                raise TrustError(
+                    f"the audit of step {self._step + 1} found ({check.name}): {wrong}. The claim is that {check.claim}"
+                ) from wrong
+            except Exception as err:  # the edge of a check: an auditor that fails must not end a healthy run
+                missing = f"the check itself failed: {type(err).__name__}: {err}"
+                self._say(f"the audit could not make its check '{check.name}': {type(err).__name__}: {err}")
+            if missing is None:
+                self._proven.append(check.name)
+            else:
+                self._unproven[check.name] = missing
+
+    def _tell(self) -> None:
+        left = f"; not proven: {', '.join(self._unproven)}" if self._unproven else ""
+        message = f"step {self._step + 1} was proven again: {', '.join(self._proven)}{left}"
+        self._note("audit", message, proven=self._proven, unproven=self._unproven)
+
+    def _say(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            self._note("warning", message)
+
+
+def _copied(batch: Batch) -> Batch:
+    """Its tensors as they are now, whatever is written into them later."""
+    return batch.select(range(len(batch)))
+
+
+def make_auditor(
+    spec: Spec,
+    program: Program,
+    learning: Sequence[Step],
+    resources: Resources,
+    session: Session,
+    recorder: Recorder,
+    state: NodeState,
+    version: Version,
+) -> Auditor:
+    """Of a worker. state: of all nodes."""
+    witness, judge = Witness(), resources.judge
+    if judge is not None and spec.options.audit_freq > 0:
+        judge.pool.told = witness.judged
+    estimator = next((step for step in learning if "advantages" in step.node.contract.writes), None)
+
+    def ask(name: str, arguments: Mapping[str, object]) -> Verdict:
+        assert judge is not None, "asked only where there is one"
+        return session.call(judge.pool.judge(name, arguments))
+
+    def estimate(batch: Batch) -> Inputs:
+        assert estimator is not None, "asked only where there is one"
+        kept = copy.deepcopy(state.get(estimator.node.node_id, {}))
+        ctx = NodeContext(spec.config, version.step, resources.tokenizer, kept)
+        return estimator.fn, *estimator.inputs(batch, {"batch": batch, "ctx": ctx})
+
+    def note(kind: str, message: str, **fields: object) -> None:
+        """Warnings are shown; what was proven stands in the run's events."""
+        tell = recorder.note if kind == "warning" else recorder.folder.event
+        tell(kind, message, **fields)
+
+    parts = Parts(
+        config=spec.config,
+        program=program,
+        rows=spec.rows,
+        sampling=replace(spec.sampling, stop_token_ids=resources.stop_token_ids),
+        tokenizer=resources.tokenizer,
+        actor=resources.actor,
+        critic=resources.critic,
+        ref=resources.ref,
+        judge=ask if judge is not None else None,
+        exact=spec.weight_dtype is torch.float32,
+        num_ranks=sum(bool(rank.learning) for rank in spec.plan.ranks),
+        estimate=estimate if estimator is not None else None,
+    )
+    return Auditor(
+        parts,
+        witness,
+        state.setdefault(STATE, {}),
+        note,
+        frequency=spec.options.audit_freq,
+        first_step=version.step,
+        total_steps=spec.data.total_steps,
+    )

@@ -1,0 +1,146 @@
+"""What is known of an audited step, sample by sample: plain tensors of one sample each, never columns of many."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from distflow.config import Config
+from distflow.data.batch import Batch
+from distflow.data.prompts import PromptRow
+from distflow.graph import Program
+from distflow.graph.fields import TOKEN_AXES
+from distflow.rewards.verdict import Verdict
+from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams
+from distflow.runtime.audit.plain_model import PlainScores
+from distflow.runtime.audit.watch import UpdateRecord
+from distflow.runtime.audit.witness import GroupRecord
+from distflow.training.engine import Scorer, TrainEngine
+
+BUILTIN = "distflow."
+Inputs = tuple[Callable[..., object], Sequence[object], Mapping[str, object]]
+Sample = Mapping[str, Any]
+"""One sample by the names of its columns: a tensor for each per-token column, a value for the others."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the run has to ask.
+
+    judge: a verifier by its name and arguments, one at a time. exact: models compute in float32. estimate: the function
+    that writes the advantages, and what it is called with for a batch; None where there is none.
+    """
+
+    config: Config
+    program: Program
+    rows: Sequence[PromptRow]
+    sampling: SamplingParams
+    tokenizer: PreTrainedTokenizerBase
+    actor: TrainEngine | None
+    critic: TrainEngine | None
+    ref: Scorer | None
+    judge: Callable[[str, Mapping[str, object]], Verdict] | None
+    exact: bool
+    num_ranks: int
+    estimate: Callable[[Batch], Inputs] | None
+
+
+@dataclass
+class Evidence:
+    """A step, as it was before its first update, and its updates.
+
+    records: by ticket, of groups that this worker made. batch: columns as the nodes wrote them; a copy. fresh: the
+    policy was not trained before this step. updates: in their order.
+    num_updates: optimizer steps by role before this step. metrics: of the step. state: JSON values that live across
+    audits and are in every checkpoint. say: tells the user, once a message. plain: of the samples that the policy was run on again.
+    """
+
+    parts: Parts
+    step: int
+    total_steps: int
+    records: Mapping[int, GroupRecord]
+    batch: Batch
+    fresh: bool
+    num_updates: Mapping[str, int]
+    state: dict[str, Any]
+    say: Callable[[str], None]
+    updates: list[UpdateRecord] = field(default_factory=list)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    plain: dict[str, PlainScores] = field(default_factory=dict)
+    _samples: list[Sample] | None = field(default=None, repr=False)
+
+    @property
+    def config(self) -> Config:
+        return self.parts.config
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Every sample of the step on this rank."""
+        if self._samples is None:
+            self._samples = samples_of(self.batch)
+        return self._samples
+
+    def proved(self, most: int) -> list[Sample]:
+        """At most so many samples, of as many groups as there are, others in each audit."""
+        by_group: dict[int, list[Sample]] = {}
+        for sample in self.samples:
+            by_group.setdefault(int(sample["group_index"]), []).append(sample)
+        groups = list(by_group.values())
+        first = self.step % len(groups) if groups else 0
+        groups = groups[first:] + groups[:first]
+        longest = max((len(group) for group in groups), default=0)
+        order = [group[(self.step + i) % len(group)] for i in range(longest) for group in groups if i < len(group)]
+        return order[:most]
+
+    def generation(self, sample: Sample) -> tuple[GenerateRequest, Generation] | None:
+        """The request and the engine's answer that became this sample; None where this worker did not see them."""
+        record = self.records.get(int(sample["group_index"]))
+        for request, result in record.generated if record else ():
+            if request.params.greedy and not self.parts.sampling.greedy:
+                continue  # a baseline's
+            for made in result.generations:
+                if made.sample == index_of(sample):
+                    return request, made
+        return None
+
+    def is_ours(self, column: str) -> bool:
+        """Whether what writes the column is built in, so that what it should hold is known."""
+        writers = [node for node in self.parts.program.nodes if column in node.contract.writes]
+        return bool(writers) and all(module_of(node.fn).startswith(BUILTIN) for node in writers)
+
+    def is_written(self, column: str) -> bool:
+        """Whether a node of the program writes the column."""
+        return any(column in node.contract.writes for node in self.parts.program.nodes)
+
+    def updates_of(self, role: str) -> list[UpdateRecord]:
+        return [update for update in self.updates if update.role == role]
+
+
+def samples_of(batch: Batch) -> list[Sample]:
+    """The samples of a batch, each with its own tokens only."""
+    columns: dict[str, Sequence[Any]] = {}
+    for name in (*batch.names, "loss_mask", "token_level_scores", "token_level_rewards"):
+        if name not in batch or name in columns:
+            continue
+        axis, flat = batch.field(name).axis, batch.flat(name)
+        columns[name] = flat.split(batch.lengths(axis).tolist()) if axis in TOKEN_AXES else list(flat)
+    return [{name: column[row] for name, column in columns.items()} for row in range(len(batch))]
+
+
+def index_of(sample: Sample) -> int:
+    """Its place in its group."""
+    return int(str(sample["uid"]).split("-")[1])
+
+
+def module_of(fn: Callable[..., object]) -> str:
+    """Where the function is written, below what wraps it."""
+    while hasattr(fn, "func"):
+        fn = fn.func
+    return str(getattr(fn, "__module__", ""))
+
+
+def doubles(values: Tensor) -> Tensor:
+    return values.detach().to("cpu", torch.float64)

@@ -1,0 +1,119 @@
+"""Claim: the trainer's log-probs, the reference's, and the critic's values are those of the models themselves."""
+
+import torch
+from torch import Tensor, nn
+
+from distflow.config.program import is_rl
+from distflow.runtime.audit.check import Check, Wrong
+from distflow.runtime.audit.evidence import Evidence, Sample, doubles
+from distflow.runtime.audit.plain_model import fits, log_probs_of, logits_after, plain_scores, plainly
+from distflow.runtime.audit.watch import OpenEngine
+
+MOST = 8
+SHARE = 0.03
+EXACT, ROUNDED = (1e-4, 3e-3), (0.05, 2.0)
+
+
+def prove(evidence: Evidence) -> str | None:
+    chosen = proved_samples(evidence)
+    if not chosen:
+        return "no sample is short enough for the logits of all its tokens"
+    parts, temperature = evidence.parts, evidence.parts.sampling.temperature if is_rl(evidence.config) else 1.0
+    own = "prox_log_probs" if evidence.is_written("prox_log_probs") else "old_log_probs"
+    proven = []
+    if isinstance(parts.actor, OpenEngine):
+        _score_policy(evidence, parts.actor.model, chosen)
+        if evidence.is_ours(own):
+            for sample in chosen:
+                _same(evidence, sample, own, evidence.plain[sample["uid"]].log_probs)
+            proven.append(own)
+    reference = getattr(parts.ref, "model", None)
+    if isinstance(reference, nn.Module) and evidence.is_ours("ref_log_prob"):
+        with (
+            torch.no_grad(),
+            plainly(reference, adapter=not without_adapter(parts.ref), compute_dtype=dtype_of(parts.ref)),
+        ):
+            for sample in chosen:
+                expected = log_probs_of(_logits(reference, sample), sample["response_ids"].tolist(), temperature)
+                _same(evidence, sample, "ref_log_prob", expected)
+                if evidence.fresh and sample["uid"] in evidence.plain:
+                    _starts_equal(evidence, sample, expected)
+        proven.append("ref_log_prob")
+    if isinstance(parts.critic, OpenEngine) and evidence.is_ours("values"):
+        with torch.no_grad(), plainly(parts.critic.model, compute_dtype=dtype_of(parts.critic)):
+            for sample in chosen:
+                _same(evidence, sample, "values", _logits(parts.critic.model, sample)[:, 0])
+        proven.append("values")
+    return None if proven else "no built-in node scores by a model that shows its inside"
+
+
+def proved_samples(evidence: Evidence) -> list[Sample]:
+    """Few: their tokens are a small share of the step's, but two samples at least."""
+    model = getattr(evidence.parts.actor, "model", None)
+    total = sum(len(sample["response_ids"]) + len(sample["prompt_ids"]) for sample in evidence.samples)
+    chosen: list[Sample] = []
+    taken = 0
+    for sample in evidence.proved(MOST):
+        length = len(sample["response_ids"]) + len(sample["prompt_ids"])
+        taken += length
+        if len(chosen) >= 2 and taken > SHARE * total:
+            break
+        if isinstance(model, nn.Module) and len(sample["response_ids"]) and fits(model, length):
+            chosen.append(sample)
+    return chosen
+
+
+def without_adapter(scorer: object) -> bool:
+    return bool(getattr(scorer, "without_adapter", False))
+
+
+def dtype_of(engine: object) -> torch.dtype | None:
+    """What the engine's model computes in."""
+    dtype = getattr(getattr(engine, "scorer", engine), "compute_dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def _score_policy(evidence: Evidence, model: nn.Module, chosen: list[Sample]) -> None:
+    with torch.no_grad(), plainly(model, compute_dtype=dtype_of(evidence.parts.actor)):
+        for sample in chosen:
+            evidence.plain[sample["uid"]] = plain_scores(
+                _logits(model, sample), sample["response_ids"].tolist(), evidence.parts.sampling
+            )
+
+
+def _logits(model: nn.Module, sample: Sample) -> Tensor:
+    return logits_after(model, sample["prompt_ids"].tolist(), sample["response_ids"].tolist())
+
+
+def _same(evidence: Evidence, sample: Sample, column: str, expected: Tensor) -> None:
+    policy = sample["response_mask"] > 0
+    gap = (doubles(sample[column]) - doubles(expected)).abs()[policy]
+    if not len(gap):
+        return
+    mean, largest = EXACT if evidence.parts.exact else ROUNDED
+    if not (float(gap.mean()) <= mean and float(gap.max()) <= largest):
+        raise Wrong(
+            f"{column} of sample {sample['uid']} differs by {float(gap.mean()):.3g} on average and "
+            f"{float(gap.max()):.3g} at most from what the model gives when the sample is run alone, unpacked, at the "
+            f"sampling temperature (limits {mean:g}, {largest:g}): a shift, another temperature, another model, or "
+            "packed sequences that see each other"
+        )
+
+
+def _starts_equal(evidence: Evidence, sample: Sample, reference: Tensor) -> None:
+    gap = (evidence.plain[sample["uid"]].log_probs - reference).abs()
+    if not float(gap.mean()) <= (EXACT if evidence.parts.exact else ROUNDED)[0]:
+        raise Wrong(
+            f"before the first update the reference must be the policy, but on sample {sample['uid']} their log-probs "
+            f"differ by {float(gap.mean()):.3g} on average"
+        )
+
+
+CHECK = Check(
+    "log_probs",
+    "log-probs of policy and reference and values of the critic are those of the models' own forward, one sequence "
+    "alone, at the sampling temperature; before the first update the reference is the policy",
+    "samples whose logits fit into 1 GiB",
+    f"mean {EXACT[0]:g}, largest {EXACT[1]:g} (bfloat16: {ROUNDED[0]:g}, {ROUNDED[1]:g})",
+    prove,
+)

@@ -1,0 +1,80 @@
+"""Claim: each pass of an update takes every sample of the step once, with the columns that were scored before it."""
+
+from collections import Counter
+from math import ceil
+
+import torch
+
+from distflow.config import Config
+from distflow.config.program import is_rl
+from distflow.runtime.audit.check import Check, Wrong
+from distflow.runtime.audit.evidence import BUILTIN, Evidence, module_of, samples_of
+from distflow.runtime.audit.watch import UpdateRecord
+
+COLUMNS = ("response_ids", "loss_mask", "advantages", "returns", "old_log_probs", "ref_log_prob", "values")
+
+
+def prove(evidence: Evidence) -> str | None:
+    roles = sorted({update.role for update in evidence.updates})
+    if not roles:
+        return "no update was seen"
+    for role in roles:
+        updates = evidence.updates_of(role)
+        _same_columns(evidence, updates)
+        if _is_ours(evidence):
+            _each_once(evidence, role, updates)
+    return None if _is_ours(evidence) else "a node of the user's chooses the mini-batches"
+
+
+def _is_ours(evidence: Evidence) -> bool:
+    nodes = [node for node in evidence.parts.program.learning if not node.contract.writes]
+    return all(module_of(node.fn).startswith(BUILTIN) for node in nodes)
+
+
+def _each_once(evidence: Evidence, role: str, updates: list[UpdateRecord]) -> None:
+    passes, num_prompts = plan_of(evidence.config, role)
+    groups = len({int(sample["group_index"]) for sample in evidence.samples})
+    wanted = passes * ceil(groups / num_prompts)
+    if len(updates) != wanted and evidence.parts.num_ranks == 1:
+        raise Wrong(
+            f"the {role} took {len(updates)} optimizer steps, but {passes} passes over {groups} prompts in mini-batches "
+            f"of {num_prompts} are {wanted}"
+        )
+    times = Counter(uid for update in updates for uid in update.uids)
+    wrong = [(uid, times[uid]) for sample in evidence.samples if times[uid := str(sample["uid"])] != passes]
+    if wrong:
+        uid, count = wrong[0]
+        raise Wrong(
+            f"sample {uid} (and {len(wrong) - 1} more) was in {count} mini-batches of the {role}, and should be in one of "
+            f"each of {passes} passes"
+        )
+
+
+def plan_of(config: Config, role: str) -> tuple[int, int]:
+    """Passes over a step, and prompts in a mini-batch, as the config names them."""
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    if role == "critic":
+        return critic.ppo_epochs, critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
+    return (actor.ppo_epochs if is_rl(config) else 1), actor.ppo_mini_batch_size
+
+
+def _same_columns(evidence: Evidence, updates: list[UpdateRecord]) -> None:
+    known = {sample["uid"]: sample for sample in evidence.samples}
+    for number, update in enumerate(updates):
+        for sample in samples_of(update.batch.only([n for n in ("uid", *COLUMNS) if n in update.batch])):
+            for name in COLUMNS:
+                if name in sample and not torch.equal(sample[name], known[sample["uid"]][name]):
+                    raise Wrong(
+                        f"{name} of sample {sample['uid']} is another in mini-batch {number + 1} of the {update.role} than "
+                        "before the step's first update: it was made anew or rewritten between mini-batches"
+                    )
+
+
+CHECK = Check(
+    "mini-batches",
+    "every sample of the step is in one mini-batch of each pass, and its log-probs, advantages and masks are those from "
+    "before the first update",
+    "the built-in update nodes",
+    "equal",
+    prove,
+)

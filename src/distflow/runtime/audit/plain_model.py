@@ -1,0 +1,101 @@
+"""A model's own forward, one sequence alone: no packing, no cache, no chunks; the softmax in float64."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from distflow.models.attention import PACKED_ATTENTION
+from distflow.models.heads import unwrapped
+from distflow.models.lora import adapter_off
+from distflow.rollout.engine import SamplingParams
+
+MAX_LOGITS = 2**28
+"""Entries of the logits of one sequence: 1 GiB in float32. Longer ones are not run."""
+
+
+@dataclass(frozen=True)
+class PlainScores:
+    """Of each response token, float64 `(tokens,)`: its log-prob and the policy's entropy at the temperature; the mass
+    of the tokens before it in the vocabulary and its own, under the law that it was drawn from."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    below: Tensor
+    mass: Tensor
+
+
+@contextmanager
+def plainly(model: nn.Module, *, adapter: bool = True, compute_dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Inside, the model runs by itself: with the attention of its family in place of the packed one.
+
+    adapter: False switches a LoRA adapter off.
+    """
+    causal = unwrapped(model)
+    attention, training = causal.config._attn_implementation, model.training
+    device = next(model.parameters()).device
+    low = compute_dtype not in (None, torch.float32)
+    model.eval()
+    if attention == PACKED_ATTENTION:
+        causal.set_attn_implementation("sdpa")
+    try:
+        with torch.autocast(device.type, dtype=compute_dtype, enabled=low):
+            if adapter:
+                yield
+            else:
+                with adapter_off(model):
+                    yield
+    finally:
+        if attention == PACKED_ATTENTION:
+            causal.set_attn_implementation(attention)
+        model.train(training)
+
+
+def logits_after(model: nn.Module, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Tensor:
+    """Float32 logits `(response tokens, vocabulary)` that predict the response; for a critic `(response tokens, 1)`."""
+    ids = torch.tensor([[*prompt_ids, *response_ids]], device=next(model.parameters()).device)
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
+    return logits[len(prompt_ids) - 1 : len(prompt_ids) + len(response_ids) - 1].float()
+
+
+def fits(model: nn.Module, num_tokens: int) -> bool:
+    """Whether the logits of a sequence of that length may be held."""
+    return num_tokens * int(unwrapped(model).config.get_text_config().vocab_size) <= MAX_LOGITS
+
+
+def plain_scores(logits: Tensor, token_ids: Sequence[int], params: SamplingParams) -> PlainScores:
+    """logits: of the tokens, `(tokens, vocabulary)`."""
+    parts = [
+        _scores_of(row.cpu().double() / params.temperature, token, params)
+        for row, token in zip(logits, token_ids, strict=True)
+    ]
+    columns = torch.stack(parts) if parts else torch.zeros(0, 4, dtype=torch.float64)
+    return PlainScores(*columns.unbind(-1))
+
+
+def log_probs_of(logits: Tensor, token_ids: Sequence[int], temperature: float) -> Tensor:
+    """Float64 `(tokens,)`."""
+    scores = (logits.cpu().double() / temperature).log_softmax(-1)
+    return scores.gather(-1, torch.tensor(list(token_ids), dtype=torch.int64)[:, None])[:, 0]
+
+
+def _scores_of(scores: Tensor, token: int, params: SamplingParams) -> Tensor:
+    policy = scores.log_softmax(-1)
+    law = _truncated(policy.exp(), params)
+    entropy = -(policy.exp() * policy).nan_to_num().sum()
+    return torch.stack([policy[token], entropy, law[:token].sum() / law.sum(), law[token] / law.sum()])
+
+
+def _truncated(masses: Tensor, params: SamplingParams) -> Tensor:
+    """Top-k, then top-p of what is left, then min-p."""
+    if 0 < params.top_k < len(masses):
+        masses = torch.where(masses < masses.sort(descending=True).values[params.top_k - 1], 0.0, masses)
+    if params.top_p < 1.0:
+        likeliest = (masses / masses.sum()).sort(descending=True).values
+        inside = int((likeliest.cumsum(0) - likeliest < params.top_p).sum())
+        masses = torch.where(masses / masses.sum() < likeliest[inside - 1], 0.0, masses)
+    if params.min_p > 0.0:
+        masses = torch.where(masses < params.min_p * masses.max(), 0.0, masses)
+    return masses

@@ -1,0 +1,163 @@
+"""Watches an optimizer step from outside: what the loss was given, what came back to it, what the weights became."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from distflow.data.batch import Batch
+from distflow.training.engine import Counts, LossFn, TrainEngine
+
+STRIPE = 64
+NUM_STRIPES = 4
+MAX_STRIPED = 2**24
+
+
+@runtime_checkable
+class OpenEngine(Protocol):
+    """A train engine that shows its inside."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+@dataclass
+class MicroRecord:
+    """One call of the loss: the samples, each output's values, and the gradient that came back to it, one row a sample
+    (`(bs, response_length)`, CPU). loss: the value that it returned."""
+
+    uids: list[str]
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    loss: float = 0.0
+
+
+@dataclass
+class Stripe:
+    """The first elements of one weight around a step, float64 on the CPU.
+
+    contributions: the sum of the gradients that each backward pass brought. gradient: what the optimizer was given.
+    moments: the optimizer's tensors of it before the step, and the number of steps it had taken.
+    """
+
+    before: Tensor
+    moments: dict[str, Any]
+    contributions: Tensor | None = None
+    gradient: Tensor | None = None
+    after: Tensor | None = None
+
+
+@dataclass
+class UpdateRecord:
+    """One optimizer step. leftover: weights that had a gradient before it began. norm: of the gradient that the
+    optimizer was given, None where it was not called. loss: the loss function, unwrapped."""
+
+    role: str
+    engine: TrainEngine
+    loss: LossFn
+    batch: Batch
+    micros: list[MicroRecord] = field(default_factory=list)
+    stripes: dict[str, Stripe] = field(default_factory=dict)
+    leftover: list[str] = field(default_factory=list)
+    norm: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def uids(self) -> list[str]:
+        return list(self.batch["uid"])
+
+
+class WatchedLoss:
+    """A loss function that calls another, and records it."""
+
+    def __init__(self, loss: LossFn, record: UpdateRecord) -> None:
+        self._loss, self._record = loss, record
+        self.outputs = loss.outputs
+
+    def counts(self, batch: Batch) -> Counts:
+        return self._loss.counts(batch)
+
+    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Counts]:
+        values = {name: output.detach().cpu().clone() for name, output in outputs.items()}
+        seen = MicroRecord(list(micro["uid"]), values)
+        self._record.micros.append(seen)
+        for name, output in outputs.items():
+            if output.requires_grad:
+                output.register_hook(lambda gradient, name=name: _add(seen.gradients, name, gradient))
+        loss, sums = self._loss(outputs, micro, counts)
+        seen.loss = float(loss.detach())
+        return loss, sums
+
+    def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
+        return self._loss.finish(sums, counts)
+
+
+class UpdateWatch:
+    """Watches one optimizer step, from before the engine is called until `end`."""
+
+    def __init__(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> None:
+        self.record = UpdateRecord(role, engine, loss, batch)
+        self.loss = WatchedLoss(loss, self.record)
+        self._handles: list[Any] = []
+        if isinstance(engine, OpenEngine):
+            self._open(engine)
+
+    def end(self, metrics: Mapping[str, float]) -> UpdateRecord:
+        """The step is over."""
+        for handle in self._handles:
+            handle.remove()
+        self.record.metrics = dict(metrics)
+        if isinstance(self.record.engine, OpenEngine):
+            for name, parameter in striped(self.record.engine.model):
+                self.record.stripes[name].after = _stripe(parameter)
+        return self.record
+
+    def _open(self, engine: OpenEngine) -> None:
+        trained = [(name, p) for name, p in engine.model.named_parameters() if p.requires_grad]
+        self.record.leftover = [name for name, p in trained if p.grad is not None and bool(p.grad.any())]
+        for name, parameter in striped(engine.model):
+            stripe = Stripe(_stripe(parameter), _moments(engine.optimizer, parameter))
+            self.record.stripes[name] = stripe
+            self._handles.append(parameter.register_hook(lambda grad, stripe=stripe: _contribute(stripe, grad)))
+        self._handles.append(engine.optimizer.register_step_pre_hook(lambda *_: self._before_step(engine)))
+
+    def _before_step(self, engine: OpenEngine) -> None:
+        gradients = [p.grad for p in engine.model.parameters() if p.requires_grad and p.grad is not None]
+        self.record.norm = float(
+            torch.stack([g.detach().double().square().sum().cpu() for g in gradients]).sum().sqrt()
+        )
+        for name, parameter in striped(engine.model):
+            if parameter.grad is not None:
+                self.record.stripes[name].gradient = _stripe(parameter.grad)
+
+
+def striped(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """A few weights, evenly over the model's depth."""
+    found = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.numel() <= MAX_STRIPED]
+    count = min(NUM_STRIPES, len(found))
+    yield from (found[(2 * i + 1) * len(found) // (2 * count)] for i in range(count))
+
+
+def _stripe(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1)[:STRIPE].to("cpu", torch.float64, copy=True)
+
+
+def _moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
+    state = optimizer.state.get(parameter, {})
+    return {
+        name: float(value) if value.numel() == 1 else _stripe(value)
+        for name, value in state.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _contribute(stripe: Stripe, gradient: Tensor) -> None:
+    part = _stripe(gradient)
+    stripe.contributions = part if stripe.contributions is None else stripe.contributions + part
+
+
+def _add(gradients: dict[str, Tensor], name: str, gradient: Tensor) -> None:
+    part = gradient.detach().cpu()
+    gradients[name] = gradients[name] + part if name in gradients else part.clone()
