@@ -89,7 +89,8 @@ class ExperiencePlane:
     """Runs steps on groups.
 
     make_group: the group of a training ticket, not answered yet. gate: in front of the rollout engine, None where the
-    program generates nothing. witness: records what engine and verifiers did for each group. timeout_s: what a plain function may take for each sample. ended: told of every group.
+    program generates nothing. witness: records what engine and verifiers did for each group. timeout_s: what a plain
+    function may take for each sample. ended: told of every group.
     """
 
     steps: Sequence[Step]

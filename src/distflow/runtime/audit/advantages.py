@@ -14,7 +14,7 @@ MOST_TOKENS = 2**20
 def prove(evidence: Evidence) -> str | None:
     name = evidence.config.algorithm.adv_estimator
     if not evidence.is_ours("advantages"):
-        return "the estimator is the user's" if evidence.is_written("advantages") else "there are no advantages"
+        return "the estimator is the user's" if evidence.is_written("advantages") else ""
     if evidence.parts.num_ranks > 1 and name in GLOBAL:
         return f"'{name}' looks at the samples of all ranks"
     if sum(len(sample["response_ids"]) for sample in evidence.samples) > MOST_TOKENS:
@@ -35,14 +35,16 @@ def _same(name: str, sample: Sample, column: str, expected: Tensor) -> None:
     if bool(wrong.any()):
         token = int(wrong.nonzero()[0])
         raise Wrong(
-            f"{column} of sample {sample['uid']} is {float(sample[column][token]):g} at token {token}, but '{name}' gives "
+            f"{column} of sample {sample['uid']} is {float(sample[column][token]):g} at token {token}, but '{name}' "
+            "gives "
             f"{float(expected[token]):g} for the rewards of its own group ({int(sample['group_index'])})"
         )
 
 
 CHECK = Check(
     "advantages",
-    "advantages and returns are what the estimator's formula, worked out by brute force in float64, makes of the rewards "
+    "advantages and returns are what the estimator's formula, worked out by brute force in float64, makes of the "
+    "rewards "
     "of each sample's own group",
     "a built-in estimator",
     f"{LIMIT:g} relative",

@@ -14,7 +14,10 @@ def prove(evidence: Evidence) -> str | None:
         record = evidence.records.get(int(sample["group_index"]))
         if record is None:
             continue
-        row = evidence.parts.rows[record.ticket.row]
+        ticket, own = record.ticket, evidence.row_of(record.ticket.number)
+        if ticket.row != own:
+            raise Wrong(f"ticket {ticket.number} went with row {ticket.row} of the data, and names row {own}")
+        row = evidence.parts.rows[own]
         _same(sample, "prompt_ids", sample["prompt_ids"].tolist(), list(row.prompt_ids), "the row of its ticket")
         found = evidence.generation(sample)
         if found is not None:

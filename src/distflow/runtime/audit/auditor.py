@@ -143,7 +143,7 @@ class Auditor:
                 self._say(f"the audit could not make its check '{check.name}': {type(err).__name__}: {err}")
             if missing is None:
                 self._proven.append(check.name)
-            else:
+            elif missing:
                 self._unproven[check.name] = missing
 
     def _tell(self) -> None:
@@ -182,6 +182,10 @@ def make_auditor(
         assert judge is not None, "asked only where there is one"
         return session.call(judge.pool.judge(name, arguments))
 
+    def hashes() -> dict[str, str]:
+        assert resources.rollout is not None, "asked only where there is one"
+        return session.call(resources.rollout.hashes())
+
     def estimate(batch: Batch) -> Inputs:
         assert estimator is not None, "asked only where there is one"
         kept = copy.deepcopy(state.get(estimator.node.node_id, {}))
@@ -197,12 +201,15 @@ def make_auditor(
         config=spec.config,
         program=program,
         rows=spec.rows,
+        data=spec.data,
         sampling=replace(spec.sampling, stop_token_ids=resources.stop_token_ids),
         tokenizer=resources.tokenizer,
         actor=resources.actor,
         critic=resources.critic,
         ref=resources.ref,
         judge=ask if judge is not None else None,
+        hashes=hashes if resources.rollout is not None else None,
+        weight_dtype=spec.weight_dtype,
         exact=spec.weight_dtype is torch.float32,
         num_ranks=sum(bool(rank.learning) for rank in spec.plan.ranks),
         estimate=estimate if estimator is not None else None,

@@ -15,8 +15,9 @@ from distflow.runtime.audit.reference import CHECK as REFERENCE
 from distflow.runtime.audit.rewards import CHECK as REWARDS
 from distflow.runtime.audit.user_code import CHECK as USER_CODE
 from distflow.runtime.audit.verdicts import CHECK as VERDICTS
+from distflow.runtime.audit.weights import CHECK as WEIGHTS
 
-BEFORE: tuple[Check, ...] = (LOG_PROBS, DRAWS, REFERENCE, BACKWARD)
+BEFORE: tuple[Check, ...] = (WEIGHTS, LOG_PROBS, DRAWS, REFERENCE, BACKWARD)
 """They run the models, as they were when the step was scored: before its first update."""
 
 AFTER: tuple[Check, ...] = (

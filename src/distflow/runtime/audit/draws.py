@@ -33,7 +33,8 @@ def prove(evidence: Evidence) -> str | None:
                 missed += 1
                 example = (
                     example
-                    or f"token {position} of sample {sample['uid']} needs a draw in [{low:.4f}, {high:.4f}], its stream gives {uniform:.4f}"
+                    or f"token {position} of sample {sample['uid']} needs a draw in [{low:.4f}, {high:.4f}], its "
+                    f"stream gives {uniform:.4f}"
                 )
     if missed > (0 if evidence.parts.exact else 2 + 0.1 * seen):
         raise Wrong(
@@ -59,7 +60,8 @@ def _uniform(key: int, position: int) -> float:
 
 CHECK = Check(
     "draws",
-    "every token is what the sample's own stream (seed, epoch, row, sample, position) draws from the policy, by inverse "
+    "every token is what the sample's own stream (seed, epoch, row, sample, position) draws from the policy, by "
+    "inverse "
     "CDF in vocabulary order",
     "sampling without a repetition penalty",
     f"{EXACT:g} of probability, no token (bfloat16: {ROUNDED:g}, a tenth of the tokens)",

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from distflow.config import Config
 from distflow.data.batch import Batch
 from distflow.data.prompts import PromptRow
+from distflow.flow.data_plan import DataPlan
 from distflow.graph import Program
 from distflow.graph.fields import TOKEN_AXES
 from distflow.rewards.verdict import Verdict
@@ -30,19 +32,24 @@ Sample = Mapping[str, Any]
 class Parts:
     """What the run has to ask.
 
-    judge: a verifier by its name and arguments, one at a time. exact: models compute in float32. estimate: the function
+    data: which row a ticket names. judge: a verifier by its name and arguments, one at a time. hashes: of the tensors
+    that the rollout engine computes with, None where it is not here. weight_dtype: of those. exact: models compute in
+    float32. estimate: the function
     that writes the advantages, and what it is called with for a batch; None where there is none.
     """
 
     config: Config
     program: Program
     rows: Sequence[PromptRow]
+    data: DataPlan
     sampling: SamplingParams
     tokenizer: PreTrainedTokenizerBase
     actor: TrainEngine | None
     critic: TrainEngine | None
     ref: Scorer | None
     judge: Callable[[str, Mapping[str, object]], Verdict] | None
+    hashes: Callable[[], dict[str, str]] | None
+    weight_dtype: torch.dtype
     exact: bool
     num_ranks: int
     estimate: Callable[[Batch], Inputs] | None
@@ -55,7 +62,8 @@ class Evidence:
     records: by ticket, of groups that this worker made. batch: columns as the nodes wrote them; a copy. fresh: the
     policy was not trained before this step. updates: in their order.
     num_updates: optimizer steps by role before this step. metrics: of the step. state: JSON values that live across
-    audits and are in every checkpoint. say: tells the user, once a message. plain: of the samples that the policy was run on again.
+    audits and are in every checkpoint. say: tells the user, once a message. plain: of the samples that the policy was
+    run on again.
     """
 
     parts: Parts
@@ -70,6 +78,7 @@ class Evidence:
     updates: list[UpdateRecord] = field(default_factory=list)
     metrics: Mapping[str, float] = field(default_factory=dict)
     plain: dict[str, PlainScores] = field(default_factory=dict)
+    _orders: dict[int, Any] = field(default_factory=dict, repr=False)
     _samples: list[Sample] | None = field(default=None, repr=False)
 
     @property
@@ -114,6 +123,19 @@ class Evidence:
     def is_written(self, column: str) -> bool:
         """Whether a node of the program writes the column."""
         return any(column in node.contract.writes for node in self.parts.program.nodes)
+
+    def row_of(self, ticket: int) -> int:
+        """The row that a ticket of this number names: sorted raw Philox words, keyed by the seed and the epoch."""
+        data = self.parts.data
+        epoch, position = divmod(ticket, data.num_rows)
+        if not data.shuffle:
+            return position
+        if epoch not in self._orders:
+            words = np.random.Philox(
+                key=np.array([data.seed, 0], np.uint64), counter=np.array([0, 0, epoch, 0], np.uint64)
+            )
+            self._orders[epoch] = np.argsort(words.random_raw(data.num_rows), kind="stable")
+        return int(self._orders[epoch][position])
 
     def updates_of(self, role: str) -> list[UpdateRecord]:
         return [update for update in self.updates if update.role == role]

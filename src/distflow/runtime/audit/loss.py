@@ -70,7 +70,8 @@ def _prove_update(evidence: Evidence, update: UpdateRecord, total: Total) -> Non
     found, wanted = float(update.metrics["loss"]), float(loss.detach())
     if not abs(found - wanted) <= LIMIT * abs(wanted) + FLOOR * 10:
         raise Wrong(
-            f"the loss of a mini-batch of the {update.role} is {found:.6g}, but the sum of its terms as the config names "
+            f"the loss of a mini-batch of the {update.role} is {found:.6g}, but the sum of its terms as the config "
+            "names "
             f"them is {wanted:.6g}"
         )
     expected = _gradients(loss, values)
@@ -197,7 +198,8 @@ def aggregate(losses: Sequence[Tensor], mode: str, scale: float) -> Tensor:
 
 CHECK = Check(
     "loss",
-    "the loss of each mini-batch is the sum of its terms, and its gradient by each token's log-prob, entropy and value is "
+    "the loss of each mini-batch is the sum of its terms, and its gradient by each token's log-prob, entropy and "
+    "value is "
     "what the formulas of the config say: mask, sign, mean, coefficient, clip",
     "a built-in loss of which the auditor has the formula; one rank",
     f"{LIMIT:g} relative",

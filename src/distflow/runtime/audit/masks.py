@@ -12,7 +12,8 @@ def prove(evidence: Evidence) -> str | None:
         found = evidence.generation(sample)
         if found is not None and int(made.sum()) != len(found[1].token_ids):
             raise Wrong(
-                f"sample {sample['uid']}: {int(made.sum())} tokens count as the policy's, it made {len(found[1].token_ids)}"
+                f"sample {sample['uid']}: {int(made.sum())} tokens count as the policy's, it made "
+                f"{len(found[1].token_ids)}"
             )
         for name, expected in (("response_mask", made), ("loss_mask", made * float(sample["valid"]))):
             wrong = sample[name].double() != expected

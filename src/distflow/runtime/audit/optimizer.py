@@ -26,7 +26,7 @@ def prove(evidence: Evidence) -> str | None:
                 continue
             rate = settings.lr * schedule(settings, taken, total_updates(evidence, role))
             _same_rate(update, rate)
-            known = _same_weights(update, settings, rate) or known
+            known = _same_weights(update, settings, rate, taken) or known
             taken += 1
     return None if known else "only the learning rate: the optimizer is neither adamw nor sgd, or shows nothing"
 
@@ -61,21 +61,29 @@ def _same_rate(update: UpdateRecord, rate: float) -> None:
         raise Wrong(f"the learning rate of the {update.role} is {found:.4g}, but the schedule gives {rate:.4g} here")
 
 
-def _same_weights(update: UpdateRecord, settings: OptimConfig, rate: float) -> bool:
+def _same_weights(update: UpdateRecord, settings: OptimConfig, rate: float, taken: int) -> bool:
     """Whether there was a formula to compare with."""
     if settings.optimizer not in ("adamw", "sgd") or not update.stripes:
         return False
     for name, stripe in update.stripes.items():
         if stripe.gradient is None or stripe.after is None:
             raise Wrong(
-                f"the optimizer of the {update.role} was not called, or {name} had no gradient, though the update was not skipped"
+                f"the optimizer of the {update.role} was not called, or {name} had no gradient, though the update "
+                "was not skipped"
+            )
+        steps = int(stripe.moments.get("step", 0 if settings.optimizer == "adamw" else taken))
+        if steps != taken:
+            raise Wrong(
+                f"the optimizer of the {update.role} counts {steps} steps behind it, but {taken} were taken: its "
+                "moments were lost"
             )
         expected = _adamw(stripe, settings, rate) if settings.optimizer == "adamw" else _sgd(stripe, settings, rate)
         gap, moved = (stripe.after - expected).abs(), (expected - stripe.before).abs()
         rounding = 4e-7 * stripe.before.abs()
         if bool((gap > LIMIT * moved.max() + rounding + 1e-12).any()):
             raise Wrong(
-                f"{name} of the {update.role} moved by {float((stripe.after - stripe.before).abs().max()):.4g} at most, but "
+                f"{name} of the {update.role} moved by {float((stripe.after - stripe.before).abs().max()):.4g} at "
+                "most, but "
                 f"{settings.optimizer} at the learning rate {rate:.4g} makes {float(moved.max()):.4g} of its gradient, "
                 "moments and weight decay"
             )

@@ -15,14 +15,15 @@ EXACT, ROUNDED = 1e-5, 0.02
 def prove(evidence: Evidence) -> str | None:
     model = getattr(evidence.parts.ref, "model", None)
     if not isinstance(model, nn.Module):
-        return "there is no reference" if evidence.parts.ref is None else "the reference does not show its inside"
+        return "" if evidence.parts.ref is None else "the reference does not show its inside"
     now = _on_fixed_tokens(evidence, model)
     then = evidence.state.setdefault("reference", now.tolist())
     gap = float((now - torch.tensor(then, dtype=torch.float64)).abs().mean())
     limit = EXACT if evidence.parts.exact else ROUNDED
     if not gap <= limit:
         raise Wrong(
-            f"the reference moved: on fixed tokens its log-probs differ by {gap:.3g} on average from those at the start "
+            f"the reference moved: on fixed tokens its log-probs differ by {gap:.3g} on average from those at the "
+            "start "
             f"of the run (limit {limit:g}). It shares weights with the policy, or something trains it"
         )
     return None

@@ -82,7 +82,8 @@ def _same(sample: Sample, column: str, expected: Tensor) -> None:
 
 CHECK = Check(
     "rewards",
-    "a sample's score is the weighted sum of its own verdicts and the over-long penalty, on its last token; its rewards "
+    "a sample's score is the weighted sum of its own verdicts and the over-long penalty, on its last token; its "
+    "rewards "
     "are that less the KL penalty",
     "scores of the built-in reward node",
     f"{LIMIT:g} relative",

@@ -16,15 +16,19 @@ Call = Callable[[Sequence[object], Mapping[str, object]], tuple[Tensor, ...]]
 
 def prove(evidence: Evidence) -> str | None:
     """What it sees is told, and the run goes on: a user may know better than these rules."""
-    told = [*_estimator(evidence), *_losses(evidence)]
+    estimator, losses = _estimator(evidence), _losses(evidence)
+    if estimator is None and losses is None:
+        return ""
+    told = [*(estimator or ()), *(losses or ())]
     for message in told:
         evidence.say(message)
     return told[0] if told else None
 
 
-def _estimator(evidence: Evidence) -> list[str]:
+def _estimator(evidence: Evidence) -> list[str] | None:
+    """What is wrong with the user's estimator; None where there is none."""
     if evidence.is_ours("advantages") or evidence.parts.estimate is None:
-        return []
+        return None
     fn, positional, keyword = evidence.parts.estimate(evidence.batch)
     name = f"the estimator {getattr(fn, '__name__', fn)}"
     mask = evidence.batch["response_mask"]
@@ -37,11 +41,13 @@ def _estimator(evidence: Evidence) -> list[str]:
     if not _equal(found, call(positional, keyword)):
         return [
             *told,
-            f"{name} is not deterministic: called again with the same batch it gives other advantages; it cannot be audited",
+            f"{name} is not deterministic: called again with the same batch it gives other advantages; it cannot be "
+            "audited",
         ]
     if not _equal(found, _widened(call, positional, keyword, mask)):
         told.append(
-            f"{name} reads outside the mask: with other numbers behind the answers' last tokens it gives other advantages. "
+            f"{name} reads outside the mask: with other numbers behind the answers' last tokens it gives other "
+            "advantages. "
             "What stands there depends on which samples share the batch; multiply by response_mask before you sum"
         )
     elif _mixes_groups(evidence, call):
@@ -68,15 +74,14 @@ def _mixes_groups(evidence: Evidence, call: Call) -> bool:
     return not _equal(apart, tuple(tensor[rows][:, :length] for tensor in together))
 
 
-def _losses(evidence: Evidence) -> list[str]:
-    told: list[str] = []
-    for update in evidence.updates[:1]:
+def _losses(evidence: Evidence) -> list[str] | None:
+    """What is wrong with the user's loss; None where there is none of our own signature."""
+    for update in evidence.updates_of("actor")[:1]:
         loss = getattr(update.loss, "loss", None)
         fn = getattr(loss, "fn", None)
-        if fn is None or module_of(fn).startswith(BUILTIN) or getattr(loss, "seed_style", False) or not update.micros:
-            continue
-        told += _loss(update, fn)
-    return told
+        if fn is not None and not module_of(fn).startswith(BUILTIN) and not getattr(loss, "seed_style", False):
+            return _loss(update, fn)
+    return None
 
 
 def _loss(update: UpdateRecord, fn: Callable[..., Any]) -> list[str]:
@@ -106,7 +111,7 @@ def _loss(update: UpdateRecord, fn: Callable[..., Any]) -> list[str]:
     gradient = micro.gradients.get("log_probs")
     if gradient is not None and bool(((mask == 0) & (gradient != 0)).any()):
         told.append(f"{name} sends a gradient to tokens outside the mask")
-    advantages = batch["advantages"] if "advantages" in batch else None
+    advantages = batch["advantages"] if "advantages" in batch else None  # noqa: SIM401  a batch is no dict
     if gradient is not None and advantages is not None and not bool(gradient.any()) and bool((advantages * mask).any()):
         told.append(f"{name} sends no gradient to any token, though advantages are not 0")
     return told
@@ -169,7 +174,8 @@ def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 CHECK = Check(
     "user_code",
-    "an estimator or loss of the user's gives finite numbers, reads nothing outside the mask, and, where its scope is not "
+    "an estimator or loss of the user's gives finite numbers, reads nothing outside the mask, and, where its scope "
+    "is not "
     "global, keeps groups apart; what does not hold is told, and the run goes on",
     "a function of ours or another system's signature that gives the same twice",
     f"{LIMIT:g}",

@@ -101,7 +101,8 @@ def _shown(verdicts: Sequence[Verdict]) -> str:
 
 CHECK = Check(
     "verdicts",
-    "each verifier was shown the sample's own text and ground truth, its verdict sits on the sample, and comes out again",
+    "each verifier was shown the sample's own text and ground truth, its verdict sits on the sample, and comes out "
+    "again",
     "verifiers of reward.functions that answer the same when asked again",
     f"equal, {MOST} samples or {MOST_S:g} s",
     prove,

@@ -10,6 +10,7 @@ def check_versions(batch: Batch, served: int) -> None:
     wrong = (versions >= 0) & (versions != served)
     if bool(wrong.any()):
         raise TrustError(
-            f"{int(wrong.sum())} tokens were made by weights of version {int(versions[wrong][0])}, but version {served} was "
+            f"{int(wrong.sum())} tokens were made by weights of version {int(versions[wrong][0])}, but version "
+            f"{served} was "
             "published before they were generated: weights were not sent, or the engine does not serve them"
         )
