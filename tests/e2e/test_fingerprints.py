@@ -100,7 +100,9 @@ def test_a_run_ends_where_it_ended(name: str, tmp_path: Path) -> None:
         return
     assert [list(step) for step in now["metrics"]] == [list(step) for step in before["metrics"]]
     for ours, theirs in zip(now["metrics"], before["metrics"], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-6)
+        # On another processor bfloat16 products round in another order.
+        close = 1e-3 if "bfloat16" in name else 1e-6
+        assert ours == pytest.approx(theirs, rel=close, abs=close)
 
 
 def record() -> None:

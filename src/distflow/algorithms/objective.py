@@ -45,10 +45,12 @@ class PolicyObjective:
         kl_loss_type: str | None = None,
         kl_loss_coef: float = 0.0,
         weights_field: str | None = None,
+        weights_optional: bool = False,
         actor: Mapping[str, object] | None = None,
     ) -> None:
         """options: of the loss. kl_loss_type: None leaves the KL term out. weights_field: the column of rollout
-        correction weights, None for none. actor: the numbers that a seed-style loss sees as its `config`.
+        correction weights, None for none. weights_optional: a batch without the column is not corrected. actor: the
+        numbers that a seed-style loss sees as its `config`.
 
         Raises ValueError for an unknown loss, option, mode or KL type, or where the mode needs `loss_scale_factor`.
         """
@@ -59,7 +61,7 @@ class PolicyObjective:
         self.loss_agg_mode, self.loss_scale_factor = loss_agg_mode, loss_scale_factor
         self.entropy_coef, self.kl_loss_coef = entropy_coef, kl_loss_coef
         self.kl_loss_type = None if kl_loss_type is None else check_token_kl_type(kl_loss_type)
-        self.weights_field = weights_field
+        self.weights_field, self.weights_optional = weights_field, weights_optional
         self._anchor = "prox_log_probs" if "prox_log_probs" in self.loss.reads else "old_log_probs"
         self._seed_loss: SeedLoss | None = None
         if self.loss.seed_style:
@@ -113,7 +115,9 @@ class PolicyObjective:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The policy loss's share, and its sums."""
         fields = self._fields(micro) | {"loss_mask": mask}
-        correction = None if self.weights_field is None else micro[self.weights_field]
+        field, correction = self.weights_field, None
+        if field is not None and not (self.weights_optional and field not in micro):
+            correction = micro[field]
         if self._seed_loss is not None:
             loss, stats = self._seed_loss(log_probs, fields, correction, counts)
             sums = {_PER_TOKEN + name: torch.tensor(value) for name, value in stats.items()}

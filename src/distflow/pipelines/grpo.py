@@ -7,6 +7,7 @@ writes says in which order they run; prompt groups go through the first part one
 from distflow.config import Config, preset_config
 from distflow.graph import Pipeline, TaskGraph
 from distflow.pipelines import nodes
+from distflow.pipelines.objectives import mends_mismatch
 
 
 def grpo_pipeline(config: Config | None = None) -> TaskGraph:
@@ -42,5 +43,7 @@ def score(pipeline: Pipeline, config: Config) -> None:
         pipeline.add_node("reference_log_prob", nodes.compute_ref_log_prob, only_forward_compute=True)
     if config.algorithm.rollout_correction.level:
         pipeline.add_node("mismatch_weights", nodes.correct_mismatch, phase="mismatch_weights")
+    elif mends_mismatch(config):
+        pipeline.add_node("mismatch_weights", nodes.mend_mismatch, phase="mismatch_weights")
     if config.algorithm.use_kl_in_reward:
         pipeline.add_node("kl_penalty", nodes.apply_kl_penalty, validates=False)

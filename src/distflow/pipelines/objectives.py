@@ -1,5 +1,7 @@
 """From the config's numbers to what an optimizer step minimises."""
 
+import inspect
+
 from distflow.algorithms.objective import PolicyObjective, SFTObjective, ValueObjective
 from distflow.algorithms.registry import PolicyLoss, check_options, find_policy_loss
 from distflow.config import Config
@@ -10,7 +12,7 @@ from distflow.config.watch import plain
 def policy_objective(config: Config) -> PolicyObjective:
     """The actor's loss. Raises ValueError for an unknown loss or option."""
     actor = config.actor_rollout_ref.actor
-    loss = find_policy_loss(actor.policy_loss)
+    loss, mends = find_policy_loss(actor.policy_loss), mends_mismatch(config)
     return PolicyObjective(
         loss,
         _loss_options(loss, config),
@@ -19,9 +21,20 @@ def policy_objective(config: Config) -> PolicyObjective:
         entropy_coef=actor.entropy_coef,
         kl_loss_type=actor.kl_loss_type if actor.use_kl_loss else None,
         kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
-        weights_field="rollout_is_weights" if config.algorithm.rollout_correction.level else None,
+        weights_field="rollout_is_weights" if config.algorithm.rollout_correction.level or mends else None,
+        weights_optional=mends,
         actor={**plain(actor), **actor.policy_loss_kwargs} if loss.seed_style else None,
     )
+
+
+def mends_mismatch(config: Config) -> bool:
+    """Whether weights are switched on when rollout and trainer drift apart: where none are on anyhow, and the loss can
+    be weighed. The decoupled loss has weights of its own."""
+    if config.algorithm.rollout_correction.level or config.actor_rollout_ref.actor.policy_loss == "decoupled":
+        return False
+    loss = find_policy_loss(config.actor_rollout_ref.actor.policy_loss)
+    takes = not loss.seed_style or "rollout_is_weights" in inspect.signature(loss.fn).parameters
+    return takes and config.trust.on_mismatch == "correct"
 
 
 def loss_terms(config: Config) -> tuple[str, ...]:

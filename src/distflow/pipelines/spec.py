@@ -234,6 +234,7 @@ def _run_options(config: Config, program: Program) -> RunOptions:
         timeout_s=config.reward.timeout_s if _has_deadline(program) else peek(config).reward.timeout_s,
         canary_freq=_canary_freq(config, program),
         audit_freq=trust.audit_freq,
+        on_mismatch=trust.on_mismatch if "rollout" in program.engines else "warn",
         certify=trust.certify_rewards if "judge" in program.services else False,
         max_skipped=trust.max_skipped_updates,
         unmoved_after=trust.unmoved_after,

@@ -14,6 +14,7 @@ from distflow.pipelines.nodes.scoring import (
     compute_ref_log_prob,
     compute_value,
     correct_mismatch,
+    mend_mismatch,
 )
 from distflow.pipelines.nodes.updates import train_actor, train_critic, train_sft
 
@@ -29,6 +30,7 @@ __all__ = [
     "generate",
     "greedy_baseline",
     "load_answers",
+    "mend_mismatch",
     "train_actor",
     "train_critic",
     "train_sft",

@@ -5,7 +5,7 @@ from functools import partial
 
 from torch import Tensor
 
-from distflow.algorithms.corrections import Level, Mode, compute_rollout_weights
+from distflow.algorithms.corrections import Level, Mode, compute_rollout_weights, mismatch_statistics
 from distflow.algorithms.kl import apply_kl_penalty as penalise
 from distflow.algorithms.kl import make_kl_controller
 from distflow.algorithms.registry import check_options, find_adv_est
@@ -13,6 +13,7 @@ from distflow.config import Config
 from distflow.config.program import find_estimator
 from distflow.data.batch import Batch
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
+from distflow.runtime.checks.mismatch import Tolerance
 from distflow.runtime.context import NodeContext
 from distflow.training.collective import Collective
 from distflow.training.engine import Scorer
@@ -81,6 +82,37 @@ def weigh_mismatch(
         old_log_probs, rollout_log_probs, loss_mask, level=level, mode=mode, cap=cap, floor=floor, reduce=reduce
     )
     return NodeOutput({"rollout_is_weights": weights}, {f"correction/{k}": v for k, v in statistics.items()})
+
+
+@node_factory
+@node(role=NodeRole.ACTOR, writes="rollout_is_weights")
+def mend_mismatch(config: Config) -> Callable[..., object]:
+    """Importance weights from the step on in which rollout engine and trainer have drifted apart."""
+    exact = config.actor_rollout_ref.model.dtype == "float32"
+    return partial(weigh_once_apart, limit=Tolerance.of(exact).mean)
+
+
+@node(writes="rollout_is_weights", role=NodeRole.ACTOR)
+def weigh_once_apart(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    loss_mask: Tensor,
+    reduce: Collective,
+    ctx: NodeContext,
+    *,
+    limit: float,
+) -> NodeOutput | None:
+    """Nothing until the mean |Δ log-prob| of a step is above `limit`; from then on weights of tokens, truncated at "
+    "2."""
+    if not ctx.state.get("on"):
+        apart = mismatch_statistics(old_log_probs, rollout_log_probs, response_mask, reduce)["mean_abs"]
+        ctx.state["on"] = apart > limit
+    if not ctx.state["on"]:
+        return None
+    return weigh_mismatch(
+        old_log_probs, rollout_log_probs, loss_mask, reduce, level="token", mode="truncate", cap=2.0, floor=None
+    )
 
 
 @node(writes="ref_log_prob", role=NodeRole.REFERENCE, reads=("prompt_ids", "response_ids"))

@@ -32,6 +32,7 @@ class LiveChecks:
     nonfinite: NonFinite
     movement: dict[str, Movement]
     loss_terms: LossTerms
+    stops_on_mismatch: bool = False
     _warned_at: float = 0.0
 
     @staticmethod
@@ -45,6 +46,7 @@ class LiveChecks:
             NonFinite(spec.run_dir / "bundles", options.max_skipped, spec.text),
             {role: Movement(options.unmoved_after) for role in resources.trained()},
             LossTerms(spec.loss_terms),
+            options.on_mismatch == "stop",
         )
 
     def taken(self, batch: Batch, served: int | None) -> None:
@@ -73,7 +75,7 @@ class LiveChecks:
         A mismatch is told when it appears, and each time it has doubled.
         """
         check_alignment(batch)
-        found, warning = check_mismatch(batch, step, self.tolerance)
+        found, warning = check_mismatch(batch, step, self.tolerance, self.stops_on_mismatch)
         gap = found.get("mismatch/mean_abs", 0.0)
         if warning is not None and (not self._warned_at or gap > 2 * self._warned_at):
             self._warned_at = gap
