@@ -22,7 +22,7 @@ TWO_BY_TWO = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_re
 SETUPS = {
     "grpo": ("grpo", *TWO_BY_TWO),
     "ppo": ("ppo", *TWO_BY_TWO),
-    "dapo": ("dapo", "reward.overlong.buffer_tokens=4", *TWO_BY_TWO),
+    "dapo": ("dapo", "reward.overlong.buffer_tokens=4", "actor_rollout_ref.actor.optim.lr=1e-4", *TWO_BY_TWO),
     "lora": ("grpo", "actor_rollout_ref.model.lora_rank=4"),
     "bfloat16": ("grpo", "actor_rollout_ref.model.dtype=bfloat16"),
     "hf": ("grpo", "actor_rollout_ref.rollout.name=hf"),

@@ -167,7 +167,8 @@ trainer:
   device: cpu
   num_threads: 1
   imports: [json]
-trust: {canary_freq: 0, max_skipped_updates: 1, unmoved_after: 5, certify_rewards: false}
+trust: {audit_freq: 3, on_mismatch: warn, canary_freq: 0, max_skipped_updates: 1, unmoved_after: 5,
+        certify_rewards: false}
 dag: {pipeline: ppo, enable_perf: true}
 """
 

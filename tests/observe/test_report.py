@@ -84,9 +84,10 @@ def test_accuracy_is_found_and_its_start_named_honestly() -> None:
 
 def test_the_report_of_a_run(make_run: Callable[..., Path]) -> None:
     data = report_data(make_run())
-    first, second, third = (sentence["text"] for sentence in data["sentences"])
+    first, second, audited, third = (sentence["text"] for sentence in data["sentences"])
     assert first.startswith("It learned: accuracy on held-out problems (20 problems) was 0.20 before RL and is 0.80")
     assert "1 warning" in second and "actor/grad_norm, actor/kl_loss" in second
+    assert audited.startswith("No step was proven again")
     assert third == "12 steps took 12.0 s; most of it was rollout (50%)."
     assert data["status"]["word"] == "finished" and data["title"] == "<b>tiny</b> & co"
     tiles = {tile["label"]: (tile["value"], tile["note"]) for tile in data["tiles"]}

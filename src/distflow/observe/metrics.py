@@ -80,6 +80,7 @@ METRICS = (
     Metric("canary/*", "max", "difference on fixed prompts between the engine's and the trainer's log-probs", "nats"),
     Metric("timing_s/step", "max", "wall time of the whole step; the phases add up to it", "s"),
     Metric("timing_s/other", "max", "time of the step outside every named phase", "s"),
+    Metric("timing_s/audit", "max", "time of the auditor, which proves a step again", "s"),
     Metric("timing_s/*", "max", "time of this phase, without the phases inside it", "s"),
     Metric("throughput/tokens_per_s", "sum", "tokens trained on, prompts too, per second of the step", "tokens/s"),
     Metric("throughput/*", "sum", "work done per second", "1/s"),

@@ -25,6 +25,7 @@ from distflow.observe.report_summary import (
     group_events,
     learned,
     problems,
+    proven,
     readable_s,
     status,
     time_sentence,
@@ -87,7 +88,7 @@ def report_data(run_dir: Path) -> ReportData:
         "run": _facts(run),
         "status": status(events),
         "written": time.strftime("%Y-%m-%d %H:%M"),
-        "sentences": _sentences(accuracy, groups, steps),
+        "sentences": _sentences(accuracy, groups, steps, events),
         "tiles": _tiles(accuracy, steps),
         "problems": groups,
         "log": [_log_line(event) for event in events if event.kind not in ("warning", "error", "finding")][-_MAX_LOG:],
@@ -103,10 +104,12 @@ def report_data(run_dir: Path) -> ReportData:
     return data
 
 
-def _sentences(accuracy: Accuracy | None, groups: Sequence[EventGroup], steps: Steps) -> list[dict[str, str]]:
+def _sentences(
+    accuracy: Accuracy | None, groups: Sequence[EventGroup], steps: Steps, events: Sequence[Event]
+) -> list[dict[str, str]]:
     if not steps:
         return [{"tone": "unknown", "text": "No step has been recorded yet."}]
-    sentences = [learned(accuracy, steps), problems(groups, steps), ("unknown", time_sentence(steps))]
+    sentences = [learned(accuracy, steps), problems(groups, steps), proven(events), ("unknown", time_sentence(steps))]
     return [{"tone": tone, "text": text} for tone, text in sentences if text]
 
 

@@ -114,7 +114,7 @@ class Worker:
                 return step
             batch, times, measured = share.batch, dict[str, float](), list[Measured]()
             self._checks.taken(batch, self._served if self._generates else None)
-            self._auditor.took(step, share.tickets)
+            self._auditor.took(step, share.tickets, batch)
             for compiled in self._learning:
                 with self._running(compiled, times):
                     ctx = self._contexts.learning(step, share.tickets, compiled.node.node_id)

@@ -3,7 +3,7 @@
 from distflow.runtime.audit.check import Check, Wrong
 from distflow.runtime.audit.evidence import Evidence, Sample, index_of
 
-MOST = 256
+MOST = 64
 
 
 def prove(evidence: Evidence) -> str | None:

@@ -1,7 +1,9 @@
 """Says when a step is proven again, gathers its evidence, and tells what was proven."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +30,12 @@ from distflow.training.engine import LossFn, TrainEngine
 STATE = "trust.audit"
 """Its place among what nodes keep: no node's id has a dot."""
 
+MOST_SHARE = 0.02
+"""Of the run's time, that audits may take."""
+
+NUM_FIRST = 3
+"""Audits of a process that are made whatever they take."""
+
 Note = Callable[..., None]
 
 
@@ -53,26 +61,42 @@ class Auditor:
         first_step: the first of this process."""
         self._parts, self.witness, self._state, self._note = parts, witness, state, note
         self._frequency, self._first_step, self._total_steps = frequency, first_step, total_steps
+        self._waiting = False
         self._records: Mapping[int, GroupRecord] = {}
         self._batch: Batch | None = None
         self._step = first_step
         self._evidence: Evidence | None = None
         self._watch: UpdateWatch | None = None
         self._told: set[str] = set()
+        self._num_audits = 0
+        self._spent_s = 0.0
+        self._began = time.monotonic()
         self._proven: list[str] = []
         self._unproven: dict[str, str] = {}
 
     def is_due(self, step: int) -> bool:
         """At the start, in the step behind it, where weights have moved once, and every `frequency` steps; odd and even
-        steps in turn, so that what goes wrong in every other step is met."""
+        steps in turn, so that what goes wrong in every other step is met. Behind the first few one waits until audits
+        have taken less than their share of the run's time, unless every step is asked for."""
         if self._frequency <= 0:
             return False
-        turn = (step // self._frequency) % 2 if self._frequency > 1 else 0
-        return step - self._first_step in (0, 1) or step % self._frequency == turn
+        if step - self._first_step in (0, 1) or self._frequency == 1:
+            return True
+        self._waiting = self._waiting or step % self._frequency == (step // self._frequency) % 2
+        affordable = self._spent_s <= MOST_SHARE * (time.monotonic() - self._began)
+        return self._waiting and (affordable or self._num_audits < NUM_FIRST)
 
-    def took(self, step: int, tickets: Sequence[int]) -> None:
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._spent_s += time.monotonic() - began
+
+    def took(self, step: int, tickets: Sequence[int], batch: Batch) -> None:
         """A step's groups have left the edge."""
-        self._step, self._evidence, self._batch = step, None, None
+        self._step, self._evidence, self._batch = step, None, batch
         self._records = self.witness.take(tickets)
 
     def scored(self, batch: Batch) -> None:
@@ -82,12 +106,13 @@ class Auditor:
     def before_update(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
         """The loss function to call in this optimizer step: `loss`, or one that is watched."""
         first_of_its_kind = self._frequency > 0 and role not in self._updates
-        if self._evidence is None and (self.is_due(self._step) or first_of_its_kind):
-            self._begin()
-        if self._evidence is None:
-            return loss
-        self._watch = UpdateWatch(role, engine, batch, loss)
-        return self._watch.loss
+        with self._timed():
+            if self._evidence is None and (self.is_due(self._step) or first_of_its_kind):
+                self._begin()
+            if self._evidence is None:
+                return loss
+            self._watch = UpdateWatch(role, engine, batch, loss)
+            return self._watch.loss
 
     def after_update(self, role: str, metrics: Mapping[str, float]) -> None:
         """An optimizer step was taken or skipped."""
@@ -98,12 +123,13 @@ class Auditor:
 
     def end(self, metrics: Mapping[str, float]) -> None:
         """All nodes of the step have run."""
-        if self._evidence is None and self.is_due(self._step):
-            self._begin()
-        if self._evidence is not None:
-            self._evidence.metrics = metrics
-            self._prove(AFTER)
-            self._tell()
+        with self._timed():
+            if self._evidence is None and self.is_due(self._step):
+                self._begin()
+            if self._evidence is not None:
+                self._evidence.metrics = metrics
+                self._prove(AFTER)
+                self._tell()
         self._evidence, self._records, self._batch = None, {}, None
 
     @property
@@ -112,10 +138,16 @@ class Auditor:
         found: dict[str, int] = self._state.setdefault("updates", {})
         return found
 
+    def _budget_s(self) -> float:
+        """Half of an audit's share of the time that passes between two."""
+        step_s = (time.monotonic() - self._began) / (self._step - self._first_step + 1)
+        return max(MOST_SHARE / 2 * self._frequency * step_s, 0.05)
+
     def _begin(self) -> None:
         if self._batch is None:
             return
-        self._proven, self._unproven = [], {}
+        self._proven, self._unproven, self._waiting = [], {}, False
+        self._num_audits += 1
         self._evidence = Evidence(
             parts=self._parts,
             step=self._step,
@@ -123,6 +155,7 @@ class Auditor:
             records=self._records,
             batch=_copied(self._batch),
             fresh=not self._updates.get("actor"),
+            budget_s=self._budget_s(),
             num_updates=dict(self._updates),
             state=self._state,
             say=self._say,

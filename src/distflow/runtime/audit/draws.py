@@ -11,6 +11,8 @@ MASK = 2**64 - 1
 
 
 def prove(evidence: Evidence) -> str | None:
+    if not evidence.is_written("rollout_log_probs"):
+        return ""
     tolerance, seen, missed = EXACT if evidence.parts.exact else ROUNDED, 0, 0
     example = ""
     for sample in evidence.samples:

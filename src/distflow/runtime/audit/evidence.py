@@ -61,7 +61,8 @@ class Evidence:
 
     records: by ticket, of groups that this worker made. batch: columns as the nodes wrote them; a copy. fresh: the
     policy was not trained before this step. updates: in their order.
-    num_updates: optimizer steps by role before this step. metrics: of the step. state: JSON values that live across
+    num_updates: optimizer steps by role before this step. metrics: of the step. budget_s: what asking verifiers may
+    take. state: JSON values that live across
     audits and are in every checkpoint. say: tells the user, once a message. plain: of the samples that the policy was
     run on again.
     """
@@ -72,6 +73,7 @@ class Evidence:
     records: Mapping[int, GroupRecord]
     batch: Batch
     fresh: bool
+    budget_s: float
     num_updates: Mapping[str, int]
     state: dict[str, Any]
     say: Callable[[str], None]

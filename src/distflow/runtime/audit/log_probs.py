@@ -15,6 +15,8 @@ EXACT, ROUNDED = (1e-4, 3e-3), (0.05, 2.0)
 
 
 def prove(evidence: Evidence) -> str | None:
+    if not any(evidence.is_written(column) for column in ("old_log_probs", "ref_log_prob", "values")):
+        return ""
     chosen = proved_samples(evidence)
     if not chosen:
         return "no sample is short enough for the logits of all its tokens"

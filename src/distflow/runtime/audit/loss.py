@@ -10,24 +10,39 @@ from distflow.config import Config
 from distflow.config.program import is_rl
 from distflow.runtime.audit.check import Check, Wrong
 from distflow.runtime.audit.evidence import BUILTIN, Evidence, Sample, doubles, module_of
-from distflow.runtime.audit.policy_losses import FORMULAS
+from distflow.runtime.audit.policy_losses import FORMULAS, Tokens
 from distflow.runtime.audit.rewards import kl
 from distflow.runtime.audit.watch import UpdateRecord
 
 LIMIT, FLOOR, KINK = 5e-3, 2e-5, 1e-5
 MOST_TOKENS = 2**18
+COLUMNS = (
+    "advantages",
+    "old_log_probs",
+    "prox_log_probs",
+    "ref_log_prob",
+    "values",
+    "returns",
+    "rollout_is_weights",
+)
+Outputs = Mapping[str, Tensor]
+Total = Callable[["MiniBatch", Outputs], Tensor]
 
 
-@dataclass
-class Row:
-    """A sample of a mini-batch: what the model gave, and the gradients that came back, by output, `(tokens,)`."""
+@dataclass(frozen=True)
+class MiniBatch:
+    """All response tokens of a mini-batch, sample after sample, `(tokens,)` float64.
 
-    sample: Sample
-    outputs: Mapping[str, Tensor]
-    gradients: Mapping[str, Tensor]
+    outputs: what the model gave. gradients: what came back. columns: what the nodes had written. counted: under the
+    loss mask. sample: which of `samples` a token belongs to.
+    """
 
-
-Total = Callable[[Sequence[Row], Sequence[Mapping[str, Tensor]]], Tensor]
+    samples: Sequence[Sample]
+    outputs: Outputs
+    gradients: Outputs
+    columns: Mapping[str, Tensor]
+    counted: Tensor
+    sample: Tensor
 
 
 def prove(evidence: Evidence) -> str | None:
@@ -51,112 +66,122 @@ def _formula(evidence: Evidence, update: UpdateRecord) -> Total | str:
     """The loss of a mini-batch as a function of the model's outputs, or why there is none."""
     config = evidence.config
     if update.role == "critic":
-        return lambda rows, values: _value_loss(config, rows, values)
+        return lambda batch, outputs: _value_loss(config, batch, outputs)
     if not is_rl(config):
-        return lambda rows, values: _likelihood(rows, values)
+        return lambda batch, outputs: aggregate(-outputs["log_probs"][batch.counted], batch, "token-mean", 1.0)
     name = config.actor_rollout_ref.actor.policy_loss
     fn = getattr(getattr(update.loss, "loss", None), "fn", None)
     if fn is None or not module_of(fn).startswith(BUILTIN):
         return f"the loss '{name}' is the user's"
     if name not in FORMULAS:
         return f"the auditor has no formula of the loss '{name}'"
-    return lambda rows, values: _policy_loss(config, rows, values)
+    return lambda batch, outputs: _policy_loss(config, batch, outputs)
 
 
 def _prove_update(evidence: Evidence, update: UpdateRecord, total: Total) -> None:
-    rows = _rows(evidence, update)
-    values = [{name: doubles(output).requires_grad_() for name, output in row.outputs.items()} for row in rows]
-    loss = total(rows, values)
-    found, wanted = float(update.metrics["loss"]), float(loss.detach())
-    if not abs(found - wanted) <= LIMIT * abs(wanted) + FLOOR * 10:
+    batch = _mini_batch(evidence, update)
+    if not len(batch.sample):
+        return
+    loss, expected = _derived(total, batch, 0.0)
+    found = float(update.metrics["loss"])
+    if not abs(found - loss) <= LIMIT * abs(loss) + FLOOR * 10:
         raise Wrong(
             f"the loss of a mini-batch of the {update.role} is {found:.6g}, but the sum of its terms as the config "
             "names "
-            f"them is {wanted:.6g}"
+            f"them is {loss:.6g}"
         )
-    expected = _gradients(loss, values)
     # Where the formula has a kink within rounding of a token's log-prob, either side may be right.
-    sides = [_gradients(total(rows, moved), moved) for moved in (_moved(values, KINK), _moved(values, -KINK))]
+    (_, above), (_, below) = _derived(total, batch, KINK), _derived(total, batch, -KINK)
     for name in update.loss.outputs:
-        largest = max((float(parts[name].abs().max()) for parts in expected if parts[name].numel()), default=0.0)
-        for row, want, one, other in zip(rows, expected, *sides, strict=True):
-            slack = (one[name] - other[name]).abs() + LIMIT * want[name].abs() + FLOOR * largest
-            wrong = ~((row.gradients[name] - want[name]).abs() <= slack)
-            if bool(wrong.any()):
-                raise Wrong(_message(update, name, row, want[name], int(wrong.nonzero()[0])))
+        slack = (above[name] - below[name]).abs() + LIMIT * expected[name].abs() + FLOOR * expected[name].abs().max()
+        wrong = ~((batch.gradients[name] - expected[name]).abs() <= slack)
+        if bool(wrong.any()):
+            raise Wrong(_message(update, name, batch, expected[name], int(wrong.nonzero()[0])))
 
 
-def _message(update: UpdateRecord, name: str, row: Row, want: Tensor, token: int) -> str:
-    found = float(row.gradients[name][token])
+def _derived(total: Total, batch: MiniBatch, moved: float) -> tuple[float, dict[str, Tensor]]:
+    """The loss, and its gradient by each output, where all outputs are moved by a little."""
+    leaves = {name: (output + moved).requires_grad_() for name, output in batch.outputs.items()}
+    loss = total(batch, leaves)
+    if not loss.requires_grad:
+        return float(loss), {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    pairs = zip(leaves.items(), found, strict=True)
+    return float(loss.detach()), {name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in pairs}
+
+
+def _message(update: UpdateRecord, name: str, batch: MiniBatch, expected: Tensor, place: int) -> str:
+    found, want, number = float(batch.gradients[name][place]), float(expected[place]), int(batch.sample[place])
+    token = place - int((batch.sample < number).sum())
     hint = "another coefficient, mean, clip or term than the config names"
-    if not float(want[token]):
+    if not want:
         hint = "a token outside the mask, or a sample without a verdict, is trained on"
     elif not found:
         hint = "a token that should be trained on is left out, or a term is off"
-    elif found * float(want[token]) < 0:
+    elif found * want < 0:
         hint = "its sign is turned"
     return (
-        f"the gradient of the {update.role}'s loss by {name} is {found:.4g} at token {token} of {len(want)} of sample "
-        f"{row.sample['uid']}, but the formula gives {float(want[token]):.4g}: {hint}"
+        f"the gradient of the {update.role}'s loss by {name} is {found:.4g} at token {token} of "
+        f"{int((batch.sample == number).sum())} of sample {batch.samples[number]['uid']}, but the formula gives "
+        f"{want:.4g}: {hint}"
     )
 
 
-def _rows(evidence: Evidence, update: UpdateRecord) -> list[Row]:
-    """The samples of a mini-batch. Raises Wrong where the micro-batches are not exactly its samples."""
-    known = {sample["uid"]: sample for sample in evidence.samples}
-    rows: list[Row] = []
-    for micro in update.micros:
-        for place, uid in enumerate(micro.uids):
-            length = len(known[uid]["response_ids"])
-            outputs = {name: values[place, :length] for name, values in micro.outputs.items()}
-            gradients = {
-                name: doubles(micro.gradients[name][place, :length])
-                if name in micro.gradients
-                else torch.zeros(length).double()
-                for name in micro.outputs
-            }
-            rows.append(Row(known[uid], outputs, gradients))
-    taken, wanted = sorted(str(row.sample["uid"]) for row in rows), sorted(update.uids)
-    if taken != wanted:
+def _mini_batch(evidence: Evidence, update: UpdateRecord) -> MiniBatch:
+    """Raises Wrong where the micro-batches are not exactly the mini-batch's samples."""
+    known = {str(sample["uid"]): sample for sample in evidence.samples}
+    taken = [uid for micro in update.micros for uid in micro.uids]
+    if sorted(taken) != sorted(update.uids):
         raise Wrong(
-            f"the micro-batches of a mini-batch hold {len(taken)} samples, the mini-batch {len(wanted)}: "
-            "some were left out or taken twice"
+            f"the micro-batches of a mini-batch hold {len(taken)} samples, the mini-batch {len(update.uids)}: some "
+            "were "
+            "left out or taken twice"
         )
-    return rows
+    samples = [known[uid] for uid in taken]
+    lengths = [len(sample["response_ids"]) for sample in samples]
+    outputs: dict[str, list[Tensor]] = {name: [] for name in update.loss.outputs}
+    gradients: dict[str, list[Tensor]] = {name: [] for name in update.loss.outputs}
+    of_all = iter(lengths)
+    for micro in update.micros:
+        for place, length in zip(range(len(micro.uids)), of_all):  # noqa: B905  the lengths go on behind this one
+            for name, rows in micro.outputs.items():
+                came_back = micro.gradients.get(name, torch.zeros_like(rows))
+                outputs[name].append(rows[place, :length])
+                gradients[name].append(came_back[place, :length])
+    present = [name for name in COLUMNS if samples and name in samples[0]]
+    columns = {name: _flat([sample[name] for sample in samples]) for name in present}
+    if samples and "token_level_scores" in samples[0]:
+        scores = torch.stack([doubles(sample["token_level_scores"]).sum() for sample in samples])
+        columns["sample_score"] = scores.repeat_interleave(torch.tensor(lengths))
+    return MiniBatch(
+        samples,
+        {name: _flat(parts) for name, parts in outputs.items()},
+        {name: _flat(parts) for name, parts in gradients.items()},
+        columns,
+        _flat([sample["loss_mask"] for sample in samples]) > 0,
+        torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64)),
+    )
 
 
-def _gradients(loss: Tensor, values: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
-    leaves = [value for row in values for value in row.values()]
-    if not loss.requires_grad:
-        return [{name: torch.zeros_like(value) for name, value in row.items()} for row in values]
-    found = iter(torch.autograd.grad(loss, leaves, allow_unused=True))
-    return [
-        {name: torch.zeros_like(value) if (g := next(found)) is None else g for name, value in row.items()}
-        for row in values
-    ]
+def _flat(parts: Sequence[Tensor]) -> Tensor:
+    return doubles(torch.cat(list(parts))) if parts else torch.zeros(0, dtype=torch.float64)
 
 
-def _moved(values: Sequence[Mapping[str, Tensor]], by: float) -> list[dict[str, Tensor]]:
-    return [{name: (value.detach() + by).requires_grad_() for name, value in row.items()} for row in values]
-
-
-def _policy_loss(config: Config, rows: Sequence[Row], values: Sequence[Mapping[str, Tensor]]) -> Tensor:
+def _policy_loss(config: Config, batch: MiniBatch, outputs: Outputs) -> Tensor:
     actor = config.actor_rollout_ref.actor
-    options = {**vars(actor), **actor.policy_loss_kwargs}
-    formula, losses = FORMULAS[actor.policy_loss], []
-    for row, outputs in zip(rows, values, strict=True):
-        sample, counted = row.sample, row.sample["loss_mask"] > 0
-        now, old = outputs["log_probs"][counted], doubles(sample["old_log_probs"])[counted]
-        loss = formula(now, doubles(sample["advantages"])[counted], old, sample, options)
-        if "rollout_is_weights" in sample:
-            loss = loss * doubles(sample["rollout_is_weights"])[counted]
-        if actor.entropy_coef:
-            loss = loss - actor.entropy_coef * outputs["entropy"][counted]
-        if actor.use_kl_loss:
-            loss = loss + actor.kl_loss_coef * _kl(now - doubles(sample["ref_log_prob"])[counted], actor.kl_loss_type)
-        losses.append(loss)
-    scale = actor.loss_scale_factor or float(config.data.max_response_length)
-    return aggregate(losses, actor.loss_agg_mode, scale)
+    counted = batch.counted
+    if not bool(counted.any()):
+        return torch.zeros((), dtype=torch.float64)
+    columns = {name: column[counted] for name, column in batch.columns.items()}
+    tokens = Tokens(outputs["log_probs"][counted], columns, batch.sample[counted])
+    loss = FORMULAS[actor.policy_loss](tokens, {**vars(actor), **actor.policy_loss_kwargs})
+    if "rollout_is_weights" in columns:
+        loss = loss * columns["rollout_is_weights"]
+    if actor.entropy_coef:
+        loss = loss - actor.entropy_coef * outputs["entropy"][counted]
+    if actor.use_kl_loss:
+        loss = loss + actor.kl_loss_coef * _kl(tokens.now - columns["ref_log_prob"], actor.kl_loss_type)
+    return aggregate(loss, batch, actor.loss_agg_mode, _scale(config))
 
 
 def _kl(difference: Tensor, kind: str) -> Tensor:
@@ -164,43 +189,37 @@ def _kl(difference: Tensor, kind: str) -> Tensor:
     return difference**2 / 2 - (difference**2 / 2).detach() + value.detach() if kind.endswith("+") else value
 
 
-def _value_loss(config: Config, rows: Sequence[Row], values: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    losses = []
-    for row, outputs in zip(rows, values, strict=True):
-        counted = row.sample["loss_mask"] > 0
-        now, old, returns = (
-            outputs["values"][counted],
-            doubles(row.sample["values"])[counted],
-            doubles(row.sample["returns"])[counted],
-        )
-        near = now.clamp(old - config.critic.cliprange_value, old + config.critic.cliprange_value)
-        losses.append(torch.maximum((now - returns) ** 2, (near - returns) ** 2) / 2)
-    scale = config.actor_rollout_ref.actor.loss_scale_factor or float(config.data.max_response_length)
-    return aggregate(losses, config.critic.loss_agg_mode, scale)
+def _value_loss(config: Config, batch: MiniBatch, outputs: Outputs) -> Tensor:
+    now, reach = outputs["values"][batch.counted], config.critic.cliprange_value
+    old, returns = batch.columns["values"][batch.counted], batch.columns["returns"][batch.counted]
+    near = now.clamp(old - reach, old + reach)
+    loss = torch.maximum((now - returns) ** 2, (near - returns) ** 2) / 2
+    return aggregate(loss, batch, config.critic.loss_agg_mode, _scale(config))
 
 
-def _likelihood(rows: Sequence[Row], values: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    losses = [-v["log_probs"][row.sample["loss_mask"] > 0] for row, v in zip(rows, values, strict=True)]
-    return aggregate(losses, "token-mean", 1.0)
+def _scale(config: Config) -> float:
+    return config.actor_rollout_ref.actor.loss_scale_factor or float(config.data.max_response_length)
 
 
-def aggregate(losses: Sequence[Tensor], mode: str, scale: float) -> Tensor:
-    """One number of the losses of each sample's tokens, `(tokens that count,)`; samples without one are left out."""
-    losses = [loss for loss in losses if len(loss)]
-    if not losses:
+def aggregate(loss: Tensor, batch: MiniBatch, mode: str, scale: float) -> Tensor:
+    """One number of the losses of the tokens that count; samples without one are left out of means over samples."""
+    if not len(loss):
         return torch.zeros((), dtype=torch.float64)
     if mode == "token-mean":
-        return torch.cat(list(losses)).mean()
-    divisors = {"seq-mean-token-sum": 1.0, "seq-mean-token-sum-norm": scale}
-    sums = [loss.mean() if mode == "seq-mean-token-mean" else loss.sum() / divisors[mode] for loss in losses]
-    return torch.stack(sums).mean()
+        return loss.mean()
+    tokens = torch.bincount(batch.sample[batch.counted], minlength=len(batch.samples))
+    sums = torch.zeros(len(batch.samples), dtype=torch.float64).index_add(0, batch.sample[batch.counted], loss)
+    if mode == "seq-mean-token-mean":
+        sums = sums / tokens.clamp(min=1)
+    if mode == "seq-mean-token-sum-norm":
+        sums = sums / scale
+    return sums[tokens > 0].mean()
 
 
 CHECK = Check(
     "loss",
-    "the loss of each mini-batch is the sum of its terms, and its gradient by each token's log-prob, entropy and "
-    "value is "
-    "what the formulas of the config say: mask, sign, mean, coefficient, clip",
+    "the loss of each mini-batch is the sum of its terms, and its gradient by each token's log-prob, entropy and value "
+    "is what the formulas of the config say: mask, sign, mean, coefficient, clip",
     "a built-in loss of which the auditor has the formula; one rank",
     f"{LIMIT:g} relative",
     prove,

@@ -1,19 +1,58 @@
-"""The built-in policy losses' formulas once more, for one sample, in float64. Autograd is all that they use."""
+"""The built-in policy losses' formulas once more, in float64, on the tokens that count. Autograd is all that they "
+"use."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distflow.runtime.audit.evidence import Sample, doubles
-
 Options = Mapping[str, Any]
-Formula = Callable[[Tensor, Tensor, Tensor, Sample, Options], Tensor]
-"""(log-probs, advantages, old log-probs of the tokens that count; the sample; options) → the loss of each of them."""
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, options: Options, dual: bool) -> Tensor:
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a mini-batch that count, one after another, `(tokens,)`.
+
+    now: log-probs, with gradient. columns: what else is known of each token. sample: which sample it belongs to.
+    """
+
+    now: Tensor
+    columns: Mapping[str, Tensor]
+    sample: Tensor
+
+    @property
+    def advantages(self) -> Tensor:
+        return self.columns["advantages"]
+
+    @property
+    def old(self) -> Tensor:
+        return self.columns["old_log_probs"]
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Of each token's own sample."""
+        size = int(self.sample.max()) + 1
+        sums = torch.zeros(size, dtype=values.dtype).index_add(0, self.sample, values)
+        return (sums / torch.bincount(self.sample, minlength=size).clamp(min=1))[self.sample]
+
+
+Formula = Callable[[Tokens, Options], Tensor]
+"""The loss of each token."""
+
+
+def bounds(options: Options) -> tuple[float, float]:
+    """How far the ratio may fall and rise."""
+    low, high = options["clip_ratio_low"], options["clip_ratio_high"]
+    return (options["clip_ratio"] if low is None else low), (options["clip_ratio"] if high is None else high)
+
+
+def ratio_to(now: Tensor, then: Tensor) -> Tensor:
+    return (now - then).clamp(-20, 20).exp()
+
+
+def clipped(ratio: Tensor, advantages: Tensor, options: Options, dual: bool) -> Tensor:
+    """PPO's pessimistic loss; dual: at most c times where the advantage is negative."""
     low, high = bounds(options)
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
     if dual and options["clip_ratio_c"] is not None:
@@ -22,56 +61,54 @@ def _clipped(ratio: Tensor, advantages: Tensor, options: Options, dual: bool) ->
     return loss
 
 
-def bounds(options: Options) -> tuple[float, float]:
-    low, high = options["clip_ratio_low"], options["clip_ratio_high"]
-    return (options["clip_ratio"] if low is None else low), (options["clip_ratio"] if high is None else high)
+def _vanilla(tokens: Tokens, options: Options) -> Tensor:
+    return clipped(ratio_to(tokens.now, tokens.old), tokens.advantages, options, dual=True)
 
 
-def _vanilla(now: Tensor, advantages: Tensor, old: Tensor, sample: Sample, options: Options) -> Tensor:
-    return _clipped((now - old).clamp(-20, 20).exp(), advantages, options, dual=True)
-
-
-def _decoupled(now: Tensor, advantages: Tensor, old: Tensor, sample: Sample, options: Options) -> Tensor:
-    prox = doubles(sample["prox_log_probs"])[sample["loss_mask"] > 0]
-    weight = (prox - old).clamp(-20, 20).exp()
-    cap = options.get("behav_imp_weight_cap", 5.0)
+def _decoupled(tokens: Tokens, options: Options) -> Tensor:
+    prox, cap = tokens.columns["prox_log_probs"], options.get("behav_imp_weight_cap", 5.0)
+    weight = ratio_to(prox, tokens.old)
     if cap is not None:
-        kept = (
-            torch.zeros_like(weight)
-            if options.get("behav_imp_weight_mode", "mask") == "mask"
-            else weight.clamp(max=cap)
-        )
-        weight = torch.where(weight > cap, kept, weight)
-    return weight * _clipped((now - prox).clamp(-20, 20).exp(), advantages, options, dual=True)
+        masks = options.get("behav_imp_weight_mode", "mask") == "mask"
+        weight = torch.where(weight > cap, torch.zeros_like(weight) if masks else weight.clamp(max=cap), weight)
+    return weight * clipped(ratio_to(tokens.now, prox), tokens.advantages, options, dual=True)
 
 
-def _gspo(now: Tensor, advantages: Tensor, old: Tensor, sample: Sample, options: Options) -> Tensor:
-    sequence = (now.detach() - old).mean()
-    ratio = (sequence + now - now.detach()).clamp(max=10.0).exp()
-    return _clipped(ratio, advantages, options, dual=False)
+def _gspo(tokens: Tokens, options: Options) -> Tensor:
+    sequence = tokens.mean(tokens.now.detach() - tokens.old)
+    ratio = (sequence + tokens.now - tokens.now.detach()).clamp(max=10.0).exp()
+    return clipped(ratio, tokens.advantages, options, dual=False)
 
 
-def _cispo(now: Tensor, advantages: Tensor, old: Tensor, sample: Sample, options: Options) -> Tensor:
+def _cispo(tokens: Tokens, options: Options) -> Tensor:
     low, high = bounds(options)
-    ratio = (now.detach() - old).clamp(-20, 20).exp()
-    return -ratio.clamp(1 - low if options.get("clip_below", True) else 0.0, 1 + high) * advantages * now
+    ratio = ratio_to(tokens.now.detach(), tokens.old)
+    least = 1 - low if options.get("clip_below", True) else 0.0
+    return -ratio.clamp(least, 1 + high) * tokens.advantages * tokens.now
 
 
-def _gpg(now: Tensor, advantages: Tensor, old: Tensor, sample: Sample, options: Options) -> Tensor:
-    return -advantages * now
+def _gpg(tokens: Tokens, options: Options) -> Tensor:
+    return -tokens.advantages * tokens.now
 
 
-def _sapo(now: Tensor, advantages: Tensor, old: Tensor, sample: Sample, options: Options) -> Tensor:
+def _sapo(tokens: Tokens, options: Options) -> Tensor:
     positive, negative = float(options.get("tau_pos", 1.0)), float(options.get("tau_neg", 1.05))
-    tau = torch.where(advantages > 0, positive, negative).double()
-    ratio = (now - old).clamp(-20, 20).exp()
-    return -4.0 / tau * torch.sigmoid(tau * (ratio - 1.0)) * advantages
+    tau = torch.where(tokens.advantages > 0, positive, negative).double()
+    return -4.0 / tau * torch.sigmoid(tau * (ratio_to(tokens.now, tokens.old) - 1.0)) * tokens.advantages
 
 
-def _topr(now: Tensor, advantages: Tensor, old: Tensor, sample: Sample, options: Options) -> Tensor:
-    ratio = (now.detach() - old).clamp(-20, 20).exp()
-    good = float(doubles(sample["token_level_scores"]).sum()) > 0
-    return -(1.0 if good else ratio.clamp(0, 1)) * advantages * now
+def _topr(tokens: Tokens, options: Options) -> Tensor:
+    good = tokens.columns["sample_score"] > 0
+    ratio = ratio_to(tokens.now.detach(), tokens.old).clamp(0, 1)
+    return -torch.where(good, torch.ones_like(ratio), ratio) * tokens.advantages * tokens.now
+
+
+def _gmpo(tokens: Tokens, options: Options) -> Tensor:
+    low, high = bounds(options)
+    difference, advantages = (tokens.now - tokens.old), tokens.advantages
+    pessimistic = torch.where(advantages > 0, difference.clamp(max=high), difference.clamp(min=-low))
+    pessimistic = torch.where(advantages == 0, torch.zeros_like(pessimistic), pessimistic)
+    return -tokens.mean(advantages) * tokens.mean(pessimistic).exp()
 
 
 FORMULAS: dict[str, Formula] = {
@@ -82,4 +119,5 @@ FORMULAS: dict[str, Formula] = {
     "gpg": _gpg,
     "sapo": _sapo,
     "topr": _topr,
+    "gmpo": _gmpo,
 }

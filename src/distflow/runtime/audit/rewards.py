@@ -14,7 +14,7 @@ LIMIT = 1e-4
 
 def prove(evidence: Evidence) -> str | None:
     if not evidence.is_ours("scores"):
-        return "a node of the user's writes the scores"
+        return "a node of the user's writes the scores" if evidence.is_written("scores") else ""
     for sample in evidence.samples:
         if not bool(sample["valid"]):
             continue
