@@ -13,7 +13,7 @@ from distflow.rewards.router import RewardRouter
 from distflow.rewards.verdict import Error, Score, Timeout, Verdict
 
 HANG_DEADLINE_S = 0.5
-_HANG = "distflow.rewards.probes:hang"
+_PROBES = {name: f"distflow.rewards.probes:{name}" for name in ("hang", "fail")}
 
 
 async def certify(router: RewardRouter) -> None:
@@ -31,7 +31,7 @@ async def certify(router: RewardRouter) -> None:
                     f"should score {float(case.good)}, it got {verdict}; reinstall math-verify and its parts, "
                     "or set trust.certify_rewards=false"
                 )
-    await certify_deadline()
+    await certify_faults()
 
 
 def known_cases(name: str) -> tuple[Case, ...]:
@@ -42,15 +42,19 @@ def known_cases(name: str) -> tuple[Case, ...]:
     return tuple(cast(Iterable[Case], load(f"{split_name(entry.target)[0]}:CASES")))
 
 
-async def certify_deadline() -> None:
-    """Raises RuntimeError unless a function that hangs in C code is killed at its deadline."""
-    pool = await asyncio.to_thread(VerifierPool, {"hang": _HANG}, num_workers=1, timeout_s=HANG_DEADLINE_S)
+async def certify_faults() -> None:
+    """Raises RuntimeError unless a function that raises gives an error, and one that hangs in C code is killed at its
+    deadline: neither may ever be a score."""
+    pool = await asyncio.to_thread(VerifierPool, _PROBES, num_workers=1, timeout_s=HANG_DEADLINE_S)
     try:
-        verdict = await pool.judge("hang", _arguments("", None, {}))
+        failed = await pool.judge("fail", _arguments("", None, {}))
+        hung = await pool.judge("hang", _arguments("", None, {}))
     finally:
         await asyncio.to_thread(pool.close)
-    if not isinstance(verdict, Timeout):
-        raise RuntimeError(f"a verifier that hangs was not killed after {HANG_DEADLINE_S} s on this machine: {verdict}")
+    if not isinstance(failed, Error):
+        raise RuntimeError(f"a verifier that raises must give no verdict, but it gave {failed}")
+    if not isinstance(hung, Timeout):
+        raise RuntimeError(f"a verifier that hangs was not killed after {HANG_DEADLINE_S} s on this machine: {hung}")
 
 
 async def certify_answers(router: RewardRouter, rows: Iterable[tuple[str, object, Mapping[str, object]]]) -> None:

@@ -1,5 +1,6 @@
 """Claim: a sample is what the engine answered to the row's prompt, and its text is what the tokens say."""
 
+from distflow.data.prompts import PromptRow
 from distflow.runtime.audit.check import Check, Wrong
 from distflow.runtime.audit.evidence import Evidence, Sample, index_of
 
@@ -19,6 +20,7 @@ def prove(evidence: Evidence) -> str | None:
             raise Wrong(f"ticket {ticket.number} went with row {ticket.row} of the data, and names row {own}")
         row = evidence.parts.rows[own]
         _same(sample, "prompt_ids", sample["prompt_ids"].tolist(), list(row.prompt_ids), "the row of its ticket")
+        _tokenised(evidence, sample, row)
         found = evidence.generation(sample)
         if found is not None:
             made = found[1]
@@ -42,11 +44,24 @@ def _same(sample: Sample, column: str, found: object, expected: object, source: 
         raise Wrong(f"{column} of sample {sample['uid']} is {_short(found)}, but {source} says {_short(expected)}")
 
 
+def _tokenised(evidence: Evidence, sample: Sample, row: PromptRow) -> None:
+    """The prompt's tokens are its text's, with or without special tokens; one that was cut may be others."""
+    tokenizer = evidence.parts.tokenizer
+    texts = [
+        tokenizer(row.prompt_text, add_special_tokens=special, verbose=False)["input_ids"] for special in (True, False)
+    ]
+    if list(row.prompt_ids) not in texts and len(row.prompt_ids) < evidence.config.data.max_prompt_length:
+        raise Wrong(f"the prompt of sample {sample['uid']} is not what its text {_short(row.prompt_text)} tokenises to")
+
+
 def _ended(evidence: Evidence, sample: Sample) -> None:
     """A sample is finished where its last token or its text ends it, else it must be as long as it may be."""
     sampling, ids = evidence.parts.sampling, sample["response_ids"].tolist()
     text = evidence.parts.tokenizer.decode(ids, skip_special_tokens=False)
     stopped = bool(ids) and (ids[-1] in sampling.stop_token_ids or any(stop in text for stop in sampling.stop))
+    earlier = [token for token in ids[:-1] if token in sampling.stop_token_ids]
+    if earlier:
+        raise Wrong(f"sample {sample['uid']} went on behind the token {earlier[0]}, which ends an answer")
     expected = "stop" if stopped else "length"
     if sample["finish_reason"] != expected or bool(sample["truncated"]) == stopped:
         raise Wrong(

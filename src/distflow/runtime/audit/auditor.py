@@ -130,6 +130,13 @@ class Auditor:
                 self._evidence.metrics = metrics
                 self._prove(AFTER)
                 self._tell()
+        if "actor/kl_coef" in metrics and self._batch is not None:
+            self._state["kl_control"] = {
+                "step": self._step,
+                "coefficient": metrics["actor/kl_coef"],
+                "kl": metrics["actor/reward_kl_penalty"],
+                "samples": len(self._batch),
+            }
         self._evidence, self._records, self._batch = None, {}, None
 
     @property

@@ -6,6 +6,7 @@ from distflow.runtime.audit.backward import CHECK as BACKWARD
 from distflow.runtime.audit.check import Check
 from distflow.runtime.audit.draws import CHECK as DRAWS
 from distflow.runtime.audit.gradients import CHECK as GRADIENTS
+from distflow.runtime.audit.kl_control import CHECK as KL_CONTROL
 from distflow.runtime.audit.log_probs import CHECK as LOG_PROBS
 from distflow.runtime.audit.loss import CHECK as LOSS
 from distflow.runtime.audit.masks import CHECK as MASKS
@@ -25,6 +26,7 @@ AFTER: tuple[Check, ...] = (
     MASKS,
     VERDICTS,
     REWARDS,
+    KL_CONTROL,
     ADVANTAGES,
     USER_CODE,
     MINIBATCHES,
@@ -34,7 +36,7 @@ AFTER: tuple[Check, ...] = (
 )
 """At the step's end."""
 
-CHECKS = (*AFTER[:5], *BEFORE, *AFTER[5:])
+CHECKS = (*AFTER[:6], *BEFORE, *AFTER[6:])
 """In the order of a step, for people."""
 
 

@@ -4,15 +4,17 @@ import hashlib
 
 from distflow.rollout.engine import GenerateRequest
 from distflow.runtime.audit.check import Check, Wrong
-from distflow.runtime.audit.evidence import Evidence
+from distflow.runtime.audit.evidence import Evidence, Sample
 
 EXACT, ROUNDED = 1e-3, 0.1
 MASK = 2**64 - 1
+TWIN_NATS = -30.0
 
 
 def prove(evidence: Evidence) -> str | None:
     if not evidence.is_written("rollout_log_probs"):
         return ""
+    _no_twins(evidence)
     tolerance, seen, missed = EXACT if evidence.parts.exact else ROUNDED, 0, 0
     example = ""
     for sample in evidence.samples:
@@ -44,6 +46,19 @@ def prove(evidence: Evidence) -> str | None:
             "Samples share a stream, or tokens are drawn from another distribution than is trained"
         )
     return None if seen else "no sample was drawn by this process and scored again"
+
+
+def _no_twins(evidence: Evidence) -> None:
+    """Two answers of one group are equal by chance where they are likely only."""
+    seen: dict[tuple[int, tuple[int, ...]], Sample] = {}
+    for sample in evidence.samples:
+        answer = (int(sample["group_index"]), tuple(sample["response_ids"].tolist()))
+        twin = seen.setdefault(answer, sample)
+        if twin is not sample and float(sample["sampling_log_probs"].sum()) < TWIN_NATS:
+            raise Wrong(
+                f"samples {twin['uid']} and {sample['uid']} are the same answer, whose probability is "
+                f"e^{float(sample['sampling_log_probs'].sum()):.0f}: they share a random stream"
+            )
 
 
 def _key(request: GenerateRequest, epoch: int, row: int, sample: int) -> int:

@@ -22,6 +22,8 @@ def prove(evidence: Evidence) -> str | None:
         return "no sample is short enough for the logits of all its tokens"
     parts, temperature = evidence.parts, evidence.parts.sampling.temperature if is_rl(evidence.config) else 1.0
     own = "prox_log_probs" if evidence.is_written("prox_log_probs") else "old_log_probs"
+    if not evidence.parts.exact and evidence.is_ours(own) and _copied(evidence, own):
+        raise Wrong(f"{own} are the engine's, bit for bit: they were copied, not computed by the trainer")
     proven = []
     if isinstance(parts.actor, OpenEngine):
         _score_policy(evidence, parts.actor.model, chosen)
@@ -47,6 +49,12 @@ def prove(evidence: Evidence) -> str | None:
                 _same(evidence, sample, "values", _logits(parts.critic.model, sample)[:, 0])
         proven.append("values")
     return None if proven else "no built-in node scores by a model that shows its inside"
+
+
+def _copied(evidence: Evidence, own: str) -> bool:
+    """In low precision engine and trainer never round alike over a whole step."""
+    ours, theirs = evidence.batch.flat(own), evidence.batch.flat("rollout_log_probs")
+    return len(ours) >= 50 and torch.equal(ours, theirs)
 
 
 def proved_samples(evidence: Evidence) -> list[Sample]:

@@ -82,6 +82,8 @@ def _prove_update(evidence: Evidence, update: UpdateRecord, total: Total) -> Non
     batch = _mini_batch(evidence, update)
     if not len(batch.sample):
         return
+    if update.role == "actor" and update is evidence.updates_of("actor")[0]:
+        _same_entropy(evidence, batch)
     loss, expected = _derived(total, batch, 0.0)
     found = float(update.metrics["loss"])
     if not abs(found - loss) <= LIMIT * abs(loss) + FLOOR * 10:
@@ -97,6 +99,20 @@ def _prove_update(evidence: Evidence, update: UpdateRecord, total: Total) -> Non
         wrong = ~((batch.gradients[name] - expected[name]).abs() <= slack)
         if bool(wrong.any()):
             raise Wrong(_message(update, name, batch, expected[name], int(wrong.nonzero()[0])))
+
+
+def _same_entropy(evidence: Evidence, batch: MiniBatch) -> None:
+    """Before the first update the entropy that the loss is given is that of the policy, at its temperature."""
+    for number, sample in enumerate(batch.samples):
+        plain = evidence.plain.get(str(sample["uid"]))
+        if plain is None or "entropy" not in batch.outputs:
+            continue
+        gap = float((batch.outputs["entropy"][batch.sample == number] - plain.entropy).abs().mean())
+        if not gap <= (1e-3 if evidence.parts.exact else 0.1):
+            raise Wrong(
+                f"the entropy that the loss is given for sample {sample['uid']} differs by {gap:.3g} a token from the "
+                "policy's at the sampling temperature"
+            )
 
 
 def _derived(total: Total, batch: MiniBatch, moved: float) -> tuple[float, dict[str, Tensor]]:

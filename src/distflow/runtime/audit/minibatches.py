@@ -15,10 +15,10 @@ COLUMNS = ("response_ids", "loss_mask", "advantages", "returns", "old_log_probs"
 
 
 def prove(evidence: Evidence) -> str | None:
-    roles = sorted({update.role for update in evidence.updates})
+    roles = {update.role for update in evidence.updates} | (_expected(evidence) if _is_ours(evidence) else set())
     if not roles:
         return "no update was seen"
-    for role in roles:
+    for role in sorted(roles):
         updates = evidence.updates_of(role)
         _same_columns(evidence, updates)
         if _is_ours(evidence):
@@ -31,8 +31,18 @@ def _is_ours(evidence: Evidence) -> bool:
     return all(module_of(node.fn).startswith(BUILTIN) for node in nodes)
 
 
+def _expected(evidence: Evidence) -> set[str]:
+    """Who is trained by the program: the critic always, the policy once the critic has warmed up."""
+    names = {getattr(node.fn, "keywords", {}).get("name") for node in evidence.parts.program.learning}
+    roles = {"critic"} & names
+    warm = evidence.step >= evidence.config.trainer.critic_warmup
+    return roles | ({"actor"} if names & {"actor", "sft"} and (warm or not is_rl(evidence.config)) else set())
+
+
 def _each_once(evidence: Evidence, role: str, updates: list[UpdateRecord]) -> None:
     passes, num_prompts = plan_of(evidence.config, role)
+    if role == "actor" and is_rl(evidence.config) and evidence.step < evidence.config.trainer.critic_warmup:
+        passes = 0
     groups = len({int(sample["group_index"]) for sample in evidence.samples})
     wanted = passes * ceil(groups / num_prompts)
     if len(updates) != wanted and evidence.parts.num_ranks == 1:
