@@ -110,15 +110,6 @@ def test_the_penalty_in_the_reward(case: Any, seed: int, kind: str) -> None:
     assert mean == pytest.approx(sum(seen) / len(seen))
 
 
-def test_a_score_on_a_token_of_a_tool_survives_the_penalty() -> None:
-    scores, mask = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0]])
-    rewards, mean = apply_kl_penalty(
-        scores, torch.tensor([[-1.0, 9.0]]), torch.tensor([[-2.0, 9.0]]), mask, kl_coef=0.5
-    )
-    assert rewards.tolist() == [[-0.5, 1.0]]
-    assert mean == 1.0
-
-
 class TestAdaptiveByHand:
     """value ·= 1 + clip(kl / target − 1, ±.2) · n / horizon."""
 

@@ -159,13 +159,12 @@ def apply_kl_penalty(
 ) -> tuple[Tensor, float]:
     """(token_level_rewards, mean KL): scores − kl_coef · KL on each policy token; all `(bs, response_length)`.
 
-    The mean is over the tokens of valid samples of the global batch and feeds the controller. A score on a token that
-    no policy made stays as it is. Raises ValueError for an unknown `kl_penalty`, or `full`.
+    The mean is over the tokens of valid samples of the global batch and feeds the controller. Rewards on tokens that
+    no policy made are 0. Raises ValueError for an unknown `kl_penalty`, or `full`.
     """
     kind = check_token_kl_type(kl_penalty)
     kl = kl_estimate(under_mask(old_log_probs, response_mask), under_mask(ref_log_prob, response_mask), kind)
     kl = under_mask(kl, response_mask)
-    readable = (response_mask > 0) | token_level_scores.isfinite()
-    rewards = torch.where(readable, token_level_scores, torch.zeros_like(token_level_scores)) - kl_coef * kl
+    rewards = under_mask(token_level_scores, response_mask) - kl_coef * kl
     counted = response_mask if valid is None else response_mask * valid[:, None]
-    return rewards.float(), float(masked_mean(kl, counted, reduce))
+    return rewards.float(), float(masked_mean(kl.detach(), counted, reduce))

@@ -93,13 +93,8 @@ def group_advantage(
 
 
 def sample_scores(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
-    """The reward of each sample, float64 `(bs,)`: the sum of its row.
-
-    A score may stand on a token that no policy made (the answer of a tool), so those count; padding is told from them
-    only where it is not finite, and left out.
-    """
-    readable = (response_mask > 0) | token_level_rewards.isfinite()
-    return under_mask(token_level_rewards.double(), readable).sum(dim=-1)
+    """The reward of each sample, float64 `(bs,)`: the sum of its row over the policy's tokens."""
+    return under_mask(token_level_rewards.double(), response_mask).sum(dim=-1)
 
 
 def counted_tokens(response_mask: Tensor, valid: Tensor | None) -> Tensor:
