@@ -82,9 +82,22 @@ def opo(case: Any) -> Rows:
     return by_group(case, rule)
 
 
-def gpg(case: Any, f_norm: float = 1.0) -> Rows:
-    judged = [s for s, ok in zip(row_scores(case), case.valid.tolist(), strict=True) if ok]
-    alpha = len(judged) / max(sum(s != 0 for s in judged), 1)
+def grpo_by_batch(case: Any, eps: float = 1e-6) -> Rows:
+    """Over the standard deviation of all rewards; a group of one is its own mean."""
+    scores = row_scores(case)
+    scale = std([s for s, ok in zip(scores, case.valid.tolist(), strict=True) if ok]) + eps
+    return by_group(case, lambda own, g, row: (own - sum(g) / len(g)) / scale)
+
+
+def gpg(case: Any, f_norm: float = 1.0, alpha_counts: str = "groups") -> Rows:
+    scores = row_scores(case)
+    judged = [row for row, ok in enumerate(case.valid.tolist()) if ok]
+    if alpha_counts == "groups":  # B − M: samples whose group does not all have one reward
+        groups = {row: [scores[i] for i in members(case, row)] for row in judged}
+        counted = sum(len(set(g)) > 1 or (len(g) == 1 and g[0] != 0) for g in groups.values())
+    else:
+        counted = sum(scores[row] != 0 for row in judged)
+    alpha = len(judged) / max(counted, 1)
     return by_group(case, lambda own, g, row: alpha * (own - (sum(g) / len(g) if len(g) > 1 else 0.0)) / f_norm)
 
 
@@ -162,6 +175,11 @@ def assert_close(actual: Tensor, wanted: Rows) -> None:
         ("opo", opo, {}),
         ("gpg", gpg, {}),
         ("gpg", lambda case: gpg(case, 2.5), {"f_norm": 2.5}),
+        ("gpg", lambda case: gpg(case, alpha_counts="rewards"), {"alpha_counts": "rewards"}),
+        ("grpo", grpo, {"scale_rewards": "group"}),
+        ("grpo", lambda case: grpo(case, norm=False), {"scale_rewards": "none"}),
+        ("grpo", grpo_by_batch, {"scale_rewards": "batch"}),
+        ("gspo", lambda case: grpo_by_batch(case, 0.3), {"scale_rewards": "batch", "adv_epsilon": 0.3}),
         ("grpo_passk", passk, {}),
         ("grpo_passk", lambda case: passk(case, norm=False), {"norm_adv_by_std_in_grpo": False}),
         ("reinforce", lambda case: rewards_to_go(case, 0.7), {"gamma": 0.7}),
@@ -177,6 +195,7 @@ def test_estimators_whose_returns_are_their_advantages(
 ) -> None:
     batch = case(seed)
     batch.columns["rewards"] = batch["rewards"].float().double()
+    batch.columns["rewards"][3:6] = torch.where(batch.mask[3:6] > 0, 0.0, batch["rewards"][3:6])  # a group of equals
     actual, returns = run(name, batch, **options)
     assert_close(actual, reference(batch))
     assert torch.equal(returns, actual)
@@ -225,6 +244,7 @@ def test_a_batch_without_rows_or_tokens_is_no_special_case(name: str) -> None:
             "group_index": torch.zeros(bs, dtype=torch.int64),
             "values": torch.zeros(bs, length),
             "reward_baselines": torch.zeros(bs),
+            "reward_parts": [{"math": 1.0}] * bs,
         }
         takes = inspect.signature(find_adv_est(name).fn).parameters
         actual, returns = find_adv_est(name).fn(**{k: v for k, v in columns.items() if k in takes})

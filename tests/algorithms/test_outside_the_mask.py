@@ -10,8 +10,9 @@ from torch import Tensor
 
 from distflow.algorithms import LOSS_AGG_MODES, agg_loss, find_adv_est, masked_mean, masked_var, masked_whiten
 from distflow.algorithms.kl import apply_kl_penalty
+from distflow.algorithms.normalization import Normalization
 from distflow.algorithms.value_loss import compute_value_loss
-from distflow.config.names import ESTIMATORS
+from distflow.config.names import ESTIMATORS, VALUE_LOSSES
 from tests.algorithms.conftest import Case, make_case
 
 POISONS = (float("nan"), float("inf"), float("-inf"), 1e30, 5.0)
@@ -37,6 +38,11 @@ def columns_of(case: Case, fill: float, keep_invalid: bool = False) -> dict[str,
         "loss_mask": case.mask * case.valid[:, None],
         "group_index": case.group,
         "valid": case.valid,
+        "domain": ["a", "b", "c"] * (len(case.group) // 3),
+        "reward_parts": [
+            {"math": float(row % 4), "format": row % 3 / 2} if ok else {"math": fill}
+            for row, ok in enumerate(case.valid.tolist())
+        ],
         "truncated": torch.arange(len(case.group)) % 2 == 0,
     }
 
@@ -92,6 +98,10 @@ def test_estimators(name: str, seed: int) -> None:
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "bootstrapped": ("gae", {"bootstrap_truncated": True, "gamma": 0.9}),
     "Dr.GRPO": ("grpo", {"norm_adv_by_std_in_grpo": False}),
+    "GAE not whitened": ("gae", {"whiten": False}),
+    "scaled by the batch": ("grpo", {"scale_rewards": "batch"}),
+    "GPG's other alpha": ("gpg", {"alpha_counts": "rewards"}),
+    "GDPO over samples": ("gdpo", {"whiten_over": "samples", "reward_weights": {"default": {"math": 2.0}}}),
     "pass@k without std": ("grpo_passk", {"norm_adv_by_std_in_grpo": False}),
     "discounted": ("reinforce", {"gamma": 0.5}),
 }
@@ -104,24 +114,28 @@ def test_estimators_with_options(what: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("mean", ["token", "sequence"])
 @pytest.mark.parametrize("kind", ["kl", "abs", "mse", "low_var_kl", "low_var_kl+"])
-def test_the_kl_penalty_and_its_mean(kind: str, seed: int) -> None:
+def test_the_kl_penalty_and_its_mean(kind: str, mean: str, seed: int) -> None:
     names = ("token_level_scores", "old_log_probs", "ref_log_prob", "response_mask", "valid")
     case = make_case(seed)
 
     def penalise(columns: Columns) -> tuple[Tensor, float]:
-        return apply_kl_penalty(*(columns[name] for name in names), kl_coef=0.3, kl_penalty=kind)
+        return apply_kl_penalty(*(columns[name] for name in names), kl_coef=0.3, kl_penalty=kind, mean=mean)
 
     check(lambda columns: penalise(columns)[:1], seed, keep_invalid=True)
     assert len({penalise(columns_of(case, poison))[1] for poison in (0.0, *POISONS)}) == 1
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("value_loss", VALUE_LOSSES)
 @pytest.mark.parametrize("cliprange_value", [0.5, 1e-3, None])
-def test_the_value_loss(cliprange_value: float | None, seed: int) -> None:
+def test_the_value_loss(cliprange_value: float | None, value_loss: str, seed: int) -> None:
+    options = {"cliprange_value": cliprange_value, "value_loss": value_loss, "huber_delta": 0.7}
+
     def loss(columns: Columns) -> tuple[Tensor, ...]:
         names = ("log_probs", "values", "returns", "loss_mask")
-        per_token, stats = compute_value_loss(*(columns[n] for n in names), cliprange_value=cliprange_value)
+        per_token, stats = compute_value_loss(*(columns[n] for n in names), **options)
         return (per_token, *stats.values())
 
     check(loss, seed)
@@ -134,6 +148,16 @@ def test_moments_and_whitening(seed: int) -> None:
 
     check(lambda columns: (masked_whiten(*arguments(columns)),), seed)
     check(lambda columns: (masked_mean(*arguments(columns)), masked_var(*arguments(columns))), seed, per_token=False)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("leave1out", [False, True])
+@pytest.mark.parametrize("mean_level", ["batch", "group", None])
+@pytest.mark.parametrize("std_level", ["batch", "group", None])
+def test_normalisations(mean_level: Any, std_level: Any, leave1out: bool, seed: int) -> None:
+    norm = Normalization(mean_level, leave1out, std_level)
+    names = ("values", "response_mask", "group_index", "valid")
+    check(lambda columns: (norm(*(columns[name] for name in names)),), seed)
 
 
 @pytest.mark.parametrize("seed", range(3))

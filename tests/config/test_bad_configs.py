@@ -167,6 +167,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "algorithm.adv_estimator",
         ("gae",),
     ),
+    "a mean that no controller is shown": (
+        "ppo",
+        ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.mean=sequence"],
+        "algorithm.kl_ctrl.mean",
+        ("fixed", "type=adaptive"),
+    ),
     "a group of one": ("grpo", [f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n", ("only one", "allow_group_of_one")),
     "a group of one, rloo": ("grpo", [f"{ROLLOUT}.n=1", "algorithm.adv_estimator=rloo"], f"{ROLLOUT}.n", ("rloo",)),
     "warm-up without a critic": ("grpo", ["trainer.critic_warmup=5"], "trainer.critic_warmup", ("no critic",)),

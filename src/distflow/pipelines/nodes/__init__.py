@@ -7,6 +7,7 @@ from distflow.pipelines.nodes.experience import (
     greedy_baseline,
     load_answers,
 )
+from distflow.pipelines.nodes.normalizing import normalize_advantages, normalize_rewards
 from distflow.pipelines.nodes.scoring import (
     apply_kl_penalty,
     compute_advantage,
@@ -29,6 +30,8 @@ __all__ = [
     "generate",
     "greedy_baseline",
     "load_answers",
+    "normalize_advantages",
+    "normalize_rewards",
     "train_actor",
     "train_critic",
     "train_sft",
