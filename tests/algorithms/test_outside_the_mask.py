@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms import LOSS_AGG_MODES, agg_loss, find_adv_est, masked_mean, masked_var, masked_whiten
+from distflow.algorithms.filters import ALL_EQUAL, drop_reason
 from distflow.algorithms.kl import apply_kl_penalty
 from distflow.algorithms.normalization import Normalization
 from distflow.algorithms.value_loss import compute_value_loss
@@ -164,6 +165,13 @@ def test_normalisations(mean_level: Any, std_level: Any, leave1out: bool, seed: 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_aggregation(mode: str, seed: int) -> None:
     check(lambda columns: (agg_loss(columns["values"], columns["loss_mask"], mode),), seed, per_token=False)
+
+
+@pytest.mark.parametrize("poison", POISONS)
+def test_the_filter_of_groups(poison: float) -> None:
+    valid = torch.tensor([True, False, True])
+    assert drop_reason(torch.tensor([1.0, poison, 1.0]), valid) == ALL_EQUAL
+    assert drop_reason(torch.tensor([1.0, poison, 0.0]), valid) is None
 
 
 def test_a_reward_outside_the_mask_by_hand() -> None:
