@@ -2,20 +2,32 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from distflow.algorithms import LOSS_AGG_MODES, agg_loss, find_adv_est, masked_mean, masked_var, masked_whiten
+from distflow.algorithms import (
+    LOSS_AGG_MODES,
+    PolicyObjective,
+    ValueObjective,
+    agg_loss,
+    find_adv_est,
+    masked_mean,
+    masked_var,
+    masked_whiten,
+)
 from distflow.algorithms.filters import ALL_EQUAL, drop_reason
 from distflow.algorithms.kl import apply_kl_penalty
 from distflow.algorithms.normalization import Normalization
 from distflow.algorithms.value_loss import compute_value_loss
-from distflow.config.names import ESTIMATORS, VALUE_LOSSES
+from distflow.config.names import ESTIMATORS, POLICY_LOSSES, VALUE_LOSSES
 from tests.algorithms.conftest import Case, make_case
+from tests.algorithms.toy_policy import COLUMNS, gradient, toy_batch
 
+KL_AND_ENTROPY: dict[str, Any] = {"kl_loss_type": "low_var_kl", "kl_loss_coef": 0.1, "entropy_coef": 0.01}
 POISONS = (float("nan"), float("inf"), float("-inf"), 1e30, 5.0)
 Columns = Mapping[str, Any]
 Function = Callable[[Columns], tuple[Tensor, ...]]
@@ -165,6 +177,26 @@ def test_normalisations(mean_level: Any, std_level: Any, leave1out: bool, seed: 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_aggregation(mode: str, seed: int) -> None:
     check(lambda columns: (agg_loss(columns["values"], columns["loss_mask"], mode),), seed, per_token=False)
+
+
+OBJECTIVES: dict[str, Callable[[], PolicyObjective | ValueObjective]] = {
+    **{name: partial(PolicyObjective, name, **KL_AND_ENTROPY) for name in POLICY_LOSSES},
+    **{f"{n} weighted": partial(PolicyObjective, n, weights_field="rollout_is_weights") for n in POLICY_LOSSES},
+    **{f"values by {name}": partial(ValueObjective, value_loss=name) for name in VALUE_LOSSES},
+}
+
+
+@pytest.mark.parametrize("what", OBJECTIVES)
+def test_objectives(what: str) -> None:
+    """Gradients of the weights of a policy, and metrics."""
+    objective, wanted = OBJECTIVES[what](), None
+    for poison in (0.0, *POISONS):
+        batch = toy_batch(seed=1, bs=9)
+        for name in COLUMNS:
+            batch[name] = torch.where(batch["loss_mask"] > 0, batch[name], poison)
+        grad, sums = gradient(objective, [batch], objective.counts(batch))
+        wanted = wanted or (grad, sums)
+        assert same_bits(grad, wanted[0]) and sums == wanted[1] and bool(grad.isfinite().all())
 
 
 @pytest.mark.parametrize("poison", POISONS)

@@ -113,7 +113,7 @@ class PolicyObjective:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The policy loss's share, and its sums."""
         fields = self._fields(micro) | {"loss_mask": mask}
-        correction = None if self.weights_field is None else micro[self.weights_field]
+        correction = None if self.weights_field is None else under_mask(micro[self.weights_field], mask)
         if self._seed_loss is not None:
             loss, stats = self._seed_loss(log_probs, fields, correction, counts)
             sums = {_PER_TOKEN + name: torch.tensor(value) for name, value in stats.items()}
