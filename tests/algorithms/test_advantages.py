@@ -277,6 +277,25 @@ class TestByHand:
         assert actual.flatten().tolist() == pytest.approx([a, 0, -a, -a, -a, -a, a, a])
         assert round(a, 5) == 0.86602
 
+    def test_grpo_scaled_by_the_batch(self) -> None:
+        # Groups (1, 0) and (3, 1): ±.5, ±1; all four: mean 1.25, squares .0625 + 1.5625 + 3.0625 + .0625 = 4.75, / 3.
+        rewards = torch.tensor([[1.0], [0.0], [3.0], [1.0]])
+        arguments = (rewards, torch.ones(4, 1), torch.tensor([0, 0, 1, 1]))
+        actual, _ = find_adv_est("grpo").fn(*arguments, scale_rewards="batch")
+        s = math.sqrt(4.75 / 3) + 1e-6
+        assert actual.flatten().tolist() == pytest.approx([0.5 / s, -0.5 / s, 1 / s, -1 / s])
+        for option in ("batches", "std"):
+            with pytest.raises(ValueError, match="choose group, batch or none"):
+                find_adv_est("grpo").fn(*arguments, scale_rewards=option)
+
+    def test_gpg(self) -> None:
+        # Groups (1, 0) and (1, 1): the second teaches nothing, B = 4, M = 2, α = 2. Three rewards are not 0: α = 4/3.
+        arguments = (torch.tensor([[1.0], [0.0], [1.0], [1.0]]), torch.ones(4, 1), torch.tensor([0, 0, 1, 1]))
+        actual, _ = find_adv_est("gpg").fn(*arguments)
+        assert actual.flatten().tolist() == [1.0, -1.0, 0.0, 0.0]
+        actual, _ = find_adv_est("gpg").fn(*arguments, alpha_counts="rewards")
+        assert actual.flatten().tolist() == pytest.approx([2 / 3, -2 / 3, 0.0, 0.0])
+
     def test_rloo(self) -> None:
         # Rewards 1, 0, .5: 1 − .25, 0 − .75, .5 − .5.
         rewards = torch.tensor([[1.0], [0.0], [0.5]])

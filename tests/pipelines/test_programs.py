@@ -87,6 +87,16 @@ def test_gae_whitens_unless_its_advantages_are_normalised_by_another_rule() -> N
     assert options("ppo", *kept)["whiten"] is True
 
 
+@pytest.mark.parametrize(
+    ("estimator", "option", "choices"),
+    [("gpg", "alpha_counts=reward", "groups or rewards"), ("gdpo", "whiten_over=sample", "tokens or samples")],
+)
+def test_an_option_of_an_estimator_is_one_of_its_choices(estimator: str, option: str, choices: str) -> None:
+    asked = (f"algorithm.adv_estimator={estimator}", f"+algorithm.adv_estimator_kwargs.{option}")
+    with pytest.raises((PipelineError, UserError), match=f"{option.split('=')[0]} must be {choices}"):
+        bind(config("grpo", *asked, "reward.functions={default: [math, format]}"))
+
+
 def test_the_parts_of_gdpo_have_the_weights_of_the_reward_functions() -> None:
     program = bind(
         config(

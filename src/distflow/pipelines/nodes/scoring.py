@@ -8,7 +8,7 @@ from torch import Tensor
 from distflow.algorithms.corrections import Level, Mode, compute_rollout_weights
 from distflow.algorithms.kl import KLMean, make_kl_controller
 from distflow.algorithms.kl import apply_kl_penalty as penalise
-from distflow.algorithms.registry import check_options, find_adv_est
+from distflow.algorithms.registry import check_choices, check_options, find_adv_est
 from distflow.config import Config
 from distflow.config.algorithm import is_on
 from distflow.config.program import find_estimator
@@ -164,7 +164,9 @@ def compute_advantage(config: Config) -> Callable[..., object]:
         assert settings.allow_group_of_one, "the config's rules see to it"
     given = settings.adv_estimator_kwargs
     free = [name for name in estimator.options if name not in dir(settings)]
-    check_options(f"estimator '{estimator.name}' (algorithm.adv_estimator_kwargs)", given, free)
+    what = f"estimator '{estimator.name}' (algorithm.adv_estimator_kwargs)"
+    check_options(what, given, free)
+    check_choices(what, estimator.fn, given)
     derived: dict[str, object] = {}
     if "reward_weights" in estimator.options:
         derived["reward_weights"] = {name: dict(parts) for name, parts in config.reward.functions.items()}
