@@ -4,12 +4,20 @@ Four of them form groups of 1, 2 and 4 ranks.
 """
 
 import json
+from collections.abc import Callable
+from functools import partial
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from distflow.algorithms import LOSS_AGG_MODES, PolicyObjective, ValueObjective, find_adv_est
+from distflow.algorithms.kl import apply_kl_penalty
+from distflow.algorithms.masking import Reduce
+from distflow.algorithms.normalization import Normalization
 from distflow.config.names import POLICY_LOSSES
 from distflow.data.batch import Batch
 from distflow.runtime.ports.torch_collective import TorchCollective
@@ -63,20 +71,50 @@ def compare_losses(ranks: TorchCollective, batch: Batch, mine: Batch) -> dict[st
     return deviations
 
 
-def compare_advantages(ranks: TorchCollective, batch: Batch, mine: Batch, rows: list[int]) -> dict[str, float]:
-    """The same of the estimators that whiten or count over the global batch."""
-    estimators = {
-        "gae": (find_adv_est("gae").fn, "values"),
-        "reinforce_plus_plus": (find_adv_est("reinforce_plus_plus").fn, None),
-        "reinforce_plus_plus_baseline": (find_adv_est("reinforce_plus_plus_baseline").fn, "group_index"),
-        "gpg": (find_adv_est("gpg").fn, "group_index"),
+def over_the_batch() -> dict[str, Callable[[Batch, Reduce | None], Tensor]]:
+    """What whitens, scales or counts over the global batch: `(bs, response_length)`, or one number."""
+    estimators: dict[str, tuple[str, dict[str, Any]]] = {
+        **{name: (name, {}) for name in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg", "gdpo")},
+        "gpg by rewards": ("gpg", {"alpha_counts": "rewards"}),
+        "gdpo over samples": ("gdpo", {"whiten_over": "samples"}),
+        "grpo by the batch": ("grpo", {"scale_rewards": "batch"}),
     }
+    normalised = {
+        f"norm {mean} {std} {leave1out}": Normalization(mean, leave1out, std)
+        for mean in ("batch", "group", None)
+        for std in ("batch", "group", None)
+        for leave1out in (False, True)
+    }
+    return {
+        **{name: partial(estimate, *which) for name, which in estimators.items()},
+        **{name: partial(normalise, norm) for name, norm in normalised.items()},
+        **{f"kl {mean}": partial(kl, mean) for mean in ("token", "sequence")},
+    }
+
+
+def estimate(name: str, options: dict[str, Any], batch: Batch, reduce: Reduce | None) -> Tensor:
+    fn = find_adv_est(name).fn
+    takes = [p.name for p in signature(fn).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return fn(**{name: batch[name] for name in takes if name in batch}, **options, reduce=reduce)[0]
+
+
+def normalise(norm: Normalization, batch: Batch, reduce: Reduce | None) -> Tensor:
+    return norm(batch["advantages"], batch["response_mask"], batch["group_index"], batch["valid"], reduce=reduce)
+
+
+def kl(mean: str, batch: Batch, reduce: Reduce | None) -> Tensor:
+    names = ("token_level_scores", "old_log_probs", "ref_log_prob", "response_mask", "valid")
+    return torch.tensor(apply_kl_penalty(*(batch[n] for n in names), kl_coef=0.1, mean=mean, reduce=reduce)[1])
+
+
+def compare_advantages(ranks: TorchCollective, batch: Batch, mine: Batch, rows: list[int]) -> dict[str, float]:
+    """The largest deviation from the undivided batch, by name."""
     deviations = {}
-    for name, (estimate, extra) in estimators.items():
-        names = ["token_level_scores", "response_mask", *([extra] if extra else []), "valid"]
-        own = estimate(*(mine[n] for n in names), reduce=ranks)[0]
-        whole = estimate(*(batch[n] for n in names))[0][rows][:, : own.shape[1]]
-        deviations[name] = float((own - whole).abs().max()) if rows else 0.0
+    for name, function in over_the_batch().items():
+        own, whole = function(mine, ranks), function(batch, None)
+        if whole.dim():
+            whole = whole[rows][:, : own.shape[1]]
+        deviations[name] = float((own - whole).abs().max()) if own.numel() else 0.0
     return deviations
 
 
@@ -87,6 +125,7 @@ def main(rank: int, folder: Path) -> None:
     scores = batch["token_level_scores"]
     scores[::3] = 0.0
     batch["token_level_scores"] = scores
+    batch["reward_parts"] = [{"a": i % 3 / 2, "b": float(i % 2)} for i in range(ROWS)]
     for size, shares in SHARES.items():
         if rank < size:
             rows = shares[rank]

@@ -73,8 +73,12 @@ def test_aggregations_are_those_of_the_table() -> None:
 def test_who_whitens_or_counts_over_the_batch_is_global() -> None:
     scopes = {name: find_adv_est(name).scope for name in names.ESTIMATORS}
     assert {name for name, scope in scopes.items() if scope == "global"} == {
+        "cpgd",
         "gae",
+        "gdpo",
         "gpg",
+        "grpo",
+        "gspo",
         "reinforce_plus_plus",
         "reinforce_plus_plus_baseline",
     }
@@ -85,7 +89,12 @@ def test_an_estimator_carries_its_contract_to_the_graph() -> None:
     spec = spec_of(find_adv_est("gae").fn)
     assert spec.scope == "global"
     assert spec.writes == ("advantages", "returns")
-    assert find_adv_est("gae").options == {"gamma": 1.0, "lam": 0.95, "bootstrap_truncated": False}
+    assert find_adv_est("gae").options == {
+        "gamma": 1.0,
+        "lam": 0.95,
+        "bootstrap_truncated": False,
+        "whiten": True,
+    }
 
 
 @pytest.mark.parametrize("find", [find_adv_est, find_policy_loss])

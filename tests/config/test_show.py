@@ -48,12 +48,21 @@ algorithm:
   gamma: 0.99
   lam: 0.9
   norm_adv_by_std_in_grpo: false
+  scale_rewards: none
   adv_epsilon: 1e-4
+  reward_norm: &norm
+    mean_level: batch
+    mean_leave1out: true
+    std_level: group
+    std_unbiased: false
+    eps: 1e-3
+    group_size: 2
+  adv_norm: *norm
   allow_group_of_one: true
   bootstrap_truncated: true
   use_kl_in_reward: true
   kl_penalty: low_var_kl
-  kl_ctrl: {type: adaptive, kl_coef: 0.01, target_kl: 0.1, horizon: 10000}
+  kl_ctrl: {type: adaptive, kl_coef: 0.01, target_kl: 0.1, horizon: 10000, mean: sequence}
   rollout_correction: {level: sequence, mode: mask, cap: 3, floor: 0.5}
   filter_groups: {enable: true, metric: format, max_num_gen_batches: 3, when_exhausted: continue}
 data:
@@ -131,6 +140,8 @@ actor_rollout_ref:
   ref: {log_prob_max_token_len_per_gpu: 2000}
 critic:
   model: {path: critic}
+  value_loss: huber
+  huber_delta: 5
   cliprange_value: 0.2
   loss_agg_mode: seq-mean-token-sum
   ppo_epochs: 3

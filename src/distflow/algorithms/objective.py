@@ -14,7 +14,7 @@ from distflow.algorithms.losses.ratio import raw_log_ratio
 from distflow.algorithms.masking import under_mask
 from distflow.algorithms.registry import PolicyLoss, check_options, find_policy_loss
 from distflow.algorithms.seed_loss import SeedLoss
-from distflow.algorithms.value_loss import compute_value_loss
+from distflow.algorithms.value_loss import ValueLoss, compute_value_loss
 from distflow.data.batch import Batch
 
 Counts = dict[str, float]
@@ -117,7 +117,7 @@ class PolicyObjective:
         fields = self._fields(micro) | {"loss_mask": mask}
         field, correction = self.weights_field, None
         if field is not None and not (self.weights_optional and field not in micro):
-            correction = micro[field]
+            correction = under_mask(micro[field], mask)
         if self._seed_loss is not None:
             loss, stats = self._seed_loss(log_probs, fields, correction, counts)
             sums = {_PER_TOKEN + name: torch.tensor(value) for name, value in stats.items()}
@@ -153,10 +153,12 @@ class ValueObjective:
         cliprange_value: float | None = 0.5,
         loss_agg_mode: str = "token-mean",
         loss_scale_factor: float | None = None,
+        value_loss: ValueLoss = "mse",
+        huber_delta: float = 10.0,
     ) -> None:
         """Raises ValueError for an unknown mode, or where it needs `loss_scale_factor`."""
         check_scale(loss_agg_mode, loss_scale_factor)
-        self.cliprange_value = cliprange_value
+        self.cliprange_value, self.value_loss, self.huber_delta = cliprange_value, value_loss, huber_delta
         self.loss_agg_mode, self.loss_scale_factor = loss_agg_mode, loss_scale_factor
 
     def counts(self, batch: Batch) -> Counts:
@@ -167,7 +169,15 @@ class ValueObjective:
         """The micro-batch's share of the loss and sums. outputs: values, padded `(bs, response_length)`."""
         values = outputs["values"]
         old, returns, mask = (micro[name] for name in self.reads)
-        per_token, stats = compute_value_loss(values, old, returns, mask, cliprange_value=self.cliprange_value)
+        per_token, stats = compute_value_loss(
+            values,
+            old,
+            returns,
+            mask,
+            cliprange_value=self.cliprange_value,
+            value_loss=self.value_loss,
+            huber_delta=self.huber_delta,
+        )
         weights = token_weights(mask, self.loss_agg_mode, counts, self.loss_scale_factor)
         loss = weighted_sum(per_token, weights)
         sums = {_PER_TOKEN + name: under_mask(value, mask).double().sum() for name, value in stats.items()}

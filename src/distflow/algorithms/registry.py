@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeVar
+from typing import Literal, TypeVar, get_args, get_origin
 
 from distflow.config import names
 from distflow.config.errors import hint
@@ -139,6 +139,14 @@ def check_options(what: str, given: Iterable[str], known: Iterable[str]) -> None
     for key in given:
         if key not in known:
             raise ValueError(f"{what} takes no option '{key}'{hint(key, known) or '; it takes none'}")
+
+
+def check_choices(what: str, fn: Callable[..., object], given: Mapping[str, object]) -> None:
+    """Raises ValueError for a value that is none of those which the annotation of its option lists."""
+    for name, parameter in inspect.signature(fn).parameters.items():
+        choices = get_args(parameter.annotation) if get_origin(parameter.annotation) is Literal else ()
+        if choices and name in given and given[name] not in choices:
+            raise ValueError(f"{what}: {name} must be {' or '.join(map(str, choices))}, not {given[name]!r}")
 
 
 def read_policy_loss(name: str, fn: Callable[..., object]) -> PolicyLoss:

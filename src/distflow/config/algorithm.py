@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from distflow.config.keys import group, key
 from distflow.config.names import ESTIMATORS, KL_TYPES
 
+LEVELS = ("batch", "group")
+
 
 @dataclass(frozen=True)
 class KLControlConfig:
@@ -14,6 +16,28 @@ class KLControlConfig:
     kl_coef: float = key(0.001, "coefficient of the penalty; where it starts if adaptive", minimum=0)
     target_kl: float | None = key(None, "KL per token that the adaptive controller aims at", above=0)
     horizon: int | None = key(None, "samples over which the adaptive controller closes the gap", minimum=1)
+    mean: str = key(
+        "token",
+        "KL that the adaptive controller is shown: mean over tokens, or of the means of sequences (verl)",
+        choices=("token", "sequence"),
+    )
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """A normalisation over the batch or the groups (AReaL); off where both levels are null."""
+
+    mean_level: str | None = key(None, "what the mean that is taken off is over", choices=LEVELS)
+    mean_leave1out: bool = key(False, "leave a value out of the mean that is taken off it")
+    std_level: str | None = key(None, "what the standard deviation that divides is over", choices=LEVELS)
+    std_unbiased: bool = key(True, "the standard deviation is the unbiased one")
+    eps: float = key(1e-5, "added to the standard deviation", above=0)
+    group_size: int | None = key(None, "samples of a group that count together; null is rollout.n", minimum=2)
+
+
+def is_on(norm: NormConfig) -> bool:
+    """Whether it takes off a mean or divides by a standard deviation."""
+    return norm.mean_level is not None or norm.std_level is not None
 
 
 @dataclass(frozen=True)
@@ -59,7 +83,15 @@ class AlgorithmConfig:
     gamma: float = key(1.0, "discount from token to token", minimum=0, maximum=1)
     lam: float = key(0.95, "lambda of GAE", minimum=0, maximum=1)
     norm_adv_by_std_in_grpo: bool = key(True, "divide by the group's standard deviation; false is Dr. GRPO")
+    scale_rewards: str | None = key(
+        None,
+        "what GRPO divides by: the standard deviation of the group, of the batch, or nothing; "
+        "null goes by norm_adv_by_std_in_grpo",
+        choices=("group", "batch", "none"),
+    )
     adv_epsilon: float = key(1e-6, "added to that standard deviation", above=0)
+    reward_norm: NormConfig = group(NormConfig)
+    adv_norm: NormConfig = group(NormConfig)
     allow_group_of_one: bool = key(False, "accept rollout.n=1 with an estimator that compares the samples of a group")
     bootstrap_truncated: bool = key(
         False, "GAE continues a truncated response with the critic's last value, not with 0"

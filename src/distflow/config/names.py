@@ -18,10 +18,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Estimator(Entry):
-    """An advantage estimator: what it cannot do without."""
+    """An advantage estimator: what it cannot do without.
+
+    reads_parts: it reads the parts of the reward, not their sum. whitens: its advantages, by definition.
+    """
 
     needs_group: bool = False
     needs_critic: bool = False
+    reads_parts: bool = False
+    whitens: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,11 +87,13 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_plus_plus": Estimator(
         "discounted reward-to-go, whitened over the global batch",
         "distflow.algorithms.advantages.reinforce_plus_plus:compute_reinforce_plus_plus_advantage",
+        whitens=True,
     ),
     "reinforce_plus_plus_baseline": Estimator(
         "score less the group's mean, whitened over the global batch",
         "distflow.algorithms.advantages.reinforce_plus_plus_baseline:compute_reinforce_plus_plus_baseline_advantage",
         needs_group=True,
+        whitens=True,
     ),
     "remax": Estimator(
         "score less that of a greedy sample of the same prompt",
@@ -108,7 +115,7 @@ ESTIMATORS: dict[str, Estimator] = {
         needs_group=True,
     ),
     "gpg": Estimator(
-        "score less the group's mean, scaled up by the share of samples without a reward",
+        "score less the group's mean, scaled up for the groups that teach nothing",
         "distflow.algorithms.advantages.gpg:compute_gpg_advantage",
         needs_group=True,
     ),
@@ -116,6 +123,13 @@ ESTIMATORS: dict[str, Estimator] = {
         "only the group's best sample, by its lead over the second best",
         "distflow.algorithms.advantages.grpo_passk:compute_grpo_passk_advantage",
         needs_group=True,
+    ),
+    "gdpo": Estimator(
+        "each reward function's score as in grpo, then their weighted sum, whitened over the global batch",
+        "distflow.algorithms.advantages.gdpo:compute_gdpo_advantage",
+        needs_group=True,
+        reads_parts=True,
+        whitens=True,
     ),
 }
 
@@ -152,6 +166,8 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 }
 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+VALUE_LOSSES = ("mse", "huber")
 
 _SAMPLED_KL_TYPES = ("kl", "abs", "mse", "low_var_kl")
 KL_TYPES = (*_SAMPLED_KL_TYPES, "full", *(f"{name}+" for name in _SAMPLED_KL_TYPES))

@@ -28,6 +28,8 @@ REPLACED: dict[str, str] = {
     "actor_rollout_ref.actor.optim.warmup_style": "it is actor_rollout_ref.actor.optim.scheduler",
     "actor_rollout_ref.actor.optim.lr_scheduler_type": "it is actor_rollout_ref.actor.optim.scheduler",
     "actor_rollout_ref.model.use_remove_padding": "sequences are always packed without padding",
+    "algorithm.gdpo_reward_keys": "the parts of a reward are its functions: reward.functions",
+    "algorithm.gdpo_reward_weights": "they are the weights of reward.functions",
     "algorithm.norm_adv_by_std": "it is algorithm.norm_adv_by_std_in_grpo",
     "data.reward_fn_key": "it is data.domain_key",
     "data.dataloader_num_workers": "it is data.num_loader_workers",

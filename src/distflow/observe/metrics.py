@@ -51,7 +51,7 @@ METRICS = (
     Metric("actor/reward_kl_penalty", "mean", "KL to the reference as it is taken off the reward", "nats"),
     Metric("actor/kl_coef", "last", "coefficient of the KL penalty in the reward"),
     Metric("critic/loss", "sum", "total loss of the value model"),
-    Metric("critic/vf_loss", "sum", "clipped squared error of the value model"),
+    Metric("critic/vf_loss", "sum", "clipped loss of the value model"),
     Metric("critic/vf_clipfrac", "mean", "share of values that were clipped", "share"),
     Metric("critic/grad_norm", "mean", "norm of the value model's gradient before clipping"),
     Metric("critic/lr", "last", "learning rate of the value model"),

@@ -5,6 +5,7 @@ writes says in which order they run; prompt groups go through the first part one
 """
 
 from distflow.config import Config, preset_config
+from distflow.config.algorithm import is_on
 from distflow.graph import Pipeline, TaskGraph
 from distflow.pipelines import nodes
 from distflow.pipelines.objectives import mends_mismatch
@@ -20,7 +21,7 @@ def group_relative(pipeline: Pipeline, config: Config) -> TaskGraph:
     """The nodes of GRPO and of those that differ from it by numbers only."""
     answer_and_judge(pipeline, config)
     score(pipeline, config)
-    pipeline.add_node("calculate_advantages", nodes.compute_advantage, plane="learning")
+    estimate_advantages(pipeline, config)
     pipeline.add_node("actor_train", nodes.train_actor)
     return pipeline.build()
 
@@ -45,5 +46,14 @@ def score(pipeline: Pipeline, config: Config) -> None:
         pipeline.add_node("mismatch_weights", nodes.correct_mismatch, phase="mismatch_weights")
     elif mends_mismatch(config):
         pipeline.add_node("mismatch_weights", nodes.mend_mismatch, phase="mismatch_weights")
+    if is_on(config.algorithm.reward_norm):
+        pipeline.add_node("reward_norm", nodes.normalize_rewards)
     if config.algorithm.use_kl_in_reward:
         pipeline.add_node("kl_penalty", nodes.apply_kl_penalty, validates=False)
+
+
+def estimate_advantages(pipeline: Pipeline, config: Config) -> None:
+    """What each token is worth."""
+    pipeline.add_node("calculate_advantages", nodes.compute_advantage, plane="learning")
+    if is_on(config.algorithm.adv_norm):
+        pipeline.add_node("advantage_norm", nodes.normalize_advantages)

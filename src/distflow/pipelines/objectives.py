@@ -46,8 +46,15 @@ def loss_terms(config: Config) -> tuple[str, ...]:
 
 def value_objective(config: Config) -> ValueObjective:
     """The critic's loss."""
-    mode = config.critic.loss_agg_mode
-    return ValueObjective(config.critic.cliprange_value, mode, _scale(config, mode))
+    critic = config.critic
+    mode = critic.loss_agg_mode
+    return ValueObjective(
+        critic.cliprange_value,
+        mode,
+        _scale(config, mode),
+        critic.value_loss,  # type: ignore[arg-type]  # the config checks it
+        critic.huber_delta,
+    )
 
 
 def sft_objective(config: Config) -> SFTObjective:

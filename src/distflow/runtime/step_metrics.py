@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from distflow.algorithms.advantages.group import sample_scores
 from distflow.data.batch import Batch
 from distflow.flow.account import Account
 from distflow.observe.metrics import Measured, find_metric
@@ -29,7 +30,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 
 def scores(batch: Batch) -> Tensor:
     """The verifiers' score of each sample: `(bs,)`."""
-    return batch["token_level_scores"].sum(-1)
+    return sample_scores(batch["token_level_scores"], batch["response_mask"])
 
 
 def score_metrics(values: Tensor, valid: Tensor) -> dict[str, float]:

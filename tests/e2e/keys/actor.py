@@ -120,6 +120,17 @@ def value_loss_aggregates(before: Run, after: Run) -> None:
     close(after.column("critic/vf_loss")[0], value_loss_of(after, "seq-mean-token-sum"), 1e-4)
 
 
+def value_loss_is_huber(delta: float) -> Any:
+    def check(before: Run, after: Run) -> None:
+        batch = after.batch()
+        size = (batch["values"] - batch["returns"]).abs()
+        loss = torch.where(size <= delta, 0.5 * size.square(), delta * (size - 0.5 * delta))
+        close(after.column("critic/vf_loss")[0], aggregate(loss, batch["loss_mask"], "token-mean"), 1e-4)
+        differ(before.column("critic/vf_loss")[0], after.column("critic/vf_loss")[0], 1e-5)
+
+    return check
+
+
 def values_are_clipped(before: Run, after: Run) -> None:
     assert before.column("critic/vf_clipfrac")[0] == 0.0 < after.column("critic/vf_clipfrac")[0]
 
@@ -198,6 +209,22 @@ CASES = (
         value_loss_aggregates,
         base="ppo",
         given=ONE,
+    ),
+    Case(
+        "critic.value_loss",
+        ("critic.value_loss=huber", "critic.huber_delta=0.2"),
+        "critic/vf_loss: linear from 0.2 on",
+        value_loss_is_huber(0.2),
+        base="ppo",
+        given=ONE,
+    ),
+    Case(
+        "critic.huber_delta",
+        "critic.huber_delta=0.1",
+        "critic/vf_loss: linear from 0.1 on",
+        value_loss_is_huber(0.1),
+        base="ppo",
+        given=(*ONE, "critic.value_loss=huber"),
     ),
     Case(
         "critic.cliprange_value",

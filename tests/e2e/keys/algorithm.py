@@ -120,6 +120,17 @@ def coefficients_are(target: float, horizon: float) -> Any:
     return check
 
 
+def the_kl_shown_is_the_mean_of_means(before: Run, after: Run) -> None:
+    for run, of_sequences in ((before, False), (after, True)):
+        batch = run.batch(2)
+        mask = batch["response_mask"]
+        kl = (batch["old_log_probs"] - batch["ref_log_prob"]).double() * mask
+        mean = (kl.sum(-1) / mask.sum(-1)).mean() if of_sequences else kl.sum() / mask.sum()
+        close(run.column("actor/reward_kl_penalty")[1], mean)
+    shown = [run.column("actor/reward_kl_penalty")[1] for run in (before, after)]
+    differ(*shown, 1e-6)
+
+
 def weights_are(rule: Any) -> Any:
     """Correction weights of each sequence from its log-ratios."""
 
@@ -278,6 +289,14 @@ CASES = (
         coefficients_are(0.1, 50),
         base="ppo",
         given=ADAPTIVE,
+    ),
+    Case(
+        "algorithm.kl_ctrl.mean",
+        "algorithm.kl_ctrl.mean=sequence",
+        "actor/reward_kl_penalty: the mean of the sequences' means",
+        the_kl_shown_is_the_mean_of_means,
+        base="ppo",
+        given=(*ADAPTIVE, f"{ACTOR}.optim.lr=0.01"),
     ),
     Case(
         "algorithm.rollout_correction.level",

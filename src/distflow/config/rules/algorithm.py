@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from distflow.config.algorithm import RolloutCorrectionConfig
+from distflow.config.critic import CriticConfig
 from distflow.config.names import POLICY_LOSSES
 from distflow.config.program import is_rl
 from distflow.config.rules.finding import ACTOR, ROLLOUT, Finding
@@ -30,6 +31,12 @@ def kl_control(config: Config) -> Iterator[Finding]:
                 "a fixed coefficient follows no target",
                 f"set {_CONTROL}.type=adaptive, or remove it",
             )
+    if not adaptive and control.mean != "token":
+        yield Finding(
+            (f"{_CONTROL}.mean", f"{_CONTROL}.type"),
+            "a fixed coefficient is shown no KL",
+            f"set {_CONTROL}.type=adaptive, or remove it",
+        )
     if adaptive and not algorithm.use_kl_in_reward:
         yield Finding(
             (f"{_CONTROL}.type", "algorithm.use_kl_in_reward"),
@@ -126,4 +133,14 @@ def dynamic_sampling(config: Config) -> Iterator[Finding]:
         )
 
 
-RULES = (kl_control, kl_terms_count, loss_options, corrections, dynamic_sampling)
+def value_loss(config: Config) -> Iterator[Finding]:
+    """Huber's number belongs to Huber's loss."""
+    if config.critic.value_loss != "huber" and config.critic.huber_delta != CriticConfig().huber_delta:
+        yield Finding(
+            ("critic.huber_delta", "critic.value_loss"),
+            "a squared error has no such bound",
+            "set critic.value_loss=huber, or remove it",
+        )
+
+
+RULES = (kl_control, kl_terms_count, loss_options, corrections, dynamic_sampling, value_loss)

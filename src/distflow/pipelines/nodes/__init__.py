@@ -7,6 +7,7 @@ from distflow.pipelines.nodes.experience import (
     greedy_baseline,
     load_answers,
 )
+from distflow.pipelines.nodes.normalizing import normalize_advantages, normalize_rewards
 from distflow.pipelines.nodes.scoring import (
     apply_kl_penalty,
     compute_advantage,
@@ -31,6 +32,8 @@ __all__ = [
     "greedy_baseline",
     "load_answers",
     "mend_mismatch",
+    "normalize_advantages",
+    "normalize_rewards",
     "train_actor",
     "train_critic",
     "train_sft",

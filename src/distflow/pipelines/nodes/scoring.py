@@ -6,10 +6,11 @@ from functools import partial
 from torch import Tensor
 
 from distflow.algorithms.corrections import Level, Mode, compute_rollout_weights, mismatch_statistics
+from distflow.algorithms.kl import KLMean, make_kl_controller
 from distflow.algorithms.kl import apply_kl_penalty as penalise
-from distflow.algorithms.kl import make_kl_controller
-from distflow.algorithms.registry import check_options, find_adv_est
+from distflow.algorithms.registry import check_choices, check_options, find_adv_est
 from distflow.config import Config
+from distflow.config.algorithm import is_on
 from distflow.config.program import find_estimator
 from distflow.data.batch import Batch
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
@@ -133,12 +134,13 @@ def apply_kl_penalty(config: Config) -> Callable[..., object]:
         kl_coef=control.kl_coef,
         target_kl=control.target_kl if adapts else None,
         horizon=control.horizon if adapts else None,
+        mean=control.mean,  # type: ignore[arg-type]  # the config checks it
     )
 
 
 @node(writes="token_level_rewards", role=NodeRole.REWARD)
 def take_off_kl(
-    token_level_scores: Tensor,
+    token_level_rewards: Tensor,
     old_log_probs: Tensor,
     ref_log_prob: Tensor,
     response_mask: Tensor,
@@ -151,6 +153,7 @@ def take_off_kl(
     kl_coef: float,
     target_kl: float | None,
     horizon: int | None,
+    mean: KLMean,
 ) -> NodeOutput:
     """`token_level_rewards`; the coefficient is the node's state, so that a resumed run goes on with it."""
     controller = make_kl_controller(control, kl_coef, target_kl, horizon)
@@ -158,13 +161,14 @@ def take_off_kl(
         controller.load(ctx.state)
     coefficient = controller.value
     rewards, kl = penalise(
-        token_level_scores,
+        token_level_rewards,
         old_log_probs,
         ref_log_prob,
         response_mask,
         valid,
         kl_coef=coefficient,
         kl_penalty=kl_penalty,
+        mean=mean,
         reduce=reduce,
     )
     controller.update(kl, int(reduce.sum(float(len(valid)))))
@@ -182,12 +186,23 @@ def compute_value(batch: Batch, critic: Scorer) -> Tensor:
 @node_factory
 @node(role=NodeRole.ADVANTAGE)
 def compute_advantage(config: Config) -> Callable[..., object]:
-    """The estimator of `algorithm.adv_estimator`. Options that are no key of `algorithm` come from its kwargs."""
+    """The estimator of `algorithm.adv_estimator`. Options that are no key of `algorithm` come from its kwargs.
+
+    But for `reward_weights`, which are those of `reward.functions`, and `whiten`, which is off where `adv_norm` is on.
+    """
     settings, estimator = config.algorithm, find_adv_est(config.algorithm.adv_estimator)
     known = find_estimator(config)
     if known and known.needs_group and config.actor_rollout_ref.rollout.n == 1:
         assert settings.allow_group_of_one, "the config's rules see to it"
     given = settings.adv_estimator_kwargs
     free = [name for name in estimator.options if name not in dir(settings)]
-    check_options(f"estimator '{estimator.name}' (algorithm.adv_estimator_kwargs)", given, free)
-    return partial(estimator.fn, **given) if given else estimator.fn
+    what = f"estimator '{estimator.name}' (algorithm.adv_estimator_kwargs)"
+    check_options(what, given, free)
+    check_choices(what, estimator.fn, given)
+    derived: dict[str, object] = {}
+    if "reward_weights" in estimator.options:
+        derived["reward_weights"] = {name: dict(parts) for name, parts in config.reward.functions.items()}
+    if "whiten" in estimator.options and is_on(settings.adv_norm):
+        derived["whiten"] = False
+    options = {**derived, **given}
+    return partial(estimator.fn, **options) if options else estimator.fn
