@@ -38,7 +38,7 @@ def test_a_hang_is_killed_at_its_deadline():
 
 
 def test_a_machine_where_the_hang_is_not_killed_is_named(monkeypatch):
-    score = "distflow.rewards.exact_match_reward:compute_score"
+    score = "distflow.rewards.format_reward:compute_score"
     monkeypatch.setitem(certify_module._PROBES, "hang", score)
     with pytest.raises(RuntimeError, match="was not killed"):
         asyncio.run(certify_faults())

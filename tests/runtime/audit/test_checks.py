@@ -36,6 +36,14 @@ HEALTHY = {
         "grpo",
         *(f"actor_rollout_ref.rollout.{key}" for key in ("top_p=0.9", "top_k=20", "min_p=0.01", "temperature=0.7")),
     ),
+    "scaled by the batch": ("grpo", f"{ALGORITHM}.scale_rewards=batch"),
+    "huber": ("ppo", "critic.value_loss=huber", "critic.huber_delta=0.1", *TWO),
+    "gdpo": (
+        "grpo",
+        f"{ALGORITHM}.adv_estimator=gdpo",
+        "reward.functions={default: [custom, {name: format, weight: 0.5}]}",
+    ),
+    "gpg": ("grpo", f"{ALGORITHM}.adv_estimator=gpg", f"{ACTOR}.policy_loss=gpg"),
     "sgd": ("grpo", f"{ACTOR}.optim.optimizer=sgd", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"),
 }
 NOT_PROVEN = {"lora": {"weights"}}

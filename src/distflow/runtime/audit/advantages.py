@@ -3,9 +3,11 @@
 import torch
 from torch import Tensor
 
+from distflow.config.algorithm import is_on
 from distflow.runtime.audit.check import Check, Wrong
 from distflow.runtime.audit.estimators import GLOBAL, expected_advantages
 from distflow.runtime.audit.evidence import Evidence, Sample, doubles
+from distflow.runtime.audit.verdicts import functions_of
 
 LIMIT = 1e-3
 MOST_TOKENS = 2**20
@@ -15,12 +17,15 @@ def prove(evidence: Evidence) -> str | None:
     name = evidence.config.algorithm.adv_estimator
     if not evidence.is_ours("advantages"):
         return "the estimator is the user's" if evidence.is_written("advantages") else ""
-    if evidence.parts.num_ranks > 1 and name in GLOBAL:
+    if evidence.parts.num_ranks > 1 and (name in GLOBAL or evidence.config.algorithm.scale_rewards == "batch"):
         return f"'{name}' looks at the samples of all ranks"
     if sum(len(sample["response_ids"]) for sample in evidence.samples) > MOST_TOKENS:
         return f"the step has more than {MOST_TOKENS:,} tokens"
     settings = evidence.config.algorithm
-    options = {"f_norm": 1.0, **vars(settings), **settings.adv_estimator_kwargs}
+    if is_on(settings.adv_norm) or is_on(settings.reward_norm):
+        return "the auditor has no formula of reward_norm and adv_norm"
+    weights = {"weight_of": lambda sample, part: functions_of(evidence, sample).get(part, 1.0)}
+    options = {"f_norm": 1.0, **vars(settings), **settings.adv_estimator_kwargs, **weights}
     rows = expected_advantages(name, evidence.samples, options)
     if rows is None:
         return f"the auditor has no formula of '{name}'"

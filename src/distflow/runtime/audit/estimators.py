@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from distflow.runtime.audit.evidence import Sample
@@ -83,17 +84,52 @@ def _whitened(rows: list[list[float]], samples: Sequence[Sample]) -> list[list[f
 
 
 def _grpo(samples: Sequence[Sample], options: Options) -> Rows:
-    by_std, epsilon = options["norm_adv_by_std_in_grpo"], options["adv_epsilon"]
+    return _on_samples(samples, _grpo_value(samples, options, _score))
+
+
+def _grpo_value(
+    samples: Sequence[Sample], options: Options, score: Callable[[Sample], float]
+) -> Callable[[Sample, list[Sample]], float]:
+    """What GRPO gives to a sample of a group for these scores."""
+    scale = options["scale_rewards"] or ("group" if options["norm_adv_by_std_in_grpo"] else "none")
+    epsilon, of_batch = options["adv_epsilon"], _std([score(sample) for sample in samples if sample["valid"]])
 
     def value(sample: Sample, group: list[Sample]) -> float:
-        scores = [_score(other) for other in group]
+        scores = [score(other) for other in group]
         if len(group) == 1:
-            return _score(sample) / (1.0 + epsilon if by_std else 1.0)
+            return {"group": score(sample) / (1.0 + epsilon), "batch": 0.0, "none": score(sample)}[scale]
         if max(scores) == min(scores):
             return 0.0
-        return (_score(sample) - _mean(scores)) / (_std(scores) + epsilon if by_std else 1.0)
+        deviation = {"group": _std(scores) + epsilon, "batch": of_batch + epsilon, "none": 1.0}[scale]
+        return (score(sample) - _mean(scores)) / deviation
 
-    return _on_samples(samples, value)
+    return value
+
+
+def _part(name: str, sample: Sample) -> float:
+    return float(sample["reward_parts"].get(name, 0.0))
+
+
+def _gdpo(samples: Sequence[Sample], options: Options) -> Rows:
+    """Each part of the reward by GRPO's rule, weighted, summed, and whitened."""
+    names = sorted({name for sample in samples for name in sample["reward_parts"]})
+    by_group = {**options, "scale_rewards": None}
+    values = {name: _grpo_value(samples, by_group, partial(_part, name)) for name in names}
+
+    def summed(sample: Sample, group: list[Sample]) -> float:
+        total = 0.0
+        for name in (name for name in names if name in sample["reward_parts"]):
+            having = [other for other in group if name in other["reward_parts"]]
+            total += options["weight_of"](sample, name) * values[name](sample, having)
+        return total
+
+    rows = [row for row, _ in _on_samples(samples, summed)]
+    if options.get("whiten_over", "tokens") == "tokens":
+        return [(row, row) for row in _whitened(rows, samples)]
+    groups = _groups(samples)
+    sums = [summed(s, groups[int(s["group_index"])]) for s in samples if s["valid"]]
+    scale = 1.0 / math.sqrt(_std(sums) ** 2 + 1e-8) if len(sums) > 1 else 1.0
+    return _on_samples(samples, lambda sample, group: (summed(sample, group) - _mean(sums)) * scale)
 
 
 def _rloo(samples: Sequence[Sample], options: Options) -> Rows:
@@ -129,7 +165,16 @@ def _passk(samples: Sequence[Sample], options: Options) -> Rows:
 
 def _gpg(samples: Sequence[Sample], options: Options) -> Rows:
     judged = [sample for sample in samples if sample["valid"]]
-    alpha = len(judged) / max(sum(_score(sample) != 0 for sample in judged), 1)
+    groups = _groups(samples)
+
+    def counts(sample: Sample) -> bool:
+        """Whether the sample has a reward, or its group has more than one."""
+        if options.get("alpha_counts", "groups") == "rewards":
+            return _score(sample) != 0
+        scores = [_score(other) for other in groups[int(sample["group_index"])]]
+        return max(scores) != min(scores) or (len(scores) == 1 and scores[0] != 0)
+
+    alpha = len(judged) / max(sum(counts(sample) for sample in judged), 1)
 
     def value(sample: Sample, group: list[Sample]) -> float:
         centred = _score(sample) - _mean([_score(other) for other in group]) if len(group) > 1 else _score(sample)
@@ -184,6 +229,7 @@ def _gae(samples: Sequence[Sample], options: Options) -> Rows:
 
 FORMULAS: dict[str, Callable[[Sequence[Sample], Options], Rows]] = {
     "grpo": _grpo,
+    "gdpo": _gdpo,
     "gspo": _grpo,
     "cpgd": _grpo,
     "rloo": _rloo,
@@ -196,5 +242,5 @@ FORMULAS: dict[str, Callable[[Sequence[Sample], Options], Rows]] = {
     "reinforce_plus_plus_baseline": _plus_plus_baseline,
     "gae": _gae,
 }
-GLOBAL = ("gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
+GLOBAL = ("gpg", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
 """Those that look at the whole step, on all ranks."""

@@ -209,8 +209,16 @@ def _value_loss(config: Config, batch: MiniBatch, outputs: Outputs) -> Tensor:
     now, reach = outputs["values"][batch.counted], config.critic.cliprange_value
     old, returns = batch.columns["values"][batch.counted], batch.columns["returns"][batch.counted]
     near = now.clamp(old - reach, old + reach)
-    loss = torch.maximum((now - returns) ** 2, (near - returns) ** 2) / 2
+    loss = torch.maximum(_distance(config, now - returns), _distance(config, near - returns))
     return aggregate(loss, batch, config.critic.loss_agg_mode, _scale(config))
+
+
+def _distance(config: Config, error: Tensor) -> Tensor:
+    """Half the square; Huber's grows by its slope beyond `huber_delta`."""
+    if config.critic.value_loss == "mse":
+        return error**2 / 2
+    bound = config.critic.huber_delta
+    return torch.where(error.abs() <= bound, error**2 / 2, bound * (error.abs() - bound / 2))
 
 
 def _scale(config: Config) -> float:
