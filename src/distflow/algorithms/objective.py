@@ -73,8 +73,13 @@ class PolicyObjective:
     def reads(self) -> tuple[str, ...]:
         """The columns that a mini-batch must have."""
         extra = ("ref_log_prob",) if self.kl_loss_type else ()
-        weights = (self.weights_field,) if self.weights_field else ()
+        weights = (self.weights_field,) if self.weights_field and not self.weights_optional else ()
         return tuple(dict.fromkeys((*self.loss.reads, "loss_mask", *extra, *weights)))
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """The columns that it takes where a mini-batch has them."""
+        return (*self.loss.optional, *((self.weights_field,) if self.weights_field and self.weights_optional else ()))
 
     def counts(self, batch: Batch) -> Counts:
         """Tokens and sequences under `loss_mask`."""

@@ -19,7 +19,7 @@ _READS = ("prompt_ids", "response_ids")
 def train_actor(config: Config) -> Callable[..., object]:
     """Update the policy by the config's loss, once the critic has warmed up."""
     actor, objective = config.actor_rollout_ref.actor, policy_objective(config)
-    reads = (*_READS, *objective.reads, *(f"?{name}" for name in objective.loss.optional))
+    reads = (*_READS, *objective.reads, *(f"?{name}" for name in objective.optional))
     return _update(
         reads, "actor", objective, actor.ppo_epochs, actor.ppo_mini_batch_size, warmup=config.trainer.critic_warmup
     )

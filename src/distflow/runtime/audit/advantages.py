@@ -21,6 +21,8 @@ def prove(evidence: Evidence) -> str | None:
         return f"'{name}' looks at the samples of all ranks"
     if sum(len(sample["response_ids"]) for sample in evidence.samples) > MOST_TOKENS:
         return f"the step has more than {MOST_TOKENS:,} tokens"
+    if any(update.metrics.get("skipped") for update in evidence.updates):
+        return "an update of the step was skipped: something in it is not finite"
     settings = evidence.config.algorithm
     if is_on(settings.adv_norm) or is_on(settings.reward_norm):
         return "the auditor has no formula of reward_norm and adv_norm"

@@ -240,6 +240,7 @@ def make_auditor(
     parts = Parts(
         config=spec.config,
         program=program,
+        learning=[step.node for step in learning],
         rows=spec.rows,
         data=spec.data,
         sampling=replace(spec.sampling, stop_token_ids=resources.stop_token_ids),

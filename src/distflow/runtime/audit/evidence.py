@@ -13,7 +13,7 @@ from distflow.config import Config
 from distflow.data.batch import Batch
 from distflow.data.prompts import PromptRow
 from distflow.flow.data_plan import DataPlan
-from distflow.graph import Program
+from distflow.graph import BoundNode, Program
 from distflow.graph.fields import TOKEN_AXES
 from distflow.rewards.verdict import Verdict
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams
@@ -32,7 +32,8 @@ Sample = Mapping[str, Any]
 class Parts:
     """What the run has to ask.
 
-    data: which row a ticket names. judge: a verifier by its name and arguments, one at a time. hashes: of the tensors
+    learning: the nodes of that plane on this worker. data: which row a ticket names. judge: a verifier by its name
+    and arguments, one at a time. hashes: of the tensors
     that the rollout engine computes with, None where it is not here. weight_dtype: of those. exact: models compute in
     float32. estimate: the function
     that writes the advantages, and what it is called with for a batch; None where there is none.
@@ -40,6 +41,7 @@ class Parts:
 
     config: Config
     program: Program
+    learning: Sequence[BoundNode]
     rows: Sequence[PromptRow]
     data: DataPlan
     sampling: SamplingParams

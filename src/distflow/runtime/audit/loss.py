@@ -50,6 +50,9 @@ def prove(evidence: Evidence) -> str | None:
         return "a mini-batch lies on several ranks"
     seen, why, tokens = 0, "no update was seen", 0
     for update in evidence.updates:
+        if update.metrics.get("skipped"):
+            why = "the update was skipped"
+            continue
         total = _formula(evidence, update)
         if isinstance(total, str):
             why = total

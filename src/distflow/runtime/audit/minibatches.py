@@ -3,7 +3,7 @@
 from collections import Counter
 from math import ceil
 
-import torch
+from torch import Tensor
 
 from distflow.config import Config
 from distflow.config.program import is_rl
@@ -27,13 +27,13 @@ def prove(evidence: Evidence) -> str | None:
 
 
 def _is_ours(evidence: Evidence) -> bool:
-    nodes = [node for node in evidence.parts.program.learning if not node.contract.writes]
+    nodes = [node for node in evidence.parts.learning if not node.contract.writes]
     return all(module_of(node.fn).startswith(BUILTIN) for node in nodes)
 
 
 def _expected(evidence: Evidence) -> set[str]:
     """Who is trained by the program: the critic always, the policy once the critic has warmed up."""
-    names = {getattr(node.fn, "keywords", {}).get("name") for node in evidence.parts.program.learning}
+    names = {getattr(node.fn, "keywords", {}).get("name") for node in evidence.parts.learning}
     roles = {"critic"} & names
     warm = evidence.step >= evidence.config.trainer.critic_warmup
     return roles | ({"actor"} if names & {"actor", "sft"} and (warm or not is_rl(evidence.config)) else set())
@@ -73,14 +73,21 @@ def plan_of(config: Config, role: str) -> tuple[int, int]:
 def _same_columns(evidence: Evidence, updates: list[UpdateRecord]) -> None:
     known = {sample["uid"]: sample for sample in evidence.samples}
     for number, update in enumerate(updates):
+        if update.metrics.get("skipped"):
+            continue
         for sample in samples_of(update.batch.only([n for n in ("uid", *COLUMNS) if n in update.batch])):
             for name in COLUMNS:
-                if name in sample and not torch.equal(sample[name], known[sample["uid"]][name]):
+                if name in sample and not _same(sample[name], known[sample["uid"]][name]):
                     raise Wrong(
                         f"{name} of sample {sample['uid']} is another in mini-batch {number + 1} of the "
                         f"{update.role} than "
                         "before the step's first update: it was made anew or rewritten between mini-batches"
                     )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Equal, where NaN is NaN."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 CHECK = Check(
