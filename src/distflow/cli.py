@@ -86,6 +86,5 @@ def _message(err: Exception) -> str:
 def _is_users(err: BaseException) -> bool:
     from distflow.config.errors import UserError
     from distflow.graph import PipelineError
-    from distflow.observe.run_folder import RunFolderError
 
-    return isinstance(err, UserError | PipelineError | RunFolderError)
+    return isinstance(err, UserError | PipelineError)

@@ -61,7 +61,7 @@ def is_deep(value: object, limit: int = MAX_DEPTH) -> bool:
     return True
 
 
-def _items(holder: "dict[object, object] | list[object]") -> "Iterable[object]":
+def _items(holder: dict[object, object] | list[object]) -> Iterable[object]:
     return holder.values() if isinstance(holder, dict) else holder
 
 
@@ -123,7 +123,7 @@ def read_records(path: Path) -> tuple[list[dict[str, JSON]], int]:
     except FileNotFoundError:
         return [], 0
     except OSError as error:
-        raise UserError(f"'{path}' cannot be read: {error.strerror}. Move it away, or set its mode") from error
+        raise _unreadable(path, error) from error
     records: list[dict[str, JSON]] = []
     num_unreadable = 0
     for line in data.split(b"\n"):
@@ -138,3 +138,18 @@ def read_records(path: Path) -> tuple[list[dict[str, JSON]], int]:
         else:
             num_unreadable += 1
     return records, num_unreadable
+
+
+def read_object(path: Path) -> dict[str, JSON]:
+    """The object of a JSON file; empty where the file is missing or holds none. Raises UserError as `read_records`."""
+    try:
+        data = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError, RecursionError):
+        return {}
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return data if isinstance(data, dict) and not is_deep(data) else {}
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    return UserError(f"'{path}' cannot be read: {error.strerror}. Move it away, or set its mode")

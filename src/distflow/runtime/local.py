@@ -10,8 +10,8 @@ from distflow.flow.coordinator import Coordinator, mark_of
 from distflow.flow.data_plan import DataPlan
 from distflow.flow.ledger import Ledger
 from distflow.flow.snapshot import Snapshot
+from distflow.observe.claim import claimed
 from distflow.observe.report_summary import find_accuracy
-from distflow.observe.run_folder import claimed
 from distflow.observe.run_reader import read_metrics
 from distflow.runtime.checkpoint import Checkpoint, CheckpointStore
 from distflow.runtime.disk import writing_to
