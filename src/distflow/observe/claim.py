@@ -77,8 +77,8 @@ def own(path: Path) -> int:
 def _open(path: Path) -> int:
     if not is_ours(path):
         raise RunFolderError(
-            f"{path} holds what no run of distflow put there ({_listed(path)}), and a run could overwrite it: {_OTHER}, "
-            "or to an empty one"
+            f"{path} holds what no run of distflow put there ({_listed(path)}), and a run could overwrite it: "
+            f"{_OTHER}, new or empty"
         )
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.chmod(0o700)

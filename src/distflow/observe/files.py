@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-
 ASIDE: Final = ".distflow-partial"
 """How the names of files end that a kill may leave: `NAME.` and 8 characters stand before it."""
 

@@ -52,7 +52,7 @@ def to_number(value: object) -> float | None:
 
 
 def is_deep(value: object, limit: int = MAX_DEPTH) -> bool:
-    """Whether lists and mappings lie in one another deeper than `limit`: what walks down such a value may not return."""
+    """Whether lists and mappings lie in one another deeper than `limit`: what walks down such a value may fail."""
     level = [value]
     for _ in range(limit + 1):
         level = [item for holder in level if isinstance(holder, dict | list) for item in _items(holder)]
@@ -66,8 +66,8 @@ def _items(holder: dict[object, object] | list[object]) -> Iterable[object]:
 
 
 def encode(value: object, indent: int | None = None) -> bytes:
-    """JSON in UTF-8. A lone surrogate, which UTF-8 cannot hold, and what cannot be seen become JSON escapes and are read
-    back as they were."""
+    """JSON in UTF-8. A lone surrogate, which UTF-8 cannot hold, and what cannot be seen become JSON escapes: they are
+    read back as they were."""
     text = json.dumps(to_json(value), ensure_ascii=False, allow_nan=False, indent=indent)
     return escaped_json(text).encode("utf-8", "backslashreplace")
 

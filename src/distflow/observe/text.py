@@ -1,4 +1,4 @@
-"""The one way out for text of models, data, files and users: it cannot move a cursor, hide itself or turn a line around.
+"""The one way out for text of models, data, files and users: it can move no cursor, nor hide or turn a line around.
 
 Three media, one function each: `visible` for lines that people read, `Harmless` for whole streams (the process's
 standard output and error, whoever prints there), `escaped_json` for JSON in files and pages.
