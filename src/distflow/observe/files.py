@@ -46,11 +46,6 @@ def write_atomically(path: Path, data: bytes) -> None:
         aside.write_bytes(data)
 
 
-def private(path: str, flags: int) -> int:
-    """An opener for `open`: a file that is made is for its owner alone."""
-    return os.open(path, flags, 0o600)
-
-
 def sync(path: Path) -> None:
     """Returns when a file's bytes, or a folder's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from distflow.config.errors import UserError
-from distflow.observe.files import is_aside, private
+from distflow.observe.files import is_aside
 from distflow.runtime.checkpoint_files import MANIFEST, DamagedError, read_manifest
 
 LATEST: Final = "latest"
@@ -61,7 +61,7 @@ def make_partial(folder: Path, step: int) -> Path:
     taken = {path.name.removesuffix(PARTIAL) for path in folder.iterdir()}
     partial = folder / (next(name for name in names if name not in taken) + PARTIAL)
     partial.mkdir(mode=0o700)
-    open(partial / BEGUN, "xb", opener=private).close()
+    os.close(os.open(partial / BEGUN, os.O_CREAT | os.O_EXCL, 0o600))
     return partial
 
 

@@ -113,9 +113,10 @@ def _begin(spec: Spec, checkpoint: Checkpoint | None, allowed: tuple[str, ...]) 
     if checkpoint is None:
         ledger = Ledger(path)
         return Coordinator(spec.data, ledger), ledger
-    snapshot: Snapshot = checkpoint.load("run")["coordinator"]
-    ledger = Ledger(path, mark_of(snapshot))
-    coordinator = Coordinator(_remaining(spec.data, snapshot), ledger, snapshot)
+    with checkpoint.reading():
+        snapshot: Snapshot = checkpoint.load("run")["coordinator"]
+        ledger = Ledger(path, mark_of(snapshot))
+        coordinator = Coordinator(_remaining(spec.data, snapshot), ledger, snapshot)
     if allowed:
         ledger.append("allowed_change", keys=list(allowed))
     return coordinator, ledger
