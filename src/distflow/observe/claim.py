@@ -67,6 +67,7 @@ def own(path: Path) -> int:
         _lock(fd, path)
         _check_kinds(path)
         if os.fstat(fd).st_size == 0:
+            os.fchmod(fd, 0o600)  # whatever the umask
             os.write(fd, _MARK)
     except BaseException:
         os.close(fd)
