@@ -6,11 +6,11 @@ from functools import cache
 
 from distflow.config.build import ConfigBuilder
 from distflow.config.check import find_problems, where
-from distflow.config.errors import ConfigError, Problem
+from distflow.config.errors import ConfigError, Problem, UserError
 from distflow.config.functions import LoadError, load_modules
 from distflow.config.schema import Config, group_names, schema_keys
 from distflow.config.show import flatten, to_dict, to_yaml
-from distflow.config.sources import Setting, settings_of_value
+from distflow.config.sources import COMMAND_LINE, Setting, settings_of_value
 from distflow.config.unknown import is_known, parents, unknown_problems
 
 
@@ -44,6 +44,14 @@ def load_config(
     complete: False lets the model and the data be missing, to look at a preset that no run can start from yet.
     trust_code: False imports no module of the user's; one that is needed to know a group is then a problem.
     """
+    try:
+        return _load(preset_or_file, overrides, complete, trust_code)
+    except RecursionError as error:
+        place = ((f"'{preset_or_file}'", COMMAND_LINE),)
+        raise ConfigError([Problem(place, "its keys, or those of an override, lie too deep in one another")]) from error
+
+
+def _load(preset_or_file: str, overrides: Sequence[str], complete: bool, trust_code: bool) -> Loaded:
     # Hydra costs more than everything else here: it is imported where it is used.
     from distflow.config import composition
 
@@ -80,9 +88,12 @@ def config_from_dict(values: Mapping[str, object], *, judge: bool = True) -> Con
 
 def config_of_run(values: Mapping[str, object]) -> Config:
     """The config that a run kept, read and not judged: what it names may be gone. Groups that its modules registered
-    are left out where nothing registered them. Raises ConfigError."""
+    are left out where nothing registered them. Raises UserError."""
     known = group_names()
-    return config_from_dict({name: value for name, value in values.items() if name in known}, judge=False)
+    config = config_from_dict({name: value for name, value in values.items() if name in known}, judge=False)
+    if config.actor_rollout_ref.model.path is None:
+        raise UserError("the config of that run names no model (actor_rollout_ref.model.path)")
+    return config
 
 
 def _finish(
