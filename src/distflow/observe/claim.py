@@ -61,7 +61,7 @@ def own(path: Path) -> int:
         if isinstance(error, UserError):
             raise
         in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
-        cause = "a file is in the way" if in_the_way else str(getattr(error, "strerror", None) or error)
+        cause = "a file is in the way" if in_the_way else str(error)
         raise RunFolderError(f"the run's folder cannot be {path}: {cause}; {_OTHER}") from error
     try:
         _lock(fd, path)

@@ -134,8 +134,15 @@ class CheckpointStore:
         return bool(checkpoints_in(self.folder))
 
     def remove_leftovers(self) -> None:
-        """Remove what a killed save or removal left. For the process that commits, when it starts."""
+        """Remove what a killed save or removal left. For the process that commits, when it starts.
+
+        Raises CheckpointError where the next save could not become the latest.
+        """
         remove_leftovers(self.folder)
+        if (self.folder / LATEST).is_dir():
+            raise CheckpointError(
+                f"{self.folder / LATEST} is a folder, and a checkpoint's name is kept there: move it away"
+            )
 
     def _load_latest(self) -> Checkpoint:
         newest_first = sorted(checkpoints_in(self.folder), key=serial_of, reverse=True)
