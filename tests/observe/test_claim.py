@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import stat
 from pathlib import Path
 
@@ -72,6 +71,7 @@ def test_a_runs_folder_is_taken_again(tmp_path: Path, copied: str) -> None:
     (folder / "notes.txt").write_text("mine")
     if copied == "without hidden files":
         (folder / ".writer").unlink()
+        (folder / ".distflow-run").unlink()
     if copied == "through a link":
         (tmp_path / "link").symlink_to(folder)
         folder = tmp_path / "link"
@@ -89,11 +89,23 @@ def test_a_first_start_that_was_killed_is_started_again(tmp_path: Path, left: st
     if left.startswith("the lock"):
         (folder / ".writer").touch(0o600)
     if left.endswith("mark"):
-        with claimed(tmp_path / "other"):
-            shutil.copy(tmp_path / "other" / ".writer", folder / ".writer")
+        (folder / ".distflow-run").touch(0o600)
         (folder / "data").mkdir()
     with RunFolder(folder, 0):
         pass
+
+
+def test_a_report_of_a_run_that_goes_on_does_not_let_another_in(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", 0):
+        write_report(tmp_path / "run")
+        pid = os.fork()
+        if pid == 0:
+            try:
+                RunFolder(tmp_path / "run", 1)
+            except RunFolderError:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_a_claim_marks_the_folder_before_anything_else_is_written(tmp_path: Path) -> None:

@@ -137,10 +137,8 @@ def _register_user_groups(
     modules = trainer.get("imports") if isinstance(trainer, Mapping) else None
     if not unknown or not modules:
         return False
-    modules, origin = (
-        [modules] if isinstance(modules, str) else modules,
-        where("trainer.imports", _origins(settings, [])),
-    )
+    modules = [modules] if isinstance(modules, str) else list(modules)
+    origin = where("trainer.imports", _origins(settings, []))
     if not trust_code:
         what = f"{', '.join(map(str, modules))} may register {', '.join(sorted(unknown))}, and was not imported"
         problems.append(Problem((("trainer.imports", origin),), what, "read that code; --trust-code imports it"))

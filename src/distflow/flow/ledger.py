@@ -59,9 +59,7 @@ class Ledger:
             try:
                 self._reopen(mark)
             except (KeyError, TypeError, AttributeError, OverflowError, MemoryError) as err:
-                raise LedgerError(
-                    f"{path} is damaged: a record in it is none of a run's ({err!r}). Move it away"
-                ) from err
+                raise LedgerError(f"{path} is damaged: it holds what no run records ({err!r}). Move it away") from err
 
     @property
     def account(self) -> Account:

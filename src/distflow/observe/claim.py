@@ -12,9 +12,11 @@ from distflow.observe.jsonlines import read_object
 from distflow.observe.text import visible
 
 WRITER: Final = ".writer"
-"""Locked by who writes; what it holds says that the folder is a run's."""
+"""Locked by who writes. Who opens and closes it gives a lock of the same process up: it is not looked into."""
 
-_MARK: Final = b"a run of distflow\n"
+MARK: Final = ".distflow-run"
+"""Says that the folder is a run's."""
+
 _FILES: Final = (
     "run.json",
     "config.yaml",
@@ -66,10 +68,13 @@ def own(path: Path) -> int:
     try:
         _lock(fd, path)
         _check_kinds(path)
-        if os.fstat(fd).st_size == 0:
-            os.fchmod(fd, 0o600)  # whatever the umask
-            os.write(fd, _MARK)
-    except BaseException:
+        os.close(os.open(path / MARK, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+        for name in (WRITER, MARK):
+            (path / name).chmod(0o600)  # whatever the umask
+    except OSError as error:
+        os.close(fd)
+        raise RunFolderError(f"the run's folder {path} cannot be marked: {error}; {_OTHER}") from error
+    except RunFolderError:
         os.close(fd)
         raise
     return fd
@@ -96,28 +101,16 @@ def _lock(fd: int, path: Path) -> None:
 def is_ours(path: Path) -> bool:
     """Whether a run may write there: nothing is there, or an empty folder, or a run's.
 
-    A run's has our mark, or a run.json of ours where it was copied without it. A start that was killed before its mark
-    leaves an empty file of that name. Raises OSError where it is no folder.
+    A run's has our mark, or a run.json of ours where it was copied without it. A start that was killed before it made
+    its mark leaves the lock alone, which is empty. Raises OSError where it is no folder.
     """
     if not path.exists():
         return True
     names = {entry.name for entry in path.iterdir()}
-    marker = path / WRITER
-    mark = _first_bytes(marker) if WRITER in names else None
-    return mark == _MARK or names <= {WRITER} and mark in (None, b"") or is_run(path)
-
-
-def is_run(path: Path) -> bool:
-    """Whether a run wrote there."""
-    return _first_bytes(path / WRITER) == _MARK or "distflow" in read_object(path / "run.json")
-
-
-def _first_bytes(path: Path) -> bytes | None:
-    """None where it is no file."""
-    if path.is_symlink() or not path.is_file():
-        return None
-    with path.open("rb") as file:
-        return file.read(len(_MARK))
+    if MARK in names or not names:
+        return True
+    killed = names == {WRITER} and (path / WRITER).lstat().st_size == 0
+    return killed or "distflow" in read_object(path / "run.json")
 
 
 def _check_kinds(path: Path) -> None:

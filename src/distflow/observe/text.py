@@ -63,6 +63,9 @@ class Harmless(io.TextIOBase):
     def writable(self) -> bool:
         return True
 
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.below, name)  # what only some streams have, such as `reconfigure`
+
 
 @contextmanager
 def harmless_output() -> Iterator[None]:

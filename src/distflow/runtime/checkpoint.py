@@ -140,9 +140,7 @@ class CheckpointStore:
         """
         remove_leftovers(self.folder)
         if (self.folder / LATEST).is_dir():
-            raise CheckpointError(
-                f"{self.folder / LATEST} is a folder, and a checkpoint's name is kept there: move it away"
-            )
+            raise CheckpointError(f"{self.folder / LATEST} is a folder where the newest's name is kept: move it away")
 
     def _load_latest(self) -> Checkpoint:
         newest_first = sorted(checkpoints_in(self.folder), key=serial_of, reverse=True)
