@@ -9,21 +9,26 @@ from importlib import import_module
 from typing import NamedTuple
 
 from distflow import __version__
+from distflow.observe.text import harmless_output
 
 USER_FAULT, OUR_FAULT = 2, 1
 
 
 class Command(NamedTuple):
-    """help: one line. module: has `add_arguments(parser)` and `run(arguments) -> exit status`."""
+    """help: one line. module: has `add_arguments(parser)` and `run(arguments) -> exit status`.
+
+    runs_code: of the user's; the other commands only look, at what somebody else may have handed over.
+    """
 
     help: str
     module: str
+    runs_code: bool = False
 
 
 COMMANDS: dict[str, Command] = {
-    "train": Command("train by a preset or a YAML file", "distflow.commands.train"),
-    "sft": Command("supervised fine-tuning", "distflow.commands.sft"),
-    "eval": Command("answer data.val_files and print the accuracy", "distflow.commands.eval"),
+    "train": Command("train by a preset or a YAML file", "distflow.commands.train", runs_code=True),
+    "sft": Command("supervised fine-tuning", "distflow.commands.sft", runs_code=True),
+    "eval": Command("answer data.val_files and print the accuracy", "distflow.commands.eval", runs_code=True),
     "export": Command("write a checkpoint as a Hugging Face folder", "distflow.commands.export"),
     "config": Command("print the resolved config", "distflow.commands.config"),
     "doctor": Command("what this machine has, what extras would add, what is wrong", "distflow.commands.doctor"),
@@ -34,8 +39,13 @@ COMMANDS: dict[str, Command] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 2 for a mistake of the user's, 1 for anything else."""
-    arguments = _parse(argv)
-    sys.path.insert(0, "")  # "module:function" of the user's is looked for in the current folder first
+    with harmless_output():
+        return _run(_parse(argv))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if COMMANDS[arguments.command].runs_code or getattr(arguments, "trust_code", False):
+        sys.path.insert(0, "")  # "module:function" of the user's is looked for in the current folder first
     try:
         return int(arguments.run(arguments))
     except KeyboardInterrupt:
@@ -77,15 +87,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _message(err: Exception) -> str:
-    from distflow.observe.text import visible
-
-    text = str(err) if _is_users(err) else f"{type(err).__name__}: {err} (--debug shows where)"
-    return visible(text)
+    return str(err) if _is_users(err) else f"{type(err).__name__}: {err} (--debug shows where)"
 
 
 def _is_users(err: BaseException) -> bool:
     from distflow.config.errors import UserError
     from distflow.graph import PipelineError
-    from distflow.observe.run_folder import RunFolderError
 
-    return isinstance(err, UserError | PipelineError | RunFolderError)
+    return isinstance(err, UserError | PipelineError)

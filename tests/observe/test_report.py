@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from distflow.observe.claim import RunFolderError
 from distflow.observe.report import MAX_BYTES, embed, report_data, write_report
 from distflow.observe.report_charts import choose_charts, series
 from distflow.observe.report_samples import before_and_after, cut_row, evenly
 from distflow.observe.report_summary import Accuracy, find_accuracy, learned, readable_s
-from distflow.observe.run_folder import RunFolder, RunFolderError
+from distflow.observe.run_folder import RunFolder
 from distflow.observe.run_reader import MetricsRecord, Timeline
 
 

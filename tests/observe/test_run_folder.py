@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distflow.observe.claim import RunFolderError
 from distflow.observe.jsonlines import encode, to_json, to_number
-from distflow.observe.run_folder import RunFolder, RunFolderError
+from distflow.observe.run_folder import RunFolder
 from distflow.observe.run_reader import (
     read_events,
     read_json,

@@ -4,13 +4,12 @@ After a resume from step k, what earlier incarnations wrote about steps after k 
 on. Readers return the surviving timeline; events, being history, are all returned and marked.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from distflow.observe.jsonlines import JSON, read_records, to_number
+from distflow.observe.jsonlines import JSON, read_object, read_records, to_number
 from distflow.observe.metrics import flatten
 from distflow.observe.run_folder import sample_file_name
 
@@ -54,11 +53,7 @@ class Timeline:
 
 def read_json(run_dir: Path, name: str) -> dict[str, JSON]:
     """A JSON object of the folder (e.g. "run.json"); empty when it is missing or unreadable."""
-    try:
-        data = json.loads((run_dir / name).read_bytes())
-    except (FileNotFoundError, ValueError):
-        return {}
-    return data if isinstance(data, dict) else {}
+    return read_object(run_dir / name)
 
 
 def read_timeline(run_dir: Path) -> Timeline:

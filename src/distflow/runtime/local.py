@@ -10,8 +10,8 @@ from distflow.flow.coordinator import Coordinator, mark_of
 from distflow.flow.data_plan import DataPlan
 from distflow.flow.ledger import Ledger
 from distflow.flow.snapshot import Snapshot
+from distflow.observe.claim import claimed
 from distflow.observe.report_summary import find_accuracy
-from distflow.observe.run_folder import claimed
 from distflow.observe.run_reader import read_metrics
 from distflow.runtime.checkpoint import Checkpoint, CheckpointStore
 from distflow.runtime.disk import writing_to
@@ -113,9 +113,10 @@ def _begin(spec: Spec, checkpoint: Checkpoint | None, allowed: tuple[str, ...]) 
     if checkpoint is None:
         ledger = Ledger(path)
         return Coordinator(spec.data, ledger), ledger
-    snapshot: Snapshot = checkpoint.load("run")["coordinator"]
-    ledger = Ledger(path, mark_of(snapshot))
-    coordinator = Coordinator(_remaining(spec.data, snapshot), ledger, snapshot)
+    with checkpoint.reading():
+        snapshot: Snapshot = checkpoint.load("run")["coordinator"]
+        ledger = Ledger(path, mark_of(snapshot))
+        coordinator = Coordinator(_remaining(spec.data, snapshot), ledger, snapshot)
     if allowed:
         ledger.append("allowed_change", keys=list(allowed))
     return coordinator, ledger

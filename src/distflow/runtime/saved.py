@@ -45,10 +45,10 @@ def check_same_run(
     checkpoint: Checkpoint, spec: Spec, model_facts: Mapping[str, object], allowed: tuple[str, ...]
 ) -> list[str]:
     """What differs without harm, as lines for the user. Raises UserError naming every key or fact that must not."""
-    run = checkpoint.load("run")
-    changed = [
-        c for c in changed_keys(config_from_dict(run["config"], judge=False), spec.config) if c[0] not in allowed
-    ]
+    with checkpoint.reading():
+        run = checkpoint.load("run")
+        before_config, before_facts = config_from_dict(run["config"], judge=False), dict(run["facts"])
+    changed = [c for c in changed_keys(before_config, spec.config) if c[0] not in allowed]
     if changed:
         shown = "\n".join(f"  {key}: {then!r} then, {now!r} now" for key, then, now in changed)
         raise UserError(
@@ -57,7 +57,7 @@ def check_same_run(
             "trainer.default_local_dir"
         )
     notes, facts = [], {**spec.facts, **model_facts}
-    for name, before in run["facts"].items():
+    for name, before in before_facts.items():
         now = facts.get(name)
         if now == before:
             continue
@@ -72,17 +72,18 @@ def check_same_run(
 
 def restore(checkpoint: Checkpoint, resources: Resources) -> tuple[NodeState, Live]:
     """Load weights, optimizer state and random state; returns what the nodes keep, and the groups on the edge."""
-    run = checkpoint.load("run")
-    for role, engine in resources.trained().items():
-        engine.load_state(TrainState(checkpoint.load(role), run["engines"][role]))
-    torch.set_rng_state(checkpoint.load("rng")["torch"])
-    version, internal, gauss = run["rng"]["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, *rest = run["rng"]["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    batch = Batch.from_tensors(checkpoint.load("live")) if "live" in checkpoint.parts else None
-    measured = {int(number): [(m, w) for m, w in parts] for number, parts in run["live_measured"].items()}
-    return run["nodes"], Live(batch, measured)
+    with checkpoint.reading():
+        run = checkpoint.load("run")
+        for role, engine in resources.trained().items():
+            engine.load_state(TrainState(checkpoint.load(role), run["engines"][role]))
+        torch.set_rng_state(checkpoint.load("rng")["torch"])
+        version, internal, gauss = run["rng"]["python"]
+        random.setstate((version, tuple(internal), gauss))
+        name, keys, *rest = run["rng"]["numpy"]
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+        batch = Batch.from_tensors(checkpoint.load("live")) if "live" in checkpoint.parts else None
+        measured = {int(number): [(m, w) for m, w in parts] for number, parts in run["live_measured"].items()}
+        return run["nodes"], Live(batch, measured)
 
 
 def _numpy_state() -> list[object]:
