@@ -1,0 +1,316 @@
+r"""Are two answers mathematically equal? A row of rules, each for one way of writing; the first that knows decides.
+
+What no rule knows is parsed and compared by math-verify, which by itself ignores units and bases, reads `6:30` as a
+division and words as products of their letters, and rounds at the sixth decimal, so that 1e-7 equals 2e-7 to it.
+"""
+
+import logging
+import math
+import re
+from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
+from functools import lru_cache
+
+import math_verify
+from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
+from math_verify.errors import TimeoutException
+from sympy import Basic, Expr, Float, I, MatrixBase, Symbol
+
+from distflow.rewards.math_bounds import is_affordable
+from distflow.rewards.math_text import is_prose, listed, split_top, unwrap, words
+from distflow.rewards.math_units import NUMBER, RADIAN, UNCHANGED, conversion, split_unit
+
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
+
+_SYNTAX = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
+_PLAIN_NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?", re.ASCII)
+_NUMBERS_IN_A_ROW = re.compile(r"[\d.]+(?: [\d.]+)+")
+_ROUNDED_DECIMALS = 6
+_RELATIVE_TOLERANCE = Decimal("1e-6")
+_SMALL = 1e-3
+
+_BASED = re.compile(
+    r"\(?([0-9A-F]+)\)?(?:_\s*\{?(?:\\text\{)?\s*\(?(\w+)\)?\s*\}{0,2}|\s*(?:\\text\{)?\s*\(?(?:in )?base[ -](\w+)\)?\s*\}?)"
+)
+_BASES = {
+    name: base
+    for base, name in enumerate("two three four five six seven eight nine ten eleven twelve".split(), start=2)
+} | {"sixteen": 16, "hexadecimal": 16}
+_SUBSCRIPTED_NUMBER = re.compile(r"\d\s*\)?\s*_")
+_CLOCK = re.compile(r"(\d{1,2}):([0-5]\d)(?::([0-5]\d))?\s*(?:\\text\{)?\s*([ap])?\.?\s*(?:m\.?)?\s*\}?", re.IGNORECASE)
+_MODULUS = re.compile(r"(.+?)\s*\(?\s*(?:\\[pb]?mod|\\text\{\s*\(?mod(?:ulo)?\s*\}|\bmod(?:ulo)?\b)\s*\{?\s*(\w+)\s*\}?\s*\)?")
+_CONGRUENT = re.compile(r".*\\equiv\s*")
+_MEMBER = re.compile(r"[A-Za-z]\s*\\in\s+")
+_RELATION = re.compile(r"\s*(<|>|\\le |\\ge |\\neq )\s*")
+_VARIABLE = re.compile(r"[A-Za-z]|\\(?!pi|infty)[a-z]+")
+_OR = re.compile(r"\s*(?:\\text\s*\{\s*or\s*\}|\bor\b|\\(?:lor|vee|cup)(?![A-Za-z]))\s*")
+_ALL_REALS = re.compile(r"(?:\\text\s*\{\s*)?all real (?:numbers|values)(?: of [a-z])?\s*\}?|\\mathbb\{R\}|\\R|\\mathbf\{R\}")
+_MIRRORED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\neq": r"\neq"}
+_TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+_IMAGINARY = (Symbol("i", real=True), Symbol("i"))
+
+
+def are_equal(gold: str, answer: str) -> bool:
+    """Both normalised. An answer that is too costly to compare is equal to the same text only (`math_bounds`)."""
+    if gold == answer:
+        return True
+    if not gold or not answer or not is_affordable(answer) or not is_affordable(gold):
+        return False
+    return next((verdict for rule in _RULES if (verdict := rule(gold, answer)) is not None), False)
+
+
+def _numbers(gold: str, answer: str) -> bool | None:
+    gold_number, number = plain_number(gold), plain_number(answer)
+    if gold_number is None or number is None:
+        return False if _NUMBERS_IN_A_ROW.fullmatch(answer) else None  # they are no product
+    return _numbers_equal(gold_number, number)
+
+
+def _numbers_equal(gold: Decimal, answer: Decimal) -> bool:
+    """Exact, but where one of them is a long decimal: those are roundings, equal to a relative 1e-6."""
+    if gold == answer:
+        return True
+    decimals = max(-int(number.as_tuple().exponent) for number in (gold, answer))
+    if decimals < _ROUNDED_DECIMALS:
+        return False
+    return abs(gold - answer) <= _RELATIVE_TOLERANCE * max(abs(gold), abs(answer))
+
+
+def plain_number(text: str) -> Decimal | None:
+    """The value of a plain decimal number, thousands separators and `a \\cdot 10^{b}` included; None for all else."""
+    mantissa, power, exponent = text.partition(r" \cdot 10^{")
+    if not re.search(r"\d", mantissa) or not _PLAIN_NUMBER.fullmatch(mantissa):
+        return None
+    try:
+        number = Decimal(mantissa.replace(",", ""))
+        return number.scaleb(int(exponent.rstrip("}"))) if power else number
+    except (InvalidOperation, ValueError):
+        return None
+
+
+def _bases(gold: str, answer: str) -> bool | None:
+    r"""`4210_5` equals `4210` and what has the same value in another base."""
+    first, second = _BASED.fullmatch(gold), _BASED.fullmatch(answer)
+    if first and second:
+        return (value := _value(first)) is not None and value == _value(second)
+    if first or second:
+        return (first[1] if first else gold) == (second[1] if second else answer)
+    return False if _SUBSCRIPTED_NUMBER.search(gold + " " + answer) else None  # the parser would drop them
+
+
+def _value(based: re.Match[str]) -> int | None:
+    name = based[2] or based[3]
+    base = int(name) if name.isdecimal() and len(name) < 3 else _BASES.get(name.lower(), 0)
+    try:
+        return int(based[1], base) if 2 <= base <= 36 else None
+    except ValueError:  # a digit that the base does not have
+        return None
+
+
+def _clock_times(gold: str, answer: str) -> bool | None:
+    """The same hour and minute; a.m. and p.m. count where both say so. `9:16` may also be a ratio."""
+    first, second = _CLOCK.fullmatch(gold), _CLOCK.fullmatch(answer)
+    if first is None or second is None:
+        return None
+    halves = {match[4].lower() for match in (first, second) if match[4]}
+    return [int(part or 0) for part in first.groups()[:3]] == [int(part or 0) for part in second.groups()[:3]] and len(
+        halves
+    ) < 2
+
+
+def _ratios(gold: str, answer: str) -> bool | None:
+    """`1:2` equals `2:4` and 1/2, but a time of the day is no fraction: one not in lowest terms equals none."""
+    sides = [split_top(text.replace(r"\colon", ":"), ":") for text in (gold, answer)]
+    if max(map(len, sides)) == 1:
+        return None
+    if len(sides[0]) == len(sides[1]):
+        return all(
+            are_equal(*(rf"\frac{{{part}}}{{{side[0]}}}" for side, part in zip(sides, parts, strict=True)))
+            for parts in zip(sides[0][1:], sides[1][1:], strict=True)
+        )
+    written = gold if len(sides[0]) > 1 else answer
+    if max(map(len, sides)) > 2 or (_CLOCK.fullmatch(written) and not _in_lowest_terms(written)):
+        return False
+    first, second = (side[0] if len(side) == 1 else rf"\frac{{{side[0]}}}{{{side[1]}}}" for side in sides)
+    return are_equal(first, second)
+
+
+def _in_lowest_terms(clock: str) -> bool:
+    first, second = (int(part) for part in clock.split(":")[:2] if part.isdigit())
+    return math.gcd(first, second) == 1
+
+
+def _congruences(gold: str, answer: str) -> bool | None:
+    r"""`7 \mod 5` equals 2; `2 \pmod 5` equals 2 and `7 \pmod 5`."""
+    found = [_MODULUS.fullmatch(text) for text in (gold, answer)]
+    moduli = {match[2] for match in found if match}
+    if not moduli:
+        return None
+    values = [
+        _CONGRUENT.sub("", match[1] if match else text) for match, text in zip(found, (gold, answer), strict=True)
+    ]
+    if len(moduli) == 1 and all(re.fullmatch(r"-?\d+", text) for text in (*values, *moduli)) and int(*moduli) > 0:
+        modulus = int(*moduli)
+        first, second = (int(value) % modulus if match else int(value) for match, value in zip(found, values, strict=True))
+        return first == second
+    return len(moduli) == 1 and are_equal(*values)
+
+
+def _measures(gold: str, answer: str) -> bool | None:
+    """The same number with a unit or without; two units are converted; 50 % is 50 and 0.5; 180° is 180 and π."""
+    gold_value, gold_unit = split_unit(gold)
+    value, unit = split_unit(answer, is_measured=gold_unit is not None or plain_number(gold) is not None)
+    if gold_unit is not None and unit is not None:
+        factor = conversion(gold_unit, unit)
+        return factor is not None and are_equal(gold_value, _scaled(value, factor))
+    if gold_unit is None and unit is None:
+        return None
+    if are_equal(gold_value, value):
+        return True
+    measured, bare, its_unit = (gold_value, value, gold_unit) if gold_unit else (value, gold_value, unit)
+    factor = conversion(RADIAN if r"\pi" in bare else NUMBER, its_unit) if its_unit else None
+    return factor is not None and are_equal(bare, _scaled(measured, factor))
+
+
+def _scaled(value: str, factor: str) -> str:
+    return value if factor == UNCHANGED else rf"{factor} \cdot ({value})"
+
+
+def _relations(gold: str, answer: str) -> bool | None:
+    r"""`x < 2` equals `(-\infty, 2)`; `x \in S` equals S."""
+    sides = [_ALL_REALS.sub(r"(-\\infty,\\infty)", _MEMBER.sub("", text)) for text in (gold, answer)]
+    related = [_RELATION.search(side) is not None for side in sides]
+    if related[0] != related[1]:
+        intervals = [_as_intervals(side) if is_related else side for side, is_related in zip(sides, related, strict=True)]
+        return None if None in intervals else are_equal(*(str(interval) for interval in intervals))
+    return are_equal(*sides) if sides != [gold, answer] else None
+
+
+def _as_intervals(relations: str) -> str | None:
+    r"""`x < 1 \text{ or } x \ge 3` as `(-\infty,1) \cup [3,\infty)`; None where that is not what it says."""
+    intervals = [_as_interval(_RELATION.split(part)) for part in _OR.split(relations)]
+    return r" \cup ".join(map(str, intervals)) if None not in intervals else None
+
+
+def _as_interval(chain: list[str]) -> str | None:
+    """chain: sides and the signs between them."""
+    chain = [part.strip() for part in chain]
+    if len(chain) == 3 and not _VARIABLE.fullmatch(chain[0]):
+        chain = [chain[2], _MIRRORED[chain[1]], chain[0]]
+    if len(chain) == 3 and chain[1] == r"\neq":
+        return rf"(-\infty,{chain[2]}) \cup ({chain[2]},\infty)" if _VARIABLE.fullmatch(chain[0]) else None
+    if len(chain) == 3:
+        is_upper = chain[1] in ("<", r"\le")
+        chain = [r"-\infty", "<", *chain] if is_upper else [r"\infty", ">", *chain]
+    if len(chain) != 5 or not _VARIABLE.fullmatch(chain[2]):
+        return None
+    if chain[1] in (">", r"\ge"):
+        chain = [_MIRRORED.get(part, part) for part in reversed(chain)]
+    if not {chain[1], chain[3]} <= {"<", r"\le"}:
+        return None
+    return f"{'(' if chain[1] == '<' else '['}{chain[0]},{chain[4]}{')' if chain[3] == '<' else ']'}"
+
+
+def _lists(gold: str, answer: str) -> bool | None:
+    r"""Item by item: in order between ( ) and [ ], in any order between \{ \} and without brackets."""
+    first, second = listed(gold), listed(answer)
+    if first is None or second is None or r"\pm" in gold + answer:
+        return None
+    brackets = [(side[0] + side[1]).replace(r"\langle", "(").replace(r"\rangle", ")") for side in (first, second)]
+    items, others = first[2], second[2]
+    if len(items) != len(others) or not _brackets_agree(*brackets, is_pair=len(items) == 2):
+        return False
+    if any(bracket not in ("", r"\{\}") for bracket in brackets):
+        return all(are_equal(*pair) for pair in zip(items, others, strict=True))
+    return _same_items(items, others)
+
+
+def _brackets_agree(gold: str, answer: str, is_pair: bool) -> bool:
+    """`(2,5)` may be written `2,5`; of three or more, () and [] mean the same; of two they may be an interval."""
+    if gold == answer:
+        return True
+    if r"\{\}" in (gold, answer):
+        return "" in (gold, answer)
+    return {gold, answer} <= ({"()", ""} if is_pair else {"()", "[]", ""})
+
+
+def _same_items(items: list[str], others: list[str]) -> bool:
+    """Each has a partner of its own in the other list."""
+    left = [other for other in others]
+    for item in sorted(items, key=lambda item: item not in others):
+        partner = next((other for other in left if other == item), None)
+        partner = partner or next((other for other in left if are_equal(item, other)), None)
+        if partner is None:
+            return False
+        left.remove(partner)
+    return True
+
+
+def _texts(gold: str, answer: str) -> bool | None:
+    """Words are compared by letters: to math-verify they are products, so that `silent` is `listen`."""
+    first, second = words(gold), words(answer)
+    if first is None or second is None or not (is_prose(gold) or is_prose(answer)):
+        return None
+    return first == second
+
+
+def _expressions(gold: str, answer: str) -> bool:
+    first, second = parse(gold), parse(answer)
+    if first is None or second is None:
+        return False
+    if (exact := _exactly_equal(first, second)) is not None:
+        return exact
+    try:
+        equal = math_verify.verify([first], [second], timeout_seconds=None, raise_on_error=True)
+    except MemoryError:
+        raise
+    except (Exception, TimeoutException):  # sympy raises all sorts on nonsense, which is no answer
+        return False
+    return bool(equal) and not _differ_below_rounding(first, second)
+
+
+@lru_cache(maxsize=1024)
+def parse(text: str) -> Basic | MatrixBase | None:
+    r"""What sympy makes of LaTeX, with i as the imaginary unit and ° as π/180 within functions; None for no formula.
+
+    Raises MemoryError, as `_expressions` does: it says nothing about the answer, a fresh process judges again.
+    """
+    if words(unwrap(text)) is None:
+        text = unwrap(text)
+    try:
+        syntax = normalize_latex(text, _SYNTAX)
+        degrees = _TRIGONOMETRY.search(text) is not None
+        parsed = latex2sympy(syntax, is_real=True, convert_degrees=degrees, normalization_config=None)
+    except MemoryError:
+        raise
+    except Exception:  # the parser raises plain Exceptions
+        return None
+    if isinstance(parsed, Basic) and not parsed.free_symbols.isdisjoint(_IMAGINARY):
+        parsed = parsed.xreplace(dict.fromkeys(_IMAGINARY, I))
+    return parsed if isinstance(parsed, Basic | MatrixBase) else None
+
+
+def _exactly_equal(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool | None:
+    """For two rational numbers however they are written: `2^{2017}` is not `2^{2017}-1`. None for all else."""
+    if not all(isinstance(side, Expr) and not side.free_symbols and not side.has(Float) for side in (gold, answer)):
+        return None
+    values = [side.doit() for side in (gold, answer)]
+    return bool(values[0] == values[1]) if all(value.is_Rational for value in values) else None
+
+
+def _differ_below_rounding(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool:
+    """True for small numbers that math-verify calls equal because it rounds at the sixth decimal."""
+    first, second = _real_value(gold), _real_value(answer)
+    if first is None or second is None or abs(first) >= _SMALL:
+        return False
+    return abs(first - second) > float(_RELATIVE_TOLERANCE) * max(abs(first), abs(second))
+
+
+def _real_value(parsed: Basic | MatrixBase) -> float | None:
+    return float(parsed.evalf()) if isinstance(parsed, Expr) and parsed.is_number and parsed.is_real else None
+
+
+_RULES: tuple[Callable[[str, str], bool | None], ...] = (
+    _numbers, _bases, _clock_times, _congruences, _measures, _ratios, _relations, _lists, _texts, _expressions,
+)  # fmt: skip
