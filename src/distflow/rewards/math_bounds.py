@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from types import FrameType
 
 MAX_CHARACTERS = 1_000
-MAX_DEPTH = 15
+MAX_DEPTH = 10
 MAX_BITS = 30_000
-CPU_LIMIT_S = 3.0
-_REPEAT_S = 0.2
+CPU_LIMIT_S = 1.5
+_REPEAT_S = 0.1
 
 _TOKEN = re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|\\[A-Za-z]+|\\.|\S", re.ASCII | re.DOTALL)
 _OPENING, _CLOSING = ("{", "(", "[", r"\{"), ("}", ")", "]", r"\}")
@@ -80,10 +80,11 @@ class _Reader:
         while (sign := self._next("^", "_", "!")) != "":
             if sign == "!":
                 bits = _factorial(bits)
-            elif sign == "^" or is_repeated:
+            elif sign == "^":
                 bits = max(bits, 1.0) * _power_of_two(self._exponent())
             else:
-                bits += self._exponent()
+                subscript = self._item(self._next())
+                bits += _power_of_two(subscript) if is_repeated else subscript
         self.depth -= 1
         return bits
 

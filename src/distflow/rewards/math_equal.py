@@ -8,7 +8,8 @@ import logging
 import math
 import re
 from collections.abc import Callable
-from decimal import Decimal, InvalidOperation
+from decimal import ROUND_DOWN, ROUND_HALF_UP, Context, Decimal
+from fractions import Fraction
 from functools import lru_cache
 
 import math_verify
@@ -16,7 +17,7 @@ from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy,
 from math_verify.errors import TimeoutException
 from sympy import Basic, Expr, Float, I, MatrixBase, Symbol
 
-from distflow.rewards.math_bounds import is_affordable
+from distflow.rewards.math_bounds import MAX_BITS, is_affordable
 from distflow.rewards.math_text import is_prose, listed, split_top, unwrap, words
 from distflow.rewards.math_units import NUMBER, RADIAN, UNCHANGED, conversion, split_unit
 
@@ -27,8 +28,8 @@ _SYNTAX = NormalizationConfig(basic_latex=True, units=False, malformed_operators
 _PLAIN_NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?", re.ASCII)
 _NUMBERS_IN_A_ROW = re.compile(r"[\d.]+(?: [\d.]+)+")
 _ROUNDED_DECIMALS = 6
-_RELATIVE_TOLERANCE = Decimal("1e-6")
-_SMALL = 1e-3
+_EXACTLY = Context(prec=2 * MAX_BITS, rounding=ROUND_HALF_UP)
+_SMALL, _RELATIVE_TOLERANCE = 1e-3, 1e-6
 
 _BASED = re.compile(
     r"\(?([0-9A-F]+)\)?(?:_\s*\{?(?:\\text\{)?\s*\(?(\w+)\)?\s*\}{0,2}|\s*(?:\\text\{)?\s*\(?(?:in )?base[ -](\w+)\)?\s*\}?)"
@@ -44,6 +45,8 @@ _CONGRUENT = re.compile(r".*\\equiv\s*")
 _MEMBER = re.compile(r"[A-Za-z]\s*\\in\s+")
 _RELATION = re.compile(r"\s*(<|>|\\le |\\ge |\\neq )\s*")
 _VARIABLE = re.compile(r"[A-Za-z]|\\(?!pi|infty)[a-z]+")
+_BUILDER = re.compile(r"\\\{\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid|\\vert|\||:)\s*(.+)\\\}")
+_SET_OPERATION = re.compile(r"\\(?:cup|cap|setminus|begin|mathbb)(?![A-Za-z])")
 _OR = re.compile(r"\s*(?:\\text\s*\{\s*or\s*\}|\bor\b|\\(?:lor|vee|cup)(?![A-Za-z]))\s*")
 _ALL_REALS = re.compile(r"(?:\\text\s*\{\s*)?all real (?:numbers|values)(?: of [a-z])?\s*\}?|\\mathbb\{R\}|\\R|\\mathbf\{R\}")
 _MIRRORED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\neq": r"\neq"}
@@ -68,13 +71,20 @@ def _numbers(gold: str, answer: str) -> bool | None:
 
 
 def _numbers_equal(gold: Decimal, answer: Decimal) -> bool:
-    """Exact, but where one of them is a long decimal: those are roundings, equal to a relative 1e-6."""
-    if gold == answer:
-        return True
-    decimals = max(-int(number.as_tuple().exponent) for number in (gold, answer))
-    if decimals < _ROUNDED_DECIMALS:
+    """Exact, but where the shorter is the longer one rounded."""
+    shorter, longer = sorted((gold, answer), key=_decimals)
+    return gold == answer or _is_rounded(longer, shorter)
+
+
+def _is_rounded(exact: Decimal, decimal: Decimal) -> bool:
+    """Whether a decimal of `_ROUNDED_DECIMALS` or more places is the value rounded or cut off there."""
+    if _decimals(decimal) < _ROUNDED_DECIMALS or _decimals(exact) == _decimals(decimal):
         return False
-    return abs(gold - answer) <= _RELATIVE_TOLERANCE * max(abs(gold), abs(answer))
+    return decimal in (_EXACTLY.quantize(exact, decimal), exact.quantize(decimal, ROUND_DOWN, _EXACTLY))
+
+
+def _decimals(number: Decimal) -> int:
+    return max(0, -int(number.as_tuple().exponent))
 
 
 def plain_number(text: str) -> Decimal | None:
@@ -83,9 +93,8 @@ def plain_number(text: str) -> Decimal | None:
     if not re.search(r"\d", mantissa) or not _PLAIN_NUMBER.fullmatch(mantissa):
         return None
     try:
-        number = Decimal(mantissa.replace(",", ""))
-        return number.scaleb(int(exponent.rstrip("}"))) if power else number
-    except (InvalidOperation, ValueError):
+        return Decimal(mantissa.replace(",", "") + (f"e{exponent.rstrip('}')}" if power else ""))
+    except ArithmeticError:
         return None
 
 
@@ -179,7 +188,8 @@ def _scaled(value: str, factor: str) -> str:
 
 def _relations(gold: str, answer: str) -> bool | None:
     r"""`x < 2` equals `(-\infty, 2)`; `x \in S` equals S."""
-    sides = [_ALL_REALS.sub(r"(-\\infty,\\infty)", _MEMBER.sub("", text)) for text in (gold, answer)]
+    sides = [_BUILDER.sub(r"\1", text) for text in (gold, answer)]
+    sides = [_ALL_REALS.sub(r"(-\\infty,\\infty)", _MEMBER.sub("", side)) for side in sides]
     related = [_RELATION.search(side) is not None for side in sides]
     if related[0] != related[1]:
         intervals = [_as_intervals(side) if is_related else side for side, is_related in zip(sides, related, strict=True)]
@@ -214,16 +224,26 @@ def _as_interval(chain: list[str]) -> str | None:
 
 def _lists(gold: str, answer: str) -> bool | None:
     r"""Item by item: in order between ( ) and [ ], in any order between \{ \} and without brackets."""
-    first, second = listed(gold), listed(answer)
-    if first is None or second is None or r"\pm" in gold + answer:
+    (brackets, items), (other_brackets, others) = _items(gold), _items(answer)
+    if (not brackets and not other_brackets and len(items) == len(others) == 1) or "" in (*items, *others):
         return None
-    brackets = [(side[0] + side[1]).replace(r"\langle", "(").replace(r"\rangle", ")") for side in (first, second)]
-    items, others = first[2], second[2]
-    if len(items) != len(others) or not _brackets_agree(*brackets, is_pair=len(items) == 2):
+    if not (brackets and other_brackets) and 1 == min(len(items), len(others)) < max(len(items), len(others)):
+        is_text = words(gold) is not None and words(answer) is not None
+        return None if is_text or _SET_OPERATION.search(gold + answer) else False
+    if len(items) != len(others) or not _brackets_agree(brackets, other_brackets, is_pair=len(items) == 2):
         return False
-    if any(bracket not in ("", r"\{\}") for bracket in brackets):
-        return all(are_equal(*pair) for pair in zip(items, others, strict=True))
-    return _same_items(items, others)
+    if {brackets, other_brackets} <= {"", r"\{\}"}:
+        return _same_items(items, others)
+    return all(are_equal(*pair) for pair in zip(items, others, strict=True))
+
+
+def _items(text: str) -> tuple[str, list[str]]:
+    r"""Brackets, or '', and what they hold; a `\pm` holds two, and a text that is no list holds itself."""
+    opening, closing, items = (plain_number(text) is None and listed(text)) or ("", "", [text])
+    brackets = (opening + closing).replace(r"\langle", "(").replace(r"\rangle", ")")
+    if brackets in ("", r"\{\}"):
+        items = [item.replace(r"\pm", sign) for item in items for sign in ("+-" if r"\pm" in item else "+")]
+    return brackets, items
 
 
 def _brackets_agree(gold: str, answer: str, is_pair: bool) -> bool:
@@ -259,8 +279,9 @@ def _expressions(gold: str, answer: str) -> bool:
     first, second = parse(gold), parse(answer)
     if first is None or second is None:
         return False
-    if (exact := _exactly_equal(first, second)) is not None:
-        return exact
+    for known in (_exactly_equal(first, second), _rounds_to(second, gold), _rounds_to(first, answer)):
+        if known is not None:
+            return known
     try:
         equal = math_verify.verify([first], [second], timeout_seconds=None, raise_on_error=True)
     except MemoryError:
@@ -299,12 +320,26 @@ def _exactly_equal(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool
     return bool(values[0] == values[1]) if all(value.is_Rational for value in values) else None
 
 
+def _rounds_to(expression: Basic | MatrixBase, text: str) -> bool | None:
+    """Whether a number is what a plain decimal says, exactly or rounded; None where that is not known."""
+    decimal = plain_number(text)
+    if decimal is None or not isinstance(expression, Expr) or expression.free_symbols:
+        return None
+    value = expression.doit()
+    if not value.is_real:
+        return None
+    exact = Decimal(str(value.evalf(_decimals(decimal) + 20)))
+    if value.is_Rational and Fraction(decimal) == Fraction(int(value.p), int(value.q)):
+        return True
+    return _is_rounded(exact, decimal) if value.is_Rational or _decimals(decimal) >= _ROUNDED_DECIMALS else None
+
+
 def _differ_below_rounding(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool:
     """True for small numbers that math-verify calls equal because it rounds at the sixth decimal."""
     first, second = _real_value(gold), _real_value(answer)
     if first is None or second is None or abs(first) >= _SMALL:
         return False
-    return abs(first - second) > float(_RELATIVE_TOLERANCE) * max(abs(first), abs(second))
+    return abs(first - second) > _RELATIVE_TOLERANCE * max(abs(first), abs(second))
 
 
 def _real_value(parsed: Basic | MatrixBase) -> float | None:

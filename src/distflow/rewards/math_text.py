@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from distflow.rewards.answers import last_box
 
-MAX_RAW_CHARACTERS = 10_000
+MAX_RAW_CHARACTERS = 2_000
 
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _TEXT = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt)|mbox|hbox)"
@@ -63,6 +63,8 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
         (r"^(-?)\s*(\\\$|[€£¥₹])\s*(-?\d[^$€£¥₹]*?)[\s.,;:]*$", _as_currency),
         (r"(\d)\s*€$", r"\1 \\text{euros}"),
         (r"\\?\$", ""),
+        (r"^(?:=|\\approx|\\therefore|\\implies|\\Rightarrow)\s*", ""),
+        (rf"^(?:{_TEXT}\s*\{{\s*)?[A-Za-z][A-Za-z ,']*\b(?:is|are|was|were|has|have|had|equals?)\s*:?\s*\}}?\s*(?=[-+\d\\(])", ""),
         (r"\\[()\[\]]", ""),
         (r"\\overline\s*\{([A-Z]{2,})\}", r"\1"),
         (r"(\d*)\.(\d{0,50})(?:\\(?:overline|bar)\s*\{(\d{1,50})\}|\\dot\s*\{?(\d)\}?)", _as_fraction),
