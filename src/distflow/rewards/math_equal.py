@@ -19,7 +19,7 @@ from sympy import Basic, Expr, Float, I, MatrixBase, Symbol
 
 from distflow.rewards.math_bounds import MAX_BITS, is_affordable
 from distflow.rewards.math_text import is_prose, listed, split_top, unwrap, words
-from distflow.rewards.math_units import NUMBER, RADIAN, UNCHANGED, conversion, split_unit
+from distflow.rewards.math_units import NUMBER, PERCENT, RADIAN, UNCHANGED, conversion, split_unit
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
@@ -175,7 +175,8 @@ def _measures(gold: str, answer: str) -> bool | None:
         return factor is not None and are_equal(gold_value, _scaled(value, factor))
     if gold_unit is None and unit is None:
         return None
-    if are_equal(gold_value, value):
+    is_share = gold_unit is None and unit == PERCENT and 0 < abs(plain_number(gold) or 0) < 1  # 0.5 is not 0.5 %
+    if not is_share and are_equal(gold_value, value):
         return True
     measured, bare, its_unit = (gold_value, value, gold_unit) if gold_unit else (value, gold_value, unit)
     factor = conversion(RADIAN if r"\pi" in bare else NUMBER, its_unit) if its_unit else None
@@ -279,16 +280,16 @@ def _expressions(gold: str, answer: str) -> bool:
     first, second = parse(gold), parse(answer)
     if first is None or second is None:
         return False
-    for known in (_exactly_equal(first, second), _rounds_to(second, gold), _rounds_to(first, answer)):
-        if known is not None:
-            return known
     try:
+        for known in (_exactly_equal(first, second), _rounds_to(second, gold), _rounds_to(first, answer)):
+            if known is not None:
+                return known
         equal = math_verify.verify([first], [second], timeout_seconds=None, raise_on_error=True)
+        return bool(equal) and not _differ_below_rounding(first, second)
     except MemoryError:
         raise
     except (Exception, TimeoutException):  # sympy raises all sorts on nonsense, which is no answer
         return False
-    return bool(equal) and not _differ_below_rounding(first, second)
 
 
 @lru_cache(maxsize=1024)

@@ -58,11 +58,11 @@ def gold_answer(ground_truth: object) -> str:
 
 
 def is_equal(gold: str, answer: str) -> bool:
-    """gold: as `gold_answer` gives it. answer: what stood in the box or after the mark; too costly to compare is wrong."""
+    """gold: as `gold_answer` gives it. answer: what stood in the box or after the mark; too costly or deep is wrong."""
     try:
         with limited_time():
             return are_equal(gold, normalise(answer))
-    except OutOfTime:
+    except (OutOfTime, RecursionError):
         return False
 
 

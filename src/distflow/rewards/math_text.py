@@ -7,7 +7,7 @@ from distflow.rewards.answers import last_box
 
 MAX_RAW_CHARACTERS = 2_000
 
-_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "lakh": 5, "crore": 7}
 _TEXT = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt)|mbox|hbox)"
 _CURRENCIES = {r"\$": "dollars", "€": "euros", "£": "poundsterling", "¥": "yen", "₹": "rupees"}
 _SYMBOLS = str.maketrans(
@@ -50,9 +50,13 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
         (r"\\(?:quad|qquad|thinspace|enspace|space|hspace\{[^{}]*\})(?![A-Za-z])", " "),
         (rf"(?<=\d){_THIN_SPACE}(?=\d{{3}}(?!\d))", ""),
         (r"\{,\}", ","),
+        (r"(?<![\d.,(\[])(?<!\\\{)(\d{1,3}(?:,\d{3})+)(?![\d,)\]])", lambda match: match[1].replace(",", "")),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\^?\s*\\(?:degree|textdegree)(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}", r"^\\circ "),
+        (r"\\sqrt\s*\[([3579])\]\s*\{-(\d+)\}", r"-\\sqrt[\1]{\2}"),  # the real root, as people mean it
+        (r"\\lg(?![A-Za-z])", r"\\log"),
+        (r"^\([A-Za-z](?:, ?[A-Za-z])+\) ?= ?(?=\()", ""),
         (r"\\(?:leqslant|leq|le)(?![A-Za-z])|<=|=<", r"\\le "),
         (r"\\(?:geqslant|geq|ge)(?![A-Za-z])|>=", r"\\ge "),
         (r"\\lt(?![A-Za-z])", "<"),
@@ -68,8 +72,8 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
         (r"\\[()\[\]]", ""),
         (r"\\overline\s*\{([A-Z]{2,})\}", r"\1"),
         (r"(\d*)\.(\d{0,50})(?:\\(?:overline|bar)\s*\{(\d{1,50})\}|\\dot\s*\{?(\d)\}?)", _as_fraction),
-        (rf"{_TEXT}\s*\{{\s*({'|'.join(_SCALES)})\b", r"\1 \\text{"),
-        (rf"(?i)(?<=[\d}}])\s*({'|'.join(_SCALES)})\b", _as_power_of_ten),
+        (rf"(?i){_TEXT}\s*\{{\s*({'|'.join(_SCALES)})s?\b", r"\1 \\text{"),
+        (rf"(?i)(?<=[\d}}])\s*({'|'.join(_SCALES)})s?\b", _as_power_of_ten),
         (r"\\text\{\s*\}", ""),
         (r"(?<![\w\\.])(-?\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.]*\w)", r"\1 \\cdot 10^{\2}"),
         (r"(?<![\d.,/^_}])(\d+)(?:\s+|\\[ ,;]\s*)(\d+)\s*/\s*(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),

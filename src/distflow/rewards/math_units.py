@@ -65,7 +65,10 @@ _TAIL = re.compile(
 _PART = re.compile(r"(/)?\s*([A-Za-z]+)\s*(?:\^\s*\{?(-?\d)\}?)?\s*")
 _FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc|log|ln|exp|lim|operatorname|text)(?![A-Za-z])")
 _PLAIN_VALUE = re.compile(r"(?:[\d.,+\-*/(){}^\s=]|\\(?:frac|sqrt|pi|cdot|times)(?![A-Za-z])|^[A-Za-z]\s*=)+")
-_NO_UNITS = frozenset("or and not to no than less least most if mod modulo base half third quarter".split())
+_NO_UNITS = frozenset(
+    "or and not to no than less least most if mod modulo base minus plus below under above squared cubed factorial "
+    "half halve third fourth fifth tenth hundredth thousandth".split()  # these change the number
+)
 _NEVER_VARIABLES = frozenset(("cm", "km", "mm", "kg", "ft", "hz", "kw"))  # of up to two letters
 
 
@@ -78,7 +81,7 @@ class Unit:
     is_radian: bool = False
 
 
-NUMBER = Unit((), Fraction(1))
+NUMBER, PERCENT = Unit((), Fraction(1)), Unit((), Fraction(1, 100))
 RADIAN = Unit((("angle", 1),), Fraction(1), is_radian=True)
 UNCHANGED = r"\frac{1}{1}"
 
@@ -137,7 +140,7 @@ def _unit(spelled: str, may_be_unknown: bool) -> Unit | None:
         is_below = is_below or bool(slash)
         exponent = int(power or 1) * (-1 if is_below else 1)
         dimension, factor = _known(name) or (name.lower().removesuffix("s"), "")
-        if not factor and (not may_be_unknown or len(name) < 3 or name.lower() in _NO_UNITS):
+        if not factor and (not may_be_unknown or len(name) < 3 or {name.lower(), name.lower().removesuffix("s")} & _NO_UNITS):
             return None
         is_radian = is_radian or "pi" in factor
         size *= Fraction(1 if "pi" in factor else factor or 1) ** exponent
