@@ -11,9 +11,7 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _UNBRACED_BOX = re.compile(r"[^\s${}\\]+")
 _PHRASE = re.compile(r"\banswer\b[^\n.:=]{0,60}?(?:\bis\b|[:=])(?:\*\*|[\s:])*", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?]\s+(?=[A-Z])")
-_FORMULA = re.compile(
-    r"\$\$([^$]+)\$\$|\$([^$\n]+)\$|\\\[((?:[^\\]|\\[^\[\]])+)\\\]|\\\(((?:[^\\]|\\[^()])+)\\\)"
-)
+_FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$([^$\n]+)\$|\\\[((?:[^\\]|\\[^\[\]])+)\\\]|\\\(((?:[^\\]|\\[^()])+)\\\)")
 _NUMBER = r"-?\$?(?:\d{1,3}(?:[, ]\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d))(?:[eE][+-]?\d+)?"
 _UNIT = r"\s?(?:\\?%|°|[A-Za-z]+(?:\^\d|[²³])?(?:/[A-Za-z]+)?)"
 _EXPRESSION = re.compile(rf"(?<![^\s=*$(~])\(?{_NUMBER}\)?(?:\s*[-+*/^×÷]\s*\(?{_NUMBER}\)?)*!?({_UNIT})?", re.ASCII)

@@ -4,43 +4,29 @@ What no rule knows is parsed and compared by math-verify, which by itself ignore
 division and words as products of their letters, and rounds at the sixth decimal, so that 1e-7 equals 2e-7 to it.
 """
 
-import logging
 import math
 import re
 from collections.abc import Callable
-from decimal import ROUND_DOWN, ROUND_HALF_UP, Context, Decimal
-from fractions import Fraction
-from functools import lru_cache
 
-import math_verify
-from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
-from math_verify.errors import TimeoutException
-from sympy import Basic, Expr, Float, I, MatrixBase, Symbol
-
-from distflow.rewards.math_bounds import MAX_BITS, is_affordable
-from distflow.rewards.math_text import is_prose, listed, split_top, unwrap, words
+from distflow.rewards.math_bounds import is_affordable
+from distflow.rewards.math_expressions import expressions_equal
+from distflow.rewards.math_numbers import numbers_equal, plain_number
+from distflow.rewards.math_text import is_prose, listed, split_top, words
 from distflow.rewards.math_units import NUMBER, PERCENT, RADIAN, UNCHANGED, conversion, split_unit
 
-logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
-
-_SYNTAX = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
-_PLAIN_NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?", re.ASCII)
 _NUMBERS_IN_A_ROW = re.compile(r"[\d.]+(?: [\d.]+)+")
-_ROUNDED_DECIMALS = 6
-_EXACTLY = Context(prec=2 * MAX_BITS, rounding=ROUND_HALF_UP)
-_SMALL, _RELATIVE_TOLERANCE = 1e-3, 1e-6
-
 _BASED = re.compile(
-    r"\(?([0-9A-F]+)\)?(?:_\s*\{?(?:\\text\{)?\s*\(?(\w+)\)?\s*\}{0,2}|\s*(?:\\text\{)?\s*\(?(?:in )?base[ -](\w+)\)?\s*\}?)"
+    r"\(?((?=[A-F]*\d)[0-9A-F]+)\)?"
+    r"(?:_\s*\{?(?:\\text\{)?\s*\(?(\w+)\)?\s*\}{0,2}"  # 4210_5
+    r"|\s*(?:\\text\{)?\s*\(?(?:in )?base[ -](\w+)\)?\s*\}?)"  # 4210 (base 5)
 )
-_BASES = {
-    name: base
-    for base, name in enumerate("two three four five six seven eight nine ten eleven twelve".split(), start=2)
-} | {"sixteen": 16, "hexadecimal": 16}
+_BASE_NAMES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+_BASES = {name: base for base, name in enumerate(_BASE_NAMES, start=2)} | {"sixteen": 16}
 _SUBSCRIPTED_NUMBER = re.compile(r"\d\s*\)?\s*_")
 _CLOCK = re.compile(r"(\d{1,2}):([0-5]\d)(?::([0-5]\d))?\s*(?:\\text\{)?\s*([ap])?\.?\s*(?:m\.?)?\s*\}?", re.IGNORECASE)
-_MODULUS = re.compile(r"(.+?)\s*\(?\s*(?:\\[pb]?mod|\\text\{\s*\(?mod(?:ulo)?\s*\}|\bmod(?:ulo)?\b)\s*\{?\s*(\w+)\s*\}?\s*\)?")
+_MODULUS = re.compile(
+    r"(.+?)\s*\(?\s*(?:\\[pb]?mod|\\text\{\s*\(?mod(?:ulo)?\s*\}|\bmod(?:ulo)?\b)\s*\{?\s*(\w+)\s*\}?\s*\)?"
+)
 _CONGRUENT = re.compile(r".*\\equiv\s*")
 _MEMBER = re.compile(r"[A-Za-z]\s*\\in\s+")
 _RELATION = re.compile(r"\s*(<|>|\\le |\\ge |\\neq )\s*")
@@ -48,10 +34,8 @@ _VARIABLE = re.compile(r"[A-Za-z]|\\(?!pi|infty)[a-z]+")
 _BUILDER = re.compile(r"\\\{\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid|\\vert|\||:)\s*(.+)\\\}")
 _SET_OPERATION = re.compile(r"\\(?:cup|cap|setminus|begin|mathbb)(?![A-Za-z])")
 _OR = re.compile(r"\s*(?:\\text\s*\{\s*or\s*\}|\bor\b|\\(?:lor|vee|cup)(?![A-Za-z]))\s*")
-_ALL_REALS = re.compile(r"(?:\\text\s*\{\s*)?all real (?:numbers|values)(?: of [a-z])?\s*\}?|\\mathbb\{R\}|\\R|\\mathbf\{R\}")
+_ALL_REALS = re.compile(r"(?:\\text\s*\{\s*)?all real (?:numbers|values)(?: of [a-z])?\s*\}?|\\math(?:bb|bf)\{R\}|\\R")
 _MIRRORED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\neq": r"\neq"}
-_TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
-_IMAGINARY = (Symbol("i", real=True), Symbol("i"))
 
 
 def are_equal(gold: str, answer: str) -> bool:
@@ -67,42 +51,14 @@ def _numbers(gold: str, answer: str) -> bool | None:
     gold_number, number = plain_number(gold), plain_number(answer)
     if gold_number is None or number is None:
         return False if _NUMBERS_IN_A_ROW.fullmatch(answer) else None  # they are no product
-    return _numbers_equal(gold_number, number)
-
-
-def _numbers_equal(gold: Decimal, answer: Decimal) -> bool:
-    """Exact, but where the shorter is the longer one rounded."""
-    shorter, longer = sorted((gold, answer), key=_decimals)
-    return gold == answer or _is_rounded(longer, shorter)
-
-
-def _is_rounded(exact: Decimal, decimal: Decimal) -> bool:
-    """Whether a decimal of `_ROUNDED_DECIMALS` or more places is the value rounded or cut off there."""
-    if _decimals(decimal) < _ROUNDED_DECIMALS or _decimals(exact) == _decimals(decimal):
-        return False
-    return decimal in (_EXACTLY.quantize(exact, decimal), exact.quantize(decimal, ROUND_DOWN, _EXACTLY))
-
-
-def _decimals(number: Decimal) -> int:
-    return max(0, -int(number.as_tuple().exponent))
-
-
-def plain_number(text: str) -> Decimal | None:
-    """The value of a plain decimal number, thousands separators and `a \\cdot 10^{b}` included; None for all else."""
-    mantissa, power, exponent = text.partition(r" \cdot 10^{")
-    if not re.search(r"\d", mantissa) or not _PLAIN_NUMBER.fullmatch(mantissa):
-        return None
-    try:
-        return Decimal(mantissa.replace(",", "") + (f"e{exponent.rstrip('}')}" if power else ""))
-    except ArithmeticError:
-        return None
+    return numbers_equal(gold_number, number)
 
 
 def _bases(gold: str, answer: str) -> bool | None:
     r"""`4210_5` equals `4210` and what has the same value in another base."""
     first, second = _BASED.fullmatch(gold), _BASED.fullmatch(answer)
     if first and second:
-        return (value := _value(first)) is not None and value == _value(second)
+        return first.groups() == second.groups() or ((value := _value(first)) is not None and value == _value(second))
     if first or second:
         return (first[1] if first else gold) == (second[1] if second else answer)
     return False if _SUBSCRIPTED_NUMBER.search(gold + " " + answer) else None  # the parser would drop them
@@ -122,10 +78,9 @@ def _clock_times(gold: str, answer: str) -> bool | None:
     first, second = _CLOCK.fullmatch(gold), _CLOCK.fullmatch(answer)
     if first is None or second is None:
         return None
+    times = [[int(part or 0) for part in match.groups()[:3]] for match in (first, second)]
     halves = {match[4].lower() for match in (first, second) if match[4]}
-    return [int(part or 0) for part in first.groups()[:3]] == [int(part or 0) for part in second.groups()[:3]] and len(
-        halves
-    ) < 2
+    return times[0] == times[1] and len(halves) < 2
 
 
 def _ratios(gold: str, answer: str) -> bool | None:
@@ -154,16 +109,20 @@ def _congruences(gold: str, answer: str) -> bool | None:
     r"""`7 \mod 5` equals 2; `2 \pmod 5` equals 2 and `7 \pmod 5`."""
     found = [_MODULUS.fullmatch(text) for text in (gold, answer)]
     moduli = {match[2] for match in found if match}
-    if not moduli:
-        return None
-    values = [
-        _CONGRUENT.sub("", match[1] if match else text) for match, text in zip(found, (gold, answer), strict=True)
-    ]
-    if len(moduli) == 1 and all(re.fullmatch(r"-?\d+", text) for text in (*values, *moduli)) and int(*moduli) > 0:
-        modulus = int(*moduli)
-        first, second = (int(value) % modulus if match else int(value) for match, value in zip(found, values, strict=True))
-        return first == second
-    return len(moduli) == 1 and are_equal(*values)
+    if len(moduli) != 1:
+        return False if moduli else None
+    modulus = next(iter(moduli))
+    first, second = (
+        _residue(_CONGRUENT.sub("", match[1]), modulus) if match else text
+        for match, text in zip(found, (gold, answer), strict=True)
+    )
+    return are_equal(first, second)
+
+
+def _residue(value: str, modulus: str) -> str:
+    """Of a whole number; all else stays as it is."""
+    is_known = modulus.isdecimal() and int(modulus) > 0 and re.fullmatch(r"-?\d+", value)
+    return str(int(value) % int(modulus)) if is_known else value
 
 
 def _measures(gold: str, answer: str) -> bool | None:
@@ -175,7 +134,8 @@ def _measures(gold: str, answer: str) -> bool | None:
         return factor is not None and are_equal(gold_value, _scaled(value, factor))
     if gold_unit is None and unit is None:
         return None
-    is_share = gold_unit is None and unit == PERCENT and 0 < abs(plain_number(gold) or 0) < 1  # 0.5 is not 0.5 %
+    number = plain_number(gold)
+    is_share = unit == PERCENT and number is not None and 0 < abs(number) < 1  # 0.5 is not 0.5 %
     if not is_share and are_equal(gold_value, value):
         return True
     measured, bare, its_unit = (gold_value, value, gold_unit) if gold_unit else (value, gold_value, unit)
@@ -193,15 +153,16 @@ def _relations(gold: str, answer: str) -> bool | None:
     sides = [_ALL_REALS.sub(r"(-\\infty,\\infty)", _MEMBER.sub("", side)) for side in sides]
     related = [_RELATION.search(side) is not None for side in sides]
     if related[0] != related[1]:
-        intervals = [_as_intervals(side) if is_related else side for side, is_related in zip(sides, related, strict=True)]
-        return None if None in intervals else are_equal(*(str(interval) for interval in intervals))
+        first, second = (_as_intervals(side) if found else side for side, found in zip(sides, related, strict=True))
+        return None if first is None or second is None else are_equal(first, second)
     return are_equal(*sides) if sides != [gold, answer] else None
 
 
 def _as_intervals(relations: str) -> str | None:
     r"""`x < 1 \text{ or } x \ge 3` as `(-\infty,1) \cup [3,\infty)`; None where that is not what it says."""
     intervals = [_as_interval(_RELATION.split(part)) for part in _OR.split(relations)]
-    return r" \cup ".join(map(str, intervals)) if None not in intervals else None
+    known = [interval for interval in intervals if interval is not None]
+    return r" \cup ".join(known) if len(known) == len(intervals) else None
 
 
 def _as_interval(chain: list[str]) -> str | None:
@@ -258,10 +219,9 @@ def _brackets_agree(gold: str, answer: str, is_pair: bool) -> bool:
 
 def _same_items(items: list[str], others: list[str]) -> bool:
     """Each has a partner of its own in the other list."""
-    left = [other for other in others]
+    left = list(others)
     for item in sorted(items, key=lambda item: item not in others):
-        partner = next((other for other in left if other == item), None)
-        partner = partner or next((other for other in left if are_equal(item, other)), None)
+        partner = item if item in left else next((other for other in left if are_equal(item, other)), None)
         if partner is None:
             return False
         left.remove(partner)
@@ -276,77 +236,6 @@ def _texts(gold: str, answer: str) -> bool | None:
     return first == second
 
 
-def _expressions(gold: str, answer: str) -> bool:
-    first, second = parse(gold), parse(answer)
-    if first is None or second is None:
-        return False
-    try:
-        for known in (_exactly_equal(first, second), _rounds_to(second, gold), _rounds_to(first, answer)):
-            if known is not None:
-                return known
-        equal = math_verify.verify([first], [second], timeout_seconds=None, raise_on_error=True)
-        return bool(equal) and not _differ_below_rounding(first, second)
-    except MemoryError:
-        raise
-    except (Exception, TimeoutException):  # sympy raises all sorts on nonsense, which is no answer
-        return False
-
-
-@lru_cache(maxsize=1024)
-def parse(text: str) -> Basic | MatrixBase | None:
-    r"""What sympy makes of LaTeX, with i as the imaginary unit and ° as π/180 within functions; None for no formula.
-
-    Raises MemoryError, as `_expressions` does: it says nothing about the answer, a fresh process judges again.
-    """
-    if words(unwrap(text)) is None:
-        text = unwrap(text)
-    try:
-        syntax = normalize_latex(text, _SYNTAX)
-        degrees = _TRIGONOMETRY.search(text) is not None
-        parsed = latex2sympy(syntax, is_real=True, convert_degrees=degrees, normalization_config=None)
-    except MemoryError:
-        raise
-    except Exception:  # the parser raises plain Exceptions
-        return None
-    if isinstance(parsed, Basic) and not parsed.free_symbols.isdisjoint(_IMAGINARY):
-        parsed = parsed.xreplace(dict.fromkeys(_IMAGINARY, I))
-    return parsed if isinstance(parsed, Basic | MatrixBase) else None
-
-
-def _exactly_equal(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool | None:
-    """For two rational numbers however they are written: `2^{2017}` is not `2^{2017}-1`. None for all else."""
-    if not all(isinstance(side, Expr) and not side.free_symbols and not side.has(Float) for side in (gold, answer)):
-        return None
-    values = [side.doit() for side in (gold, answer)]
-    return bool(values[0] == values[1]) if all(value.is_Rational for value in values) else None
-
-
-def _rounds_to(expression: Basic | MatrixBase, text: str) -> bool | None:
-    """Whether a number is what a plain decimal says, exactly or rounded; None where that is not known."""
-    decimal = plain_number(text)
-    if decimal is None or not isinstance(expression, Expr) or expression.free_symbols:
-        return None
-    value = expression.doit()
-    if not value.is_real:
-        return None
-    exact = Decimal(str(value.evalf(_decimals(decimal) + 20)))
-    if value.is_Rational and Fraction(decimal) == Fraction(int(value.p), int(value.q)):
-        return True
-    return _is_rounded(exact, decimal) if value.is_Rational or _decimals(decimal) >= _ROUNDED_DECIMALS else None
-
-
-def _differ_below_rounding(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool:
-    """True for small numbers that math-verify calls equal because it rounds at the sixth decimal."""
-    first, second = _real_value(gold), _real_value(answer)
-    if first is None or second is None or abs(first) >= _SMALL:
-        return False
-    return abs(first - second) > _RELATIVE_TOLERANCE * max(abs(first), abs(second))
-
-
-def _real_value(parsed: Basic | MatrixBase) -> float | None:
-    return float(parsed.evalf()) if isinstance(parsed, Expr) and parsed.is_number and parsed.is_real else None
-
-
 _RULES: tuple[Callable[[str, str], bool | None], ...] = (
-    _numbers, _bases, _clock_times, _congruences, _measures, _ratios, _relations, _lists, _texts, _expressions,
+    _numbers, _bases, _clock_times, _congruences, _measures, _ratios, _relations, _lists, _texts, expressions_equal,
 )  # fmt: skip

@@ -58,11 +58,15 @@ def gold_answer(ground_truth: object) -> str:
 
 
 def is_equal(gold: str, answer: str) -> bool:
-    """gold: as `gold_answer` gives it. answer: what stood in the box or after the mark; too costly or deep is wrong."""
+    """gold: as `gold_answer` gives it. answer: what stood in the box or after the mark.
+
+    What takes too long, is nested too deep or has numbers beyond Python's is wrong, not a fault of ours: who writes it
+    could else escape a verdict. A fault in the code (TypeError, ...) and a full memory are raised.
+    """
     try:
         with limited_time():
             return are_equal(gold, normalise(answer))
-    except (OutOfTime, RecursionError):
+    except (OutOfTime, RecursionError, ArithmeticError, ValueError):
         return False
 
 

@@ -9,6 +9,7 @@ MAX_RAW_CHARACTERS = 2_000
 
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "lakh": 5, "crore": 7}
 _TEXT = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt)|mbox|hbox)"
+_VERBS = "is|are|was|were|has|have|had|equals?"
 _CURRENCIES = {r"\$": "dollars", "€": "euros", "£": "poundsterling", "¥": "yen", "₹": "rupees"}
 _SYMBOLS = str.maketrans(
     {
@@ -62,13 +63,14 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
         (r"\\lt(?![A-Za-z])", "<"),
         (r"\\gt(?![A-Za-z])", ">"),
         (r"\\neq?(?![A-Za-z])|!=|\\not\s*=", r"\\neq "),
-        (r"\\(?:lbrace|lbrack|rbrack|rbrace)(?![A-Za-z])", lambda match: _BRACKETS[match[0]]),
+        (r"\\([lr])brace(?![A-Za-z])", lambda match: r"\{" if match[1] == "l" else r"\}"),
+        (r"\\([lr])brack(?![A-Za-z])", lambda match: "[" if match[1] == "l" else "]"),
         (r"m?\\angle(?![A-Za-z])", ""),
         (r"^(-?)\s*(\\\$|[€£¥₹])\s*(-?\d[^$€£¥₹]*?)[\s.,;:]*$", _as_currency),
         (r"(\d)\s*€$", r"\1 \\text{euros}"),
         (r"\\?\$", ""),
         (r"^(?:=|\\approx|\\therefore|\\implies|\\Rightarrow)\s*", ""),
-        (rf"^(?:{_TEXT}\s*\{{\s*)?[A-Za-z][A-Za-z ,']*\b(?:is|are|was|were|has|have|had|equals?)\s*:?\s*\}}?\s*(?=[-+\d\\(])", ""),
+        (rf"^(?:{_TEXT}\s*\{{\s*)?[A-Za-z][A-Za-z ,']*\b(?:{_VERBS})\s*:?\s*\}}?\s*(?=[-+\d\\(])", ""),
         (r"\\[()\[\]]", ""),
         (r"\\overline\s*\{([A-Z]{2,})\}", r"\1"),
         (r"(\d*)\.(\d{0,50})(?:\\(?:overline|bar)\s*\{(\d{1,50})\}|\\dot\s*\{?(\d)\}?)", _as_fraction),
@@ -81,14 +83,15 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
         (r"\s+", " "),
     )
 )
-_BRACKETS = {r"\lbrace": r"\{", r"\rbrace": r"\}", r"\lbrack": "[", r"\rbrack": "]"}
-_UNWRAP = re.compile(rf"{_TEXT}\s*\{{([^{{}}]*)\}}")
+TEXT = re.compile(rf"{_TEXT}\s*\{{([^{{}}]*)\}}")
 _LETTERS = re.compile(r"[^\W\d_]+(?: [^\W\d_]+)*")
 _PUNCTUATION = re.compile(r"""[\s()\[\].,;:!?'"~-]+""")
 _WORD = re.compile(r"[^\W\d_]{4}|[A-Z][a-z]|[A-Z]{3}")
 _OPENED, _CLOSED = ("(", "[", r"\{", r"\langle"), (")", "]", r"\}", r"\rangle")
 _TOP_TOKEN = re.compile(r"\\[A-Za-z]+|\\.|.", re.DOTALL)
-_AND_OR = re.compile(rf",?\s*(?:{_TEXT}\s*\{{\s*(?:and|or)\s*\}}|\b(?:and|or)\b|\\(?:lor|vee|land|wedge)(?![A-Za-z]))\s*")
+_AND_OR = re.compile(
+    rf",?\s*(?:{_TEXT}\s*\{{\s*(?:and|or)\s*\}}|\b(?:and|or)\b|\\(?:lor|vee|land|wedge)(?![A-Za-z]))\s*"
+)
 
 
 def normalise(answer: str) -> str:
@@ -108,18 +111,18 @@ def normalise(answer: str) -> str:
 
 def words(text: str) -> str | None:
     r"""Its letters, in lower case, where it consists of letters and punctuation: `\text{(A)}` is `a`."""
-    plain = _PUNCTUATION.sub(" ", _UNWRAP.sub(r" \1 ", text)).strip()
+    plain = _PUNCTUATION.sub(" ", TEXT.sub(r" \1 ", text)).strip()
     return plain.casefold() if _LETTERS.fullmatch(plain) else None
 
 
 def is_prose(text: str) -> bool:
-    r"""True for `\text{...}` and words, whose letters have an order; False for a product of variables, which has none."""
-    return bool(_UNWRAP.search(text) or _WORD.search(text))
+    r"""True for `\text{...}` and words, whose letters have an order; a product of variables has none."""
+    return bool(TEXT.search(text) or _WORD.search(text))
 
 
 def unwrap(text: str) -> str:
     r"""What stands in `\text{...}` as if it stood there alone."""
-    return _UNWRAP.sub(r" \1 ", text).strip()
+    return TEXT.sub(r" \1 ", text).strip()
 
 
 def split_top(text: str, separator: str) -> list[str]:
@@ -135,7 +138,7 @@ def split_top(text: str, separator: str) -> list[str]:
 
 
 def listed(text: str) -> tuple[str, str, list[str]] | None:
-    r"""A list, tuple, set or interval as (opening bracket or '', closing bracket or '', its items); None for all else."""
+    r"""A list, tuple, set or interval as (opening bracket or '', closing bracket or '', items); None for all else."""
     opening = next((bracket for bracket in _OPENED if text.startswith(bracket)), "")
     closing = next((bracket for bracket in _CLOSED if text.endswith(bracket)), "")
     inner = text[len(opening) : len(text) - len(closing)]

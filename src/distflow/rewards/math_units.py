@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from distflow.rewards.math_text import TEXT
+
 # dimension: {unit: its size in the dimension's first unit}. Plurals are found by their singular.
 _TABLE: dict[str, dict[str, str]] = {
     "length": {
@@ -31,7 +33,8 @@ _TABLE: dict[str, dict[str, str]] = {
     "number": {"percent percentage pct": "1/100", "dozen": "12"},
     "temperature": {"kelvin": "1"}, "celsius": {"celsius": "1"}, "fahrenheit": {"fahrenheit": "1"},
     "energy": {"j joule": "1", "kj kilojoule": "1000"}, "power": {"w watt": "1", "kw kilowatt": "1000"},
-    "force": {"n newton": "1"}, "charge": {"c coulomb": "1"}, "voltage": {"v volt": "1"}, "current": {"a ampere amp": "1"},
+    "force": {"n newton": "1"}, "charge": {"c coulomb": "1"}, "voltage": {"v volt": "1"},
+    "current": {"a ampere amp": "1"},
     "frequency": {"hz hertz": "1"}, "pressure": {"pa pascal": "1"}, "amount": {"mol mole": "1"},
 }  # fmt: skip
 _US_VOLUMES = ("gallon", "gal", "quart", "qt", "pint", "cup")
@@ -56,18 +59,18 @@ _SPELLED = (
     (r"\bper\b", "/"),
     (r"\\cdot|\\times|\\[,;: ]|~|\*", " "),
 )
-_TEXT = re.compile(r"\\(?:text(?:bf|it|rm|sf|normal)?|math(?:rm|bf|it|sf)|mbox|hbox)\s*\{([^{}]*)\}")
 _TAIL = re.compile(
     r"(?P<value>.*?[^\s\\])(?P<tail>(?:(?<![A-Za-z])|(?![A-Za-z]))(?!\^\s*\{?-?\d)(?:"
-    + _TEXT.pattern
+    + TEXT.pattern
     + r"|\\[,;: ]|\\?%|\\cdot(?![A-Za-z])|\^\s*\\circ(?![A-Za-z])|\^\s*\{?-?\d\}?|[A-Za-z/\s~.])+)"
 )
 _PART = re.compile(r"(/)?\s*([A-Za-z]+)\s*(?:\^\s*\{?(-?\d)\}?)?\s*")
 _FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc|log|ln|exp|lim|operatorname|text)(?![A-Za-z])")
 _PLAIN_VALUE = re.compile(r"(?:[\d.,+\-*/(){}^\s=]|\\(?:frac|sqrt|pi|cdot|times)(?![A-Za-z])|^[A-Za-z]\s*=)+")
-_NO_UNITS = frozenset(
-    "or and not to no than less least most if mod modulo base minus plus below under above squared cubed factorial "
-    "half halve third fourth fifth tenth hundredth thousandth".split()  # these change the number
+_NO_UNITS = frozenset(  # words that change the number
+    ("or", "and", "not", "to", "no", "than", "less", "least", "most", "if", "mod", "modulo", "base", "minus", "plus")
+    + ("below", "under", "above", "squared", "cubed", "factorial", "half", "halve", "third", "fourth", "fifth")
+    + ("tenth", "hundredth", "thousandth")
 )
 _NEVER_VARIABLES = frozenset(("cm", "km", "mm", "kg", "ft", "hz", "kw"))  # of up to two letters
 
@@ -96,13 +99,13 @@ def split_unit(text: str, is_measured: bool = False) -> tuple[str, Unit | None]:
     if found is None:
         return text, None
     value, tail = found["value"].strip(), found["tail"]
-    is_apart = _TEXT.search(tail) is not None or tail[0].isspace()
+    is_apart = TEXT.search(tail) is not None or tail[0].isspace()
     spelled = _spelled(tail)
-    unit = _unit(spelled, may_be_unknown=is_apart and bool(_TEXT.search(tail) or _PLAIN_VALUE.fullmatch(value)))
+    unit = _unit(spelled, may_be_unknown=is_apart and bool(TEXT.search(tail) or _PLAIN_VALUE.fullmatch(value)))
     if unit is None or _FUNCTION.search(value):
         return text, None
     is_short = any(len(name) < 3 and name.lower() not in _NEVER_VARIABLES for name in re.findall("[A-Za-z]+", spelled))
-    if is_short and not _TEXT.search(tail) and not (_PLAIN_VALUE.fullmatch(value) and (is_apart or is_measured)):
+    if is_short and not TEXT.search(tail) and not (_PLAIN_VALUE.fullmatch(value) and (is_apart or is_measured)):
         return text, None
     return value, unit
 
@@ -123,7 +126,7 @@ def is_unit(word: str) -> bool:
 
 
 def _spelled(tail: str) -> str:
-    tail = _TEXT.sub(r" \1 ", tail)
+    tail = TEXT.sub(r" \1 ", tail)
     for pattern, replacement in _SPELLED:
         tail = re.sub(pattern, replacement, tail)
     return re.sub(r"\s+", " ", tail.replace(".", " ")).strip()
@@ -140,12 +143,14 @@ def _unit(spelled: str, may_be_unknown: bool) -> Unit | None:
         is_below = is_below or bool(slash)
         exponent = int(power or 1) * (-1 if is_below else 1)
         dimension, factor = _known(name) or (name.lower().removesuffix("s"), "")
-        if not factor and (not may_be_unknown or len(name) < 3 or {name.lower(), name.lower().removesuffix("s")} & _NO_UNITS):
+        is_word = len(name) > 2 and _NO_UNITS.isdisjoint((name.lower(), name.lower().removesuffix("s")))
+        if not factor and not (may_be_unknown and is_word):
             return None
         is_radian = is_radian or "pi" in factor
         size *= Fraction(1 if "pi" in factor else factor or 1) ** exponent
         powers[dimension] = powers.get(dimension, 0) + exponent
-    return Unit(tuple(sorted((name, power) for name, power in powers.items() if power and name != "number")), size, is_radian)
+    dimensions = sorted((name, power) for name, power in powers.items() if power and name != "number")
+    return Unit(tuple(dimensions), size, is_radian)
 
 
 def _known(name: str) -> tuple[str, str] | None:
