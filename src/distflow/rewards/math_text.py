@@ -10,22 +10,28 @@ MAX_RAW_CHARACTERS = 2_000
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "lakh": 5, "crore": 7}
 _TEXT = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt)|mbox|hbox)"
 _VERBS = "is|are|was|were|has|have|had|equals?"
-_CURRENCIES = {r"\$": "dollars", "€": "euros", "£": "poundsterling", "¥": "yen", "₹": "rupees"}
+_CURRENCIES = {r"\$": "dollars", "€": "euros", "£": "pounds", "¥": "yen", "₹": "rupees"}
 _SYMBOLS = str.maketrans(
     {
         "−": "-", "–": "-", "×": r" \times ", "·": r" \cdot ", "⋅": r" \cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ",
         "√": r"\sqrt ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", "∪": r" \cup ", "∩": r" \cap ", "∈": r" \in ",
         "∅": r"\emptyset ", "±": r"\pm ", "ℝ": r"\mathbb{R}", "°": r"^\circ ",
+        "\u2009": " ", "\u202f": " ", "\u00a0": " ",
         "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
     }
 )  # fmt: skip
 _SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻"
 _FROM_SUPERSCRIPT = str.maketrans(_SUPERSCRIPTS, "0123456789-")
-_THIN_SPACE = "(?:\\\\[,;:! ]|~|\\\\thinspace(?![A-Za-z])|[\u2009\u202f\u00a0]| )"
+_THIN_SPACE = r"(?:\\[,;:! ]|~|\\thinspace(?![A-Za-z])| )"
 
 
 def _as_power_of_ten(match: re.Match[str]) -> str:
     return rf" \cdot 10^{{{_SCALES[match[1].lower()]}}} "
+
+
+def _as_integer(match: re.Match[str]) -> str:
+    """Without thousands separators, where no brackets may make it a list."""
+    return match[0] if re.search(r"[(\[]|\\\{", match.string) else match[0].replace(",", "")
 
 
 def _as_fraction(match: re.Match[str]) -> str:
@@ -44,14 +50,14 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
     (re.compile(pattern, re.ASCII), replacement)
     for pattern, replacement in (
         (rf"[{_SUPERSCRIPTS}]+", lambda match: f"^{{{match[0].translate(_FROM_SUPERSCRIPT)}}}"),
-        (r"(?<=[\w)}\]])\*\*(-?\w+)", r"^{\1}"),  # a power as Python writes it; other ** are bold print
+        (r"(?<=[\w)}\]])\*\*(-?\d+|[A-Za-z])", r"^{\1}"),  # a power as Python writes it; other ** are bold print
         (r"(?<=[\w)}\]])\*\*(?=[({\\])", "^"),
         (r"\*\*", ""),
         (r"\\(?:displaystyle|textstyle|left|right|[bB]igg?[lr]?|mleft|mright|limits)(?![A-Za-z])|\\!", ""),
         (r"\\(?:quad|qquad|thinspace|enspace|space|hspace\{[^{}]*\})(?![A-Za-z])", " "),
         (rf"(?<=\d){_THIN_SPACE}(?=\d{{3}}(?!\d))", ""),
         (r"\{,\}", ","),
-        (r"(?<![\d.,(\[])(?<!\\\{)(\d{1,3}(?:,\d{3})+)(?![\d,)\]])", lambda match: match[1].replace(",", "")),
+        (r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])", _as_integer),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\^?\s*\\(?:degree|textdegree)(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}", r"^\\circ "),
@@ -62,6 +68,7 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
         (r"\\(?:geqslant|geq|ge)(?![A-Za-z])|>=", r"\\ge "),
         (r"\\lt(?![A-Za-z])", "<"),
         (r"\\gt(?![A-Za-z])", ">"),
+        (r"(?<=[\d)])!=", "! ="),
         (r"\\neq?(?![A-Za-z])|!=|\\not\s*=", r"\\neq "),
         (r"\\([lr])brace(?![A-Za-z])", lambda match: r"\{" if match[1] == "l" else r"\}"),
         (r"\\([lr])brack(?![A-Za-z])", lambda match: "[" if match[1] == "l" else "]"),
