@@ -469,6 +469,97 @@ x^2y ## x**2y
 A_{1} ## A_1
 \boxed{5} ## 5
 5 ## 5 cm
+7 ## \boxed{7}
+\frac{5}{2} ## 2 1/2
+\frac{11}{4} ## 2\ \frac{3}{4}
+12.75 ## 12 3/4
+5/3 ## 1.\overline{6}
+0.\overline{12} ## \frac{4}{33}
+\frac{4}{33} ## .\overline{12}
+(-\infty,5) ## y < 5
+[0,5) ## 0 ≤ x < 5
+(-\infty,0]\cup[4,\infty) ## x\le0 \text{ or } x\ge4
+(-\infty,0]\cup[4,\infty) ## x \leq 0 \cup x \geq 4
+x \geq 5 ## [5, \infty)
+n > 4 ## n>4
+1+2i ## 1 + 2 i
+5i ## \sqrt{-25}
+25 ## |3+4i|^2
+-4 ## (2i)^2
+\frac{\sqrt{2}}{2}+\frac{\sqrt{2}}{2}i ## e^{i\pi/4}
+\frac{1}{2} ## \cos(60°)
+\sqrt{3} ## \tan 60^\circ
+-\frac{1}{2} ## \cos 120^{\circ}
+0 ## \sin 180^\circ
+7000000 ## 7 million people
+4500 ## 4.5 thousand
+450000 ## 450 thousand dollars
+\text{3 million} ## 3000000
+120 ## 2 \text{ hundred} - 80
+3 ## 3 \pmod{4}
+3 ## 7 \pmod 4
+1 ## 1 (mod 3)
+1 \pmod{3} ## 4 \pmod{3}
+25\% ## 25 percent
+25\% ## 0.25
+\frac{1}{4} ## 25%
+20 ## 20%
+8.5 ## 8.5\%
+1F_{16} ## 31_{10}
+1010_2 ## (1010)_2
+1010_{two} ## 1010_2
+12:00 ## 12:00
+7:05 ## 7:05 AM
+3:4 ## 6:8
+3:4 ## 0.75
+5:3:2 ## 10:6:4
+2.5 m ## 250 cm
+3 hours ## 180 min
+500 g ## 0.5 kg
+2 liters ## 2000 ml
+1/2 hour ## 30 minutes
+4 weeks ## 28 days
+2 years ## 24 months
+60 \text{ km/hr} ## 60 km/h
+12 \text{ sq ft} ## 12 \text{ ft}^2
+64 in^3 ## 64 cubic inches
+\$3.50 ## 3.5
+\$3.50 ## 3.50 dollars
+75 cents ## 75
+€20 ## 20 euros
+17 \text{ marbles} ## 17 marbles
+17 ## 17 students
+\overline{PQ} ## PQ
+\{2,4,6\} ## \{6,4,2\}
+2,4,6 ## 2, 4, and 6
+(2,-1) ## (2, -1)
+(2,-1) ## \left(2,-1\right)
+(2,-1) ## x=2,\ y=-1
+(1,2),(3,4) ## (3,4) \text{ and } (1,2)
+\left(\frac{1}{3}, 0\right) ## (1/3, 0)
+\begin{bmatrix} 2 & 0 \\ 0 & 2 \end{bmatrix} ## 2\begin{bmatrix} 1 & 0 \\ 0 & 1 \end{bmatrix}
+\text{Wednesday} ## wednesday
+D ## \text{D}
+D ## (D).
+\text{isosceles} ## Isosceles
+3x^2-2x+1 ## 1-2x+3x^2
+\frac{x}{x+1} ## 1-\frac{1}{x+1}
+2(x+3) ## 2x+6
+\sqrt{12} ## 2\sqrt{3}
+3^{-2} ## \frac{1}{9}
+\log_4 16 ## 2
+\frac{\ln 8}{\ln 2} ## 3
+\cos^2\theta ## 1-\sin^2\theta
+y = -\frac{2}{3}x + 4 ## y = 4 - \frac{2x}{3}
+C = 2\pi r ## 2\pi r
+S = \frac{n(n+1)}{2} ## \frac{n^2+n}{2}
+0 ## 1-1
+-7 ## - 7
+-7 ## (-7)
+1e-3 ## 0.001
+2.0 ## 2
+\infty ## +\infty
+3.14159265358979 ## \pi
 """
 
 WRONG = r"""
@@ -874,4 +965,86 @@ x^2 + y^2 = 4 ## 4
 3100 ## (3,100)
 24 ## 5!=120
 A_1 ## A_2
+\frac{5}{2} ## 2 1/3
+12.75 ## 12 4/3
+5/3 ## 1.6
+0.\overline{12} ## 0.12
+(-\infty,5) ## y \le 5
+[0,5) ## 0 < x \le 5
+(-\infty,0]\cup[4,\infty) ## 0\le x\le4
+(-\infty,0]\cup[4,\infty) ## x<0 \text{ or } x>4
+x \geq 5 ## x \ge 6
+n > 4 ## n<4
+1+2i ## 1-2i
+5i ## 5
+-4 ## 4i
+\frac{1}{2} ## \cos 60
+\frac{1}{2} ## \sin 60^\circ
+7000000 ## 7 billion
+7 ## 7 million
+3 ## 4 \pmod{4}
+3 ## 8 \pmod 4
+25\% ## 2.5
+25\% ## 0.025
+25\% ## 2500\%
+1F_{16} ## 32_{10}
+1010_2 ## 1010_3
+12:00 ## 0:12
+7:05 ## 7:50
+7:05 AM ## 7:05 PM
+3:4 ## 4:3
+3:4 ## 4/3
+5:3:2 ## 5:2:3
+2.5 m ## 2.5 cm
+2.5 m ## 25 cm
+3 hours ## 3 minutes
+500 g ## 500 kg
+4 weeks ## 4 days
+60 km/h ## 60 m/s
+12 \text{ ft}^2 ## 12 \text{ ft}
+12 \text{ ft}^2 ## 12 \text{ ft}^3
+\$3.50 ## €3.50
+\$3.50 ## \$35
+75 cents ## 75 dollars
+17 \text{ marbles} ## 17 \text{ boxes}
+\overline{PQ} ## \overline{PR}
+\{2,4,6\} ## \{2,4\}
+\{2,4,6\} ## (2,4,6)
+2,4,6 ## 2,4,8
+(2,-1) ## (-1,2)
+(2,-1) ## [2,-1]
+(2,-1) ## \{2,-1\}
+[1,4] ## (1,4)
+[1,4] ## [1,4)
+[1,4] ## 1,4
+\begin{bmatrix} 2 & 0 \\ 0 & 2 \end{bmatrix} ## \begin{bmatrix} 2 & 0 \\ 2 & 0 \end{bmatrix}
+\begin{bmatrix} 2 & 0 \\ 0 & 2 \end{bmatrix} ## 2
+\text{Wednesday} ## Thursday
+D ## A
+D ## \text{none of these}
+\text{dusty} ## \text{study}
+stop ## pots
+3x^2-2x+1 ## 3x^2+2x+1
+2(x+3) ## 2x+3
+3^{-2} ## -9
+y = 2x ## y = 3x
+y = 2x ## x = 2y
+0 ## 10^{-8}
+-7 ## 7
+\infty ## \text{undefined}
+3.14159265358979 ## 3.14
+1/3 ## 0.3333
+100 ## 1\%
+4 ## \pm 4
+\pm 4 ## 4
+9 ## 3^{2^{1}}+1
+10 ## 1010
+10 ## 10_2 + 0
+8 ## 8 \text{ or } 9
+8 ## 7 < x < 9
+8 ## -8
+8 ## 88
+8 ## 8 : 9
+8 ## 8^\circ 30'
+30^\circ ## 30'
 """
