@@ -93,16 +93,11 @@ def _ratios(gold: str, answer: str) -> bool | None:
             are_equal(*(rf"\frac{{{part}}}{{{side[0]}}}" for side, part in zip(sides, parts, strict=True)))
             for parts in zip(sides[0][1:], sides[1][1:], strict=True)
         )
-    written = gold if len(sides[0]) > 1 else answer
-    if max(map(len, sides)) > 2 or (_CLOCK.fullmatch(written) and not _in_lowest_terms(written)):
+    clock = _CLOCK.fullmatch(gold if len(sides[0]) > 1 else answer)
+    if max(map(len, sides)) > 2 or (clock and math.gcd(int(clock[1]), int(clock[2])) > 1):
         return False
     first, second = (side[0] if len(side) == 1 else rf"\frac{{{side[0]}}}{{{side[1]}}}" for side in sides)
     return are_equal(first, second)
-
-
-def _in_lowest_terms(clock: str) -> bool:
-    first, second = (int(part) for part in clock.split(":")[:2] if part.isdigit())
-    return math.gcd(first, second) == 1
 
 
 def _congruences(gold: str, answer: str) -> bool | None:
