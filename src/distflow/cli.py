@@ -40,25 +40,22 @@ COMMANDS: dict[str, Command] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 2 for a mistake of the user's, 1 for anything else."""
     with harmless_output():
-        return _run(_parse(argv))
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    if COMMANDS[arguments.command].runs_code or getattr(arguments, "trust_code", False):
-        sys.path.insert(0, "")  # "module:function" of the user's is looked for in the current folder first
-    try:
-        return int(arguments.run(arguments))
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except Exception as err:  # the process's edge: one message, a status, the traceback on request
-        if arguments.debug:
-            traceback.print_exc()
-        else:
-            print(f"distflow: {_message(err)}", file=sys.stderr)
-        return USER_FAULT if _is_users(err) else OUR_FAULT
+        arguments = _parse(argv)
+        if COMMANDS[arguments.command].runs_code or getattr(arguments, "trust_code", False):
+            sys.path.insert(0, "")  # "module:function" of the user's is looked for in the current folder first
+        try:
+            return int(arguments.run(arguments))
+        except KeyboardInterrupt:
+            return 130
+        except BrokenPipeError:  # whoever read our output has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        except Exception as err:  # the process's edge: one message, a status, the traceback on request
+            if arguments.debug:
+                traceback.print_exc()
+            else:
+                print(f"distflow: {_message(err)}", file=sys.stderr)
+            return USER_FAULT if _is_users(err) else OUR_FAULT
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -380,7 +380,9 @@ FAULTS = {
         lambda patch: patch.setattr(factories, "_reference", follow), "reference", (*KL, *FAST)
     ),
     "rewards to the next sample": Fault(attribute(router.RewardRouter, "__call__", next_sample), "verdicts"),
-    "rewards in order of arrival": Fault(attribute(VerifierPool, "judge", in_order_of_arrival), "verdicts"),
+    "rewards in order of arrival": Fault(
+        attribute(VerifierPool, "judge", in_order_of_arrival), "verdicts", ("grpo", "trust.certify_rewards=false")
+    ),
     "a neighbour's text": Fault(attribute(router.RewardRouter, "__call__", neighbours_text), "verdicts"),
     "weights not sent on odd steps": Fault(attribute(Publisher, "publish", unsent_on_odd_steps), "were not sent"),
     "weights not taken on odd steps": Fault(
