@@ -6,11 +6,11 @@ from torch import Tensor, nn
 from distflow.config.program import is_rl
 from distflow.runtime.audit.check import Check, Wrong
 from distflow.runtime.audit.evidence import Evidence, Sample, doubles
-from distflow.runtime.audit.plain_model import fits, log_probs_of, logits_after, plain_scores, plainly
+from distflow.runtime.audit.plain_model import Ids, fits, log_probs_of, logits_of, plain_scores, plainly
 from distflow.runtime.audit.watch import OpenEngine
 
-MOST = 8
-SHARE = 0.03
+MOST, LEAST = 16, 4
+SHARE = 0.04
 EXACT, ROUNDED = (1e-4, 3e-3), (0.05, 2.0)
 
 
@@ -24,7 +24,7 @@ def prove(evidence: Evidence) -> str | None:
     own = "prox_log_probs" if evidence.is_written("prox_log_probs") else "old_log_probs"
     if not evidence.parts.exact and evidence.is_ours(own) and _copied(evidence, own):
         raise Wrong(f"{own} are the engine's, bit for bit: they were copied, not computed by the trainer")
-    proven = []
+    proven, tokens = [], [ids_of(sample) for sample in chosen]
     if isinstance(parts.actor, OpenEngine):
         _score_policy(evidence, parts.actor.model, chosen)
         if evidence.is_ours(own):
@@ -37,16 +37,16 @@ def prove(evidence: Evidence) -> str | None:
             torch.no_grad(),
             plainly(reference, adapter=not without_adapter(parts.ref), compute_dtype=dtype_of(parts.ref)),
         ):
-            for sample in chosen:
-                expected = log_probs_of(_logits(reference, sample), sample["response_ids"].tolist(), temperature)
+            for logits, sample in zip(logits_of(reference, tokens), chosen, strict=True):
+                expected = log_probs_of(logits, ids_of(sample)[1], temperature)
                 _same(evidence, sample, "ref_log_prob", expected)
                 if evidence.fresh and sample["uid"] in evidence.plain:
                     _starts_equal(evidence, sample, expected)
         proven.append("ref_log_prob")
     if isinstance(parts.critic, OpenEngine) and evidence.is_ours("values"):
         with torch.no_grad(), plainly(parts.critic.model, compute_dtype=dtype_of(parts.critic)):
-            for sample in chosen:
-                _same(evidence, sample, "values", _logits(parts.critic.model, sample)[:, 0])
+            for values, sample in zip(logits_of(parts.critic.model, tokens), chosen, strict=True):
+                _same(evidence, sample, "values", values[:, 0])
         proven.append("values")
     return None if proven else "no built-in node scores by a model that shows its inside"
 
@@ -58,7 +58,7 @@ def _copied(evidence: Evidence, own: str) -> bool:
 
 
 def proved_samples(evidence: Evidence) -> list[Sample]:
-    """Few: their tokens are a small share of the step's, but two samples at least."""
+    """Few: their tokens are a small share of the step's, but a few samples at least."""
     model = getattr(evidence.parts.actor, "model", None)
     total = sum(len(sample["response_ids"]) + len(sample["prompt_ids"]) for sample in evidence.samples)
     chosen: list[Sample] = []
@@ -66,7 +66,7 @@ def proved_samples(evidence: Evidence) -> list[Sample]:
     for sample in evidence.proved(MOST):
         length = len(sample["response_ids"]) + len(sample["prompt_ids"])
         taken += length
-        if len(chosen) >= 2 and taken > SHARE * total:
+        if len(chosen) >= LEAST and taken > SHARE * total:
             break
         if isinstance(model, nn.Module) and len(sample["response_ids"]) and fits(model, length):
             chosen.append(sample)
@@ -85,14 +85,13 @@ def dtype_of(engine: object) -> torch.dtype | None:
 
 def _score_policy(evidence: Evidence, model: nn.Module, chosen: list[Sample]) -> None:
     with torch.no_grad(), plainly(model, compute_dtype=dtype_of(evidence.parts.actor)):
-        for sample in chosen:
-            evidence.plain[sample["uid"]] = plain_scores(
-                _logits(model, sample), sample["response_ids"].tolist(), evidence.parts.sampling
-            )
+        for logits, sample in zip(logits_of(model, [ids_of(sample) for sample in chosen]), chosen, strict=True):
+            evidence.plain[sample["uid"]] = plain_scores(logits, ids_of(sample)[1], evidence.parts.sampling)
 
 
-def _logits(model: nn.Module, sample: Sample) -> Tensor:
-    return logits_after(model, sample["prompt_ids"].tolist(), sample["response_ids"].tolist())
+def ids_of(sample: Sample) -> Ids:
+    """Its prompt and response."""
+    return sample["prompt_ids"].tolist(), sample["response_ids"].tolist()
 
 
 def _same(evidence: Evidence, sample: Sample, column: str, expected: Tensor) -> None:
@@ -104,7 +103,7 @@ def _same(evidence: Evidence, sample: Sample, column: str, expected: Tensor) -> 
     if not (float(gap.mean()) <= mean and float(gap.max()) <= largest):
         raise Wrong(
             f"{column} of sample {sample['uid']} differs by {float(gap.mean()):.3g} on average and "
-            f"{float(gap.max()):.3g} at most from what the model gives when the sample is run alone, unpacked, at the "
+            f"{float(gap.max()):.3g} at most from what the model gives in its own padded forward at the "
             f"sampling temperature (limits {mean:g}, {largest:g}): a shift, another temperature, another model, or "
             "packed sequences that see each other"
         )
@@ -121,8 +120,8 @@ def _starts_equal(evidence: Evidence, sample: Sample, reference: Tensor) -> None
 
 CHECK = Check(
     "log_probs",
-    "log-probs of policy and reference and values of the critic are those of the models' own forward, one sequence "
-    "alone, at the sampling temperature; before the first update the reference is the policy",
+    "log-probs of policy and reference and values of the critic are those of the models' own padded forward "
+    "at the sampling temperature; before the first update the reference is the policy",
     "samples whose logits fit into 1 GiB",
     f"mean {EXACT[0]:g}, largest {EXACT[1]:g} (bfloat16: {ROUNDED[0]:g}, {ROUNDED[1]:g})",
     prove,

@@ -1,4 +1,4 @@
-"""A model's own forward, one sequence alone: no packing, no cache, no chunks; the softmax in float64."""
+"""A model's own padded forward: no packing, no cache, no chunks; the softmax in float64."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from distflow.models.lora import adapter_off
 from distflow.rollout.engine import SamplingParams
 
 MAX_LOGITS = 2**28
-"""Entries of the logits of one sequence: 1 GiB in float32. Longer ones are not run."""
+"""Entries of logits that are held at a time: 1 GiB in float32. A longer sequence is not run."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,34 @@ def plainly(model: nn.Module, *, adapter: bool = True, compute_dtype: torch.dtyp
         model.train(training)
 
 
-def logits_after(model: nn.Module, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Tensor:
-    """Float32 logits `(response tokens, vocabulary)` that predict the response; for a critic `(response tokens, 1)`."""
-    ids = torch.tensor([[*prompt_ids, *response_ids]], device=next(model.parameters()).device)
-    logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
-    return logits[len(prompt_ids) - 1 : len(prompt_ids) + len(response_ids) - 1].float()
+Ids = tuple[Sequence[int], Sequence[int]]
+"""A prompt and its response."""
+
+
+def logits_of(model: nn.Module, sequences: Sequence[Ids]) -> Iterator[Tensor]:
+    """For each sequence, float32 logits `(response tokens, vocabulary)` that predict its response; a critic's are
+    `(response tokens, 1)`. Sequences are padded on the right, as many together as their logits may be held."""
+    longest = max(len(prompt) + len(response) for prompt, response in sequences)
+    together = max(1, MAX_LOGITS // (longest * _vocabulary(model)))
+    for start in range(0, len(sequences), together):
+        part = sequences[start : start + together]
+        lengths = torch.tensor([len(prompt) + len(response) for prompt, response in part])
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        ids = torch.zeros(mask.shape, dtype=torch.int64)
+        ids[mask] = torch.tensor([token for prompt, response in part for token in (*prompt, *response)])
+        device = next(model.parameters()).device
+        logits = model(input_ids=ids.to(device), attention_mask=mask.long().to(device), use_cache=False).logits
+        for row, (prompt, response) in zip(logits, part, strict=True):
+            yield row[len(prompt) - 1 : len(prompt) + len(response) - 1].float()
 
 
 def fits(model: nn.Module, num_tokens: int) -> bool:
     """Whether the logits of a sequence of that length may be held."""
-    return num_tokens * int(unwrapped(model).config.get_text_config().vocab_size) <= MAX_LOGITS
+    return num_tokens * _vocabulary(model) <= MAX_LOGITS
+
+
+def _vocabulary(model: nn.Module) -> int:
+    return int(unwrapped(model).config.get_text_config().vocab_size)
 
 
 def plain_scores(logits: Tensor, token_ids: Sequence[int], params: SamplingParams) -> PlainScores:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from distflow.runtime.audit.check import Check, Wrong
 from distflow.runtime.audit.evidence import Evidence
 from distflow.runtime.audit.log_probs import dtype_of, without_adapter
-from distflow.runtime.audit.plain_model import log_probs_of, logits_after, plainly
+from distflow.runtime.audit.plain_model import log_probs_of, logits_of, plainly
 
 NUM_ROWS, NUM_TOKENS = 2, 64
 EXACT, ROUNDED = 1e-5, 0.02
@@ -34,7 +34,8 @@ def _on_fixed_tokens(evidence: Evidence, model: nn.Module) -> Tensor:
     ids = [list(row.prompt_ids[:NUM_TOKENS]) for row in evidence.parts.rows[:NUM_ROWS]]
     reference = evidence.parts.ref
     with torch.no_grad(), plainly(model, adapter=not without_adapter(reference), compute_dtype=dtype_of(reference)):
-        return torch.cat([log_probs_of(logits_after(model, one[:1], one[1:]), one[1:], 1.0) for one in ids])
+        logits = logits_of(model, [(one[:1], one[1:]) for one in ids])
+        return torch.cat([log_probs_of(rows, one[1:], 1.0) for rows, one in zip(logits, ids, strict=True)])
 
 
 CHECK = Check(
