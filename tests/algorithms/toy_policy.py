@@ -17,6 +17,8 @@ COLUMNS = (
     "advantages",
     "token_level_scores",
     "rollout_is_weights",
+    "rollout_log_probs",
+    "selected_tokens",
     "values",
     "returns",
 )
@@ -39,7 +41,9 @@ def toy_batch(seed: int, bs: int) -> Batch:
         values = torch.randn(tokens, generator=generator)
         if name.endswith(("log_probs", "log_prob")):
             values = -1.8 + 0.4 * values
-        batch[name] = values.exp() if name == "rollout_is_weights" else values
+        if name == "rollout_is_weights":
+            values = values.exp()
+        batch[name] = (values > 0.5).float() if name == "selected_tokens" else values
     return batch
 
 

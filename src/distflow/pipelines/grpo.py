@@ -4,6 +4,7 @@ A program is a function of the config that adds the nodes which the config needs
 writes says in which order they run; prompt groups go through the first part one by one, whole steps through the rest.
 """
 
+from distflow.algorithms.registry import find_policy_loss
 from distflow.config import Config, preset_config
 from distflow.graph import Pipeline, TaskGraph
 from distflow.pipelines import nodes
@@ -19,7 +20,7 @@ def group_relative(pipeline: Pipeline, config: Config) -> TaskGraph:
     """The nodes of GRPO and of those that differ from it by numbers only."""
     answer_and_judge(pipeline, config)
     score(pipeline, config)
-    pipeline.add_node("calculate_advantages", nodes.compute_advantage, plane="learning")
+    compare(pipeline, config)
     pipeline.add_node("actor_train", nodes.train_actor)
     return pipeline.build()
 
@@ -40,7 +41,19 @@ def score(pipeline: Pipeline, config: Config) -> None:
     # Without a KL term against the reference it is not even built.
     if config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss:
         pipeline.add_node("reference_log_prob", nodes.compute_ref_log_prob, only_forward_compute=True)
-    if config.algorithm.rollout_correction.level:
+    correction = config.algorithm.rollout_correction
+    if correction.level:
         pipeline.add_node("mismatch_weights", nodes.correct_mismatch, phase="mismatch_weights")
+    if correction.rollout_rs:
+        # Weights are of whole sequences, also of what is then rejected.
+        behind = ["mismatch_weights"] if correction.level else []
+        pipeline.add_node("mismatch_rejection", nodes.reject_mismatch, behind, phase="mismatch_rejection")
     if config.algorithm.use_kl_in_reward:
         pipeline.add_node("kl_penalty", nodes.apply_kl_penalty, validates=False)
+
+
+def compare(pipeline: Pipeline, config: Config) -> None:
+    """Advantages, and the tokens that a policy loss chooses by them."""
+    pipeline.add_node("calculate_advantages", nodes.compute_advantage, plane="learning")
+    if find_policy_loss(config.actor_rollout_ref.actor.policy_loss).selects is not None:
+        pipeline.add_node("token_selection", nodes.select_tokens, phase="token_selection")

@@ -20,6 +20,7 @@ def policy_objective(config: Config) -> PolicyObjective:
         kl_loss_type=actor.kl_loss_type if actor.use_kl_loss else None,
         kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
         weights_field="rollout_is_weights" if config.algorithm.rollout_correction.level else None,
+        off_policy_mask_threshold=actor.off_policy_mask_threshold,
         actor={**plain(actor), **actor.policy_loss_kwargs} if loss.seed_style else None,
     )
 
@@ -52,7 +53,7 @@ def _loss_options(loss: PolicyLoss, config: Config) -> dict[str, object]:
         own["clip_ratio_low"], own["clip_ratio_high"] = clip_range(config)
     own |= {name: getattr(actor, name) for name in names if name not in own}
     if not loss.seed_style:
-        free = [name for name in loss.options if name not in dir(actor)]
+        free = [name for name in (*loss.options, *loss.selection_options) if name not in dir(actor)]
         check_options(f"policy loss '{loss.name}' (actor.policy_loss_kwargs)", actor.policy_loss_kwargs, free)
         own |= actor.policy_loss_kwargs
     return own

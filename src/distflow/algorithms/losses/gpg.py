@@ -1,4 +1,7 @@
-"""Group policy gradient: the plain −logπ·A (Chu et al. 2025, arXiv:2504.02546)."""
+"""Group policy gradient: the plain −logπ·A (Chu et al. 2025, arXiv:2504.02546), as verl and the authors' code have it.
+
+The paper's α and F_norm are in its advantage, the estimator `gpg`.
+"""
 
 from torch import Tensor
 

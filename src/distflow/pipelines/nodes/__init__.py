@@ -14,6 +14,8 @@ from distflow.pipelines.nodes.scoring import (
     compute_ref_log_prob,
     compute_value,
     correct_mismatch,
+    reject_mismatch,
+    select_tokens,
 )
 from distflow.pipelines.nodes.updates import train_actor, train_critic, train_sft
 
@@ -29,6 +31,8 @@ __all__ = [
     "generate",
     "greedy_baseline",
     "load_answers",
+    "reject_mismatch",
+    "select_tokens",
     "train_actor",
     "train_critic",
     "train_sft",
