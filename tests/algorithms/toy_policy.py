@@ -17,10 +17,10 @@ COLUMNS = (
     "advantages",
     "token_level_scores",
     "rollout_is_weights",
-    "rollout_log_probs",
-    "selected_tokens",
     "values",
     "returns",
+    "rollout_log_probs",
+    "selected_tokens",
 )
 
 

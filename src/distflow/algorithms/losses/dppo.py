@@ -66,9 +66,9 @@ def compute_dppo_kl_loss(
 
 
 def _probabilities(log_probs: Tensor, old_log_probs: Tensor | None, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(policy, old policy) of each token without gradient, 1 outside the mask."""
-    policy = under_mask(log_probs.detach(), loss_mask).exp()
-    return policy, policy if old_log_probs is None else under_mask(old_log_probs, loss_mask).exp()
+    """(policy, old policy) of each token without gradient, at most 1 whatever rounding says; 1 outside the mask."""
+    policy = under_mask(log_probs.detach(), loss_mask).clamp(max=0.0).exp()
+    return policy, policy if old_log_probs is None else under_mask(old_log_probs, loss_mask).clamp(max=0.0).exp()
 
 
 def _masked_gradient(
@@ -82,7 +82,7 @@ def _masked_gradient(
     check_dual_clip(clip_ratio_c)
     difference = log_ratio(log_probs, old_log_probs, loss_mask).detach()
     ratio = difference.exp()
-    weight = as_stat(inside, ratio) * ratio.clamp(max=clip_ratio_c)
+    weight = as_stat(inside, ratio) * (ratio if clip_ratio_c is None else ratio.clamp(max=clip_ratio_c))
     loss = -weight * under_mask(advantages, loss_mask) * under_mask(log_probs, loss_mask)
     stats = {"pg_clipfrac": as_stat(~inside, ratio), "ppo_kl": -difference}
     if clip_ratio_c is not None:
