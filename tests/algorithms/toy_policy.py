@@ -30,6 +30,7 @@ def toy_batch(seed: int, bs: int) -> Batch:
     lengths = torch.randint(1, LONGEST + 1, (bs,), generator=generator)
     batch = Batch(torch.ones(bs, dtype=torch.int64), lengths)
     tokens = int(lengths.sum())
+    batch["uid"] = [f"{row}-0" for row in range(bs)]
     batch["prompt_ids"] = torch.zeros(bs, dtype=torch.int64)
     batch["response_ids"] = torch.randint(VOCABULARY, (tokens,), generator=generator)
     batch["response_mask"] = (torch.rand(tokens, generator=generator) < 0.8).float()

@@ -236,8 +236,8 @@ def _refused_loss(name: str, fn: Callable[..., object], why: str) -> ValueError:
 
 def _shown(fn: Callable[..., object]) -> str:
     """A function as a person would look for it."""
-    name = getattr(fn, "__qualname__", None)
-    return f"{fn.__module__}.{name}" if name else repr(fn)
+    module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
+    return f"{module}.{name}" if module and name else repr(fn)
 
 
 def _options(fn: Callable[..., object]) -> dict[str, object]:
