@@ -348,7 +348,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "grpo",
         [f"{CORRECTION}.rollout_rs=token_k1"],
         f"{CORRECTION}.rollout_rs_threshold",
-        ("needs a bound", "0.5_2.0"),
+        ("needs a bound", "[[0.5, 2.0]]"),
     ),
     "a bound of no rejection": (
         "grpo",
@@ -402,7 +402,25 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "grpo",
         [f"{CORRECTION}={{rollout_rs: token_k1, rollout_rs_threshold: tight}}"],
         f"{CORRECTION}.rollout_rs_threshold",
-        ("'tight'", "0.5_2.0"),
+        ("'tight'", "[0.5, 2.0]"),
+    ),
+    "a bound of three numbers": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_rs: token_k1, rollout_rs_threshold: [[1, 2, 3]]}}"],
+        f"{CORRECTION}.rollout_rs_threshold",
+        ("[1, 2, 3]",),
+    ),
+    "a bound that is true": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_rs: token_k1, rollout_rs_threshold: [true]}}"],
+        f"{CORRECTION}.rollout_rs_threshold",
+        ("entry true",),
+    ),
+    "an infinite bound": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_rs: token_k1, rollout_rs_threshold: [.inf]}}"],
+        f"{CORRECTION}.rollout_rs_threshold",
+        ("no bound",),
     ),
     "a rejection of the decoupled loss": (
         "grpo",

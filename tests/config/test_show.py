@@ -61,7 +61,7 @@ algorithm:
     floor: 0.5
     rollout_is_batch_normalize: true
     rollout_rs: [token_k1, seq_mean_k3]
-    rollout_rs_threshold: [0.5_2.0, 0.1]
+    rollout_rs_threshold: [[0.5, 2.0], 0.1]
   filter_groups: {enable: true, metric: format, max_num_gen_batches: 3, when_exhausted: continue}
 data:
   train_files: [a.jsonl, builtin:sums]

@@ -1,11 +1,13 @@
 """Keys of `algorithm`: advantages, KL in the reward, corrections and filters."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from distflow.config.keys import group, key
 from distflow.config.names import ESTIMATORS, KL_TYPES, ROLLOUT_RS
-from distflow.config.values import Mismatch, convert
+from distflow.config.values import Mismatch, convert, show
 
 Bounds = tuple[float | None, float]
 
@@ -17,7 +19,7 @@ def parse_statistics(value: object) -> object:
 
 
 def parse_bounds(value: object) -> tuple[Bounds, ...]:
-    """`upper` or `lower_upper` for each statistic, as a list or separated by commas as in verl. Raises Mismatch."""
+    """`upper` or `[lower, upper]` for each statistic; also verl's text, e.g. "0.5_2.0,0.1". Raises Mismatch."""
     if value is None:
         return ()
     entries = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
@@ -25,20 +27,22 @@ def parse_bounds(value: object) -> tuple[Bounds, ...]:
 
 
 def _parse_bound(entry: object) -> Bounds:
-    parts: Sequence[object] = entry.strip().split("_") if isinstance(entry, str) else (entry,)
+    parts: Sequence[Any] = (
+        entry.split("_") if isinstance(entry, str) else entry if isinstance(entry, list | tuple) else [entry]
+    )
     try:
-        if isinstance(entry, bool) or len(parts) > 2:
-            raise ValueError
-        numbers = [float(part) for part in parts]  # type: ignore[arg-type]  # what is no number raises
+        numbers = [float(part) for part in parts if not isinstance(part, bool)]
     except (TypeError, ValueError):
-        advice = 'write an upper bound such as 0.1, or "0.5_2.0" for a band'
-        raise Mismatch(f"has the entry {entry!r}, which is no bound", advice) from None
+        numbers = []
+    if len(numbers) != len(parts) or len(numbers) not in (1, 2) or not all(map(math.isfinite, numbers)):
+        advice = "write an upper bound such as 0.1, or [0.5, 2.0] for a band"
+        raise Mismatch(f"has the entry {show(entry)}, which is no bound", advice)
     return (numbers[0], numbers[1]) if len(numbers) == 2 else (None, numbers[0])
 
 
 def plain_bounds(bounds: Sequence[Bounds]) -> list[object]:
-    """What `parse_bounds` would read again."""
-    return [upper if lower is None else f"{lower:g}_{upper:g}" for lower, upper in bounds]
+    """What `parse_bounds` would read again. A band is no text: YAML would read 1_2 as 12."""
+    return [upper if lower is None else [lower, upper] for lower, upper in bounds]
 
 
 def spread(bounds: tuple[Bounds, ...], count: int) -> tuple[Bounds, ...]:
@@ -79,7 +83,7 @@ class RolloutCorrectionConfig:
     )
     rollout_rs_threshold: tuple[Bounds, ...] = key(
         (),
-        "bound of each: upper, or of a k1 lower_upper (of rollout over trainer); one alone serves all",
+        "bound of each: upper, or of a k1 [lower, upper] of rollout over trainer; one entry alone serves all",
         parse=parse_bounds,
         plain=plain_bounds,
     )

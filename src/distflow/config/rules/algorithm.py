@@ -114,7 +114,7 @@ def rejection(config: Config) -> Iterator[Finding]:
     both = (f"{_CORRECTION}.rollout_rs_threshold", f"{_CORRECTION}.rollout_rs")
     if bool(names) != bool(bounds):
         what = "a rejection needs a bound" if names else "it bounds a rejection that is off"
-        yield Finding(both, what, f"set {both[1]}=token_k1 and {both[0]}=0.5_2.0, or remove both")
+        yield Finding(both, what, f"set {both[1]}=token_k1 and {both[0]}=[[0.5, 2.0]], or remove both")
         return
     if len(set(names)) < len(names):
         yield Finding(both[1:], "a statistic is named twice", "name it once")
@@ -126,7 +126,7 @@ def rejection(config: Config) -> Iterator[Finding]:
         if lower is not None and not is_ratio:
             yield Finding(both, f"{name} is never negative and has no lower bound", f"write {upper:g} alone for it")
         elif upper <= 0 or (lower is not None and not 0 < lower <= upper):
-            yield Finding(both, f"the bounds of {name} leave nothing", 'write them as e.g. "0.5_2.0", both above 0')
+            yield Finding(both, f"the bounds of {name} leave nothing", "write them as e.g. [0.5, 2.0], both above 0")
         elif is_ratio and lower is None and upper < 1:
             yield Finding(
                 both, f"nothing lies between 1/{upper:g} and {upper:g}, the bounds of {name}", "set 1 or more"
