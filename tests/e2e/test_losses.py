@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from distflow.data.batch import Batch
+from distflow.graph import PipelineError
 from tests.e2e.runs import Playground, Run
 
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
@@ -86,6 +87,7 @@ def test_weights_are_of_whole_sequences_and_rejected_tokens_leave_every_count(pl
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        ([f"{ACTOR}.policy_loss=vanila", "trainer.imports=[json]"], "node 'actor_train': .*did you mean 'vanilla'"),
         ([f"{ACTOR}.policy_loss=dro", f"+{ACTOR}.policy_loss_kwargs.beta=-1"], "beta must be 0 or above"),
         ([f"{ACTOR}.policy_loss=kl_cov", f"+{ACTOR}.policy_loss_kwargs.kl_cov_ratio=2"], "kl_cov_ratio is a share"),
         ([f"{ACTOR}.policy_loss=clip_cov", f"+{ACTOR}.policy_loss_kwargs.clip_cov_lower=2"], "clip_cov_lower"),
@@ -95,9 +97,7 @@ def test_weights_are_of_whole_sequences_and_rejected_tokens_leave_every_count(pl
         ),
     ],
 )
-def test_options_of_a_loss_without_sense_are_refused_before_the_start(
-    playground: Playground, options: list[str], said: str
-) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_no_loss_takes_is_refused_before_the_start(playground: Playground, options: list[str], said: str) -> None:
+    with pytest.raises(PipelineError, match=said):
         playground.spec("grpo", *options)
     assert not (playground.folder / "run").exists()

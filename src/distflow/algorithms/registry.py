@@ -161,6 +161,12 @@ def find_policy_loss(name: str) -> PolicyLoss:
     return _find("policy loss", name, POLICY_LOSSES, names.POLICY_LOSSES, "register_policy_loss")
 
 
+def selects_tokens(name: str) -> bool:
+    """Whether the loss of that name chooses tokens of a step before its first update; no unknown one does."""
+    _import_builtin(name, names.POLICY_LOSSES)
+    return name in POLICY_LOSSES and POLICY_LOSSES[name].selects is not None
+
+
 def describe_estimator(name: str, options: Mapping[str, object] | None = None) -> str:
     """One line that says what the estimator computes with these options (defaults where they are not given)."""
     estimator = find_adv_est(name)

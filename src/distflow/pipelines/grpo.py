@@ -4,7 +4,7 @@ A program is a function of the config that adds the nodes which the config needs
 writes says in which order they run; prompt groups go through the first part one by one, whole steps through the rest.
 """
 
-from distflow.algorithms.registry import find_policy_loss
+from distflow.algorithms.registry import selects_tokens
 from distflow.config import Config, preset_config
 from distflow.graph import Pipeline, TaskGraph
 from distflow.pipelines import nodes
@@ -55,5 +55,5 @@ def score(pipeline: Pipeline, config: Config) -> None:
 def compare(pipeline: Pipeline, config: Config) -> None:
     """Advantages, and the tokens that a policy loss chooses by them."""
     pipeline.add_node("calculate_advantages", nodes.compute_advantage, plane="learning")
-    if find_policy_loss(config.actor_rollout_ref.actor.policy_loss).selects is not None:
+    if selects_tokens(config.actor_rollout_ref.actor.policy_loss):
         pipeline.add_node("token_selection", nodes.select_tokens, phase="token_selection")
