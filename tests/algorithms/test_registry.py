@@ -177,6 +177,34 @@ def test_an_option_without_a_default_must_be_given() -> None:
         del POLICY_LOSSES["test_needy"]
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("dro", {"beta": "much"}, "option 'beta' of policy loss 'dro' is 'much', not a number"),
+        ("dro", {"beta": None}, "is null, not a number"),
+        ("dro", {"beta": True}, "is true, not a number"),
+        ("cispo", {"clip_below": "false"}, "is 'false', not true or false"),
+        ("topr", {"ratio_level": "batch"}, "not 'token' or 'sequence'"),
+        ("decoupled", {"behav_imp_weight_mode": 3}, "not 'mask' or 'clamp'"),
+        ("decoupled", {"rejection_sampling": "token"}, "rejection_sampling is a mapping"),
+        ("clip_cov", {"clip_cov_lb": "low"}, "is 'low', not a number"),
+        ("sapo", {"tau_pos": float("nan")}, "not a finite number"),
+    ],
+)
+def test_an_option_of_another_type_is_refused_before_the_start(name: str, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PolicyObjective(name, options)
+
+
+def test_options_may_be_what_yaml_makes_of_them() -> None:
+    assert PolicyObjective("dro", {"beta": 1}).options == {"beta": 1.0}
+    assert PolicyObjective("dro", {"beta": "1e-3"}).options == {"beta": 0.001}
+    assert PolicyObjective("vanilla", {"clip_ratio_c": None}).options == {"clip_ratio_c": None}
+    options = {"kl_cov_ratio": "1e-3", "ppo_kl_coef": 2}
+    assert PolicyObjective("kl_cov", options).options == {"ppo_kl_coef": 2.0}
+    assert find_policy_loss("kl_cov").for_selection(options) == {"kl_cov_ratio": 0.001}
+
+
 def test_a_loss_of_ones_own_may_choose_tokens_and_check_its_options() -> None:
     @node(writes="selected_tokens")
     def first_tokens(loss_mask: Any, *, num_first: int = 1) -> Any: ...

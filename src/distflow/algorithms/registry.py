@@ -8,12 +8,13 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TypeVar
+from typing import TypeVar, get_type_hints
 
 from distflow.config import names
 from distflow.config.errors import hint
 from distflow.config.functions import load_module, split_name
 from distflow.config.names import Entry
+from distflow.config.values import Mismatch, can_convert, convert
 from distflow.graph.fields import find_field
 from distflow.graph.roles import NodeRole, Scope
 from distflow.graph.spec import node
@@ -76,8 +77,10 @@ class PolicyLoss:
         return {} if self.selects is None else _options(self.selects)
 
     def checked(self, given: Mapping[str, object]) -> dict[str, object]:
-        """The options of the call itself. Raises ValueError for one that is unknown, missing or without sense."""
+        """The options of the call itself. Raises ValueError for one that is unknown, missing, of another type than its
+        parameter says, or without sense."""
         check_options(f"policy loss '{self.name}'", given, [*self.options, *self.selection_options])
+        given = self._converted(given)
         own = {name: value for name, value in given.items() if name in self.options}
         missing = [name for name, default in self.options.items() if default is _NO_DEFAULT and name not in own]
         if missing:
@@ -90,6 +93,19 @@ class PolicyLoss:
             values = {**self.options, **self.selection_options, **given}
             self.check(**{name: value for name, value in values.items() if name in taken})
         return own
+
+    def for_selection(self, given: Mapping[str, object]) -> dict[str, object]:
+        """Those of the options that `selects` takes. Raises ValueError for one of another type."""
+        return {name: value for name, value in self._converted(given).items() if name in self.selection_options}
+
+    def _converted(self, given: Mapping[str, object]) -> dict[str, object]:
+        types, values = {**_types(self.fn), **_types(self.selects)}, dict(given)
+        for name, value in given.items():
+            try:
+                values[name] = convert(value, types[name]) if can_convert(types.get(name)) else value
+            except Mismatch as error:
+                raise ValueError(f"option '{name}' of policy loss '{self.name}' {error.what}; {error.advice}") from None
+        return values
 
 
 # What is registered so far: the user's, and of the built-in ones those that were asked for.
@@ -249,6 +265,14 @@ def _shown(fn: Callable[..., object]) -> str:
 def _options(fn: Callable[..., object]) -> dict[str, object]:
     parameters = inspect.signature(fn).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "reduce"}
+
+
+def _types(fn: Callable[..., object] | None) -> dict[str, object]:
+    """What a function says of its parameters' types; nothing where that cannot be read."""
+    try:
+        return {} if fn is None else get_type_hints(fn)
+    except (NameError, TypeError):
+        return {}
 
 
 def _import_builtin(name: str, table: Mapping[str, Entry]) -> None:

@@ -39,6 +39,8 @@ class RejectionSampling:
     @staticmethod
     def of(given: Mapping[str, object]) -> "RejectionSampling":
         """Raises ValueError for an unknown name, or bounds or choices without sense."""
+        if not isinstance(given, Mapping):
+            raise ValueError(f"rejection_sampling is a mapping, e.g. {{metric: kl_k3, upper: 0.1}}, not {given!r}")
         known = [f.name for f in fields(RejectionSampling)]
         for name, value in given.items():
             if name not in known:

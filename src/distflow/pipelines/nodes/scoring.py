@@ -132,9 +132,7 @@ def select_tokens(config: Config) -> Callable[..., object]:
     actor = config.actor_rollout_ref.actor
     loss = find_policy_loss(actor.policy_loss)
     assert loss.selects is not None
-    given = {
-        name: actor.policy_loss_kwargs[name] for name in loss.selection_options if name in actor.policy_loss_kwargs
-    }
+    given = loss.for_selection(actor.policy_loss_kwargs)
     return partial(loss.selects, **given) if given else loss.selects
 
 
