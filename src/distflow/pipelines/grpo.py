@@ -20,7 +20,7 @@ def group_relative(pipeline: Pipeline, config: Config) -> TaskGraph:
     """The nodes of GRPO and of those that differ from it by numbers only."""
     answer_and_judge(pipeline, config)
     score(pipeline, config)
-    compare(pipeline, config)
+    estimate_advantages(pipeline, config)
     pipeline.add_node("actor_train", nodes.train_actor)
     return pipeline.build()
 
@@ -52,8 +52,8 @@ def score(pipeline: Pipeline, config: Config) -> None:
         pipeline.add_node("kl_penalty", nodes.apply_kl_penalty, validates=False)
 
 
-def compare(pipeline: Pipeline, config: Config) -> None:
-    """Advantages, and the tokens that a policy loss chooses by them."""
+def estimate_advantages(pipeline: Pipeline, config: Config) -> None:
+    """What each token is worth, and which of them the policy loss treats apart."""
     pipeline.add_node("calculate_advantages", nodes.compute_advantage, plane="learning")
     if selects_tokens(config.actor_rollout_ref.actor.policy_loss):
         pipeline.add_node("token_selection", nodes.select_tokens, phase="token_selection")
