@@ -106,7 +106,12 @@ def compare_corrections(ranks: TorchCollective, batch: Batch, mine: Batch, rows:
         select = find_policy_loss(name).selects
         deviations[name] = _deviation(
             lambda b, reduce, select=select, options=options: (
-                select(b["advantages"], b["old_log_probs"], b["loss_mask"], b["uid"], reduce, **options),
+                # With a mean of its own for each group: those of the ranks are far from those of the batch.
+                select(
+                    b["advantages"] + 2.0 * b["group_index"][:, None],
+                    *(b["old_log_probs"], b["loss_mask"], b["uid"], reduce),
+                    **options,
+                ),
                 {},
             ),
             *(ranks, batch, mine, rows),

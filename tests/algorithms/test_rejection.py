@@ -56,6 +56,10 @@ def test_a_token_must_pass_all_and_bounds_are_inclusive() -> None:
     # π_rollout / π_trainer is 1, 1/2, 2, 0.9; d²/2 is 0, 0.24, 0.24, 0.005
     assert mask.tolist() == [[1.0, 0.0, 0.0, 1.0]]
     assert (stats["token_k1_masked"], stats["token_k2_masked"], stats["masked"]) == (0.25, 0.5, 0.5)
+    one_sided, _ = compute_rejection_mask(
+        d, torch.zeros_like(d), torch.ones(1, 4), rollout_rs=["token_k1"], bounds=[(0.5, 1.5)]
+    )
+    assert one_sided.tolist() == [[1.0, 1.0, 0.0, 1.0]]
     inclusive, _ = compute_rejection_mask(
         d, torch.zeros_like(d), torch.ones(1, 4), rollout_rs=["token_k1"], bounds=[(0.5, 2.0)]
     )
