@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distflow.algorithms import LOSS_AGG_MODES, PolicyObjective, ValueObjective, find_adv_est
+from distflow.algorithms import LOSS_AGG_MODES, PolicyObjective, ValueObjective, find_adv_est, find_policy_loss
+from distflow.algorithms.corrections import LEVELS, compute_rollout_weights
 from distflow.algorithms.kl import apply_kl_penalty
 from distflow.algorithms.masking import Reduce
 from distflow.algorithms.normalization import Normalization
+from distflow.algorithms.rejection import compute_rejection_mask
 from distflow.config.names import POLICY_LOSSES
 from distflow.data.batch import Batch
 from distflow.runtime.ports.torch_collective import TorchCollective
@@ -49,6 +51,7 @@ def objectives() -> dict[str, PolicyObjective | ValueObjective]:
                 kl_loss_type="low_var_kl",
                 kl_loss_coef=0.1,
                 weights_field="rollout_is_weights" if name == "vanilla" else None,
+                off_policy_mask_threshold=0.1 if name == "gspo" else None,
             )
         built[f"value {mode}"] = ValueObjective(0.3, mode, scale)
     return built
@@ -118,6 +121,56 @@ def compare_advantages(ranks: TorchCollective, batch: Batch, mine: Batch, rows: 
     return deviations
 
 
+def compare_corrections(ranks: TorchCollective, batch: Batch, mine: Batch, rows: list[int]) -> dict[str, float]:
+    """The same of what is normalised, measured or chosen over the global batch, and of the statistics."""
+    deviations = {}
+    for level in LEVELS:
+        deviations[f"weights_{level}"] = _deviation(
+            lambda b, reduce, level=level: compute_rollout_weights(
+                *_mismatch(b), level=level, batch_normalize=True, reduce=reduce
+            ),
+            *(ranks, batch, mine, rows),
+        )
+    names, bounds = ["token_k1", "seq_mean_k3"], [(0.5, 2.0), (None, 0.2)]
+    deviations["rejection"] = _deviation(
+        lambda b, reduce: compute_rejection_mask(*_mismatch(b), rollout_rs=names, bounds=bounds, reduce=reduce),
+        *(ranks, batch, mine, rows),
+    )
+    shares = {"clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": -9.0}, "kl_cov": {"kl_cov_ratio": 0.2}}
+    for name, options in shares.items():
+        select = find_policy_loss(name).selects
+        deviations[name] = _deviation(
+            lambda b, reduce, select=select, options=options: (
+                # With a mean of its own for each group: those of the ranks are far from those of the batch.
+                select(
+                    b["advantages"] + 2.0 * b["group_index"][:, None],
+                    *(b["old_log_probs"], b["loss_mask"], b["uid"], reduce),
+                    **options,
+                ),
+                {},
+            ),
+            *(ranks, batch, mine, rows),
+        )
+    return deviations
+
+
+def _mismatch(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    return batch["old_log_probs"], batch["rollout_log_probs"], batch["loss_mask"]
+
+
+def _deviation(
+    compute: Callable[[Batch, Any], tuple[Tensor, dict[str, float]]],
+    ranks: TorchCollective,
+    batch: Batch,
+    mine: Batch,
+    rows: list[int],
+) -> float:
+    (own, statistics), (whole, wanted) = compute(mine, ranks), compute(batch, None)
+    assert 0 < int((whole > 0).sum()) < int((batch["loss_mask"] > 0).sum()) or statistics.keys() >= {"weight_mean"}
+    worst = max((abs(statistics[k] - wanted[k]) for k in wanted), default=0.0)
+    return max(worst, float((own - whole[rows][:, : own.shape[1]]).abs().max()) if rows else 0.0)
+
+
 def main(rank: int, folder: Path) -> None:
     groups = {size: dist.new_group(list(range(size))) for size in SHARES}
     batch, results = toy_batch(seed=1, bs=ROWS), {}
@@ -130,7 +183,11 @@ def main(rank: int, folder: Path) -> None:
         if rank < size:
             rows = shares[rank]
             ranks, mine = TorchCollective(groups[size]), batch.select(rows)
-            results[size] = compare_losses(ranks, batch, mine) | compare_advantages(ranks, batch, mine, rows)
+            results[size] = {
+                **compare_losses(ranks, batch, mine),
+                **compare_advantages(ranks, batch, mine, rows),
+                **compare_corrections(ranks, batch, mine, rows),
+            }
     (folder / f"{rank}.json").write_text(json.dumps(results))
 
 

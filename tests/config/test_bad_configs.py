@@ -7,6 +7,7 @@ from distflow.config import ConfigError, load_config
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 GOOD = ("data.train_files=train.jsonl", f"{MODEL}.path=model")
 VAL = "data.val_files=val.jsonl"
+CORRECTION = "algorithm.rollout_correction"
 
 # name: (preset, overrides, the key that is named first, parts of the message)
 BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
@@ -421,6 +422,96 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         ["algorithm.rollout_correction.level=token", f"{ACTOR}.policy_loss=decoupled"],
         "algorithm.rollout_correction.level",
         ("twice",),
+    ),
+    "normalised weights of no correction": (
+        "grpo",
+        [f"{CORRECTION}.rollout_is_batch_normalize=true"],
+        f"{CORRECTION}.rollout_is_batch_normalize",
+        ("level=token",),
+    ),
+    "a rejection without a bound": (
+        "grpo",
+        [f"{CORRECTION}.rollout_rs=token_k1"],
+        f"{CORRECTION}.rollout_rs_threshold",
+        ("needs a bound", "[[0.5, 2.0]]"),
+    ),
+    "a bound of no rejection": (
+        "grpo",
+        [f"{CORRECTION}.rollout_rs_threshold=2.0"],
+        f"{CORRECTION}.rollout_rs_threshold",
+        ("is off",),
+    ),
+    "a statistic that there is not": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_rs: 'token_k1,seq_mean_k4', rollout_rs_threshold: 2}}"],
+        f"{CORRECTION}.rollout_rs",
+        ("did you mean seq_mean_k",),
+    ),
+    "a statistic twice": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_rs: [token_k1, token_k1], rollout_rs_threshold: 2}}"],
+        f"{CORRECTION}.rollout_rs",
+        ("name it once",),
+    ),
+    "bounds of other statistics": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_rs: [token_k1], rollout_rs_threshold: [2, 3]}}"],
+        f"{CORRECTION}.rollout_rs_threshold",
+        ("2 bounds for 1",),
+    ),
+    "a band of a k3": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_rs: token_k3, rollout_rs_threshold: 0.1_0.2}}"],
+        f"{CORRECTION}.rollout_rs_threshold",
+        ("no lower bound",),
+    ),
+    "a band the wrong way round": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_rs: seq_sum_k1, rollout_rs_threshold: 2.0_0.5}}"],
+        f"{CORRECTION}.rollout_rs_threshold",
+        ("leave nothing",),
+    ),
+    "a bound of 0": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_rs: token_k2, rollout_rs_threshold: 0}}"],
+        f"{CORRECTION}.rollout_rs_threshold",
+        ("leave nothing",),
+    ),
+    "a ratio below 1 alone": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_rs: token_k1, rollout_rs_threshold: 0.5}}"],
+        f"{CORRECTION}.rollout_rs_threshold",
+        ("between 1/0.5 and 0.5",),
+    ),
+    "a bound that is no number": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_rs: token_k1, rollout_rs_threshold: tight}}"],
+        f"{CORRECTION}.rollout_rs_threshold",
+        ("'tight'", "[0.5, 2.0]"),
+    ),
+    "a bound of three numbers": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_rs: token_k1, rollout_rs_threshold: [[1, 2, 3]]}}"],
+        f"{CORRECTION}.rollout_rs_threshold",
+        ("[1, 2, 3]",),
+    ),
+    "a bound that is true": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_rs: token_k1, rollout_rs_threshold: [true]}}"],
+        f"{CORRECTION}.rollout_rs_threshold",
+        ("entry true",),
+    ),
+    "an infinite bound": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_rs: token_k1, rollout_rs_threshold: [.inf]}}"],
+        f"{CORRECTION}.rollout_rs_threshold",
+        ("no bound",),
+    ),
+    "a rejection of the decoupled loss": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_rs: token_k1, rollout_rs_threshold: 2}}", f"{ACTOR}.policy_loss=decoupled"],
+        f"{CORRECTION}.rollout_rs",
+        ("rejection_sampling",),
     ),
     "a filter of single samples": (
         "dapo",

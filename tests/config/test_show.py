@@ -63,7 +63,14 @@ algorithm:
   use_kl_in_reward: true
   kl_penalty: low_var_kl
   kl_ctrl: {type: adaptive, kl_coef: 0.01, target_kl: 0.1, horizon: 10000, mean: sequence}
-  rollout_correction: {level: sequence, mode: mask, cap: 3, floor: 0.5}
+  rollout_correction:
+    level: sequence
+    mode: mask
+    cap: 3
+    floor: 0.5
+    rollout_is_batch_normalize: true
+    rollout_rs: [token_k1, seq_mean_k3]
+    rollout_rs_threshold: [[0.5, 2.0], 0.1]
   filter_groups: {enable: true, metric: format, max_num_gen_batches: 3, when_exhausted: continue}
 data:
   train_files: [a.jsonl, builtin:sums]
@@ -108,6 +115,7 @@ actor_rollout_ref:
     clip_ratio_low: 0.15
     clip_ratio_high: 0.3
     clip_ratio_c: null
+    off_policy_mask_threshold: 0.5
     entropy_coef: 0
     use_kl_loss: true
     kl_loss_coef: 0.1

@@ -1,9 +1,54 @@
 """Keys of `algorithm`: advantages, KL in the reward, corrections and filters."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from distflow.config.keys import group, key
-from distflow.config.names import ESTIMATORS, KL_TYPES
+from distflow.config.names import ESTIMATORS, KL_TYPES, ROLLOUT_RS
+from distflow.config.values import Mismatch, convert, show
+
+Bounds = tuple[float | None, float]
+
+
+def parse_statistics(value: object) -> object:
+    """Names as a list, or separated by commas as in verl. Raises Mismatch."""
+    names = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    return convert(names, tuple[str, ...])
+
+
+def parse_bounds(value: object) -> tuple[Bounds, ...]:
+    """`upper` or `[lower, upper]` for each statistic; also verl's text, e.g. "0.5_2.0,0.1". Raises Mismatch."""
+    if value is None:
+        return ()
+    entries = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+    return tuple(_parse_bound(entry) for entry in entries)
+
+
+def _parse_bound(entry: object) -> Bounds:
+    parts: Sequence[Any] = (
+        entry.split("_") if isinstance(entry, str) else entry if isinstance(entry, list | tuple) else [entry]
+    )
+    try:
+        numbers = [float(part) for part in parts if not isinstance(part, bool)]
+    except (TypeError, ValueError):
+        numbers = []
+    if len(numbers) != len(parts) or len(numbers) not in (1, 2) or not all(map(math.isfinite, numbers)):
+        advice = "write an upper bound such as 0.1, or [0.5, 2.0] for a band"
+        raise Mismatch(f"has the entry {show(entry)}, which is no bound", advice)
+    return (numbers[0], numbers[1]) if len(numbers) == 2 else (None, numbers[0])
+
+
+def plain_bounds(bounds: Sequence[Bounds]) -> list[object]:
+    """What `parse_bounds` would read again. A band is no text: YAML would read 1_2 as 12."""
+    return [upper if lower is None else [lower, upper] for lower, upper in bounds]
+
+
+def spread(bounds: tuple[Bounds, ...], count: int) -> tuple[Bounds, ...]:
+    """One bound alone serves all statistics."""
+    return bounds * count if len(bounds) == 1 else bounds
+
 
 LEVELS = ("batch", "group")
 
@@ -54,6 +99,19 @@ class RolloutCorrectionConfig:
     )
     cap: float = key(2.0, "largest weight", above=0)
     floor: float | None = key(None, "low end of the band in mask mode (IcePop); null is no low end", above=0)
+    rollout_is_batch_normalize: bool = key(False, "divide the weights by their mean over the step, after the cap")
+    rollout_rs: tuple[str, ...] = key(
+        (),
+        "statistics of the mismatch by which tokens or sequences are left out of the loss; empty is off",
+        choices=ROLLOUT_RS,
+        parse=parse_statistics,
+    )
+    rollout_rs_threshold: tuple[Bounds, ...] = key(
+        (),
+        "bound of each: upper, or of a k1 [lower, upper] of rollout over trainer; one entry alone serves all",
+        parse=parse_bounds,
+        plain=plain_bounds,
+    )
 
 
 @dataclass(frozen=True)

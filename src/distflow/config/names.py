@@ -31,10 +31,11 @@ class Estimator(Entry):
 
 @dataclass(frozen=True)
 class PolicyLoss(Entry):
-    """A policy loss: which of the actor's clips it takes."""
+    """A policy loss: which of the actor's clips it takes, and whether they bound a divergence in place of the ratio."""
 
     clips: bool = False
     dual_clips: bool = False
+    divergence: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,40 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "gmpo": PolicyLoss(
         "geometric mean of clipped token ratios", "distflow.algorithms.losses.gmpo:compute_gmpo_loss", clips=True
     ),
+    "dppo_tv": PolicyLoss(
+        "bounds how far a token's probability moves",
+        "distflow.algorithms.losses.dppo:compute_dppo_tv_loss",
+        clips=True,
+        dual_clips=True,
+        divergence=True,
+    ),
+    "dppo_kl": PolicyLoss(
+        "bounds the binary KL by which a token moves",
+        "distflow.algorithms.losses.dppo:compute_dppo_kl_loss",
+        clips=True,
+        dual_clips=True,
+        divergence=True,
+    ),
+    "dro": PolicyLoss(
+        "policy gradient with a quadratic pull to the old policy", "distflow.algorithms.losses.dro:compute_dro_loss"
+    ),
+    "clip_cov": PolicyLoss(
+        "PPO without the gradient of a few tokens that lower the entropy most",
+        "distflow.algorithms.losses.clip_cov:compute_clip_cov_loss",
+        clips=True,
+    ),
+    "kl_cov": PolicyLoss(
+        "a pull to the old policy on the tokens that lower the entropy most",
+        "distflow.algorithms.losses.kl_cov:compute_kl_cov_loss",
+    ),
 }
+
+# What a rejection mask may measure, as in verl: of each token, or of a sequence's tokens their sum, mean or maximum.
+ROLLOUT_RS = (
+    *(f"{level}_{estimator}" for level in ("token", "seq_sum", "seq_mean") for estimator in ("k1", "k2", "k3")),
+    "seq_max_k2",
+    "seq_max_k3",
+)
 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 

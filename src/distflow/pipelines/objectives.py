@@ -1,9 +1,7 @@
 """From the config's numbers to what an optimizer step minimises."""
 
-import inspect
-
 from distflow.algorithms.objective import PolicyObjective, SFTObjective, ValueObjective
-from distflow.algorithms.registry import PolicyLoss, check_options, find_policy_loss
+from distflow.algorithms.registry import PolicyLoss, check_options, find_policy_loss, takes_weights
 from distflow.config import Config
 from distflow.config.program import clip_range
 from distflow.config.watch import plain
@@ -23,6 +21,7 @@ def policy_objective(config: Config) -> PolicyObjective:
         kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
         weights_field="rollout_is_weights" if config.algorithm.rollout_correction.level or mends else None,
         weights_optional=mends,
+        off_policy_mask_threshold=actor.off_policy_mask_threshold,
         actor={**plain(actor), **actor.policy_loss_kwargs} if loss.seed_style else None,
     )
 
@@ -30,11 +29,10 @@ def policy_objective(config: Config) -> PolicyObjective:
 def mends_mismatch(config: Config) -> bool:
     """Whether weights are switched on when rollout and trainer drift apart: where none are on anyhow, and the loss can
     be weighed. The decoupled loss has weights of its own."""
-    if config.algorithm.rollout_correction.level or config.actor_rollout_ref.actor.policy_loss == "decoupled":
+    name = config.actor_rollout_ref.actor.policy_loss
+    if config.algorithm.rollout_correction.level or name == "decoupled":
         return False
-    loss = find_policy_loss(config.actor_rollout_ref.actor.policy_loss)
-    takes = not loss.seed_style or "rollout_is_weights" in inspect.signature(loss.fn).parameters
-    return takes and config.trust.on_mismatch == "correct"
+    return takes_weights(name) and config.trust.on_mismatch == "correct"
 
 
 def loss_terms(config: Config) -> tuple[str, ...]:
@@ -72,7 +70,7 @@ def _loss_options(loss: PolicyLoss, config: Config) -> dict[str, object]:
         own["clip_ratio_low"], own["clip_ratio_high"] = clip_range(config)
     own |= {name: getattr(actor, name) for name in names if name not in own}
     if not loss.seed_style:
-        free = [name for name in loss.options if name not in dir(actor)]
+        free = [name for name in (*loss.options, *loss.selection_options) if name not in dir(actor)]
         check_options(f"policy loss '{loss.name}' (actor.policy_loss_kwargs)", actor.policy_loss_kwargs, free)
         own |= actor.policy_loss_kwargs
     return own

@@ -1,9 +1,11 @@
 """Keys of `actor_rollout_ref.actor`, `actor_rollout_ref.ref` and `critic`."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from distflow.config import Config
 from distflow.data.batch import Batch
@@ -19,15 +21,15 @@ NORM = (*ONE, f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm")
 RATIOS = torch.tensor([[0.5, 1.5, 10.0]])
 
 
-def loss_of(config: Config, advantage: float) -> float:
-    """The policy's loss on three tokens whose ratios are RATIOS."""
+def loss_of(config: Config, advantage: float, ratios: Tensor = RATIOS) -> float:
+    """The policy's loss on three tokens with these ratios."""
     old = (-1.0, -2.0, -3.0)
     sample = Sample("0-0", 0, [Segment("prompt", (1,)), Segment("policy", (5, 6, 7), old, old, (0, 0, 0))])
     batch = Batch.from_samples([sample])
     batch["old_log_probs"] = torch.tensor([old])
     batch["advantages"] = torch.full((1, 3), advantage)
     objective = policy_objective(config)
-    outputs = {"log_probs": torch.tensor([old]) + RATIOS.log(), "entropy": torch.ones(1, 3)}
+    outputs = {"log_probs": torch.tensor([old]) + ratios.log(), "entropy": torch.ones(1, 3)}
     loss, _ = objective(outputs, batch, objective.counts(batch))
     return float(loss)
 
@@ -45,6 +47,16 @@ def clips(advantage: float, ratios_before: list[float], ratios_after: list[float
 def clip_case(name: str, value: str, advantage: float, before: list[float], after: list[float]) -> Case:
     outcome = "the ratio at which the loss is cut"
     return Case(f"{ACTOR}.{name}", f"{ACTOR}.{name}={value}", outcome, clips(advantage, before, after), look=the_config)
+
+
+def far_sequences_with_bad_advantages_get_no_loss(before: Config, after: Config) -> None:
+    """The mean of log π_rollout − log π is 1 nat a token."""
+    far = torch.full((1, 3), math.exp(-1.0))
+    for advantage in (-1.0, 1.0):
+        assert loss_of(before, advantage, far) != 0.0
+    assert loss_of(after, -1.0, far) == 0.0
+    close(loss_of(after, 1.0, far), loss_of(before, 1.0, far))
+    close(loss_of(after, -1.0), loss_of(before, -1.0))
 
 
 def soft_gate(before: Config, after: Config) -> None:
@@ -170,6 +182,14 @@ CASES = (
     clip_case("clip_ratio_low", "0.4", -1.0, [0.8, 1.5, 3.0], [0.6, 1.5, 3.0]),
     clip_case("clip_ratio_high", "0.4", 1.0, [0.5, 1.2, 1.2], [0.5, 1.4, 1.4]),
     clip_case("clip_ratio_c", "5.0", -1.0, [0.8, 1.5, 3.0], [0.8, 1.5, 5.0]),
+    Case(
+        f"{ACTOR}.off_policy_mask_threshold",
+        f"{ACTOR}.off_policy_mask_threshold=0.5",
+        "the loss of a sequence that the policy left",
+        far_sequences_with_bad_advantages_get_no_loss,
+        look=the_config,
+        given=(f"{ACTOR}.entropy_coef=0",),
+    ),
     Case(f"{ACTOR}.entropy_coef", f"{ACTOR}.entropy_coef=0.1", "actor/loss", entropy_counts, given=ONE),
     Case(f"{ACTOR}.use_kl_loss", f"{ACTOR}.use_kl_loss=true", "actor/kl_loss, a reference", kl_is_a_term),
     Case(f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_coef=2.0", "actor/loss", kl_weighs, given=KL_LOSS),

@@ -16,6 +16,8 @@ from distflow.pipelines.nodes.scoring import (
     compute_value,
     correct_mismatch,
     mend_mismatch,
+    reject_mismatch,
+    select_tokens,
 )
 from distflow.pipelines.nodes.updates import train_actor, train_critic, train_sft
 
@@ -34,6 +36,8 @@ __all__ = [
     "mend_mismatch",
     "normalize_advantages",
     "normalize_rewards",
+    "reject_mismatch",
+    "select_tokens",
     "train_actor",
     "train_critic",
     "train_sft",

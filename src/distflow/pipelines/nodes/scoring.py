@@ -8,9 +8,10 @@ from torch import Tensor
 from distflow.algorithms.corrections import Level, Mode, compute_rollout_weights, mismatch_statistics
 from distflow.algorithms.kl import KLMean, make_kl_controller
 from distflow.algorithms.kl import apply_kl_penalty as penalise
-from distflow.algorithms.registry import check_choices, check_options, find_adv_est
+from distflow.algorithms.registry import check_choices, check_options, find_adv_est, find_policy_loss
+from distflow.algorithms.rejection import Bounds, compute_rejection_mask
 from distflow.config import Config
-from distflow.config.algorithm import is_on
+from distflow.config.algorithm import is_on, spread
 from distflow.config.program import find_estimator
 from distflow.data.batch import Batch
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
@@ -63,7 +64,12 @@ def correct_mismatch(config: Config) -> Callable[..., object]:
     """Importance weights for what the rollout engine and the trainer disagree on."""
     settings = config.algorithm.rollout_correction
     options: dict[str, object] = {"level": settings.level, "mode": settings.mode, "cap": settings.cap}
-    return partial(weigh_mismatch, **options, floor=settings.floor)  # type: ignore[arg-type]  # the config checks them
+    return partial(
+        weigh_mismatch,
+        **options,  # type: ignore[arg-type]  # the config checks them
+        floor=settings.floor,
+        batch_normalize=settings.rollout_is_batch_normalize,
+    )
 
 
 @node(writes="rollout_is_weights", role=NodeRole.ACTOR)
@@ -77,10 +83,19 @@ def weigh_mismatch(
     mode: Mode,
     cap: float,
     floor: float | None,
+    batch_normalize: bool,
 ) -> NodeOutput:
     """`rollout_is_weights`, `(bs, response_length)`; see `compute_rollout_weights`."""
     weights, statistics = compute_rollout_weights(
-        old_log_probs, rollout_log_probs, loss_mask, level=level, mode=mode, cap=cap, floor=floor, reduce=reduce
+        old_log_probs,
+        rollout_log_probs,
+        loss_mask,
+        level=level,
+        mode=mode,
+        cap=cap,
+        floor=floor,
+        batch_normalize=batch_normalize,
+        reduce=reduce,
     )
     return NodeOutput({"rollout_is_weights": weights}, {f"correction/{k}": v for k, v in statistics.items()})
 
@@ -111,9 +126,47 @@ def weigh_once_apart(
         ctx.state["on"] = apart > limit
     if not ctx.state["on"]:
         return None
-    return weigh_mismatch(
-        old_log_probs, rollout_log_probs, loss_mask, reduce, level="token", mode="truncate", cap=2.0, floor=None
+    weights, statistics = compute_rollout_weights(
+        old_log_probs, rollout_log_probs, loss_mask, level="token", cap=2.0, reduce=reduce
     )
+    return NodeOutput({"rollout_is_weights": weights}, {f"correction/{k}": v for k, v in statistics.items()})
+
+
+@node_factory
+@node(role=NodeRole.ACTOR, writes="loss_mask")
+def reject_mismatch(config: Config) -> Callable[..., object]:
+    """Leave out of the loss what the rollout engine and the trainer disagree on too much."""
+    settings = config.algorithm.rollout_correction
+    bounds = spread(settings.rollout_rs_threshold, len(settings.rollout_rs))
+    return partial(mask_mismatch, rollout_rs=settings.rollout_rs, bounds=bounds)
+
+
+@node(writes="loss_mask", role=NodeRole.ACTOR)
+def mask_mismatch(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    loss_mask: Tensor,
+    reduce: Collective,
+    *,
+    rollout_rs: tuple[str, ...],
+    bounds: tuple[Bounds, ...],
+) -> NodeOutput:
+    """`loss_mask` less what is rejected; see `compute_rejection_mask`."""
+    mask, statistics = compute_rejection_mask(
+        old_log_probs, rollout_log_probs, loss_mask, rollout_rs=rollout_rs, bounds=bounds, reduce=reduce
+    )
+    return NodeOutput({"loss_mask": mask}, {f"rejection/{k}": v for k, v in statistics.items()})
+
+
+@node_factory
+@node(role=NodeRole.ACTOR, writes="selected_tokens")
+def select_tokens(config: Config) -> Callable[..., object]:
+    """The tokens that the policy loss treats apart, chosen over the whole step before its first update."""
+    actor = config.actor_rollout_ref.actor
+    loss = find_policy_loss(actor.policy_loss)
+    assert loss.selects is not None
+    given = loss.for_selection(actor.policy_loss_kwargs)
+    return partial(loss.selects, **given) if given else loss.selects
 
 
 @node(writes="ref_log_prob", role=NodeRole.REFERENCE, reads=("prompt_ids", "response_ids"))
