@@ -155,8 +155,14 @@ class PolicyObjective:
     def _per_token(self, log_probs: Tensor, fields: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
         """(loss, statistics) per token of a loss in our own signature. Raises ValueError if it returns others."""
         match self.loss.fn(log_probs=log_probs, **fields, **self.options):
-            case (Tensor() as loss, Mapping() as statistics):
+            case (Tensor(shape=shape) as loss, Mapping() as statistics) if shape == log_probs.shape:
                 return loss, statistics
+            case (Tensor(shape=shape), Mapping()):
+                raise ValueError(
+                    f"policy loss '{self.loss.name}' returned a loss of shape {tuple(shape)}; it must have one "
+                    "number a "
+                    f"token, {tuple(log_probs.shape)}: the mean is taken over the whole mini-batch, by loss_agg_mode"
+                )
         raise ValueError(f"policy loss '{self.loss.name}' must return (loss per token, statistics by name)")
 
     def _fields(self, micro: Batch) -> dict[str, Tensor]:

@@ -44,6 +44,20 @@ HEALTHY = {
         "reward.functions={default: [custom, {name: format, weight: 0.5}]}",
     ),
     "gpg": ("grpo", f"{ALGORITHM}.adv_estimator=gpg", f"{ACTOR}.policy_loss=gpg"),
+    "gmpo": ("grpo", f"{ACTOR}.policy_loss=gmpo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", *TWO),
+    "cpgd": (
+        "grpo",
+        f"{ACTOR}.policy_loss=cpgd",
+        f"{ACTOR}.policy_loss_kwargs.policy_drift_coeff=0.1",
+        f"{ACTOR}.optim.lr=1e-2",
+        *TWO,
+    ),
+    "corrected": ("grpo", *(f"{ALGORITHM}.rollout_correction.{key}" for key in ("level=geometric", "mode=mask"))),
+    "rejected": (
+        "grpo",
+        f"{ALGORITHM}.rollout_correction.rollout_rs=[token_k1]",
+        f"{ALGORITHM}.rollout_correction.rollout_rs_threshold=[[0.9999999,1.0000001]]",
+    ),
     "sgd": ("grpo", f"{ACTOR}.optim.optimizer=sgd", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"),
 }
 NOT_PROVEN = {"lora": {"weights"}}

@@ -4,6 +4,7 @@ from distflow.runtime.audit.advantages import CHECK as ADVANTAGES
 from distflow.runtime.audit.answers import CHECK as ANSWERS
 from distflow.runtime.audit.backward import CHECK as BACKWARD
 from distflow.runtime.audit.check import Check
+from distflow.runtime.audit.correction import CHECK as CORRECTION
 from distflow.runtime.audit.draws import CHECK as DRAWS
 from distflow.runtime.audit.gradients import CHECK as GRADIENTS
 from distflow.runtime.audit.kl_control import CHECK as KL_CONTROL
@@ -27,6 +28,7 @@ AFTER: tuple[Check, ...] = (
     VERDICTS,
     REWARDS,
     KL_CONTROL,
+    CORRECTION,
     ADVANTAGES,
     USER_CODE,
     MINIBATCHES,
@@ -36,7 +38,7 @@ AFTER: tuple[Check, ...] = (
 )
 """At the step's end."""
 
-CHECKS = (*AFTER[:6], *BEFORE, *AFTER[6:])
+CHECKS = (*AFTER[:7], *BEFORE, *AFTER[7:])
 """In the order of a step, for people."""
 
 

@@ -76,6 +76,9 @@ def _formula(evidence: Evidence, update: UpdateRecord) -> Total | str:
     fn = getattr(getattr(update.loss, "loss", None), "fn", None)
     if fn is None or not module_of(fn).startswith(BUILTIN):
         return f"the loss '{name}' is the user's"
+    actor = config.actor_rollout_ref.actor
+    if actor.off_policy_mask_threshold is not None or actor.policy_loss_kwargs.get("rejection_sampling"):
+        return "the auditor has no formula of the off-policy sequence mask and of AReaL's rejection"
     if name not in FORMULAS:
         return f"the auditor has no formula of the loss '{name}'"
     return lambda batch, outputs: _policy_loss(config, batch, outputs)
@@ -196,11 +199,13 @@ def _policy_loss(config: Config, batch: MiniBatch, outputs: Outputs) -> Tensor:
     loss = FORMULAS[actor.policy_loss](tokens, {**vars(actor), **actor.policy_loss_kwargs})
     if "rollout_is_weights" in columns:
         loss = loss * columns["rollout_is_weights"]
+    others = torch.zeros_like(loss)
     if actor.entropy_coef:
-        loss = loss - actor.entropy_coef * outputs["entropy"][counted]
+        others = others - actor.entropy_coef * outputs["entropy"][counted]
     if actor.use_kl_loss:
-        loss = loss + actor.kl_loss_coef * _kl(tokens.now - columns["ref_log_prob"], actor.kl_loss_type)
-    return aggregate(loss, batch, actor.loss_agg_mode, _scale(config))
+        others = others + actor.kl_loss_coef * _kl(tokens.now - columns["ref_log_prob"], actor.kl_loss_type)
+    mode, scale, every_row = actor.loss_agg_mode, _scale(config), actor.policy_loss == "gmpo"
+    return aggregate(loss, batch, mode, scale, every_row) + aggregate(others, batch, mode, scale)
 
 
 def _kl(difference: Tensor, kind: str) -> Tensor:
@@ -228,8 +233,9 @@ def _scale(config: Config) -> float:
     return config.actor_rollout_ref.actor.loss_scale_factor or float(config.data.max_response_length)
 
 
-def aggregate(loss: Tensor, batch: MiniBatch, mode: str, scale: float) -> Tensor:
-    """One number of the losses of the tokens that count; samples without one are left out of means over samples."""
+def aggregate(loss: Tensor, batch: MiniBatch, mode: str, scale: float, every_row: bool = False) -> Tensor:
+    """One number of the losses of the tokens that count; samples without one are left out of means over samples, unless
+    every row counts."""
     if not len(loss):
         return torch.zeros((), dtype=torch.float64)
     if mode == "token-mean":
@@ -240,7 +246,7 @@ def aggregate(loss: Tensor, batch: MiniBatch, mode: str, scale: float) -> Tensor
         sums = sums / tokens.clamp(min=1)
     if mode == "seq-mean-token-sum-norm":
         sums = sums / scale
-    return sums[tokens > 0].mean()
+    return sums.mean() if every_row else sums[tokens > 0].mean()
 
 
 CHECK = Check(

@@ -1,6 +1,7 @@
 """The built-in policy losses' formulas once more, in float64, on the tokens that count. Autograd is all that they "
 "use."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,11 +31,14 @@ class Tokens:
     def old(self) -> Tensor:
         return self.columns["old_log_probs"]
 
+    def sum(self, values: Tensor) -> Tensor:
+        """Over each token's own sample."""
+        sums = torch.zeros(int(self.sample.max()) + 1, dtype=values.dtype)
+        return sums.index_add(0, self.sample, values)[self.sample]
+
     def mean(self, values: Tensor) -> Tensor:
-        """Of each token's own sample."""
-        size = int(self.sample.max()) + 1
-        sums = torch.zeros(size, dtype=values.dtype).index_add(0, self.sample, values)
-        return (sums / torch.bincount(self.sample, minlength=size).clamp(min=1))[self.sample]
+        """Over each token's own sample."""
+        return self.sum(values) / self.sum(torch.ones_like(values))
 
 
 Formula = Callable[[Tokens, Options], Tensor]
@@ -99,7 +103,10 @@ def _sapo(tokens: Tokens, options: Options) -> Tensor:
 
 def _topr(tokens: Tokens, options: Options) -> Tensor:
     good = tokens.columns["sample_score"] > 0
-    ratio = ratio_to(tokens.now.detach(), tokens.old).clamp(0, 1)
+    ratio = ratio_to(tokens.now.detach(), tokens.old)
+    if options.get("ratio_level", "token") == "sequence":
+        ratio = tokens.sum(tokens.now.detach() - tokens.old).clamp(-20, 20).exp()
+    ratio = ratio.clamp(0, 1)
     return -torch.where(good, torch.ones_like(ratio), ratio) * tokens.advantages * tokens.now
 
 
@@ -111,6 +118,14 @@ def _gmpo(tokens: Tokens, options: Options) -> Tensor:
     return -tokens.mean(advantages) * tokens.mean(pessimistic).exp()
 
 
+def _cpgd(tokens: Tokens, options: Options) -> Tensor:
+    low, high = bounds(options)
+    ceiling, floor = tokens.old + math.log(1 + high), tokens.old + (math.log(1 - low) if low < 1 else -math.inf)
+    clamped = torch.where(tokens.advantages > 0, tokens.now.minimum(ceiling), tokens.now.maximum(floor))
+    drift = (ratio_to(tokens.now.detach(), tokens.old) - 1).clamp(max=2.0)
+    return -clamped * tokens.advantages + float(options.get("policy_drift_coeff", 0.0)) * drift * tokens.now
+
+
 FORMULAS: dict[str, Formula] = {
     "vanilla": _vanilla,
     "decoupled": _decoupled,
@@ -120,4 +135,5 @@ FORMULAS: dict[str, Formula] = {
     "sapo": _sapo,
     "topr": _topr,
     "gmpo": _gmpo,
+    "cpgd": _cpgd,
 }
