@@ -18,6 +18,7 @@ from distflow.algorithms import (
     token_weights,
 )
 from distflow.algorithms.aggregate import weighted_sum
+from distflow.algorithms.registry import read_policy_loss
 from distflow.config import names
 from distflow.data.batch import Batch
 from tests.algorithms.toy_policy import LONGEST, gradient, outputs, random_split, scale_of, toy_batch, toy_weights
@@ -402,3 +403,16 @@ def test_token_weights_against_loops(case: Any, mode: str) -> None:
     }[mode]
     weights = token_weights(mask, mode, loss_counts(mask))
     assert float(weighted_sum(loss, weights)) == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("shape", ["scalar", "sample"])
+def test_a_loss_without_a_number_for_each_token_is_refused(shape: str) -> None:
+    def unfit(log_probs: Any, advantages: Any, loss_mask: Any) -> Any:
+        loss = -log_probs * advantages * loss_mask
+        return (loss.sum() if shape == "scalar" else loss.sum(-1, keepdim=True)), {}
+
+    batch = toy_batch(3)
+    objective = PolicyObjective(read_policy_loss("unfit", unfit))
+    given = {"log_probs": batch["old_log_probs"], "entropy": torch.zeros_like(batch["old_log_probs"])}
+    with pytest.raises(ValueError, match=r"'unfit' returned a loss of shape \(.*one number a token, \(3, "):
+        objective(given, batch, objective.counts(batch))
