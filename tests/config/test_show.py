@@ -219,7 +219,7 @@ def test_defaults_are_those_that_were_settled():
         "algorithm.norm_adv_by_std_in_grpo": True,
         "algorithm.kl_ctrl.type": "fixed",
         "algorithm.kl_ctrl.kl_coef": 0.001,
-        "algorithm.filter_groups.metric": "score",
+        "algorithm.filter_groups.metric": "acc",
         "algorithm.filter_groups.max_num_gen_batches": 10,
         "algorithm.filter_groups.when_exhausted": "error",
         "data.prompt_key": "prompt",

@@ -14,7 +14,7 @@ from distflow.observe.jsonlines import JSON, read_records, to_number
 from distflow.observe.metrics import flatten
 from distflow.observe.run_folder import sample_file_name
 
-_NUMBERS_OF_A_SAMPLE = ("score", "advantage")
+_NUMBERS_OF_A_SAMPLE = ("score", "acc", "advantage")
 
 
 @dataclass(frozen=True)

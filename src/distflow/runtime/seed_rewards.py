@@ -10,7 +10,9 @@ from distflow.data.batch import Batch
 from distflow.graph import SCORE_FIELDS, Form, NodeOutput
 from distflow.graph.fields import Axis
 from distflow.graph.functions import is_async
+from distflow.rewards.correctness import own_verdict
 from distflow.rewards.functions import read_score
+from distflow.rewards.verdict import Score
 from distflow.runtime.blame import BadOutput
 
 _DERIVED = ("input_ids", "attention_mask", "loss_mask", "index", "data_source")
@@ -31,9 +33,10 @@ def _score_each(
     extra_info: list[object] | None = None,
     **options: object,
 ) -> dict[str, list[float]]:
-    """`compute_score(data_source, solution_str, ground_truth[, extra_info])`: one number (or a dict with `score`)."""
+    """`compute_score(data_source, solution_str, ground_truth[, extra_info])`: one number, or a dict with `score` and,
+    where that is not how right the answer is, `acc`."""
     calls = _calls(data_source, responses, ground_truth, extra_info, options)
-    return {"scores": [_score(i, fn(**call)) for i, call in enumerate(calls)]}
+    return _columns([_score(i, fn(**call)) for i, call in enumerate(calls)])
 
 
 async def _score_each_async(
@@ -45,7 +48,7 @@ async def _score_each_async(
     **options: object,
 ) -> dict[str, list[float]]:
     calls = _calls(data_source, responses, ground_truth, extra_info, options)
-    return {"scores": [_score(i, await fn(**call)) for i, call in enumerate(calls)]}
+    return _columns([_score(i, await fn(**call)) for i, call in enumerate(calls)])
 
 
 def _calls(
@@ -61,9 +64,13 @@ def _calls(
         yield {"data_source": source, "solution_str": text, "ground_truth": truth, **extra, **options}
 
 
-def _score(i: int, answer: object) -> float:
+def _columns(scores: list[Score]) -> dict[str, list[float]]:
+    return {"scores": [score.value for score in scores], "acc": [own_verdict(score) for score in scores]}
+
+
+def _score(i: int, answer: object) -> Score:
     try:
-        return read_score(answer)[0]
+        return Score(*read_score(answer))
     except ValueError as err:
         raise BadOutput(f"was asked to score sample {i} of its group: {err}") from None
 
