@@ -143,6 +143,7 @@ critic:
 reward:
   functions: {a: [math, {name: format, weight: 0.1}], b: custom}
   timeout_s: 3
+  max_error_share: 0.9
   num_workers: 1
   overlong: {buffer_tokens: 50, factor: 0.5}
 custom_reward_function: {path: my_reward.py, name: score}

@@ -234,6 +234,7 @@ def _run_options(config: Config, program: Program) -> RunOptions:
         timeout_s=config.reward.timeout_s if _has_deadline(program) else peek(config).reward.timeout_s,
         canary_freq=_canary_freq(config, program),
         certify=trust.certify_rewards if "judge" in program.services else False,
+        max_error_share=(config if _is_judged(program) else peek(config)).reward.max_error_share,
         max_skipped=trust.max_skipped_updates,
         unmoved_after=trust.unmoved_after,
     )
@@ -241,6 +242,10 @@ def _run_options(config: Config, program: Program) -> RunOptions:
 
 def _has_deadline(program: Program) -> bool:
     return any(not node.contract.is_async for node in program.experience)
+
+
+def _is_judged(program: Program) -> bool:
+    return any(node.node_role is NodeRole.REWARD for node in program.experience)
 
 
 def _canary_freq(config: Config, program: Program) -> int:

@@ -17,6 +17,7 @@ from distflow.observe.jsonlines import JSON
 from distflow.rewards.correctness import accuracy
 from distflow.rewards.functions import custom_target
 from distflow.rewards.pool import MEMORY_BYTES, VerifierPool
+from distflow.rewards.tally import Tally
 from distflow.rewards.verdict import Error, Score, Timeout, Verdict
 
 DEFAULT_DOMAIN = "default"
@@ -73,6 +74,7 @@ class RewardRouter:
             raise UserError("reward.functions names no function; write e.g. reward.functions={default: [math]}")
         self._functions = {domain: tuple(parts) for domain, parts in functions.items()}
         self._overlong, self._max_response_length = overlong, max_response_length
+        self.tally = Tally()
         self._counts: Counter[str] = Counter()
         self.names = sorted({name for parts in self._functions.values() for name, _ in parts})
         targets = {name: _target(name, custom) for name in self.names}
@@ -116,8 +118,11 @@ class RewardRouter:
         if self._overlong.buffer_tokens > 0:
             parts[OVERLONG] = Score(self._length_penalty(sample))
             weights[OVERLONG] = 1.0
+        judgement = Judgement(_combine(parts, weights), parts, right)
         self._count(parts)
-        return Judgement(_combine(parts, weights), parts, right)
+        failed = not isinstance(judgement.verdict, Score)
+        self.tally.add(1, int(failed), f"{judgement.verdict} (domain '{sample.domain}')" if failed else "")
+        return judgement
 
     def take_counts(self) -> dict[str, float]:
         """Metrics since the last call: verdicts that failed, in all and by part."""

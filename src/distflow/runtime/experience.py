@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from distflow.algorithms.filters import TOO_FEW_VERDICTS
 from distflow.config.errors import UserError
 from distflow.flow.ticket import Ticket, Version
-from distflow.graph import BoundNode, Drop
+from distflow.graph import BoundNode, Drop, NodeRole
+from distflow.rewards.tally import Tally
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine
 from distflow.runtime.blame import NodeError
 from distflow.runtime.context import Contexts, NodeContext
@@ -87,6 +88,7 @@ class ExperiencePlane:
 
     make_group: the group of a training ticket, not answered yet. gate: in front of the rollout engine, None where the
     program generates nothing. timeout_s: what a plain function may take for each sample. ended: told of every group.
+    tally: of the verdicts on all groups, whatever became of them.
     """
 
     steps: Sequence[Step]
@@ -96,6 +98,7 @@ class ExperiencePlane:
     timeout_s: float
     ended: OnGroup
     plain_calls: PlainCalls = field(default_factory=PlainCalls)
+    tally: Tally = field(default_factory=Tally)
 
     @staticmethod
     def of(
@@ -110,17 +113,43 @@ class ExperiencePlane:
             return new_group(ticket, spec.rows[ticket.row], sampling, spec.options.seed)
 
         return ExperiencePlane(
-            compile_steps(nodes, parts), make_group, contexts.experience, gate, spec.options.timeout_s, ended
+            compile_steps(nodes, parts),
+            make_group,
+            contexts.experience,
+            gate,
+            spec.options.timeout_s,
+            ended,
+            tally=resources.judge.tally if resources.judge is not None else Tally(),
         )
 
     async def run(self, group: Group, steps: Sequence[Step], context: MakeContext) -> Drop | None:
         """The group through the steps; `Drop` where one of them dropped it. Raises NodeError."""
         for step in steps:
             ctx = context(group, step.node.node_id)
-            drop = await step.on_group(group, ctx, self.plain_calls, self.timeout_s)
+            try:
+                drop = await step.on_group(group, ctx, self.plain_calls, self.timeout_s)
+            except NodeError as err:
+                self._count(step, group, str(err))
+                raise
+            self._count(step, group, drop.detail if drop is not None and drop.reason == TOO_FEW_VERDICTS else None)
             if drop is not None:
                 return drop
         return None
+
+    def _count(self, step: Step, group: Group, failure: str | None) -> None:
+        """Count the verdicts of a reward that is a node. One that asks the verifiers has been counted by them, unless
+        it then failed itself. failure: why none came of the whole group."""
+        node = step.node
+        if node.node_role is not NodeRole.REWARD or ("judge" in node.contract.services and failure is None):
+            return
+        num_failed, first = len(group), failure
+        if failure is None:
+            batch = group.batch()
+            num_failed = int((~batch["valid"]).sum())
+            if "reward_errors" in batch:
+                first = next(filter(None, batch["reward_errors"]), None)
+        asked = 0 if "judge" in node.contract.services else len(group)
+        self.tally.add(asked, num_failed, f"{first or 'no verdict'} (node '{node.node_id}')")
 
     async def loop(self, edge: EdgePort) -> None:
         """consumes tickets · waits for credits · unblocked by released steps and dropped groups · produces groups
