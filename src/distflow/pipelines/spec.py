@@ -37,6 +37,7 @@ from distflow.pipelines.travel import check_importable, check_pickles
 from distflow.planning.plan import check_plan, plan_local
 from distflow.rewards.router import check_domains
 from distflow.rollout.engine import SamplingParams
+from distflow.runtime.blame import is_ours
 from distflow.runtime.checks.mismatch import Tolerance
 from distflow.runtime.disk import writing_to
 from distflow.runtime.spec import Factory, RunOptions, Spec, ValidationSet
@@ -241,7 +242,7 @@ def _run_options(config: Config, program: Program) -> RunOptions:
 
 
 def _has_deadline(program: Program) -> bool:
-    return any(not node.contract.is_async for node in program.experience)
+    return any(not (node.contract.is_async and is_ours(node)) for node in program.experience)
 
 
 def _is_judged(program: Program) -> bool:

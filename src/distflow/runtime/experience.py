@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from distflow.algorithms.filters import TOO_FEW_VERDICTS
 from distflow.config.errors import UserError
@@ -12,8 +13,9 @@ from distflow.flow.ticket import Ticket, Version
 from distflow.graph import BoundNode, Drop, NodeRole
 from distflow.rewards.tally import Tally
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine
+from distflow.runtime.async_calls import ours
 from distflow.runtime.blame import NodeError
-from distflow.runtime.context import Contexts, NodeContext
+from distflow.runtime.context import Contexts, NodeContext, judged
 from distflow.runtime.group import Group, new_group
 from distflow.runtime.plain_calls import PlainCalls
 from distflow.runtime.ports.edge import EdgePort, Failure
@@ -52,13 +54,14 @@ class SubmissionGate:
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """The engine's `generate`; its request is in the engine's queue before this yields for the first time."""
-        pending = asyncio.ensure_future(self._engine.generate(request))
-        try:
-            await asyncio.sleep(0)  # `pending` runs to its first await, behind which its request is queued
-            self._arrived(_group_task.get() or asyncio.current_task())
-            return await pending
-        finally:
-            pending.cancel()  # nothing to one that is done; else this group was cancelled, and so must its request be
+        with ours():
+            pending = asyncio.ensure_future(self._engine.generate(request))
+            try:
+                await asyncio.sleep(0)  # `pending` runs to its first await, behind which its request is queued
+                self._arrived(_group_task.get() or asyncio.current_task())
+                return await pending
+            finally:
+                pending.cancel()  # nothing to one that is done; else this group was cancelled, and its request with it
 
     async def all_in(self) -> None:
         """Wait until every group of the wave has arrived."""
@@ -107,6 +110,8 @@ class ExperiencePlane:
         """The plane of a worker that has these nodes."""
         gate = SubmissionGate(resources.rollout) if resources.rollout is not None else None
         parts = {**resources.by_name(), **({"rollout": gate} if gate else {})}
+        if resources.judge is not None:
+            parts["judge"] = partial(judged, resources.judge)
         sampling = replace(spec.sampling, stop_token_ids=resources.stop_token_ids)
 
         def make_group(ticket: Ticket) -> Group:

@@ -22,7 +22,9 @@ def adapted(fn: Callable[..., object], form: Form) -> Callable[..., object]:
     """A function that is called as its contract says: with columns, or with `batch` and `config`."""
     if form is Form.SAMPLE_REWARD:
         return partial(_score_each_async, fn) if is_async(fn) else partial(_score_each, fn)
-    return partial(_score_batch, fn) if form is Form.BATCH_REWARD else fn
+    if form is Form.BATCH_REWARD:
+        return partial(_score_batch_async, fn) if is_async(fn) else partial(_score_batch, fn)
+    return fn
 
 
 def _score_each(
@@ -80,8 +82,23 @@ def _score_batch(fn: Callable[..., object], batch: Batch, config: object, **opti
 
     Scores of the attention mask's shape are one score a sample, wherever in the row they were put.
     """
-    given = {**batch.to_mapping(), **{name: batch[name] for name in _DERIVED}}
-    output = fn(batch=dict(given), config=config, **options)
+    given = _given(batch)
+    return _written(fn(batch=dict(given), config=config, **options), batch, given)
+
+
+async def _score_batch_async(
+    fn: Callable[..., Awaitable[object]], batch: Batch, config: object, **options: object
+) -> NodeOutput:
+    given = _given(batch)
+    return _written(await fn(batch=dict(given), config=config, **options), batch, given)
+
+
+def _given(batch: Batch) -> dict[str, object]:
+    return {**batch.to_mapping(), **{name: batch[name] for name in _DERIVED}}
+
+
+def _written(output: object, batch: Batch, given: Mapping[str, object]) -> NodeOutput:
+    """The columns that the function made or replaced. given: what it was called with."""
     given_back = output if isinstance(output, NodeOutput) else NodeOutput(output)
     columns = given_back.batch
     if isinstance(columns, Batch):
