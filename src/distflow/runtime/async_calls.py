@@ -45,15 +45,24 @@ class _Clock:
             self._since = time.monotonic()
 
 
-class _Call:
-    """turn: without it nobody may draw. drawn: what its generators stand at."""
+class _Strand:
+    """A task of a call: each has random generators of its own, so that it is no matter which of two goes on first.
 
-    def __init__(self, turn: asyncio.Lock, drawn: generators.States) -> None:
-        self.turn, self.drawn, self.clock = turn, drawn, _Clock()
+    turn: without it nobody may draw. identity: of the call, and which child of which child it is. clock: of the call.
+    """
+
+    def __init__(self, turn: asyncio.Lock, identity: tuple[object, ...], clock: _Clock) -> None:
+        self.turn, self.clock = turn, clock
+        self.drawn = generators.seeded(*identity)
+        self._identity, self._num_children = identity, 0
+
+    def child(self) -> "_Strand":
+        self._num_children += 1
+        return _Strand(self.turn, (*self._identity, self._num_children), self.clock)
 
 
-_call: ContextVar[_Call | None] = ContextVar("call", default=None)
-"""The call that runs; tasks that it starts (`gather`, `wait_for`) inherit it."""
+_strand: ContextVar[_Strand | None] = ContextVar("strand", default=None)
+"""What runs now, where that is the user's; tasks that it starts (`gather`, `wait_for`) are its children."""
 
 
 async def run_async(
@@ -65,11 +74,11 @@ async def run_async(
     """
     loop = asyncio.get_running_loop()
     loop.set_task_factory(_task)
-    call, context = _Call(turn, generators.seeded(*identity)), copy_context()
-    context.run(_call.set, call)
+    clock, context = _Clock(), copy_context()
+    context.run(_strand.set, _Strand(turn, identity, clock))
     task = loop.create_task(_awaited(function), context=context)
     try:
-        while not task.done() and (left_s := deadline_s - call.clock.spent_s()) > 0:
+        while not task.done() and (left_s := deadline_s - clock.spent_s()) > 0:
             await asyncio.wait((task,), timeout=max(left_s, _LOOKS_EVERY_S))
         if not task.done():
             task.cancel()
@@ -88,16 +97,16 @@ async def run_async(
 @contextmanager
 def ours() -> Iterator[None]:
     """Around what a user's function awaits of us: meanwhile its clock stands still, and tasks are not its own."""
-    call = _call.get()
-    if call is None:
+    strand = _strand.get()
+    if strand is None:
         yield
         return
-    _call.set(None)
-    with call.clock.stopped():
+    _strand.set(None)
+    with strand.clock.stopped():
         try:
             yield
         finally:
-            _call.set(call)
+            _strand.set(strand)
 
 
 @dataclass(frozen=True)
@@ -121,40 +130,44 @@ def _heard(task: "asyncio.Task[Any]") -> None:
 
 
 def _task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
-    """How the loop makes tasks: those that belong to a user's call have its generators."""
-    context = options.get("context")
-    call = _call.get() if context is None else context.get(_call)
-    return asyncio.Task(work if call is None else _with_its_draws(work, call), loop=loop, **options)
+    """How the loop makes tasks: those of a user's call are strands of it."""
+    context = options.pop("context", None) or copy_context()
+    parent = context.get(_strand)
+    if parent is not None:
+        own = parent.child()
+        context.run(_strand.set, own)
+        work = _with_its_draws(work, own)
+    return asyncio.Task(work, loop=loop, context=context, **options)
 
 
-async def _with_its_draws(work: Work[T], call: _Call) -> T:
+async def _with_its_draws(work: Work[T], strand: _Strand) -> T:
     try:
-        return await _steps(work, call)
+        return await _steps(work, strand)
     except SystemExit as err:  # of a task that the user's function started
         raise RuntimeError(f"it asked to exit ({err})") from err
 
 
 @coroutine
-def _steps(work: Work[T], call: _Call) -> Generator[Any, Any, T]:
+def _steps(work: Work[T], strand: _Strand) -> Generator[Any, Any, T]:
     """Runs the work from await to await. Whenever it runs it has the turn, and its generators."""
     resume = partial(work.send, None)
     while True:
         try:
-            with call.clock.stopped():
-                yield from call.turn.acquire().__await__()
+            with strand.clock.stopped():
+                yield from strand.turn.acquire().__await__()
         except asyncio.CancelledError as err:  # is the work's, when it has its turn
             resume = partial(work.throw, err)
             continue
         try:
-            with generators.lent(call.drawn):
+            with generators.lent(strand.drawn):
                 try:
                     waits_for = resume()
                 finally:
-                    call.drawn = generators.states()
+                    strand.drawn = generators.states()
         except StopIteration as end:
             return end.value
         finally:
-            call.turn.release()
+            strand.turn.release()
         try:
             resume = partial(work.send, (yield waits_for))
         except BaseException as err:  # a cancellation, or the loop's end
