@@ -43,7 +43,10 @@ def to_number(value: object) -> float | None:
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, int | float):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf
     return NON_FINITE.get(value) if isinstance(value, str) else None
 
 
@@ -107,7 +110,7 @@ def read_records(path: Path) -> tuple[list[dict[str, JSON]], int]:
             continue
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
         if isinstance(record, dict):
             records.append(record)

@@ -12,7 +12,7 @@ from distflow.flow.ledger import Ledger
 from distflow.flow.snapshot import Snapshot
 from distflow.observe.report_summary import find_accuracy
 from distflow.observe.run_folder import claimed
-from distflow.observe.run_reader import read_metrics
+from distflow.observe.run_reader import read_damage, read_metrics
 from distflow.runtime.checkpoint import Checkpoint, CheckpointStore
 from distflow.runtime.disk import writing_to
 from distflow.runtime.ports import Ports
@@ -81,7 +81,7 @@ def _described(spec: Spec, resources: Resources) -> str:
 
 def _note_resume(recorder: Recorder, checkpoint: Checkpoint, differences: list[str]) -> None:
     recorder.note("info", f"resumed from {checkpoint.path.name}")
-    for warning in filter(None, [checkpoint.message, *differences]):
+    for warning in filter(None, [checkpoint.message, *differences, *read_damage(recorder.folder.path)]):
         recorder.note("warning", warning)
 
 
