@@ -146,6 +146,8 @@ def test_few_verdicts_that_fail_are_told_once_with_the_first_one_s_words(
     records = [record.values for record in read_metrics(ground.folder / "run") if record.kind == "train"]
     shares = [values["reward/error_share"] for values in records]
     assert 0 < sum(shares) / len(shares) < 0.5
+    counted = [values["reward/errors"] / values["reward/verdicts"] for values in records]
+    assert shares == pytest.approx(counted), "each verdict counts once, also those of groups that were dropped"
     told = [message for message in warned(ground) if "verdicts failed" in message]
     assert 1 <= len(told) < len([share for share in shares if share > 0.05])
     assert "custom: ValueError: \\x1b[2Jno luck (at reward.py:5) (domain 'default')" in told[0]

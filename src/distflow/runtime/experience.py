@@ -134,27 +134,27 @@ class ExperiencePlane:
             try:
                 drop = await step.on_group(group, ctx, self.plain_calls, self.timeout_s)
             except NodeError as err:
-                self._count(step, group, str(err))
+                if step.node.node_role is NodeRole.REWARD:
+                    self.tally.add(len(group), len(group), str(err))
                 raise
-            self._count(step, group, drop.detail if drop is not None and drop.reason == TOO_FEW_VERDICTS else None)
+            self._count(step, group, drop)
             if drop is not None:
                 return drop
         return None
 
-    def _count(self, step: Step, group: Group, failure: str | None) -> None:
-        """Count the verdicts of a reward that is a node. One that asks the verifiers has been counted by them, unless
-        it then failed itself. failure: why none came of the whole group."""
+    def _count(self, step: Step, group: Group, drop: Drop | None) -> None:
+        """Count the verdicts of a reward that is a node; the verifiers that one asks count theirs themselves."""
         node = step.node
-        if node.node_role is not NodeRole.REWARD or ("judge" in node.contract.services and failure is None):
+        if node.node_role is not NodeRole.REWARD or "judge" in node.contract.services:
             return
-        num_failed, first = len(group), failure
-        if failure is None:
-            batch = group.batch()
-            num_failed = int((~batch["valid"]).sum())
-            if "reward_errors" in batch:
-                first = next(filter(None, batch["reward_errors"]), None)
-        asked = 0 if "judge" in node.contract.services else len(group)
-        self.tally.add(asked, num_failed, f"{first or 'no verdict'} (node '{node.node_id}')")
+        batch = group.batch()
+        num_failed, errors = int((~batch["valid"]).sum()), []
+        if drop is not None and drop.reason == TOO_FEW_VERDICTS:
+            num_failed, errors = len(batch), [drop.detail]
+        elif "reward_errors" in batch:
+            errors = batch["reward_errors"]
+        first = next(filter(None, errors), "no verdict")
+        self.tally.add(len(batch), num_failed, f"{first} (node '{node.node_id}')")
 
     async def loop(self, edge: EdgePort) -> None:
         """consumes tickets · waits for credits · unblocked by released steps and dropped groups · produces groups
