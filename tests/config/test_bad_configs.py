@@ -521,9 +521,9 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     ),
     "a filter by no reward": (
         "dapo",
-        ["algorithm.filter_groups.metric=acc"],
+        ["algorithm.filter_groups.metric=accuracy"],
         "algorithm.filter_groups.metric",
-        ("score", "math"),
+        ("acc", "score", "math"),
     ),
     # rewards
     "no reward": ("grpo", ["reward.functions={}"], "reward.functions", ("no reward",)),

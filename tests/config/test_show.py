@@ -162,6 +162,7 @@ critic:
 reward:
   functions: {a: [math, {name: format, weight: 0.1}], b: custom}
   timeout_s: 3
+  max_error_share: 0.9
   num_workers: 1
   overlong: {buffer_tokens: 50, factor: 0.5}
 custom_reward_function: {path: my_reward.py, name: score}
@@ -239,7 +240,7 @@ def test_defaults_are_those_that_were_settled():
         "algorithm.norm_adv_by_std_in_grpo": True,
         "algorithm.kl_ctrl.type": "fixed",
         "algorithm.kl_ctrl.kl_coef": 0.001,
-        "algorithm.filter_groups.metric": "score",
+        "algorithm.filter_groups.metric": "acc",
         "algorithm.filter_groups.max_num_gen_batches": 10,
         "algorithm.filter_groups.when_exhausted": "error",
         "data.prompt_key": "prompt",

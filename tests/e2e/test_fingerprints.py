@@ -48,6 +48,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         f"{ACTOR}.ppo_mini_batch_size=2",
         f"{ACTOR}.entropy_coef=0.01",
         "reward.overlong.buffer_tokens=4",
+        f"{ALGORITHM}.filter_groups.metric=score",
     ),
     "sft": ("sft", "data.response_key=answer", f"{ACTOR}.ppo_mini_batch_size=2", *(f"~{key}" for key in RL_ONLY)),
 }

@@ -50,7 +50,7 @@ def answers(score: Callable[[Ticket, int], float | None]) -> Callable[..., objec
     async def answer(chosen: ValidationSet, ticket: Ticket, params: SamplingParams) -> Batch | Drop:
         found = [score(ticket, i) for i in range(ticket.group_size)]
         batch = group(ticket.number, (1,) * ticket.group_size, tuple(s is not None for s in found))
-        batch["token_level_scores"] = torch.tensor([[s or 0.0] for s in found])
+        batch["acc"] = torch.tensor([s or 0.0 for s in found])
         return batch
 
     return answer
@@ -165,7 +165,7 @@ def test_a_held_out_loss_is_a_mean_over_the_answers_tokens() -> None:
     assert held_out_loss([chosen], Scorer()) == {"sft/val_loss": (5 + 6 + 7 + 8) / 4}  # type: ignore[arg-type]
 
 
-def test_a_score_that_is_not_one_is_not_right() -> None:
+def test_a_verdict_that_is_not_one_is_not_right() -> None:
     chosen = ValidationSet("val", rows("a", "a", "a"), GREEDY)  # type: ignore[arg-type]
     metrics, _ = run(chosen, answers(lambda t, i: (0.999, 1.0 - 1e-9, 1.5)[t.number]))
     assert metrics["val_correct/all/mean"] == pytest.approx(2 / 3)

@@ -116,10 +116,14 @@ class RolloutCorrectionConfig:
 
 @dataclass(frozen=True)
 class FilterGroupsConfig:
-    """Dynamic sampling: groups whose samples all score the same are dropped and replaced."""
+    """Dynamic sampling: groups whose samples are all as right as each other are dropped and replaced."""
 
     enable: bool = key(False, "drop groups without a signal and refill the batch")
-    metric: str = key("score", "what must differ in a group: score, or the name of a reward function")
+    metric: str = key(
+        "acc",
+        "what must differ in a group: acc, the verifier's verdict; score (seq_reward), penalties too; or the name of a "
+        "reward function",
+    )
     max_num_gen_batches: int = key(10, "at most so many batches of prompts are tried for one step", minimum=1)
     when_exhausted: str = key(
         "error", "when those are used up: stop, or go on with the groups there are", choices=("error", "continue")

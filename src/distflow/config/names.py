@@ -224,6 +224,10 @@ REWARDS: dict[str, Reward] = {
     CUSTOM_REWARD: Reward("the function of custom_reward_function"),
 }
 
+WHOLE_SCORE = ("score", "seq_reward")
+"""What a filter of groups calls the whole score, penalties too; the second as in verl."""
+FILTER_METRICS = ("acc", *WHOLE_SCORE)
+
 PIPELINES: dict[str, BuiltinPipeline] = {
     "grpo": BuiltinPipeline("group-relative policy optimisation: no critic", "distflow.pipelines.grpo:grpo_pipeline"),
     "ppo": BuiltinPipeline("actor and critic with GAE", "distflow.pipelines.ppo:ppo_pipeline", has_critic=True),

@@ -35,6 +35,7 @@ RESUMABLE: frozenset[str] = frozenset(
         "trainer.resume_mode",
         "trainer.allocation",
         "reward.timeout_s",
+        "reward.max_error_share",
         *_PATHS,
     )
 )

@@ -47,7 +47,10 @@ def to_number(value: object) -> float | None:
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, int | float):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf
     return NON_FINITE.get(value) if isinstance(value, str) else None
 
 

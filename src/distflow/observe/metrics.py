@@ -60,6 +60,8 @@ METRICS = (
     Metric("reward/std", "mean", "standard deviation of the scores of this step"),
     Metric("reward/errors", "sum", "verdicts that were errors: out of every mean, never a score of 0", "samples"),
     Metric("reward/timeouts", "sum", "verdicts that ran into their time limit", "samples"),
+    Metric("reward/verdicts", "sum", "verdicts that were asked for, on groups that were dropped too", "samples"),
+    Metric("reward/error_share", "mean", "share of them that failed, as errors or out of time", "share"),
     Metric("reward/*/mean", "mean", "mean of one part of the reward, or of one domain"),
     Metric("rollout/avg_response_length", "mean", "mean length of a response", "tokens"),
     Metric("rollout/avg_prompt_length", "mean", "mean length of a prompt", "tokens"),

@@ -31,7 +31,7 @@ from distflow.observe.report_summary import (
     status,
     time_sentence,
 )
-from distflow.observe.run_reader import Event, read_events, read_json, read_metrics, read_timeline
+from distflow.observe.run_reader import Event, read_damage, read_events, read_json, read_metrics, read_timeline
 from distflow.observe.text import visible
 
 MAX_BYTES = 2_000_000
@@ -94,7 +94,7 @@ def report_data(run_dir: Path) -> ReportData:
         "run": _facts(run),
         "status": status(events),
         "written": time.strftime("%Y-%m-%d %H:%M"),
-        "sentences": _sentences(accuracy, groups, steps, events),
+        "sentences": [*_sentences(accuracy, groups, steps, events), *_damage(run_dir)],
         "tiles": _tiles(accuracy, steps),
         "problems": groups,
         "log": [_log_line(event) for event in events if event.kind not in ("warning", "error", "finding")][-_MAX_LOG:],
@@ -117,6 +117,10 @@ def _sentences(
         return [{"tone": "unknown", "text": "No step has been recorded yet."}]
     sentences = [learned(accuracy, steps), problems(groups, steps), proven(events), ("unknown", time_sentence(steps))]
     return [{"tone": tone, "text": text} for tone, text in sentences if text]
+
+
+def _damage(run_dir: Path) -> list[dict[str, str]]:
+    return [{"tone": "flat", "text": f"{sentence}."} for sentence in read_damage(run_dir)]
 
 
 def _tiles(accuracy: Accuracy | None, steps: Steps) -> list[dict[str, str]]:

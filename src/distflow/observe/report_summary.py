@@ -140,6 +140,9 @@ def problems(groups: Sequence[EventGroup], steps: Steps) -> tuple[Tone, str]:
         number = round(sum(v for values in steps.values() if math.isfinite(v := values.get(name, 0.0))))
         if number:
             counts.append(f"{number:,} {one if number == 1 else many}")
+    failed = _error_share(steps)
+    if failed > 0.05:
+        counts.append(f"{failed:.0%} of all verdicts failed")
     bad = sorted({name for values in steps.values() for name, value in values.items() if not math.isfinite(value)})
     if bad:
         counts.append(f"values that are not finite in {', '.join(bad[:3])}{' and others' if len(bad) > 3 else ''}")
@@ -167,6 +170,15 @@ def proven(events: Sequence[Event]) -> tuple[Tone, str]:
 
 def _names(lists: Iterable[JSON]) -> list[str]:
     return list(dict.fromkeys(str(name) for names in lists if isinstance(names, list) for name in names))
+
+
+def _error_share(steps: Steps) -> float:
+    """Over all steps."""
+    asked = sum(values.get("reward/verdicts", 0.0) for values in steps.values())
+    failed = sum(
+        values.get("reward/verdicts", 0.0) * values.get("reward/error_share", 0.0) for values in steps.values()
+    )
+    return failed / asked if asked else 0.0
 
 
 def time_sentence(steps: Steps) -> str:

@@ -23,6 +23,7 @@ SAMPLE_KEYS = (
     "response",
     "ground_truth",
     "score",
+    "acc",
     "reward_parts",
     "errors",
     "advantage",

@@ -37,6 +37,7 @@ from distflow.pipelines.travel import check_importable, check_pickles
 from distflow.planning.plan import check_plan, plan_local
 from distflow.rewards.router import check_domains
 from distflow.rollout.engine import SamplingParams
+from distflow.runtime.blame import is_ours
 from distflow.runtime.checks.mismatch import Tolerance
 from distflow.runtime.disk import writing_to
 from distflow.runtime.spec import Factory, RunOptions, Spec, ValidationSet
@@ -239,13 +240,18 @@ def _run_options(config: Config, program: Program) -> RunOptions:
         audit_freq=trust.audit_freq,
         on_mismatch=trust.on_mismatch if "rollout" in program.engines else "warn",
         certify=trust.certify_rewards if "judge" in program.services else False,
+        max_error_share=(config if _is_judged(program) else peek(config)).reward.max_error_share,
         max_skipped=trust.max_skipped_updates,
         unmoved_after=trust.unmoved_after,
     )
 
 
 def _has_deadline(program: Program) -> bool:
-    return any(not node.contract.is_async for node in program.experience)
+    return any(not (node.contract.is_async and is_ours(node)) for node in program.experience)
+
+
+def _is_judged(program: Program) -> bool:
+    return any(node.node_role is NodeRole.REWARD for node in program.experience)
 
 
 def _canary_freq(config: Config, program: Program) -> int:

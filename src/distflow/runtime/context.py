@@ -12,6 +12,7 @@ from distflow.data.batch import Batch
 from distflow.data.sample import Sample
 from distflow.flow.minibatch import minibatches
 from distflow.rewards.router import Judgement, RewardRouter
+from distflow.runtime.async_calls import ours
 from distflow.runtime.group import Group
 from distflow.runtime.resources import Resources
 from distflow.training.engine import LossFn, TrainEngine
@@ -24,6 +25,12 @@ Watched = Callable[[TrainEngine, Batch, LossFn], LossFn]
 
 NodeState = dict[str, dict[str, Any]]
 """JSON values of each node by its id: they live across steps and are in every checkpoint."""
+
+
+async def judged(router: RewardRouter, samples: Sequence[Sample]) -> list[Judgement]:
+    """What the parameter `judge` of a node is called for. The verifiers have deadlines of their own."""
+    with ours():
+        return await router(samples)
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,7 @@ class NodeContext:
                 "ctx.judge has no verifiers to ask: they run beside the experience plane of programs in which a node "
                 "has a parameter `judge`. Add it to your function, and call `await judge(samples)`"
             )
-        return await self.router(self.group.samples if isinstance(samples, Batch) else samples)
+        return await judged(self.router, self.group.samples if isinstance(samples, Batch) else samples)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from distflow.flow.ticket import Version
 from distflow.runtime.audit.witness import Witness
 from distflow.runtime.checks.canary import make_canary
 from distflow.runtime.context import Contexts
+from distflow.runtime.error_share import warn_of_errors
 from distflow.runtime.experience import ExperiencePlane
 from distflow.runtime.ports.local_weights import LocalWeights
 from distflow.runtime.publish import Publisher, receiver
@@ -42,6 +43,7 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> dict[str, float]:
         publisher = Publisher(resources.actor, weights, dtype, sends=sends, canary=canary, session=session)
         publisher.publish(Version(0, 0), at_start=True)
         metrics, _ = session.call(validator.run(0))
+        warn_of_errors(plane.tally.take(), say)
     return metrics
 
 

@@ -104,6 +104,8 @@ def _with_scores(columns: Batch, written: Mapping[str, Written]) -> Batch:
         batch[name] = value
     if "token_level_scores" in batch.names and "scores" not in batch:
         batch["scores"] = sample_scores(batch["token_level_scores"], batch["response_mask"])
+    if "scores" in batch and "acc" not in batch:
+        batch["acc"] = batch["scores"]
     for name in ("token_level_scores", "token_level_rewards"):
         if name in batch:
             batch[name] = batch.flat(name)  # kept, so that it is derived once

@@ -52,7 +52,8 @@ class RunOptions:
     in such sends. audit_freq: in steps. on_mismatch: "correct", "stop" or "warn". keep_last: checkpoints, None for
     all. keep_best: the metric of which the best one is kept besides.
     save_groups_last: steps whose groups are kept where `save_groups` is "last_k". timeout_s: of a plain node function
-    of the experience plane, for each sample. certify: verifiers are tried on known answers first. max_skipped: updates
+    of the experience plane, for each sample. certify: verifiers are tried on known answers first. max_error_share: of a
+    step's verdicts, above which the run ends. max_skipped: updates
     that are not finite in a row before the run ends. unmoved_after: updates after which a weight must have moved.
     """
 
@@ -77,6 +78,7 @@ class RunOptions:
     audit_freq: int
     on_mismatch: str
     certify: bool
+    max_error_share: float
     max_skipped: int
     unmoved_after: int
 

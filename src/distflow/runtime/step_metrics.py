@@ -115,6 +115,7 @@ def memory_metrics() -> dict[str, float]:
 def sample_rows(batch: Batch) -> list[dict[str, object]]:
     """One row a sample, for people: texts, verdicts, and the advantage (its mean over the policy's tokens)."""
     score = scores(batch).tolist() if "token_level_scores" in batch else [None] * len(batch)
+    accuracy = batch["acc"].tolist() if "acc" in batch else [None] * len(batch)
     advantage = _mean_over_policy_tokens(batch, "advantages") if "advantages" in batch else [None] * len(batch)
     versions = batch.flat("versions").split(batch.lengths("response").tolist())
     return [
@@ -124,6 +125,7 @@ def sample_rows(batch: Batch) -> list[dict[str, object]]:
             "response": batch["responses"][i],
             "ground_truth": batch["ground_truth"][i],
             "score": score[i],
+            "acc": accuracy[i],
             "reward_parts": batch["reward_parts"][i] if "reward_parts" in batch else {},
             "extra": batch["reward_extra"][i] if "reward_extra" in batch else {},
             "errors": batch["reward_errors"][i] if "reward_errors" in batch else None,

@@ -10,6 +10,7 @@ from types import TracebackType
 
 from distflow.config.errors import UserError
 from distflow.data.batch import Batch
+from distflow.flow.edge import Exhausted
 from distflow.flow.ticket import Version
 from distflow.graph import NodeStatus
 from distflow.observe.metrics import Measured
@@ -18,9 +19,10 @@ from distflow.runtime.checkpoint import CheckpointStore
 from distflow.runtime.checks.canary import make_canary
 from distflow.runtime.checks.live import LiveChecks
 from distflow.runtime.context import Contexts, NodeState
+from distflow.runtime.error_share import ErrorShare, warn_of_errors
 from distflow.runtime.experience import ExperiencePlane
 from distflow.runtime.ports import Ports
-from distflow.runtime.ports.edge import Released
+from distflow.runtime.ports.edge import Released, Share
 from distflow.runtime.publish import Publisher, receiver
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources
@@ -55,6 +57,7 @@ class Worker:
         self._rank = ports.collective.rank  # among those that learn
         self._recorder, self._store, self._stop, self._state = recorder, store, stop, state
         self._version, self._served = version, version.step
+        self._errors = ErrorShare(spec.options.max_error_share, partial(recorder.note, "warning"))
         self._checks = LiveChecks.of(spec, resources, recorder.note)
         self._session = Session.of(spec, resources)
         self._contexts = Contexts(spec.config, resources, state, self._before_update, self._after_update)
@@ -107,8 +110,8 @@ class Worker:
         """
         step, edge = self._version.step, self._ports.edge
         while not self._stop.wanted:
-            with self._recorder.phases("rollout"):
-                share = edge.take(step, self._rank)
+            share = self._take(step)
+            judged = self._errors.step(self._experience.tally.take(), step + 1)
             if share is None:
                 self._end(step)
                 return step
@@ -126,6 +129,7 @@ class Worker:
                 **over_ranks(measured, self._ports.collective),
                 **times,
                 **self._take_reward_counts(),
+                **judged,
             }
             metrics |= self._checks.learned(batch, metrics, step)
             with self._recorder.phases("audit"):
@@ -138,6 +142,15 @@ class Worker:
             self._after_step(released, batch, metrics)
             self._released, step = released, released.version.step
         return step
+
+    def _take(self, step: int) -> Share | None:
+        """This rank's share of the step, or None where there is none."""
+        try:
+            with self._recorder.phases("rollout"):
+                return self._ports.edge.take(step, self._rank)
+        except Exhausted:
+            self._errors.step(self._experience.tally.take(), step + 1)  # which may be why
+            raise
 
     @contextmanager
     def _running(self, compiled: Step, times: dict[str, float]) -> Iterator[None]:
@@ -219,6 +232,7 @@ class Worker:
             else:
                 metrics, rows = self._session.call(self._validator.run(step))
                 self._take_reward_counts()  # not of the next step: `val/errors` has them
+                warn_of_errors(self._experience.tally.take(), partial(self._recorder.note, "warning"))
         if self._spec.options.keep_best is not None:
             _score(self._spec.options.keep_best, metrics)
         self._recorder.validation(step, metrics, rows)

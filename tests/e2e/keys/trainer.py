@@ -197,6 +197,13 @@ REWARDS = (
         slow=True,
     ),
     Case(
+        "reward.max_error_share",
+        "reward.max_error_share=0",
+        "the run stops at the first verdict that fails",
+        refused("reward.max_error_share=0"),
+        given=(ONE, "custom_reward_function.name=sometimes"),
+    ),
+    Case(
         "reward.num_workers",
         "reward.num_workers=2",
         "processes that judge",

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from distflow.config.algorithm import RolloutCorrectionConfig, spread
 from distflow.config.critic import CriticConfig
-from distflow.config.names import POLICY_LOSSES
+from distflow.config.names import FILTER_METRICS, POLICY_LOSSES
 from distflow.config.program import is_rl
 from distflow.config.rules.finding import ACTOR, ROLLOUT, Finding
 from distflow.config.schema import Config
@@ -158,11 +158,11 @@ def dynamic_sampling(config: Config) -> Iterator[Finding]:
             f"set {ROLLOUT}.n=8, or algorithm.filter_groups.enable=false",
         )
     names = {part.name for parts in config.reward.functions.values() for part in parts}
-    if filters.metric != "score" and filters.metric not in names:
+    if filters.metric not in {*FILTER_METRICS, *names}:
         yield Finding(
             ("algorithm.filter_groups.metric", "reward.functions"),
             f"no reward function is called '{filters.metric}'",
-            f"set it to score, or to one of {', '.join(sorted(names))}",
+            f"set it to {' or '.join(FILTER_METRICS)}, or to one of {', '.join(sorted(names))}",
         )
 
 
