@@ -119,8 +119,7 @@ def weigh_once_apart(
     *,
     limit: float,
 ) -> NodeOutput | None:
-    """Nothing until the mean |Δ log-prob| of a step is above `limit`; from then on weights of tokens, truncated at "
-    "2."""
+    """Nothing until the mean |Δ log-prob| of a step is above `limit`; then weights of tokens, truncated at 2."""
     if not ctx.state.get("on"):
         apart = mismatch_statistics(old_log_probs, rollout_log_probs, response_mask, reduce)["mean_abs"]
         ctx.state["on"] = apart > limit

@@ -32,11 +32,10 @@ Sample = Mapping[str, Any]
 class Parts:
     """What the run has to ask.
 
-    learning: the nodes of that plane on this worker. data: which row a ticket names. judge: a verifier by its name
-    and arguments, one at a time. hashes: of the tensors
-    that the rollout engine computes with, None where it is not here. weight_dtype: of those. exact: models compute in
-    float32. estimate: the function
-    that writes the advantages, and what it is called with for a batch; None where there is none.
+    learning: the nodes of that plane on this worker. data: which row a ticket names. judge: a verifier by its name and
+    arguments, one at a time. hashes: of the tensors that the rollout engine computes with, None where it is not here.
+    weight_dtype: of those. exact: models compute in float32. estimate: the function that writes the advantages, and
+    what it is called with for a batch; None where there is none.
     """
 
     config: Config
@@ -62,11 +61,9 @@ class Evidence:
     """A step, as it was before its first update, and its updates.
 
     records: by ticket, of groups that this worker made. batch: columns as the nodes wrote them; a copy. fresh: the
-    policy was not trained before this step. updates: in their order.
-    num_updates: optimizer steps by role before this step. metrics: of the step. budget_s: what asking verifiers may
-    take. state: JSON values that live across
-    audits and are in every checkpoint. say: tells the user, once a message. plain: of the samples that the policy was
-    run on again.
+    policy was not trained before this step. updates: in their order. num_updates: optimizer steps by role before this
+    step. metrics: of the step. budget_s: what asking verifiers may take. state: JSON values that live across audits and
+    are in every checkpoint. say: tells the user, once a message. plain: of samples that the policy was run on again.
     """
 
     parts: Parts

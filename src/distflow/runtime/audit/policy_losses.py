@@ -1,5 +1,4 @@
-"""The built-in policy losses' formulas once more, in float64, on the tokens that count. Autograd is all that they "
-"use."""
+"""The built-in policy losses' formulas once more, in float64, on the tokens that count; autograd derives them."""
 
 import math
 from collections.abc import Callable, Mapping
