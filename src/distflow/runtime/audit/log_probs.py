@@ -6,11 +6,12 @@ from torch import Tensor, nn
 from distflow.config.program import is_rl
 from distflow.runtime.audit.check import Check, Wrong
 from distflow.runtime.audit.evidence import Evidence, Sample, doubles
-from distflow.runtime.audit.plain_model import Ids, fits, log_probs_of, logits_of, plain_scores, plainly
+from distflow.runtime.audit.plain_model import Ids, fits, log_probs_of, logits_of, plain_scores, plainly, vocabulary_of
 from distflow.runtime.audit.watch import OpenEngine
 
 MOST, LEAST = 16, 4
 SHARE = 0.04
+MOST_ENTRIES = 2**26  # of softmaxes in float64: about a second on one core
 EXACT, ROUNDED = (1e-4, 3e-3), (0.05, 2.0)
 
 
@@ -62,11 +63,12 @@ def proved_samples(evidence: Evidence) -> list[Sample]:
     model = getattr(evidence.parts.actor, "model", None)
     total = sum(len(sample["response_ids"]) + len(sample["prompt_ids"]) for sample in evidence.samples)
     chosen: list[Sample] = []
-    taken = 0
+    taken = entries = 0
     for sample in evidence.proved(MOST):
         length = len(sample["response_ids"]) + len(sample["prompt_ids"])
         taken += length
-        if len(chosen) >= LEAST and taken > SHARE * total:
+        entries += len(sample["response_ids"]) * (vocabulary_of(model) if isinstance(model, nn.Module) else 0)
+        if (len(chosen) >= LEAST and taken > SHARE * total) or (chosen and entries > MOST_ENTRIES):
             break
         if isinstance(model, nn.Module) and len(sample["response_ids"]) and fits(model, length):
             chosen.append(sample)

@@ -15,6 +15,9 @@ from distflow.rollout.engine import SamplingParams
 MAX_LOGITS = 2**28
 """Entries of logits that are held at a time: 1 GiB in float32. A longer sequence is not run."""
 
+MAX_DOUBLES = 2**24
+"""Entries of a distribution that are held at a time in float64: 128 MiB."""
+
 
 @dataclass(frozen=True)
 class PlainScores:
@@ -61,7 +64,7 @@ def logits_of(model: nn.Module, sequences: Sequence[Ids]) -> Iterator[Tensor]:
     """For each sequence, float32 logits `(response tokens, vocabulary)` that predict its response; a critic's are
     `(response tokens, 1)`. Sequences are padded on the right, as many together as their logits may be held."""
     longest = max(len(prompt) + len(response) for prompt, response in sequences)
-    together = max(1, MAX_LOGITS // (longest * _vocabulary(model)))
+    together = max(1, MAX_LOGITS // (longest * vocabulary_of(model)))
     for start in range(0, len(sequences), together):
         part = sequences[start : start + together]
         lengths = torch.tensor([len(prompt) + len(response) for prompt, response in part])
@@ -76,21 +79,19 @@ def logits_of(model: nn.Module, sequences: Sequence[Ids]) -> Iterator[Tensor]:
 
 def fits(model: nn.Module, num_tokens: int) -> bool:
     """Whether the logits of a sequence of that length may be held."""
-    return num_tokens * _vocabulary(model) <= MAX_LOGITS
+    return num_tokens * vocabulary_of(model) <= MAX_LOGITS
 
 
-def _vocabulary(model: nn.Module) -> int:
+def vocabulary_of(model: nn.Module) -> int:
     return int(unwrapped(model).config.get_text_config().vocab_size)
 
 
 def plain_scores(logits: Tensor, token_ids: Sequence[int], params: SamplingParams) -> PlainScores:
     """logits: of the tokens, `(tokens, vocabulary)`."""
-    parts = [
-        _scores_of(row.cpu().double() / params.temperature, token, params)
-        for row, token in zip(logits, token_ids, strict=True)
-    ]
-    columns = torch.stack(parts) if parts else torch.zeros(0, 4, dtype=torch.float64)
-    return PlainScores(*columns.unbind(-1))
+    rows = max(1, MAX_DOUBLES // logits.shape[-1])
+    ids = torch.tensor(list(token_ids), dtype=torch.int64)
+    parts = [_scores_of(some, own, params) for some, own in zip(logits.split(rows), ids.split(rows), strict=True)]
+    return PlainScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def log_probs_of(logits: Tensor, token_ids: Sequence[int], temperature: float) -> Tensor:
@@ -99,21 +100,25 @@ def log_probs_of(logits: Tensor, token_ids: Sequence[int], temperature: float) -
     return scores.gather(-1, torch.tensor(list(token_ids), dtype=torch.int64)[:, None])[:, 0]
 
 
-def _scores_of(scores: Tensor, token: int, params: SamplingParams) -> Tensor:
-    policy = scores.log_softmax(-1)
+def _scores_of(logits: Tensor, token_ids: Tensor, params: SamplingParams) -> tuple[Tensor, ...]:
+    policy = (logits.cpu().double() / params.temperature).log_softmax(-1)
+    entropy = -(policy.exp() * policy).nan_to_num().sum(-1)
     law = _truncated(policy.exp(), params)
-    entropy = -(policy.exp() * policy).nan_to_num().sum()
-    return torch.stack([policy[token], entropy, law[:token].sum() / law.sum(), law[token] / law.sum()])
+    law = law / law.sum(-1, keepdim=True)
+    own = token_ids[:, None]
+    before = torch.where(torch.arange(law.shape[-1]) < own, law, torch.zeros_like(law)).sum(-1)
+    return policy.gather(-1, own)[:, 0], entropy, before, law.gather(-1, own)[:, 0]
 
 
 def _truncated(masses: Tensor, params: SamplingParams) -> Tensor:
-    """Top-k, then top-p of what is left, then min-p."""
-    if 0 < params.top_k < len(masses):
-        masses = torch.where(masses < masses.sort(descending=True).values[params.top_k - 1], 0.0, masses)
+    """Top-k, then top-p of what is left, then min-p; masses `(tokens, vocabulary)`."""
+    if 0 < params.top_k < masses.shape[-1]:
+        masses = torch.where(masses < masses.topk(params.top_k).values[:, -1:], 0.0, masses)
     if params.top_p < 1.0:
-        likeliest = (masses / masses.sum()).sort(descending=True).values
-        inside = int((likeliest.cumsum(0) - likeliest < params.top_p).sum())
-        masses = torch.where(masses / masses.sum() < likeliest[inside - 1], 0.0, masses)
+        shares = masses / masses.sum(-1, keepdim=True)
+        likeliest = shares.sort(descending=True).values
+        inside = (likeliest.cumsum(-1) - likeliest < params.top_p).sum(-1, keepdim=True)
+        masses = torch.where(shares < likeliest.gather(-1, inside - 1), 0.0, masses)
     if params.min_p > 0.0:
-        masses = torch.where(masses < params.min_p * masses.max(), 0.0, masses)
+        masses = torch.where(masses < params.min_p * masses.amax(-1, keepdim=True), 0.0, masses)
     return masses
