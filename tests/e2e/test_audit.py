@@ -103,7 +103,7 @@ def scaled_term(field: str, factor: float) -> Callable[[Patch], None]:
 
 
 def per_micro_batch(original: Any) -> Any:
-    return lambda mask, mode, counts, scale=None: original(mask, mode, objectives.loss_counts(mask), scale)
+    return lambda mask, mode, counts, *more, **named: original(mask, mode, objectives.loss_counts(mask), *more, **named)
 
 
 def policy_term(rule: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Patch], None]:
@@ -348,7 +348,7 @@ FAULTS = {
     "a loss mask off by one": Fault(before_update(column("loss_mask", off_by_one)), "masks"),
     "the end token out of the loss": Fault(before_update(column("loss_mask", without_end)), "masks"),
     "the end token out of the loss, inside it": Fault(
-        attribute(objectives, "token_weights", lambda f: lambda m, *a: f(without_end(m), *a)), "loss"
+        attribute(objectives, "token_weights", lambda f: lambda m, *a, **k: f(without_end(m), *a, **k)), "loss"
     ),
     "a mean per micro-batch": Fault(attribute(objectives, "token_weights", per_micro_batch), "loss", SMALL_MICROS),
     "a sign turned for one sample": Fault(policy_term(first_turned), "loss"),

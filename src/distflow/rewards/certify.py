@@ -13,7 +13,10 @@ from distflow.rewards.router import RewardRouter
 from distflow.rewards.verdict import Error, Score, Timeout, Verdict
 
 HANG_DEADLINE_S = 0.5
-_PROBES = {name: f"distflow.rewards.probes:{name}" for name in ("hang", "fail")}
+_FAILURES = ("fail", "fail_by_key", "not_a_number", "nothing", "a_text", "leave")
+"""Probes that must give an error."""
+
+_PROBES = {name: f"distflow.rewards.probes:{name}" for name in (*_FAILURES, "hang")}
 
 
 async def certify(router: RewardRouter) -> None:
@@ -43,16 +46,17 @@ def known_cases(name: str) -> tuple[Case, ...]:
 
 
 async def certify_faults() -> None:
-    """Raises RuntimeError unless a function that raises gives an error, and one that hangs in C code is killed at its
-    deadline: neither may ever be a score."""
+    """Raises RuntimeError unless a function that raises, gives no finite number or ends its process gives an error, and
+    one that hangs in C code is killed at its deadline: none of it may ever be a score."""
     pool = await asyncio.to_thread(VerifierPool, _PROBES, num_workers=1, timeout_s=HANG_DEADLINE_S)
     try:
-        failed = await pool.judge("fail", _arguments("", None, {}))
+        failed = {name: await pool.judge(name, _arguments("", None, {})) for name in _FAILURES}
         hung = await pool.judge("hang", _arguments("", None, {}))
     finally:
         await asyncio.to_thread(pool.close)
-    if not isinstance(failed, Error):
-        raise RuntimeError(f"a verifier that raises must give no verdict, but it gave {failed}")
+    for name, verdict in failed.items():
+        if not isinstance(verdict, Error):
+            raise RuntimeError(f"a verifier that fails ({_PROBES[name]}) must give no verdict, but it gave {verdict}")
     if not isinstance(hung, Timeout):
         raise RuntimeError(f"a verifier that hangs was not killed after {HANG_DEADLINE_S} s on this machine: {hung}")
 

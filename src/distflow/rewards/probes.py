@@ -1,5 +1,7 @@
-"""What a verifier pool is certified with: a function that raises, and one that hangs where no signal handler runs."""
+"""What a verifier pool is certified with: functions that give no verdict, each in a way of its own."""
 
+import math
+import os
 import re
 
 
@@ -9,5 +11,25 @@ def hang(solution_str: str, extra_info: object = None) -> float:
 
 
 def fail(solution_str: str, extra_info: object = None) -> float:
-    """Raises."""
     raise ValueError("as it should")
+
+
+def fail_by_key(solution_str: str, extra_info: object = None) -> float:
+    raise KeyError("as it should")
+
+
+def not_a_number(solution_str: str, extra_info: object = None) -> float:
+    return math.nan
+
+
+def nothing(solution_str: str, extra_info: object = None) -> None:
+    return None
+
+
+def a_text(solution_str: str, extra_info: object = None) -> str:
+    return "1.0"
+
+
+def leave(solution_str: str, extra_info: object = None) -> float:
+    """Ends the process, as a crash does."""
+    os._exit(0)

@@ -88,9 +88,9 @@ def test_supervised_steps_are_proven(playground: Playground) -> None:
     assert run.notes("warning") == []
 
 
-def test_audits_at_start_and_resume_and_in_odd_and_even_steps(playground: Playground) -> None:
+def test_audits_at_start_and_once_in_so_many_steps(playground: Playground) -> None:
     run = playground.run("grpo", "trust.audit_freq=4", "trainer.total_training_steps=14", "trainer.save_freq=13")
-    assert [event.message.split(" was")[0] for event in audits(run)] == ["step 1", "step 2", "step 6"]
+    assert [event.message.split(" was")[0] for event in audits(run)] == ["step 1", "step 2", "step 7"]
     playground.run("grpo", "trust.audit_freq=4", "trainer.total_training_steps=14", "trainer.save_freq=13")
     assert len(audits(run)) == 3, "a finished run takes no step"
 
@@ -107,7 +107,7 @@ def test_a_verifier_that_contradicts_itself_is_told_once(playground: Playground,
     playground.write_reward(f"{head}\ndef compute_score(data_source, solution_str, ground_truth): return {value}\n")
     run = playground.run("grpo", *ALWAYS, "trust.certify_rewards=false")
     (warning,) = run.notes("warning")
-    assert "verifier 'custom' is not deterministic: asked 6 times for sample" in warning
+    assert "verifier 'custom' is not deterministic: of sample" in warning
     assert dict(audits(run)[-1].fields["unproven"]).keys() == {"verdicts"}
 
 

@@ -21,6 +21,8 @@ def prove(evidence: Evidence) -> str | None:
         return f"'{name}' looks at the samples of all ranks"
     if sum(len(sample["response_ids"]) for sample in evidence.samples) > MOST_TOKENS:
         return f"the step has more than {MOST_TOKENS:,} tokens"
+    if evidence.partial and (name in GLOBAL or evidence.config.algorithm.scale_rewards == "batch"):
+        return f"'{name}' looks at the whole step"
     if any(update.metrics.get("skipped") for update in evidence.updates):
         return "an update of the step was skipped: something in it is not finite"
     settings = evidence.config.algorithm

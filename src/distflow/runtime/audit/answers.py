@@ -1,5 +1,7 @@
 """Claim: a sample is what the engine answered to the row's prompt, and its text is what the tokens say."""
 
+import torch
+
 from distflow.data.prompts import PromptRow
 from distflow.runtime.audit.check import Check, Wrong
 from distflow.runtime.audit.evidence import Evidence, Sample, index_of
@@ -20,15 +22,24 @@ def prove(evidence: Evidence) -> str | None:
             raise Wrong(f"ticket {ticket.number} went with row {ticket.row} of the data, and names row {own}")
         row = evidence.parts.rows[own]
         _same(sample, "prompt_ids", sample["prompt_ids"].tolist(), list(row.prompt_ids), "the row of its ticket")
+        _same(sample, "domain", sample["domain"], row.domain, "the row of its ticket")
         _tokenised(evidence, sample, row)
         found = evidence.generation(sample)
         if found is not None:
             made = found[1]
             _same(sample, "response_ids", sample["response_ids"].tolist(), list(made.token_ids), "the engine's answer")
+            recorded = torch.tensor(made.rollout_log_probs, dtype=torch.float32)
+            if not torch.equal(sample["rollout_log_probs"], recorded):
+                raise Wrong(f"rollout_log_probs of sample {sample['uid']} are not those that the engine gave")
+            if evidence.is_written("prox_log_probs") and not torch.equal(sample["old_log_probs"], recorded):
+                raise Wrong(f"old_log_probs of sample {sample['uid']} must be the engine's beside prox_log_probs")
             _same(sample, "versions", sample["versions"].tolist(), list(made.versions), "the engine's answer")
             _ended(evidence, sample)
         elif row.response_ids is not None:
             _same(sample, "response_ids", sample["response_ids"].tolist(), list(row.response_ids), "the data's answer")
+            full = len(row.response_ids) >= evidence.config.data.max_response_length
+            if not full and row.response_ids[-1] not in evidence.parts.sampling.stop_token_ids:
+                raise Wrong(f"the answer of sample {sample['uid']} does not end with a token that ends an answer")
         else:
             raise Wrong(
                 f"the engine was never asked for sample {sample['uid']} (number {index_of(sample)} of its group)"
@@ -69,6 +80,8 @@ def _ended(evidence: Evidence, sample: Sample) -> None:
             f"({sample['finish_reason']}), but its {len(ids)} tokens {'end' if stopped else 'do not end'} with a stop "
             "token or text"
         )
+    if sampling.max_tokens != evidence.config.data.max_response_length:
+        raise Wrong(f"answers may have {sampling.max_tokens} tokens, but data.max_response_length is another")
     if not stopped and len(ids) != sampling.max_tokens:
         raise Wrong(f"sample {sample['uid']} ended after {len(ids)} of {sampling.max_tokens} tokens without a stop")
 

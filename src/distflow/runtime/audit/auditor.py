@@ -1,6 +1,8 @@
 """Says when a step is proven again, gathers its evidence, and tells what was proven."""
 
 import copy
+import hashlib
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,10 +16,10 @@ from distflow.data.batch import Batch
 from distflow.flow.ticket import Version
 from distflow.graph import Program
 from distflow.rewards.verdict import Verdict
-from distflow.runtime.audit.check import Check, Wrong
-from distflow.runtime.audit.checks import AFTER, BEFORE
+from distflow.runtime.audit.check import Wrong
+from distflow.runtime.audit.checks import AFTER, BEFORE, OF_A_FEW_GROUPS, OF_EVERY_STEP
 from distflow.runtime.audit.evidence import Evidence, Inputs, Parts
-from distflow.runtime.audit.watch import UpdateWatch
+from distflow.runtime.audit.watch import UpdateRecord, UpdateWatch
 from distflow.runtime.audit.witness import GroupRecord, Witness
 from distflow.runtime.checks import TrustError
 from distflow.runtime.context import NodeContext, NodeState
@@ -37,6 +39,25 @@ MOST_SHARE = 0.02
 NUM_FIRST = 3
 """Audits of a process that are made whatever they take."""
 
+NUM_FIRST_LOOKS = 32
+"""Steps of a process in which a few groups are looked at whatever it takes."""
+
+NUM_GROUPS = 2
+"""That are looked at then."""
+
+LOOKED_AT = (
+    *("uid", "group_index", "domain", "valid", "truncated", "reward_parts", "reward_baselines", "scores", "versions"),
+    *(
+        "response_ids",
+        "response_mask",
+        "loss_mask",
+        "token_level_scores",
+        "token_level_rewards",
+        "advantages",
+        "returns",
+    ),
+    *("old_log_probs", "rollout_log_probs", "ref_log_prob", "values", "rollout_is_weights"),
+)
 Note = Callable[..., None]
 
 
@@ -62,12 +83,15 @@ class Auditor:
         first_step: the first of this process."""
         self._parts, self.witness, self._state, self._note = parts, witness, state, note
         self._frequency, self._first_step, self._total_steps = frequency, first_step, total_steps
-        self._waiting = False
+        self._waiting = self._due = False
+        self._tickets: Sequence[int] = ()
         self._records: Mapping[int, GroupRecord] = {}
         self._batch: Batch | None = None
         self._step = first_step
         self._evidence: Evidence | None = None
         self._watch: UpdateWatch | None = None
+        self._seen: list[UpdateRecord] = []
+        self._before: dict[str, int] = {}
         self._told: set[str] = set()
         self._num_audits = 0
         self._spent_s = 0.0
@@ -76,16 +100,20 @@ class Auditor:
         self._unproven: dict[str, str] = {}
 
     def is_due(self, step: int) -> bool:
-        """At the start, in the step behind it, where weights have moved once, and every `frequency` steps; odd and even
-        steps in turn, so that what goes wrong in every other step is met. Behind the first few one waits until audits
-        have taken less than their share of the run's time, unless every step is asked for."""
+        """At the start, in the step behind it, where weights have moved once, and once in every `frequency` steps, at a
+        drawn place, so that what goes wrong in every third step is met. Behind the first few one waits until audits
+        have taken less than their share of the run's time, unless every step is asked for. To be asked once a step."""
         if self._frequency <= 0:
             return False
         if step - self._first_step in (0, 1) or self._frequency == 1:
             return True
-        self._waiting = self._waiting or step % self._frequency == (step // self._frequency) % 2
-        affordable = self._spent_s <= MOST_SHARE * (time.monotonic() - self._began)
-        return self._waiting and (affordable or self._num_audits < NUM_FIRST)
+        window = step // self._frequency
+        place = int.from_bytes(hashlib.blake2b(f"audit {window}".encode(), digest_size=4).digest(), "little")
+        self._waiting = self._waiting or step % self._frequency == place % self._frequency
+        return self._waiting and (self._is_affordable() or self._num_audits < NUM_FIRST)
+
+    def _is_affordable(self) -> bool:
+        return self._spent_s <= MOST_SHARE * (time.monotonic() - self._began)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -99,7 +127,10 @@ class Auditor:
 
     def took(self, step: int, tickets: Sequence[int], batch: Batch) -> None:
         """A step's groups have left the edge."""
-        self._step, self._evidence, self._batch = step, None, batch
+        self._step, self._evidence, self._batch, self._seen = step, None, batch, []
+        self._before = dict(self._updates)
+        self._tickets = tickets
+        self._due = self.is_due(step)  # once: it hangs on the clock, and evidence must be whole
         self._records = self.witness.take(tickets)
 
     def scored(self, batch: Batch) -> None:
@@ -110,11 +141,12 @@ class Auditor:
         """The loss function to call in this optimizer step: `loss`, or one that is watched."""
         first_of_its_kind = self._frequency > 0 and role not in self._updates
         with self._timed():
-            if self._evidence is None and (self.is_due(self._step) or first_of_its_kind):
+            if self._evidence is None and (self._due or first_of_its_kind):
                 self._begin()
             if self._evidence is None:
+                self._seen.append(UpdateRecord(role, engine, loss, batch))
                 return loss
-            self._watch = UpdateWatch(role, engine, batch, loss)
+            self._watch = UpdateWatch(role, engine, batch, loss, self._step)
             return self._watch.loss
 
     def after_update(self, role: str, metrics: Mapping[str, float]) -> None:
@@ -122,17 +154,21 @@ class Auditor:
         if self._watch is not None and self._evidence is not None:
             self._evidence.updates.append(self._watch.end(metrics))
             self._watch = None
+        elif self._seen:
+            self._seen[-1].metrics = metrics
         self._updates[role] = self._updates.get(role, 0) + int(not metrics.get("skipped"))
 
     def end(self, metrics: Mapping[str, float]) -> None:
         """All nodes of the step have run."""
         with self._timed():
-            if self._evidence is None and self.is_due(self._step):
+            if self._evidence is None and self._due:
                 self._begin()
             if self._evidence is not None:
                 self._evidence.metrics = metrics
-                self._prove(AFTER)
+                self._prove([(check.name, check.prove) for check in AFTER])
                 self._tell()
+            elif self._frequency > 0 and self._batch is not None:
+                self._look(self._batch, metrics)
         if "actor/kl_coef" in metrics and self._batch is not None:
             self._state["kl_control"] = {
                 "step": self._step,
@@ -158,36 +194,54 @@ class Auditor:
             return
         self._proven, self._unproven, self._waiting = [], {}, False
         self._num_audits += 1
-        self._evidence = Evidence(
+        self._evidence = self._evidence_of(_copied(self._batch))
+        self._prove([(check.name, check.prove) for check in BEFORE])
+
+    def _look(self, batch: Batch, metrics: Mapping[str, float]) -> None:
+        """What is cheap is looked at in every step, and a few groups that the step draws: in the first steps, and behind
+        them while audits take less than their share."""
+        self._evidence = self._evidence_of(batch)
+        self._evidence.updates, self._evidence.metrics = self._seen, metrics
+        self._prove(OF_EVERY_STEP)
+        early = self._step - self._first_step < NUM_FIRST_LOOKS
+        if (early or self._is_affordable()) and "response_mask" in batch and "advantages" in batch:
+            groups = batch["group_index"].tolist()
+            few = random.Random(self._step).sample(sorted(set(groups)), min(NUM_GROUPS, len(set(groups))))
+            rows = [row for row, group in enumerate(groups) if group in few]
+            part = self._evidence_of(batch.only(_present(batch)).select(rows))
+            part.metrics, part.partial = metrics, True
+            self._evidence = part
+            self._prove(OF_A_FEW_GROUPS)
+
+    def _evidence_of(self, batch: Batch) -> Evidence:
+        return Evidence(
             parts=self._parts,
             step=self._step,
             total_steps=self._total_steps,
             records=self._records,
-            batch=_copied(self._batch),
-            fresh=not self._updates.get("actor"),
+            tickets=self._tickets,
+            batch=batch,
+            fresh=not self._before.get("actor"),
             budget_s=self._budget_s(),
-            num_updates=dict(self._updates),
+            num_updates=self._before,
             state=self._state,
             say=self._say,
         )
-        self._prove(BEFORE)
 
-    def _prove(self, checks: Sequence[Check]) -> None:
+    def _prove(self, checks: Sequence[tuple[str, Callable[[Evidence], str | None]]]) -> None:
         assert self._evidence is not None
-        for check in checks:
+        for name, prove in checks:
             try:
-                missing = check.prove(self._evidence)
+                missing = prove(self._evidence)
             except Wrong as wrong:
-                raise TrustError(
-                    f"the audit of step {self._step + 1} found ({check.name}): {wrong}. The claim is that {check.claim}"
-                ) from wrong
+                raise TrustError(f"the audit of step {self._step + 1} found ({name}): {wrong}") from wrong
             except Exception as err:  # the edge of a check: an auditor that fails must not end a healthy run
                 missing = f"the check itself failed: {type(err).__name__}: {err}"
-                self._say(f"the audit could not make its check '{check.name}': {type(err).__name__}: {err}")
+                self._say(f"the audit could not make its check '{name}': {type(err).__name__}: {err}")
             if missing is None:
-                self._proven.append(check.name)
+                self._proven.append(name)
             elif missing:
-                self._unproven[check.name] = missing
+                self._unproven[name] = missing
 
     def _tell(self) -> None:
         left = f"; not proven: {', '.join(self._unproven)}" if self._unproven else ""
@@ -198,6 +252,11 @@ class Auditor:
         if message not in self._told:
             self._told.add(message)
             self._note("warning", message)
+
+
+def _present(batch: Batch) -> list[str]:
+    """The columns that are looked at in every step."""
+    return [name for name in LOOKED_AT if name in batch]
 
 
 def _copied(batch: Batch) -> Batch:

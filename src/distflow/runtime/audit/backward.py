@@ -25,7 +25,7 @@ def prove(evidence: Evidence) -> str | None:
     if not chosen:
         return "no sample is short enough"
     rows = [list(evidence.batch["uid"]).index(sample["uid"]) for sample in chosen]
-    names = dict(striped(actor.model))
+    names = dict(striped(actor.model, evidence.step))
     weights = list(names.values())
     packed = _packed(evidence.batch.select(rows), scorer, weights)
     total = torch.zeros((), device=weights[0].device)

@@ -1,18 +1,24 @@
 """The auditor's checks, in the order in which they are made, and their table in `docs/trust.md`."""
 
+from collections.abc import Callable
+
 from distflow.runtime.audit.advantages import CHECK as ADVANTAGES
 from distflow.runtime.audit.answers import CHECK as ANSWERS
 from distflow.runtime.audit.backward import CHECK as BACKWARD
 from distflow.runtime.audit.check import Check
 from distflow.runtime.audit.correction import CHECK as CORRECTION
 from distflow.runtime.audit.draws import CHECK as DRAWS
+from distflow.runtime.audit.evidence import Evidence
 from distflow.runtime.audit.gradients import CHECK as GRADIENTS
+from distflow.runtime.audit.groups import CHECK as GROUPS
 from distflow.runtime.audit.kl_control import CHECK as KL_CONTROL
 from distflow.runtime.audit.log_probs import CHECK as LOG_PROBS
 from distflow.runtime.audit.loss import CHECK as LOSS
 from distflow.runtime.audit.masks import CHECK as MASKS
 from distflow.runtime.audit.minibatches import CHECK as MINIBATCHES
+from distflow.runtime.audit.minibatches import taken_once
 from distflow.runtime.audit.optimizer import CHECK as OPTIMIZER
+from distflow.runtime.audit.optimizer import right_rates
 from distflow.runtime.audit.reference import CHECK as REFERENCE
 from distflow.runtime.audit.rewards import CHECK as REWARDS
 from distflow.runtime.audit.user_code import CHECK as USER_CODE
@@ -23,6 +29,7 @@ BEFORE: tuple[Check, ...] = (WEIGHTS, LOG_PROBS, DRAWS, REFERENCE, BACKWARD)
 """They run the models, as they were when the step was scored: before its first update."""
 
 AFTER: tuple[Check, ...] = (
+    GROUPS,
     ANSWERS,
     MASKS,
     VERDICTS,
@@ -38,7 +45,18 @@ AFTER: tuple[Check, ...] = (
 )
 """At the step's end."""
 
-CHECKS = (*AFTER[:7], *BEFORE, *AFTER[7:])
+OF_EVERY_STEP: tuple[tuple[str, Callable[[Evidence], str | None]], ...] = (
+    ("mini-batches", taken_once),
+    ("optimizer", right_rates),
+)
+"""What is cheap enough to be looked at in every step: mini-batches and learning rates."""
+
+OF_A_FEW_GROUPS: tuple[tuple[str, Callable[[Evidence], str | None]], ...] = tuple(
+    (check.name, check.prove) for check in (MASKS, REWARDS, CORRECTION, ADVANTAGES)
+)
+"""The same, of a few groups of the step."""
+
+CHECKS = (*AFTER[:8], *BEFORE, *AFTER[8:])
 """In the order of a step, for people."""
 
 

@@ -24,9 +24,12 @@ def prove(evidence: Evidence) -> str | None:
         request, made = found
         if request.params.repetition_penalty != 1.0 or request.params.greedy:
             return "draws under a repetition penalty, and greedy ones, are not drawn again"
-        row, epoch = evidence.records[int(sample["group_index"])].ticket.row, request.stream.epoch
-        if (request.stream.row, request.stream.seed) != (row, evidence.config.trainer.seed):
-            raise Wrong(f"sample {sample['uid']} drew from the stream of row {request.stream.row}, its own is {row}")
+        ticket = evidence.records[int(sample["group_index"])].ticket
+        row, epoch = ticket.row, ticket.number // evidence.parts.data.num_rows
+        own, drawn = (evidence.config.trainer.seed, epoch, row), request.stream
+        if (drawn.seed, drawn.epoch, drawn.row) != own:
+            raise Wrong(f"sample {sample['uid']} drew from the stream of {drawn}, its own is (seed, epoch, row) {own}")
+        _by_the_config(evidence, request)
         key = _key(request, epoch, row, int(sample["uid"].split("-")[1]))
         for position in range(len(made.token_ids)):
             uniform = _uniform(key, request.num_drawn + position)
@@ -46,6 +49,13 @@ def prove(evidence: Evidence) -> str | None:
             "Samples share a stream, or tokens are drawn from another distribution than is trained"
         )
     return None if seen else "no sample was drawn by this process and scored again"
+
+
+def _by_the_config(evidence: Evidence, request: GenerateRequest) -> None:
+    settings = evidence.config.actor_rollout_ref.rollout
+    for name in ("temperature", "top_p", "top_k", "min_p"):
+        if getattr(request.params, name) != getattr(settings, name):
+            raise Wrong(f"tokens were drawn with {name}={getattr(request.params, name)}, rollout.{name} is another")
 
 
 def _no_twins(evidence: Evidence) -> None:

@@ -1,5 +1,6 @@
 """What is known of an audited step, sample by sample: plain tensors of one sample each, never columns of many."""
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,16 +61,19 @@ class Parts:
 class Evidence:
     """A step, as it was before its first update, and its updates.
 
-    records: by ticket, of groups that this worker made. batch: columns as the nodes wrote them; a copy. fresh: the
+    records: by ticket, of groups that this worker made. tickets: of the whole step. batch: columns as the nodes wrote
+    them; a copy. fresh: the
     policy was not trained before this step. updates: in their order. num_updates: optimizer steps by role before this
     step. metrics: of the step. budget_s: what asking verifiers may take. state: JSON values that live across audits and
-    are in every checkpoint. say: tells the user, once a message. plain: of samples that the policy was run on again.
+    are in every checkpoint. say: tells the user, once a message. partial: only a few groups
+    of the step. plain: of samples that the policy was run on again.
     """
 
     parts: Parts
     step: int
     total_steps: int
     records: Mapping[int, GroupRecord]
+    tickets: Sequence[int]
     batch: Batch
     fresh: bool
     budget_s: float
@@ -78,6 +82,7 @@ class Evidence:
     say: Callable[[str], None]
     updates: list[UpdateRecord] = field(default_factory=list)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    partial: bool = False
     plain: dict[str, PlainScores] = field(default_factory=dict)
     _orders: dict[int, Any] = field(default_factory=dict, repr=False)
     _samples: list[Sample] | None = field(default=None, repr=False)
@@ -94,15 +99,15 @@ class Evidence:
         return self._samples
 
     def proved(self, most: int) -> list[Sample]:
-        """At most so many samples, of as many groups as there are, others in each audit."""
+        """At most so many samples, of as many groups as there are, drawn by the step."""
         by_group: dict[int, list[Sample]] = {}
         for sample in self.samples:
             by_group.setdefault(int(sample["group_index"]), []).append(sample)
-        groups = list(by_group.values())
-        first = self.step % len(groups) if groups else 0
-        groups = groups[first:] + groups[:first]
-        longest = max((len(group) for group in groups), default=0)
-        order = [group[(self.step + i) % len(group)] for i in range(longest) for group in groups if i < len(group)]
+        turn = random.Random(self.step)
+        groups = turn.sample(list(by_group.values()), len(by_group))
+        drawn = [turn.sample(group, len(group)) for group in groups]
+        longest = max((len(group) for group in drawn), default=0)
+        order = [group[i] for i in range(longest) for group in drawn if i < len(group)]
         return order[:most]
 
     def generation(self, sample: Sample) -> tuple[GenerateRequest, Generation] | None:

@@ -9,7 +9,7 @@ from distflow.runtime.audit.evidence import Evidence, Sample, doubles
 from distflow.runtime.audit.plain_model import Ids, fits, log_probs_of, logits_of, plain_scores, plainly, vocabulary_of
 from distflow.runtime.audit.watch import OpenEngine
 
-MOST, LEAST = 16, 4
+MOST, LEAST = 16, 8
 SHARE = 0.04
 MOST_ENTRIES = 2**26  # of softmaxes in float64: about a second on one core
 EXACT, ROUNDED = (1e-4, 3e-3), (0.15, 5.0)

@@ -3,6 +3,7 @@
 from collections import Counter
 from math import ceil
 
+import numpy as np
 from torch import Tensor
 
 from distflow.config import Config
@@ -15,15 +16,20 @@ COLUMNS = ("response_ids", "loss_mask", "advantages", "returns", "old_log_probs"
 
 
 def prove(evidence: Evidence) -> str | None:
-    roles = {update.role for update in evidence.updates} | (_expected(evidence) if _is_ours(evidence) else set())
-    if not roles:
+    if not evidence.updates and not _is_ours(evidence):
         return "no update was seen"
-    for role in sorted(roles):
-        updates = evidence.updates_of(role)
-        _same_columns(evidence, updates)
-        if _is_ours(evidence):
-            _each_once(evidence, role, updates)
-    return None if _is_ours(evidence) else "a node of the user's chooses the mini-batches"
+    for role in sorted({update.role for update in evidence.updates}):
+        _same_columns(evidence, evidence.updates_of(role))
+    return taken_once(evidence)
+
+
+def taken_once(evidence: Evidence) -> str | None:
+    """That every pass took every sample, in the order that is drawn. Looks at no column but the samples' names."""
+    if not _is_ours(evidence):
+        return "a node of the user's chooses the mini-batches"
+    for role in sorted({update.role for update in evidence.updates} | _expected(evidence)):
+        _each_once(evidence, role, evidence.updates_of(role))
+    return None
 
 
 def _is_ours(evidence: Evidence) -> bool:
@@ -43,7 +49,7 @@ def _each_once(evidence: Evidence, role: str, updates: list[UpdateRecord]) -> No
     passes, num_prompts = plan_of(evidence.config, role)
     if role == "actor" and is_rl(evidence.config) and evidence.step < evidence.config.trainer.critic_warmup:
         passes = 0
-    groups = len({int(sample["group_index"]) for sample in evidence.samples})
+    groups, uids = len(set(evidence.batch["group_index"].tolist())), [str(uid) for uid in evidence.batch["uid"]]
     wanted = passes * ceil(groups / num_prompts)
     if len(updates) != wanted and evidence.parts.num_ranks == 1:
         raise Wrong(
@@ -51,8 +57,9 @@ def _each_once(evidence: Evidence, role: str, updates: list[UpdateRecord]) -> No
             "mini-batches "
             f"of {num_prompts} are {wanted}"
         )
+    _in_order(evidence, role, updates, passes, num_prompts)
     times = Counter(uid for update in updates for uid in update.uids)
-    wrong = [(uid, times[uid]) for sample in evidence.samples if times[uid := str(sample["uid"])] != passes]
+    wrong = [(uid, times[uid]) for uid in uids if times[uid] != passes]
     if wrong:
         uid, count = wrong[0]
         raise Wrong(
@@ -60,6 +67,24 @@ def _each_once(evidence: Evidence, role: str, updates: list[UpdateRecord]) -> No
             "one of "
             f"each of {passes} passes"
         )
+
+
+def _in_order(evidence: Evidence, role: str, updates: list[UpdateRecord], passes: int, num_prompts: int) -> None:
+    """Groups go into mini-batches in the order of sorted raw Philox words, keyed by seed, step and pass."""
+    if evidence.parts.num_ranks > 1 or not updates:
+        return
+    tickets, wanted = list(evidence.tickets), list[set[int]]()
+    for epoch in range(passes):
+        key = np.array([evidence.config.trainer.seed, 1], np.uint64)
+        words = np.random.Philox(key=key, counter=np.array([0, 0, evidence.step, epoch], np.uint64))
+        order = np.argsort(words.random_raw(len(tickets)), kind="stable")
+        wanted += [{tickets[i] for i in order[k : k + num_prompts]} for k in range(0, len(order), num_prompts)]
+    for number, (update, groups) in enumerate(zip(updates, wanted, strict=False)):
+        if set(update.batch["group_index"].tolist()) != groups:
+            raise Wrong(
+                f"mini-batch {number + 1} of the {role} holds other groups than seed, step and pass draw: "
+                f"{sorted(groups)[:6]}"
+            )
 
 
 def plan_of(config: Config, role: str) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Claim: the learning rate is the schedule's, and the optimizer makes of weight and gradient what its formula says."""
 
 import math
+from collections.abc import Iterator
 
 from torch import Tensor
 
@@ -17,7 +18,13 @@ LIMIT = 1e-3
 def prove(evidence: Evidence) -> str | None:
     if not evidence.updates:
         return "no update was seen"
-    known = False
+    known = [_same_weights(update, settings, rate, taken) for update, settings, rate, taken in scheduled(evidence)]
+    return None if any(known) else "only the learning rate: the optimizer is neither adamw nor sgd, or shows nothing"
+
+
+def scheduled(evidence: Evidence) -> Iterator[tuple[UpdateRecord, OptimConfig, float, int]]:
+    """Each update that was not skipped, its optimizer's keys, its rate by the schedule, and how many were taken before.
+    Raises Wrong where it was taken at another rate."""
     for role in sorted({update.role for update in evidence.updates}):
         taken = evidence.num_updates.get(role, 0)
         settings = (evidence.config.critic if role == "critic" else evidence.config.actor_rollout_ref.actor).optim
@@ -26,9 +33,15 @@ def prove(evidence: Evidence) -> str | None:
                 continue
             rate = settings.lr * schedule(settings, taken, total_updates(evidence, role))
             _same_rate(update, rate)
-            known = _same_weights(update, settings, rate, taken) or known
+            yield update, settings, rate, taken
             taken += 1
-    return None if known else "only the learning rate: the optimizer is neither adamw nor sgd, or shows nothing"
+
+
+def right_rates(evidence: Evidence) -> str | None:
+    """That the learning rate of each update is the schedule's."""
+    for _ in scheduled(evidence):
+        pass
+    return None
 
 
 def total_updates(evidence: Evidence, role: str) -> int:

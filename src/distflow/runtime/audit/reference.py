@@ -6,9 +6,9 @@ from torch import Tensor, nn
 from distflow.runtime.audit.check import Check, Wrong
 from distflow.runtime.audit.evidence import Evidence
 from distflow.runtime.audit.log_probs import dtype_of, without_adapter
-from distflow.runtime.audit.plain_model import log_probs_of, logits_of, plainly
+from distflow.runtime.audit.plain_model import log_probs_of, logits_of, plainly, vocabulary_of
 
-NUM_ROWS, NUM_TOKENS = 2, 64
+NUM_ROWS, NUM_TOKENS, STRIDE = 2, 32, 7919
 EXACT, ROUNDED = 3e-5, 0.02
 
 
@@ -30,8 +30,9 @@ def prove(evidence: Evidence) -> str | None:
 
 
 def _on_fixed_tokens(evidence: Evidence, model: nn.Module) -> Tensor:
-    """Log-probs of the tokens of the first prompts, float64."""
-    ids = [list(row.prompt_ids[:NUM_TOKENS]) for row in evidence.parts.rows[:NUM_ROWS]]
+    """Log-probs of tokens from all over the vocabulary, float64."""
+    size = vocabulary_of(model)
+    ids = [[(STRIDE * i + row) % size for i in range(NUM_TOKENS)] for row in range(NUM_ROWS)]
     reference = evidence.parts.ref
     with torch.no_grad(), plainly(model, adapter=not without_adapter(reference), compute_dtype=dtype_of(reference)):
         logits = logits_of(model, [(one[:1], one[1:]) for one in ids])

@@ -9,7 +9,7 @@ from distflow.runtime.audit.evidence import Evidence, Sample
 from distflow.runtime.audit.witness import GroupRecord
 
 MOST = 16
-TRIES = 6
+TRIES, MOST_TWICE = 6, 4
 
 
 def prove(evidence: Evidence) -> str | None:
@@ -28,7 +28,7 @@ def prove(evidence: Evidence) -> str | None:
             if what is not None:
                 differing.append((sample, name, what))
             seen += 1
-    _judge_differences(evidence, differing)
+    _judge_differences(evidence, differing, seen)
     return None if seen else "no verifier could be asked again in time, or none is deterministic"
 
 
@@ -40,58 +40,85 @@ def functions_of(evidence: Evidence, sample: Sample) -> dict[str, float]:
 
 
 def _compare(evidence: Evidence, record: GroupRecord, sample: Sample, name: str) -> str | None:
-    """What differs between the sample's verdict and a new one; raises Wrong where it was judged on other texts."""
+    """What differs between the sample's verdict and a new one; raises Wrong where the sample was judged on another's
+    text, or holds another verdict than its own."""
     row = evidence.parts.rows[record.ticket.row]
-    text = str(evidence.parts.tokenizer.decode(sample["response_ids"].tolist(), skip_special_tokens=True))
+    text = _text(evidence, sample)
     own = [
         verdict
         for asked, arguments, verdict in record.judged
-        if asked == name and arguments["solution_str"] == text and arguments["ground_truth"] == row.ground_truth
+        if asked == name
+        and arguments["solution_str"] == text
+        and arguments["ground_truth"] == row.ground_truth
+        and arguments.get("data_source") == row.domain
+        and (arguments.get("extra_info") or {}) == (row.extra_info or {})
     ]
     if not own:
         raise Wrong(
             f"verifier '{name}' was never shown the answer of sample {sample['uid']} ({text[:80]!r}) with the ground "
-            f"truth of its row ({str(row.ground_truth)[:80]!r}): the sample was judged by another's text"
+            f"truth ({str(row.ground_truth)[:80]!r}), domain and extra_info of its row: the sample was judged by "
+            "another's"
         )
-    held = sample["reward_parts"].get(name)
-    if bool(sample["valid"]) and not any(isinstance(v, Score) and v.value == held for v in own):
+    held, valid = sample["reward_parts"].get(name), bool(sample["valid"])
+    if valid and not any(isinstance(v, Score) and v.value == held for v in own):
         raise Wrong(
             f"sample {sample['uid']} holds {held} of verifier '{name}', which gave {_shown(own)} for its answer: "
             "verdicts sit on other samples, or a missing one was counted"
         )
-    again = _ask(evidence, sample, name, text, row.ground_truth, row.extra_info or {})
-    if not bool(sample["valid"]) or (isinstance(again, Score) and again.value == held):
+    if not valid and sample["reward_errors"] is None:
+        raise Wrong(f"sample {sample['uid']} counts as without a verdict, and nothing says why")
+    again = _ask(evidence, sample, name)
+    if not valid or not isinstance(again, Score) or again.value == held:
         return None
-    return f"held {held}, asked again {_shown([again])}"
+    return f"it holds {held}, and asked again {_shown([again])}"
 
 
-def _judge_differences(evidence: Evidence, differing: Sequence[tuple[Sample, str, str]]) -> None:
-    """A verifier that contradicts itself is left out from here on; one that does not was recorded wrongly."""
-    for sample, name, what in differing:
-        if name in evidence.state.get("not_deterministic", []):
-            continue
-        row = evidence.parts.rows[evidence.records[int(sample["group_index"])].ticket.row]
-        text = str(evidence.parts.tokenizer.decode(sample["response_ids"].tolist(), skip_special_tokens=True))
-        given = {
-            _shown([_ask(evidence, sample, name, text, row.ground_truth, row.extra_info or {})]) for _ in range(TRIES)
-        }
-        if len(given) > 1:
-            evidence.state.setdefault("not_deterministic", []).append(name)
-            evidence.say(
-                f"verifier '{name}' is not deterministic: asked {TRIES} times for sample {sample['uid']} it said "
-                f"{', '.join(sorted(given))}. Its verdicts cannot be proven, and are left out of the audit from here on"
-            )
-        else:
+def _judge_differences(evidence: Evidence, differing: Sequence[tuple[Sample, str, str]], asked: int) -> None:
+    """The sample holds what the verifier said, which now says something else. Where many differ, and the verifier says
+    the same of each as often as it is asked, verdicts were handed to other samples before they were recorded; else it
+    contradicts itself, and is left out from here on."""
+    for name in sorted({name for _, name, _ in differing}):
+        of_this = [(sample, what) for sample, other, what in differing if other == name]
+        sample, what = of_this[0]
+        given = {tuple(_shown([_ask(evidence, s, name)]) for s, _ in of_this[:MOST_TWICE]) for _ in range(TRIES)}
+        many = len(of_this) >= max(3, asked / 4)
+        if many and len(given) == 1 and _is_swapped(evidence, name, [s for s, _ in of_this], given.pop()):
             raise Wrong(
-                f"sample {sample['uid']}: {what} by verifier '{name}', {TRIES} times the same. Verdicts were handed to "
-                "other samples, a missing one was counted as a score, or the verifier depends on what it judged before"
+                f"sample {sample['uid']}: {what} by verifier '{name}', as {len(of_this) - 1} more samples: each has "
+                "what "
+                "the verifier says of another. Verdicts were handed to other samples"
             )
+        evidence.state.setdefault("not_deterministic", []).append(name)
+        evidence.say(
+            f"verifier '{name}' is not deterministic: of sample {sample['uid']} {what}. Its verdicts cannot be "
+            "proven, and "
+            "are left out of the audit from here on"
+        )
 
 
-def _ask(evidence: Evidence, sample: Sample, name: str, text: str, truth: object, extra: object) -> Verdict:
+def _is_swapped(evidence: Evidence, name: str, samples: Sequence[Sample], now: Sequence[str]) -> bool:
+    """Whether what the samples hold is what the verifier says of others of the audited ones."""
+    said = set(now) | {str(s["reward_parts"].get(name)) for s in evidence.proved(MOST) if s not in samples}
+    return all(str(sample["reward_parts"].get(name)) in said for sample in samples[:MOST_TWICE])
+
+
+def _text(evidence: Evidence, sample: Sample) -> str:
+    return str(evidence.parts.tokenizer.decode(sample["response_ids"].tolist(), skip_special_tokens=True))
+
+
+def _ask(evidence: Evidence, sample: Sample, name: str) -> Verdict:
+    """By plain arguments of the row, one at a time."""
     assert evidence.parts.judge is not None
-    arguments = {"data_source": sample["domain"], "solution_str": text, "ground_truth": truth, "extra_info": extra}
-    return evidence.parts.judge(name, arguments)
+    row = evidence.parts.rows[evidence.records[int(sample["group_index"])].ticket.row]
+    return evidence.parts.judge(
+        name,
+        {
+            "data_source": row.domain,
+            "solution_str": _text(evidence, sample),
+            "ground_truth": row.ground_truth,
+            "extra_info": row.extra_info or {},
+        },
+    )
 
 
 def _shown(verdicts: Sequence[Verdict]) -> str:

@@ -1,5 +1,6 @@
 """Watches an optimizer step from outside: what the loss was given, what came back to it, what the weights became."""
 
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from distflow.data.batch import Batch
 from distflow.training.engine import Counts, LossFn, TrainEngine
 
-STRIPE = 64
+STRIPE = 256
 NUM_STRIPES = 4
 MAX_STRIPED = 2**24
 
@@ -36,7 +37,7 @@ class MicroRecord:
 
 @dataclass
 class Stripe:
-    """The first elements of one weight around a step, float64 on the CPU.
+    """Elements of one weight around a step, float64 on the CPU.
 
     contributions: the sum of the gradients that each backward pass brought. gradient: what the optimizer was given.
     moments: the optimizer's tensors of it before the step, and the number of steps it had taken.
@@ -97,8 +98,9 @@ class WatchedLoss:
 class UpdateWatch:
     """Watches one optimizer step, from before the engine is called until `end`."""
 
-    def __init__(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> None:
-        self.record = UpdateRecord(role, engine, loss, batch)
+    def __init__(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn, turn: int) -> None:
+        """turn: chooses the weights that are watched."""
+        self.record, self._turn = UpdateRecord(role, engine, loss, batch), turn
         self.loss = WatchedLoss(loss, self.record)
         self._handles: list[Any] = []
         if isinstance(engine, OpenEngine):
@@ -110,14 +112,14 @@ class UpdateWatch:
             handle.remove()
         self.record.metrics = dict(metrics)
         if isinstance(self.record.engine, OpenEngine):
-            for name, parameter in striped(self.record.engine.model):
+            for name, parameter in striped(self.record.engine.model, self._turn):
                 self.record.stripes[name].after = _stripe(parameter)
         return self.record
 
     def _open(self, engine: OpenEngine) -> None:
         trained = [(name, p) for name, p in engine.model.named_parameters() if p.requires_grad]
         self.record.leftover = [name for name, p in trained if p.grad is not None and bool(p.grad.any())]
-        for name, parameter in striped(engine.model):
+        for name, parameter in striped(engine.model, self._turn):
             stripe = Stripe(_stripe(parameter), _moments(engine.optimizer, parameter))
             self.record.stripes[name] = stripe
             self._handles.append(parameter.register_hook(lambda grad, stripe=stripe: _contribute(stripe, grad)))
@@ -128,20 +130,24 @@ class UpdateWatch:
         self.record.norm = float(
             torch.stack([g.detach().double().square().sum().cpu() for g in gradients]).sum().sqrt()
         )
-        for name, parameter in striped(engine.model):
+        for name, parameter in striped(engine.model, self._turn):
             if parameter.grad is not None:
                 self.record.stripes[name].gradient = _stripe(parameter.grad)
 
 
-def striped(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """A few weights, evenly over the model's depth."""
+def striped(model: nn.Module, turn: int) -> Iterator[tuple[str, nn.Parameter]]:
+    """A few weights: the first, the last, and others in each turn."""
     found = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.numel() <= MAX_STRIPED]
-    count = min(NUM_STRIPES, len(found))
-    yield from (found[(2 * i + 1) * len(found) // (2 * count)] for i in range(count))
+    ends = {0, len(found) - 1}
+    between = [i for i in range(len(found)) if i not in ends]
+    drawn = random.Random(turn).sample(between, min(NUM_STRIPES, len(between)))
+    yield from (found[i] for i in sorted({*ends, *drawn} if found else ()))
 
 
 def _stripe(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1)[:STRIPE].to("cpu", torch.float64, copy=True)
+    """At most `STRIPE` elements, evenly over the tensor."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: -(-flat.numel() // STRIPE) | 1].to("cpu", torch.float64, copy=True)
 
 
 def _moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
