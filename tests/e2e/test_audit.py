@@ -345,12 +345,14 @@ def other_rows(patch: Patch) -> None:
 
 
 FAULTS = {
-    "a loss mask off by one": Fault(before_update(column("loss_mask", off_by_one)), "masks"),
-    "the end token out of the loss": Fault(before_update(column("loss_mask", without_end)), "masks"),
+    "a loss mask off by one": Fault(before_update(column("loss_mask", off_by_one)), "mini-batches"),
+    "the end token out of the loss": Fault(before_update(column("loss_mask", without_end)), "mini-batches"),
     "the end token out of the loss, inside it": Fault(
         attribute(objectives, "token_weights", lambda f: lambda m, *a, **k: f(without_end(m), *a, **k)), "loss"
     ),
     "a mean per micro-batch": Fault(attribute(objectives, "token_weights", per_micro_batch), "loss", SMALL_MICROS),
+    "a loss mask off by one, early": Fault(node("actor_old_log_prob", column("loss_mask", off_by_one)), "masks"),
+    "the end token left out, early": Fault(node("actor_old_log_prob", column("loss_mask", without_end)), "masks"),
     "a sign turned for one sample": Fault(policy_term(first_turned), "loss"),
     "all signs turned": Fault(policy_term(torch.neg), "loss"),
     "advantages of one sample turned": Fault(estimator(column("advantages", first_turned)), "advantages"),

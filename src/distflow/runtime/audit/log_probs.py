@@ -7,7 +7,7 @@ from distflow.config.program import is_rl
 from distflow.runtime.audit.check import Check, Wrong
 from distflow.runtime.audit.evidence import Evidence, Sample, doubles
 from distflow.runtime.audit.plain_model import Ids, fits, log_probs_of, logits_of, plain_scores, plainly, vocabulary_of
-from distflow.runtime.audit.watch import OpenEngine
+from distflow.runtime.audit.watch import OpenEngine, UpdateRecord
 
 MOST, LEAST = 16, 8
 SHARE = 0.04
@@ -89,6 +89,18 @@ def _score_policy(evidence: Evidence, model: nn.Module, chosen: list[Sample]) ->
     with torch.no_grad(), plainly(model, compute_dtype=dtype_of(evidence.parts.actor)):
         for logits, sample in zip(logits_of(model, [ids_of(sample) for sample in chosen]), chosen, strict=True):
             evidence.plain[sample["uid"]] = plain_scores(logits, ids_of(sample)[1], evidence.parts.sampling)
+
+
+def score_before(evidence: Evidence, update: UpdateRecord) -> None:
+    """Run the policy on one sample of a later mini-batch: it has moved since the step was scored."""
+    actor = evidence.parts.actor
+    uids = [uid for uid in update.uids if any(sample["uid"] == uid for sample in proved_samples(evidence))]
+    if not isinstance(actor, OpenEngine) or not uids:
+        return
+    sample = next(sample for sample in evidence.samples if sample["uid"] == uids[0])
+    with torch.no_grad(), plainly(actor.model, compute_dtype=dtype_of(actor)):
+        (logits,) = logits_of(actor.model, [ids_of(sample)])
+    update.plain[uids[0]] = plain_scores(logits, ids_of(sample)[1], evidence.parts.sampling)
 
 
 def ids_of(sample: Sample) -> Ids:

@@ -10,6 +10,7 @@ from distflow.config import Config
 from distflow.config.program import is_rl
 from distflow.runtime.audit.check import Check, Wrong
 from distflow.runtime.audit.evidence import BUILTIN, Evidence, Sample, doubles, module_of
+from distflow.runtime.audit.plain_model import PlainScores
 from distflow.runtime.audit.policy_losses import FORMULAS, Tokens
 from distflow.runtime.audit.rewards import kl
 from distflow.runtime.audit.watch import UpdateRecord
@@ -88,8 +89,9 @@ def _prove_update(evidence: Evidence, update: UpdateRecord, total: Total) -> Non
     batch = _mini_batch(evidence, update)
     if not len(batch.sample):
         return
-    if update.role == "actor" and update is evidence.updates_of("actor")[0]:
-        _same_entropy(evidence, batch)
+    if update.role == "actor":
+        first = update is evidence.updates_of("actor")[0]
+        _same_outputs(evidence, batch, evidence.plain if first else update.plain)
     loss, expected = _derived(total, batch, 0.0)
     found = float(update.metrics["loss"])
     if not abs(found - loss) <= LIMIT * abs(loss) + FLOOR * 10:
@@ -107,18 +109,20 @@ def _prove_update(evidence: Evidence, update: UpdateRecord, total: Total) -> Non
             raise Wrong(_message(update, name, batch, expected[name], int(wrong.nonzero()[0])))
 
 
-def _same_entropy(evidence: Evidence, batch: MiniBatch) -> None:
-    """Before the first update the entropy that the loss is given is that of the policy, at its temperature."""
+def _same_outputs(evidence: Evidence, batch: MiniBatch, plain: Mapping[str, PlainScores]) -> None:
+    """What the loss is given is what the policy's own forward gives at that moment, at the sampling temperature."""
     for number, sample in enumerate(batch.samples):
-        plain = evidence.plain.get(str(sample["uid"]))
-        if plain is None or "entropy" not in batch.outputs:
-            continue
-        gap = float((batch.outputs["entropy"][batch.sample == number] - plain.entropy).abs().mean())
-        if not gap <= (1e-3 if evidence.parts.exact else 0.1):
-            raise Wrong(
-                f"the entropy that the loss is given for sample {sample['uid']} differs by {gap:.3g} a token from the "
-                "policy's at the sampling temperature"
-            )
+        scores = plain.get(str(sample["uid"]))
+        for name, limit in (("log_probs", 0.15), ("entropy", 0.15)) if scores is not None else ():
+            if name not in batch.outputs:
+                continue
+            gap = float((batch.outputs[name][batch.sample == number] - getattr(scores, name)).abs().mean())
+            if not gap <= (1e-3 if evidence.parts.exact else limit):
+                raise Wrong(
+                    f"the {name} that the loss is given for sample {sample['uid']} differs by {gap:.3g} a token "
+                    "from what "
+                    "the policy's own forward gives at the sampling temperature"
+                )
 
 
 def _derived(total: Total, batch: MiniBatch, moved: float) -> tuple[float, dict[str, Tensor]]:

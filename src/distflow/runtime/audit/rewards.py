@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from distflow.config.algorithm import is_on
+from distflow.rewards.verdict import Score
 from distflow.runtime.audit.check import Check, Wrong
 from distflow.runtime.audit.evidence import Evidence, Sample, doubles
 from distflow.runtime.audit.verdicts import functions_of
@@ -29,6 +30,7 @@ def prove(evidence: Evidence) -> str | None:
         if len(policy):
             expected[int(policy[-1])] = total
         _same(sample, "token_level_scores", expected)
+        _same_baseline(evidence, sample)
         if is_on(evidence.config.algorithm.reward_norm):
             continue  # the auditor has no formula of it
         if evidence.is_ours("token_level_rewards"):
@@ -38,6 +40,35 @@ def prove(evidence: Evidence) -> str | None:
     if is_on(evidence.config.algorithm.reward_norm):
         return "the auditor has no formula of reward_norm"
     return None
+
+
+def _same_baseline(evidence: Evidence, sample: Sample) -> None:
+    """ReMax's baseline is the score of the group's one greedy answer, as the verifiers gave it."""
+    record = evidence.records.get(int(sample["group_index"]))
+    if "reward_baselines" not in sample or record is None or not evidence.is_ours("reward_baselines"):
+        return
+    found = [(request, result.generations[0]) for request, result in record.generated if request.params.greedy]
+    if len(found) != 1:
+        raise Wrong(f"group {record.ticket.number} has {len(found)} greedy answers, and its baseline needs one")
+    request, made = found[0]
+    if request.params.max_tokens != evidence.config.data.max_response_length:
+        raise Wrong(
+            f"the greedy answer of group {record.ticket.number} may have {request.params.max_tokens} tokens only"
+        )
+    text = str(evidence.parts.tokenizer.decode(list(made.token_ids), skip_special_tokens=True))
+    total = _overlong(evidence, len(made.token_ids))
+    for name, weight in functions_of(evidence, sample).items():
+        given = [v for asked, arguments, v in record.judged if asked == name and arguments["solution_str"] == text]
+        if not given or not isinstance(given[-1], Score):
+            raise Wrong(
+                f"the greedy answer of group {record.ticket.number} has no verdict of '{name}' to be a baseline"
+            )
+        total += weight * given[-1].value
+    if not abs(float(sample["reward_baselines"]) - total) <= LIMIT * max(abs(total), 1.0):
+        raise Wrong(
+            f"the baseline of sample {sample['uid']} is {float(sample['reward_baselines']):g}, its greedy "
+            f"answer's {total:g}"
+        )
 
 
 def _overlong(evidence: Evidence, length: int) -> float:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from distflow.data.batch import Batch
+from distflow.runtime.audit.plain_model import PlainScores
 from distflow.training.engine import Counts, LossFn, TrainEngine
 
 STRIPE = 256
@@ -53,7 +54,8 @@ class Stripe:
 @dataclass
 class UpdateRecord:
     """One optimizer step. leftover: weights that had a gradient before it began. norm: of the gradient that the
-    optimizer was given, None where it was not called. loss: the loss function, unwrapped."""
+    optimizer was given, None where it was not called. loss: the loss function, unwrapped. plain: of a sample, by the
+    model's own forward right before the step."""
 
     role: str
     engine: TrainEngine
@@ -64,6 +66,7 @@ class UpdateRecord:
     leftover: list[str] = field(default_factory=list)
     norm: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    plain: dict[str, PlainScores] = field(default_factory=dict)
 
     @property
     def uids(self) -> list[str]:

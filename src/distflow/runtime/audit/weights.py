@@ -7,6 +7,7 @@ from distflow.runtime.audit.evidence import Evidence
 
 def prove(evidence: Evidence) -> str | None:
     parts = evidence.parts
+    _scaled(evidence)
     if parts.hashes is None or parts.actor is None:
         return "the rollout engine is on another worker" if evidence.is_written("rollout_log_probs") else ""
     if not bool((evidence.batch.flat("versions") == evidence.step).any()):
@@ -21,6 +22,18 @@ def prove(evidence: Evidence) -> str | None:
             f"({', '.join(different[:4])}): they were not sent, or not taken"
         )
     return None if sent else "an adapter is applied unmerged, on the trainer's own storage"
+
+
+def _scaled(evidence: Evidence) -> None:
+    """An adapter counts by alpha over rank."""
+    settings, model = evidence.config.actor_rollout_ref.model, getattr(evidence.parts.actor, "model", None)
+    if not settings.lora_rank or model is None:
+        return
+    expected = settings.lora_alpha / settings.lora_rank
+    for name, module in model.named_modules():
+        for scale in getattr(module, "scaling", {}).values() if hasattr(module, "get_delta_weight") else ():
+            if abs(scale - expected) > 1e-6 * expected:
+                raise Wrong(f"the adapter of {name} is scaled by {scale:g}, but lora_alpha / lora_rank is {expected:g}")
 
 
 CHECK = Check(
