@@ -205,8 +205,8 @@ class Auditor:
         self._prove([(check.name, check.prove) for check in BEFORE])
 
     def _look(self, batch: Batch, metrics: Mapping[str, float]) -> None:
-        """What is cheap is looked at in every step; a few drawn groups are in the first steps, and behind them while audits
-        take less than their share."""
+        """In every step what is cheap; a few drawn groups in the first steps, and while audits take less than their
+        share."""
         self._evidence = self._evidence_of(batch)
         self._evidence.updates, self._evidence.metrics = self._seen, metrics
         self._prove(OF_EVERY_STEP)
