@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 
@@ -14,7 +15,8 @@ from distflow.flow.edge import Exhausted
 from distflow.flow.ticket import Version
 from distflow.graph import NodeStatus
 from distflow.observe.metrics import Measured
-from distflow.runtime.audit.auditor import make_auditor
+from distflow.observe.timing import PhaseTimer
+from distflow.runtime.audit.auditor import Auditor, make_auditor
 from distflow.runtime.checkpoint import CheckpointStore
 from distflow.runtime.checks.canary import make_canary
 from distflow.runtime.checks.live import LiveChecks
@@ -60,10 +62,11 @@ class Worker:
         self._errors = ErrorShare(spec.options.max_error_share, partial(recorder.note, "warning"))
         self._checks = LiveChecks.of(spec, resources, recorder.note)
         self._session = Session.of(spec, resources)
-        self._contexts = Contexts(spec.config, resources, state, self._before_update, self._after_update)
         parts = {**resources.by_name(), "reduce": ports.collective}
         self._learning = compile_steps([program.node(name) for name in plan.learning], parts)
         self._auditor = make_auditor(spec, program, self._learning, resources, self._session, recorder, state, version)
+        updates = _Updates(self._checks, self._auditor, recorder.phases)
+        self._contexts = Contexts(spec.config, resources, state, updates.before, updates.after)
         self._experience = ExperiencePlane.of(
             spec,
             [program.node(name) for name in plan.experience],
@@ -194,17 +197,6 @@ class Worker:
             assert self._released is not None, "a step that is not saved yet was released"
             self._save(self._released, validated)
 
-    def _before_update(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
-        with self._recorder.phases("audit"):
-            return self._auditor.before_update(role, engine, batch, loss)
-
-    def _after_update(
-        self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int, first: bool
-    ) -> None:
-        self._checks.updated(role, engine, batch, metrics, step, first)
-        with self._recorder.phases("audit"):
-            self._auditor.after_update(role, metrics)
-
     def _publish(self, version: Version, at_start: bool = False) -> dict[str, float]:
         self._served = version.step
         return self._publisher.publish(version, at_start) if self._publisher is not None else {}
@@ -263,6 +255,26 @@ class Worker:
         canary = make_canary(self._spec, self._resources) if self._resources.rollout is not None else None
         sends, dtype = self._spec.sends_weights, self._spec.weight_dtype
         return Publisher(actor, self._ports.weights, dtype, sends=sends, canary=canary, session=self._session)
+
+
+@dataclass(frozen=True)
+class _Updates:
+    """What is done before and after each optimizer step; it holds no worker, which so goes with its last user."""
+
+    checks: LiveChecks
+    auditor: Auditor
+    phases: PhaseTimer
+
+    def before(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
+        with self.phases("audit"):
+            return self.auditor.before_update(role, engine, batch, loss)
+
+    def after(
+        self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int, first: bool
+    ) -> None:
+        self.checks.updated(role, engine, batch, metrics, step, first)
+        with self.phases("audit"):
+            self.auditor.after_update(role, metrics)
 
 
 def _score(name: str, validated: Mapping[str, float]) -> float:
