@@ -133,8 +133,9 @@ class VerifierPool:
         try:
             process = self._start(self._idle.get())
         except _StartFailed as error:
+            users = [target for name, target in self._settings[0].items() if not name.startswith("(")]  # no probe
             raise UserError(
-                f"the reward functions ({', '.join(self._settings[0].values())}; see custom_reward_function.path and "
+                f"the reward functions ({', '.join(users)}; see custom_reward_function.path and "
                 f"reward.functions) cannot be loaded: {error}"
             ) from None
         self._idle.put(process)

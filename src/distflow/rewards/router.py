@@ -50,6 +50,10 @@ class Judgement:
         return {name: part.value for name, part in self.parts.items() if isinstance(part, Score)}
 
 
+FAILS = "(a probe that fails)"
+"""A function of every pool that must give no verdict, for the auditor to ask."""
+
+
 class RewardRouter:
     """Judges samples by the functions of their domain, in processes that can be killed. A context manager."""
 
@@ -78,6 +82,7 @@ class RewardRouter:
         self._counts: Counter[str] = Counter()
         self.names = sorted({name for parts in self._functions.values() for name, _ in parts})
         targets = {name: _target(name, custom) for name in self.names}
+        targets[FAILS] = "distflow.rewards.probes:fail"
         self.pool = VerifierPool(targets, num_workers=num_workers, timeout_s=timeout_s, memory_bytes=memory_bytes)
 
     def __enter__(self) -> "RewardRouter":

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 
+from distflow.rewards.router import FAILS
 from distflow.rewards.verdict import Score, Verdict
 from distflow.runtime.audit.check import Check, Wrong
 from distflow.runtime.audit.evidence import Evidence, Sample
@@ -15,6 +16,9 @@ TRIES, MOST_TWICE = 6, 4
 def prove(evidence: Evidence) -> str | None:
     if evidence.parts.judge is None or not evidence.is_ours("reward_parts"):
         return "no built-in reward node judges" if evidence.is_written("scores") else ""
+    failed = evidence.parts.judge(FAILS, {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": {}})
+    if isinstance(failed, Score):
+        raise Wrong(f"a verifier that raises must give no verdict, but it gave {failed.value}")
     began, seen = time.monotonic(), 0
     differing: list[tuple[Sample, str, str]] = []
     for sample in evidence.proved(MOST):
