@@ -420,7 +420,11 @@ def playground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
     return Playground(tmp_path_factory.mktemp("audit"))
 
 
-@pytest.mark.parametrize("name", FAULTS)
+# A run each: every other one is left to the slow tests.
+CASES = [pytest.param(name, marks=[pytest.mark.slow] if i % 2 else []) for i, name in enumerate(FAULTS)]
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_a_planted_fault_is_named(playground: Playground, monkeypatch: Patch, name: str) -> None:
     fault = FAULTS[name]
     fault.plant(monkeypatch)
