@@ -74,7 +74,7 @@ def test_explain_of_a_group_lists_its_keys(capsys: pytest.CaptureFixture[str]) -
     status, out, _ = run(capsys, "config", "grpo", *NEEDED, "--explain", "algorithm.kl_ctrl")
     assert status == 0
     assert [line.split("=")[0] for line in out.splitlines()] == [
-        f"algorithm.kl_ctrl.{name}" for name in ("type", "kl_coef", "target_kl", "horizon")
+        f"algorithm.kl_ctrl.{name}" for name in ("type", "kl_coef", "target_kl", "horizon", "mean")
     ]
 
 

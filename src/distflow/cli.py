@@ -9,21 +9,26 @@ from importlib import import_module
 from typing import NamedTuple
 
 from distflow import __version__
+from distflow.observe.text import harmless_output
 
 USER_FAULT, OUR_FAULT = 2, 1
 
 
 class Command(NamedTuple):
-    """help: one line. module: has `add_arguments(parser)` and `run(arguments) -> exit status`."""
+    """help: one line. module: has `add_arguments(parser)` and `run(arguments) -> exit status`.
+
+    runs_code: of the user's; the other commands only look, at what somebody else may have handed over.
+    """
 
     help: str
     module: str
+    runs_code: bool = False
 
 
 COMMANDS: dict[str, Command] = {
-    "train": Command("train by a preset or a YAML file", "distflow.commands.train"),
-    "sft": Command("supervised fine-tuning", "distflow.commands.sft"),
-    "eval": Command("answer data.val_files and print the accuracy", "distflow.commands.eval"),
+    "train": Command("train by a preset or a YAML file", "distflow.commands.train", runs_code=True),
+    "sft": Command("supervised fine-tuning", "distflow.commands.sft", runs_code=True),
+    "eval": Command("answer data.val_files and print the accuracy", "distflow.commands.eval", runs_code=True),
     "export": Command("write a checkpoint as a Hugging Face folder", "distflow.commands.export"),
     "config": Command("print the resolved config", "distflow.commands.config"),
     "doctor": Command("what this machine has, what extras would add, what is wrong", "distflow.commands.doctor"),
@@ -34,21 +39,23 @@ COMMANDS: dict[str, Command] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 2 for a mistake of the user's, 1 for anything else."""
-    arguments = _parse(argv)
-    sys.path.insert(0, "")  # "module:function" of the user's is looked for in the current folder first
-    try:
-        return int(arguments.run(arguments))
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except Exception as err:  # the process's edge: one message, a status, the traceback on request
-        if arguments.debug:
-            traceback.print_exc()
-        else:
-            print(f"distflow: {_message(err)}", file=sys.stderr)
-        return USER_FAULT if _is_users(err) else OUR_FAULT
+    with harmless_output():
+        arguments = _parse(argv)
+        if COMMANDS[arguments.command].runs_code or getattr(arguments, "trust_code", False):
+            sys.path.insert(0, "")  # "module:function" of the user's is looked for in the current folder first
+        try:
+            return int(arguments.run(arguments))
+        except KeyboardInterrupt:
+            return 130
+        except BrokenPipeError:  # whoever read our output has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        except Exception as err:  # the process's edge: one message, a status, the traceback on request
+            if arguments.debug:
+                traceback.print_exc()
+            else:
+                print(f"distflow: {_message(err)}", file=sys.stderr)
+            return USER_FAULT if _is_users(err) else OUR_FAULT
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -77,15 +84,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _message(err: Exception) -> str:
-    from distflow.observe.text import visible
-
-    text = str(err) if _is_users(err) else f"{type(err).__name__}: {err} (--debug shows where)"
-    return visible(text)
+    return str(err) if _is_users(err) else f"{type(err).__name__}: {err} (--debug shows where)"
 
 
 def _is_users(err: BaseException) -> bool:
     from distflow.config.errors import UserError
     from distflow.graph import PipelineError
-    from distflow.observe.run_folder import RunFolderError
 
-    return isinstance(err, UserError | PipelineError | RunFolderError)
+    return isinstance(err, UserError | PipelineError)

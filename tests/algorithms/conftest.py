@@ -32,7 +32,10 @@ class Case:
         return self.mask * self.valid[:, None]
 
 
-COLUMNS = ("rewards", "values", "log_probs", "old_log_probs", "prox_log_probs", "ref_log_prob", "advantages", "scores")
+COLUMNS = (
+    *("rewards", "values", "log_probs", "old_log_probs", "prox_log_probs", "ref_log_prob", "advantages", "scores"),
+    *("rollout_log_probs", "selected"),
+)
 
 
 def make_case(seed: int, bs: int = 9, length: int = 7, spread: float = 1.0) -> Case:
@@ -55,6 +58,8 @@ def make_case(seed: int, bs: int = 9, length: int = 7, spread: float = 1.0) -> C
         values = torch.randn(bs, length, dtype=torch.float64, generator=generator)
         if name.endswith(("log_probs", "log_prob")):
             values = -1.5 + spread * values
+        if name == "selected":
+            values = (values > 0.3).double()
         noise = poison[torch.randint(3, (bs, length), generator=generator)]
         columns[name] = torch.where(mask > 0, values, noise)
     return Case(mask, group, valid, columns)

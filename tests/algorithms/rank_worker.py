@@ -4,12 +4,22 @@ Four of them form groups of 1, 2 and 4 ranks.
 """
 
 import json
+from collections.abc import Callable
+from functools import partial
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from distflow.algorithms import LOSS_AGG_MODES, PolicyObjective, ValueObjective, find_adv_est
+from distflow.algorithms import LOSS_AGG_MODES, PolicyObjective, ValueObjective, find_adv_est, find_policy_loss
+from distflow.algorithms.corrections import LEVELS, compute_rollout_weights
+from distflow.algorithms.kl import apply_kl_penalty
+from distflow.algorithms.masking import Reduce
+from distflow.algorithms.normalization import Normalization
+from distflow.algorithms.rejection import compute_rejection_mask
 from distflow.config.names import POLICY_LOSSES
 from distflow.data.batch import Batch
 from distflow.runtime.ports.torch_collective import TorchCollective
@@ -41,6 +51,7 @@ def objectives() -> dict[str, PolicyObjective | ValueObjective]:
                 kl_loss_type="low_var_kl",
                 kl_loss_coef=0.1,
                 weights_field="rollout_is_weights" if name == "vanilla" else None,
+                off_policy_mask_threshold=0.1 if name == "gspo" else None,
             )
         built[f"value {mode}"] = ValueObjective(0.3, mode, scale)
     return built
@@ -63,21 +74,101 @@ def compare_losses(ranks: TorchCollective, batch: Batch, mine: Batch) -> dict[st
     return deviations
 
 
-def compare_advantages(ranks: TorchCollective, batch: Batch, mine: Batch, rows: list[int]) -> dict[str, float]:
-    """The same of the estimators that whiten or count over the global batch."""
-    estimators = {
-        "gae": (find_adv_est("gae").fn, "values"),
-        "reinforce_plus_plus": (find_adv_est("reinforce_plus_plus").fn, None),
-        "reinforce_plus_plus_baseline": (find_adv_est("reinforce_plus_plus_baseline").fn, "group_index"),
-        "gpg": (find_adv_est("gpg").fn, "group_index"),
+def over_the_batch() -> dict[str, Callable[[Batch, Reduce | None], Tensor]]:
+    """What whitens, scales or counts over the global batch: `(bs, response_length)`, or one number."""
+    estimators: dict[str, tuple[str, dict[str, Any]]] = {
+        **{name: (name, {}) for name in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg", "gdpo")},
+        "gpg by rewards": ("gpg", {"alpha_counts": "rewards"}),
+        "gdpo over samples": ("gdpo", {"whiten_over": "samples"}),
+        "grpo by the batch": ("grpo", {"scale_rewards": "batch"}),
     }
+    normalised = {
+        f"norm {mean} {std} {leave1out}": Normalization(mean, leave1out, std)
+        for mean in ("batch", "group", None)
+        for std in ("batch", "group", None)
+        for leave1out in (False, True)
+    }
+    return {
+        **{name: partial(estimate, *which) for name, which in estimators.items()},
+        **{name: partial(normalise, norm) for name, norm in normalised.items()},
+        **{f"kl {mean}": partial(kl, mean) for mean in ("token", "sequence")},
+    }
+
+
+def estimate(name: str, options: dict[str, Any], batch: Batch, reduce: Reduce | None) -> Tensor:
+    fn = find_adv_est(name).fn
+    takes = [p.name for p in signature(fn).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return fn(**{name: batch[name] for name in takes if name in batch}, **options, reduce=reduce)[0]
+
+
+def normalise(norm: Normalization, batch: Batch, reduce: Reduce | None) -> Tensor:
+    return norm(batch["advantages"], batch["response_mask"], batch["group_index"], batch["valid"], reduce=reduce)
+
+
+def kl(mean: str, batch: Batch, reduce: Reduce | None) -> Tensor:
+    names = ("token_level_scores", "old_log_probs", "ref_log_prob", "response_mask", "valid")
+    return torch.tensor(apply_kl_penalty(*(batch[n] for n in names), kl_coef=0.1, mean=mean, reduce=reduce)[1])
+
+
+def compare_advantages(ranks: TorchCollective, batch: Batch, mine: Batch, rows: list[int]) -> dict[str, float]:
+    """The largest deviation from the undivided batch, by name."""
     deviations = {}
-    for name, (estimate, extra) in estimators.items():
-        names = ["token_level_scores", "response_mask", *([extra] if extra else []), "valid"]
-        own = estimate(*(mine[n] for n in names), reduce=ranks)[0]
-        whole = estimate(*(batch[n] for n in names))[0][rows][:, : own.shape[1]]
-        deviations[name] = float((own - whole).abs().max()) if rows else 0.0
+    for name, function in over_the_batch().items():
+        own, whole = function(mine, ranks), function(batch, None)
+        if whole.dim():
+            whole = whole[rows][:, : own.shape[1]]
+        deviations[name] = float((own - whole).abs().max()) if own.numel() else 0.0
     return deviations
+
+
+def compare_corrections(ranks: TorchCollective, batch: Batch, mine: Batch, rows: list[int]) -> dict[str, float]:
+    """The same of what is normalised, measured or chosen over the global batch, and of the statistics."""
+    deviations = {}
+    for level in LEVELS:
+        deviations[f"weights_{level}"] = _deviation(
+            lambda b, reduce, level=level: compute_rollout_weights(
+                *_mismatch(b), level=level, batch_normalize=True, reduce=reduce
+            ),
+            *(ranks, batch, mine, rows),
+        )
+    names, bounds = ["token_k1", "seq_mean_k3"], [(0.5, 2.0), (None, 0.2)]
+    deviations["rejection"] = _deviation(
+        lambda b, reduce: compute_rejection_mask(*_mismatch(b), rollout_rs=names, bounds=bounds, reduce=reduce),
+        *(ranks, batch, mine, rows),
+    )
+    shares = {"clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": -9.0}, "kl_cov": {"kl_cov_ratio": 0.2}}
+    for name, options in shares.items():
+        select = find_policy_loss(name).selects
+        deviations[name] = _deviation(
+            lambda b, reduce, select=select, options=options: (
+                # With a mean of its own for each group: those of the ranks are far from those of the batch.
+                select(
+                    b["advantages"] + 2.0 * b["group_index"][:, None],
+                    *(b["old_log_probs"], b["loss_mask"], b["uid"], reduce),
+                    **options,
+                ),
+                {},
+            ),
+            *(ranks, batch, mine, rows),
+        )
+    return deviations
+
+
+def _mismatch(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    return batch["old_log_probs"], batch["rollout_log_probs"], batch["loss_mask"]
+
+
+def _deviation(
+    compute: Callable[[Batch, Any], tuple[Tensor, dict[str, float]]],
+    ranks: TorchCollective,
+    batch: Batch,
+    mine: Batch,
+    rows: list[int],
+) -> float:
+    (own, statistics), (whole, wanted) = compute(mine, ranks), compute(batch, None)
+    assert 0 < int((whole > 0).sum()) < int((batch["loss_mask"] > 0).sum()) or statistics.keys() >= {"weight_mean"}
+    worst = max((abs(statistics[k] - wanted[k]) for k in wanted), default=0.0)
+    return max(worst, float((own - whole[rows][:, : own.shape[1]]).abs().max()) if rows else 0.0)
 
 
 def main(rank: int, folder: Path) -> None:
@@ -87,11 +178,16 @@ def main(rank: int, folder: Path) -> None:
     scores = batch["token_level_scores"]
     scores[::3] = 0.0
     batch["token_level_scores"] = scores
+    batch["reward_parts"] = [{"a": i % 3 / 2, "b": float(i % 2)} for i in range(ROWS)]
     for size, shares in SHARES.items():
         if rank < size:
             rows = shares[rank]
             ranks, mine = TorchCollective(groups[size]), batch.select(rows)
-            results[size] = compare_losses(ranks, batch, mine) | compare_advantages(ranks, batch, mine, rows)
+            results[size] = {
+                **compare_losses(ranks, batch, mine),
+                **compare_advantages(ranks, batch, mine, rows),
+                **compare_corrections(ranks, batch, mine, rows),
+            }
     (folder / f"{rank}.json").write_text(json.dumps(results))
 
 

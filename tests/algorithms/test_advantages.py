@@ -19,9 +19,9 @@ Rows = list[list[float]]
 
 
 def row_scores(case: Any) -> list[float]:
-    """A row's reward is its sum; what is not finite outside the mask is padding."""
+    """A row's reward is the sum over the policy's tokens."""
     rows = zip(case.rows("rewards"), case.mask.tolist(), strict=True)
-    return [sum(r for r, m in zip(row, mask, strict=True) if m or math.isfinite(r)) for row, mask in rows]
+    return [sum(r for r, m in zip(row, mask, strict=True) if m) for row, mask in rows]
 
 
 def members(case: Any, row: int) -> list[int]:
@@ -82,9 +82,22 @@ def opo(case: Any) -> Rows:
     return by_group(case, rule)
 
 
-def gpg(case: Any, f_norm: float = 1.0) -> Rows:
-    judged = [s for s, ok in zip(row_scores(case), case.valid.tolist(), strict=True) if ok]
-    alpha = len(judged) / max(sum(s != 0 for s in judged), 1)
+def grpo_by_batch(case: Any, eps: float = 1e-6) -> Rows:
+    """Over the standard deviation of all rewards; a group of one is its own mean."""
+    scores = row_scores(case)
+    scale = std([s for s, ok in zip(scores, case.valid.tolist(), strict=True) if ok]) + eps
+    return by_group(case, lambda own, g, row: (own - sum(g) / len(g)) / scale)
+
+
+def gpg(case: Any, f_norm: float = 1.0, alpha_counts: str = "groups") -> Rows:
+    scores = row_scores(case)
+    judged = [row for row, ok in enumerate(case.valid.tolist()) if ok]
+    if alpha_counts == "groups":  # B − M: samples whose group does not all have one reward
+        groups = {row: [scores[i] for i in members(case, row)] for row in judged}
+        counted = sum(len(set(g)) > 1 or (len(g) == 1 and g[0] != 0) for g in groups.values())
+    else:
+        counted = sum(scores[row] != 0 for row in judged)
+    alpha = len(judged) / max(counted, 1)
     return by_group(case, lambda own, g, row: alpha * (own - (sum(g) / len(g) if len(g) > 1 else 0.0)) / f_norm)
 
 
@@ -162,6 +175,11 @@ def assert_close(actual: Tensor, wanted: Rows) -> None:
         ("opo", opo, {}),
         ("gpg", gpg, {}),
         ("gpg", lambda case: gpg(case, 2.5), {"f_norm": 2.5}),
+        ("gpg", lambda case: gpg(case, alpha_counts="rewards"), {"alpha_counts": "rewards"}),
+        ("grpo", grpo, {"scale_rewards": "group"}),
+        ("grpo", lambda case: grpo(case, norm=False), {"scale_rewards": "none"}),
+        ("grpo", grpo_by_batch, {"scale_rewards": "batch"}),
+        ("gspo", lambda case: grpo_by_batch(case, 0.3), {"scale_rewards": "batch", "adv_epsilon": 0.3}),
         ("grpo_passk", passk, {}),
         ("grpo_passk", lambda case: passk(case, norm=False), {"norm_adv_by_std_in_grpo": False}),
         ("reinforce", lambda case: rewards_to_go(case, 0.7), {"gamma": 0.7}),
@@ -177,6 +195,7 @@ def test_estimators_whose_returns_are_their_advantages(
 ) -> None:
     batch = case(seed)
     batch.columns["rewards"] = batch["rewards"].float().double()
+    batch.columns["rewards"][3:6] = torch.where(batch.mask[3:6] > 0, 0.0, batch["rewards"][3:6])  # a group of equals
     actual, returns = run(name, batch, **options)
     assert_close(actual, reference(batch))
     assert torch.equal(returns, actual)
@@ -225,6 +244,7 @@ def test_a_batch_without_rows_or_tokens_is_no_special_case(name: str) -> None:
             "group_index": torch.zeros(bs, dtype=torch.int64),
             "values": torch.zeros(bs, length),
             "reward_baselines": torch.zeros(bs),
+            "reward_parts": [{"math": 1.0}] * bs,
         }
         takes = inspect.signature(find_adv_est(name).fn).parameters
         actual, returns = find_adv_est(name).fn(**{k: v for k, v in columns.items() if k in takes})
@@ -257,6 +277,25 @@ class TestByHand:
         assert actual.flatten().tolist() == pytest.approx([a, 0, -a, -a, -a, -a, a, a])
         assert round(a, 5) == 0.86602
 
+    def test_grpo_scaled_by_the_batch(self) -> None:
+        # Groups (1, 0) and (3, 1): ±.5, ±1; all four: mean 1.25, squares .0625 + 1.5625 + 3.0625 + .0625 = 4.75, / 3.
+        rewards = torch.tensor([[1.0], [0.0], [3.0], [1.0]])
+        arguments = (rewards, torch.ones(4, 1), torch.tensor([0, 0, 1, 1]))
+        actual, _ = find_adv_est("grpo").fn(*arguments, scale_rewards="batch")
+        s = math.sqrt(4.75 / 3) + 1e-6
+        assert actual.flatten().tolist() == pytest.approx([0.5 / s, -0.5 / s, 1 / s, -1 / s])
+        for option in ("batches", "std"):
+            with pytest.raises(ValueError, match="choose group, batch or none"):
+                find_adv_est("grpo").fn(*arguments, scale_rewards=option)
+
+    def test_gpg(self) -> None:
+        # Groups (1, 0) and (1, 1): the second teaches nothing, B = 4, M = 2, α = 2. Three rewards are not 0: α = 4/3.
+        arguments = (torch.tensor([[1.0], [0.0], [1.0], [1.0]]), torch.ones(4, 1), torch.tensor([0, 0, 1, 1]))
+        actual, _ = find_adv_est("gpg").fn(*arguments)
+        assert actual.flatten().tolist() == [1.0, -1.0, 0.0, 0.0]
+        actual, _ = find_adv_est("gpg").fn(*arguments, alpha_counts="rewards")
+        assert actual.flatten().tolist() == pytest.approx([2 / 3, -2 / 3, 0.0, 0.0])
+
     def test_rloo(self) -> None:
         # Rewards 1, 0, .5: 1 − .25, 0 − .75, .5 − .5.
         rewards = torch.tensor([[1.0], [0.0], [0.5]])
@@ -283,13 +322,6 @@ def test_the_order_of_samples_and_the_names_of_groups_do_not_matter(case: Any) -
     batch.mask, batch.valid, batch.group = batch.mask[order], batch.valid[order], -1000 - batch.group[order]
     shuffled, _ = run("grpo", batch)
     torch.testing.assert_close(shuffled, straight[order])
-
-
-def test_a_score_on_the_last_token_counts_also_if_a_tool_made_it() -> None:
-    rewards = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
-    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]])
-    actual, _ = find_adv_est("rloo").fn(rewards, mask, torch.zeros(2))
-    assert actual.tolist() == [[1.0, 1.0, 0.0], [-1.0, -1.0, 0.0]]
 
 
 def test_bootstrapping_without_the_field_is_refused() -> None:

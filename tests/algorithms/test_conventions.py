@@ -12,7 +12,9 @@ from distflow.algorithms import (
     agg_loss,
     find_adv_est,
     find_policy_loss,
+    loss_counts,
     masked_whiten,
+    token_weights,
 )
 from distflow.algorithms.corrections import compute_rollout_weights
 from distflow.algorithms.filters import drop_reason, overlong_penalty
@@ -140,6 +142,15 @@ def test_gspo() -> None:
     assert log_probs.grad.tolist() == [pytest.approx([-s, -3 * s])]
     far, _ = find_policy_loss("gspo").fn(tensor([0.0]), tensor([-1.0]), torch.ones(1, 1), tensor([-30.0]))
     assert float(far) == pytest.approx(math.exp(10))
+
+
+def test_gmpo() -> None:
+    """Every row counts, also one without a token; no clamp of the log-ratio but the loss's own."""
+    counts = loss_counts(torch.tensor([[1.0], [0.0]]))
+    weights = token_weights(torch.tensor([[1.0], [0.0]]), "seq-mean-token-mean", counts, every_row=True)
+    assert find_policy_loss("gmpo").every_row and weights.tolist() == [[0.5], [0.0]]
+    loss, _ = find_policy_loss("gmpo").fn(tensor([0.0]), tensor([-1.0]), torch.ones(1, 1), tensor([-30.0]))
+    assert float(loss) == pytest.approx(math.exp(30))
 
 
 def test_sapo() -> None:

@@ -65,6 +65,34 @@ def test_weights(case: Any, seed: int, level: Any, mode: Any, floor: float | Non
     assert stats["ess"] == pytest.approx(sum(draws) ** 2 / (len(draws) * squares) if squares else 0.0)
 
 
+@pytest.mark.parametrize(("mode", "floor"), [("truncate", None), ("mask", 0.7)])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("seed", range(3))
+def test_normalised_weights_have_the_mean_one(case: Any, seed: int, level: Any, mode: Any, floor: float | None) -> None:
+    """Over tokens, or over sequences where one weight is a sequence's; after the cap."""
+    batch = case(seed, spread=0.4)
+    columns = (batch["old_log_probs"], batch["log_probs"], batch.mask)
+    weights, _ = compute_rollout_weights(*columns, level=level, mode=mode, cap=1.5, floor=floor)
+    normalised, stats = compute_rollout_weights(
+        *columns, level=level, mode=mode, cap=1.5, floor=floor, batch_normalize=True
+    )
+    rows = [
+        [w for w, m in zip(row, keep, strict=True) if m]
+        for row, keep in zip(weights.tolist(), batch.mask.tolist(), strict=True)
+    ]
+    draws = [w for row in rows for w in (row if level == "token" else row[:1])]
+    mean = sum(draws) / len(draws)
+    assert stats["batch_norm_factor"] == pytest.approx(mean, rel=1e-6)
+    torch.testing.assert_close(normalised, (weights / mean).float(), rtol=1e-6, atol=1e-9)
+
+
+def test_weights_that_are_all_zero_stay() -> None:
+    weights, stats = compute_rollout_weights(
+        torch.zeros(1, 2), torch.full((1, 2), -5.0), torch.ones(1, 2), level="token", mode="mask", batch_normalize=True
+    )
+    assert weights.tolist() == [[0.0, 0.0]] and stats["batch_norm_factor"] == 1.0
+
+
 def test_effective_sample_size_by_hand() -> None:
     ones = torch.ones(1, 4)
     assert float(effective_sample_size(ones, ones)) == 1.0

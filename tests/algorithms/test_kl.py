@@ -110,13 +110,36 @@ def test_the_penalty_in_the_reward(case: Any, seed: int, kind: str) -> None:
     assert mean == pytest.approx(sum(seen) / len(seen))
 
 
-def test_a_score_on_a_token_of_a_tool_survives_the_penalty() -> None:
-    scores, mask = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0]])
-    rewards, mean = apply_kl_penalty(
-        scores, torch.tensor([[-1.0, 9.0]]), torch.tensor([[-2.0, 9.0]]), mask, kl_coef=0.5
-    )
-    assert rewards.tolist() == [[-0.5, 1.0]]
-    assert mean == 1.0
+@pytest.mark.parametrize("with_verdicts", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_mean_that_the_controller_is_shown(case: Any, seed: int, with_verdicts: bool) -> None:
+    """Over tokens, or over the sequences' means, where the row without a token counts as 0."""
+    batch = case(seed)
+    valid = batch.valid if with_verdicts else torch.ones_like(batch.valid)
+    sequences = []
+    for i, keep in enumerate(batch.mask.tolist()):
+        pairs = [(float(batch["old_log_probs"][i, t]), float(batch["ref_log_prob"][i, t])) for t in range(len(keep))]
+        kl = [reference(*pair, "mse")[0] for pair, m in zip(pairs, keep, strict=True) if m]
+        if valid[i]:
+            sequences.append(kl)
+    tokens = [value for kl in sequences for value in kl]
+    wanted = {
+        "token": sum(tokens) / len(tokens),
+        "sequence": sum(sum(kl) / len(kl) if kl else 0.0 for kl in sequences) / len(sequences),
+    }
+    for mean, value in wanted.items():
+        _, shown = apply_kl_penalty(
+            batch["scores"],
+            batch["old_log_probs"],
+            batch["ref_log_prob"],
+            batch.mask,
+            batch.valid if with_verdicts else None,
+            kl_coef=0.3,
+            kl_penalty="mse",
+            mean=mean,
+        )
+        assert shown == pytest.approx(value, rel=1e-12)
+    assert wanted["token"] != pytest.approx(wanted["sequence"], rel=1e-3)
 
 
 class TestAdaptiveByHand:

@@ -53,11 +53,15 @@ def decoupled(lp, old, prox, a, score, *, cap=5.0, mode="mask", c=3.0):  # noqa:
     return loss * weight, grad * weight, stats
 
 
-def cpgd(lp, old, prox, a, score, *, low=0.2, high=0.2):  # noqa: ANN001, ANN201
+def cpgd(lp, old, prox, a, score, *, low=0.2, high=0.2, drift=0.0):  # noqa: ANN001, ANN201
     bound = old + math.log(1 + high) if a > 0 else old + (math.log(1 - low) if low < 1 else -math.inf)
     out = lp > bound if a > 0 else lp < bound
-    stats = {"pg_clipfrac": float(out), "ppo_kl": -clamped(lp - old)[0]}
-    return -(bound if out else lp) * a, 0.0 if out else -a, stats
+    d = clamped(lp - old)[0]
+    stats = {"pg_clipfrac": float(out), "ppo_kl": -d}
+    pull = drift * min(math.exp(d) - 1, 2.0)
+    if drift:
+        stats["policy_drift"] = math.exp(d) - 1 - d
+    return -(bound if out else lp) * a + pull * lp, (0.0 if out else -a) + pull, stats
 
 
 def gpg(lp, old, prox, a, score):  # noqa: ANN001, ANN201
@@ -85,6 +89,42 @@ def sapo(lp, old, prox, a, score, *, pos=1.0, neg=1.05):  # noqa: ANN001, ANN201
     return -4 / tau * s * a, -4 * s * (1 - s) * r * a * slope, {"ppo_kl": -d}
 
 
+def dppo(lp, old, prox, a, score, *, kind, low=0.2, high=0.2, c=20.0):  # noqa: ANN001, ANN201
+    p, q, d = min(math.exp(lp), 1.0), min(math.exp(old), 1.0), clamped(lp - old)[0]
+    if kind == "tv":
+        inside = p - q <= high if a > 0 else p - q >= -low
+    else:
+        # log(1 − p) with the 1e-8 that keeps it finite at p = 1
+        kl = q * -d + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+        inside = (p <= q or kl <= high) if a > 0 else (p >= q or kl <= low)
+    r = math.exp(d)
+    w = (r if c is None else min(r, c)) if inside else 0.0
+    stats = {"pg_clipfrac": float(not inside), "ppo_kl": -d}
+    if c is not None:
+        stats["pg_clipfrac_lower"] = float(inside and r > c)
+    return -w * a * lp, -w * a, stats
+
+
+def dro(lp, old, prox, a, score, *, beta=0.1):  # noqa: ANN001, ANN201
+    d = lp - old
+    return -lp * a + beta / 2 * d * d, -a + beta * d, {"ppo_kl": -d}
+
+
+def clip_cov(lp, old, prox, a, score, chosen, *, low=0.2, high=0.2):  # noqa: ANN001, ANN201
+    loss, grad, stats = ppo(lp, old, a, low, high, None)
+    stats["cov_selected"] = float(chosen)
+    return (0.0, 0.0, stats) if chosen else (loss, grad, stats)
+
+
+def kl_cov(lp, old, prox, a, score, chosen, *, coef=1.0):  # noqa: ANN001, ANN201
+    d, slope = clamped(lp - old)
+    r, weight = math.exp(d), coef if chosen else 0.0
+    loss, grad = -r * a + weight * abs(d), (-r * a + weight * math.copysign(1.0, d)) * slope
+    return loss, grad, {"cov_selected": float(chosen), "ppo_kl": -d}
+
+
+SELECTING = ("clip_cov", "kl_cov")
+
 PER_TOKEN: list[tuple[str, Token, dict[str, Any], dict[str, Any]]] = [
     ("vanilla", vanilla, {}, {}),
     ("vanilla", vanilla, {"clip_ratio": 0.1}, {"low": 0.1, "high": 0.1}),
@@ -102,6 +142,17 @@ PER_TOKEN: list[tuple[str, Token, dict[str, Any], dict[str, Any]]] = [
     ("decoupled", decoupled, {"behav_imp_weight_cap": None}, {"cap": None}),
     ("cpgd", cpgd, {}, {}),
     ("cpgd", cpgd, {"clip_ratio_low": 1.0, "clip_ratio_high": 0.05}, {"low": 1.0, "high": 0.05}),
+    ("cpgd", cpgd, {"policy_drift_coeff": 0.3}, {"drift": 0.3}),
+    ("dppo_tv", dppo, {}, {"kind": "tv"}),
+    ("dppo_tv", dppo, {"clip_ratio_low": 0.02, "clip_ratio_c": 1.5}, {"kind": "tv", "low": 0.02, "c": 1.5}),
+    ("dppo_kl", dppo, {}, {"kind": "kl"}),
+    ("dppo_kl", dppo, {"clip_ratio": 0.01, "clip_ratio_c": None}, {"kind": "kl", "low": 0.01, "high": 0.01, "c": None}),
+    ("dro", dro, {}, {}),
+    ("dro", dro, {"beta": 2.0}, {"beta": 2.0}),
+    ("clip_cov", clip_cov, {}, {}),
+    ("clip_cov", clip_cov, {"clip_ratio_low": 0.1, "clip_ratio_high": 0.4}, {"low": 0.1, "high": 0.4}),
+    ("kl_cov", kl_cov, {}, {}),
+    ("kl_cov", kl_cov, {"ppo_kl_coef": 0.25}, {"coef": 0.25}),
     ("gpg", gpg, {}, {}),
     ("cispo", cispo, {}, {}),
     ("cispo", cispo, {"clip_below": False, "clip_ratio_high": 0.4}, {"below": False, "high": 0.4}),
@@ -120,6 +171,7 @@ def run(name: str, case: Any, **options: Any) -> tuple[Tensor, Tensor, dict[str,
         "old_log_probs": case["old_log_probs"],
         "prox_log_probs": case["prox_log_probs"],
         "token_level_scores": case["scores"],
+        "selected_tokens": case["selected"],
     }
     takes = inspect.signature(find_policy_loss(name).fn).parameters
     given = {k: v for k, v in columns.items() if k in takes}
@@ -150,7 +202,8 @@ def test_losses_of_single_tokens(
                 assert log_probs.grad[i, t] == 0.0
                 continue
             token = [columns[k][i][t] for k in range(4)]
-            wanted, grad, wanted_stats = reference(*token, score, **wanted_options)
+            chosen = [batch.rows("selected")[i][t] > 0] if name in SELECTING else []
+            wanted, grad, wanted_stats = reference(*token, score, *chosen, **wanted_options)
             assert float(loss.detach()[i, t]) == pytest.approx(wanted, rel=1e-9, abs=1e-12)
             assert float(log_probs.grad[i, t]) == pytest.approx(grad * float(weights[i, t]), rel=1e-9, abs=1e-12)
             assert {n: float(v[i, t]) for n, v in stats.items()} == pytest.approx(wanted_stats, rel=1e-9, abs=1e-12)
@@ -191,9 +244,9 @@ def test_gmpo(case: Any, seed: int, spread: float) -> None:
         n = len(tokens)
         parts = {}
         for t in tokens:
-            d, slope = clamped(lp[i][t] - old[i][t])
+            d = lp[i][t] - old[i][t]
             value = min(d, 0.4) if a[i][t] > 0 else max(d, -0.3)
-            parts[t] = (value, slope if value == d else 0.0)
+            parts[t] = (value, float(value == d))
         if not tokens:
             assert torch.equal(log_probs.grad[i], torch.zeros_like(log_probs.grad[i]))
             continue
@@ -204,6 +257,111 @@ def test_gmpo(case: Any, seed: int, spread: float) -> None:
             assert float(loss.detach()[i, t]) == pytest.approx(wanted, rel=1e-9)
             grad = row_weight * wanted * parts[t][1] / n
             assert float(log_probs.grad[i, t]) == pytest.approx(grad, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("spread", [0.2, 4.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_topr_by_the_ratio_of_the_whole_sequence(case: Any, seed: int, spread: float) -> None:
+    """Eq. 8 of the paper."""
+    batch = case(seed, spread=spread)
+    loss, log_probs, _ = run("topr", batch, ratio_level="sequence")
+    weights = random_weights(batch)
+    weighted_sum(loss, weights).backward()
+    lp, old, a, scores = (batch.rows(n) for n in ("log_probs", "old_log_probs", "advantages", "scores"))
+    for i, keep in enumerate(batch.mask.tolist()):
+        tokens = [t for t, m in enumerate(keep) if m]
+        good = sum(scores[i][t] for t in tokens) > 0
+        ratio = math.exp(clamped(sum(lp[i][t] - old[i][t] for t in tokens))[0])
+        w = 1.0 if good else min(ratio, 1.0)
+        for t in tokens:
+            assert float(loss.detach()[i, t]) == pytest.approx(-w * a[i][t] * lp[i][t], rel=1e-9)
+            assert float(log_probs.grad[i, t]) == pytest.approx(-w * a[i][t] * float(weights[i, t]), rel=1e-9)
+
+
+def behaviour(d: dict[int, float], rule: dict[str, Any]) -> dict[int, tuple[float, bool]]:
+    """(weight, outside) of each token of one sequence by AReaL's rejection sampling; d: prox − old by token."""
+    metric, upper, lower = rule.get("metric", "ratio"), rule.get("upper", 5.0), rule.get("lower")
+    measures: dict[str, Callable[[float], float]] = {
+        "ratio": lambda x: x,
+        "kl_k1": lambda x: x,
+        "kl_k2": lambda x: x * x / 2,
+        "kl_k3": lambda x: math.exp(clamped(-x)[0]) - 1 + x,
+    }
+    measured = {t: measures[metric](x) for t, x in d.items()}
+    weight = {t: math.exp(clamped(x)[0]) for t, x in d.items()}
+    if rule.get("level") == "sequence":
+        total = {"sum": sum, "max": max, "mean": lambda xs: sum(xs) / len(xs)}[rule.get("agg", "mean")](
+            list(measured.values())
+        )
+        measured = dict.fromkeys(d, total)
+        if metric == "ratio":
+            weight = dict.fromkeys(d, math.exp(clamped(sum(d.values()) / len(d))[0]))
+    out = {}
+    for t, x in measured.items():
+        x = math.exp(clamped(x)[0]) if metric == "ratio" else x
+        outside = x > upper or (lower is not None and x < lower)
+        inside = min(max(weight[t], lower or 0.0), upper) if rule.get("action") == "clamp" else 0.0
+        out[t] = (inside if outside else weight[t], outside)
+    return out
+
+
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {},
+        {"lower": 0.5, "upper": 2.0},
+        {"lower": 0.5, "upper": 1.2, "action": "clamp"},
+        {"metric": "kl_k1", "upper": 0.3, "lower": -0.3},
+        {"metric": "kl_k2", "upper": 0.1},
+        {"metric": "kl_k3", "upper": 0.1},
+        {"level": "sequence", "lower": 0.8, "upper": 1.3},
+        {"level": "sequence", "lower": 0.8, "upper": 1.3, "action": "clamp"},
+        {"level": "sequence", "agg": "sum", "upper": 2.0},
+        {"level": "sequence", "agg": "max", "upper": 2.0, "action": "clamp"},
+        {"level": "sequence", "metric": "kl_k1", "agg": "sum", "upper": 0.4, "lower": -0.4},
+        {"level": "sequence", "metric": "kl_k2", "upper": 0.2},
+        {"level": "sequence", "metric": "kl_k3", "agg": "max", "upper": 0.3},
+    ],
+    ids=str,
+)
+def test_rejection_sampling_of_the_decoupled_loss(case: Any, rule: dict[str, Any], spread: float) -> None:
+    batch = case(3, spread=spread)
+    loss, log_probs, stats = run("decoupled", batch, rejection_sampling=rule, behav_imp_weight_cap=1.01)
+    weights = random_weights(batch)
+    weighted_sum(loss, weights).backward()
+    names = ("log_probs", "old_log_probs", "prox_log_probs", "advantages")
+    lp, old, prox, a = (batch.rows(n) for n in names)
+    seen = set()
+    for i, keep in enumerate(batch.mask.tolist()):
+        tokens = [t for t, m in enumerate(keep) if m]
+        for t, (w, outside) in behaviour({t: prox[i][t] - old[i][t] for t in tokens}, rule).items() if tokens else ():
+            plain, grad, _ = ppo(lp[i][t], prox[i][t], a[i][t], 0.2, 0.2, 3.0)
+            assert float(loss.detach()[i, t]) == pytest.approx(w * plain, rel=1e-9, abs=1e-12)
+            assert float(log_probs.grad[i, t]) == pytest.approx(w * grad * float(weights[i, t]), rel=1e-9, abs=1e-12)
+            assert float(stats["behav_imp_weight"][i, t]) == pytest.approx(w, rel=1e-9)
+            assert float(stats["behav_capped"][i, t]) == float(outside)
+            seen.add(outside)
+    assert True in seen or spread < 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"uper": 2.0}, "did you mean 'upper'"),
+        ({"level": "batch"}, "token, sequence"),
+        ({"metric": "k3"}, "kl_k3"),
+        ({"upper": "2"}, "must be a number"),
+        ({"upper": True}, "must be a number"),
+        ({"upper": 2.0, "lower": 3.0}, "nothing would pass"),
+        ({"lower": 0.0}, "above 0"),
+        ({"metric": "kl_k2", "upper": -1.0}, "above 0"),
+        ({"metric": "kl_k3", "action": "clamp"}, "needs action=mask"),
+    ],
+)
+def test_a_rejection_without_sense_is_refused_before_the_start(rule: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        find_policy_loss("decoupled").checked({"rejection_sampling": rule})
 
 
 class TestDualClipByHand:
@@ -253,6 +411,7 @@ def test_without_old_log_probs_the_ratio_is_taken_against_the_detached_log_prob(
     with_own.columns["old_log_probs"] = batch["log_probs"]
     takes = inspect.signature(find_policy_loss(name).fn).parameters
     columns = {"advantages": batch["advantages"], "loss_mask": batch.mask, "token_level_scores": batch["scores"]}
+    columns["selected_tokens"] = batch["selected"]
     log_probs = batch["log_probs"].clone().requires_grad_()
     loss, stats = find_policy_loss(name).fn(log_probs=log_probs, **{k: v for k, v in columns.items() if k in takes})
     weighted_sum(loss, batch.mask).backward()
@@ -307,7 +466,13 @@ def test_a_score_a_sample_serves_topr_as_well_as_one_a_token(case: Any) -> None:
     [
         ("decoupled", {"behav_imp_weight_mode": "drop"}),
         ("decoupled", {"clip_ratio_c": 0.5}),
+        ("decoupled", {"rejection_sampling": {"upper": 0.5}}),
         ("sapo", {"tau_pos": 0.0}),
+        ("cpgd", {"policy_drift_coeff": -0.1}),
+        ("topr", {"ratio_level": "batch"}),
+        ("dppo_tv", {"clip_ratio_c": 1.0}),
+        ("dro", {"beta": -1.0}),
+        ("kl_cov", {"ppo_kl_coef": -1.0}),
     ],
 )
 def test_options_without_sense_are_refused(case: Any, name: str, options: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Means, variances and whitening under a mask, and the critic's loss, against loops."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,12 +42,27 @@ def test_with_fewer_than_two_tokens_values_are_only_centred(num_tokens: int) -> 
     assert float(masked_var(values, mask)) == 0.0
 
 
+def half_square(x: float) -> tuple[float, float]:
+    """(loss, slope)."""
+    return x * x / 2, x
+
+
+def huber(delta: float) -> Callable[[float], tuple[float, float]]:
+    def of(x: float) -> tuple[float, float]:
+        far = abs(x) > delta
+        return (delta * (abs(x) - delta / 2), math.copysign(delta, x)) if far else half_square(x)
+
+    return of
+
+
+@pytest.mark.parametrize("delta", [None, 0.3, 1.5, 10.0])
 @pytest.mark.parametrize("clip", [0.5, 0.1, None])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_value_loss_and_its_gradient(case: Any, seed: int, clip: float | None) -> None:
-    batch = case(seed)
+def test_the_value_loss_and_its_gradient(case: Any, seed: int, clip: float | None, delta: float | None) -> None:
+    batch, of = case(seed), half_square if delta is None else huber(delta)
+    options: dict[str, Any] = {} if delta is None else {"value_loss": "huber", "huber_delta": delta}
     v = batch["log_probs"].clone().requires_grad_()
-    loss, stats = compute_value_loss(v, batch["values"], batch["rewards"], batch.mask, cliprange_value=clip)
+    loss, stats = compute_value_loss(v, batch["values"], batch["rewards"], batch.mask, cliprange_value=clip, **options)
     loss.sum().backward()
     for i, keep in enumerate(batch.mask.tolist()):
         for t, m in enumerate(keep):
@@ -55,9 +71,9 @@ def test_the_value_loss_and_its_gradient(case: Any, seed: int, clip: float | Non
                 continue
             new, old, target = (float(x[i, t]) for x in (v.detach(), batch["values"], batch["rewards"]))
             near = new if clip is None else min(max(new, old - clip), old + clip)
-            wanted = max((new - target) ** 2, (near - target) ** 2) / 2
-            cut = (near - target) ** 2 > (new - target) ** 2
-            assert float(loss.detach()[i, t]) == pytest.approx(wanted, rel=1e-12)
-            assert float(v.grad[i, t]) == pytest.approx(0.0 if cut else new - target, rel=1e-9, abs=1e-12)
+            (plain, slope), (clipped, _) = of(new - target), of(near - target)
+            cut = clipped > plain
+            assert float(loss.detach()[i, t]) == pytest.approx(max(plain, clipped), rel=1e-12)
+            assert float(v.grad[i, t]) == pytest.approx(0.0 if cut else slope, rel=1e-9, abs=1e-12)
             if clip is not None:
                 assert float(stats["vf_clipfrac"][i, t]) == float(cut)

@@ -1,5 +1,6 @@
 """Objectives: the same gradient and metrics however a mini-batch is split, wiring by parameter names, dead terms."""
 
+import math
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from distflow.algorithms import (
     token_weights,
 )
 from distflow.algorithms.aggregate import weighted_sum
+from distflow.algorithms.registry import read_policy_loss
 from distflow.config import names
 from distflow.data.batch import Batch
 from tests.algorithms.toy_policy import LONGEST, gradient, outputs, random_split, scale_of, toy_batch, toy_weights
@@ -35,6 +37,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(name: str, mode: str)
         kl_loss_type="kl+",
         kl_loss_coef=0.1,
         weights_field="rollout_is_weights",
+        off_policy_mask_threshold=0.2,
     )
     batch = toy_batch(seed=3, bs=ROWS)
     counts = objective.counts(batch)
@@ -237,6 +240,82 @@ def test_terms_that_are_off_are_not_read() -> None:
     assert set(metrics) == {"loss", "pg_loss", "entropy", "loss_term/pg"}
 
 
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_gmpo_counts_every_row_as_its_peers_do(mode: str) -> None:
+    """The mean of verl's `geo_mean`: over all rows, those without a token as 0. Entropy is not concerned."""
+    objective = PolicyObjective("gmpo", loss_agg_mode=mode, loss_scale_factor=scale_of(mode), entropy_coef=0.1)
+    batch = toy_batch(seed=3, bs=ROWS)
+    counts = objective.counts(batch)
+    assert counts["rows"] == ROWS > counts["sequences"]
+    _, sums = gradient(objective, random_split(batch, 4), counts)
+    found = objective.finish(sums, counts)
+    rows, tokens = [], []
+    log_probs = outputs(toy_weights().detach(), batch)["log_probs"]
+    for i, keep in enumerate(batch["loss_mask"].tolist()):
+        inside = [t for t, m in enumerate(keep) if m]
+        total = 0.0
+        for t in inside:
+            d, a = float(log_probs[i, t]) - float(batch["old_log_probs"][i, t]), float(batch["advantages"][i, t])
+            total += min(d, 0.2) if a > 0 else max(d, -0.2)
+        length = max(len(inside), 1)
+        mean = sum(float(batch["advantages"][i, t]) for t in inside) / length
+        rows.append(-mean * math.exp(total / length))
+        tokens.append(len(inside))
+    sums_of_rows = [row * count for row, count in zip(rows, tokens, strict=True)]
+    wanted = {
+        "token-mean": sum(sums_of_rows) / sum(tokens),
+        "seq-mean-token-sum": sum(sums_of_rows) / ROWS,
+        "seq-mean-token-mean": sum(rows) / ROWS,
+        "seq-mean-token-sum-norm": sum(sums_of_rows) / ROWS / LONGEST,
+    }[mode]
+    assert found["pg_loss"] == pytest.approx(wanted, rel=1e-6)
+    entropy = PolicyObjective("gpg", loss_agg_mode=mode, loss_scale_factor=scale_of(mode), entropy_coef=0.1)
+    _, sums = gradient(entropy, [batch], counts)
+    assert found["loss_term/entropy"] == pytest.approx(entropy.finish(sums, counts)["loss_term/entropy"])
+
+
+@pytest.mark.parametrize("threshold", [0.05, 0.3, 5.0])
+def test_off_policy_sequences_get_no_loss_where_the_advantage_is_negative(threshold: float) -> None:
+    """TRL's `off_policy_mask_threshold`: the mean log π_rollout − log π of the sequence; denominators stay."""
+    objective = PolicyObjective(
+        "gpg", off_policy_mask_threshold=threshold, kl_loss_type="kl", kl_loss_coef=0.3, entropy_coef=0.1
+    )
+    assert set(objective.reads) >= {"rollout_log_probs", "advantages"}
+    batch = toy_batch(seed=6, bs=ROWS)
+    counts = objective.counts(batch)
+    actual, sums = gradient(objective, random_split(batch, 2), counts)
+    metrics = objective.finish(sums, counts)
+
+    log_probs, keep = outputs(toy_weights().detach(), batch)["log_probs"], batch["loss_mask"].clone()
+    for i, row in enumerate(keep.tolist()):
+        inside = [t for t, m in enumerate(row) if m]
+        gaps = [float(batch["rollout_log_probs"][i, t]) - float(log_probs[i, t]) for t in inside]
+        if inside and sum(gaps) / len(gaps) > threshold:
+            keep[i] = keep[i] * (batch["advantages"][i] >= 0)
+    dropped = float((batch["loss_mask"] - keep).sum() / batch["loss_mask"].sum())
+    assert (dropped > 0) == (threshold < 5.0)
+    assert metrics["off_policy_masked"] == pytest.approx(dropped)
+    plain = PolicyObjective("gpg", kl_loss_type="kl", kl_loss_coef=0.3, entropy_coef=0.1)
+    batch["advantages"] = batch["advantages"] * keep  # gpg is linear in the advantage
+    wanted, _ = gradient(plain, [batch], counts)
+    torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_what_an_off_policy_mask_drops_is_not_read() -> None:
+    """A loss that overflowed there is no NaN."""
+    register_policy_loss("test_inf")(
+        lambda log_probs, advantages, loss_mask: (torch.where(advantages < 0, math.inf, -log_probs), {})
+    )
+    try:
+        objective = PolicyObjective("test_inf", off_policy_mask_threshold=1e-6)
+        batch = toy_batch(seed=6, bs=ROWS)
+        batch["rollout_log_probs"] = torch.full_like(batch["rollout_log_probs"], 50.0)
+        found, sums = gradient(objective, [batch], objective.counts(batch))
+        assert bool(found.isfinite().all()) and math.isfinite(sums["loss"])
+    finally:
+        del POLICY_LOSSES["test_inf"]
+
+
 def test_a_loss_of_ones_own_is_wired_by_its_parameter_names() -> None:
     @register_policy_loss("test_own_loss")
     def own_loss(
@@ -293,6 +372,8 @@ def test_correction_weights_multiply_each_token() -> None:
         ({"loss_agg_mode": "seq-mean-token-sum-norm"}, "loss_scale_factor"),
         ({"loss_scale_factor": 0.0}, "positive"),
         ({"options": {"clip_ration": 0.1}}, "did you mean 'clip_ratio'"),
+        ({"options": {"clip_ratio_c": 0.5}}, "clip_ratio_c must be above 1"),
+        ({"off_policy_mask_threshold": 0.0}, "off_policy_mask_threshold must be positive"),
         ({"kl_loss_type": "low_var"}, "did you mean 'low_var_kl'"),
         ({"kl_loss_type": "full"}, "low_var_kl"),
     ],
@@ -322,3 +403,16 @@ def test_token_weights_against_loops(case: Any, mode: str) -> None:
     }[mode]
     weights = token_weights(mask, mode, loss_counts(mask))
     assert float(weighted_sum(loss, weights)) == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("shape", ["scalar", "sample"])
+def test_a_loss_without_a_number_for_each_token_is_refused(shape: str) -> None:
+    def unfit(log_probs: Any, advantages: Any, loss_mask: Any) -> Any:
+        loss = -log_probs * advantages * loss_mask
+        return (loss.sum() if shape == "scalar" else loss.sum(-1, keepdim=True)), {}
+
+    batch = toy_batch(0, 3)
+    objective = PolicyObjective(read_policy_loss("unfit", unfit))
+    given = {"log_probs": batch["old_log_probs"], "entropy": torch.zeros_like(batch["old_log_probs"])}
+    with pytest.raises(ValueError, match=r"'unfit' returned a loss of shape \(.*one number a token, \(3, "):
+        objective(given, batch, objective.counts(batch))

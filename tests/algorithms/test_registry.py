@@ -13,6 +13,7 @@ from distflow.algorithms import (
     LOSS_AGG_MODES,
     POLICY_LOSSES,
     AdvantageEstimator,
+    PolicyObjective,
     describe_estimator,
     find_adv_est,
     find_policy_loss,
@@ -21,7 +22,7 @@ from distflow.algorithms import (
 )
 from distflow.config import names
 from distflow.config.functions import load_function
-from distflow.graph import spec_of
+from distflow.graph import node, spec_of
 
 
 @pytest.mark.parametrize("name", names.ESTIMATORS)
@@ -73,8 +74,12 @@ def test_aggregations_are_those_of_the_table() -> None:
 def test_who_whitens_or_counts_over_the_batch_is_global() -> None:
     scopes = {name: find_adv_est(name).scope for name in names.ESTIMATORS}
     assert {name for name, scope in scopes.items() if scope == "global"} == {
+        "cpgd",
         "gae",
+        "gdpo",
         "gpg",
+        "grpo",
+        "gspo",
         "reinforce_plus_plus",
         "reinforce_plus_plus_baseline",
     }
@@ -85,7 +90,12 @@ def test_an_estimator_carries_its_contract_to_the_graph() -> None:
     spec = spec_of(find_adv_est("gae").fn)
     assert spec.scope == "global"
     assert spec.writes == ("advantages", "returns")
-    assert find_adv_est("gae").options == {"gamma": 1.0, "lam": 0.95, "bootstrap_truncated": False}
+    assert find_adv_est("gae").options == {
+        "gamma": 1.0,
+        "lam": 0.95,
+        "bootstrap_truncated": False,
+        "whiten": True,
+    }
 
 
 @pytest.mark.parametrize("find", [find_adv_est, find_policy_loss])
@@ -122,7 +132,104 @@ def test_a_taken_name_is_replaced_with_a_warning() -> None:
         ADV_ESTIMATORS["rloo"] = before
 
 
-def test_a_loss_that_fits_neither_signature_is_refused() -> None:
-    with pytest.raises(ValueError, match="old_log_prob, log_prob, advantages, response_mask"):
-        register_policy_loss("test_neither")(lambda logits, labels: None)
+def seed_with_more(old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any, extra: Any) -> Any: ...
+async def later(log_probs: Any, advantages: Any, loss_mask: Any) -> Any: ...
+def by_position(log_probs: Any, advantages: Any, loss_mask: Any, /) -> Any: ...
+def without_a_mask(log_probs: Any, advantages: Any) -> Any: ...
+def column_as_option(log_probs: Any, loss_mask: Any, *, advantages: Any) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("fn", "why"),
+    [
+        (lambda logits, labels: None, "it takes no log_probs"),
+        (lambda *columns: None, "it takes no log_probs"),
+        (without_a_mask, "it takes no loss_mask"),
+        (by_position, "'log_probs' cannot be given by its name; take the / away"),
+        (column_as_option, "'advantages' is a column of the batch: put it before the *"),
+        (seed_with_more, "nothing gives 'extra'"),
+        (later, "it is async"),
+        (3, "its parameters cannot be read"),
+        (dict.fromkeys, "'iterable' cannot be given by its name"),
+        (type, "its parameters cannot be read"),
+    ],
+)
+def test_a_loss_that_could_not_be_called_is_refused_when_it_is_registered(fn: Any, why: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        register_policy_loss("test_neither")(fn)
+    said = str(refused.value)
+    assert why in said and "policy loss 'test_neither'" in said
+    assert getattr(fn, "__qualname__", repr(fn)).removeprefix("dict.") in said
+    assert "def loss(log_probs, advantages, loss_mask" in said
+    assert "def loss(old_log_prob, log_prob, advantages, response_mask" in said
     assert "test_neither" not in POLICY_LOSSES
+
+
+def test_a_loss_may_take_whatever_else_there_is() -> None:
+    register_policy_loss("test_open")(lambda log_probs, advantages, **rest: (-log_probs * advantages, {}))
+    try:
+        assert find_policy_loss("test_open").reads == ("advantages",)
+        assert PolicyObjective("test_open").reads == ("advantages", "loss_mask")
+    finally:
+        del POLICY_LOSSES["test_open"]
+
+
+def test_an_option_without_a_default_must_be_given() -> None:
+    @register_policy_loss("test_needy")
+    def needy(log_probs: Any, advantages: Any, loss_mask: Any, *, weight: float) -> Any: ...
+
+    try:
+        with pytest.raises(ValueError, match="no default for its option 'weight'.*needy.*policy_loss_kwargs.weight"):
+            PolicyObjective("test_needy")
+        assert PolicyObjective("test_needy", {"weight": 1.0}).options == {"weight": 1.0}
+    finally:
+        del POLICY_LOSSES["test_needy"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("dro", {"beta": "much"}, "option 'beta' of policy loss 'dro' is 'much', not a number"),
+        ("dro", {"beta": None}, "is null, not a number"),
+        ("dro", {"beta": True}, "is true, not a number"),
+        ("cispo", {"clip_below": "false"}, "is 'false', not true or false"),
+        ("topr", {"ratio_level": "batch"}, "not 'token' or 'sequence'"),
+        ("decoupled", {"behav_imp_weight_mode": 3}, "not 'mask' or 'clamp'"),
+        ("decoupled", {"rejection_sampling": "token"}, "rejection_sampling is a mapping"),
+        ("clip_cov", {"clip_cov_lb": "low"}, "is 'low', not a number"),
+        ("sapo", {"tau_pos": float("nan")}, "not a finite number"),
+    ],
+)
+def test_an_option_of_another_type_is_refused_before_the_start(name: str, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PolicyObjective(name, options)
+
+
+def test_options_may_be_what_yaml_makes_of_them() -> None:
+    assert PolicyObjective("dro", {"beta": 1}).options == {"beta": 1.0}
+    assert PolicyObjective("dro", {"beta": "1e-3"}).options == {"beta": 0.001}
+    assert PolicyObjective("vanilla", {"clip_ratio_c": None}).options == {"clip_ratio_c": None}
+    options = {"kl_cov_ratio": "1e-3", "ppo_kl_coef": 2}
+    assert PolicyObjective("kl_cov", options).options == {"ppo_kl_coef": 2.0}
+    assert find_policy_loss("kl_cov").for_selection(options) == {"kl_cov_ratio": 0.001}
+
+
+def test_a_loss_of_ones_own_may_choose_tokens_and_check_its_options() -> None:
+    @node(writes="selected_tokens")
+    def first_tokens(loss_mask: Any, *, num_first: int = 1) -> Any: ...
+
+    def check(num_first: int, gain: float) -> None:
+        if num_first < 1:
+            raise ValueError("num_first must be at least 1")
+
+    @register_policy_loss("test_first", selects=first_tokens, check=check)
+    def first(log_probs: Any, advantages: Any, loss_mask: Any, selected_tokens: Any, *, gain: float = 1.0) -> Any: ...
+
+    try:
+        assert PolicyObjective("test_first", {"num_first": 2, "gain": 3.0}).options == {"gain": 3.0}
+        with pytest.raises(ValueError, match="num_first must be at least 1"):
+            PolicyObjective("test_first", {"num_first": 0})
+        with pytest.raises(ValueError, match="'num_frist'.*did you mean 'num_first'"):
+            PolicyObjective("test_first", {"num_frist": 2})
+    finally:
+        del POLICY_LOSSES["test_first"]

@@ -116,6 +116,8 @@ def test_its_config_is_read_only_and_names_what_is_missing() -> None:
         gradient(objective, [batch], objective.counts(batch))
         with pytest.raises(ValueError, match="rollout_is_weights"):
             PolicyObjective("test_spy", actor=ACTOR, weights_field="rollout_is_weights")
+        with pytest.raises(ValueError, match="returns one number.*off_policy_mask_threshold=null"):
+            PolicyObjective("test_spy", actor=ACTOR, off_policy_mask_threshold=0.5)
     finally:
         del POLICY_LOSSES["test_spy"]
     (config,) = seen

@@ -19,6 +19,8 @@ COLUMNS = (
     "rollout_is_weights",
     "values",
     "returns",
+    "rollout_log_probs",
+    "selected_tokens",
 )
 
 
@@ -28,6 +30,7 @@ def toy_batch(seed: int, bs: int) -> Batch:
     lengths = torch.randint(1, LONGEST + 1, (bs,), generator=generator)
     batch = Batch(torch.ones(bs, dtype=torch.int64), lengths)
     tokens = int(lengths.sum())
+    batch["uid"] = [f"{row}-0" for row in range(bs)]
     batch["prompt_ids"] = torch.zeros(bs, dtype=torch.int64)
     batch["response_ids"] = torch.randint(VOCABULARY, (tokens,), generator=generator)
     batch["response_mask"] = (torch.rand(tokens, generator=generator) < 0.8).float()
@@ -39,7 +42,9 @@ def toy_batch(seed: int, bs: int) -> Batch:
         values = torch.randn(tokens, generator=generator)
         if name.endswith(("log_probs", "log_prob")):
             values = -1.8 + 0.4 * values
-        batch[name] = values.exp() if name == "rollout_is_weights" else values
+        if name == "rollout_is_weights":
+            values = values.exp()
+        batch[name] = (values > 0.5).float() if name == "selected_tokens" else values
     return batch
 
 

@@ -7,6 +7,7 @@ from distflow.config import ConfigError, load_config
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 GOOD = ("data.train_files=train.jsonl", f"{MODEL}.path=model")
 VAL = "data.val_files=val.jsonl"
+CORRECTION = "algorithm.rollout_correction"
 
 # name: (preset, overrides, the key that is named first, parts of the message)
 BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
@@ -167,6 +168,91 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "algorithm.adv_estimator",
         ("gae",),
     ),
+    "a mean that no controller is shown": (
+        "ppo",
+        ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.mean=sequence"],
+        "algorithm.kl_ctrl.mean",
+        ("fixed", "type=adaptive"),
+    ),
+    "two ways to scale": (
+        "grpo",
+        ["algorithm.scale_rewards=batch", "algorithm.norm_adv_by_std_in_grpo=false"],
+        "algorithm.scale_rewards",
+        ("norm_adv_by_std_in_grpo", "the other by none"),
+    ),
+    "a batch of means": (
+        "grpo",
+        ["algorithm.scale_rewards=batch", f"{ROLLOUT}.n=1", "algorithm.allow_group_of_one=true"],
+        "algorithm.scale_rewards",
+        ("would be 0",),
+    ),
+    "leaving out of no mean": (
+        "grpo",
+        ["algorithm.adv_norm.std_level=batch", "algorithm.adv_norm.mean_leave1out=true"],
+        "algorithm.adv_norm.mean_leave1out",
+        ("no mean", "mean_level"),
+    ),
+    "an eps of no standard deviation": (
+        "grpo",
+        ["algorithm.adv_norm.mean_level=batch", "algorithm.adv_norm.eps=1e-4"],
+        "algorithm.adv_norm.eps",
+        ("std_level",),
+    ),
+    "a normalisation that is off": (
+        "grpo",
+        ["algorithm.reward_norm.std_unbiased=false"],
+        "algorithm.reward_norm.std_unbiased",
+        ("std_level",),
+    ),
+    "groups of a batch": (
+        "grpo",
+        ["algorithm.adv_norm.mean_level=batch", "algorithm.adv_norm.group_size=2"],
+        "algorithm.adv_norm.group_size",
+        ("within groups",),
+    ),
+    "groups that do not fit": (
+        "grpo",
+        ["algorithm.adv_norm.mean_level=group", "algorithm.adv_norm.group_size=3", f"{ROLLOUT}.n=8"],
+        "algorithm.adv_norm.group_size",
+        ("groups of 3", f"{ROLLOUT}.n"),
+    ),
+    "rewards of one sample": (
+        "grpo",
+        ["algorithm.adv_estimator=reinforce", "algorithm.reward_norm.mean_level=group", f"{ROLLOUT}.n=1"],
+        f"{ROLLOUT}.n",
+        ("only one", "reward_norm"),
+    ),
+    "rewards normalised twice": (
+        "grpo",
+        ["algorithm.reward_norm.mean_level=group"],
+        "algorithm.reward_norm.mean_level",
+        ("grpo", "reinforce"),
+    ),
+    "normalised rewards less a raw one": (
+        "grpo",
+        ["algorithm.adv_estimator=remax", "algorithm.reward_norm.mean_level=batch"],
+        "algorithm.reward_norm.mean_level",
+        ("remax",),
+    ),
+    "whitened twice": (
+        "grpo",
+        ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.adv_norm.mean_level=batch"],
+        "algorithm.adv_norm.mean_level",
+        ("whitens", "reinforce"),
+    ),
+    "parts of one": ("grpo", ["algorithm.adv_estimator=gdpo"], "algorithm.adv_estimator", ("only one", "grpo")),
+    "a KL in no part": (
+        "grpo",
+        [
+            "algorithm.adv_estimator=gdpo",
+            "reward.functions={default: [math, format]}",
+            "algorithm.use_kl_in_reward=true",
+        ],
+        "algorithm.use_kl_in_reward",
+        ("gdpo", "use_kl_loss"),
+    ),
+    "a bound of squares": ("ppo", ["critic.huber_delta=2"], "critic.huber_delta", ("value_loss=huber",)),
+    "verl's parts": ("grpo", ["algorithm.gdpo_reward_keys=[a]"], "algorithm.gdpo_reward_keys", ("reward.functions",)),
     "a group of one": ("grpo", [f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n", ("only one", "allow_group_of_one")),
     "a group of one, rloo": ("grpo", [f"{ROLLOUT}.n=1", "algorithm.adv_estimator=rloo"], f"{ROLLOUT}.n", ("rloo",)),
     "warm-up without a critic": ("grpo", ["trainer.critic_warmup=5"], "trainer.critic_warmup", ("no critic",)),
@@ -337,6 +423,96 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "algorithm.rollout_correction.level",
         ("twice",),
     ),
+    "normalised weights of no correction": (
+        "grpo",
+        [f"{CORRECTION}.rollout_is_batch_normalize=true"],
+        f"{CORRECTION}.rollout_is_batch_normalize",
+        ("level=token",),
+    ),
+    "a rejection without a bound": (
+        "grpo",
+        [f"{CORRECTION}.rollout_rs=token_k1"],
+        f"{CORRECTION}.rollout_rs_threshold",
+        ("needs a bound", "[[0.5, 2.0]]"),
+    ),
+    "a bound of no rejection": (
+        "grpo",
+        [f"{CORRECTION}.rollout_rs_threshold=2.0"],
+        f"{CORRECTION}.rollout_rs_threshold",
+        ("is off",),
+    ),
+    "a statistic that there is not": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_rs: 'token_k1,seq_mean_k4', rollout_rs_threshold: 2}}"],
+        f"{CORRECTION}.rollout_rs",
+        ("did you mean seq_mean_k",),
+    ),
+    "a statistic twice": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_rs: [token_k1, token_k1], rollout_rs_threshold: 2}}"],
+        f"{CORRECTION}.rollout_rs",
+        ("name it once",),
+    ),
+    "bounds of other statistics": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_rs: [token_k1], rollout_rs_threshold: [2, 3]}}"],
+        f"{CORRECTION}.rollout_rs_threshold",
+        ("2 bounds for 1",),
+    ),
+    "a band of a k3": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_rs: token_k3, rollout_rs_threshold: 0.1_0.2}}"],
+        f"{CORRECTION}.rollout_rs_threshold",
+        ("no lower bound",),
+    ),
+    "a band the wrong way round": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_rs: seq_sum_k1, rollout_rs_threshold: 2.0_0.5}}"],
+        f"{CORRECTION}.rollout_rs_threshold",
+        ("leave nothing",),
+    ),
+    "a bound of 0": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_rs: token_k2, rollout_rs_threshold: 0}}"],
+        f"{CORRECTION}.rollout_rs_threshold",
+        ("leave nothing",),
+    ),
+    "a ratio below 1 alone": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_rs: token_k1, rollout_rs_threshold: 0.5}}"],
+        f"{CORRECTION}.rollout_rs_threshold",
+        ("between 1/0.5 and 0.5",),
+    ),
+    "a bound that is no number": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_rs: token_k1, rollout_rs_threshold: tight}}"],
+        f"{CORRECTION}.rollout_rs_threshold",
+        ("'tight'", "[0.5, 2.0]"),
+    ),
+    "a bound of three numbers": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_rs: token_k1, rollout_rs_threshold: [[1, 2, 3]]}}"],
+        f"{CORRECTION}.rollout_rs_threshold",
+        ("[1, 2, 3]",),
+    ),
+    "a bound that is true": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_rs: token_k1, rollout_rs_threshold: [true]}}"],
+        f"{CORRECTION}.rollout_rs_threshold",
+        ("entry true",),
+    ),
+    "an infinite bound": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_rs: token_k1, rollout_rs_threshold: [.inf]}}"],
+        f"{CORRECTION}.rollout_rs_threshold",
+        ("no bound",),
+    ),
+    "a rejection of the decoupled loss": (
+        "grpo",
+        [f"{CORRECTION}={{rollout_rs: token_k1, rollout_rs_threshold: 2}}", f"{ACTOR}.policy_loss=decoupled"],
+        f"{CORRECTION}.rollout_rs",
+        ("rejection_sampling",),
+    ),
     "a filter of single samples": (
         "dapo",
         [f"{ROLLOUT}.n=1", "algorithm.allow_group_of_one=true"],
@@ -345,9 +521,9 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     ),
     "a filter by no reward": (
         "dapo",
-        ["algorithm.filter_groups.metric=acc"],
+        ["algorithm.filter_groups.metric=accuracy"],
         "algorithm.filter_groups.metric",
-        ("score", "math"),
+        ("acc", "score", "math"),
     ),
     # rewards
     "no reward": ("grpo", ["reward.functions={}"], "reward.functions", ("no reward",)),

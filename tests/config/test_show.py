@@ -48,13 +48,29 @@ algorithm:
   gamma: 0.99
   lam: 0.9
   norm_adv_by_std_in_grpo: false
+  scale_rewards: none
   adv_epsilon: 1e-4
+  reward_norm: &norm
+    mean_level: batch
+    mean_leave1out: true
+    std_level: group
+    std_unbiased: false
+    eps: 1e-3
+    group_size: 2
+  adv_norm: *norm
   allow_group_of_one: true
   bootstrap_truncated: true
   use_kl_in_reward: true
   kl_penalty: low_var_kl
-  kl_ctrl: {type: adaptive, kl_coef: 0.01, target_kl: 0.1, horizon: 10000}
-  rollout_correction: {level: sequence, mode: mask, cap: 3, floor: 0.5}
+  kl_ctrl: {type: adaptive, kl_coef: 0.01, target_kl: 0.1, horizon: 10000, mean: sequence}
+  rollout_correction:
+    level: sequence
+    mode: mask
+    cap: 3
+    floor: 0.5
+    rollout_is_batch_normalize: true
+    rollout_rs: [token_k1, seq_mean_k3]
+    rollout_rs_threshold: [[0.5, 2.0], 0.1]
   filter_groups: {enable: true, metric: format, max_num_gen_batches: 3, when_exhausted: continue}
 data:
   train_files: [a.jsonl, builtin:sums]
@@ -99,6 +115,7 @@ actor_rollout_ref:
     clip_ratio_low: 0.15
     clip_ratio_high: 0.3
     clip_ratio_c: null
+    off_policy_mask_threshold: 0.5
     entropy_coef: 0
     use_kl_loss: true
     kl_loss_coef: 0.1
@@ -131,6 +148,8 @@ actor_rollout_ref:
   ref: {log_prob_max_token_len_per_gpu: 2000}
 critic:
   model: {path: critic}
+  value_loss: huber
+  huber_delta: 5
   cliprange_value: 0.2
   loss_agg_mode: seq-mean-token-sum
   ppo_epochs: 3
@@ -143,6 +162,7 @@ critic:
 reward:
   functions: {a: [math, {name: format, weight: 0.1}], b: custom}
   timeout_s: 3
+  max_error_share: 0.9
   num_workers: 1
   overlong: {buffer_tokens: 50, factor: 0.5}
 custom_reward_function: {path: my_reward.py, name: score}
@@ -167,7 +187,8 @@ trainer:
   device: cpu
   num_threads: 1
   imports: [json]
-trust: {canary_freq: 0, max_skipped_updates: 1, unmoved_after: 5, certify_rewards: false}
+trust: {audit_freq: 3, on_mismatch: warn, canary_freq: 0, max_skipped_updates: 1, unmoved_after: 5,
+        certify_rewards: false}
 dag: {pipeline: ppo, enable_perf: true}
 """
 
@@ -219,7 +240,7 @@ def test_defaults_are_those_that_were_settled():
         "algorithm.norm_adv_by_std_in_grpo": True,
         "algorithm.kl_ctrl.type": "fixed",
         "algorithm.kl_ctrl.kl_coef": 0.001,
-        "algorithm.filter_groups.metric": "score",
+        "algorithm.filter_groups.metric": "acc",
         "algorithm.filter_groups.max_num_gen_batches": 10,
         "algorithm.filter_groups.when_exhausted": "error",
         "data.prompt_key": "prompt",

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from distflow import cli
+from distflow.observe.run_reader import read_metrics
 from distflow.runtime.checkpoint import CheckpointStore
 from tests.e2e.runs import Playground
 from tests.tiny_models import tiny_tokenizer, write_tiny_model
@@ -287,6 +288,22 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(ground: Playground, capsys
     for path in checkpoints.glob("step-*"):
         (path / "actor.safetensors").unlink()
     refused(capsys, 2, train(ground, *saving), "no checkpoint in", "is whole", "--resume never")
+
+
+def test_a_damaged_line_of_the_metrics_is_told_and_costs_nothing_else(
+    ground: Playground, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saving = ("trainer.save_freq=1", "trainer.total_epochs=2")
+    assert train(ground, *saving) == 0
+    metrics = ground.folder / "run" / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines()
+    assert len(lines) == 2
+    metrics.write_bytes(b"\n".join([b"\0" * 40, *lines]) + b"\n")
+    capsys.readouterr()
+    assert train(ground, "trainer.save_freq=1", "trainer.total_epochs=3") == 0
+    assert "warning: 1 line of metrics.jsonl cannot be read" in capsys.readouterr().out
+    assert len(read_metrics(ground.folder / "run")) == 3
+    assert "1 line of metrics.jsonl cannot be read" in (ground.folder / "run" / "report.html").read_text()
 
 
 def test_two_runs_in_one_folder(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:

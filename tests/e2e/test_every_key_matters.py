@@ -8,12 +8,13 @@ import pytest
 from distflow.config import load_config
 from distflow.config.errors import ConfigError
 from distflow.config.schema import schema_keys
-from tests.e2e.keys import actor, algorithm, data, model, rollout, trainer
+from tests.e2e.keys import actor, advantages, algorithm, data, model, rollout, trainer
 from tests.e2e.keys.case import Case, error_of
 from tests.e2e.keys.lab import Lab
 
 CASES: tuple[Case, ...] = (
     *algorithm.CASES,
+    *advantages.CASES,
     *actor.CASES,
     *rollout.CASES,
     *data.CASES,

@@ -48,6 +48,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         f"{ACTOR}.ppo_mini_batch_size=2",
         f"{ACTOR}.entropy_coef=0.01",
         "reward.overlong.buffer_tokens=4",
+        f"{ALGORITHM}.filter_groups.metric=score",
     ),
     "sft": ("sft", "data.response_key=answer", f"{ACTOR}.ppo_mini_batch_size=2", *(f"~{key}" for key in RL_ONLY)),
 }
@@ -99,8 +100,11 @@ def test_a_run_ends_where_it_ended(name: str, tmp_path: Path) -> None:
         assert now == before
         return
     assert [list(step) for step in now["metrics"]] == [list(step) for step in before["metrics"]]
-    for ours, theirs in zip(now["metrics"], before["metrics"], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-6)
+    # On another processor bfloat16 products round in another order; from the second step on other tokens may be drawn.
+    low = "bfloat16" in name
+    close, steps = (1e-3, 1) if low else (1e-6, STEPS)
+    for ours, theirs in zip(now["metrics"][:steps], before["metrics"][:steps], strict=True):
+        assert ours == pytest.approx(theirs, rel=close, abs=close)
 
 
 def record() -> None:

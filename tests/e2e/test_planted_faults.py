@@ -101,7 +101,9 @@ def keep_prompts_for_ever(monkeypatch: Patch) -> None:
 def test_prompt_kv_kept_across_a_publish_on_shared_weights(playground: Playground, monkeypatch: Patch) -> None:
     keep_prompts_for_ever(monkeypatch)
     with pytest.raises(TrustError, match="disagree by .* on the same weights.*KV of old weights"):
-        playground.run(*GRPO, "trainer.total_training_steps=6", *FAST)
+        playground.run(*GRPO, "trainer.total_training_steps=6", "trust.audit_freq=0", *FAST)
+    with pytest.raises(TrustError, match="are not what the samples' random streams draw from the policy"):
+        playground.run(*GRPO, "trainer.total_training_steps=6", *FAST, name="audited")
 
 
 def test_prompt_kv_kept_across_a_publish_on_a_copy(playground: Playground, monkeypatch: Patch) -> None:
@@ -146,7 +148,7 @@ def test_a_weight_that_is_not_sent(playground: Playground, monkeypatch: Patch) -
 
 def test_a_loss_term_that_is_dead(playground: Playground, monkeypatch: Patch) -> None:
     plant_before_update(monkeypatch, change("advantages", torch.zeros_like))
-    run = playground.run(*GRPO, "trainer.total_training_steps=6")
+    run = playground.run(*GRPO, "trainer.total_training_steps=6", "trust.audit_freq=0")
     (found,) = [note for note in run.notes("finding") if "loss term" in note]
     assert found.startswith("the loss term actor/loss_term/pg is on but was exactly 0 in the first 5 steps")
 
@@ -214,7 +216,12 @@ def test_a_nan_loss_skips_the_step_and_leaves_a_bundle(
 def test_nan_losses_in_a_row_end_the_run(playground: Playground, monkeypatch: Patch, preset: str) -> None:
     # The critic's updates stay sound: they must not hide that the actor has none.
     nan_advantages("-0", range(1, 1000), monkeypatch)
-    options = ["trust.max_skipped_updates=3", "trainer.total_training_steps=9", "trainer.save_freq=1"]
+    options = [
+        "trust.audit_freq=0",
+        "trust.max_skipped_updates=3",
+        "trainer.total_training_steps=9",
+        "trainer.save_freq=1",
+    ]
     arguments = playground.overrides("run", *options, *(["actor_rollout_ref.rollout.n=1"] if preset == "ppo" else []))
     assert cli.main(["train", preset, *arguments]) == 1
     (error,) = notes(playground.folder / "run", "error")

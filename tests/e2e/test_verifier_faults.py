@@ -1,13 +1,16 @@
 """Verifiers that hang, crash, exit, or run out of memory inside a run: masked, counted, and the run goes on."""
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from distflow import cli
 from distflow.observe.run_reader import read_metrics, read_samples
-from tests.e2e.runs import Playground
+from tests.e2e.runs import Playground, notes
+from tests.user_code import forgotten
 
 # One in four answers meets the fault, by their text: the same whatever the timing.
 FAULTY = """
@@ -43,7 +46,7 @@ def train(ground: Playground, *overrides: str, preset: str = "grpo") -> int:
 def test_a_fault_costs_one_verdict(ground: Playground, fault: str) -> None:
     code, counted = FAULTS[fault]
     ground.write_reward(FAULTY.format(fault=code))
-    assert train(ground) == 0
+    assert train(ground, "reward.max_error_share=1") == 0
     records = [record for record in read_metrics(ground.folder / "run") if record.kind == "train"]
     assert [record.step for record in records] == [1, 2]
     samples = [row for record in records for row in read_samples(ground.folder / "run", record.step)]
@@ -74,3 +77,136 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_own_words(
     assert "custom_reward_function.path" in err and "Traceback" not in err
     events = [json.loads(line) for line in (ground.folder / "run" / "events.jsonl").read_text().splitlines()]
     assert [event["kind"] for event in events][-2:] == ["error", "end"] and events[-1]["status"] == "failed"
+
+
+@pytest.fixture
+def nodes(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (ground.folder / "own_judges.py").write_text(PROGRAM)
+    monkeypatch.syspath_prepend(str(ground.folder))
+    with forgotten("own_judges"):
+        yield
+
+
+SOME_FAIL = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    number = sum(map(ord, solution_str))
+    if number % 100 < {percent}:
+        raise ValueError('\\x1b[2Jno luck')
+    return number % 7 / 6
+"""
+PROGRAM = """
+from distflow import NodeRole, Pipeline, node
+from distflow.pipelines import nodes
+
+
+@node(writes=("scores", "valid", "reward_errors"), role=NodeRole.REWARD)
+def says_so(responses):
+    errors = ["a bad day" if sum(map(ord, text)) % 4 else None for text in responses]
+    return [0.5] * len(errors), [error is None for error in errors], errors
+
+
+@node(writes="scores", role=NodeRole.REWARD)
+def raises(responses):
+    if sum(map(ord, "".join(responses))) % 4:
+        raise ConnectionError("the judge is not at home")
+    return [0.5 + i for i in range(len(responses))]
+
+
+def make(reward):
+    pipeline = Pipeline("own")
+    pipeline.add_node("answer", nodes.generate)
+    pipeline.add_node("reward", reward, node_role=NodeRole.REWARD, deps=["answer"])
+    pipeline.add_node("compare", nodes.compute_advantage)
+    pipeline.add_node("learn", nodes.train_actor)
+    return pipeline.build()
+
+
+def that_says_so():
+    return make(says_so)
+
+
+def that_raises():
+    return make(raises)
+"""
+
+
+SHORT = {"grpo": (), "ppo": (), "dapo": ("reward.overlong.buffer_tokens=0",)}
+
+
+def warned(ground: Playground) -> list[str]:
+    return notes(ground.folder / "run", "warning")
+
+
+def test_few_verdicts_that_fail_are_told_once_with_the_first_one_s_words(
+    ground: Playground, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ground.write_reward(SOME_FAIL.format(percent=25))
+    assert train(ground, "trainer.total_epochs=3", "reward.max_error_share=1") == 0
+    out = capsys.readouterr().out
+    records = [record.values for record in read_metrics(ground.folder / "run") if record.kind == "train"]
+    shares = [values["reward/error_share"] for values in records]
+    assert 0 < sum(shares) / len(shares) < 0.5
+    counted = [values["reward/errors"] / values["reward/verdicts"] for values in records]
+    assert shares == pytest.approx(counted), "each verdict counts once, also those of groups that were dropped"
+    told = [message for message in warned(ground) if "verdicts failed" in message]
+    assert 1 <= len(told) < len([share for share in shares if share > 0.05])
+    assert "custom: ValueError: \\x1b[2Jno luck (at reward.py:5) (domain 'default')" in told[0]
+    assert "custom_reward_function.path" in told[0] and "\x1b[2J" not in out and "verdicts failed" in out
+    assert "of all verdicts failed" in (ground.folder / "run" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("preset", ["grpo", "ppo", "dapo"])
+def test_above_the_limit_the_run_stops_before_it_learns(
+    ground: Playground, capsys: pytest.CaptureFixture[str], preset: str
+) -> None:
+    """Most of GRPO's groups have too few verdicts and reach no batch: their verdicts count all the same."""
+    ground.write_reward(SOME_FAIL.format(percent=55))
+    size = "actor_rollout_ref.rollout.n=1" if preset == "ppo" else "actor_rollout_ref.rollout.n=4"
+    keys = (size, *SHORT[preset], "trainer.total_epochs=9", "reward.max_error_share=0.2")
+    assert train(ground, *keys, preset=preset) == 2
+    err = capsys.readouterr().err
+    said = re.search(r"(\d+) of (\d+) verdicts failed .* at step (\d+), more than reward.max_error_share=0.2", err)
+    assert said, err
+    failed, asked, step = map(int, said.groups())
+    assert failed > 0.2 * asked and asked % 4 == 0
+    assert "custom: ValueError: \\x1b[2Jno luck (at reward.py:5)" in err and "\x1b" not in err
+    assert err.count("distflow: ") == 1 and "Traceback" not in err
+    learned = [record.step for record in read_metrics(ground.folder / "run") if record.kind == "train"]
+    assert learned == list(range(1, step))
+
+
+def test_a_step_that_cannot_be_filled_for_its_errors_says_that(
+    ground: Playground, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ground.write_reward(SOME_FAIL.format(percent=55))
+    keys = ("algorithm.filter_groups.max_num_gen_batches=1", "reward.max_error_share=0.2", "trainer.total_epochs=9")
+    assert train(ground, *keys, *SHORT["dapo"], preset="dapo") == 2
+    assert "more than reward.max_error_share=0.2 allows" in capsys.readouterr().err
+
+
+def test_errors_of_a_validation_are_told_and_end_nothing(ground: Playground) -> None:
+    ground.write_reward(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    if extra_info.get('held'):\n        raise ValueError('of held-out ones')\n"
+        "    return sum(map(ord, solution_str)) % 7 / 6\n"
+    )
+    rows = [{"prompt": f"{i}=", "answer": "7", "held": 1} for i in range(3)]
+    (ground.folder / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = (f"data.val_files={ground.folder}/held.jsonl", "trainer.test_freq=1", "trainer.val_before_train=false")
+    assert train(ground, *keys) == 0
+    told = [message for message in warned(ground) if "verdicts failed" in message]
+    assert told and all(message.startswith("3 of 3 verdicts failed (100%) in a validation") for message in told)
+
+
+@pytest.mark.usefixtures("nodes")
+@pytest.mark.parametrize(
+    ("builder", "said"), [("that_says_so", "a bad day (node 'reward')"), ("that_raises", "the judge is not at home")]
+)
+def test_a_reward_that_is_a_node_counts_too(
+    ground: Playground, capsys: pytest.CaptureFixture[str], builder: str, said: str
+) -> None:
+    keys = ground.overrides("run", "trainer.total_epochs=9", f"dag.custom_pipeline_fn=own_judges:{builder}")
+    keys = [key for key in keys if not key.startswith(("reward.", "custom_reward_function."))]
+    assert cli.main(["train", "grpo", *keys, "~dag.pipeline", "actor_rollout_ref.actor.use_kl_loss=false"]) == 2
+    err = capsys.readouterr().err
+    assert "more than reward.max_error_share=0.5 allows" in err and said in err

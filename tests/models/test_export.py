@@ -40,10 +40,10 @@ def test_an_adapter_is_merged_and_the_model_left_as_it_is(tmp_path: Path) -> Non
                 parameter.normal_(std=0.2)
     expected = model(IDS).logits
     again = AutoModelForCausalLM.from_pretrained(export_model(model, None, tmp_path / "out"))
-    torch.testing.assert_close(again(IDS).logits, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(again(IDS).logits, expected, rtol=0, atol=3e-5)
     assert torch.equal(model(IDS).logits, expected)
     again = load_model(tmp_path / "out")
-    torch.testing.assert_close(again(IDS).logits, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(again(IDS).logits, expected, rtol=0, atol=3e-5)
 
 
 def test_weights_are_stored_in_the_dtype_asked_for(tmp_path: Path) -> None:

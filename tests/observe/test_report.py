@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from distflow.observe.claim import RunFolderError
 from distflow.observe.report import MAX_BYTES, embed, report_data, write_report
 from distflow.observe.report_charts import choose_charts, series
 from distflow.observe.report_samples import before_and_after, cut_row, evenly
 from distflow.observe.report_summary import Accuracy, find_accuracy, learned, readable_s
-from distflow.observe.run_folder import RunFolder, RunFolderError
+from distflow.observe.run_folder import RunFolder
 from distflow.observe.run_reader import MetricsRecord, Timeline
 
 
@@ -84,9 +85,10 @@ def test_accuracy_is_found_and_its_start_named_honestly() -> None:
 
 def test_the_report_of_a_run(make_run: Callable[..., Path]) -> None:
     data = report_data(make_run())
-    first, second, third = (sentence["text"] for sentence in data["sentences"])
+    first, second, audited, third = (sentence["text"] for sentence in data["sentences"])
     assert first.startswith("It learned: accuracy on held-out problems (20 problems) was 0.20 before RL and is 0.80")
     assert "1 warning" in second and "actor/grad_norm, actor/kl_loss" in second
+    assert audited.startswith("No step was proven again")
     assert third == "12 steps took 12.0 s; most of it was rollout (50%)."
     assert data["status"]["word"] == "finished" and data["title"] == "<b>tiny</b> & co"
     tiles = {tile["label"]: (tile["value"], tile["note"]) for tile in data["tiles"]}

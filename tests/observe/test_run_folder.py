@@ -13,9 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distflow.observe.claim import RunFolderError
 from distflow.observe.jsonlines import encode, to_json, to_number
-from distflow.observe.run_folder import RunFolder, RunFolderError
+from distflow.observe.report import write_report
+from distflow.observe.run_folder import RunFolder
 from distflow.observe.run_reader import (
+    read_damage,
     read_events,
     read_json,
     read_metrics,
@@ -100,6 +103,57 @@ def test_lines_of_garbage_are_stepped_over(tmp_path: Path) -> None:
             + b'{"step": "two", "m": {}}\n{"step": 2, "m": {"x": "text", "y": 1}}\n'
         )
     assert [(record.step, dict(record.values)) for record in read_metrics(folder)] == [(1, {"x": 1.0}), (2, {"y": 1.0})]
+
+
+DAMAGE = {
+    "zeros": b"\0" * 300,
+    "no UTF-8": b'{"step": 2, "m": {"a": "\xff\xfe"}}',
+    "half a line": b'{"step": 2, "t": 1.0, "inc": 0, "kind": "train", "m": {"a"',
+    "two lines in one": b'{"step": 2, "m": {"a": 1}}{"step": 3, "m": {"a": 1}}',
+    "no object": b"[1, 2]",
+    "another object": b'{"kind": "train"}',
+    "no step": b'{"step": "two", "m": {"a": 1}}',
+    "very deep": b"[" * 100_000,
+    "a number of 5,000 digits": b'{"step": 2, "m": {"a": ' + b"9" * 5000 + b"}}",
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_line_in_the_middle_is_read_around_and_said(tmp_path: Path, what: str) -> None:
+    with RunFolder(tmp_path / "run", 0) as run:
+        for step in (1, 2, 3):
+            run.metrics(step, "train", {"loss": float(step)})
+    for name in ("metrics.jsonl", "events.jsonl"):
+        lines = (tmp_path / "run" / name).read_bytes().splitlines()
+        lines[1:1] = [DAMAGE[what]]
+        (tmp_path / "run" / name).write_bytes(b"\n".join(lines) + b"\n")
+    assert [step for step, _ in steps_of(tmp_path / "run")] == [1, 2, 3]
+    said = read_damage(tmp_path / "run")
+    assert said[0] == "1 line of metrics.jsonl cannot be read: what they held is missing here"
+    report = write_report(tmp_path / "run").read_text()
+    assert said[0] in report
+
+
+def test_nothing_is_said_of_whole_files(tmp_path: Path) -> None:
+    assert read_damage(tmp_path) == []
+    with RunFolder(tmp_path / "run", 0) as run:
+        run.metrics(1, "train", {"loss": 1.0})
+    file = tmp_path / "run" / "metrics.jsonl"
+    file.write_text(file.read_text().replace("1.0}", f"1{'0' * 400}}}"))
+    assert read_damage(tmp_path / "run") == []
+    assert read_metrics(tmp_path / "run")[0].values["loss"] == math.inf
+
+
+def test_a_lost_start_event_leaves_the_timeline_to_the_steps(tmp_path: Path) -> None:
+    for inc, steps in ((0, (1, 2, 3, 4)), (1, (3,)), (2, (4,))):
+        with RunFolder(tmp_path, inc, resumed_at=steps[0] - 1 if inc else None) as run:
+            for step in steps:
+                run.metrics(step, "train", {"loss": float(inc)})
+    lines = (tmp_path / "events.jsonl").read_bytes().splitlines()
+    spoiled = [b"?" if b'"inc":1' in line.replace(b" ", b"") else line for line in lines]
+    assert spoiled != lines
+    (tmp_path / "events.jsonl").write_bytes(b"\n".join(spoiled) + b"\n")
+    assert steps_of(tmp_path) == [(1, 0), (2, 0), (3, 1), (4, 2)]
 
 
 def test_killed_while_writing_leaves_whole_records_only(tmp_path: Path) -> None:

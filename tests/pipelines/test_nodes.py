@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from distflow.config import Config, load_config
+from distflow.config.errors import UserError
 from distflow.data.batch import Batch
 from distflow.data.prompts import PromptRow
 from distflow.data.sample import Sample
@@ -49,7 +50,8 @@ class Verdicts:
 
     async def __call__(self, samples: Sequence[Sample]) -> Sequence[Judgement]:
         self.asked.append(samples)
-        return [Judgement(verdict, {"custom": verdict}) for verdict in self.verdicts]
+        rights = [verdict.value if isinstance(verdict, Score) else 0.0 for verdict in self.verdicts]
+        return [Judgement(v, {"custom": v}, right) for v, right in zip(self.verdicts, rights, strict=True)]
 
 
 def new_group_of_three() -> Group:
@@ -104,7 +106,7 @@ def test_the_answer_of_the_data_is_one_sample_made_by_the_policy() -> None:
 def test_a_verdict_for_each_sample_and_none_is_made_up() -> None:
     written = judged(Score(1.0, {"why": "right"}), Error("crashed"), Score(0.5))
     assert isinstance(written, dict)
-    assert written["scores"] == [1.0, 0.0, 0.5] and written["valid"] == [True, False, True]
+    assert written["scores"] == written["acc"] == [1.0, 0.0, 0.5] and written["valid"] == [True, False, True]
     assert written["reward_parts"] == [{"custom": 1.0}, {}, {"custom": 0.5}]
     assert written["reward_extra"] == [{"why": "right"}, {}, {}]
     assert written["reward_errors"][0] is None and "crashed" in written["reward_errors"][1]
@@ -160,7 +162,8 @@ def test_a_group_of_one_is_never_dropped_for_too_few_verdicts() -> None:
     assert isinstance(written, dict) and written["valid"] == [False]
 
 
-PARTS = [{"acc": 1.0}, {"acc": 0.0}, {"acc": 1.0}]
+ACC = [1.0, 0.0, 1.0]
+PARTS = [{"math": 1.0, "form": 0.3}, {"math": 0.0, "form": 0.3}, {"math": 1.0, "form": 0.3}]
 
 
 @pytest.mark.parametrize(
@@ -169,6 +172,9 @@ PARTS = [{"acc": 1.0}, {"acc": 0.0}, {"acc": 1.0}]
         ([0.5, 0.5, 0.5], [True, True, True], "score", "all_equal"),
         ([0.5, 0.5, 0.9], [True, True, False], "score", "all_equal"),  # what has no verdict makes no difference
         ([0.5, 0.7, 0.5], [True, True, True], "score", None),
+        ([0.5, 0.7, 0.5], [True, True, True], "seq_reward", None),
+        ([0.5, 0.5, 0.5], [True, True, True], "math", None),
+        ([0.5, 0.7, 0.9], [True, True, True], "form", "all_equal"),
         ([0.5, 0.5, 0.5], [True, True, True], "acc", None),
         ([0.5, 0.7, 0.9], [True, False, True], "acc", "all_equal"),
         ([0.5, 0.7, 0.9], [True, True, True], "absent", "all_equal"),
@@ -178,8 +184,15 @@ PARTS = [{"acc": 1.0}, {"acc": 0.0}, {"acc": 1.0}]
 def test_a_group_whose_judged_samples_do_not_differ_is_dropped(
     scores: list[float], valid: list[bool], metric: str, reason: str | None
 ) -> None:
-    drop = dynamic_sampling(torch.tensor(scores), torch.tensor(valid), PARTS, metric=metric)
+    drop = dynamic_sampling(torch.tensor(ACC), torch.tensor(scores), torch.tensor(valid), PARTS, metric=metric)
     assert (drop.reason if drop else None) == reason
+
+
+def test_a_filter_by_a_part_where_no_node_writes_parts_is_refused() -> None:
+    columns = torch.tensor(ACC), torch.tensor(ACC), torch.ones(3, dtype=torch.bool)
+    assert dynamic_sampling(*columns, metric="acc") is None
+    with pytest.raises(UserError, match=r"filter_groups.metric=math: no node writes reward_parts"):
+        dynamic_sampling(*columns, metric="math")
 
 
 class TokenScorer:
@@ -213,7 +226,14 @@ class TwoRanks(OneRank):
 def test_the_coefficient_of_the_kl_moves_by_the_samples_of_all_ranks_and_is_told_as_it_was_used() -> None:
     mask, state = torch.ones(2, 3), dict[str, Any]()
     arguments = (torch.zeros(2, 3), torch.zeros(2, 3), torch.full((2, 3), -1.0), mask, torch.tensor([True, True]))
-    options = {"kl_penalty": "kl", "control": "adaptive", "kl_coef": 0.5, "target_kl": 0.1, "horizon": 100}
+    options = {
+        "kl_penalty": "kl",
+        "control": "adaptive",
+        "kl_coef": 0.5,
+        "target_kl": 0.1,
+        "horizon": 100,
+        "mean": "token",
+    }
     ctx = replace(context(answered()), state=state)
     coefficient = 0.5
     for _ in range(2):

@@ -1,6 +1,7 @@
 """The built-in programs: their ids, their order, what a config leaves out, and how a config chooses one."""
 
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,7 @@ def test_grpo_scores_before_it_compares() -> None:
         "function_reward",
         "actor_old_log_prob",
         "reference_log_prob",
+        "mismatch_weights",
         "calculate_advantages",
         "actor_train",
     ]
@@ -62,6 +64,50 @@ def test_without_a_kl_term_there_is_no_reference() -> None:
 def test_kl_in_the_reward_comes_before_the_advantages() -> None:
     order = ids("grpo", "algorithm.use_kl_in_reward=true")
     assert order.index("reference_log_prob") < order.index("kl_penalty") < order.index("calculate_advantages")
+
+
+def test_normalisations_stand_around_what_they_normalise() -> None:
+    order = ids(
+        "ppo",
+        "algorithm.reward_norm.mean_level=batch",
+        "algorithm.adv_norm.std_level=batch",
+        "algorithm.use_kl_in_reward=true",
+    )
+    wanted = ["reward_norm", "kl_penalty", "calculate_advantages", "advantage_norm", "actor_train"]
+    assert [node_id for node_id in order if node_id in wanted] == wanted
+
+
+def test_gae_whitens_unless_its_advantages_are_normalised_by_another_rule() -> None:
+    def options(preset: str, *overrides: str) -> Mapping[str, object]:
+        program = bind(config(preset, *overrides))
+        return next(node.options for node in program.nodes if node.node_id == "calculate_advantages")
+
+    assert options("ppo")["whiten"] is True
+    assert options("ppo", "algorithm.adv_norm.mean_level=batch")["whiten"] is False
+    kept = ("algorithm.adv_norm.mean_level=group", "+algorithm.adv_estimator_kwargs.whiten=true")
+    assert options("ppo", *kept)["whiten"] is True
+
+
+@pytest.mark.parametrize(
+    ("estimator", "option", "choices"),
+    [("gpg", "alpha_counts=reward", "groups or rewards"), ("gdpo", "whiten_over=sample", "tokens or samples")],
+)
+def test_an_option_of_an_estimator_is_one_of_its_choices(estimator: str, option: str, choices: str) -> None:
+    asked = (f"algorithm.adv_estimator={estimator}", f"+algorithm.adv_estimator_kwargs.{option}")
+    with pytest.raises((PipelineError, UserError), match=f"{option.split('=')[0]} must be {choices}"):
+        bind(config("grpo", *asked, "reward.functions={default: [math, format]}"))
+
+
+def test_the_parts_of_gdpo_have_the_weights_of_the_reward_functions() -> None:
+    program = bind(
+        config(
+            "grpo",
+            "algorithm.adv_estimator=gdpo",
+            "reward.functions={default: [math, {name: format, weight: 0.2}], code: [exact_match]}",
+        )
+    )
+    options = next(node.options for node in program.nodes if node.node_id == "calculate_advantages")
+    assert options["reward_weights"] == {"default": {"math": 1.0, "format": 0.2}, "code": {"exact_match": 1.0}}
 
 
 def test_dapo_filters_in_the_experience_plane() -> None:

@@ -27,7 +27,7 @@ def make_bundle(playground: Playground, monkeypatch: pytest.MonkeyPatch, column:
             batch[column] = values
 
     plant_before_update(monkeypatch, spoil)
-    run = playground.run(*options, "trainer.total_training_steps=2")
+    run = playground.run(*options, "trainer.total_training_steps=2", "trust.audit_freq=0")
     (bundle,) = (run.folder / "bundles").iterdir()
     return bundle
 

@@ -170,7 +170,7 @@ def test_a_registered_function_that_no_worker_can_import(
         fn = homeless("def homeless(scores, response_mask): return scores.unsqueeze(-1) * response_mask", module)
         register_adv_est("homeless")(fn)
     else:
-        fn = homeless("def homeless(log_probs, old_log_probs, advantages): return -log_probs * advantages", module)
+        fn = homeless("def homeless(log_probs, advantages, loss_mask): return -log_probs * advantages, {}", module)
         register_policy_loss("homeless")(fn)
     with pytest.raises(UserError, match=f"{key}: the function homeless lives in '{module}'.*trainer.imports"):
         playground.spec("grpo", f"{key}=homeless", "trainer.imports=[json]")

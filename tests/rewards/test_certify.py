@@ -8,7 +8,7 @@ import pytest
 from distflow.config.errors import UserError
 from distflow.config.names import CUSTOM_REWARD, REWARDS
 from distflow.rewards import certify as certify_module
-from distflow.rewards.certify import certify, certify_answers, certify_deadline, known_cases
+from distflow.rewards.certify import certify, certify_answers, certify_faults, known_cases
 from distflow.rewards.router import RewardRouter
 
 BUILTIN = [name for name in REWARDS if name != CUSTOM_REWARD]
@@ -34,13 +34,17 @@ def test_a_verifier_that_judges_wrongly_is_named(tmp_path, monkeypatch, body):
 
 
 def test_a_hang_is_killed_at_its_deadline():
-    asyncio.run(certify_deadline())
+    asyncio.run(certify_faults())
 
 
 def test_a_machine_where_the_hang_is_not_killed_is_named(monkeypatch):
-    monkeypatch.setattr(certify_module, "_HANG", "distflow.rewards.exact_match_reward:compute_score")
+    score = "distflow.rewards.format_reward:compute_score"
+    monkeypatch.setitem(certify_module._PROBES, "hang", score)
     with pytest.raises(RuntimeError, match="was not killed"):
-        asyncio.run(certify_deadline())
+        asyncio.run(certify_faults())
+    monkeypatch.setitem(certify_module._PROBES, "fail", score)
+    with pytest.raises(RuntimeError, match=r"a verifier that fails \(.*\) must give no verdict"):
+        asyncio.run(certify_faults())
 
 
 def test_answers_that_are_no_ground_truth_are_found_before_the_run():

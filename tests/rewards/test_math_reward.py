@@ -156,7 +156,6 @@ WRONG = [
     ("Monday", r"\boxed{Tuesday}"),
     ("A", r"\boxed{B}"),
     ("12", r"\boxed{12 \text{ or } 13}"),
-    ("0.5", r"\boxed{50\%}"),
     ("5", "I do not know."),
     ("5", "The answer is 4. The number 5 is not."),
     ("10", "1 2 3 4 5 6 7 8 9 10 11"),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from distflow.observe import files
+from distflow.runtime import checkpoint_files
 from distflow.runtime.checkpoint import CheckpointError, CheckpointStore
 
 
@@ -286,17 +287,85 @@ def test_a_kill_at_any_point_leaves_a_whole_checkpoint_and_no_leftovers(tmp_path
     assert len(names_in(survivor)) <= 4
 
 
-def test_leftovers_are_removed_at_the_start_and_nothing_else(tmp_path):
+def leave_leftovers(folder):
+    """As kills leave them: in a save, in the removal of an old checkpoint, in the move of `latest`."""
+    save(CheckpointStore(folder), 1, parts_of(1))
+    save(CheckpointStore(folder), 2, parts_of(2)).rename(folder / "step-000002.removed")
+    (folder / "step-000002.removed" / "actor.safetensors").unlink()
+    CheckpointStore(folder).begin(3).write("actor", parts_of(3)["actor"])
+    (folder / "step-000003.partial" / "actor.safetensors.abcd_123.distflow-partial").write_bytes(b"half")
+    (folder / "step-000004.partial").mkdir()
+    (folder / "latest.abcd_123.distflow-partial").write_text("step-0")
+
+
+def test_leftovers_are_removed_at_the_start(tmp_path):
     store = CheckpointStore(tmp_path)
     store.remove_leftovers()
-    save(store, 1, parts_of(1))
-    for name in ("step-000002.partial", "step-000000.removed"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "actor.safetensors").write_bytes(b"half")
-    (tmp_path / "latest.partial").write_text("step-0")
+    leave_leftovers(tmp_path)
     store.remove_leftovers()
     assert names_in(store) == ["latest", "step-000001"]
     assert_whole(store.load(), 1)
+
+
+def contents(folder):
+    """Every file of somebody's with its bytes, and every folder."""
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def test_what_somebody_put_there_stays(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    save(CheckpointStore(elsewhere), 1, parts_of(1))
+    folder = tmp_path / "checkpoints"
+    for name in (
+        "old.removed", "model.safetensors.partial", "latest.partial", "step-000000.removed", "step-000001.partial",
+        "step-1000/weights.bin", "step-000002/weights.bin", "step-000000.partial/actor.safetensors",
+        "step-000003.removed/manifest.json", "notes/step-000001/actor.safetensors", "step-000009.partial/manifest.json",
+    ):  # fmt: skip
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("somebody's")
+    (folder / "step-000077").symlink_to(elsewhere / "step-000001")
+    before, outside = contents(folder), contents(elsewhere)
+    store = CheckpointStore(folder, keep_last=1, keep_best=1)
+    store.remove_leftovers()
+    for step in (1, 2, 3, 4):
+        path = save(store, step, parts_of(step), metric=-step)
+        before[path / "of mine.txt"] = b"mine"
+        (path / "of mine.txt").write_text("mine")
+    store.remove_leftovers()
+    assert_whole(store.load(), 4)
+    after = contents(folder)
+    mine = [path for path in before if path.name == "of mine.txt"]
+    assert all(after[path] == data for path, data in before.items() if path not in mine)
+    assert sum(path.name == "of mine.txt" for path in after) == len(mine)
+    assert contents(elsewhere) == outside
+
+
+def test_a_manifest_names_files_of_its_own_folder_only(tmp_path):
+    """One that was made by hand, with its checksum: neither is such a file read, nor is it removed."""
+    (tmp_path / "precious.txt").write_text("precious")
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
+    path = save(store, 1, parts_of(1))
+    entry = checkpoint_files.describe(tmp_path / "precious.txt")
+    checkpoint_files.write_manifest(path, checkpoint_files.Manifest(1, 0, None, {"../../precious.txt": entry}))
+    with pytest.raises(CheckpointError, match="names files of another folder"):
+        store.load(path)
+    for step in (2, 3):
+        save(store, step, parts_of(step))
+    assert (tmp_path / "precious.txt").read_text() == "precious"
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o077, 0o277])
+def test_nobody_else_can_read_a_checkpoint_whatever_the_umask(tmp_path, umask):
+    store, old = CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=2), os.umask(umask)
+    try:
+        for step in (1, 2, 3):
+            save(store, step, parts_of(step))
+    finally:
+        os.umask(old)
+    modes = {oct(path.stat().st_mode & 0o777) for path in store.folder.rglob("*") if path.is_file()}
+    folders = {oct(path.stat().st_mode & 0o777) for path in (store.folder, *store.folder.glob("step-*"))}
+    assert modes == {"0o600"}
+    assert folders <= {"0o700", "0o500"}
 
 
 def test_a_reader_leaves_a_running_save_alone(tmp_path):
@@ -448,15 +517,19 @@ def test_all_damaged_is_an_error_that_names_each(tmp_path):
         store.load()
 
 
-@pytest.mark.parametrize("content", [None, "", "step-000099", "../elsewhere"])
+NO_NAMES = [None, "", "step-000099", "../elsewhere", b"\xff\xfe\x00\x80", b"\x00" * 1_000_000, "a folder"]
+
+
+@pytest.mark.parametrize("content", NO_NAMES)
 def test_a_lost_pointer_costs_nothing(tmp_path, content):
     store = CheckpointStore(tmp_path)
     for step in (1, 2):
         save(store, step, parts_of(step))
-    if content is None:
-        (tmp_path / "latest").unlink()
-    else:
-        (tmp_path / "latest").write_text(content)
+    (tmp_path / "latest").unlink()
+    if content == "a folder":
+        (tmp_path / "latest").mkdir()
+    elif content is not None:
+        (tmp_path / "latest").write_bytes(content if isinstance(content, bytes) else content.encode())
     assert_whole(store.load(), 2)
     assert_whole(CheckpointStore(tmp_path / "new run").load(tmp_path), 2)
 

@@ -65,12 +65,14 @@ def test_a_node_has_one_state_of_its_own_and_its_updates_are_told_by_role() -> N
     state: dict[str, dict[str, Any]] = {}
     actor, critic = object(), object()
     parts = Resources(None, (), {}, 0, actor=actor, critic=critic, judge=Router())  # type: ignore[arg-type]
-    contexts = Contexts(Config(), parts, state, lambda *update: told.append(update))
+    contexts = Contexts(Config(), parts, state, lambda *update: update[-1], lambda *update: told.append(update))
     ctx = contexts.learning(4, TICKETS, "a")
     ctx.state["n"] = 1
     contexts.learning(4, TICKETS, "b").state["n"] = 2
     assert (ctx.step, ctx.tickets, ctx.validating) == (4, TICKETS, False)
     batch = group(3)
+    loss: Any = object()
+    assert ctx.before_update(actor, batch, loss) is loss  # type: ignore[arg-type]
     ctx.after_update(actor, batch, {"loss": 1.0}, True)  # type: ignore[arg-type]
     ctx.after_update(critic, batch, {}, False)  # type: ignore[arg-type]
     assert told == [("actor", actor, batch, {"loss": 1.0}, 4, True), ("critic", critic, batch, {}, 4, False)]

@@ -14,6 +14,7 @@ from distflow.data.sample import Sample
 from distflow.flow.ticket import Ticket, Version
 from distflow.graph import BoundNode, Drop, NodeOutput, node
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Receipt, Stream
+from distflow.runtime.audit.witness import Witness
 from distflow.runtime.context import Contexts, NodeContext
 from distflow.runtime.experience import ExperiencePlane, SubmissionGate
 from distflow.runtime.group import Group
@@ -85,9 +86,9 @@ class Ends(dict[int, str]):
 
 
 def plane_of(engine: Any, *more: BoundNode) -> ExperiencePlane:
-    gate = SubmissionGate(engine)
+    gate = SubmissionGate(engine, Witness())
     steps = compile_steps([bound(answer), *more], {"rollout": gate})
-    return ExperiencePlane(steps, waiting_group, context_of, gate, 10.0, Ends())
+    return ExperiencePlane(steps, waiting_group, context_of, gate, 10.0, Ends(), Witness())
 
 
 async def fill(plane: ExperiencePlane, edge: LocalEdge, steps: int) -> list[list[int]]:
@@ -123,9 +124,9 @@ def test_a_node_may_ask_in_tasks_of_its_own() -> None:
         return samples(group.ticket.number, (1, 1))
 
     engine = OrderedEngine()
-    gate = SubmissionGate(engine)  # type: ignore[arg-type]
+    gate = SubmissionGate(engine, Witness())  # type: ignore[arg-type]
     steps = compile_steps([bound(answer_in_tasks)], {"rollout": gate})
-    plane = ExperiencePlane(steps, waiting_group, context_of, gate, 10.0, Ends())
+    plane = ExperiencePlane(steps, waiting_group, context_of, gate, 10.0, Ends(), Witness())
     edge = LocalEdge(coordinator(consumer_batch=4), Waits())
     assert asyncio.run(asyncio.wait_for(fill(plane, edge, 2), 60)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
@@ -133,7 +134,7 @@ def test_a_node_may_ask_in_tasks_of_its_own() -> None:
 def test_the_gate_counts_groups_that_end_without_asking() -> None:
     async def run() -> list[Any]:
         engine = OrderedEngine()
-        gate = SubmissionGate(engine)  # type: ignore[arg-type]
+        gate = SubmissionGate(engine, Witness())  # type: ignore[arg-type]
         await engine.pause()
 
         async def asks() -> None:
@@ -151,7 +152,7 @@ def test_the_gate_counts_groups_that_end_without_asking() -> None:
         await asyncio.wait_for(gate.all_in(), 10)
         await engine.resume()
         await asyncio.gather(*tasks, return_exceptions=True)
-        empty = SubmissionGate(engine)  # type: ignore[arg-type]
+        empty = SubmissionGate(engine, Witness())  # type: ignore[arg-type]
         empty.expect([])
         await asyncio.wait_for(empty.all_in(), 10)
         return engine.log
@@ -269,8 +270,8 @@ def test_the_plane_of_a_worker_draws_by_the_run_s_seed_and_sampling_and_stops_at
     _, spec = Playground(tmp_path).spec("grpo", "trainer.seed=11", "data.seed=22")
     spec = replace(spec, options=replace(spec.options, timeout_s=7.0))
     parts = Resources(None, (3, 7), {}, 0, rollout=OrderedEngine())  # type: ignore[arg-type]
-    contexts = Contexts(spec.config, parts, {}, lambda *update: None)
-    plane = ExperiencePlane.of(spec, [bound(answer)], parts, contexts, Ends())
+    contexts = Contexts(spec.config, parts, {}, lambda *update: update[-1], lambda *update: None)
+    plane = ExperiencePlane.of(spec, [bound(answer)], parts, contexts, Ends(), Witness())
     made = plane.make_group(Ticket(30, 2, 6, 4, 0))
     assert made.stream == Stream(11, "train", 2, 6) and made.row == spec.rows[6]
     assert made.params == replace(spec.sampling, stop_token_ids=(3, 7)) and not made.params.greedy
@@ -284,9 +285,9 @@ def test_groups_that_ask_at_once_are_submitted_in_ticket_order() -> None:
         return samples(group.ticket.number, (1, 1))
 
     engine = OrderedEngine()
-    gate = SubmissionGate(engine)  # type: ignore[arg-type]
+    gate = SubmissionGate(engine, Witness())  # type: ignore[arg-type]
     plane = ExperiencePlane(
-        compile_steps([bound(asks)], {"rollout": gate}), waiting_group, context_of, gate, 10.0, Ends()
+        compile_steps([bound(asks)], {"rollout": gate}), waiting_group, context_of, gate, 10.0, Ends(), Witness()
     )
     asyncio.run(fill(plane, LocalEdge(coordinator(consumer_batch=4, shuffle=False), Waits()), 1))
     assert [entry[0] for entry in engine.log if not isinstance(entry, str)] == [0, 1, 2, 3]

@@ -95,6 +95,17 @@ def test_dense_scores_give_the_score_of_each_sample() -> None:
     assert group["scores"].tolist() == [1.0, 2.0], "a score that was written is no sum"  # type: ignore[attr-defined]
 
 
+def test_the_score_of_a_sample_is_the_sum_over_the_policy_s_tokens() -> None:
+    group = answered_group()
+    mask = torch.ones_like(group.batch()["response_mask"])
+    mask[:, -1] = 0.0
+    per_token = torch.ones_like(mask)
+    per_token[:, -1] = float("nan")
+    group.write({"response_mask": mask, "token_level_scores": per_token})
+    batch = group.batch()
+    assert batch["scores"].tolist() == batch["response_mask"].sum(-1).tolist()
+
+
 @pytest.mark.parametrize(
     "columns",
     [

@@ -2,10 +2,12 @@
 
 import asyncio
 import threading
+from contextlib import suppress
 
 import pytest
 
-from distflow.runtime.loop_thread import LoopEnded, LoopThread
+from distflow.runtime import loop_thread
+from distflow.runtime.loop_thread import LoopBlocked, LoopEnded, LoopThread
 
 
 async def double(number: int) -> int:
@@ -63,3 +65,35 @@ def test_a_thread_that_dies_answers_all_that_wait_and_all_that_come() -> None:
         with pytest.raises(LoopEnded):
             thread.call(double(1))
         thread.cancel_all()
+
+
+def test_nobody_waits_for_what_swallows_its_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_thread, "LEAVES_WITHIN_S", 0.05)
+    stays = True
+
+    async def swallows() -> None:
+        while stays:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.001)
+
+    with LoopThread("t") as thread:
+        thread.start(swallows())
+        thread.call(double(1))
+    assert not thread._thread.is_alive()
+    stays = False
+
+
+def test_code_of_the_user_that_holds_the_thread_up_ends_what_waits_for_it() -> None:
+    release = threading.Event()
+
+    async def holds_up() -> None:
+        release.wait(60)
+
+    with LoopThread("t", blocked_after_s=0.3) as thread:
+        waiting = thread.start(for_ever())
+        said = r"kept everything else waiting for 0.3 s \(at test_loop_thread.py:\d+\): it must await"
+        with pytest.raises(LoopBlocked, match=said):
+            thread.call(holds_up())
+        with pytest.raises(LoopBlocked):
+            waiting.result(10)
+    release.set()

@@ -36,7 +36,7 @@ def test_hangs_keep_no_place_and_no_one_waits_for_their_threads() -> None:
     release = threading.Event()
 
     async def run() -> list[str]:
-        calls = PlainCalls(at_once=2)
+        calls = PlainCalls()
         hangs = [calls.run(release.wait, 0.05) for _ in range(6)]
         ended = await asyncio.gather(*hangs, return_exceptions=True)
         assert all(isinstance(error, DeadlinePassed) for error in ended)
@@ -52,7 +52,7 @@ def test_the_deadline_runs_from_the_start_of_the_call() -> None:
     pause = threading.Event()
 
     async def run() -> list[bool]:
-        calls = PlainCalls(at_once=1)
+        calls = PlainCalls()
         return await asyncio.gather(*(calls.run(lambda: pause.wait(0.02), 1.0) for _ in range(60)))
 
     assert asyncio.run(run()) == [False] * 60

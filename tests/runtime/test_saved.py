@@ -12,7 +12,7 @@ from distflow.flow.coordinator import Coordinator
 from distflow.runtime.checkpoint import CheckpointStore
 from distflow.runtime.ports.edge import Live, Released
 from distflow.runtime.resources import build_resources
-from distflow.runtime.saved import check_same_run, restore, saved_parts
+from distflow.runtime.saved import check_same_run, restore, saved_parts, set_generators
 from tests.e2e.runs import Playground
 from tests.runtime.groups import group
 
@@ -45,10 +45,19 @@ def test_all_random_draws_continue_as_in_the_undisturbed_process(tmp_path: Path)
         seed(8)
     assert all(other != first for other, first in zip(draws(), undisturbed, strict=True))
     nodes, restored = restore(store.load(), resources)
+    set_generators(store.load(), seed=1)
     assert draws() == undisturbed
     assert nodes == {"node": {"kept": 1}} and restored.measured == live.measured
     assert restored.batch is not None and restored.batch["uid"] == ["4-0", "4-1"]
     assert check_same_run(store.load(), spec, resources.facts, ()) == []
+
+
+def test_a_run_that_starts_draws_by_its_seed() -> None:
+    drawn = []
+    for seed in (1, 1, 2):
+        set_generators(None, seed)
+        drawn.append(draws())
+    assert drawn[0] == drawn[1] and all(one != other for one, other in zip(drawn[0], drawn[2], strict=True))
 
 
 def test_weights_data_or_tokens_that_are_not_those_of_before_are_refused_and_another_machine_is_told(

@@ -101,3 +101,22 @@ def test_a_reward_in_our_own_form_is_called_as_it_is() -> None:
         return response_mask.sum(-1)
 
     assert judged(lengths)["scores"].tolist() == [2.0, 4.0]  # type: ignore[attr-defined]
+
+
+def test_an_async_reward_of_a_batch_is_awaited() -> None:
+    async def compute_custom_reward(batch, config, **kwargs):  # type: ignore[no-untyped-def]
+        await asyncio.sleep(0)
+        batch["scores"] = [float(len(text)) for text in batch["responses"]]
+        batch["acc"] = [True, False]
+        return batch
+
+    on = judged(compute_custom_reward)
+    assert on["scores"].tolist() == [2.0, 2.0] and on["acc"].tolist() == [1.0, 0.0]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("returned", "right"), [({"score": 0.3, "acc": True}, 1.0), ({"score": 0.3}, 0.3), (0.5, 0.5)])
+def test_how_right_an_answer_is_where_a_reward_says_so_and_else_its_score(returned: Any, right: float) -> None:
+    def compute_score(data_source, solution_str, ground_truth):  # type: ignore[no-untyped-def]
+        return returned
+
+    assert judged(compute_score)["acc"].tolist() == pytest.approx([right] * 2)  # type: ignore[attr-defined]

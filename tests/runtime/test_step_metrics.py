@@ -22,6 +22,14 @@ def test_scores_of_samples_without_a_verdict_are_left_out() -> None:
     assert score_metrics(torch.tensor([1.0]), torch.tensor([False])) == {}
 
 
+def test_a_reward_on_a_token_that_no_policy_made_is_not_measured() -> None:
+    batch = group(lengths=(2, 3))
+    batch["response_mask"] = torch.tensor([[1.0, 0, 0], [1, 1, 0]])
+    batch["token_level_scores"] = torch.tensor([[1.0, 5, 0], [0, 2, float("nan")]])
+    assert batch_metrics(batch)["reward/mean_score"] == 1.5
+    assert [row["score"] for row in sample_rows(batch)] == [1.0, 2.0]
+
+
 def test_parts_are_means_over_the_samples_that_have_them() -> None:
     assert part_metrics([{"math": 1.0, "format": 0.5}, {"math": 0.0}]) == {
         "reward/format/mean": 0.5,

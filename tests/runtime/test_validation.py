@@ -15,6 +15,7 @@ from distflow.data.sample import Sample
 from distflow.flow.ticket import Ticket
 from distflow.graph import Drop, node
 from distflow.rollout.engine import SamplingParams, Stream
+from distflow.runtime.audit.witness import Witness
 from distflow.runtime.context import Contexts, NodeContext
 from distflow.runtime.experience import ExperiencePlane
 from distflow.runtime.group import Group
@@ -49,7 +50,7 @@ def answers(score: Callable[[Ticket, int], float | None]) -> Callable[..., objec
     async def answer(chosen: ValidationSet, ticket: Ticket, params: SamplingParams) -> Batch | Drop:
         found = [score(ticket, i) for i in range(ticket.group_size)]
         batch = group(ticket.number, (1,) * ticket.group_size, tuple(s is not None for s in found))
-        batch["token_level_scores"] = torch.tensor([[s or 0.0] for s in found])
+        batch["acc"] = torch.tensor([s or 0.0 for s in found])
         return batch
 
     return answer
@@ -114,9 +115,9 @@ def test_held_out_prompts_are_answered_as_they_are_to_be_by_the_nodes_that_valid
         return Drop("all_equal")
 
     parts = Resources(None, (3, 7), {}, 0)  # type: ignore[arg-type]  # no node reads the tokenizer
-    contexts = Contexts(Config(), parts, {}, lambda *update: None)
+    contexts = Contexts(Config(), parts, {}, lambda *update: update[-1], lambda *update: None)
     steps = compile_steps([bound(answer), bound(judge), bound(drops)], {})
-    plane = ExperiencePlane(steps, waiting_group, contexts.experience, None, 10.0, lambda *ended: None)
+    plane = ExperiencePlane(steps, waiting_group, contexts.experience, None, 10.0, lambda *ended: None, Witness())
     prompts = [PromptRow(i, (1, 2, 3), f"p{i}", "", "default", {}) for i in range(2)]
     chosen = ValidationSet("own", prompts, GREEDY, SAMPLED, 2)
     metrics, rows = asyncio.run(Validator([chosen], contexts, plane, (3, 7), 9, print).run(5))
@@ -140,9 +141,9 @@ def test_a_prompt_on_which_a_node_fails_costs_its_own_answers_only() -> None:
         return [1.0 / group.row.index] * len(group)
 
     parts = Resources(None, (), {}, 0)  # type: ignore[arg-type]  # no node reads the tokenizer
-    contexts = Contexts(Config(), parts, {}, lambda *update: None)
+    contexts = Contexts(Config(), parts, {}, lambda *update: update[-1], lambda *update: None)
     steps = compile_steps([bound(answer), bound(judge)], {})
-    plane = ExperiencePlane(steps, waiting_group, contexts.experience, None, 10.0, lambda *ended: None)
+    plane = ExperiencePlane(steps, waiting_group, contexts.experience, None, 10.0, lambda *ended: None, Witness())
     prompts = [PromptRow(i, (1, 2, 3), f"p{i}", "", "default", {}) for i in range(2)]
     said: list[str] = []
     validator = Validator([ValidationSet("own", prompts, GREEDY, None, 0)], contexts, plane, (), 9, said.append)
@@ -164,7 +165,7 @@ def test_a_held_out_loss_is_a_mean_over_the_answers_tokens() -> None:
     assert held_out_loss([chosen], Scorer()) == {"sft/val_loss": (5 + 6 + 7 + 8) / 4}  # type: ignore[arg-type]
 
 
-def test_a_score_that_is_not_one_is_not_right() -> None:
+def test_a_verdict_that_is_not_one_is_not_right() -> None:
     chosen = ValidationSet("val", rows("a", "a", "a"), GREEDY)  # type: ignore[arg-type]
     metrics, _ = run(chosen, answers(lambda t, i: (0.999, 1.0 - 1e-9, 1.5)[t.number]))
     assert metrics["val_correct/all/mean"] == pytest.approx(2 / 3)

@@ -24,26 +24,28 @@ def check_loss_agg_mode(mode: str) -> None:
 
 
 def loss_counts(loss_mask: Tensor) -> dict[str, float]:
-    """Tokens under the mask, and sequences with at least one; they add over micro-batches and ranks.
+    """Tokens under the mask, sequences with at least one, and all rows; they add over micro-batches and ranks.
 
     loss_mask: `(bs, response_length)`.
     """
     mask = loss_mask > 0
-    return {"tokens": float(mask.sum()), "sequences": float(mask.any(dim=-1).sum())}
+    return {"tokens": float(mask.sum()), "sequences": float(mask.any(dim=-1).sum()), "rows": float(len(mask))}
 
 
-def token_weights(loss_mask: Tensor, mode: str, counts: Mapping[str, float], scale: float | None = None) -> Tensor:
+def token_weights(
+    loss_mask: Tensor, mode: str, counts: Mapping[str, float], scale: float | None = None, *, every_row: bool = False
+) -> Tensor:
     """Each token's weight, float64 `(bs, response_length)`: the loss is Σ weight · per-token loss.
 
     counts: `loss_counts` of the whole mini-batch. scale: divisor of `seq-mean-token-sum-norm`, in tokens; without it
-    the length of this mask, which differs between micro-batches. Rows without a token are left out of sequence means;
-    an empty mini-batch weighs nothing. Raises ValueError for an unknown mode.
+    the length of this mask, which differs between micro-batches. Rows without a token are left out of sequence means,
+    unless `every_row` counts them; an empty mini-batch weighs nothing. Raises ValueError for an unknown mode.
     """
     check_loss_agg_mode(mode)
     mask = (loss_mask > 0).double()
     if mode == "token-mean":
         return mask / max(counts["tokens"], 1.0)
-    per_sequence = mask / max(counts["sequences"], 1.0)
+    per_sequence = mask / max(counts["rows" if every_row else "sequences"], 1.0)
     if mode == "seq-mean-token-sum":
         return per_sequence
     if mode == "seq-mean-token-mean":

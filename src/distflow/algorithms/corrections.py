@@ -17,6 +17,8 @@ MODES = ("truncate", "mask")
 
 register_field("rollout_is_weights", doc="importance weight of each token: trainer over rollout policy, corrected")
 
+_SMALLEST_MEAN = 1e-8
+
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "mask"]
 
@@ -30,14 +32,17 @@ def compute_rollout_weights(
     mode: Mode = "truncate",
     cap: float = 2.0,
     floor: float | None = None,
+    batch_normalize: bool = False,
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """(weights float32 `(bs, response_length)`, statistics): π_trainer / π_rollout of the tokens under the mask.
 
     level: the ratio of each token, the product over a sequence, or its geometric mean per token. mode: `truncate`
-    lowers weights above `cap` to it; `mask` sets weights above `cap` or below `floor` to 0. Weights carry no gradient
-    and are 0 outside the mask. Statistics are over the global batch: mean and maximum before the correction, the share
-    that it changed, and the effective sample size after it (0 where nothing is left).
+    lowers weights above `cap` to it; `mask` sets weights above `cap` or below `floor` to 0. batch_normalize: then
+    divides them by their mean over the global batch, of tokens or of sequences as `level` counts (verl's
+    `rollout_is_batch_normalize`); where that is 0 they stay. Weights carry no gradient and are 0 outside the mask.
+    Statistics are over the global batch: mean and maximum before the correction, the share that it changed, the
+    effective sample size after it (0 where nothing is left), and the mean that it was divided by (`batch_norm_factor`).
     Raises ValueError for an unknown level or mode, or bounds that make no sense.
     """
     _check(level, mode, cap, floor)
@@ -53,6 +58,10 @@ def compute_rollout_weights(
         "corrected_fraction": float(masked_mean((weights != raw).double(), loss_mask, reduce)),
         "ess": float(_sample_size(weights, loss_mask, level, reduce)),
     }
+    if batch_normalize:
+        factor = float(_mean_weight(weights, loss_mask, level, reduce))
+        weights = weights / factor if factor > _SMALLEST_MEAN else weights
+        stats["batch_norm_factor"] = factor if factor > _SMALLEST_MEAN else 1.0
     return weights.float(), stats
 
 
@@ -94,12 +103,19 @@ def _raw_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor,
 
 
 def _sample_size(weights: Tensor, mask: Tensor, level: str, reduce: Reduce | None) -> Tensor:
+    return effective_sample_size(*_draws(weights, mask, level), reduce)
+
+
+def _mean_weight(weights: Tensor, mask: Tensor, level: str, reduce: Reduce | None) -> Tensor:
+    return masked_mean(*_draws(weights, mask, level), reduce)
+
+
+def _draws(weights: Tensor, mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
+    """(weights, which of them count): one a token, or one a sequence: a long sequence is still one draw."""
     if level == "token":
-        return effective_sample_size(weights, mask, reduce)
-    # One weight a sequence: a long sequence is still one draw.
-    rows = (mask > 0).any(dim=-1)
+        return weights, mask
     per_row = weights.sum(dim=-1) / (mask > 0).sum(dim=-1).clamp(min=1)
-    return effective_sample_size(per_row, rows, reduce)
+    return per_row, (mask > 0).any(dim=-1)
 
 
 def _global_max(values: Tensor, reduce: Reduce | None) -> float:

@@ -6,7 +6,7 @@ J. Schulman, "Approximating KL divergence" (joschu.net/blog/kl-approx.html).
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from distflow.algorithms.masking import Reduce, masked_mean, under_mask
 from distflow.config.errors import nearest
 
+KLMean = Literal["token", "sequence"]
 KL_TYPES = ("kl", "abs", "mse", "low_var_kl", "full")
 _ALIASES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
 
@@ -120,7 +121,7 @@ class AdaptiveKLController:
             raise ValueError(f"adaptive KL needs target_kl > 0 and horizon > 0, not {self.target_kl}, {self.horizon}")
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """current_kl: mean over the batch's tokens; a non-finite one (that step is skipped) moves nothing."""
+        """current_kl: mean of the batch, see `mean_kl`; a non-finite one (that step is skipped) moves nothing."""
         if not math.isfinite(current_kl):
             return
         error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
@@ -155,17 +156,31 @@ def apply_kl_penalty(
     *,
     kl_coef: float,
     kl_penalty: str = "kl",
+    mean: KLMean = "token",
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, float]:
     """(token_level_rewards, mean KL): scores − kl_coef · KL on each policy token; all `(bs, response_length)`.
 
-    The mean is over the tokens of valid samples of the global batch and feeds the controller. A score on a token that
-    no policy made stays as it is. Raises ValueError for an unknown `kl_penalty`, or `full`.
+    The mean feeds the controller, see `mean_kl`. Rewards on tokens that no policy made are 0. Raises ValueError for an
+    unknown `kl_penalty`, or `full`.
     """
     kind = check_token_kl_type(kl_penalty)
     kl = kl_estimate(under_mask(old_log_probs, response_mask), under_mask(ref_log_prob, response_mask), kind)
     kl = under_mask(kl, response_mask)
-    readable = (response_mask > 0) | token_level_scores.isfinite()
-    rewards = torch.where(readable, token_level_scores, torch.zeros_like(token_level_scores)) - kl_coef * kl
-    counted = response_mask if valid is None else response_mask * valid[:, None]
-    return rewards.float(), float(masked_mean(kl, counted, reduce))
+    rewards = under_mask(token_level_scores, response_mask) - kl_coef * kl
+    return rewards.float(), float(mean_kl(kl.detach(), response_mask, valid, mean, reduce))
+
+
+def mean_kl(
+    kl: Tensor, response_mask: Tensor, valid: Tensor | None, mean: KLMean, reduce: Reduce | None = None
+) -> Tensor:
+    """The mean KL of the global batch's valid samples, a scalar: over their tokens, or with `sequence` over the means
+    of the sequences, where as in verl one without a token counts as 0.
+
+    kl, response_mask: `(bs, response_length)`; valid: `(bs,)`.
+    """
+    judged = torch.ones(len(kl), device=kl.device) if valid is None else valid
+    if mean == "token":
+        return masked_mean(kl, response_mask * judged[:, None], reduce)
+    tokens = (response_mask > 0).sum(dim=-1).clamp(min=1)
+    return masked_mean(under_mask(kl.double(), response_mask).sum(dim=-1) / tokens, judged, reduce)

@@ -41,9 +41,10 @@ def masked_whiten(values: Tensor, mask: Tensor, reduce: Reduce | None = None) ->
 
     values, mask: `(bs, length)`. The variance is unbiased. With fewer than two tokens the values are only centred.
     """
-    mean, variance, count = _moments(values, mask, reduce)
+    inside = under_mask(values.double(), mask)
+    mean, variance, count = _moments(inside, mask, reduce)
     scale = torch.where(count > 1, torch.rsqrt(variance + WHITEN_EPSILON), torch.ones_like(variance))
-    return under_mask((values.double() - mean) * scale, mask)
+    return under_mask((inside - mean) * scale, mask)
 
 
 def _moments(values: Tensor, mask: Tensor, reduce: Reduce | None) -> tuple[Tensor, Tensor, Tensor]:

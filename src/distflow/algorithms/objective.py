@@ -12,9 +12,10 @@ from distflow.algorithms.aggregate import check_scale, loss_counts, token_weight
 from distflow.algorithms.kl import check_token_kl_type, kl_estimate
 from distflow.algorithms.losses.ratio import raw_log_ratio
 from distflow.algorithms.masking import under_mask
-from distflow.algorithms.registry import PolicyLoss, check_options, find_policy_loss
+from distflow.algorithms.off_policy_mask import check_threshold, off_policy_sequence_mask
+from distflow.algorithms.registry import PolicyLoss, find_policy_loss
 from distflow.algorithms.seed_loss import SeedLoss
-from distflow.algorithms.value_loss import compute_value_loss
+from distflow.algorithms.value_loss import ValueLoss, compute_value_loss
 from distflow.data.batch import Batch
 
 Counts = dict[str, float]
@@ -45,37 +46,54 @@ class PolicyObjective:
         kl_loss_type: str | None = None,
         kl_loss_coef: float = 0.0,
         weights_field: str | None = None,
+        weights_optional: bool = False,
+        off_policy_mask_threshold: float | None = None,
         actor: Mapping[str, object] | None = None,
     ) -> None:
         """options: of the loss. kl_loss_type: None leaves the KL term out. weights_field: the column of rollout
-        correction weights, None for none. actor: the numbers that a seed-style loss sees as its `config`.
+        correction weights, None for none. weights_optional: a batch without the column is not corrected.
+        off_policy_mask_threshold: of `off_policy_sequence_mask`, None for none. actor: the numbers that a seed-style
+        loss sees as its `config`.
 
-        Raises ValueError for an unknown loss, option, mode or KL type, or where the mode needs `loss_scale_factor`.
+        Raises ValueError for an unknown loss, option, mode or KL type, an option without sense, or where the mode needs
+        `loss_scale_factor`.
         """
         check_scale(loss_agg_mode, loss_scale_factor)
         self.loss = find_policy_loss(loss) if isinstance(loss, str) else loss
-        self.options = dict(options or {})
-        check_options(f"policy loss '{self.loss.name}'", self.options, self.loss.options)
+        self.options = self.loss.checked(options or {})
         self.loss_agg_mode, self.loss_scale_factor = loss_agg_mode, loss_scale_factor
         self.entropy_coef, self.kl_loss_coef = entropy_coef, kl_loss_coef
         self.kl_loss_type = None if kl_loss_type is None else check_token_kl_type(kl_loss_type)
-        self.weights_field = weights_field
+        self.weights_field, self.weights_optional = weights_field, weights_optional
+        self.off_policy_mask_threshold = off_policy_mask_threshold
+        check_threshold(off_policy_mask_threshold)
         self._anchor = "prox_log_probs" if "prox_log_probs" in self.loss.reads else "old_log_probs"
         self._seed_loss: SeedLoss | None = None
         if self.loss.seed_style:
             self._seed_loss = SeedLoss(self.loss, loss_agg_mode, loss_scale_factor, actor or {})
             if weights_field is not None:
                 self._seed_loss.check_takes_weights()
+            if off_policy_mask_threshold is not None:
+                raise ValueError(
+                    f"policy loss '{self.loss.name}' returns one number, from which no sequence can be masked: set "
+                    "actor.off_policy_mask_threshold=null, or register a loss that returns a loss per token"
+                )
 
     @property
     def reads(self) -> tuple[str, ...]:
         """The columns that a mini-batch must have."""
         extra = ("ref_log_prob",) if self.kl_loss_type else ()
-        weights = (self.weights_field,) if self.weights_field else ()
-        return tuple(dict.fromkeys((*self.loss.reads, "loss_mask", *extra, *weights)))
+        weights = (self.weights_field,) if self.weights_field and not self.weights_optional else ()
+        masked = ("advantages", "rollout_log_probs") if self.off_policy_mask_threshold is not None else ()
+        return tuple(dict.fromkeys((*self.loss.reads, "loss_mask", *extra, *weights, *masked)))
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """The columns that it takes where a mini-batch has them."""
+        return (*self.loss.optional, *((self.weights_field,) if self.weights_field and self.weights_optional else ()))
 
     def counts(self, batch: Batch) -> Counts:
-        """Tokens and sequences under `loss_mask`."""
+        """Tokens and sequences under `loss_mask`, and rows."""
         return loss_counts(batch["loss_mask"])
 
     def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Counts]:
@@ -85,7 +103,7 @@ class PolicyObjective:
         """
         log_probs, mask = outputs["log_probs"], micro["loss_mask"]
         weights = token_weights(mask, self.loss_agg_mode, counts, self.loss_scale_factor)
-        loss, sums = self._policy_term(log_probs, micro, mask, weights, counts)
+        loss, sums = self._policy_term(log_probs, micro, mask, counts)
         sums["pg_loss"] = loss
         if self._anchor in micro:
             ratio = raw_log_ratio(log_probs.detach(), micro[self._anchor], mask)
@@ -109,11 +127,13 @@ class PolicyObjective:
         return _finish(sums, counts)
 
     def _policy_term(
-        self, log_probs: Tensor, micro: Batch, mask: Tensor, weights: Tensor, counts: Counts
+        self, log_probs: Tensor, micro: Batch, mask: Tensor, counts: Counts
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The policy loss's share, and its sums."""
         fields = self._fields(micro) | {"loss_mask": mask}
-        correction = None if self.weights_field is None else micro[self.weights_field]
+        field, correction = self.weights_field, None
+        if field is not None and not (self.weights_optional and field not in micro):
+            correction = under_mask(micro[field], mask)
         if self._seed_loss is not None:
             loss, stats = self._seed_loss(log_probs, fields, correction, counts)
             sums = {_PER_TOKEN + name: torch.tensor(value) for name, value in stats.items()}
@@ -123,14 +143,26 @@ class PolicyObjective:
         per_token, token_stats = self._per_token(current, fields)
         if correction is not None:
             per_token = per_token * correction
+        if self.off_policy_mask_threshold is not None:
+            kept = off_policy_sequence_mask(
+                current, micro["rollout_log_probs"], micro["advantages"], mask, self.off_policy_mask_threshold
+            )
+            per_token, token_stats = under_mask(per_token, kept), {**token_stats, "off_policy_masked": 1.0 - kept}
+        weights = token_weights(mask, self.loss_agg_mode, counts, self.loss_scale_factor, every_row=self.loss.every_row)
         sums = {_PER_TOKEN + name: under_mask(value, mask).double().sum() for name, value in token_stats.items()}
         return weighted_sum(per_token, weights), sums | {"loss_term/pg": weighted_sum(per_token.abs(), weights)}
 
     def _per_token(self, log_probs: Tensor, fields: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
         """(loss, statistics) per token of a loss in our own signature. Raises ValueError if it returns others."""
         match self.loss.fn(log_probs=log_probs, **fields, **self.options):
-            case (Tensor() as loss, Mapping() as statistics):
+            case (Tensor(shape=shape) as loss, Mapping() as statistics) if shape == log_probs.shape:
                 return loss, statistics
+            case (Tensor(shape=shape), Mapping()):
+                raise ValueError(
+                    f"policy loss '{self.loss.name}' returned a loss of shape {tuple(shape)}; it must have one "
+                    "number a "
+                    f"token, {tuple(log_probs.shape)}: the mean is taken over the whole mini-batch, by loss_agg_mode"
+                )
         raise ValueError(f"policy loss '{self.loss.name}' must return (loss per token, statistics by name)")
 
     def _fields(self, micro: Batch) -> dict[str, Tensor]:
@@ -149,10 +181,12 @@ class ValueObjective:
         cliprange_value: float | None = 0.5,
         loss_agg_mode: str = "token-mean",
         loss_scale_factor: float | None = None,
+        value_loss: ValueLoss = "mse",
+        huber_delta: float = 10.0,
     ) -> None:
         """Raises ValueError for an unknown mode, or where it needs `loss_scale_factor`."""
         check_scale(loss_agg_mode, loss_scale_factor)
-        self.cliprange_value = cliprange_value
+        self.cliprange_value, self.value_loss, self.huber_delta = cliprange_value, value_loss, huber_delta
         self.loss_agg_mode, self.loss_scale_factor = loss_agg_mode, loss_scale_factor
 
     def counts(self, batch: Batch) -> Counts:
@@ -163,7 +197,15 @@ class ValueObjective:
         """The micro-batch's share of the loss and sums. outputs: values, padded `(bs, response_length)`."""
         values = outputs["values"]
         old, returns, mask = (micro[name] for name in self.reads)
-        per_token, stats = compute_value_loss(values, old, returns, mask, cliprange_value=self.cliprange_value)
+        per_token, stats = compute_value_loss(
+            values,
+            old,
+            returns,
+            mask,
+            cliprange_value=self.cliprange_value,
+            value_loss=self.value_loss,
+            huber_delta=self.huber_delta,
+        )
         weights = token_weights(mask, self.loss_agg_mode, counts, self.loss_scale_factor)
         loss = weighted_sum(per_token, weights)
         sums = {_PER_TOKEN + name: under_mask(value, mask).double().sum() for name, value in stats.items()}

@@ -6,22 +6,26 @@ A built-in's module, which `config/names.py` names, is imported when somebody as
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TypeVar
+from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from distflow.config import names
 from distflow.config.errors import hint
 from distflow.config.functions import load_module, split_name
 from distflow.config.names import Entry
+from distflow.config.values import Mismatch, can_convert, convert
+from distflow.graph.fields import find_field
 from distflow.graph.roles import NodeRole, Scope
 from distflow.graph.spec import node
 
+_NO_DEFAULT = inspect.Parameter.empty
 Fn = TypeVar("Fn", bound=Callable[..., object])
 Registered = TypeVar("Registered")
 
-# The signature of seed policy losses; these four parameters tell it from ours.
+# The signature of seed policy losses; the first four parameters tell it from ours.
 SEED_LOSS_PARAMETERS = ("old_log_prob", "log_prob", "advantages", "response_mask")
+SEED_LOSS_ARGUMENTS = (*SEED_LOSS_PARAMETERS, "loss_agg_mode", "config", "rollout_is_weights")
 
 
 # The built-in estimators as an enum: `AdvantageEstimator.GRPO`.
@@ -54,6 +58,7 @@ class PolicyLoss:
 
     reads, optional: batch columns it needs and takes where they are there; `log_probs` comes from the engine.
     options: its options and their defaults. seed_style: it has the seed's signature and returns a scalar.
+    check, selects, every_row: see `register_policy_loss`.
     """
 
     name: str
@@ -62,6 +67,45 @@ class PolicyLoss:
     optional: tuple[str, ...] = ()
     options: Mapping[str, object] = field(default_factory=dict)
     seed_style: bool = False
+    check: Callable[..., None] | None = None
+    selects: Callable[..., object] | None = None
+    every_row: bool = False
+
+    @property
+    def selection_options(self) -> dict[str, object]:
+        """Options of `selects` and their defaults; a config gives them beside those of the loss."""
+        return {} if self.selects is None else _options(self.selects)
+
+    def checked(self, given: Mapping[str, object]) -> dict[str, object]:
+        """The options of the call itself. Raises ValueError for one that is unknown, missing, of another type than its
+        parameter says, or without sense."""
+        check_options(f"policy loss '{self.name}'", given, [*self.options, *self.selection_options])
+        given = self._converted(given)
+        own = {name: value for name, value in given.items() if name in self.options}
+        missing = [name for name, default in self.options.items() if default is _NO_DEFAULT and name not in own]
+        if missing:
+            raise ValueError(
+                f"policy loss '{self.name}' has no default for its option '{missing[0]}': give it one in "
+                f"{_shown(self.fn)}, or set actor_rollout_ref.actor.policy_loss_kwargs.{missing[0]}"
+            )
+        if self.check is not None:
+            taken = inspect.signature(self.check).parameters
+            values = {**self.options, **self.selection_options, **given}
+            self.check(**{name: value for name, value in values.items() if name in taken})
+        return own
+
+    def for_selection(self, given: Mapping[str, object]) -> dict[str, object]:
+        """Those of the options that `selects` takes. Raises ValueError for one of another type."""
+        return {name: value for name, value in self._converted(given).items() if name in self.selection_options}
+
+    def _converted(self, given: Mapping[str, object]) -> dict[str, object]:
+        types, values = {**_types(self.fn), **_types(self.selects)}, dict(given)
+        for name, value in given.items():
+            try:
+                values[name] = convert(value, types[name]) if can_convert(types.get(name)) else value
+            except Mismatch as error:
+                raise ValueError(f"option '{name}' of policy loss '{self.name}' {error.what}; {error.advice}") from None
+        return values
 
 
 # What is registered so far: the user's, and of the built-in ones those that were asked for.
@@ -92,7 +136,13 @@ def register_adv_est(
     return register
 
 
-def register_policy_loss(name: str) -> Callable[[Fn], Fn]:
+def register_policy_loss(
+    name: str,
+    *,
+    check: Callable[..., None] | None = None,
+    selects: Callable[..., object] | None = None,
+    every_row: bool = False,
+) -> Callable[[Fn], Fn]:
     """Register a policy loss, of either signature:
 
     - ours: `(log_probs, advantages, loss_mask, ..., *, options) -> (per-token loss (bs, response_length), statistics)`;
@@ -100,13 +150,18 @@ def register_policy_loss(name: str) -> Callable[[Fn], Fn]:
     - the seed's: `(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights) ->
       (pg_loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower)`, scalars.
 
+    check: called before the start with those options that it names; raises ValueError for one without sense.
+    selects: a node function that marks tokens of the whole step before its first update, as the column
+    `selected_tokens` (see `algorithms/losses/clip_cov.py`). every_row: means over sequences count rows without a token.
+
     A name that is taken gets the new function, with a warning. Raises ValueError if the parameters fit neither.
     """
 
     def register(fn: Fn) -> Fn:
+        loss = read_policy_loss(name, fn)
         _import_builtin(name, names.POLICY_LOSSES)
         _warn_if_taken("policy loss", name, POLICY_LOSSES)
-        POLICY_LOSSES[name] = read_policy_loss(name, fn)
+        POLICY_LOSSES[name] = replace(loss, check=check, selects=selects, every_row=every_row)
         return fn
 
     return register
@@ -120,6 +175,20 @@ def find_adv_est(name: str) -> AdvEstimator:
 def find_policy_loss(name: str) -> PolicyLoss:
     """The loss of that name. Raises ValueError with the nearest name."""
     return _find("policy loss", name, POLICY_LOSSES, names.POLICY_LOSSES, "register_policy_loss")
+
+
+def selects_tokens(name: str) -> bool:
+    """Whether the loss of that name chooses tokens of a step before its first update; no unknown one does."""
+    _import_builtin(name, names.POLICY_LOSSES)
+    return name in POLICY_LOSSES and POLICY_LOSSES[name].selects is not None
+
+
+def takes_weights(name: str) -> bool:
+    """Whether correction weights reach the loss of that name: one in the seed's form must ask for them; no unknown one
+    does."""
+    _import_builtin(name, names.POLICY_LOSSES)
+    loss = POLICY_LOSSES.get(name)
+    return loss is not None and (not loss.seed_style or "rollout_is_weights" in inspect.signature(loss.fn).parameters)
 
 
 def describe_estimator(name: str, options: Mapping[str, object] | None = None) -> str:
@@ -141,16 +210,29 @@ def check_options(what: str, given: Iterable[str], known: Iterable[str]) -> None
             raise ValueError(f"{what} takes no option '{key}'{hint(key, known) or '; it takes none'}")
 
 
+def check_choices(what: str, fn: Callable[..., object], given: Mapping[str, object]) -> None:
+    """Raises ValueError for a value that is none of those which the annotation of its option lists."""
+    for name, parameter in inspect.signature(fn).parameters.items():
+        choices = get_args(parameter.annotation) if get_origin(parameter.annotation) is Literal else ()
+        if choices and name in given and given[name] not in choices:
+            raise ValueError(f"{what}: {name} must be {' or '.join(map(str, choices))}, not {given[name]!r}")
+
+
 def read_policy_loss(name: str, fn: Callable[..., object]) -> PolicyLoss:
-    """What the signature says. Raises ValueError if it is neither ours nor the seed's."""
-    parameters = inspect.signature(fn).parameters
+    """What the signature says. Raises ValueError if it is neither ours nor the seed's, or could not be called."""
+    parameters = _loss_parameters(name, fn)
     if all(wanted in parameters for wanted in SEED_LOSS_PARAMETERS):
+        extra = [p.name for p in parameters.values() if _is_required(p) and p.name not in SEED_LOSS_ARGUMENTS]
+        if extra:
+            raise _refused_loss(name, fn, f"nothing gives '{extra[0]}'; give it a default")
         return PolicyLoss(name, fn, reads=("advantages", "loss_mask"), optional=("old_log_probs",), seed_style=True)
-    if "log_probs" not in parameters:
-        raise ValueError(
-            f"policy loss '{name}' must take log_probs and fields of the batch, "
-            f"or the seed's {', '.join(SEED_LOSS_PARAMETERS)}; it takes {', '.join(parameters)}"
-        )
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for wanted in ("log_probs", "loss_mask"):
+        if wanted not in parameters and not open_ended:
+            raise _refused_loss(name, fn, f"it takes no {wanted}")
+    for p in parameters.values():
+        if p.kind is p.KEYWORD_ONLY and find_field(p.name) is not None:
+            raise _refused_loss(name, fn, f"'{p.name}' is a column of the batch: put it before the *")
     fields = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "log_probs"]
     return PolicyLoss(
         name,
@@ -161,9 +243,52 @@ def read_policy_loss(name: str, fn: Callable[..., object]) -> PolicyLoss:
     )
 
 
+def _loss_parameters(name: str, fn: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+    """Raises ValueError for what is no plain function that can be called by keyword."""
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        raise _refused_loss(name, fn, "its parameters cannot be read") from None
+    if inspect.iscoroutinefunction(fn):
+        raise _refused_loss(name, fn, "it is async, and a loss is called within backward's pass; write a plain def")
+    by_position = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY]
+    if by_position:
+        raise _refused_loss(name, fn, f"'{by_position[0]}' cannot be given by its name; take the / away")
+    return parameters
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind not in (
+        parameter.VAR_POSITIONAL,
+        parameter.VAR_KEYWORD,
+    )
+
+
+def _refused_loss(name: str, fn: Callable[..., object], why: str) -> ValueError:
+    return ValueError(
+        f"policy loss '{name}' ({_shown(fn)}) cannot be called: {why}. Write "
+        "def loss(log_probs, advantages, loss_mask, other_columns, *, options), which returns (loss per token, "
+        f"statistics by name), or the seed's def loss({', '.join(SEED_LOSS_ARGUMENTS)})"
+    )
+
+
+def _shown(fn: Callable[..., object]) -> str:
+    """A function as a person would look for it."""
+    module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
+    return f"{module}.{name}" if module and name else repr(fn)
+
+
 def _options(fn: Callable[..., object]) -> dict[str, object]:
     parameters = inspect.signature(fn).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "reduce"}
+
+
+def _types(fn: Callable[..., object] | None) -> dict[str, object]:
+    """What a function says of its parameters' types; nothing where that cannot be read."""
+    try:
+        return {} if fn is None else get_type_hints(fn)
+    except (NameError, TypeError):
+        return {}
 
 
 def _import_builtin(name: str, table: Mapping[str, Entry]) -> None:

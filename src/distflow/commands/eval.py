@@ -6,6 +6,7 @@ from tempfile import TemporaryDirectory
 
 from distflow import __version__
 from distflow.commands.config_arguments import add_config_arguments
+from distflow.observe.text import visible
 
 # No training data are needed to evaluate: the held-out ones stand for them.
 _EVAL_ONLY = (
@@ -24,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     # What is encoded to be answered goes to a folder of its own: a run may be writing to the config's.
     with TemporaryDirectory() as folder:
         for name, value in sorted(_evaluated(arguments, folder).items()):
-            print(f"{name}: {value:.4f}")
+            print(f"{visible(name, one_line=True)}: {value:.4f}")
     return 0
 
 
@@ -33,8 +34,11 @@ def _evaluated(arguments: argparse.Namespace, folder: str) -> dict[str, float]:
 
     overrides = [*arguments.overrides, *_EVAL_ONLY, f"trainer.default_local_dir={folder}"]
     loaded = load_config(arguments.preset, overrides)
+    from distflow.pipelines.code import named_code
     from distflow.pipelines.spec import make_spec
     from distflow.runtime.evaluate import evaluate
 
     say = partial(print, flush=True)
+    for line in named_code(loaded.config):
+        say(f"your code: {line}")
     return evaluate(make_spec(loaded, say=say), say)

@@ -3,15 +3,18 @@
 import argparse
 from pathlib import Path
 
+from distflow.commands.config_arguments import add_trust_argument
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="a run's folder, or one of its checkpoints")
     parser.add_argument("--to", required=True, metavar="DIR", help="a folder that is empty or not there yet")
+    add_trust_argument(parser, "came with the model")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from distflow.pipelines.export import export_checkpoint
 
-    folder = export_checkpoint(Path(arguments.checkpoint), Path(arguments.to))
-    print(f"exported to {folder}")
+    source, target = Path(arguments.checkpoint), Path(arguments.to)
+    print(f"exported to {export_checkpoint(source, target, trust_code=arguments.trust_code, say=print)}")
     return 0

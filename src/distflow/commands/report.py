@@ -14,6 +14,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     run_dir = Path(arguments.run_dir)
     if run_dir.is_dir() and not (run_dir / "events.jsonl").is_file():
-        raise UserError(f"{run_dir} is no run's folder: it holds no events.jsonl")
+        raise UserError(f"{run_dir} is no run's folder: it holds no file events.jsonl")
     print(f"report: {write_report(run_dir)}")
     return 0

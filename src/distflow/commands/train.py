@@ -36,8 +36,11 @@ def run(arguments: argparse.Namespace) -> int:
     loaded = load_config(arguments.preset, arguments.overrides)
     for line in describe(loaded.config):
         say(line)
+    from distflow.pipelines.code import named_code
     from distflow.pipelines.spec import make_spec
 
+    for line in named_code(loaded.config):
+        say(f"your code: {line}")
     spec = make_spec(loaded, say)
     launch = cast("Launch", load(LAUNCHERS[spec.options.launcher].target))
     outcome = launch(spec, resume=arguments.resume, allow_change=tuple(arguments.allow_change), say=say)

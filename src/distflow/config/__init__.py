@@ -5,7 +5,7 @@ from distflow.config.describe import describe
 from distflow.config.errors import ConfigError, Problem, UserError
 from distflow.config.explain import explain
 from distflow.config.keys import key
-from distflow.config.load import Loaded, config_from_dict, load_config, preset_config
+from distflow.config.load import Loaded, config_from_dict, config_of_run, load_config, preset_config
 from distflow.config.program import program_name
 from distflow.config.schema import Config, register_config_group
 from distflow.config.show import RESUMABLE, changed_keys, diff, flatten, to_dict, to_yaml
@@ -21,6 +21,7 @@ __all__ = [
     "changed_keys",
     "check",
     "config_from_dict",
+    "config_of_run",
     "describe",
     "diff",
     "explain",

@@ -44,6 +44,11 @@ class ActorConfig:
     clip_ratio_low: float | None = key(None, "how far it may fall; null is clip_ratio", above=0, maximum=1)
     clip_ratio_high: float | None = key(None, "how far it may rise; null is clip_ratio", above=0)
     clip_ratio_c: float | None = key(3.0, "dual clip: bound of the ratio where the advantage is negative", above=1)
+    off_policy_mask_threshold: float | None = key(
+        None,
+        "sequences whose mean log π_rollout − log π is above it get no loss where A < 0; null is off",
+        above=0,
+    )
     entropy_coef: float = key(0.01, "coefficient of the entropy bonus; 0 is off")
     use_kl_loss: bool = key(False, "add the KL to the reference to the loss")
     kl_loss_coef: float = key(0.001, "coefficient of that KL", minimum=0)

@@ -1,9 +1,56 @@
 """Keys of `algorithm`: advantages, KL in the reward, corrections and filters."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from distflow.config.keys import group, key
-from distflow.config.names import ESTIMATORS, KL_TYPES
+from distflow.config.names import ESTIMATORS, KL_TYPES, ROLLOUT_RS
+from distflow.config.values import Mismatch, convert, show
+
+Bounds = tuple[float | None, float]
+
+
+def parse_statistics(value: object) -> object:
+    """Names as a list, or separated by commas as in verl. Raises Mismatch."""
+    names = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    return convert(names, tuple[str, ...])
+
+
+def parse_bounds(value: object) -> tuple[Bounds, ...]:
+    """`upper` or `[lower, upper]` for each statistic; also verl's text, e.g. "0.5_2.0,0.1". Raises Mismatch."""
+    if value is None:
+        return ()
+    entries = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+    return tuple(_parse_bound(entry) for entry in entries)
+
+
+def _parse_bound(entry: object) -> Bounds:
+    parts: Sequence[Any] = (
+        entry.split("_") if isinstance(entry, str) else entry if isinstance(entry, list | tuple) else [entry]
+    )
+    try:
+        numbers = [float(part) for part in parts if not isinstance(part, bool)]
+    except (TypeError, ValueError):
+        numbers = []
+    if len(numbers) != len(parts) or len(numbers) not in (1, 2) or not all(map(math.isfinite, numbers)):
+        advice = "write an upper bound such as 0.1, or [0.5, 2.0] for a band"
+        raise Mismatch(f"has the entry {show(entry)}, which is no bound", advice)
+    return (numbers[0], numbers[1]) if len(numbers) == 2 else (None, numbers[0])
+
+
+def plain_bounds(bounds: Sequence[Bounds]) -> list[object]:
+    """What `parse_bounds` would read again. A band is no text: YAML would read 1_2 as 12."""
+    return [upper if lower is None else [lower, upper] for lower, upper in bounds]
+
+
+def spread(bounds: tuple[Bounds, ...], count: int) -> tuple[Bounds, ...]:
+    """One bound alone serves all statistics."""
+    return bounds * count if len(bounds) == 1 else bounds
+
+
+LEVELS = ("batch", "group")
 
 
 @dataclass(frozen=True)
@@ -14,6 +61,28 @@ class KLControlConfig:
     kl_coef: float = key(0.001, "coefficient of the penalty; where it starts if adaptive", minimum=0)
     target_kl: float | None = key(None, "KL per token that the adaptive controller aims at", above=0)
     horizon: int | None = key(None, "samples over which the adaptive controller closes the gap", minimum=1)
+    mean: str = key(
+        "token",
+        "KL that the adaptive controller is shown: mean over tokens, or of the means of sequences (verl)",
+        choices=("token", "sequence"),
+    )
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """A normalisation over the batch or the groups (AReaL); off where both levels are null."""
+
+    mean_level: str | None = key(None, "what the mean that is taken off is over", choices=LEVELS)
+    mean_leave1out: bool = key(False, "leave a value out of the mean that is taken off it")
+    std_level: str | None = key(None, "what the standard deviation that divides is over", choices=LEVELS)
+    std_unbiased: bool = key(True, "the standard deviation is the unbiased one")
+    eps: float = key(1e-5, "added to the standard deviation", above=0)
+    group_size: int | None = key(None, "samples of a group that count together; null is rollout.n", minimum=2)
+
+
+def is_on(norm: NormConfig) -> bool:
+    """Whether it takes off a mean or divides by a standard deviation."""
+    return norm.mean_level is not None or norm.std_level is not None
 
 
 @dataclass(frozen=True)
@@ -30,14 +99,31 @@ class RolloutCorrectionConfig:
     )
     cap: float = key(2.0, "largest weight", above=0)
     floor: float | None = key(None, "low end of the band in mask mode (IcePop); null is no low end", above=0)
+    rollout_is_batch_normalize: bool = key(False, "divide the weights by their mean over the step, after the cap")
+    rollout_rs: tuple[str, ...] = key(
+        (),
+        "statistics of the mismatch by which tokens or sequences are left out of the loss; empty is off",
+        choices=ROLLOUT_RS,
+        parse=parse_statistics,
+    )
+    rollout_rs_threshold: tuple[Bounds, ...] = key(
+        (),
+        "bound of each: upper, or of a k1 [lower, upper] of rollout over trainer; one entry alone serves all",
+        parse=parse_bounds,
+        plain=plain_bounds,
+    )
 
 
 @dataclass(frozen=True)
 class FilterGroupsConfig:
-    """Dynamic sampling: groups whose samples all score the same are dropped and replaced."""
+    """Dynamic sampling: groups whose samples are all as right as each other are dropped and replaced."""
 
     enable: bool = key(False, "drop groups without a signal and refill the batch")
-    metric: str = key("score", "what must differ in a group: score, or the name of a reward function")
+    metric: str = key(
+        "acc",
+        "what must differ in a group: acc, the verifier's verdict; score (seq_reward), penalties too; or the name of a "
+        "reward function",
+    )
     max_num_gen_batches: int = key(10, "at most so many batches of prompts are tried for one step", minimum=1)
     when_exhausted: str = key(
         "error", "when those are used up: stop, or go on with the groups there are", choices=("error", "continue")
@@ -59,7 +145,15 @@ class AlgorithmConfig:
     gamma: float = key(1.0, "discount from token to token", minimum=0, maximum=1)
     lam: float = key(0.95, "lambda of GAE", minimum=0, maximum=1)
     norm_adv_by_std_in_grpo: bool = key(True, "divide by the group's standard deviation; false is Dr. GRPO")
+    scale_rewards: str | None = key(
+        None,
+        "what GRPO divides by: the standard deviation of the group, of the batch, or nothing; "
+        "null goes by norm_adv_by_std_in_grpo",
+        choices=("group", "batch", "none"),
+    )
     adv_epsilon: float = key(1e-6, "added to that standard deviation", above=0)
+    reward_norm: NormConfig = group(NormConfig)
+    adv_norm: NormConfig = group(NormConfig)
     allow_group_of_one: bool = key(False, "accept rollout.n=1 with an estimator that compares the samples of a group")
     bootstrap_truncated: bool = key(
         False, "GAE continues a truncated response with the critic's last value, not with 0"

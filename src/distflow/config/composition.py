@@ -93,7 +93,8 @@ def compose_values(
             subject = str(error.full_key or "${...}")
             advice = "name a key that there is, e.g. ${trainer.seed}"
             result.failure = Problem(((subject, _where(subject, result)),), what, advice)
-        except (HydraException, OmegaConfBaseException) as error:
+        except (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
+            # The last three: an override goes below what is a list or a number in the file.
             result.failure = Problem(((display(source), "its composition"),), _reason(error.__cause__ or error))
     return result
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from distflow.config.actor import OptimConfig
 from distflow.config.keys import group, key
-from distflow.config.names import LOSS_AGG_MODES
+from distflow.config.names import LOSS_AGG_MODES, VALUE_LOSSES
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,8 @@ class CriticConfig:
     """How the critic is updated."""
 
     model: CriticModelConfig = group(CriticModelConfig)
+    value_loss: str = key("mse", "loss of a value: half its squared error, or Huber's", choices=VALUE_LOSSES)
+    huber_delta: float = key(10.0, "error from which Huber's loss grows linearly", above=0)
     cliprange_value: float = key(0.5, "how far a value may move from the old one", above=0)
     loss_agg_mode: str = key("token-mean", "how losses of tokens become one number", choices=LOSS_AGG_MODES)
     ppo_epochs: int = key(1, "passes over a batch", minimum=1)

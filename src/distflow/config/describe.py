@@ -53,6 +53,9 @@ def _clips(config: Config) -> list[str]:
     if loss is None or not loss.clips:
         return []
     low, high = clip_range(config)
+    if loss.divergence:
+        weight = "untruncated" if actor.clip_ratio_c is None else f"at most {actor.clip_ratio_c:g}"
+        return [f"divergence at most {low:g} down, {high:g} up", f"weight {weight}"]
     clips = [f"ratio in [{1 - low:g}, {1 + high:g}]"]
     if loss.dual_clips:
         clips.append("no dual clip" if actor.clip_ratio_c is None else f"dual clip {actor.clip_ratio_c:g}")

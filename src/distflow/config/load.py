@@ -6,11 +6,11 @@ from functools import cache
 
 from distflow.config.build import ConfigBuilder
 from distflow.config.check import find_problems, where
-from distflow.config.errors import ConfigError, Problem
+from distflow.config.errors import ConfigError, Problem, UserError
 from distflow.config.functions import LoadError, load_modules
 from distflow.config.schema import Config, group_names, schema_keys
 from distflow.config.show import flatten, to_dict, to_yaml
-from distflow.config.sources import Setting, settings_of_value
+from distflow.config.sources import COMMAND_LINE, Setting, settings_of_value
 from distflow.config.unknown import is_known, parents, unknown_problems
 
 
@@ -34,20 +34,34 @@ class Loaded:
         return {key: origin for key, origin in self.origins.items() if key in keys and values[key] != keys[key].default}
 
 
-def load_config(preset_or_file: str, overrides: Sequence[str] = (), *, complete: bool = True) -> Loaded:
+def load_config(
+    preset_or_file: str, overrides: Sequence[str] = (), *, complete: bool = True, trust_code: bool = True
+) -> Loaded:
     """Compose, read and check a config. Raises ConfigError with all problems at once.
 
     preset_or_file: `grpo`, or a .yaml file, which may build on a preset or its neighbours (`defaults: [grpo, _self_]`).
     overrides: Hydra's grammar, `key=value`, `+key=value`, `++key=value`, `~key`.
     complete: False lets the model and the data be missing, to look at a preset that no run can start from yet.
+    trust_code: False imports no module of the user's; one that is needed to know a group is then a problem.
     """
+    try:
+        return _load(preset_or_file, overrides, complete, trust_code)
+    except RecursionError as error:
+        place = ((f"'{preset_or_file}'", COMMAND_LINE),)
+        raise ConfigError([Problem(place, "its keys, or those of an override, lie too deep in one another")]) from error
+
+
+def _load(preset_or_file: str, overrides: Sequence[str], complete: bool, trust_code: bool) -> Loaded:
     # Hydra costs more than everything else here: it is imported where it is used.
     from distflow.config import composition
 
     source = composition.find_source(preset_or_file)
     composed = composition.compose_values(source, overrides, _plain_defaults(), is_known)
     import_problems: list[Problem] = []
-    if composed.failure is None and _register_user_groups(composed.values, composed.settings, import_problems):
+    registered = composed.failure is None and _register_user_groups(
+        composed.values, composed.settings, import_problems, trust_code
+    )
+    if registered:
         composed = composition.compose_values(source, overrides, _plain_defaults(), is_known)
     problems = [*composed.problems, *import_problems, *unknown_problems(composed.settings)]
     if composed.failure is not None:
@@ -70,6 +84,16 @@ def config_from_dict(values: Mapping[str, object], *, judge: bool = True) -> Con
         setting for name, value in values.items() for setting in settings_of_value(str(name), value, "given in Python")
     ]
     return _finish(values, _origins(settings, []), unknown_problems(settings), judge).config
+
+
+def config_of_run(values: Mapping[str, object]) -> Config:
+    """The config that a run kept, read and not judged: what it names may be gone. Groups that its modules registered
+    are left out where nothing registered them. Raises UserError."""
+    known = group_names()
+    config = config_from_dict({name: value for name, value in values.items() if name in known}, judge=False)
+    if config.actor_rollout_ref.model.path is None:
+        raise UserError("the config of that run names no model (actor_rollout_ref.model.path)")
+    return config
 
 
 def _finish(
@@ -104,17 +128,24 @@ def _plain_defaults() -> dict[str, object]:
     return plain
 
 
-def _register_user_groups(values: Mapping[str, object], settings: Sequence[Setting], problems: list[Problem]) -> bool:
+def _register_user_groups(
+    values: Mapping[str, object], settings: Sequence[Setting], problems: list[Problem], trust_code: bool
+) -> bool:
     """Import the user's modules if a top-level group is unknown that they may register. True where one was."""
     unknown = {setting.key.partition(".")[0] for setting in settings} - set(group_names())
     trainer = values.get("trainer")
     modules = trainer.get("imports") if isinstance(trainer, Mapping) else None
     if not unknown or not modules:
         return False
+    modules = [modules] if isinstance(modules, str) else list(modules)
+    origin = where("trainer.imports", _origins(settings, []))
+    if not trust_code:
+        what = f"{', '.join(map(str, modules))} may register {', '.join(sorted(unknown))}, and was not imported"
+        problems.append(Problem((("trainer.imports", origin),), what, "read that code; --trust-code imports it"))
+        return False
     try:
-        load_modules([modules] if isinstance(modules, str) else modules)
+        load_modules(modules)
     except LoadError as error:
-        origin = where("trainer.imports", _origins(settings, []))
         advice = "it must be importable from here: install it, or put its folder on PYTHONPATH"
         problems.append(Problem((("trainer.imports", origin),), str(error), advice))
     return bool(unknown & set(group_names()))

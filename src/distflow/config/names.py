@@ -18,18 +18,24 @@ class Entry:
 
 @dataclass(frozen=True)
 class Estimator(Entry):
-    """An advantage estimator: what it cannot do without."""
+    """An advantage estimator: what it cannot do without.
+
+    reads_parts: it reads the parts of the reward, not their sum. whitens: its advantages, by definition.
+    """
 
     needs_group: bool = False
     needs_critic: bool = False
+    reads_parts: bool = False
+    whitens: bool = False
 
 
 @dataclass(frozen=True)
 class PolicyLoss(Entry):
-    """A policy loss: which of the actor's clips it takes."""
+    """A policy loss: which of the actor's clips it takes, and whether they bound a divergence in place of the ratio."""
 
     clips: bool = False
     dual_clips: bool = False
+    divergence: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,11 +88,13 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_plus_plus": Estimator(
         "discounted reward-to-go, whitened over the global batch",
         "distflow.algorithms.advantages.reinforce_plus_plus:compute_reinforce_plus_plus_advantage",
+        whitens=True,
     ),
     "reinforce_plus_plus_baseline": Estimator(
         "score less the group's mean, whitened over the global batch",
         "distflow.algorithms.advantages.reinforce_plus_plus_baseline:compute_reinforce_plus_plus_baseline_advantage",
         needs_group=True,
+        whitens=True,
     ),
     "remax": Estimator(
         "score less that of a greedy sample of the same prompt",
@@ -108,7 +116,7 @@ ESTIMATORS: dict[str, Estimator] = {
         needs_group=True,
     ),
     "gpg": Estimator(
-        "score less the group's mean, scaled up by the share of samples without a reward",
+        "score less the group's mean, scaled up for the groups that teach nothing",
         "distflow.algorithms.advantages.gpg:compute_gpg_advantage",
         needs_group=True,
     ),
@@ -116,6 +124,13 @@ ESTIMATORS: dict[str, Estimator] = {
         "only the group's best sample, by its lead over the second best",
         "distflow.algorithms.advantages.grpo_passk:compute_grpo_passk_advantage",
         needs_group=True,
+    ),
+    "gdpo": Estimator(
+        "each reward function's score as in grpo, then their weighted sum, whitened over the global batch",
+        "distflow.algorithms.advantages.gdpo:compute_gdpo_advantage",
+        needs_group=True,
+        reads_parts=True,
+        whitens=True,
     ),
 }
 
@@ -149,9 +164,44 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "gmpo": PolicyLoss(
         "geometric mean of clipped token ratios", "distflow.algorithms.losses.gmpo:compute_gmpo_loss", clips=True
     ),
+    "dppo_tv": PolicyLoss(
+        "bounds how far a token's probability moves",
+        "distflow.algorithms.losses.dppo:compute_dppo_tv_loss",
+        clips=True,
+        dual_clips=True,
+        divergence=True,
+    ),
+    "dppo_kl": PolicyLoss(
+        "bounds the binary KL by which a token moves",
+        "distflow.algorithms.losses.dppo:compute_dppo_kl_loss",
+        clips=True,
+        dual_clips=True,
+        divergence=True,
+    ),
+    "dro": PolicyLoss(
+        "policy gradient with a quadratic pull to the old policy", "distflow.algorithms.losses.dro:compute_dro_loss"
+    ),
+    "clip_cov": PolicyLoss(
+        "PPO without the gradient of a few tokens that lower the entropy most",
+        "distflow.algorithms.losses.clip_cov:compute_clip_cov_loss",
+        clips=True,
+    ),
+    "kl_cov": PolicyLoss(
+        "a pull to the old policy on the tokens that lower the entropy most",
+        "distflow.algorithms.losses.kl_cov:compute_kl_cov_loss",
+    ),
 }
 
+# What a rejection mask may measure, as in verl: of each token, or of a sequence's tokens their sum, mean or maximum.
+ROLLOUT_RS = (
+    *(f"{level}_{estimator}" for level in ("token", "seq_sum", "seq_mean") for estimator in ("k1", "k2", "k3")),
+    "seq_max_k2",
+    "seq_max_k3",
+)
+
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+VALUE_LOSSES = ("mse", "huber")
 
 _SAMPLED_KL_TYPES = ("kl", "abs", "mse", "low_var_kl")
 KL_TYPES = (*_SAMPLED_KL_TYPES, "full", *(f"{name}+" for name in _SAMPLED_KL_TYPES))
@@ -173,6 +223,10 @@ REWARDS: dict[str, Reward] = {
     "format": Reward("the response has the wanted form", "distflow.rewards.format_reward:compute_score"),
     CUSTOM_REWARD: Reward("the function of custom_reward_function"),
 }
+
+WHOLE_SCORE = ("score", "seq_reward")
+"""What a filter of groups calls the whole score, penalties too; the second as in verl."""
+FILTER_METRICS = ("acc", *WHOLE_SCORE)
 
 PIPELINES: dict[str, BuiltinPipeline] = {
     "grpo": BuiltinPipeline("group-relative policy optimisation: no critic", "distflow.pipelines.grpo:grpo_pipeline"),

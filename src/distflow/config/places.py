@@ -11,7 +11,17 @@ import distflow
 
 def users_place(error: BaseException) -> str | None:
     """File and line of the innermost frame that is neither ours nor a library's; None where there is none."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+    return _innermost(traceback.extract_tb(error.__traceback__))
+
+
+def users_place_of(thread_id: int) -> str | None:
+    """The same of the line that a thread runs now."""
+    frame = sys._current_frames().get(thread_id)
+    return None if frame is None else _innermost(traceback.extract_stack(frame))
+
+
+def _innermost(frames: traceback.StackSummary) -> str | None:
+    for frame in reversed(frames):
         if frame.filename.startswith("/") and not frame.filename.startswith(_library_folders()):
             return f"{Path(frame.filename).name}:{frame.lineno}"
     return None

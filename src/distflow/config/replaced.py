@@ -2,6 +2,7 @@
 
 _TOKENS = "micro-batches are bounded by tokens: actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 _ENGINE = "the embedded engine needs no such limit; actor_rollout_ref.rollout.max_num_seqs bounds what runs at once"
+_LOSS_OPTIONS = "actor_rollout_ref.actor.policy_loss_kwargs"
 _GREEDY = "actor_rollout_ref.rollout.val_kwargs.greedy"
 
 REPLACED: dict[str, str] = {
@@ -24,10 +25,23 @@ REPLACED: dict[str, str] = {
     "actor_rollout_ref.actor.use_dynamic_bsz": f"always so; {_TOKENS}",
     "actor_rollout_ref.actor.grad_clip": "it is actor_rollout_ref.actor.max_grad_norm",
     "actor_rollout_ref.actor.policy_loss.loss_mode": "it is actor_rollout_ref.actor.policy_loss",
+    **{
+        f"actor_rollout_ref.actor.{old}": f"an option of the loss: {_LOSS_OPTIONS}.{old.removeprefix('policy_loss.')}"
+        for old in (
+            *("policy_drift_coeff", "rejection_sampling", "policy_loss.clip_cov_ratio", "policy_loss.clip_cov_lb"),
+            *("policy_loss.clip_cov_ub", "policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"),
+        )
+    },
+    "algorithm.rollout_correction.rollout_is": "it is algorithm.rollout_correction.level",
+    "algorithm.rollout_correction.rollout_is_threshold": (
+        "it is algorithm.rollout_correction.cap, for a band with mode=mask and floor"
+    ),
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "it is actor_rollout_ref.actor.optim.warmup_ratio",
     "actor_rollout_ref.actor.optim.warmup_style": "it is actor_rollout_ref.actor.optim.scheduler",
     "actor_rollout_ref.actor.optim.lr_scheduler_type": "it is actor_rollout_ref.actor.optim.scheduler",
     "actor_rollout_ref.model.use_remove_padding": "sequences are always packed without padding",
+    "algorithm.gdpo_reward_keys": "the parts of a reward are its functions: reward.functions",
+    "algorithm.gdpo_reward_weights": "they are the weights of reward.functions",
     "algorithm.norm_adv_by_std": "it is algorithm.norm_adv_by_std_in_grpo",
     "data.reward_fn_key": "it is data.domain_key",
     "data.dataloader_num_workers": "it is data.num_loader_workers",

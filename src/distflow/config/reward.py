@@ -82,6 +82,9 @@ class RewardConfig:
         plain=plain_functions,
     )
     timeout_s: float = key(10.0, "seconds that one verdict may take", above=0)
+    max_error_share: float = key(
+        0.5, "share of a step's verdicts that may fail before the run stops; 1 never stops", minimum=0, maximum=1
+    )
     num_workers: int = key(2, "processes that judge", minimum=1)
     overlong: OverlongConfig = group(OverlongConfig)
 

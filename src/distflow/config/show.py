@@ -35,6 +35,7 @@ RESUMABLE: frozenset[str] = frozenset(
         "trainer.resume_mode",
         "trainer.allocation",
         "reward.timeout_s",
+        "reward.max_error_share",
         *_PATHS,
     )
 )
@@ -57,7 +58,11 @@ def to_dict(config: Config) -> dict[str, object]:
 
 def to_yaml(config: Config) -> str:
     """The whole config as YAML; loading it again gives an equal one."""
-    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True, width=120)
+    values = to_dict(config)
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
+    if text.replace("\n", "").isprintable():
+        return text
+    return yaml.safe_dump(values, sort_keys=False, width=120)  # nothing in it can act on a terminal or an editor
 
 
 def diff(before: Config, after: Config) -> list[tuple[str, object, object]]:

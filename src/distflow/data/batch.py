@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from distflow.data.columns import Column, Shapes, Written, check_same_fields, guess_field
 from distflow.data.sample import Sample
 from distflow.graph.fields import ALIASES, TOKEN_AXES, Axis, Field, find_field
+
+_SAVED = {"format": "distflow batch"}
 
 
 class Batch:
@@ -221,7 +224,16 @@ class Batch:
 
     def save(self, path: Path) -> None:
         """Write to one safetensors file. Raises TypeError for an object that is no JSON value."""
-        save_file(self.to_tensors(), path)
+        save_file(self.to_tensors(), path, metadata=_SAVED)
+
+    @staticmethod
+    def is_saved(path: Path) -> bool:
+        """Whether `save` wrote the file, by its header."""
+        try:
+            with safe_open(path, "pt") as file:
+                return bool(file.metadata() == _SAVED)
+        except (OSError, SafetensorError):
+            return False
 
     @staticmethod
     def load(path: Path) -> "Batch":

@@ -59,6 +59,8 @@ def _read_json(path: Path) -> Iterator[Record]:
         raise UserError(f"'{path}' is not UTF-8 (byte {error.start + 1}): save it as UTF-8") from error
     except ValueError as error:
         raise UserError(f"'{path}' is not JSON: {error}") from error
+    except RecursionError as error:
+        raise UserError(f"'{path}' cannot be read: its JSON is nested too deeply") from error
     for number, entry in enumerate(entries, 1):
         origin = f"{path}, entry {number}"
         is_object = isinstance(entry, dict)
@@ -99,7 +101,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
             for values in batch.to_pylist():
                 number += 1
                 yield Record(f"{path}, row {number}", values)
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, ValueError) as error:  # a ValueError: a text in it is not UTF-8
         raise UserError(f"'{path}' is not Parquet, or damaged: {error}") from error
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, overload
 
-import jinja2
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config.errors import UserError
+from distflow.data.rendering import Refused, render_all
 from distflow.data.rows import BadRows, Messages, RawRow
 from distflow.observe.jsonlines import JSON
 
@@ -64,7 +64,7 @@ class PromptOptions:
     prompt_format: "text", or "chat" where a text prompt becomes one user message. Lists of messages are chat always.
     prompt_template: text around a text prompt, with `{prompt}` in it, plain braces doubled.
     system_prompt: chat only; a row's own wins.
-    num_workers: threads that render and tokenise; 0 does it in the calling thread. The result is the same.
+    num_workers: threads that tokenise; 0 does it in the calling thread. The result is the same.
     """
 
     max_prompt_length: int
@@ -221,23 +221,24 @@ def _encode_all(
 
     The threads share one tokenizer: no call asks for padding or truncation, the settings that a call would change.
     """
-    chunks = [rows[start : start + _CHUNK_ROWS] for start in range(0, len(rows), _CHUNK_ROWS)]
+    rendered = _render(rows, tokenizer, options)
+    starts = range(0, len(rows), _CHUNK_ROWS)
 
-    def encode(chunk: Sequence[RawRow]) -> list[_Encoded | str]:
-        return _encode_chunk(chunk, tokenizer, options)
+    def encode(start: int) -> list[_Encoded | str]:
+        chunk = slice(start, start + _CHUNK_ROWS)
+        return _encode_chunk(rows[chunk], rendered[chunk], tokenizer)
 
-    if options.num_workers < 1 or len(chunks) < 2:
-        yield from chain.from_iterable(map(encode, chunks))
+    if options.num_workers < 1 or len(starts) < 2:
+        yield from chain.from_iterable(map(encode, starts))
         return
     with ThreadPoolExecutor(options.num_workers, thread_name_prefix="distflow-tokenise") as threads:
-        yield from chain.from_iterable(threads.map(encode, chunks))
+        yield from chain.from_iterable(threads.map(encode, starts))
 
 
 def _encode_chunk(
-    rows: Sequence[RawRow], tokenizer: "PreTrainedTokenizerBase", options: PromptOptions
+    rows: Sequence[RawRow], rendered: "Sequence[_Rendered | str]", tokenizer: "PreTrainedTokenizerBase"
 ) -> list[_Encoded | str]:
     """One entry a row: the tokens, or what is wrong with it."""
-    rendered = [_render(row, tokenizer, options) for row in rows]
     texts = [(i, entry) for i, entry in enumerate(rendered) if isinstance(entry, _Rendered)]
     out: list[_Encoded | str] = [entry if isinstance(entry, str) else "" for entry in rendered]
     for is_chat in (False, True):
@@ -255,27 +256,44 @@ class _Rendered:
     is_chat: bool
 
 
-def _render(row: RawRow, tokenizer: "PreTrainedTokenizerBase", options: PromptOptions) -> _Rendered | str:
+def _render(
+    rows: Sequence[RawRow], tokenizer: "PreTrainedTokenizerBase", options: PromptOptions
+) -> list[_Rendered | str]:
+    """One entry a row: its text, or why it has none."""
+
+    def render(messages: Messages) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                messages,  # type: ignore[arg-type]  # declared for texts alone, but templates read other values too
+                tokenize=False,
+                add_generation_prompt=True,
+                enable_thinking=options.enable_thinking,
+            )
+        )
+
+    prompts = [_prompt(row, options) for row in rows]
+    chats = render_all([prompt for prompt in prompts if not isinstance(prompt, str)], render, tokenizer)
+    return [_Rendered(prompt, False) if isinstance(prompt, str) else _chat(next(chats)) for prompt in prompts]
+
+
+def _prompt(row: RawRow, options: PromptOptions) -> str | Messages:
+    """The text as it is, or the messages that the chat template makes a text of."""
     prompt = row.prompt
     if isinstance(prompt, str):
         if options.prompt_template is not None:
             prompt = options.prompt_template.format(prompt=prompt)
         if options.prompt_format == "text":
-            return _Rendered(prompt, False)
+            return prompt
     messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if options.system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": options.system_prompt}, *messages]
-    try:
-        text = tokenizer.apply_chat_template(
-            messages,  # type: ignore[arg-type]  # declared for texts alone, but templates read other values too
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=options.enable_thinking,
-        )
-    except jinja2.TemplateError as error:
-        return f"the chat template refuses the messages: {error}"
-    assert isinstance(text, str)
-    return _Rendered(text, True)
+    return messages
+
+
+def _chat(rendered: str | Refused) -> _Rendered | str:
+    if isinstance(rendered, Refused):
+        return f"the chat template refuses the messages: {rendered}"
+    return _Rendered(rendered, True)
 
 
 def _tokenise(tokenizer: "PreTrainedTokenizerBase", texts: list[str], **settings: bool) -> list[list[int]]:

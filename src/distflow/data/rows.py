@@ -6,7 +6,7 @@ from datetime import date, time
 from decimal import Decimal
 
 from distflow.config.errors import UserError, nearest
-from distflow.observe.jsonlines import JSON
+from distflow.observe.jsonlines import JSON, is_deep
 
 DEFAULT_DOMAIN = "default"
 _DEFAULT_DOMAIN_KEY = "data_source"
@@ -85,8 +85,9 @@ def read_rows(records: Iterator[Record], columns: Columns, bad_rows: BadRows, so
     missing = _required(columns)
     num_read = 0
     for record in records:
-        if record.bad is not None:
-            bad_rows.add(record.origin, record.bad)
+        fault = record.bad or ("nested too deeply" if is_deep(dict(record.values)) else None)
+        if fault is not None:
+            bad_rows.add(record.origin, fault)
             continue
         num_read += 1
         seen.update(record.values)

@@ -65,6 +65,13 @@ def name_of(source: object) -> str:
     return f"the {type(source).__name__} {getattr(source, '__qualname__', '')}".strip()
 
 
+def is_function(source: str) -> bool:
+    """Whether `load_rows` imports and calls what that names: it is no data set with a name of that form."""
+    if source.startswith("builtin:") or not _FUNCTION.fullmatch(source):
+        return False
+    return not (Path(source).expanduser().is_file() or Path(source.partition(":")[0]).expanduser().is_dir())
+
+
 def _are_paths(sources: Sequence[object]) -> bool:
     return all(isinstance(source, str | Path) for source in sources)
 
@@ -74,6 +81,8 @@ def _records(source: Source, key: str, kept: Path | None, max_rows: int, wanted:
         make_rows = source if callable(source) else lambda: source
         return _kept_records(make_rows, source, key, kept, max_rows, wanted)
     text = str(source)
+    if is_function(text):
+        return _kept_records(iterators.from_function(text, key), source, key, kept, max_rows, wanted)
     if text.startswith("builtin:"):
         return read_file(_builtin(text.removeprefix("builtin:"), key), key)
     path = Path(text).expanduser()
@@ -81,8 +90,6 @@ def _records(source: Source, key: str, kept: Path | None, max_rows: int, wanted:
         return read_file(path, key)
     if Path(text.partition(":")[0]).expanduser().is_dir():
         return _hub_records(text, key)
-    if _FUNCTION.fullmatch(text):
-        return _kept_records(iterators.from_function(text, key), source, key, kept, max_rows, wanted)
     if _HUB_ID.fullmatch(text) and path.suffix.lower() not in READERS:
         return _hub_records(text, key)
     raise UserError(_no_file(path, key))
@@ -122,10 +129,14 @@ def _hub_records(name: str, key: str) -> Iterator[Record]:
             found = datasets.load_from_disk(folder)
         else:
             found = datasets.load_dataset(str(folder) if folder.is_dir() else path, configuration or None)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(f"{key}: the data set '{name}' cannot be loaded: {str(error).splitlines()[0]}") from error
-    for number, values in enumerate(_split_of(found, path, split, key), 1):
-        yield Record(f"{name}, row {number}", values)
+        rows = _split_of(found, path, split, key)
+        for number, values in enumerate(rows, 1):
+            yield Record(f"{name}, row {number}", values)
+    except UserError:
+        raise
+    except Exception as error:  # the edge of a foreign library, which reads somebody's files
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"{key}: the data set '{name}' cannot be loaded: {reason}") from error
 
 
 def _split_of(found: Rows | dict[str, Rows], name: str, split: str, key: str) -> Rows:

@@ -56,7 +56,10 @@ class Ledger:
         if _holds_nothing(path):
             self._start(mark)
         else:
-            self._reopen(mark)
+            try:
+                self._reopen(mark)
+            except (KeyError, TypeError, AttributeError, OverflowError, MemoryError) as err:
+                raise LedgerError(f"{path} is damaged: it holds what no run records ({err!r}). Move it away") from err
 
     @property
     def account(self) -> Account:
@@ -86,7 +89,7 @@ class Ledger:
     def _start(self, mark: Mark | None) -> None:
         self.id = secrets.token_hex(8)
         self.inherits = mark is not None
-        self._file = self.path.open("wb")
+        self._file = os.fdopen(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
         self.append("opened", ledger=self.id)
         sync(self.path.parent)
 
@@ -187,9 +190,10 @@ def _records(path: Path) -> Iterator[tuple[int, Record]]:
 def _parse(line: bytes) -> Record | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return cast(Record, record) if isinstance(record, dict) and {"kind", "inc"} <= record.keys() else None
+    is_record = isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("inc"), int)
+    return cast(Record, record) if is_record else None
 
 
 def _holds_nothing(path: Path) -> bool:

@@ -71,6 +71,7 @@ STANDARD_FIELDS: dict[str, Field] = _table(
     Field("group_index", "int64", Axis.SAMPLE, "ticket number: the samples of one prompt share it"),
     Field("episode_index", "int64", Axis.SAMPLE, "which of its group's episodes the sample belongs to"),
     Field("scores", "float32", Axis.SAMPLE, "the verifiers' score of the sample"),
+    Field("acc", "float32", Axis.SAMPLE, "the verifier's own verdict, without weights and penalties: 1 is right"),
     Field("valid", "bool", Axis.SAMPLE, "False where the verdict is a timeout or an error"),
     Field("truncated", "bool", Axis.SAMPLE, "the response ended at the length limit"),
     Field("reward_baselines", "float32", Axis.SAMPLE, "score of a greedy sample of the same prompt"),
@@ -84,6 +85,7 @@ DERIVED = {
     "attention_mask": ("prompt_ids", "response_ids"),
     "loss_mask": ("response_mask",),
     "scores": ("token_level_scores",),
+    "acc": ("scores",),
     "token_level_scores": ("scores", "response_mask"),
     "token_level_rewards": ("token_level_scores",),
 }

@@ -2,10 +2,12 @@
 
 import json
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -25,21 +27,32 @@ def export_model(
     """Write config, safetensors and tokenizer to `folder`, which must not exist or be empty; it appears whole.
 
     dtype: of the stored weights (the model's own by default). Returns the folder.
-    Raises UserError if the folder holds something already.
+    Raises UserError if the folder holds something already, or cannot be written.
     """
-    target = Path(folder)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"'{target}' exists and is not an empty folder: export to another one")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    target = check_target(folder)
     try:
-        _write(model, tokenizer, aside, dtype)
-        aside.chmod(0o755)
-        if target.exists():
-            target.rmdir()
-        aside.rename(target)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        target.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        try:
+            _write(model, tokenizer, aside, dtype)
+            aside.chmod(stat.S_IMODE(target.stat().st_mode))
+            aside.rename(target)  # over the empty folder; refused where somebody filled it meanwhile
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"'{target}' cannot be written: {error}") from error
+    return Path(folder)
+
+
+def check_target(folder: str | Path) -> Path:
+    """The absolute path of a folder that does not exist yet or is empty. Raises UserError for any other."""
+    target = Path(folder).expanduser().resolve()
+    try:
+        taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    except OSError as error:
+        raise UserError(f"'{target}' cannot be looked into: {error.strerror}: export to another folder") from error
+    if taken:
+        raise UserError(f"'{target}' exists and is not an empty folder: export to another one")
     return target
 
 

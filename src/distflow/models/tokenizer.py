@@ -1,6 +1,5 @@
 """Loads tokenizers, and says which tokens end a generation."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +7,8 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from distflow.config.errors import UserError
 from distflow.models.paths import TOKENIZER_FILES, is_local, require_files, resolve_path
+from distflow.models.remote_code import code_of, untrusted
+from distflow.observe.jsonlines import read_object
 
 # Ends of a chat turn. They count only where the tokenizer has them as one special token.
 CHAT_END_TOKENS = (
@@ -49,6 +50,8 @@ def load_tokenizer(
         raise UserError(f"the tokenizer of '{source}' needs a package that is not installed: {error}") from error
     except Exception as error:  # the edge of a foreign library: for a broken file it raises a plain Exception
         reason = " ".join(str(error).split())[:300]
+        code = [] if trust_remote_code or not is_local(source) else code_of(source)
+        reason += f"; {untrusted(code)}" if code else ""
         raise UserError(f"the tokenizer of '{source}' cannot be loaded: {reason}") from error
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of '{source}' has no eos_token: generations could not end; set it there")
@@ -79,7 +82,4 @@ def _names_generic_class(source: str) -> bool:
     config = Path(source) / "tokenizer_config.json"
     if not is_local(source) or not config.is_file() or not (config.parent / "tokenizer.json").is_file():
         return False
-    try:
-        return json.loads(config.read_text("utf-8")).get("tokenizer_class") in _GENERIC_CLASSES
-    except ValueError as error:
-        raise UserError(f"'{config}' is no valid JSON: {error}") from error
+    return read_object(config).get("tokenizer_class") in _GENERIC_CLASSES

@@ -1,28 +1,43 @@
 """Files that are whole or not there: whatever is killed meanwhile, a reader finds the old one or the new one."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
+
+ASIDE: Final = ".distflow-partial"
+"""How the names of files end that a kill may leave: `NAME.` and 8 characters stand before it."""
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """An empty file beside `path`, for its owner alone, that is synced and takes its place on the way out.
 
+    Its name is one that nothing had, so that no file of somebody's, and none that a link leads to, is written over.
+
     Until then, and if killed, `path` is what it was. An error inside (OSError of a full disk) passes through and leaves
     nothing beside it.
     """
-    aside = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=ASIDE, dir=path.parent)
+    aside = Path(name)
     try:
-        os.close(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
+        os.fchmod(descriptor, 0o600)  # whatever the umask
+        os.close(descriptor)
         yield aside
+        aside.chmod(0o600)  # who writes by path may have made it anew
         sync(aside)
         os.replace(aside, path)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def is_aside(name: str) -> bool:
+    """Whether a file was left by a kill inside `replacing`."""
+    return name.endswith(ASIDE)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -6,13 +6,17 @@ JSON has no NaN and no infinity: they are written as the strings "NaN", "Infinit
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeAlias
+
+from distflow.config.errors import UserError
+from distflow.observe.text import escaped_json
 
 JSON: TypeAlias = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
 """What the `json` module reads, and `to_json` makes of whatever it is given."""
 
+MAX_DEPTH = 100
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -43,14 +47,32 @@ def to_number(value: object) -> float | None:
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, int | float):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf
     return NON_FINITE.get(value) if isinstance(value, str) else None
 
 
+def is_deep(value: object, limit: int = MAX_DEPTH) -> bool:
+    """Whether lists and mappings lie in one another deeper than `limit`: what walks down such a value may fail."""
+    level = [value]
+    for _ in range(limit + 1):
+        level = [item for holder in level if isinstance(holder, dict | list) for item in _items(holder)]
+        if not level:
+            return False
+    return True
+
+
+def _items(holder: dict[object, object] | list[object]) -> Iterable[object]:
+    return holder.values() if isinstance(holder, dict) else holder
+
+
 def encode(value: object, indent: int | None = None) -> bytes:
-    """JSON in UTF-8. A lone surrogate, which UTF-8 cannot hold, becomes its JSON escape and is read back as it was."""
+    """JSON in UTF-8. A lone surrogate, which UTF-8 cannot hold, and what cannot be seen become JSON escapes: they are
+    read back as they were."""
     text = json.dumps(to_json(value), ensure_ascii=False, allow_nan=False, indent=indent)
-    return text.encode("utf-8", "backslashreplace")
+    return escaped_json(text).encode("utf-8", "backslashreplace")
 
 
 class LineFile:
@@ -59,7 +81,7 @@ class LineFile:
     def __init__(self, path: Path):
         self.path = path
         self._pending: list[bytes] = []
-        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         self._torn = _ends_torn(self._fd)
 
     def append(self, record: Mapping[str, object], flush: bool = True) -> None:
@@ -95,11 +117,16 @@ def _ends_torn(fd: int) -> bool:
 
 
 def read_records(path: Path) -> tuple[list[dict[str, JSON]], int]:
-    """The objects of a JSON-lines file and the number of lines that could not be read; a missing file has none."""
+    """The objects of a JSON-lines file and the number of lines that could not be read; a missing file has none.
+
+    Raises UserError where it is no file, or may not be read.
+    """
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         return [], 0
+    except OSError as error:
+        raise _unreadable(path, error) from error
     records: list[dict[str, JSON]] = []
     num_unreadable = 0
     for line in data.split(b"\n"):
@@ -107,10 +134,25 @@ def read_records(path: Path) -> tuple[list[dict[str, JSON]], int]:
             continue
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
-        if isinstance(record, dict):
+        if isinstance(record, dict) and not is_deep(record):
             records.append(record)
         else:
             num_unreadable += 1
     return records, num_unreadable
+
+
+def read_object(path: Path) -> dict[str, JSON]:
+    """The object of a JSON file; empty where the file is missing or holds none. Raises UserError as `read_records`."""
+    try:
+        data = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError, RecursionError):
+        return {}
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return data if isinstance(data, dict) and not is_deep(data) else {}
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    return UserError(f"'{path}' cannot be read: {error.strerror}. Move it away, or set its mode")

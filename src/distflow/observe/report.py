@@ -12,6 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import NotRequired, TypedDict
 
+from distflow.observe.claim import RunFolderError, is_ours
 from distflow.observe.files import write_atomically
 from distflow.observe.jsonlines import JSON, encode
 from distflow.observe.report_charts import ChosenChart, Series, choose_charts, describe, series, tabulate
@@ -25,12 +26,12 @@ from distflow.observe.report_summary import (
     group_events,
     learned,
     problems,
+    proven,
     readable_s,
     status,
     time_sentence,
 )
-from distflow.observe.run_folder import RunFolderError
-from distflow.observe.run_reader import Event, read_events, read_json, read_metrics, read_timeline
+from distflow.observe.run_reader import Event, read_damage, read_events, read_json, read_metrics, read_timeline
 from distflow.observe.text import visible
 
 MAX_BYTES = 2_000_000
@@ -62,13 +63,19 @@ class ReportData(TypedDict):
 def write_report(run_dir: Path) -> Path:
     """Write `report.html` into the run's folder and return its path; works while the run goes on and after a crash.
 
-    Raises RunFolderError if the folder does not exist. What is missing in it is missing in the report, and said.
+    What is missing in it is missing in the report, and said. Raises RunFolderError if there is no such folder, or it is
+    somebody's; UserError for a file that may not be read.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise RunFolderError(f"there is no run's folder at {run_dir}")
-    path = run_dir / "report.html"
-    write_atomically(path, _page(report_data(run_dir)))
+    if not is_ours(run_dir):
+        raise RunFolderError(f"{run_dir} is no run's folder: what it holds is not of distflow, and nothing is written")
+    path, page = run_dir / "report.html", _page(report_data(run_dir))
+    try:
+        write_atomically(path, page)
+    except OSError as error:
+        raise RunFolderError(f"the report {path} cannot be written: {error.strerror}") from error
     return path
 
 
@@ -87,7 +94,7 @@ def report_data(run_dir: Path) -> ReportData:
         "run": _facts(run),
         "status": status(events),
         "written": time.strftime("%Y-%m-%d %H:%M"),
-        "sentences": _sentences(accuracy, groups, steps),
+        "sentences": [*_sentences(accuracy, groups, steps, events), *_damage(run_dir)],
         "tiles": _tiles(accuracy, steps),
         "problems": groups,
         "log": [_log_line(event) for event in events if event.kind not in ("warning", "error", "finding")][-_MAX_LOG:],
@@ -103,11 +110,17 @@ def report_data(run_dir: Path) -> ReportData:
     return data
 
 
-def _sentences(accuracy: Accuracy | None, groups: Sequence[EventGroup], steps: Steps) -> list[dict[str, str]]:
+def _sentences(
+    accuracy: Accuracy | None, groups: Sequence[EventGroup], steps: Steps, events: Sequence[Event]
+) -> list[dict[str, str]]:
     if not steps:
         return [{"tone": "unknown", "text": "No step has been recorded yet."}]
-    sentences = [learned(accuracy, steps), problems(groups, steps), ("unknown", time_sentence(steps))]
+    sentences = [learned(accuracy, steps), problems(groups, steps), proven(events), ("unknown", time_sentence(steps))]
     return [{"tone": tone, "text": text} for tone, text in sentences if text]
+
+
+def _damage(run_dir: Path) -> list[dict[str, str]]:
+    return [{"tone": "flat", "text": f"{sentence}."} for sentence in read_damage(run_dir)]
 
 
 def _tiles(accuracy: Accuracy | None, steps: Steps) -> list[dict[str, str]]:
@@ -158,6 +171,8 @@ def _config_text(run_dir: Path, run: Mapping[str, JSON]) -> str:
         text = (run_dir / "config.yaml").read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         text = json.dumps(run["config"], indent=2) if "config" in run else ""
+    except OSError as error:
+        text = f"(config.yaml cannot be read: {error.strerror})"
     return text[:_MAX_CONFIG]
 
 
@@ -192,8 +207,7 @@ def _page(data: ReportData) -> bytes:
 
 def embed(data: object) -> str:
     """JSON that stays data inside a script tag: no "<" in it can end or open anything."""
-    text = encode(data).decode("utf-8")
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return encode(data).decode("utf-8").replace("<", "\\u003c")
 
 
 def _hash(source: str) -> str:

@@ -8,7 +8,7 @@ from distflow.observe.run_reader import Timeline, read_samples, sample_splits, s
 
 MAX_STEPS = 40
 MAX_TEXT = 4000
-_SHOWN_KEYS = ("uid", "prompt", "response", "ground_truth", "score", "reward_parts", "errors", "advantage")
+_SHOWN_KEYS = ("uid", "prompt", "response", "ground_truth", "score", "acc", "reward_parts", "errors", "advantage")
 _SHORT_KEYS = ("prompt_length", "response_length", "finish_reason", "versions", "domain")
 
 
@@ -146,7 +146,8 @@ def _by_problem(rows: Sequence[dict[str, JSON]]) -> dict[tuple[str, str], list[d
 
 
 def _mean_score(rows: Sequence[Mapping[str, object]]) -> float:
-    scores = [score for row in rows if isinstance(score := row.get("score"), float)]
+    """How right the answers are, penalties apart; in a folder without that their scores."""
+    scores = [score for row in rows if isinstance(score := row.get("acc", row.get("score")), float)]
     return sum(scores) / len(scores) if scores else 0.0
 
 

@@ -1,7 +1,7 @@
 """What the report says in words: did it learn, did anything go wrong, where did the time go."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
@@ -140,6 +140,9 @@ def problems(groups: Sequence[EventGroup], steps: Steps) -> tuple[Tone, str]:
         number = round(sum(v for values in steps.values() if math.isfinite(v := values.get(name, 0.0))))
         if number:
             counts.append(f"{number:,} {one if number == 1 else many}")
+    failed = _error_share(steps)
+    if failed > 0.05:
+        counts.append(f"{failed:.0%} of all verdicts failed")
     bad = sorted({name for values in steps.values() for name, value in values.items() if not math.isfinite(value)})
     if bad:
         counts.append(f"values that are not finite in {', '.join(bad[:3])}{' and others' if len(bad) > 3 else ''}")
@@ -147,6 +150,35 @@ def problems(groups: Sequence[EventGroup], steps: Steps) -> tuple[Tone, str]:
         return "good", "Nothing went wrong: no warnings, no skipped updates, no verdict that failed."
     tone: Tone = "bad" if any(group["kind"] == "error" for group in groups) else "flat"
     return tone, f"Worth a look: {_and(counts)}."
+
+
+def proven(events: Sequence[Event]) -> tuple[Tone, str]:
+    """Which claims the auditor proved again, in how many steps, and which it could not prove, with the reason."""
+    audits = [event.fields for event in events if event.kind == "audit" and not event.rolled_back]
+    if not audits:
+        return "flat", "No step was proven again: trust.audit_freq is 0, or the run ended before its first audit."
+    names = _names(fields.get("proven") for fields in audits)
+    left: dict[str, JSON] = {}
+    for fields in audits:
+        if isinstance(unproven := fields.get("unproven"), dict):
+            left.update(unproven)
+    reasons = "; ".join(f"{name} ({reason})" for name, reason in left.items())
+    counted = f"{len(audits):,} step{'s were' if len(audits) > 1 else ' was'} proven again from what was recorded first"
+    text = f"{counted}: {', '.join(names)}." + (f" Not proven, or not in all: {reasons}." if reasons else "")
+    return "flat" if reasons else "good", text
+
+
+def _names(lists: Iterable[JSON]) -> list[str]:
+    return list(dict.fromkeys(str(name) for names in lists if isinstance(names, list) for name in names))
+
+
+def _error_share(steps: Steps) -> float:
+    """Over all steps."""
+    asked = sum(values.get("reward/verdicts", 0.0) for values in steps.values())
+    failed = sum(
+        values.get("reward/verdicts", 0.0) * values.get("reward/error_share", 0.0) for values in steps.values()
+    )
+    return failed / asked if asked else 0.0
 
 
 def time_sentence(steps: Steps) -> str:

@@ -3,15 +3,14 @@
 `run_reader` reads what is written here; `docs/observe.md` describes every file.
 """
 
-import fcntl
 import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from distflow.observe.claim import own
 from distflow.observe.files import write_atomically
 from distflow.observe.jsonlines import LineFile, encode
 from distflow.observe.metrics import nest
@@ -24,6 +23,7 @@ SAMPLE_KEYS = (
     "response",
     "ground_truth",
     "score",
+    "acc",
     "reward_parts",
     "errors",
     "advantage",
@@ -35,10 +35,6 @@ SAMPLE_KEYS = (
 )
 
 
-class RunFolderError(ValueError):
-    """The run's folder cannot be used: another run writes to it, or it is no folder."""
-
-
 class RunFolder:
     """Appends metrics, events and spans, and writes samples and JSON files whole. Safe to call from several threads.
 
@@ -47,14 +43,14 @@ class RunFolder:
     steps was rolled back, and readers leave it out (-1: it starts anew, so all of it was). Without it that is taken
     from the first step that is written.
 
-    Raises RunFolderError when the folder is in use by another process.
+    Raises RunFolderError when the folder is in use by another process, or is somebody's.
     """
 
     def __init__(self, path: Path, incarnation: int, resumed_at: int | None = None):
         self.path = Path(path)
         self.incarnation = incarnation
         self._lock = threading.Lock()  # the lines of two threads would mix, and those that wait for a flush be lost
-        self._owner = _own(self.path)
+        self._owner = own(self.path)
         self._metrics = LineFile(self.path / "metrics.jsonl")
         self._events = LineFile(self.path / "events.jsonl")
         self._spans: dict[str, LineFile] = {}
@@ -141,45 +137,6 @@ class RunFolder:
     def _plain(self, name: str) -> Path:
         assert name == Path(name).name, f"{name!r} is not a plain file name"
         return self.path / name
-
-
-@contextmanager
-def claimed(path: Path) -> Iterator[None]:
-    """Make the folder and keep other processes from writing there, for whoever changes it before a `RunFolder` opens.
-
-    A `RunFolder` that the same process closes gives the claim up as well. Raises RunFolderError, as that does.
-    """
-    fd = _own(path)
-    try:
-        yield
-    finally:
-        os.close(fd)
-
-
-def _own(path: Path) -> int:
-    """Hold a lock while we write: two writers would mix their lines. The system frees it when we are killed.
-
-    A record lock, not `flock`: a forked worker that outlives us must not hold it for us.
-    """
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.chmod(0o700)
-        fd = os.open(path / ".writer", os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        in_the_way = isinstance(error, FileExistsError | NotADirectoryError)
-        cause = "a file is in the way" if in_the_way else str(error.strerror)
-        raise RunFolderError(
-            f"the run's folder cannot be {path}: {cause}; set trainer.default_local_dir to another folder"
-        ) from error
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(fd)
-        raise RunFolderError(
-            f"another process is writing to the run's folder {path}; "
-            "end it, or set trainer.default_local_dir or trainer.experiment_name to another folder"
-        ) from error
-    return fd
 
 
 def sample_file_name(step: int, split: str) -> str:

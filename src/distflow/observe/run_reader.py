@@ -4,17 +4,16 @@ After a resume from step k, what earlier incarnations wrote about steps after k 
 on. Readers return the surviving timeline; events, being history, are all returned and marked.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from distflow.observe.jsonlines import JSON, read_records, to_number
+from distflow.observe.jsonlines import JSON, read_object, read_records, to_number
 from distflow.observe.metrics import flatten
 from distflow.observe.run_folder import sample_file_name
 
-_NUMBERS_OF_A_SAMPLE = ("score", "advantage")
+_NUMBERS_OF_A_SAMPLE = ("score", "acc", "advantage")
 
 
 @dataclass(frozen=True)
@@ -54,25 +53,33 @@ class Timeline:
 
 def read_json(run_dir: Path, name: str) -> dict[str, JSON]:
     """A JSON object of the folder (e.g. "run.json"); empty when it is missing or unreadable."""
-    try:
-        data = json.loads((run_dir / name).read_bytes())
-    except (FileNotFoundError, ValueError):
-        return {}
-    return data if isinstance(data, dict) else {}
+    return read_object(run_dir / name)
 
 
 def read_timeline(run_dir: Path) -> Timeline:
     """What resumes kept: as their start event says, else everything before the first training step they wrote."""
-    events, _ = read_records(run_dir / "events.jsonl")
+    events, num_unreadable = read_records(run_dir / "events.jsonl")
     starts = [event for event in events if event.get("kind") == "start"]
     kept = {
         inc: step for event in starts if (inc := _whole(event.get("inc"))) and (step := _resumed_at(event)) is not None
     }
     silent = not starts or any(_whole(event.get("inc")) and _resumed_at(event) is None for event in starts)
-    if silent:
+    if silent or num_unreadable:  # a start event may be among the lines that are lost
         for inc, step in _first_steps(run_dir).items():
             kept.setdefault(inc, step - 1)
     return Timeline(kept)
+
+
+def read_damage(run_dir: Path) -> list[str]:
+    """What of the metrics and events cannot be read, a sentence a file; readers step over it. None where all can."""
+    raw, num_unreadable = read_records(run_dir / "metrics.jsonl")
+    lost = {"metrics.jsonl": num_unreadable + sum(_metrics_record(record) is None for record in raw)}
+    lost["events.jsonl"] = read_records(run_dir / "events.jsonl")[1]
+    return [
+        f"{number:,} line{'s' if number > 1 else ''} of {name} cannot be read: what they held is missing here"
+        for name, number in lost.items()
+        if number
+    ]
 
 
 def read_metrics(run_dir: Path, timeline: Timeline | None = None) -> list[MetricsRecord]:
@@ -143,7 +150,11 @@ def _metrics_record(record: dict[str, JSON]) -> MetricsRecord | None:
     step, nested = _whole(record.get("step")), record.get("m")
     if step is None or not isinstance(nested, dict):
         return None
-    values = {name: number for name, value in flatten(nested).items() if (number := to_number(value)) is not None}
+    try:
+        flat = flatten(nested)
+    except RecursionError:
+        return None
+    values = {name: number for name, value in flat.items() if (number := to_number(value)) is not None}
     t = to_number(record.get("t")) or 0.0
     return MetricsRecord(step, t, _whole(record.get("inc")) or 0, str(record.get("kind", "train")), values)
 

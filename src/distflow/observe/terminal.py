@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TextIO
+from typing import TextIO, cast
 
 from rich.console import Console, ConsoleDimensions, Group, RenderableType
 from rich.live import Live
@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from distflow.observe.metrics import headlines
-from distflow.observe.text import visible
+from distflow.observe.text import Harmless, visible
 
 _BARS = "▁▂▃▄▅▆▇█"
 _HISTORY = 200
@@ -46,15 +46,16 @@ class TerminalView:
         live: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._out = file or sys.stdout
+        self._out = Harmless(cast(TextIO, file or sys.stdout))
+        screen = self._out.below  # of which only the live view, which writes what is harmless, makes use itself
         self._title = visible(title, 60, one_line=True)
         self._clock = clock
         # The run's threads write while rich draws in its own; what prints under the lock may itself draw: re-entrant.
         self._lock = threading.RLock()
         self._state = _State(total_steps, clock())
-        self._console = Console(file=self._out, force_terminal=True, highlight=False, markup=False, emoji=False)
+        self._console = Console(file=screen, force_terminal=True, highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
-        if can_redraw(self._out) if live is None else live:
+        if can_redraw(screen) if live is None else live:
             self._fit()
             self._live = Live(
                 get_renderable=self._render,
@@ -64,6 +65,8 @@ class TerminalView:
                 vertical_overflow="crop",
             )
             self._live.start()
+            # It has put proxies there for what others print, which would obey escapes; it takes them away again.
+            sys.stdout, sys.stderr = cast(TextIO, Harmless(sys.stdout)), cast(TextIO, Harmless(sys.stderr))
 
     def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
         """Say what the run is doing now, e.g. `phase("rollout", 12, 64)`; shown only by the live view."""
@@ -111,8 +114,7 @@ class TerminalView:
         if self._live:
             self._console.print(Text(line, style=style), soft_wrap=True)
         else:
-            encoding = getattr(self._out, "encoding", None) or "utf-8"
-            self._out.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+            self._out.write(line + "\n")
             self._out.flush()
 
     def _fit(self) -> None:
@@ -270,5 +272,6 @@ def _row(label: str, text: str, tail: str = "", style: str = "") -> RenderableTy
     table.add_column(width=8, no_wrap=True)
     table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     table.add_column(no_wrap=True)
-    table.add_row(Text(label, style="dim"), Text(text, style=style, no_wrap=True, overflow="ellipsis"), Text(tail))
+    shown = Text(visible(text, one_line=True), style=style, no_wrap=True, overflow="ellipsis")
+    table.add_row(Text(visible(label), style="dim"), shown, Text(tail))
     return table

@@ -4,9 +4,12 @@ A program is a function of the config that adds the nodes which the config needs
 writes says in which order they run; prompt groups go through the first part one by one, whole steps through the rest.
 """
 
+from distflow.algorithms.registry import selects_tokens
 from distflow.config import Config, preset_config
+from distflow.config.algorithm import is_on
 from distflow.graph import Pipeline, TaskGraph
 from distflow.pipelines import nodes
+from distflow.pipelines.objectives import mends_mismatch
 
 
 def grpo_pipeline(config: Config | None = None) -> TaskGraph:
@@ -19,7 +22,7 @@ def group_relative(pipeline: Pipeline, config: Config) -> TaskGraph:
     """The nodes of GRPO and of those that differ from it by numbers only."""
     answer_and_judge(pipeline, config)
     score(pipeline, config)
-    pipeline.add_node("calculate_advantages", nodes.compute_advantage, plane="learning")
+    estimate_advantages(pipeline, config)
     pipeline.add_node("actor_train", nodes.train_actor)
     return pipeline.build()
 
@@ -40,7 +43,25 @@ def score(pipeline: Pipeline, config: Config) -> None:
     # Without a KL term against the reference it is not even built.
     if config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss:
         pipeline.add_node("reference_log_prob", nodes.compute_ref_log_prob, only_forward_compute=True)
-    if config.algorithm.rollout_correction.level:
+    correction = config.algorithm.rollout_correction
+    if correction.level:
         pipeline.add_node("mismatch_weights", nodes.correct_mismatch, phase="mismatch_weights")
+    elif mends_mismatch(config):
+        pipeline.add_node("mismatch_weights", nodes.mend_mismatch, phase="mismatch_weights")
+    if correction.rollout_rs:
+        # Weights are of whole sequences, also of what is then rejected.
+        behind = ["mismatch_weights"] if correction.level or mends_mismatch(config) else []
+        pipeline.add_node("mismatch_rejection", nodes.reject_mismatch, behind, phase="mismatch_rejection")
+    if is_on(config.algorithm.reward_norm):
+        pipeline.add_node("reward_norm", nodes.normalize_rewards)
     if config.algorithm.use_kl_in_reward:
         pipeline.add_node("kl_penalty", nodes.apply_kl_penalty, validates=False)
+
+
+def estimate_advantages(pipeline: Pipeline, config: Config) -> None:
+    """What each token is worth, and which of them the policy loss treats apart."""
+    pipeline.add_node("calculate_advantages", nodes.compute_advantage, plane="learning")
+    if is_on(config.algorithm.adv_norm):
+        pipeline.add_node("advantage_norm", nodes.normalize_advantages)
+    if selects_tokens(config.actor_rollout_ref.actor.policy_loss):
+        pipeline.add_node("token_selection", nodes.select_tokens, phase="token_selection")

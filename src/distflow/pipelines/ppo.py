@@ -3,7 +3,7 @@
 from distflow.config import Config, preset_config
 from distflow.graph import Pipeline, TaskGraph
 from distflow.pipelines import nodes
-from distflow.pipelines.grpo import answer_and_judge, score
+from distflow.pipelines.grpo import answer_and_judge, estimate_advantages, score
 
 
 def ppo_pipeline(config: Config | None = None) -> TaskGraph:
@@ -13,7 +13,7 @@ def ppo_pipeline(config: Config | None = None) -> TaskGraph:
     answer_and_judge(pipeline, config)
     score(pipeline, config)
     pipeline.add_node("compute_value", nodes.compute_value, only_forward_compute=True)
-    pipeline.add_node("calculate_advantages", nodes.compute_advantage, plane="learning")
+    estimate_advantages(pipeline, config)
     pipeline.add_node("actor_train", nodes.train_actor)
     pipeline.add_node("critic_train", nodes.train_critic)
     return pipeline.build()

@@ -1,52 +1,91 @@
 """`distflow replay`: runs a saved non-finite update again on the CPU and says where it went wrong."""
 
-import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
+import yaml
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from distflow.config import Config, config_from_dict
+from distflow.config import Config, config_from_dict, config_of_run
 from distflow.config.errors import UserError
 from distflow.config.functions import load_modules
 from distflow.data.batch import Batch
 from distflow.graph.fields import Axis
+from distflow.observe.jsonlines import read_object
+from distflow.pipelines.code import only_if_trusted, replayed_code, without_model_code
 from distflow.pipelines.factories import make_factories
 from distflow.pipelines.objectives import policy_objective, sft_objective, value_objective
 from distflow.planning.plan import RankPlan
+from distflow.runtime.checks.nonfinite import BATCH, CONFIG, FACTS, WEIGHTS
 from distflow.runtime.resources import build_resources
 from distflow.training.engine import LossFn
 from distflow.training.torch_engine import TorchTrainEngine
 
+ROLES = ("actor", "critic")
 
-def replay_bundle(bundle: Path) -> Iterator[str]:
+
+def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
     """Lines for people: non-finite columns and weights, the update's metrics, and each sample that is non-finite by
     itself.
 
-    Raises UserError where the folder is no bundle, or holds weights of another model than its config names.
+    trust_code: modules that the run imported, and code that came with its model, may run here; a line says which.
+    Raises UserError where the folder is no bundle or damaged, holds weights of another model than its config names, or
+    such code is not trusted.
     """
-    if not (bundle / "bundle.json").is_file():
-        raise UserError(f"{bundle} is no bundle: it has no bundle.json; bundles lie below a run's folder, in bundles/")
-    facts = json.loads((bundle / "bundle.json").read_text())
-    keys = OmegaConf.to_container(OmegaConf.load(bundle / "config.yaml"))
-    config = _on_cpu(config_from_dict(keys))  # type: ignore[arg-type]  # of the run's own file: a mapping
-    load_modules(config.trainer.imports)  # they register losses
-    batch = Batch.load(bundle / "batch.safetensors")
-    weights = load_file(bundle / "weights.safetensors")
-    yield f"update of the {facts['role']} in step {facts['step'] + 1}: {len(batch)} samples"
+    if not (bundle / FACTS).is_file():
+        raise UserError(f"{bundle} is no bundle: it has no {FACTS}; bundles lie below a run's folder, in bundles/")
+    with _reading(bundle):
+        keys = _config_keys(bundle)
+        config = config_of_run(keys)
+        facts = read_object(bundle / FACTS)
+        role, step, metrics = str(facts["role"]), int(facts["step"]), dict(facts["metrics"])  # type: ignore[arg-type]
+        if role not in ROLES:
+            raise ValueError(f"{FACTS} names the role {role!r}")
+        batch = Batch.load(bundle / BATCH)
+        weights = load_file(bundle / WEIGHTS)
+    code, said = replayed_code(config), list[str]()
+    only_if_trusted(code, trust_code, said.append)
+    yield from said
+    if code:
+        load_modules(config.trainer.imports)  # they register losses, and groups of the config
+        config = config_from_dict(keys, judge=False)
+    else:
+        config = without_model_code(config)
+    yield f"update of the {role} in step {step + 1}: {len(batch)} samples"
     yield from _non_finite_columns(batch)
     yield from _non_finite_weights(weights)
-    engine = _engine(config, facts["role"])
+    engine = _engine(_on_cpu(config), role)
     _load_weights(engine.model, weights)
-    objective = _objective(config, facts["role"], batch)
-    metrics = engine.train_step(batch, objective)
-    saved = ", ".join(f"{name} {facts['metrics'].get(name)}" for name in ("loss", "grad_norm"))
-    yield f"loss {metrics['loss']:g}, gradient norm {metrics['grad_norm']:g} (in the run: {saved})"
+    with _reading(bundle):
+        objective = _objective(config, role, batch)
+        replayed = engine.train_step(batch, objective)
+    saved = ", ".join(f"{name} {metrics.get(name)}" for name in ("loss", "grad_norm"))
+    yield f"loss {replayed['loss']:g}, gradient norm {replayed['grad_norm']:g} (in the run: {saved})"
     yield from _samples_alone(engine, objective, batch, weights)
+
+
+@contextmanager
+def _reading(bundle: Path) -> Iterator[None]:
+    """Turns what files raise that are not those of a bundle."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # whatever somebody's files lead to
+        raise UserError(
+            f"{bundle} is damaged, or the bundle of another version of distflow: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _config_keys(bundle: Path) -> Mapping[str, object]:
+    keys = yaml.safe_load((bundle / CONFIG).read_text(encoding="utf-8"))
+    if not isinstance(keys, dict):
+        raise ValueError(f"{CONFIG} holds no keys")
+    return {str(name): value for name, value in keys.items()}
 
 
 def _samples_alone(

@@ -27,7 +27,7 @@ from distflow.data.prompts import PROMPT_FIELDS, PromptSet
 from distflow.flow.data_plan import DataPlan
 from distflow.flow.order import total_steps
 from distflow.graph import NodeRole, Program
-from distflow.observe.run_folder import claimed
+from distflow.observe.claim import claimed
 from distflow.pipelines.data_sets import DataSource, check_batch, held_out_source, train_source
 from distflow.pipelines.factories import choose_device, compute_dtype, load_policy_tokenizer, make_factories
 from distflow.pipelines.inert import refuse_inert_keys
@@ -37,6 +37,7 @@ from distflow.pipelines.travel import check_importable, check_pickles
 from distflow.planning.plan import check_plan, plan_local
 from distflow.rewards.router import check_domains
 from distflow.rollout.engine import SamplingParams
+from distflow.runtime.blame import is_ours
 from distflow.runtime.checks.mismatch import Tolerance
 from distflow.runtime.disk import writing_to
 from distflow.runtime.spec import Factory, RunOptions, Spec, ValidationSet
@@ -48,21 +49,24 @@ Say = Callable[[str], None]
 def make_spec(loaded: Loaded, say: Say) -> Spec:
     """say: told one line at a time what is being loaded. Raises UserError or PipelineError."""
     config, reading = loaded.config, read_config(loaded)
-    rows = reading.train.read(config.trainer.run_dir)
-    held_out_rows = reading.held_out.read(config.trainer.run_dir) if reading.held_out else None
-    tokenizer = load_policy_tokenizer(config)
-    prompts = reading.train.encode(rows, tokenizer)
-    check_batch(prompts, config.data.train_batch_size)
-    held_out = reading.held_out.encode(held_out_rows, tokenizer) if reading.held_out and held_out_rows else None
-    for name, found in (("train", prompts), ("validation", held_out)):
-        if found is not None:
-            say(f"{name} data: {', '.join(found.report.lines())}")
-            if "judge" in reading.program.services:
-                check_domains(config.reward.functions, found.domains)
-    if is_rl(config):
-        say(f"advantages: {describe_estimator(config.algorithm.adv_estimator, _estimator_options(reading.program))}")
-    with writing_to(config.trainer.run_dir), claimed(config.trainer.run_dir):
-        spec = _spec(loaded, reading.program, prompts, held_out, tokenizer)
+    run_dir = config.trainer.run_dir
+    with claimed(run_dir):  # first: rows from Python code are kept there, and it may be somebody's
+        rows = reading.train.read(run_dir)
+        held_out_rows = reading.held_out.read(run_dir) if reading.held_out else None
+        tokenizer = load_policy_tokenizer(config)
+        prompts = reading.train.encode(rows, tokenizer)
+        check_batch(prompts, config.data.train_batch_size)
+        held_out = reading.held_out.encode(held_out_rows, tokenizer) if reading.held_out and held_out_rows else None
+        for name, found in (("train", prompts), ("validation", held_out)):
+            if found is not None:
+                say(f"{name} data: {', '.join(found.report.lines())}")
+                if "judge" in reading.program.services:
+                    check_domains(config.reward.functions, found.domains)
+        if is_rl(config):
+            options = _estimator_options(reading.program)
+            say(f"advantages: {describe_estimator(config.algorithm.adv_estimator, options)}")
+        with writing_to(run_dir):
+            spec = _spec(loaded, reading.program, prompts, held_out, tokenizer)
     check_plan(spec.plan, reading.program)
     check_pickles(spec)
     return spec
@@ -233,14 +237,21 @@ def _run_options(config: Config, program: Program) -> RunOptions:
         enable_perf=config.dag.enable_perf,
         timeout_s=config.reward.timeout_s if _has_deadline(program) else peek(config).reward.timeout_s,
         canary_freq=_canary_freq(config, program),
+        audit_freq=trust.audit_freq,
+        on_mismatch=trust.on_mismatch if "rollout" in program.engines else "warn",
         certify=trust.certify_rewards if "judge" in program.services else False,
+        max_error_share=(config if _is_judged(program) else peek(config)).reward.max_error_share,
         max_skipped=trust.max_skipped_updates,
         unmoved_after=trust.unmoved_after,
     )
 
 
 def _has_deadline(program: Program) -> bool:
-    return any(not node.contract.is_async for node in program.experience)
+    return any(not (node.contract.is_async and is_ours(node)) for node in program.experience)
+
+
+def _is_judged(program: Program) -> bool:
+    return any(node.node_role is NodeRole.REWARD for node in program.experience)
 
 
 def _canary_freq(config: Config, program: Program) -> int:

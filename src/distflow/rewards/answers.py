@@ -1,22 +1,35 @@
-"""Finding the final answer in a text: the last complete box, what follows the last `####`, or an "answer is" phrase."""
+"""Finding the final answer in a text: the last complete box, what follows the last `####`, or an "answer is" phrase.
+
+Each search takes time linear in the text: it is the policy who writes it.
+"""
 
 import re
+from collections.abc import Iterator
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _UNBRACED_BOX = re.compile(r"[^\s${}\\]+")
 _PHRASE = re.compile(r"\banswer\b[^\n.:=]{0,60}?(?:\bis\b|[:=])(?:\*\*|[\s:])*", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?]\s+(?=[A-Z])")
+_FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$([^$\n]+)\$|\\\[((?:[^\\]|\\[^\[\]])+)\\\]|\\\(((?:[^\\]|\\[^()])+)\\\)")
+_NUMBER = r"-?\$?(?:\d{1,3}(?:[, ]\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d))(?:[eE][+-]?\d+)?"
+_UNIT = r"\s?(?:\\?%|°|[A-Za-z]+(?:\^\d|[²³])?(?:/[A-Za-z]+)?)"
+_EXPRESSION = re.compile(rf"(?<![^\s=*$(~])\(?{_NUMBER}\)?(?:\s*[-+*/^×÷]\s*\(?{_NUMBER}\)?)*!?({_UNIT})?", re.ASCII)
+_JOINED = re.compile(r"\s*(?:,|,?\s*and|,?\s*or)\s*")
 
 
 def last_box(text: str) -> str | None:
     r"""The content of the last complete `\boxed{...}` or `\fbox{...}`; a box that never closes is no answer."""
-    for match in reversed(list(_BOX.finditer(text))):
-        content = _braced(text, match.end())
-        if content is None and not text.startswith("{", match.end()):
-            unbraced = _UNBRACED_BOX.match(text, match.end())
-            content = unbraced.group() if unbraced else None
-        if content is not None:
-            return content
+    found = list(_BOX.finditer(text))
+    if not found:
+        return None
+    ends = _closing_braces(text)
+    for match in reversed(found):
+        if text.startswith("{", match.end()):
+            if match.end() in ends:
+                return text[match.end() + 1 : ends[match.end()]]
+        elif unbraced := _UNBRACED_BOX.match(text, match.end()):
+            return unbraced.group()
     return None
 
 
@@ -41,18 +54,37 @@ def phrased_answer(text: str) -> str | None:
     return _SENTENCE_END.split(line)[0].strip()
 
 
-def _braced(text: str, start: int) -> str | None:
-    r"""The inside of the braces that open at `start`; `\{` and `\}` do not count."""
-    if not text.startswith("{", start):
+def last_mathematics(prose: str) -> tuple[str, str] | None:
+    """The last formula between delimiters, or the last number; and the word or sign after the number.
+
+    Neighbouring formulas that a comma, "and" or "or" joins are one answer.
+    """
+    formulas, numbers = list(_FORMULA.finditer(prose)), list(_EXPRESSION.finditer(prose))
+    if formulas and (not numbers or formulas[-1].end() > numbers[-1].end()):
+        return ", ".join(reversed(list(_joined(prose, formulas)))), ""
+    if not numbers:
         return None
-    depth, position = 0, start
-    while position < len(text):
-        symbol = text[position]
-        if symbol == "\\":
-            position += 2
-            continue
-        depth += {"{": 1, "}": -1}.get(symbol, 0)
-        if depth == 0:
-            return text[start + 1 : position]
-        position += 1
-    return None
+    word = numbers[-1][1] or ""
+    return numbers[-1].group().removesuffix(word), word
+
+
+def _joined(prose: str, formulas: list[re.Match[str]]) -> Iterator[str]:
+    """The last formula, then those before it that are joined to it."""
+    start = None
+    for match in reversed(formulas):
+        if start is not None and not _JOINED.fullmatch(prose, match.end(), start):
+            return
+        yield next(group for group in match.groups() if group is not None)
+        start = match.start()
+
+
+def _closing_braces(text: str) -> dict[int, int]:
+    r"""Where each brace that is closed opens: where it closes; `\{` and `\}` do not count."""
+    ends: dict[int, int] = {}
+    opened: list[int] = []
+    for match in _BRACE.finditer(text):
+        if match.group() == "{":
+            opened.append(match.start())
+        elif match.group() == "}" and opened:
+            ends[opened.pop()] = match.start()
+    return ends

@@ -13,7 +13,10 @@ from distflow.rewards.router import RewardRouter
 from distflow.rewards.verdict import Error, Score, Timeout, Verdict
 
 HANG_DEADLINE_S = 0.5
-_HANG = "distflow.rewards.probes:hang"
+_FAILURES = ("fail", "fail_by_key", "not_a_number", "nothing", "a_text", "leave")
+"""Probes that must give an error."""
+
+_PROBES = {name: f"distflow.rewards.probes:{name}" for name in (*_FAILURES, "hang")}
 
 
 async def certify(router: RewardRouter) -> None:
@@ -31,7 +34,7 @@ async def certify(router: RewardRouter) -> None:
                     f"should score {float(case.good)}, it got {verdict}; reinstall math-verify and its parts, "
                     "or set trust.certify_rewards=false"
                 )
-    await certify_deadline()
+    await certify_faults()
 
 
 def known_cases(name: str) -> tuple[Case, ...]:
@@ -42,15 +45,20 @@ def known_cases(name: str) -> tuple[Case, ...]:
     return tuple(cast(Iterable[Case], load(f"{split_name(entry.target)[0]}:CASES")))
 
 
-async def certify_deadline() -> None:
-    """Raises RuntimeError unless a function that hangs in C code is killed at its deadline."""
-    pool = await asyncio.to_thread(VerifierPool, {"hang": _HANG}, num_workers=1, timeout_s=HANG_DEADLINE_S)
+async def certify_faults() -> None:
+    """Raises RuntimeError unless a function that raises, gives no finite number or ends its process gives an error, and
+    one that hangs in C code is killed at its deadline: none of it may ever be a score."""
+    pool = await asyncio.to_thread(VerifierPool, _PROBES, num_workers=1, timeout_s=HANG_DEADLINE_S)
     try:
-        verdict = await pool.judge("hang", _arguments("", None, {}))
+        failed = {name: await pool.judge(name, _arguments("", None, {})) for name in _FAILURES}
+        hung = await pool.judge("hang", _arguments("", None, {}))
     finally:
         await asyncio.to_thread(pool.close)
-    if not isinstance(verdict, Timeout):
-        raise RuntimeError(f"a verifier that hangs was not killed after {HANG_DEADLINE_S} s on this machine: {verdict}")
+    for name, verdict in failed.items():
+        if not isinstance(verdict, Error):
+            raise RuntimeError(f"a verifier that fails ({_PROBES[name]}) must give no verdict, but it gave {verdict}")
+    if not isinstance(hung, Timeout):
+        raise RuntimeError(f"a verifier that hangs was not killed after {HANG_DEADLINE_S} s on this machine: {hung}")
 
 
 async def certify_answers(router: RewardRouter, rows: Iterable[tuple[str, object, Mapping[str, object]]]) -> None:

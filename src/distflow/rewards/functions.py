@@ -8,6 +8,7 @@ from pathlib import Path
 
 from distflow.config.functions import LoadError, load_function
 from distflow.observe.jsonlines import JSON
+from distflow.rewards.correctness import ACC
 
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
@@ -33,7 +34,7 @@ def call(function: Callable[..., object], arguments: Mapping[str, object]) -> ob
 
 
 def read_score(returned: object) -> tuple[float, dict[str, JSON]]:
-    """The score and what else a dictionary held. Raises ValueError for anything that is no finite number."""
+    """The score and what else a dictionary held. Raises ValueError for a score or an `acc` that is no finite number."""
     extra: dict[str, JSON] = {}
     if isinstance(returned, dict):
         if "score" not in returned:
@@ -41,15 +42,21 @@ def read_score(returned: object) -> tuple[float, dict[str, JSON]]:
                 f"it returned a dictionary without 'score' (keys: {', '.join(map(str, returned)) or 'none'})"
             )
         extra = {str(key): _plain(value) for key, value in returned.items() if key != "score"}
+        if returned.get(ACC) is not None:
+            extra[ACC] = _number(returned[ACC], f" as '{ACC}'")
         returned = returned["score"]
-    if not isinstance(returned, numbers.Real) and callable(item := getattr(returned, "item", None)):
-        returned = item()  # numpy and torch scalars; those with more than one element raise here
-    if not isinstance(returned, numbers.Real):
-        raise ValueError(f"it returned {returned!r:.80}, which is no number")
-    score = float(returned)
-    if not math.isfinite(score):
-        raise ValueError(f"it returned {score}, which is no finite number")
-    return score, extra
+    return _number(returned), extra
+
+
+def _number(value: object, where: str = "") -> float:
+    """Of a number, a truth value, or a scalar of numpy or torch. Raises ValueError for anything else."""
+    if not isinstance(value, numbers.Real) and callable(item := getattr(value, "item", None)):
+        value = item()  # those with more than one element raise here
+    if not isinstance(value, numbers.Real):
+        raise ValueError(f"it returned {value!r:.80}{where}, which is no number")
+    if not math.isfinite(value):
+        raise ValueError(f"it returned {float(value)}{where}, which is no finite number")
+    return float(value)
 
 
 def _check_parameters(function: Callable[..., object], target: str) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -22,6 +22,8 @@ from distflow.rewards.worker import EXIT_OUT_OF_MEMORY
 MEMORY_BYTES = 4 * 2**30
 START_TIMEOUT_S = 60.0
 _SHOWN_STDERR_BYTES = 300
+Told = Callable[[str, Mapping[str, object], Verdict], None]
+"""(function's name, arguments, verdict)."""
 _CLOSING = "the run was closing its verifiers"
 
 
@@ -44,11 +46,13 @@ class VerifierPool:
     ) -> None:
         """functions: name → "module:function" or "file.py:function". memory_bytes: of one process, 0 for no limit.
 
+        `told` is called with every verdict, on the loop that asked for it.
         Waits for the first process and raises UserError where a function cannot be loaded.
         """
         assert num_workers > 0 and timeout_s > 0 and functions
         self.timeout_s = timeout_s
         self._settings = (dict(functions), memory_bytes, start_timeout_s)
+        self.told: Told = lambda name, arguments, verdict: None
         self._closed = False
         # Processes are started by these threads only: Linux kills a child when the thread that started it ends.
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="distflow-verifier")
@@ -71,9 +75,11 @@ class VerifierPool:
             request = encode({"name": name, "arguments": dict(arguments)})
         except (TypeError, ValueError) as error:
             return Error(f"the sample cannot be sent to a verifier: {error}")
-        return await asyncio.get_running_loop().run_in_executor(
+        verdict = await asyncio.get_running_loop().run_in_executor(
             self._threads, self._judge, request, timeout_s or self.timeout_s
         )
+        self.told(name, arguments, verdict)
+        return verdict
 
     def close(self) -> None:
         """Kill all processes, at once; verdicts under way, and those that queue, become errors."""
@@ -127,8 +133,9 @@ class VerifierPool:
         try:
             process = self._start(self._idle.get())
         except _StartFailed as error:
+            users = [target for name, target in self._settings[0].items() if not name.startswith("(")]  # no probe
             raise UserError(
-                f"the reward functions ({', '.join(self._settings[0].values())}; see custom_reward_function.path and "
+                f"the reward functions ({', '.join(users)}; see custom_reward_function.path and "
                 f"reward.functions) cannot be loaded: {error}"
             ) from None
         self._idle.put(process)

@@ -14,8 +14,10 @@ from distflow.config.functions import split_name
 from distflow.config.names import CUSTOM_REWARD, REWARDS
 from distflow.data.sample import Sample
 from distflow.observe.jsonlines import JSON
+from distflow.rewards.correctness import accuracy
 from distflow.rewards.functions import custom_target
 from distflow.rewards.pool import MEMORY_BYTES, VerifierPool
+from distflow.rewards.tally import Tally
 from distflow.rewards.verdict import Error, Score, Timeout, Verdict
 
 DEFAULT_DOMAIN = "default"
@@ -33,14 +35,23 @@ class Overlong(NamedTuple):
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdict on a sample, and those of its parts by name, unweighted."""
+    """The verdict on a sample, and those of its parts by name, unweighted.
+
+    accuracy: how right the answer is, 1 being right, whatever the verdict pays for it (see `correctness.py`); 0 where
+    there is no verdict.
+    """
 
     verdict: Verdict
     parts: dict[str, Verdict] = field(default_factory=dict)
+    accuracy: float = 0.0
 
     def scores(self) -> dict[str, float]:
         """The parts that have a score."""
         return {name: part.value for name, part in self.parts.items() if isinstance(part, Score)}
+
+
+FAILS = "(a probe that fails)"
+"""A function of every pool that must give no verdict, for the auditor to ask."""
 
 
 class RewardRouter:
@@ -67,9 +78,11 @@ class RewardRouter:
             raise UserError("reward.functions names no function; write e.g. reward.functions={default: [math]}")
         self._functions = {domain: tuple(parts) for domain, parts in functions.items()}
         self._overlong, self._max_response_length = overlong, max_response_length
+        self.tally = Tally()
         self._counts: Counter[str] = Counter()
         self.names = sorted({name for parts in self._functions.values() for name, _ in parts})
         targets = {name: _target(name, custom) for name in self.names}
+        targets[FAILS] = "distflow.rewards.probes:fail"
         self.pool = VerifierPool(targets, num_workers=num_workers, timeout_s=timeout_s, memory_bytes=memory_bytes)
 
     def __enter__(self) -> "RewardRouter":
@@ -105,11 +118,16 @@ class RewardRouter:
         verdicts = await asyncio.gather(*(self.pool.judge(name, arguments) for name, _ in functions))
         parts: dict[str, Verdict] = {name: verdict for (name, _), verdict in zip(functions, verdicts, strict=True)}
         weights = dict(functions)
+        scores = {name: part for name, part in parts.items() if isinstance(part, Score)}
+        right = accuracy(scores, weights) if len(scores) == len(parts) else 0.0
         if self._overlong.buffer_tokens > 0:
             parts[OVERLONG] = Score(self._length_penalty(sample))
             weights[OVERLONG] = 1.0
+        judgement = Judgement(_combine(parts, weights), parts, right)
         self._count(parts)
-        return Judgement(_combine(parts, weights), parts)
+        failed = not isinstance(judgement.verdict, Score)
+        self.tally.add(1, int(failed), f"{judgement.verdict} (domain '{sample.domain}')" if failed else "")
+        return judgement
 
     def take_counts(self) -> dict[str, float]:
         """Metrics since the last call: verdicts that failed, in all and by part."""

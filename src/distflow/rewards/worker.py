@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from distflow.config.functions import LoadError
+from distflow.data import generators
 from distflow.observe.jsonlines import JSON
 from distflow.rewards.frames import PeerGone, encode, receive_frame, send_frame
 from distflow.rewards.functions import call, load_reward, read_score
@@ -49,7 +50,8 @@ def serve(channel: socket.socket) -> None:
     send_frame(channel, encode({"ready": sorted(functions)}))
     while True:
         request = receive_frame(channel)
-        send_frame(channel, _judge(functions[str(request["name"])], _entries(request, "arguments")))
+        name = str(request["name"])
+        send_frame(channel, _judge(name, functions[name], _entries(request, "arguments")))
 
 
 def _entries(message: Mapping[str, JSON], key: str) -> dict[str, JSON]:
@@ -60,14 +62,27 @@ def _entries(message: Mapping[str, JSON], key: str) -> dict[str, JSON]:
     return found
 
 
-def _judge(function: Callable[..., object], arguments: Mapping[str, object]) -> bytes:
+def _judge(name: str, function: Callable[..., object], arguments: Mapping[str, object]) -> bytes:
     try:
-        score, extra = read_score(call(function, arguments))
+        score, extra = read_score(_called(name, function, arguments))
         return encode({"score": score, "extra": extra})
     except MemoryError:
         raise  # the heap of this process is no longer to be trusted: a fresh one judges again
     except Exception as error:  # the edge of the process: an error is an answer
         return encode({"error": _describe(error)})
+
+
+def _called(name: str, function: Callable[..., object], arguments: Mapping[str, object]) -> object:
+    """What the function draws follows from what it is asked, not from what else this process was asked.
+
+    A call that itself imports numpy or torch, whose generators could not be seeded before, is made once more.
+    """
+    while True:
+        loaded = generators.loaded()
+        generators.seed(name, sorted(arguments.items()))
+        returned = call(function, arguments)
+        if generators.loaded() == loaded:
+            return returned
 
 
 def _describe(error: Exception) -> str:

@@ -116,6 +116,10 @@ class RolloutEngine(Protocol):
         """Go on decoding."""
         ...
 
+    async def hashes(self) -> dict[str, str]:
+        """Of a stripe of each tensor that it computes with, as in a receipt, by Hugging Face name."""
+        ...
+
     async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> Receipt:
         """Take new weights between two decode steps; drops cached KV of finished prompts."""
         ...

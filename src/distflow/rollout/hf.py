@@ -29,6 +29,7 @@ from distflow.flow.ticket import Version
 from distflow.rollout.checks import check_request
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Receipt, SamplingParams
 from distflow.rollout.randomness import sample_key, uniforms
+from distflow.rollout.receipts import stripe_hashes
 from distflow.rollout.stopping import finish_reason
 from distflow.rollout.weights import check_shared, check_version, copy_weights
 
@@ -87,6 +88,10 @@ class HFEngine:
 
     async def resume(self) -> None:
         self._open.set()
+
+    async def hashes(self) -> dict[str, str]:
+        """See `RolloutEngine`."""
+        return stripe_hashes(self._model.named_parameters(remove_duplicate=False))
 
     async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> Receipt:
         """Take weights between two requests; raises ValueError as the embedded engine does."""

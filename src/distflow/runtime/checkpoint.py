@@ -4,24 +4,29 @@ FOLDER/step-000012/   one file a part, and manifest.json with their sizes and ch
 FOLDER/latest         the name of the newest, moved last
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from safetensors import SafetensorError
+
+from distflow.config.errors import UserError
 from distflow.runtime.checkpoint_files import DamagedError, read_manifest, read_part, verify
 from distflow.runtime.checkpoint_folder import (
     LATEST,
-    PARTIAL,
     CheckpointError,
     by_age,
     checkpoints_in,
-    next_serial,
+    make_partial,
     partial_of,
     remove_leftovers,
     serial_of,
 )
 from distflow.runtime.checkpoint_writing import Retention, Writing, or_give_up
+
+_MAX_NAME = 256
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,26 @@ class Checkpoint:
         return tuple(self.files)
 
     def load(self, part: str) -> Any:
-        """Tensors by name, or the JSON value. Raises KeyError where the checkpoint has no such part."""
-        return read_part(self.files[part])
+        """Tensors by name, or the JSON value. Raises KeyError where the checkpoint has no such part, CheckpointError
+        where the part is of another kind than its name says."""
+        try:
+            return read_part(self.files[part])
+        except (ValueError, RecursionError, SafetensorError) as err:
+            raise CheckpointError(f"the checkpoint {self.path} cannot be read: {self.files[part].name}: {err}") from err
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Turns what a checkpoint raises inside that is whole and holds something else into CheckpointError."""
+        try:
+            yield
+        except UserError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, RecursionError) as err:
+            what = f"{type(err).__name__}: {err}"
+            raise CheckpointError(
+                f"the checkpoint {self.path} does not hold what this version of distflow writes ({what}). "
+                "Resume with the version that made it, or start anew with --resume never"
+            ) from err
 
 
 class CheckpointStore:
@@ -69,14 +92,8 @@ class CheckpointStore:
 
         Raises CheckpointError where the folder cannot be written.
         """
-        name = f"step-{step:06d}"
-        with or_give_up(step, self.folder / (name + PARTIAL)):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(self.folder)
-            if (self.folder / name).exists():
-                name = f"{name}-{next_serial(self.folder)}"
-            partial = self.folder / (name + PARTIAL)
-            partial.mkdir()
+        with or_give_up(step, self.folder):
+            partial = make_partial(self.folder, step)
         self._on_point("begun")
         return Writing(step, partial, self._retention, self._on_point)
 
@@ -117,8 +134,13 @@ class CheckpointStore:
         return bool(checkpoints_in(self.folder))
 
     def remove_leftovers(self) -> None:
-        """Remove what a killed save or removal left. For the process that commits, when it starts."""
+        """Remove what a killed save or removal left. For the process that commits, when it starts.
+
+        Raises CheckpointError where the next save could not become the latest.
+        """
         remove_leftovers(self.folder)
+        if (self.folder / LATEST).is_dir():
+            raise CheckpointError(f"{self.folder / LATEST} is a folder where the newest's name is kept: move it away")
 
     def _load_latest(self) -> Checkpoint:
         newest_first = sorted(checkpoints_in(self.folder), key=serial_of, reverse=True)
@@ -143,7 +165,8 @@ class CheckpointStore:
 
     def _latest_name(self) -> str:
         try:
-            return (self.folder / LATEST).read_text().strip()
+            with (self.folder / LATEST).open("rb") as file:
+                return file.read(_MAX_NAME).decode(errors="replace").strip()
         except OSError:
             return ""
 

@@ -75,10 +75,14 @@ def read_manifest(folder: Path) -> Manifest:
         if digest != _digest(body) or body.pop("format") != FORMAT:
             raise DamagedError(f"{MANIFEST} does not match its own checksum")
         files = {name: FileEntry(**entry) for name, entry in body.pop("files").items()}
+        if any(name != Path(name).name for name in files):
+            raise DamagedError(f"{MANIFEST} names files of another folder")
+        if not all(isinstance(body[key], int) for key in ("step", "serial")):
+            raise DamagedError(f"{MANIFEST} counts no steps")
         return Manifest(files=files, **body)
     except OSError as err:
         raise DamagedError(f"{MANIFEST} cannot be read: {err.strerror}") from err
-    except (ValueError, KeyError, TypeError, AttributeError) as err:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
         raise DamagedError(f"{MANIFEST} is no manifest") from err
 
 

@@ -1,15 +1,28 @@
-"""A folder of checkpoints: which there are, how old they are, what a kill left. Readers and writers agree here."""
+"""A folder of checkpoints: which there are, how old they are, what a kill left. Readers and writers agree here.
 
-import shutil
+Other files may lie in it. Only what is ours is ever removed: the files that a manifest of ours names, and those of a
+save that was killed, whose folder holds the mark that `make_partial` put there.
+"""
+
+import os
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import chain, count
 from pathlib import Path
 from typing import Final
 
 from distflow.config.errors import UserError
-from distflow.runtime.checkpoint_files import DamagedError, read_manifest
+from distflow.observe.files import is_aside
+from distflow.runtime.checkpoint_files import MANIFEST, DamagedError, read_manifest
 
 LATEST: Final = "latest"
 PARTIAL: Final = ".partial"
 REMOVED: Final = ".removed"
+BEGUN: Final = ".distflow-begun"
+
+_CHECKPOINT: Final = re.compile(r"step-(\d{6,})(-\d+)?")
+_PART: Final = re.compile(r"\w+\.(safetensors|json)")
 
 
 class CheckpointError(UserError):
@@ -18,7 +31,7 @@ class CheckpointError(UserError):
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Whole or damaged ones, by name."""
-    return sorted(path for path in folder.iterdir() if _is_checkpoint(path)) if folder.is_dir() else []
+    return sorted(_folders(folder, ""))
 
 
 def by_age(folder: Path) -> list[Path]:
@@ -39,26 +52,76 @@ def next_serial(folder: Path) -> int:
     return max(map(serial_of, checkpoints_in(folder)), default=-1) + 1
 
 
+def make_partial(folder: Path, step: int) -> Path:
+    """A folder for the checkpoint of `step` while it is written, under a name that nothing has. Raises OSError."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    remove_leftovers(folder)
+    plain = f"step-{step:06d}"
+    names = chain([plain], (f"{plain}-{number}" for number in count(next_serial(folder))))
+    taken = {path.name.removesuffix(PARTIAL) for path in folder.iterdir()}
+    partial = folder / (next(name for name in names if name not in taken) + PARTIAL)
+    partial.mkdir(mode=0o700)
+    os.close(os.open(partial / BEGUN, os.O_CREAT | os.O_EXCL, 0o600))
+    return partial
+
+
 def partial_of(folder: Path, step: int) -> Path | None:
-    """Where a checkpoint of `step` is being written; `CheckpointStore.begin` sees to it that there is one at most."""
-    partials = folder.glob(f"step-*{PARTIAL}")
-    return next((path for path in partials if path.name.removesuffix(PARTIAL).split("-")[1] == f"{step:06d}"), None)
+    """Where a checkpoint of `step` is being written; `make_partial` sees to it that there is one at most."""
+    partials = (path for path in _folders(folder, PARTIAL) if (path / BEGUN).exists())
+    return next((path for path in partials if path.name.split("-")[1].removesuffix(PARTIAL) == f"{step:06d}"), None)
+
+
+def parts_in(partial: Path) -> list[Path]:
+    """The files of a checkpoint that is being written."""
+    return sorted(path for path in _entries(partial) if _PART.fullmatch(path.name) and path.name != MANIFEST)
 
 
 def remove_leftovers(folder: Path) -> None:
     """Remove what a killed save or removal left."""
-    if folder.is_dir():
-        for path in folder.iterdir():
-            if path.name.endswith((PARTIAL, REMOVED)):
-                remove(path)
+    for path in _folders(folder, PARTIAL):
+        remove_partial(path)
+    for path in _folders(folder, REMOVED):
+        remove_checkpoint(path)
+    _unlink(path for path in _entries(folder) if path.name.startswith(f"{LATEST}.") and is_aside(path.name))
 
 
-def remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
+def remove_partial(partial: Path) -> None:
+    """Remove a checkpoint that was not committed. What is not ours stays."""
+    if (partial / BEGUN).exists() and not partial.is_symlink():
+        _unlink(path for path in _entries(partial) if _PART.fullmatch(path.name) or is_aside(path.name))
+        (partial / BEGUN).unlink()
+        _remove_empty(partial)
     else:
-        path.unlink()
+        remove_checkpoint(partial)
 
 
-def _is_checkpoint(path: Path) -> bool:
-    return path.name.startswith("step-") and not path.name.endswith((PARTIAL, REMOVED)) and path.is_dir()
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint: the files that its manifest names, last the manifest. What is not ours stays, and so does
+    what only a link leads to."""
+    if path.is_symlink():
+        return
+    with suppress(DamagedError):
+        _unlink(path / name for name in read_manifest(path).files)
+        (path / MANIFEST).unlink()
+    _remove_empty(path)
+
+
+def _remove_empty(folder: Path) -> None:
+    if not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def _unlink(paths: Iterable[Path]) -> None:
+    for path in list(paths):
+        if not path.is_dir():
+            path.unlink(missing_ok=True)
+
+
+def _folders(folder: Path, end: str) -> list[Path]:
+    """Those that are named as a checkpoint is, with `end` behind it."""
+    named = (path for path in _entries(folder) if path.name.endswith(end))
+    return [path for path in named if _CHECKPOINT.fullmatch(path.name.removesuffix(end)) and path.is_dir()]
+
+
+def _entries(folder: Path) -> list[Path]:
+    return [Path(entry) for entry in os.scandir(folder)] if folder.is_dir() else []

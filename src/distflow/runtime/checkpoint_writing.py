@@ -21,15 +21,17 @@ from distflow.runtime.checkpoint_files import (
     write_part,
 )
 from distflow.runtime.checkpoint_folder import (
+    BEGUN,
     LATEST,
     PARTIAL,
     REMOVED,
     CheckpointError,
     by_age,
-    checkpoints_in,
     next_serial,
-    remove,
+    parts_in,
+    remove_checkpoint,
     remove_leftovers,
+    remove_partial,
 )
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -63,7 +65,7 @@ class Writing:
         be written: the checkpoint is given up, and those before it are still there.
         """
         assert name != "manifest" and name.replace("_", "").isalnum(), f"a part's name becomes a file's: {name!r}"
-        with or_give_up(self.step, self.partial):
+        with or_give_up(self.step, self.partial.parent):
             write_part(self.partial, name, part)
         self.on_point(f"part {name}")
 
@@ -74,11 +76,12 @@ class Writing:
         Returns its folder once it is on the disk. Raises CheckpointError where a part is missing, or as `write`: then
         nothing is committed.
         """
-        with or_give_up(self.step, self.partial):
+        with or_give_up(self.step, self.partial.parent):
             files = self._files(expected)
             folder = self.partial.parent
             score = metric if metric is not None and math.isfinite(metric) else None
             write_manifest(self.partial, Manifest(self.step, next_serial(folder), score, files))
+            (self.partial / BEGUN).unlink()
             self.on_point("manifest")
             final = self.partial.with_name(self.partial.name.removesuffix(PARTIAL))
             self.partial.rename(final)
@@ -90,12 +93,11 @@ class Writing:
             return final
 
     def _files(self, expected: Collection[str]) -> dict[str, FileEntry]:
-        remove_leftovers(self.partial)
-        files = {path.name: describe(path) for path in sorted(self.partial.glob("*"))}
+        files = {path.name: describe(path) for path in parts_in(self.partial)}
         missing = sorted(set(expected) - {Path(name).stem for name in files})
         if missing:
             with suppress(OSError):
-                remove(self.partial)
+                remove_partial(self.partial)
             raise CheckpointError(
                 f"the checkpoint of step {self.step} was not written to {self.partial.parent}: {', '.join(missing)} "
                 "missing, as the process that was to write it failed or is gone. Those before it are whole"
@@ -110,31 +112,32 @@ class Writing:
         metrics = {path: metric for path in paths if (metric := read_manifest(path).metric) is not None}
         best = sorted(metrics, key=lambda path: metrics[path], reverse=True)
         kept = {*paths[-self.retention.keep_last :], *best[: self.retention.keep_best]}
-        for path in checkpoints_in(folder):
-            if path not in kept:
-                aside = path.with_name(path.name + REMOVED)
+        for path in paths:
+            aside = path.with_name(path.name + REMOVED)
+            somebodys = path.is_symlink() or aside.exists()  # our own leftovers are gone by now
+            if path not in kept and not somebodys:
                 path.rename(aside)
                 self.on_point(f"removing {path.name}")
-                remove(aside)
+                remove_checkpoint(aside)
 
 
 @contextmanager
-def or_give_up(step: int, partial: Path) -> Iterator[None]:
+def or_give_up(step: int, folder: Path) -> Iterator[None]:
     """A write that fails takes what was written of its checkpoint with it, which also frees the disk."""
     try:
         yield
     except (OSError, SafetensorError) as err:
-        message = _failure(step, partial, err)
+        message = _failure(step, folder, err)
         with suppress(OSError):  # the failure of the write itself is the one to tell
-            remove_leftovers(partial.parent)
+            remove_leftovers(folder)
         raise CheckpointError(message) from err
 
 
-def _failure(step: int, partial: Path, err: Exception) -> str:
+def _failure(step: int, folder: Path, err: Exception) -> str:
     # safetensors tells the system's errors by their text alone
     full = getattr(err, "errno", None) in _FULL or any(os.strerror(number) in str(err) for number in _FULL)
     cause = "the disk is full" if full else str(err)
     return (
-        f"the checkpoint of step {step} could not be written to {partial.parent}: {cause}. Those before it "
+        f"the checkpoint of step {step} could not be written to {folder}: {cause}. Those before it "
         "are whole. Free space, or set trainer.default_local_dir to another folder; then start again"
     )

@@ -12,15 +12,25 @@ from distflow.data.batch import Batch
 from distflow.data.sample import Sample
 from distflow.flow.minibatch import minibatches
 from distflow.rewards.router import Judgement, RewardRouter
+from distflow.runtime.async_calls import ours
 from distflow.runtime.group import Group
 from distflow.runtime.resources import Resources
-from distflow.training.engine import TrainEngine
+from distflow.training.engine import LossFn, TrainEngine
 
 Updated = Callable[[TrainEngine, Batch, dict[str, float], bool], None]
 """(engine, mini-batch, metrics, whether it was the first of this step): told of each optimizer step."""
 
+Watched = Callable[[TrainEngine, Batch, LossFn], LossFn]
+"""(engine, mini-batch, loss function) → the loss function to call: that one, or one that records what it is given."""
+
 NodeState = dict[str, dict[str, Any]]
 """JSON values of each node by its id: they live across steps and are in every checkpoint."""
+
+
+async def judged(router: RewardRouter, samples: Sequence[Sample]) -> list[Judgement]:
+    """What the parameter `judge` of a node is called for. The verifiers have deadlines of their own."""
+    with ours():
+        return await router(samples)
 
 
 @dataclass(frozen=True)
@@ -29,6 +39,7 @@ class NodeContext:
 
     step: the learning step, from 0; in the experience plane the one that the group's ticket was issued in.
     state: the node's own JSON values; they live across steps and are in every checkpoint.
+    before_update: gives the loss function to call in an optimizer step, so that the step can be proven again.
     after_update: to be told of each optimizer step of an engine, so that it is checked.
     tickets: of the whole step, over all ranks, in order; mini-batches follow from them. Empty in the experience plane.
     group: in the experience plane only. validating: a validation set is being answered. router: the verifiers behind
@@ -39,6 +50,7 @@ class NodeContext:
     step: int
     tokenizer: PreTrainedTokenizerBase
     state: dict[str, Any] = field(default_factory=dict)
+    before_update: Watched = lambda engine, batch, loss: loss
     after_update: Updated = lambda engine, batch, metrics, first: None
     tickets: Sequence[int] = ()
     group: Group | None = None
@@ -67,30 +79,38 @@ class NodeContext:
                 "ctx.judge has no verifiers to ask: they run beside the experience plane of programs in which a node "
                 "has a parameter `judge`. Add it to your function, and call `await judge(samples)`"
             )
-        return await self.router(self.group.samples if isinstance(samples, Batch) else samples)
+        return await judged(self.router, self.group.samples if isinstance(samples, Batch) else samples)
 
 
 @dataclass(frozen=True)
 class Contexts:
     """Makes the contexts of one worker's nodes.
 
+    watched: (role, engine, mini-batch, loss function) → the loss function to call.
     updated: (role, engine, mini-batch, metrics, step, whether the first of the step), told of each optimizer step.
     """
 
     config: Config
     resources: Resources
     state: NodeState
+    watched: Callable[[str, TrainEngine, Batch, LossFn], LossFn]
     updated: Callable[[str, TrainEngine, Batch, dict[str, float], int, bool], None]
 
     def learning(self, step: int, tickets: Sequence[int], node_id: str) -> NodeContext:
         """Of a learning-plane node in a step."""
 
+        def before_update(engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
+            return self.watched(self._role(engine), engine, batch, loss)
+
         def after_update(engine: TrainEngine, batch: Batch, metrics: dict[str, float], first: bool) -> None:
-            role = "critic" if engine is self.resources.critic else "actor"
-            self.updated(role, engine, batch, metrics, step, first)
+            self.updated(self._role(engine), engine, batch, metrics, step, first)
 
         state = self.state.setdefault(node_id, {})
-        return NodeContext(self.config, step, self.resources.tokenizer, state, after_update, tickets)
+        tokenizer = self.resources.tokenizer
+        return NodeContext(self.config, step, tokenizer, state, before_update, after_update, tickets)
+
+    def _role(self, engine: TrainEngine) -> str:
+        return "critic" if engine is self.resources.critic else "actor"
 
     def experience(self, group: Group, node_id: str, validating: bool = False) -> NodeContext:
         """Of an experience-plane node that works for a group."""

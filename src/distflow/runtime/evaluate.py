@@ -1,11 +1,14 @@
 """`distflow eval`: the validation of a run, without a run."""
 
 from collections.abc import Callable
+from typing import NoReturn
 
 from distflow.config.errors import UserError
 from distflow.flow.ticket import Version
+from distflow.runtime.audit.witness import Witness
 from distflow.runtime.checks.canary import make_canary
 from distflow.runtime.context import Contexts
+from distflow.runtime.error_share import warn_of_errors
 from distflow.runtime.experience import ExperiencePlane
 from distflow.runtime.ports.local_weights import LocalWeights
 from distflow.runtime.publish import Publisher, receiver
@@ -28,8 +31,9 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> dict[str, float]:
     assert resources.actor is not None, "a program trains something"
     if resources.rollout is None:
         return held_out_loss(spec.validation, resources.actor)
-    contexts = Contexts(spec.config, resources, {}, _no_update)
-    plane = ExperiencePlane.of(spec, [program.node(name) for name in rank.experience], resources, contexts, _ignore)
+    contexts = Contexts(spec.config, resources, {}, _no_update, _no_update)
+    nodes = [program.node(name) for name in rank.experience]
+    plane = ExperiencePlane.of(spec, nodes, resources, contexts, _ignore, Witness())
     validator = Validator(spec.validation, contexts, plane, resources.stop_token_ids, spec.options.seed, say)
     with Session.of(spec, resources) as session:
         weights = LocalWeights(Waits())
@@ -39,10 +43,11 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> dict[str, float]:
         publisher = Publisher(resources.actor, weights, dtype, sends=sends, canary=canary, session=session)
         publisher.publish(Version(0, 0), at_start=True)
         metrics, _ = session.call(validator.run(0))
+        warn_of_errors(plane.tally.take(), say)
     return metrics
 
 
-def _no_update(*arguments: object) -> None:
+def _no_update(*arguments: object) -> NoReturn:
     raise AssertionError("evaluation updates nothing")
 
 

@@ -5,14 +5,18 @@ import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from distflow.algorithms.filters import TOO_FEW_VERDICTS
 from distflow.config.errors import UserError
 from distflow.flow.ticket import Ticket, Version
-from distflow.graph import BoundNode, Drop
+from distflow.graph import BoundNode, Drop, NodeRole
+from distflow.rewards.tally import Tally
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine
+from distflow.runtime.async_calls import ours
+from distflow.runtime.audit.witness import Witness
 from distflow.runtime.blame import NodeError
-from distflow.runtime.context import Contexts, NodeContext
+from distflow.runtime.context import Contexts, NodeContext, judged
 from distflow.runtime.group import Group, new_group
 from distflow.runtime.plain_calls import PlainCalls
 from distflow.runtime.ports.edge import EdgePort, Failure
@@ -37,8 +41,8 @@ class SubmissionGate:
     awaits and it needs no lock.
     """
 
-    def __init__(self, engine: RolloutEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: RolloutEngine, witness: Witness) -> None:
+        self._engine, self._witness = engine, witness
         self._waiting: set[asyncio.Task[None] | None] = set()
         self._all_in = asyncio.Event()
 
@@ -51,13 +55,16 @@ class SubmissionGate:
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """The engine's `generate`; its request is in the engine's queue before this yields for the first time."""
-        pending = asyncio.ensure_future(self._engine.generate(request))
-        try:
-            await asyncio.sleep(0)  # `pending` runs to its first await, behind which its request is queued
-            self._arrived(_group_task.get() or asyncio.current_task())
-            return await pending
-        finally:
-            pending.cancel()  # nothing to one that is done; else this group was cancelled, and so must its request be
+        with ours():
+            pending = asyncio.ensure_future(self._engine.generate(request))
+            try:
+                await asyncio.sleep(0)  # `pending` runs to its first await, behind which its request is queued
+                self._arrived(_group_task.get() or asyncio.current_task())
+                result = await pending
+                self._witness.generated(request, result)
+                return result
+            finally:
+                pending.cancel()  # nothing to one that is done; else this group was cancelled, and its request with it
 
     async def all_in(self) -> None:
         """Wait until every group of the wave has arrived."""
@@ -86,7 +93,9 @@ class ExperiencePlane:
     """Runs steps on groups.
 
     make_group: the group of a training ticket, not answered yet. gate: in front of the rollout engine, None where the
-    program generates nothing. timeout_s: what a plain function may take for each sample. ended: told of every group.
+    program generates nothing. witness: records what engine and verifiers did for each group. timeout_s: what a plain
+    function may take for each sample. ended: told of every group. tally: of the verdicts on all groups, whatever became
+    of them.
     """
 
     steps: Sequence[Step]
@@ -95,32 +104,68 @@ class ExperiencePlane:
     gate: SubmissionGate | None
     timeout_s: float
     ended: OnGroup
+    witness: Witness
     plain_calls: PlainCalls = field(default_factory=PlainCalls)
+    tally: Tally = field(default_factory=Tally)
 
     @staticmethod
     def of(
-        spec: Spec, nodes: Sequence[BoundNode], resources: Resources, contexts: Contexts, ended: OnGroup
+        spec: Spec,
+        nodes: Sequence[BoundNode],
+        resources: Resources,
+        contexts: Contexts,
+        ended: OnGroup,
+        witness: Witness,
     ) -> "ExperiencePlane":
         """The plane of a worker that has these nodes."""
-        gate = SubmissionGate(resources.rollout) if resources.rollout is not None else None
+        gate = SubmissionGate(resources.rollout, witness) if resources.rollout is not None else None
         parts = {**resources.by_name(), **({"rollout": gate} if gate else {})}
+        if resources.judge is not None:
+            parts["judge"] = partial(judged, resources.judge)
         sampling = replace(spec.sampling, stop_token_ids=resources.stop_token_ids)
 
         def make_group(ticket: Ticket) -> Group:
             return new_group(ticket, spec.rows[ticket.row], sampling, spec.options.seed)
 
         return ExperiencePlane(
-            compile_steps(nodes, parts), make_group, contexts.experience, gate, spec.options.timeout_s, ended
+            compile_steps(nodes, parts),
+            make_group,
+            contexts.experience,
+            gate,
+            spec.options.timeout_s,
+            ended,
+            witness,
+            tally=resources.judge.tally if resources.judge is not None else Tally(),
         )
 
     async def run(self, group: Group, steps: Sequence[Step], context: MakeContext) -> Drop | None:
         """The group through the steps; `Drop` where one of them dropped it. Raises NodeError."""
         for step in steps:
             ctx = context(group, step.node.node_id)
-            drop = await step.on_group(group, ctx, self.plain_calls, self.timeout_s)
+            try:
+                drop = await step.on_group(group, ctx, self.plain_calls, self.timeout_s)
+            except NodeError as err:
+                if step.node.node_role is NodeRole.REWARD:
+                    self.tally.add(len(group), len(group), str(err))
+                raise
+            self._count(step, group, drop)
             if drop is not None:
                 return drop
         return None
+
+    def _count(self, step: Step, group: Group, drop: Drop | None) -> None:
+        """Count the verdicts of a reward that is a node; the verifiers that one asks count theirs themselves."""
+        node = step.node
+        if node.node_role is not NodeRole.REWARD or "judge" in node.contract.services:
+            return
+        batch = group.batch()
+        num_failed, errors = int((~batch["valid"]).sum()), []
+        if drop is not None and drop.reason == TOO_FEW_VERDICTS:
+            num_failed, errors = len(batch), [drop.detail]
+        elif "reward_errors" in batch:
+            errors = batch["reward_errors"]
+        first = next(filter(None, errors), "no verdict")
+        self.tally.add(len(batch), num_failed, f"{first} (node '{node.node_id}')")
 
     async def loop(self, edge: EdgePort) -> None:
         """consumes tickets · waits for credits · unblocked by released steps and dropped groups · produces groups
@@ -145,6 +190,7 @@ class ExperiencePlane:
     async def _run_group(self, ticket: Ticket, edge: EdgePort) -> None:
         """Never raises: whatever a node does costs its own group only, and is recorded."""
         _group_task.set(asyncio.current_task())
+        self.witness.begin(ticket)
         started, group = time.time(), self.make_group(ticket)
         try:
             drop = await self.run(group, self.steps, self.context)
@@ -156,6 +202,7 @@ class ExperiencePlane:
         else:
             outcome = "complete" if drop is None else drop.reason
             if drop is None:
+                self.witness.keep()
                 edge.put(ticket, batch, group.measured)
             elif drop.reason == TOO_FEW_VERDICTS:
                 edge.drop(ticket, drop.reason, Failure(drop.detail, users=True))

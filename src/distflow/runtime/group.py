@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from distflow.algorithms.advantages.group import sample_scores
 from distflow.data.batch import Batch
 from distflow.data.columns import Written
 from distflow.data.prompts import PromptRow
@@ -102,7 +103,9 @@ def _with_scores(columns: Batch, written: Mapping[str, Written]) -> Batch:
     for name, value in written.items():
         batch[name] = value
     if "token_level_scores" in batch.names and "scores" not in batch:
-        batch["scores"] = batch["token_level_scores"].sum(-1)
+        batch["scores"] = sample_scores(batch["token_level_scores"], batch["response_mask"])
+    if "scores" in batch and "acc" not in batch:
+        batch["acc"] = batch["scores"]
     for name in ("token_level_scores", "token_level_rewards"):
         if name in batch:
             batch[name] = batch.flat(name)  # kept, so that it is derived once

@@ -10,9 +10,9 @@ from distflow.flow.coordinator import Coordinator, mark_of
 from distflow.flow.data_plan import DataPlan
 from distflow.flow.ledger import Ledger
 from distflow.flow.snapshot import Snapshot
+from distflow.observe.claim import claimed
 from distflow.observe.report_summary import find_accuracy
-from distflow.observe.run_folder import claimed
-from distflow.observe.run_reader import read_metrics
+from distflow.observe.run_reader import read_damage, read_metrics
 from distflow.runtime.checkpoint import Checkpoint, CheckpointStore
 from distflow.runtime.disk import writing_to
 from distflow.runtime.ports import Ports
@@ -21,7 +21,7 @@ from distflow.runtime.ports.local_edge import LocalEdge
 from distflow.runtime.ports.local_weights import LocalWeights
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources, build_resources
-from distflow.runtime.saved import check_same_run, restore
+from distflow.runtime.saved import check_same_run, restore, set_generators
 from distflow.runtime.spec import Outcome, Spec
 from distflow.runtime.stop import StopRequest
 from distflow.runtime.waits import Waits
@@ -59,6 +59,7 @@ def launch_local(
             ports = local_ports(coordinator, recorder.waits, live)
             with StopRequest(lambda name: recorder.note("info", f"{name}: {_stopping(spec, recorder.waits)}")) as stop:
                 with Worker(spec, 0, resources, ports, recorder, store, stop, state, coordinator.version) as worker:
+                    set_generators(checkpoint, spec.options.seed)
                     steps = worker.learning_loop()
                 _note_early_end(recorder, coordinator, stop)
                 recorder.status = "stopped" if stop.wanted and not coordinator.finished else "finished"
@@ -80,7 +81,7 @@ def _described(spec: Spec, resources: Resources) -> str:
 
 def _note_resume(recorder: Recorder, checkpoint: Checkpoint, differences: list[str]) -> None:
     recorder.note("info", f"resumed from {checkpoint.path.name}")
-    for warning in filter(None, [checkpoint.message, *differences]):
+    for warning in filter(None, [checkpoint.message, *differences, *read_damage(recorder.folder.path)]):
         recorder.note("warning", warning)
 
 
@@ -113,9 +114,10 @@ def _begin(spec: Spec, checkpoint: Checkpoint | None, allowed: tuple[str, ...]) 
     if checkpoint is None:
         ledger = Ledger(path)
         return Coordinator(spec.data, ledger), ledger
-    snapshot: Snapshot = checkpoint.load("run")["coordinator"]
-    ledger = Ledger(path, mark_of(snapshot))
-    coordinator = Coordinator(_remaining(spec.data, snapshot), ledger, snapshot)
+    with checkpoint.reading():
+        snapshot: Snapshot = checkpoint.load("run")["coordinator"]
+        ledger = Ledger(path, mark_of(snapshot))
+        coordinator = Coordinator(_remaining(spec.data, snapshot), ledger, snapshot)
     if allowed:
         ledger.append("allowed_change", keys=list(allowed))
     return coordinator, ledger

@@ -2,28 +2,44 @@
 
 import asyncio
 import concurrent.futures
+import ctypes
+import math
 import threading
+import time
 from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from distflow.config.errors import UserError
+from distflow.config.places import users_place_of
+
 T = TypeVar("T")
+
+
+LEAVES_WITHIN_S = 5.0
+_LOOKS_EVERY_S = 0.25
 
 
 class LoopEnded(RuntimeError):
     """The thread ended while something ran there, or was to run: nobody would ever answer."""
 
 
+class LoopBlocked(LoopEnded, UserError):
+    """A function of the user runs on the thread without an end, and lets nothing else run there."""
+
+
 class LoopThread:
-    """Runs coroutines on a thread of its own. A context manager; leaving cancels what still runs there.
+    """Runs coroutines on a thread of its own. A context manager; leaving cancels what still runs there, and waits for
+    what swallows that no longer than `LEAVES_WITHIN_S`.
 
     Should the thread end by itself (a task that raises SystemExit takes its loop with it), whatever it owed an answer
-    fails with LoopEnded.
+    fails with LoopEnded; should code of the user hold it up for `blocked_after_s`, with LoopBlocked.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, blocked_after_s: float = math.inf) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._blocked_after_s = blocked_after_s
         self._lock = threading.Lock()
         self._ended: LoopEnded | None = None
         # Changed by whichever thread asks or answers: `add`, `discard` and `list()` of a set are one step each.
@@ -31,13 +47,16 @@ class LoopThread:
 
     def __enter__(self) -> "LoopThread":
         self._thread.start()
+        if math.isfinite(self._blocked_after_s):
+            threading.Thread(target=self._watch, name=f"{self._thread.name}-watch", daemon=True).start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.cancel_all()
         with suppress(RuntimeError):  # closed already, where the thread ended by itself
             self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        if not isinstance(self._ended, LoopBlocked):
+            self._thread.join()
 
     def call(self, work: Coroutine[object, object, T]) -> T:
         """Run to the end and return the result, or raise what it raised."""
@@ -66,15 +85,48 @@ class LoopThread:
             self._loop.run_forever()
         except BaseException as err:  # the edge of the thread: whoever waits is told
             cause = f"{type(err).__name__}: {err}"
+        self._end(LoopEnded(f"the thread '{self._thread.name}' has ended ({cause})"))
+        for task in asyncio.all_tasks(self._loop):
+            _leave(task)
+        self._loop.close()
+
+    def _end(self, error: LoopEnded) -> None:
         with self._lock:
-            self._ended = LoopEnded(f"the thread '{self._thread.name}' has ended ({cause})")
+            self._ended = self._ended or error
         for future in list(self._owed):  # complete: once `_ended` is set, `start` adds no more
             with suppress(concurrent.futures.InvalidStateError):
                 future.set_exception(self._ended)
-        self._loop.close()
+
+    def _watch(self) -> None:
+        """Until the thread ends: ask it to tick. One that does not, while it runs the user's code, is given up."""
+        assert self._thread.ident is not None
+        while self._ended is None:
+            ticked, place, since = threading.Event(), None, time.monotonic()
+            with suppress(RuntimeError):  # closed
+                self._loop.call_soon_threadsafe(ticked.set)
+            while not ticked.wait(_LOOKS_EVERY_S) and self._ended is None:
+                place = users_place_of(self._thread.ident)
+                if place is None:
+                    since = time.monotonic()  # what runs is ours, and ends
+                elif time.monotonic() - since > self._blocked_after_s:
+                    self._end(LoopBlocked(_blocked(place, self._blocked_after_s)))
+            time.sleep(_LOOKS_EVERY_S)
 
     async def _cancel_all(self) -> None:
-        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        others = {task for task in asyncio.all_tasks() if task is not asyncio.current_task()}
         for task in others:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        if others:
+            await asyncio.wait(others, timeout=LEAVES_WITHIN_S)
+
+
+def _leave(task: "asyncio.Task[Any]") -> None:
+    """It swallows its cancellation. Never freed: that would run its code once more, and when the process ends."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
+
+
+def _blocked(place: str, after_s: float) -> str:
+    return (
+        f"an async function has kept everything else waiting for {after_s:g} s (at {place}): it must await what it "
+        "waits for, or be a plain function, which gets a thread of its own (reward.timeout_s for each sample)"
+    )

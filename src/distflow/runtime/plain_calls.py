@@ -7,52 +7,63 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-AT_ONCE = 8
+from distflow.data import generators
+
 T = TypeVar("T")
 
 
 class DeadlinePassed(TimeoutError):
-    """A plain function did not return in time; a TimeoutError that it raised itself is not this."""
+    """A function did not return in time; a TimeoutError that it raised itself is not this. Its text goes on from that
+    with what else was seen."""
 
 
 class PlainCalls:
-    """Runs each call on a daemon thread of its own: one that hangs keeps neither a place here nor the process alive.
+    """Runs each call on a daemon thread of its own: one that hangs does not keep the process alive.
 
-    The deadline of a call runs from when it gets its place, not while it queues.
+    turn: held while a call runs. One runs at a time, for the global random generators are the process's: while a call
+    has its own there, no other function of the user's may draw. The deadline of a call runs from when it has its turn.
     """
 
-    def __init__(self, at_once: int = AT_ONCE) -> None:
-        self._places = asyncio.Semaphore(at_once)
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
 
-    async def run(self, function: Callable[[], T], deadline_s: float) -> T:
-        """What the function returns or raises. Raises DeadlinePassed, and leaves the thread alone."""
-        async with self._places:
-            loop = asyncio.get_running_loop()
-            future: asyncio.Future[T] = loop.create_future()
-            context = contextvars.copy_context()
+    async def run(self, function: Callable[[], T], deadline_s: float, *identity: object) -> T:
+        """What the function returns or raises. Raises DeadlinePassed, and leaves the thread alone.
 
-            def settle(outcome: Callable[[], None]) -> None:
-                if not future.done():  # it is once the deadline has passed
-                    outcome()
+        identity: of the call, by which its random generators are seeded.
+        """
+        async with self.turn:
+            with generators.lent(generators.seeded(*identity)):
+                return await _in_a_thread(function, deadline_s)
 
-            def work() -> None:
-                outcome: Callable[[], None]
-                try:
-                    outcome = partial(future.set_result, context.run(function))
-                except StopIteration as err:  # no future takes one
-                    outcome = partial(future.set_exception, RuntimeError(f"StopIteration: {err}"))
-                except SystemExit as err:
-                    outcome = partial(future.set_exception, RuntimeError(f"it asked to exit ({err})"))
-                except Exception as err:  # the edge of a user's code
-                    outcome = partial(future.set_exception, err)
-                if not loop.is_closed():  # a future is its loop's own: only the loop's thread may settle it
-                    loop.call_soon_threadsafe(settle, outcome)
 
-            threading.Thread(target=work, name="node", daemon=True).start()
-            try:
-                await asyncio.wait((future,), timeout=deadline_s)
-                if not future.done():
-                    raise DeadlinePassed
-                return future.result()
-            finally:
-                future.cancel()  # nothing to one that is done
+async def _in_a_thread(function: Callable[[], T], deadline_s: float) -> T:
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(outcome: Callable[[], None]) -> None:
+        if not future.done():  # it is once the deadline has passed
+            outcome()
+
+    def work() -> None:
+        outcome: Callable[[], None]
+        try:
+            outcome = partial(future.set_result, context.run(function))
+        except StopIteration as err:  # no future takes one
+            outcome = partial(future.set_exception, RuntimeError(f"StopIteration: {err}"))
+        except SystemExit as err:
+            outcome = partial(future.set_exception, RuntimeError(f"it asked to exit ({err})"))
+        except Exception as err:  # the edge of a user's code
+            outcome = partial(future.set_exception, err)
+        if not loop.is_closed():  # a future is its loop's own: only the loop's thread may settle it
+            loop.call_soon_threadsafe(settle, outcome)
+
+    threading.Thread(target=work, name="node", daemon=True).start()
+    try:
+        await asyncio.wait((future,), timeout=deadline_s)
+        if not future.done():
+            raise DeadlinePassed
+        return future.result()
+    finally:
+        future.cancel()  # nothing to one that is done

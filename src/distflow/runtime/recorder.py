@@ -6,6 +6,7 @@ from pathlib import Path
 from distflow.config import to_dict
 from distflow.data.batch import Batch
 from distflow.flow.ticket import Ticket
+from distflow.observe.files import replacing
 from distflow.observe.report import write_report
 from distflow.observe.run_folder import RunFolder
 from distflow.observe.terminal import TerminalView
@@ -90,9 +91,10 @@ class Recorder:
         if options.save_groups == "none":
             return
         folder.mkdir(mode=0o700, exist_ok=True)
-        batch.save(folder / f"{step:06d}.safetensors")
+        with replacing(folder / f"{step:06d}.safetensors") as aside:
+            batch.save(aside)
         if options.save_groups == "last_k":
-            for old in sorted(folder.glob("*.safetensors"))[: -options.save_groups_last]:
+            for old in sorted(filter(Batch.is_saved, folder.glob("*.safetensors")))[: -options.save_groups_last]:
                 old.unlink()
 
     def report(self) -> Path:

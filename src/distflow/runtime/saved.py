@@ -8,6 +8,7 @@ import torch
 
 from distflow.config import changed_keys, config_from_dict, to_dict
 from distflow.config.errors import UserError
+from distflow.data import generators
 from distflow.data.batch import Batch
 from distflow.runtime.checkpoint import Checkpoint
 from distflow.runtime.context import NodeState
@@ -24,7 +25,8 @@ def saved_parts(spec: Spec, resources: Resources, released: Released, state: Nod
         saved = engine.state()
         meta[role] = saved.meta
         yield role, saved.tensors
-    yield "rng", {"torch": torch.get_rng_state()}
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    yield "rng", {"torch": torch.get_rng_state(), **{f"cuda.{i}": state for i, state in enumerate(cuda)}}
     if released.live.batch is not None:
         yield "live", released.live.batch.to_tensors()
     yield (
@@ -45,10 +47,10 @@ def check_same_run(
     checkpoint: Checkpoint, spec: Spec, model_facts: Mapping[str, object], allowed: tuple[str, ...]
 ) -> list[str]:
     """What differs without harm, as lines for the user. Raises UserError naming every key or fact that must not."""
-    run = checkpoint.load("run")
-    changed = [
-        c for c in changed_keys(config_from_dict(run["config"], judge=False), spec.config) if c[0] not in allowed
-    ]
+    with checkpoint.reading():
+        run = checkpoint.load("run")
+        before_config, before_facts = config_from_dict(run["config"], judge=False), dict(run["facts"])
+    changed = [c for c in changed_keys(before_config, spec.config) if c[0] not in allowed]
     if changed:
         shown = "\n".join(f"  {key}: {then!r} then, {now!r} now" for key, then, now in changed)
         raise UserError(
@@ -57,7 +59,7 @@ def check_same_run(
             "trainer.default_local_dir"
         )
     notes, facts = [], {**spec.facts, **model_facts}
-    for name, before in run["facts"].items():
+    for name, before in before_facts.items():
         now = facts.get(name)
         if now == before:
             continue
@@ -71,18 +73,33 @@ def check_same_run(
 
 
 def restore(checkpoint: Checkpoint, resources: Resources) -> tuple[NodeState, Live]:
-    """Load weights, optimizer state and random state; returns what the nodes keep, and the groups on the edge."""
-    run = checkpoint.load("run")
-    for role, engine in resources.trained().items():
-        engine.load_state(TrainState(checkpoint.load(role), run["engines"][role]))
-    torch.set_rng_state(checkpoint.load("rng")["torch"])
-    version, internal, gauss = run["rng"]["python"]
+    """Load weights and optimizer state; returns what the nodes keep, and the groups on the edge."""
+    with checkpoint.reading():
+        run = checkpoint.load("run")
+        for role, engine in resources.trained().items():
+            engine.load_state(TrainState(checkpoint.load(role), run["engines"][role]))
+        batch = Batch.from_tensors(checkpoint.load("live")) if "live" in checkpoint.parts else None
+        measured = {int(number): [(m, w) for m, w in parts] for number, parts in run["live_measured"].items()}
+        return run["nodes"], Live(batch, measured)
+
+
+def set_generators(checkpoint: Checkpoint | None, seed: int) -> None:
+    """Give the global random generators the states of the checkpoint; at a run's start those of its seed.
+
+    Last of all before the run goes on: modules and programs of the user may seed them while they are loaded.
+    """
+    generators.seed("run", seed)
+    if checkpoint is None:
+        return
+    saved, tensors = checkpoint.load("run")["rng"], checkpoint.load("rng")
+    version, internal, gauss = saved["python"]
     random.setstate((version, tuple(internal), gauss))
-    name, keys, *rest = run["rng"]["numpy"]
+    name, keys, *rest = saved["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    batch = Batch.from_tensors(checkpoint.load("live")) if "live" in checkpoint.parts else None
-    measured = {int(number): [(m, w) for m, w in parts] for number, parts in run["live_measured"].items()}
-    return run["nodes"], Live(batch, measured)
+    torch.set_rng_state(tensors["torch"])
+    for i in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
+        if f"cuda.{i}" in tensors:
+            torch.cuda.set_rng_state(tensors[f"cuda.{i}"], i)
 
 
 def _numpy_state() -> list[object]:

@@ -10,7 +10,9 @@ from distflow.data.batch import Batch
 from distflow.graph import SCORE_FIELDS, Form, NodeOutput
 from distflow.graph.fields import Axis
 from distflow.graph.functions import is_async
+from distflow.rewards.correctness import own_verdict
 from distflow.rewards.functions import read_score
+from distflow.rewards.verdict import Score
 from distflow.runtime.blame import BadOutput
 
 _DERIVED = ("input_ids", "attention_mask", "loss_mask", "index", "data_source")
@@ -20,7 +22,9 @@ def adapted(fn: Callable[..., object], form: Form) -> Callable[..., object]:
     """A function that is called as its contract says: with columns, or with `batch` and `config`."""
     if form is Form.SAMPLE_REWARD:
         return partial(_score_each_async, fn) if is_async(fn) else partial(_score_each, fn)
-    return partial(_score_batch, fn) if form is Form.BATCH_REWARD else fn
+    if form is Form.BATCH_REWARD:
+        return partial(_score_batch_async, fn) if is_async(fn) else partial(_score_batch, fn)
+    return fn
 
 
 def _score_each(
@@ -31,9 +35,10 @@ def _score_each(
     extra_info: list[object] | None = None,
     **options: object,
 ) -> dict[str, list[float]]:
-    """`compute_score(data_source, solution_str, ground_truth[, extra_info])`: one number (or a dict with `score`)."""
+    """`compute_score(data_source, solution_str, ground_truth[, extra_info])`: one number, or a dict with `score` and,
+    where that is not how right the answer is, `acc`."""
     calls = _calls(data_source, responses, ground_truth, extra_info, options)
-    return {"scores": [_score(i, fn(**call)) for i, call in enumerate(calls)]}
+    return _columns([_score(i, fn(**call)) for i, call in enumerate(calls)])
 
 
 async def _score_each_async(
@@ -45,7 +50,7 @@ async def _score_each_async(
     **options: object,
 ) -> dict[str, list[float]]:
     calls = _calls(data_source, responses, ground_truth, extra_info, options)
-    return {"scores": [_score(i, await fn(**call)) for i, call in enumerate(calls)]}
+    return _columns([_score(i, await fn(**call)) for i, call in enumerate(calls)])
 
 
 def _calls(
@@ -61,9 +66,13 @@ def _calls(
         yield {"data_source": source, "solution_str": text, "ground_truth": truth, **extra, **options}
 
 
-def _score(i: int, answer: object) -> float:
+def _columns(scores: list[Score]) -> dict[str, list[float]]:
+    return {"scores": [score.value for score in scores], "acc": [own_verdict(score) for score in scores]}
+
+
+def _score(i: int, answer: object) -> Score:
     try:
-        return read_score(answer)[0]
+        return Score(*read_score(answer))
     except ValueError as err:
         raise BadOutput(f"was asked to score sample {i} of its group: {err}") from None
 
@@ -73,8 +82,23 @@ def _score_batch(fn: Callable[..., object], batch: Batch, config: object, **opti
 
     Scores of the attention mask's shape are one score a sample, wherever in the row they were put.
     """
-    given = {**batch.to_mapping(), **{name: batch[name] for name in _DERIVED}}
-    output = fn(batch=dict(given), config=config, **options)
+    given = _given(batch)
+    return _written(fn(batch=dict(given), config=config, **options), batch, given)
+
+
+async def _score_batch_async(
+    fn: Callable[..., Awaitable[object]], batch: Batch, config: object, **options: object
+) -> NodeOutput:
+    given = _given(batch)
+    return _written(await fn(batch=dict(given), config=config, **options), batch, given)
+
+
+def _given(batch: Batch) -> dict[str, object]:
+    return {**batch.to_mapping(), **{name: batch[name] for name in _DERIVED}}
+
+
+def _written(output: object, batch: Batch, given: Mapping[str, object]) -> NodeOutput:
+    """The columns that the function made or replaced. given: what it was called with."""
     given_back = output if isinstance(output, NodeOutput) else NodeOutput(output)
     columns = given_back.batch
     if isinstance(columns, Batch):

@@ -1,13 +1,14 @@
 """The asyncio thread of a worker with its services and its rollout engine: entered together, left together."""
 
 import concurrent.futures
+import math
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import TypeVar
 
 from distflow.data.prompts import PromptRow
 from distflow.rewards.certify import certify, certify_answers
-from distflow.runtime.loop_thread import LoopThread
+from distflow.runtime.loop_thread import LoopBlocked, LoopThread
 from distflow.runtime.resources import Resources
 from distflow.runtime.spec import Spec
 
@@ -23,17 +24,21 @@ class Session:
     there only, while the other thread waits in `call`.
 
     certify_on: rows whose answers the verifiers are tried on before they are used; None trusts them.
+    blocked_after_s: how long a function of the user may hold the thread up.
     """
 
-    def __init__(self, resources: Resources, certify_on: Sequence[PromptRow] | None) -> None:
+    def __init__(
+        self, resources: Resources, certify_on: Sequence[PromptRow] | None, blocked_after_s: float = math.inf
+    ) -> None:
         self._resources, self._certify_on = resources, certify_on
-        self._thread = LoopThread("experience")
+        self._thread = LoopThread("experience", blocked_after_s)
         self._stack = AsyncExitStack()
 
     @staticmethod
     def of(spec: Spec, resources: Resources) -> "Session":
         """That of a worker, whose verifiers are tried on its first rows where `trust.certify_rewards` is on."""
-        return Session(resources, spec.rows[:NUM_CERTIFIED_ROWS] if spec.options.certify else None)
+        certify_on = spec.rows[:NUM_CERTIFIED_ROWS] if spec.options.certify else None
+        return Session(resources, certify_on, spec.options.timeout_s * spec.data.group_size)
 
     def __enter__(self) -> "Session":
         self._thread.__enter__()
@@ -49,7 +54,9 @@ class Session:
         try:
             self._thread.cancel_all()
             self._thread.call(self._stack.aclose())
-        except Exception:  # the edge of the thread: a service that cannot end, or the thread that had ended by itself
+        except Exception as failure:  # the edge: a service that cannot end, or the thread that had ended by itself
+            if isinstance(failure, LoopBlocked) and self._resources.judge is not None:
+                self._resources.judge.close()  # its processes must not outlive the run
             if error is None:
                 raise
         finally:

@@ -49,9 +49,11 @@ class RunOptions:
     """The keys of `trainer`, `trust` and the like that steer a run. A frequency of 0 or less is never.
 
     test_freq, save_freq, update_frequency: in steps; the last is of weights that are sent to the engine. canary_freq:
-    in such sends. keep_last: checkpoints, None for all. keep_best: the metric of which the best one is kept besides.
+    in such sends. audit_freq: in steps. on_mismatch: "correct", "stop" or "warn". keep_last: checkpoints, None for
+    all. keep_best: the metric of which the best one is kept besides.
     save_groups_last: steps whose groups are kept where `save_groups` is "last_k". timeout_s: of a plain node function
-    of the experience plane, for each sample. certify: verifiers are tried on known answers first. max_skipped: updates
+    of the experience plane, for each sample. certify: verifiers are tried on known answers first. max_error_share: of a
+    step's verdicts, above which the run ends. max_skipped: updates
     that are not finite in a row before the run ends. unmoved_after: updates after which a weight must have moved.
     """
 
@@ -73,7 +75,10 @@ class RunOptions:
     enable_perf: bool
     timeout_s: float
     canary_freq: int
+    audit_freq: int
+    on_mismatch: str
     certify: bool
+    max_error_share: float
     max_skipped: int
     unmoved_after: int
 

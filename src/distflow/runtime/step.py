@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,7 +16,8 @@ from distflow.data.sample import Sample
 from distflow.graph import SCORE_FIELDS, BoundNode, Drop, Inputs, NodeOutput, compile_inputs
 from distflow.graph.functions import is_async
 from distflow.observe.metrics import Measured
-from distflow.runtime.blame import BadOutput, NodeError, node_error, output_error
+from distflow.runtime.async_calls import run_async
+from distflow.runtime.blame import BadOutput, NodeError, is_ours, node_error, output_error
 from distflow.runtime.checks import TrustError
 from distflow.runtime.context import NodeContext
 from distflow.runtime.group import Group
@@ -54,11 +56,11 @@ class Step:
     async def on_group(self, group: Group, ctx: NodeContext, plain_calls: PlainCalls, timeout_s: float) -> Drop | None:
         """In the experience plane: the group keeps what the node wrote and measured. Raises NodeError.
 
-        A plain function runs in a thread and may take `timeout_s` for each sample.
+        A function of the user, and any plain one, may take `timeout_s` for each sample.
         """
         for retries_left in range(self.node.retry_limit, -1, -1):
             try:
-                output = await self._call(group, ctx, plain_calls, timeout_s * len(group))
+                output = await self._call(group, ctx, plain_calls, timeout_s * len(group), retries_left)
                 break
             except (NodeError, UserError):
                 raise
@@ -68,17 +70,23 @@ class Step:
         with self._fitting():
             return self._keep(group, output)
 
-    async def _call(self, group: Group, ctx: NodeContext, plain_calls: PlainCalls, deadline_s: float) -> object:
+    async def _call(
+        self, group: Group, ctx: NodeContext, plain_calls: PlainCalls, deadline_s: float, retries_left: int
+    ) -> object:
         call = {"group": group, "samples": group.samples, "ctx": ctx}
         if "batch" in self.node.contract.reserved:
             call["batch"] = group.batch()
         positional, keyword = self.inputs(group, call)
-        if is_async(self.fn):
-            return await self.fn(*positional, **keyword)
+        identity = (self.node.node_id, group.stream, retries_left)
         try:
-            return await plain_calls.run(lambda: self.fn(*positional, **keyword), deadline_s)
-        except DeadlinePassed:
-            what = f"did not return within {deadline_s:g} s (reward.timeout_s for each sample)"
+            if not is_async(self.fn):
+                return await plain_calls.run(partial(self.fn, *positional, **keyword), deadline_s, *identity)
+            if is_ours(self.node):  # waits for engine and verifiers, which end by themselves
+                return await self.fn(*positional, **keyword)
+            work = partial(self.fn, *positional, **keyword)
+            return await run_async(work, deadline_s, plain_calls.turn, *identity)
+        except DeadlinePassed as err:
+            what = f"did not return within {deadline_s:g} s (reward.timeout_s for each sample){err}"
             raise output_error(self.node, what) from None
 
     def _keep(self, group: Group, output: object) -> Drop | None:

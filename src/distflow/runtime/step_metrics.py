@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from distflow.algorithms.advantages.group import sample_scores
 from distflow.data.batch import Batch
 from distflow.flow.account import Account
 from distflow.observe.metrics import Measured, find_metric
@@ -29,7 +30,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 
 def scores(batch: Batch) -> Tensor:
     """The verifiers' score of each sample: `(bs,)`."""
-    return batch["token_level_scores"].sum(-1)
+    return sample_scores(batch["token_level_scores"], batch["response_mask"])
 
 
 def score_metrics(values: Tensor, valid: Tensor) -> dict[str, float]:
@@ -114,6 +115,7 @@ def memory_metrics() -> dict[str, float]:
 def sample_rows(batch: Batch) -> list[dict[str, object]]:
     """One row a sample, for people: texts, verdicts, and the advantage (its mean over the policy's tokens)."""
     score = scores(batch).tolist() if "token_level_scores" in batch else [None] * len(batch)
+    accuracy = batch["acc"].tolist() if "acc" in batch else [None] * len(batch)
     advantage = _mean_over_policy_tokens(batch, "advantages") if "advantages" in batch else [None] * len(batch)
     versions = batch.flat("versions").split(batch.lengths("response").tolist())
     return [
@@ -123,6 +125,7 @@ def sample_rows(batch: Batch) -> list[dict[str, object]]:
             "response": batch["responses"][i],
             "ground_truth": batch["ground_truth"][i],
             "score": score[i],
+            "acc": accuracy[i],
             "reward_parts": batch["reward_parts"][i] if "reward_parts" in batch else {},
             "extra": batch["reward_extra"][i] if "reward_extra" in batch else {},
             "errors": batch["reward_errors"][i] if "reward_errors" in batch else None,

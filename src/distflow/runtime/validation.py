@@ -11,16 +11,15 @@ from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
 from distflow.flow.ticket import Ticket
 from distflow.graph import Drop
+from distflow.rewards.correctness import is_right
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.blame import NodeError
 from distflow.runtime.context import Contexts
 from distflow.runtime.experience import ExperiencePlane
 from distflow.runtime.group import new_group
 from distflow.runtime.spec import ValidationSet
-from distflow.runtime.step_metrics import sample_rows, scores
+from distflow.runtime.step_metrics import sample_rows
 from distflow.training.engine import Scorer
-
-CORRECT = 1.0 - 1e-6
 
 SampleRows = list[dict[str, object]]
 """One row a sample, see `sample_rows`, and beside it its `set` and `kind` ("greedy" or "sampled")."""
@@ -62,8 +61,9 @@ Answer = Callable[[ValidationSet, Ticket, SamplingParams], Awaitable[Batch | Dro
 async def validate(sets: Sequence[ValidationSet], answer: Answer, step: int) -> tuple[dict[str, float], SampleRows]:
     """`val_correct/*` and the samples.
 
-    `mean` is the share of greedy answers whose score is 1 (of sampled ones where none is greedy); `mean@k` and `pass@k`
-    are over k sampled answers a prompt. An answer without a verdict counts as wrong and is counted in `val/errors`.
+    `mean` is the share of greedy answers that their verifier calls right (of sampled ones where none is greedy);
+    `mean@k` and `pass@k` are over k sampled answers a prompt. An answer without a verdict counts as wrong and is
+    counted in `val/errors`.
     """
     metrics: dict[str, float] = {}
     rows: SampleRows = []
@@ -101,8 +101,8 @@ def _right(group: Batch | Drop, count: int) -> list[bool | None]:
     if isinstance(group, Drop):
         return [None] * count
     return [
-        bool(score >= CORRECT) if valid else None
-        for score, valid in zip(scores(group).tolist(), group["valid"].tolist(), strict=True)
+        is_right(accuracy) if valid else None
+        for accuracy, valid in zip(group["acc"].tolist(), group["valid"].tolist(), strict=True)
     ]
 
 

@@ -5,21 +5,26 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 
 from distflow.config.errors import UserError
 from distflow.data.batch import Batch
+from distflow.flow.edge import Exhausted
 from distflow.flow.ticket import Version
 from distflow.graph import NodeStatus
 from distflow.observe.metrics import Measured
+from distflow.observe.timing import PhaseTimer
+from distflow.runtime.audit.auditor import Auditor, make_auditor
 from distflow.runtime.checkpoint import CheckpointStore
 from distflow.runtime.checks.canary import make_canary
 from distflow.runtime.checks.live import LiveChecks
 from distflow.runtime.context import Contexts, NodeState
+from distflow.runtime.error_share import ErrorShare, warn_of_errors
 from distflow.runtime.experience import ExperiencePlane
 from distflow.runtime.ports import Ports
-from distflow.runtime.ports.edge import Released
+from distflow.runtime.ports.edge import Released, Share
 from distflow.runtime.publish import Publisher, receiver
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources
@@ -30,6 +35,7 @@ from distflow.runtime.step import Step, compile_steps
 from distflow.runtime.step_metrics import batch_metrics, group_metrics, memory_metrics, over_ranks
 from distflow.runtime.stop import StopRequest
 from distflow.runtime.validation import SampleRows, Validator, held_out_loss
+from distflow.training.engine import LossFn, TrainEngine
 
 
 class Worker:
@@ -52,15 +58,23 @@ class Worker:
         self._spec, self._resources, self._ports = spec, resources, ports
         self._rank = ports.collective.rank  # among those that learn
         self._recorder, self._store, self._stop, self._state = recorder, store, stop, state
-        self._version = version
+        self._version, self._served = version, version.step
+        self._errors = ErrorShare(spec.options.max_error_share, partial(recorder.note, "warning"))
         self._checks = LiveChecks.of(spec, resources, recorder.note)
-        self._contexts = Contexts(spec.config, resources, state, self._checks.updated)
         self._session = Session.of(spec, resources)
-        self._experience = ExperiencePlane.of(
-            spec, [program.node(name) for name in plan.experience], resources, self._contexts, recorder.group_ended
-        )
         parts = {**resources.by_name(), "reduce": ports.collective}
         self._learning = compile_steps([program.node(name) for name in plan.learning], parts)
+        self._auditor = make_auditor(spec, program, self._learning, resources, self._session, recorder, state, version)
+        updates = _Updates(self._checks, self._auditor, recorder.phases)
+        self._contexts = Contexts(spec.config, resources, state, updates.before, updates.after)
+        self._experience = ExperiencePlane.of(
+            spec,
+            [program.node(name) for name in plan.experience],
+            resources,
+            self._contexts,
+            recorder.group_ended,
+            self._auditor.witness,
+        )
         stop_token_ids, say = resources.stop_token_ids, partial(recorder.note, "warning")
         self._validator = Validator(
             spec.validation, self._contexts, self._experience, stop_token_ids, spec.options.seed, say
@@ -99,25 +113,30 @@ class Worker:
         """
         step, edge = self._version.step, self._ports.edge
         while not self._stop.wanted:
-            with self._recorder.phases("rollout"):
-                share = edge.take(step, self._rank)
+            share = self._take(step)
+            judged = self._errors.step(self._experience.tally.take(), step + 1)
             if share is None:
                 self._end(step)
                 return step
             batch, times, measured = share.batch, dict[str, float](), list[Measured]()
-            self._checks.taken(batch)
+            self._checks.taken(batch, self._served if self._generates else None)
+            self._auditor.took(step, share.tickets, batch)
             for compiled in self._learning:
                 with self._running(compiled, times):
                     ctx = self._contexts.learning(step, share.tickets, compiled.node.node_id)
                     batch, part = compiled(batch, ctx)
                 measured.append(part)
+                self._auditor.scored(batch)
             metrics = {
                 **share.metrics,
                 **over_ranks(measured, self._ports.collective),
                 **times,
                 **self._take_reward_counts(),
+                **judged,
             }
             metrics |= self._checks.learned(batch, metrics, step)
+            with self._recorder.phases("audit"):
+                self._auditor.end(metrics)
             published = (step + 1) % self._spec.options.update_frequency == 0
             if published:
                 with self._recorder.phases("update_weights"):
@@ -126,6 +145,15 @@ class Worker:
             self._after_step(released, batch, metrics)
             self._released, step = released, released.version.step
         return step
+
+    def _take(self, step: int) -> Share | None:
+        """This rank's share of the step, or None where there is none."""
+        try:
+            with self._recorder.phases("rollout"):
+                return self._ports.edge.take(step, self._rank)
+        except Exhausted:
+            self._errors.step(self._experience.tally.take(), step + 1)  # which may be why
+            raise
 
     @contextmanager
     def _running(self, compiled: Step, times: dict[str, float]) -> Iterator[None]:
@@ -170,6 +198,7 @@ class Worker:
             self._save(self._released, validated)
 
     def _publish(self, version: Version, at_start: bool = False) -> dict[str, float]:
+        self._served = version.step
         return self._publisher.publish(version, at_start) if self._publisher is not None else {}
 
     def _experience_ended(self, experience: "Future[None]") -> None:
@@ -195,6 +224,7 @@ class Worker:
             else:
                 metrics, rows = self._session.call(self._validator.run(step))
                 self._take_reward_counts()  # not of the next step: `val/errors` has them
+                warn_of_errors(self._experience.tally.take(), partial(self._recorder.note, "warning"))
         if self._spec.options.keep_best is not None:
             _score(self._spec.options.keep_best, metrics)
         self._recorder.validation(step, metrics, rows)
@@ -225,6 +255,26 @@ class Worker:
         canary = make_canary(self._spec, self._resources) if self._resources.rollout is not None else None
         sends, dtype = self._spec.sends_weights, self._spec.weight_dtype
         return Publisher(actor, self._ports.weights, dtype, sends=sends, canary=canary, session=self._session)
+
+
+@dataclass(frozen=True)
+class _Updates:
+    """What is done before and after each optimizer step; it holds no worker, which so goes with its last user."""
+
+    checks: LiveChecks
+    auditor: Auditor
+    phases: PhaseTimer
+
+    def before(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
+        with self.phases("audit"):
+            return self.auditor.before_update(role, engine, batch, loss)
+
+    def after(
+        self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int, first: bool
+    ) -> None:
+        self.checks.updated(role, engine, batch, metrics, step, first)
+        with self.phases("audit"):
+            self.auditor.after_update(role, metrics)
 
 
 def _score(name: str, validated: Mapping[str, float]) -> float:

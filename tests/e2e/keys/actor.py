@@ -1,9 +1,11 @@
 """Keys of `actor_rollout_ref.actor`, `actor_rollout_ref.ref` and `critic`."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from distflow.config import Config
 from distflow.data.batch import Batch
@@ -19,15 +21,15 @@ NORM = (*ONE, f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm")
 RATIOS = torch.tensor([[0.5, 1.5, 10.0]])
 
 
-def loss_of(config: Config, advantage: float) -> float:
-    """The policy's loss on three tokens whose ratios are RATIOS."""
+def loss_of(config: Config, advantage: float, ratios: Tensor = RATIOS) -> float:
+    """The policy's loss on three tokens with these ratios."""
     old = (-1.0, -2.0, -3.0)
     sample = Sample("0-0", 0, [Segment("prompt", (1,)), Segment("policy", (5, 6, 7), old, old, (0, 0, 0))])
     batch = Batch.from_samples([sample])
     batch["old_log_probs"] = torch.tensor([old])
     batch["advantages"] = torch.full((1, 3), advantage)
     objective = policy_objective(config)
-    outputs = {"log_probs": torch.tensor([old]) + RATIOS.log(), "entropy": torch.ones(1, 3)}
+    outputs = {"log_probs": torch.tensor([old]) + ratios.log(), "entropy": torch.ones(1, 3)}
     loss, _ = objective(outputs, batch, objective.counts(batch))
     return float(loss)
 
@@ -45,6 +47,16 @@ def clips(advantage: float, ratios_before: list[float], ratios_after: list[float
 def clip_case(name: str, value: str, advantage: float, before: list[float], after: list[float]) -> Case:
     outcome = "the ratio at which the loss is cut"
     return Case(f"{ACTOR}.{name}", f"{ACTOR}.{name}={value}", outcome, clips(advantage, before, after), look=the_config)
+
+
+def far_sequences_with_bad_advantages_get_no_loss(before: Config, after: Config) -> None:
+    """The mean of log π_rollout − log π is 1 nat a token."""
+    far = torch.full((1, 3), math.exp(-1.0))
+    for advantage in (-1.0, 1.0):
+        assert loss_of(before, advantage, far) != 0.0
+    assert loss_of(after, -1.0, far) == 0.0
+    close(loss_of(after, 1.0, far), loss_of(before, 1.0, far))
+    close(loss_of(after, -1.0), loss_of(before, -1.0))
 
 
 def soft_gate(before: Config, after: Config) -> None:
@@ -120,6 +132,17 @@ def value_loss_aggregates(before: Run, after: Run) -> None:
     close(after.column("critic/vf_loss")[0], value_loss_of(after, "seq-mean-token-sum"), 1e-4)
 
 
+def value_loss_is_huber(delta: float) -> Any:
+    def check(before: Run, after: Run) -> None:
+        batch = after.batch()
+        size = (batch["values"] - batch["returns"]).abs()
+        loss = torch.where(size <= delta, 0.5 * size.square(), delta * (size - 0.5 * delta))
+        close(after.column("critic/vf_loss")[0], aggregate(loss, batch["loss_mask"], "token-mean"), 1e-4)
+        differ(before.column("critic/vf_loss")[0], after.column("critic/vf_loss")[0], 1e-5)
+
+    return check
+
+
 def values_are_clipped(before: Run, after: Run) -> None:
     assert before.column("critic/vf_clipfrac")[0] == 0.0 < after.column("critic/vf_clipfrac")[0]
 
@@ -159,6 +182,14 @@ CASES = (
     clip_case("clip_ratio_low", "0.4", -1.0, [0.8, 1.5, 3.0], [0.6, 1.5, 3.0]),
     clip_case("clip_ratio_high", "0.4", 1.0, [0.5, 1.2, 1.2], [0.5, 1.4, 1.4]),
     clip_case("clip_ratio_c", "5.0", -1.0, [0.8, 1.5, 3.0], [0.8, 1.5, 5.0]),
+    Case(
+        f"{ACTOR}.off_policy_mask_threshold",
+        f"{ACTOR}.off_policy_mask_threshold=0.5",
+        "the loss of a sequence that the policy left",
+        far_sequences_with_bad_advantages_get_no_loss,
+        look=the_config,
+        given=(f"{ACTOR}.entropy_coef=0",),
+    ),
     Case(f"{ACTOR}.entropy_coef", f"{ACTOR}.entropy_coef=0.1", "actor/loss", entropy_counts, given=ONE),
     Case(f"{ACTOR}.use_kl_loss", f"{ACTOR}.use_kl_loss=true", "actor/kl_loss, a reference", kl_is_a_term),
     Case(f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_coef=2.0", "actor/loss", kl_weighs, given=KL_LOSS),
@@ -181,7 +212,7 @@ CASES = (
         "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=40",
         "tokens of the reference's largest forward",
         reference_in_small_parts,
-        given=(*ONE, f"{ACTOR}.use_kl_loss=true"),
+        given=(*ONE, f"{ACTOR}.use_kl_loss=true", "trust.audit_freq=0"),
     ),
     Case(
         "critic.model.path",
@@ -198,6 +229,22 @@ CASES = (
         value_loss_aggregates,
         base="ppo",
         given=ONE,
+    ),
+    Case(
+        "critic.value_loss",
+        ("critic.value_loss=huber", "critic.huber_delta=0.2"),
+        "critic/vf_loss: linear from 0.2 on",
+        value_loss_is_huber(0.2),
+        base="ppo",
+        given=ONE,
+    ),
+    Case(
+        "critic.huber_delta",
+        "critic.huber_delta=0.1",
+        "critic/vf_loss: linear from 0.1 on",
+        value_loss_is_huber(0.1),
+        base="ppo",
+        given=(*ONE, "critic.value_loss=huber"),
     ),
     Case(
         "critic.cliprange_value",

@@ -13,6 +13,8 @@ NO_KL = ("algorithm.use_kl_in_reward=false",)
 ADAPTIVE = ("algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.1", "algorithm.kl_ctrl.horizon=100")
 BFLOAT16 = (f"{MODEL}.dtype=bfloat16", "trainer.total_training_steps=1", "trust.canary_freq=0")
 TOKEN_WEIGHTS = (*BFLOAT16, "algorithm.rollout_correction.level=token", "algorithm.rollout_correction.cap=100")
+CORRECTION = "algorithm.rollout_correction"
+REJECTION = (f"{CORRECTION}.rollout_rs=token_k2", f"{CORRECTION}.rollout_rs_threshold=1e-6")
 MASKED = (*TOKEN_WEIGHTS, "algorithm.rollout_correction.mode=mask")
 
 
@@ -120,6 +122,17 @@ def coefficients_are(target: float, horizon: float) -> Any:
     return check
 
 
+def the_kl_shown_is_the_mean_of_means(before: Run, after: Run) -> None:
+    for run, of_sequences in ((before, False), (after, True)):
+        batch = run.batch(2)
+        mask = batch["response_mask"]
+        kl = (batch["old_log_probs"] - batch["ref_log_prob"]).double() * mask
+        mean = (kl.sum(-1) / mask.sum(-1)).mean() if of_sequences else kl.sum() / mask.sum()
+        close(run.column("actor/reward_kl_penalty")[1], mean)
+    shown = [run.column("actor/reward_kl_penalty")[1] for run in (before, after)]
+    differ(*shown, 1e-6)
+
+
 def weights_are(rule: Any) -> Any:
     """Correction weights of each sequence from its log-ratios."""
 
@@ -151,6 +164,25 @@ def outside_the_band_counts_nothing(before: Run, after: Run) -> None:
     weights = batch["rollout_is_weights"][mask > 0]
     assert 0 < int((ratios < 1.0).sum()) < len(ratios)
     close(weights, torch.where(ratios < 1.0, 0.0, ratios))
+
+
+def weights_have_the_mean_one(before: Run, after: Run) -> None:
+    mask = after.batch()["response_mask"]
+    weights = before.batch()["rollout_is_weights"].double()
+    mean = float((weights * mask).sum() / mask.sum())
+    close(after.batch()["rollout_is_weights"] * mask, weights * mask / mean, 1e-6)
+    differ(mean, 1.0, 1e-6)
+    close(after.steps[0]["correction/batch_norm_factor"], mean, 1e-6)
+
+
+def far_tokens_leave_the_loss(before: Run, after: Run) -> None:
+    batch = after.batch()
+    mask = batch["response_mask"]
+    gap = (batch["old_log_probs"].double() - batch["rollout_log_probs"].double()) * mask
+    kept = mask * (gap.square() / 2 <= 1e-6)
+    assert torch.equal(batch["loss_mask"], kept) and torch.equal(before.batch()["loss_mask"], mask)
+    assert 0 < int(kept.sum()) < int(mask.sum())
+    close(after.steps[0]["rejection/masked"], 1 - float(kept.sum() / mask.sum()), 1e-6)
 
 
 def no_group_is_flat(before: Run, after: Run) -> None:
@@ -280,6 +312,14 @@ CASES = (
         given=ADAPTIVE,
     ),
     Case(
+        "algorithm.kl_ctrl.mean",
+        "algorithm.kl_ctrl.mean=sequence",
+        "actor/reward_kl_penalty: the mean of the sequences' means",
+        the_kl_shown_is_the_mean_of_means,
+        base="ppo",
+        given=(*ADAPTIVE, f"{ACTOR}.optim.lr=0.01"),
+    ),
+    Case(
         "algorithm.rollout_correction.level",
         "algorithm.rollout_correction.level=sequence",
         "rollout_is_weights: the product over a sequence",
@@ -306,6 +346,27 @@ CASES = (
         "rollout_is_weights below it are 0",
         outside_the_band_counts_nothing,
         given=MASKED,
+    ),
+    Case(
+        f"{CORRECTION}.rollout_is_batch_normalize",
+        f"{CORRECTION}.rollout_is_batch_normalize=true",
+        "rollout_is_weights over their mean",
+        weights_have_the_mean_one,
+        given=TOKEN_WEIGHTS,
+    ),
+    Case(
+        f"{CORRECTION}.rollout_rs",
+        REJECTION,
+        "loss_mask: 0 where the mismatch is large",
+        far_tokens_leave_the_loss,
+        given=BFLOAT16,
+    ),
+    Case(
+        f"{CORRECTION}.rollout_rs_threshold",
+        f"{CORRECTION}.rollout_rs_threshold=1e-6",
+        "loss_mask: 0 where the mismatch is above it",
+        far_tokens_leave_the_loss,
+        given=(*BFLOAT16, *REJECTION[:1], f"{CORRECTION}.rollout_rs_threshold=1000"),
     ),
     Case(
         "algorithm.filter_groups.enable",

@@ -55,6 +55,17 @@ def penalty(zone: int, factor: float) -> Callable[[Run, Run], None]:
     return check
 
 
+def audits_are(before_num: int, after_num: int) -> Callable[[Run, Run], None]:
+    def check(before: Run, after: Run) -> None:
+        assert [len(run.events("audit")) for run in (before, after)] == [before_num, after_num]
+
+    return check
+
+
+def weighs_when_apart(before: Any, after: Any) -> None:
+    assert [("mismatch_weights" in spec.plan.ranks[0].learning) for spec in (before, after)] == [True, False]
+
+
 def folder_is(before_end: str, after_end: str) -> Callable[[Any, Any], None]:
     def check(before: Any, after: Any) -> None:
         assert str(before.trainer.run_dir).endswith(before_end) and str(after.trainer.run_dir).endswith(after_end)
@@ -186,6 +197,13 @@ REWARDS = (
         slow=True,
     ),
     Case(
+        "reward.max_error_share",
+        "reward.max_error_share=0",
+        "the run stops at the first verdict that fails",
+        refused("reward.max_error_share=0"),
+        given=(ONE, "custom_reward_function.name=sometimes"),
+    ),
+    Case(
         "reward.num_workers",
         "reward.num_workers=2",
         "processes that judge",
@@ -297,6 +315,14 @@ TRAINER = (
     Case("trainer.launcher", "trainer.launcher=ray", "refused: not there yet", refused("trainer.launcher", "ray")),
 )
 TRUST = (
+    Case("trust.audit_freq", "trust.audit_freq=0", "audited steps", audits_are(2, 0)),
+    Case(
+        "trust.on_mismatch",
+        "trust.on_mismatch=warn",
+        "whether the program can weigh a mismatch out",
+        weighs_when_apart,
+        look=the_spec,
+    ),
     Case(
         "trust.canary_freq",
         "trust.canary_freq=2",

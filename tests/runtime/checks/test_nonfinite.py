@@ -58,6 +58,26 @@ def test_bundles_do_not_fill_the_disk(tmp_path: Path) -> None:
     assert first.samefile(second), "nothing changed between two skipped updates"
 
 
+def test_what_somebody_put_among_the_bundles_stays(tmp_path: Path) -> None:
+    others = ("notes.txt", "old/notes.txt", "step-000001-actor-1/notes.txt", "step-000009-actor-1/bundle.json")
+    for name in others:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("[]")
+    for _ in range(2):  # as two starts, which count their bundles from 1
+        check = NonFinite(tmp_path, 2, "")
+        for step in range(4):
+            bundle = check.updated("actor", engine(), sampled_batch(), SKIPPED, step)
+            check.updated("actor", engine(), sampled_batch(), TAKEN, step)
+            assert bundle is not None and not (bundle / "notes.txt").exists()
+    (bundle / "mine.txt").write_text("mine")
+    for step in range(4):
+        check.updated("actor", engine(), sampled_batch(), SKIPPED, step)
+        check.updated("actor", engine(), sampled_batch(), TAKEN, step)
+    assert all((tmp_path / name).read_text() == "[]" for name in others)
+    assert [path.name for path in bundle.iterdir()] == ["mine.txt"]
+    assert sum((path / "weights.safetensors").exists() for path in tmp_path.iterdir()) == 2
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_weights_that_are_not_finite_go_no_further(tmp_path: Path, value: float) -> None:
     broken = WeightsOnly(fine=torch.ones(2), broken=torch.tensor([1.0, value]))

@@ -3,4 +3,4 @@
 from distflow.algorithms.advantages.grpo import compute_grpo_advantage, describe_grpo
 from distflow.algorithms.registry import register_adv_est
 
-compute_cpgd_advantage = register_adv_est("cpgd", scope="group", describe=describe_grpo)(compute_grpo_advantage)
+compute_cpgd_advantage = register_adv_est("cpgd", scope="global", describe=describe_grpo)(compute_grpo_advantage)

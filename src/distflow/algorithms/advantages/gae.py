@@ -9,9 +9,10 @@ from distflow.algorithms.masking import Reduce, masked_whiten, under_mask
 from distflow.algorithms.registry import register_adv_est
 
 
-def _describe(gamma: float, lam: float, bootstrap_truncated: bool) -> str:
+def _describe(gamma: float, lam: float, bootstrap_truncated: bool, whiten: bool) -> str:
     end = "the last value" if bootstrap_truncated else "0"
-    return f"GAE with gamma {gamma:g}, lambda {lam:g}, value after a truncated answer {end}, whitened over the batch"
+    whitened = ", whitened over the batch" if whiten else ""
+    return f"GAE with gamma {gamma:g}, lambda {lam:g}, value after a truncated answer {end}{whitened}"
 
 
 @register_adv_est("gae", scope="global", describe=_describe)
@@ -25,13 +26,15 @@ def compute_gae_advantage(
     gamma: float = 1.0,
     lam: float = 0.95,
     bootstrap_truncated: bool = False,
+    whiten: bool = True,
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A_t = Σ (γλ)^k δ_(t+k), δ_t = r_t + γ v_(t+1) − v_t, over the policy's tokens. Returns are A + v.
 
     token_level_rewards, response_mask, values: `(bs, response_length)`; valid, truncated: `(bs,)`. Tokens between the
     policy's carry value and accumulator over. The value after the last token is 0, or with `bootstrap_truncated` the
-    last known one where the answer was cut off. Advantages are whitened over the global batch of valid samples.
+    last known one where the answer was cut off. Advantages are whitened over the global batch of valid samples, unless
+    `whiten` is off.
     Raises ValueError if `bootstrap_truncated` is on and the batch does not say what was truncated.
     """
     mask = counted_tokens(response_mask, valid)
@@ -44,4 +47,6 @@ def compute_gae_advantage(
     delta = rewards + gamma * next_value(values, mask, after_last) - values
     advantages = under_mask(discounted_sum(delta, mask, gamma * lam), mask)
     returns = under_mask(advantages + values, mask)
-    return masked_whiten(advantages, mask, reduce).float(), returns.float()
+    if whiten:
+        advantages = masked_whiten(advantages, mask, reduce)
+    return advantages.float(), returns.float()

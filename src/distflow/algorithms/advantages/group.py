@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from distflow.algorithms.masking import under_mask
+from distflow.algorithms.masking import Reduce, masked_var, under_mask
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,13 @@ class GroupRule:
 
     baseline: the mean reward of the group, plain or weighted by response lengths.
     leave_one_out: a sample's own reward is not in its baseline.
-    scale: divide by the unbiased standard deviation of the group plus `epsilon`, or not.
+    scale: divide by the unbiased standard deviation of the group, or of the whole batch, plus `epsilon`; or not.
     alone: what a group of one valid sample gets: its reward over (1 + epsilon if scaled), or zero.
     """
 
     baseline: Literal["mean", "length_weighted_mean"] = "mean"
     leave_one_out: bool = False
-    scale: Literal["none", "std"] = "none"
+    scale: Literal["none", "std", "batch_std"] = "none"
     alone: Literal["reward", "zero"] = "reward"
     epsilon: float = 1e-6
 
@@ -32,7 +32,9 @@ class GroupRule:
         whose = "the others of its group" if self.leave_one_out else "its group"
         mean = "mean" if self.baseline == "mean" else "length-weighted mean"
         difference = f"reward − {mean} of {whose}"
-        return f"({difference}) / (std of its group + {self.epsilon:g})" if self.scale == "std" else difference
+        if self.scale == "none":
+            return difference
+        return f"({difference}) / (std of {'its group' if self.scale == 'std' else 'the batch'} + {self.epsilon:g})"
 
 
 class Groups:
@@ -67,12 +69,17 @@ class Groups:
 
 
 def group_advantage(
-    scores: Tensor, group_index: Tensor, rule: GroupRule, valid: Tensor | None = None, lengths: Tensor | None = None
+    scores: Tensor,
+    group_index: Tensor,
+    rule: GroupRule,
+    valid: Tensor | None = None,
+    lengths: Tensor | None = None,
+    reduce: Reduce | None = None,
 ) -> Tensor:
     """One advantage a sample, float64 `(bs,)`; exactly 0 where a group's rewards are equal, and for invalid samples.
 
-    scores, group_index, valid: `(bs,)`. lengths: tokens of each response, for `length_weighted_mean`. Invalid samples
-    are in no mean and no standard deviation.
+    scores, group_index, valid: `(bs,)`. lengths: tokens of each response, for `length_weighted_mean`. reduce: over the
+    ranks, for `batch_std`. Invalid samples are in no mean and no standard deviation.
     """
     groups = Groups(group_index, valid)
     scores = under_mask(scores.double(), groups.valid)
@@ -84,7 +91,11 @@ def group_advantage(
     if rule.leave_one_out:
         total, weight = total - weights * scores, weight - weights
     baseline = torch.where(weight > 0, total / weight.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
-    scale = groups.std(scores) + rule.epsilon if rule.scale == "std" else torch.ones_like(scores)
+    scale = torch.ones_like(scores)
+    if rule.scale == "std":
+        scale = groups.std(scores) + rule.epsilon
+    elif rule.scale == "batch_std":
+        scale = masked_var(scores, groups.valid, reduce).sqrt() + rule.epsilon
     advantage = torch.where(groups.all_equal(scores), torch.zeros_like(scores), (scores - baseline) / scale)
     alone = scores / (1.0 + rule.epsilon if rule.scale == "std" else 1.0)
     if rule.alone == "zero":
@@ -93,19 +104,21 @@ def group_advantage(
 
 
 def sample_scores(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
-    """The reward of each sample, float64 `(bs,)`: the sum of its row.
-
-    A score may stand on a token that no policy made (the answer of a tool), so those count; padding is told from them
-    only where it is not finite, and left out.
-    """
-    readable = (response_mask > 0) | token_level_rewards.isfinite()
-    return under_mask(token_level_rewards.double(), readable).sum(dim=-1)
+    """The reward of each sample, float64 `(bs,)`: the sum of its row over the policy's tokens."""
+    return under_mask(token_level_rewards.double(), response_mask).sum(dim=-1)
 
 
 def counted_tokens(response_mask: Tensor, valid: Tensor | None) -> Tensor:
     """bool `(bs, response_length)`: tokens of the policy in valid samples."""
     mask = response_mask > 0
     return mask if valid is None else mask & valid.bool()[:, None]
+
+
+def on_last_token(values: Tensor, response_mask: Tensor) -> Tensor:
+    """One value a sample `(bs,)` on the last of its policy tokens, float32 `(bs, response_length)`, 0 elsewhere."""
+    keep = response_mask > 0
+    is_last = keep & (keep.flip(-1).cumsum(dim=-1).flip(-1) == 1)
+    return on_tokens(values, is_last)
 
 
 def on_tokens(advantage: Tensor, response_mask: Tensor) -> Tensor:

@@ -3,4 +3,4 @@
 from distflow.algorithms.advantages.grpo import compute_grpo_advantage, describe_grpo
 from distflow.algorithms.registry import register_adv_est
 
-compute_gspo_advantage = register_adv_est("gspo", scope="group", describe=describe_grpo)(compute_grpo_advantage)
+compute_gspo_advantage = register_adv_est("gspo", scope="global", describe=describe_grpo)(compute_grpo_advantage)

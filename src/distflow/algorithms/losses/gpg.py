@@ -1,4 +1,7 @@
-"""Group policy gradient: the plain −logπ·A (Chu et al. 2025, arXiv:2504.02546)."""
+"""Group policy gradient: the plain −logπ·A (Chu et al. 2025, arXiv:2504.02546, equation 5 as numbered at ICLR 2026).
+
+The paper's mean is `token-mean`; its α and F_norm are in its advantage, the estimator `gpg`.
+"""
 
 from torch import Tensor
 

@@ -8,7 +8,13 @@ from distflow.algorithms.masking import under_mask
 from distflow.algorithms.registry import register_policy_loss
 
 
-@register_policy_loss("sapo")
+def check_temperatures(tau_pos: float, tau_neg: float) -> None:
+    """Raises ValueError if one is not positive."""
+    if not (tau_pos > 0 and tau_neg > 0):
+        raise ValueError(f"tau_pos and tau_neg must be positive, not {tau_pos} and {tau_neg}")
+
+
+@register_policy_loss("sapo", check=check_temperatures)
 def compute_sapo_loss(
     log_probs: Tensor,
     advantages: Tensor,
@@ -22,8 +28,7 @@ def compute_sapo_loss(
 
     Raises ValueError if a τ is not positive. The paper aggregates by `seq-mean-token-mean`.
     """
-    if not (tau_pos > 0 and tau_neg > 0):
-        raise ValueError(f"tau_pos and tau_neg must be positive, not {tau_pos} and {tau_neg}")
+    check_temperatures(tau_pos, tau_neg)
     difference = log_ratio(log_probs, old_log_probs, loss_mask)
     advantages = under_mask(advantages, loss_mask)
     tau = torch.where(advantages > 0, torch.full_like(advantages, tau_pos), torch.full_like(advantages, tau_neg))

@@ -7,7 +7,7 @@ from distflow.algorithms.masking import under_mask
 from distflow.algorithms.registry import register_policy_loss
 
 
-@register_policy_loss("vanilla")
+@register_policy_loss("vanilla", check=check_dual_clip)
 def compute_vanilla_loss(
     log_probs: Tensor,
     advantages: Tensor,

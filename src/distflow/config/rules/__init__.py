@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from distflow.config.rules import algorithm, data, engines, program, rewards, run
+from distflow.config.rules import advantages, algorithm, data, engines, program, rewards, run
 from distflow.config.rules.finding import Finding
 from distflow.config.schema import Config
 
@@ -10,6 +10,7 @@ RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     *program.RULES,
     *data.RULES,
     *engines.RULES,
+    *advantages.RULES,
     *algorithm.RULES,
     *rewards.RULES,
     *run.RULES,

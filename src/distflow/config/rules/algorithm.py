@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from distflow.config.algorithm import RolloutCorrectionConfig
-from distflow.config.names import POLICY_LOSSES
+from distflow.config.algorithm import RolloutCorrectionConfig, spread
+from distflow.config.critic import CriticConfig
+from distflow.config.names import FILTER_METRICS, POLICY_LOSSES
 from distflow.config.program import is_rl
 from distflow.config.rules.finding import ACTOR, ROLLOUT, Finding
 from distflow.config.schema import Config
@@ -30,6 +31,12 @@ def kl_control(config: Config) -> Iterator[Finding]:
                 "a fixed coefficient follows no target",
                 f"set {_CONTROL}.type=adaptive, or remove it",
             )
+    if not adaptive and control.mean != "token":
+        yield Finding(
+            (f"{_CONTROL}.mean", f"{_CONTROL}.type"),
+            "a fixed coefficient is shown no KL",
+            f"set {_CONTROL}.type=adaptive, or remove it",
+        )
     if adaptive and not algorithm.use_kl_in_reward:
         yield Finding(
             (f"{_CONTROL}.type", "algorithm.use_kl_in_reward"),
@@ -65,7 +72,8 @@ def loss_options(config: Config) -> Iterator[Finding]:
             f"set {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm, or remove it",
         )
     loss = POLICY_LOSSES.get(actor.policy_loss)
-    if loss is not None and loss.clips and actor.clip_ratio_low is None and actor.clip_ratio > 1:
+    cuts = loss is not None and loss.clips and not loss.divergence
+    if cuts and actor.clip_ratio_low is None and actor.clip_ratio > 1:
         yield Finding(
             (f"{ACTOR}.clip_ratio",),
             f"the ratio would be clipped at 1 - {actor.clip_ratio:g} < 0, which it never reaches",
@@ -78,7 +86,7 @@ def corrections(config: Config) -> Iterator[Finding]:
     correction = config.algorithm.rollout_correction
     default = RolloutCorrectionConfig()
     if correction.level is None:
-        for name in ("mode", "cap", "floor"):
+        for name in ("mode", "cap", "floor", "rollout_is_batch_normalize"):
             if getattr(correction, name) != getattr(default, name):
                 yield Finding(
                     (f"{_CORRECTION}.{name}", f"{_CORRECTION}.level"),
@@ -106,6 +114,38 @@ def corrections(config: Config) -> Iterator[Finding]:
         )
 
 
+def rejection(config: Config) -> Iterator[Finding]:
+    """Every statistic has a bound of its kind, and there is a mismatch to measure."""
+    correction = config.algorithm.rollout_correction
+    names, bounds = correction.rollout_rs, correction.rollout_rs_threshold
+    both = (f"{_CORRECTION}.rollout_rs_threshold", f"{_CORRECTION}.rollout_rs")
+    if bool(names) != bool(bounds):
+        what = "a rejection needs a bound" if names else "it bounds a rejection that is off"
+        yield Finding(both, what, f"set {both[1]}=token_k1 and {both[0]}=[[0.5, 2.0]], or remove both")
+        return
+    if len(set(names)) < len(names):
+        yield Finding(both[1:], "a statistic is named twice", "name it once")
+    if len(bounds) not in (1, len(names)) and names:
+        yield Finding(both, f"{len(bounds)} bounds for {len(names)} statistics", "give one for each, or one for all")
+        return
+    for name, (lower, upper) in zip(names, spread(bounds, len(names)), strict=True):
+        is_ratio = name.endswith("k1")
+        if lower is not None and not is_ratio:
+            yield Finding(both, f"{name} is never negative and has no lower bound", f"write {upper:g} alone for it")
+        elif upper <= 0 or (lower is not None and not 0 < lower <= upper):
+            yield Finding(both, f"the bounds of {name} leave nothing", "write them as e.g. [0.5, 2.0], both above 0")
+        elif is_ratio and lower is None and upper < 1:
+            yield Finding(
+                both, f"nothing lies between 1/{upper:g} and {upper:g}, the bounds of {name}", "set 1 or more"
+            )
+    if names and config.actor_rollout_ref.actor.policy_loss == "decoupled":
+        yield Finding(
+            (both[1], f"{ACTOR}.policy_loss"),
+            "the decoupled loss is anchored at the rollout's own log-probs, which differ from themselves nowhere",
+            f"set {ACTOR}.policy_loss_kwargs.rejection_sampling, e.g. {{level: token, metric: kl_k3, upper: 0.1}}",
+        )
+
+
 def dynamic_sampling(config: Config) -> Iterator[Finding]:
     """A filter compares the samples of a group by a score that there is."""
     filters = config.algorithm.filter_groups
@@ -118,12 +158,22 @@ def dynamic_sampling(config: Config) -> Iterator[Finding]:
             f"set {ROLLOUT}.n=8, or algorithm.filter_groups.enable=false",
         )
     names = {part.name for parts in config.reward.functions.values() for part in parts}
-    if filters.metric != "score" and filters.metric not in names:
+    if filters.metric not in {*FILTER_METRICS, *names}:
         yield Finding(
             ("algorithm.filter_groups.metric", "reward.functions"),
             f"no reward function is called '{filters.metric}'",
-            f"set it to score, or to one of {', '.join(sorted(names))}",
+            f"set it to {' or '.join(FILTER_METRICS)}, or to one of {', '.join(sorted(names))}",
         )
 
 
-RULES = (kl_control, kl_terms_count, loss_options, corrections, dynamic_sampling)
+def value_loss(config: Config) -> Iterator[Finding]:
+    """Huber's number belongs to Huber's loss."""
+    if config.critic.value_loss != "huber" and config.critic.huber_delta != CriticConfig().huber_delta:
+        yield Finding(
+            ("critic.huber_delta", "critic.value_loss"),
+            "a squared error has no such bound",
+            "set critic.value_loss=huber, or remove it",
+        )
+
+
+RULES = (kl_control, kl_terms_count, loss_options, corrections, rejection, dynamic_sampling, value_loss)

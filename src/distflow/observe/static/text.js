@@ -8,11 +8,13 @@ function el(tag, attributes = {}, ...children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (name === "class") node.className = value;
     else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (value !== null && value !== undefined) node.setAttribute(name, value);
+    else if (value !== null && value !== undefined) node.setAttribute(name, isRead(name) ? numbered(value) : value);
   }
-  node.append(...children);
+  node.append(...children.map((child) => (typeof child === "string" ? inert(child) : child)));
   return node;
 }
+
+const isRead = (name) => name === "title" || name === "aria-label";
 
 const byId = (id) => document.getElementById(id);
 const css = (name) => getComputedStyle(root).getPropertyValue(name).trim();
@@ -21,14 +23,16 @@ const css = (name) => getComputedStyle(root).getPropertyValue(name).trim();
 // not so the joiner inside an emoji.
 const HIDDEN = /(?!(?<=\p{Extended_Pictographic}\uFE0F?\p{Emoji_Modifier}?)\u200D)[^\P{C}\n\t]|[\u2028\u2029]/gu;
 
+const codeOf = (character) => `U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
+const numbered = (text) => String(text).replace(HIDDEN, codeOf);
+
 function inert(text) {
   const fragment = document.createDocumentFragment();
   const source = String(text);
   let end = 0;
   for (const match of source.matchAll(HIDDEN)) {
     fragment.append(source.slice(end, match.index));
-    const code = match[0].codePointAt(0).toString(16).toUpperCase().padStart(4, "0");
-    fragment.append(el("span", { class: "ctl", title: "a character that cannot be seen" }, `U+${code}`));
+    fragment.append(el("span", { class: "ctl", title: "a character that cannot be seen" }, codeOf(match[0])));
     end = match.index + match[0].length;
   }
   fragment.append(source.slice(end));

@@ -16,7 +16,7 @@ function startTheme() {
 function showTop() {
   const tone = { finished: "good", failed: "bad" }[data.status.word];
   if (tone) byId("status").classList.add(tone);
-  byId("status").title = data.status.detail;
+  byId("status").title = numbered(data.status.detail);
   byId("facts").replaceWith(facts(data.run));
   for (const tile of data.tiles) {
     byId("tiles").append(

@@ -7,6 +7,7 @@ from distflow.pipelines.nodes.experience import (
     greedy_baseline,
     load_answers,
 )
+from distflow.pipelines.nodes.normalizing import normalize_advantages, normalize_rewards
 from distflow.pipelines.nodes.scoring import (
     apply_kl_penalty,
     compute_advantage,
@@ -14,6 +15,9 @@ from distflow.pipelines.nodes.scoring import (
     compute_ref_log_prob,
     compute_value,
     correct_mismatch,
+    mend_mismatch,
+    reject_mismatch,
+    select_tokens,
 )
 from distflow.pipelines.nodes.updates import train_actor, train_critic, train_sft
 
@@ -29,6 +33,11 @@ __all__ = [
     "generate",
     "greedy_baseline",
     "load_answers",
+    "mend_mismatch",
+    "normalize_advantages",
+    "normalize_rewards",
+    "reject_mismatch",
+    "select_tokens",
     "train_actor",
     "train_critic",
     "train_sft",

@@ -9,9 +9,12 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.algorithms.filters import TOO_FEW_VERDICTS, drop_reason
 from distflow.config import Config
+from distflow.config.errors import UserError
+from distflow.config.names import WHOLE_SCORE
 from distflow.config.program import find_estimator
 from distflow.data.sample import Sample, Segment
 from distflow.graph import Drop, NodeRole, node, node_factory
+from distflow.rewards.correctness import ACC
 from distflow.rewards.router import RewardRouter
 from distflow.rewards.verdict import Score
 from distflow.rollout.engine import GenerateRequest, RolloutEngine
@@ -20,7 +23,7 @@ from distflow.runtime.group import Group
 
 ANSWER_FIELDS = ("responses", "response_ids", "response_mask", "versions", "finish_reason", "truncated", "valid")
 SAMPLED_FIELDS = (*ANSWER_FIELDS, "rollout_log_probs", "sampling_log_probs")
-SCORED_FIELDS = ("scores", "valid", "reward_parts", "reward_extra", "reward_errors")
+SCORED_FIELDS = ("scores", "acc", "valid", "reward_parts", "reward_extra", "reward_errors")
 
 
 @node(writes=SAMPLED_FIELDS, role=NodeRole.ROLLOUT, scope="group")
@@ -78,6 +81,7 @@ async def judge_samples(
         return Drop(TOO_FEW_VERDICTS, str(next(v for v in verdicts if not isinstance(v, Score))))
     return {
         "scores": [verdict.value if isinstance(verdict, Score) else 0.0 for verdict in verdicts],
+        "acc": [judgement.accuracy for judgement in judgements],
         "valid": list(valid),
         "reward_parts": [judgement.scores() for judgement in judgements],
         "reward_extra": [verdict.extra if isinstance(verdict, Score) else {} for verdict in verdicts],
@@ -101,9 +105,23 @@ async def greedy_baseline(
 
 @node(role=NodeRole.DYNAMIC_SAMPLING, writes=())
 def dynamic_sampling(
-    scores: Tensor, valid: Tensor, reward_parts: list[dict[str, float]], *, metric: str
+    acc: Tensor,
+    scores: Tensor,
+    valid: Tensor,
+    reward_parts: list[dict[str, float]] | None = None,
+    *,
+    metric: str,
 ) -> Drop | None:
-    """DAPO (arXiv:2503.14476): a group whose samples all score the same teaches nothing and is replaced."""
-    parts = torch.tensor([part.get(metric, 0.0) for part in reward_parts])
-    reason = drop_reason(scores if metric == "score" else parts, valid)
+    """DAPO (arXiv:2503.14476, equation 11): a group whose samples are all right, or all wrong, teaches nothing and is
+    replaced.
+
+    metric: `acc` is that accuracy; `score` (or `seq_reward`) the whole score, penalties too; else a part of the reward.
+    """
+    if metric in WHOLE_SCORE:
+        acc = scores
+    elif metric != ACC:
+        if reward_parts is None:
+            raise UserError(f"algorithm.filter_groups.metric={metric}: no node writes reward_parts; set it to {ACC}")
+        acc = torch.tensor([part.get(metric, 0.0) for part in reward_parts])
+    reason = drop_reason(acc, valid)
     return Drop(reason) if reason else None

@@ -5,14 +5,17 @@ from functools import partial
 
 from torch import Tensor
 
-from distflow.algorithms.corrections import Level, Mode, compute_rollout_weights
+from distflow.algorithms.corrections import Level, Mode, compute_rollout_weights, mismatch_statistics
+from distflow.algorithms.kl import KLMean, make_kl_controller
 from distflow.algorithms.kl import apply_kl_penalty as penalise
-from distflow.algorithms.kl import make_kl_controller
-from distflow.algorithms.registry import check_options, find_adv_est
+from distflow.algorithms.registry import check_choices, check_options, find_adv_est, find_policy_loss
+from distflow.algorithms.rejection import Bounds, compute_rejection_mask
 from distflow.config import Config
+from distflow.config.algorithm import is_on, spread
 from distflow.config.program import find_estimator
 from distflow.data.batch import Batch
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
+from distflow.runtime.checks.mismatch import Tolerance
 from distflow.runtime.context import NodeContext
 from distflow.training.collective import Collective
 from distflow.training.engine import Scorer
@@ -61,7 +64,12 @@ def correct_mismatch(config: Config) -> Callable[..., object]:
     """Importance weights for what the rollout engine and the trainer disagree on."""
     settings = config.algorithm.rollout_correction
     options: dict[str, object] = {"level": settings.level, "mode": settings.mode, "cap": settings.cap}
-    return partial(weigh_mismatch, **options, floor=settings.floor)  # type: ignore[arg-type]  # the config checks them
+    return partial(
+        weigh_mismatch,
+        **options,  # type: ignore[arg-type]  # the config checks them
+        floor=settings.floor,
+        batch_normalize=settings.rollout_is_batch_normalize,
+    )
 
 
 @node(writes="rollout_is_weights", role=NodeRole.ACTOR)
@@ -75,12 +83,89 @@ def weigh_mismatch(
     mode: Mode,
     cap: float,
     floor: float | None,
+    batch_normalize: bool,
 ) -> NodeOutput:
     """`rollout_is_weights`, `(bs, response_length)`; see `compute_rollout_weights`."""
     weights, statistics = compute_rollout_weights(
-        old_log_probs, rollout_log_probs, loss_mask, level=level, mode=mode, cap=cap, floor=floor, reduce=reduce
+        old_log_probs,
+        rollout_log_probs,
+        loss_mask,
+        level=level,
+        mode=mode,
+        cap=cap,
+        floor=floor,
+        batch_normalize=batch_normalize,
+        reduce=reduce,
     )
     return NodeOutput({"rollout_is_weights": weights}, {f"correction/{k}": v for k, v in statistics.items()})
+
+
+@node_factory
+@node(role=NodeRole.ACTOR, writes="rollout_is_weights")
+def mend_mismatch(config: Config) -> Callable[..., object]:
+    """Importance weights from the step on in which rollout engine and trainer have drifted apart."""
+    exact = config.actor_rollout_ref.model.dtype == "float32"
+    return partial(weigh_once_apart, limit=Tolerance.of(exact).mean)
+
+
+@node(writes="rollout_is_weights", role=NodeRole.ACTOR)
+def weigh_once_apart(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    loss_mask: Tensor,
+    reduce: Collective,
+    ctx: NodeContext,
+    *,
+    limit: float,
+) -> NodeOutput | None:
+    """Nothing until the mean |Δ log-prob| of a step is above `limit`; then weights of tokens, truncated at 2."""
+    if not ctx.state.get("on"):
+        apart = mismatch_statistics(old_log_probs, rollout_log_probs, response_mask, reduce)["mean_abs"]
+        ctx.state["on"] = apart > limit
+    if not ctx.state["on"]:
+        return None
+    weights, statistics = compute_rollout_weights(
+        old_log_probs, rollout_log_probs, loss_mask, level="token", cap=2.0, reduce=reduce
+    )
+    return NodeOutput({"rollout_is_weights": weights}, {f"correction/{k}": v for k, v in statistics.items()})
+
+
+@node_factory
+@node(role=NodeRole.ACTOR, writes="loss_mask")
+def reject_mismatch(config: Config) -> Callable[..., object]:
+    """Leave out of the loss what the rollout engine and the trainer disagree on too much."""
+    settings = config.algorithm.rollout_correction
+    bounds = spread(settings.rollout_rs_threshold, len(settings.rollout_rs))
+    return partial(mask_mismatch, rollout_rs=settings.rollout_rs, bounds=bounds)
+
+
+@node(writes="loss_mask", role=NodeRole.ACTOR)
+def mask_mismatch(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    loss_mask: Tensor,
+    reduce: Collective,
+    *,
+    rollout_rs: tuple[str, ...],
+    bounds: tuple[Bounds, ...],
+) -> NodeOutput:
+    """`loss_mask` less what is rejected; see `compute_rejection_mask`."""
+    mask, statistics = compute_rejection_mask(
+        old_log_probs, rollout_log_probs, loss_mask, rollout_rs=rollout_rs, bounds=bounds, reduce=reduce
+    )
+    return NodeOutput({"loss_mask": mask}, {f"rejection/{k}": v for k, v in statistics.items()})
+
+
+@node_factory
+@node(role=NodeRole.ACTOR, writes="selected_tokens")
+def select_tokens(config: Config) -> Callable[..., object]:
+    """The tokens that the policy loss treats apart, chosen over the whole step before its first update."""
+    actor = config.actor_rollout_ref.actor
+    loss = find_policy_loss(actor.policy_loss)
+    assert loss.selects is not None
+    given = loss.for_selection(actor.policy_loss_kwargs)
+    return partial(loss.selects, **given) if given else loss.selects
 
 
 @node(writes="ref_log_prob", role=NodeRole.REFERENCE, reads=("prompt_ids", "response_ids"))
@@ -101,12 +186,13 @@ def apply_kl_penalty(config: Config) -> Callable[..., object]:
         kl_coef=control.kl_coef,
         target_kl=control.target_kl if adapts else None,
         horizon=control.horizon if adapts else None,
+        mean=control.mean,  # type: ignore[arg-type]  # the config checks it
     )
 
 
 @node(writes="token_level_rewards", role=NodeRole.REWARD)
 def take_off_kl(
-    token_level_scores: Tensor,
+    token_level_rewards: Tensor,
     old_log_probs: Tensor,
     ref_log_prob: Tensor,
     response_mask: Tensor,
@@ -119,6 +205,7 @@ def take_off_kl(
     kl_coef: float,
     target_kl: float | None,
     horizon: int | None,
+    mean: KLMean,
 ) -> NodeOutput:
     """`token_level_rewards`; the coefficient is the node's state, so that a resumed run goes on with it."""
     controller = make_kl_controller(control, kl_coef, target_kl, horizon)
@@ -126,13 +213,14 @@ def take_off_kl(
         controller.load(ctx.state)
     coefficient = controller.value
     rewards, kl = penalise(
-        token_level_scores,
+        token_level_rewards,
         old_log_probs,
         ref_log_prob,
         response_mask,
         valid,
         kl_coef=coefficient,
         kl_penalty=kl_penalty,
+        mean=mean,
         reduce=reduce,
     )
     controller.update(kl, int(reduce.sum(float(len(valid)))))
@@ -150,12 +238,23 @@ def compute_value(batch: Batch, critic: Scorer) -> Tensor:
 @node_factory
 @node(role=NodeRole.ADVANTAGE)
 def compute_advantage(config: Config) -> Callable[..., object]:
-    """The estimator of `algorithm.adv_estimator`. Options that are no key of `algorithm` come from its kwargs."""
+    """The estimator of `algorithm.adv_estimator`. Options that are no key of `algorithm` come from its kwargs.
+
+    But for `reward_weights`, which are those of `reward.functions`, and `whiten`, which is off where `adv_norm` is on.
+    """
     settings, estimator = config.algorithm, find_adv_est(config.algorithm.adv_estimator)
     known = find_estimator(config)
     if known and known.needs_group and config.actor_rollout_ref.rollout.n == 1:
         assert settings.allow_group_of_one, "the config's rules see to it"
     given = settings.adv_estimator_kwargs
     free = [name for name in estimator.options if name not in dir(settings)]
-    check_options(f"estimator '{estimator.name}' (algorithm.adv_estimator_kwargs)", given, free)
-    return partial(estimator.fn, **given) if given else estimator.fn
+    what = f"estimator '{estimator.name}' (algorithm.adv_estimator_kwargs)"
+    check_options(what, given, free)
+    check_choices(what, estimator.fn, given)
+    derived: dict[str, object] = {}
+    if "reward_weights" in estimator.options:
+        derived["reward_weights"] = {name: dict(parts) for name, parts in config.reward.functions.items()}
+    if "whiten" in estimator.options and is_on(settings.adv_norm):
+        derived["whiten"] = False
+    options = {**derived, **given}
+    return partial(estimator.fn, **options) if options else estimator.fn

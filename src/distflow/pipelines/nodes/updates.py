@@ -19,7 +19,7 @@ _READS = ("prompt_ids", "response_ids")
 def train_actor(config: Config) -> Callable[..., object]:
     """Update the policy by the config's loss, once the critic has warmed up."""
     actor, objective = config.actor_rollout_ref.actor, policy_objective(config)
-    reads = (*_READS, *objective.reads, *(f"?{name}" for name in objective.loss.optional))
+    reads = (*_READS, *objective.reads, *(f"?{name}" for name in objective.optional))
     return _update(
         reads, "actor", objective, actor.ppo_epochs, actor.ppo_mini_batch_size, warmup=config.trainer.critic_warmup
     )
@@ -67,7 +67,7 @@ def update(
     rows: dict[str, list[float]] = defaultdict(list)
     for epoch in range(epochs if ctx.step >= warmup else 0):
         for mini_batch in ctx.minibatches(batch, num_prompts, epoch):
-            metrics = engine.train_step(mini_batch, objective)
+            metrics = engine.train_step(mini_batch, ctx.before_update(engine, mini_batch, objective))
             ctx.after_update(engine, mini_batch, metrics, not rows)
             for metric, value in metrics.items():
                 rows[metric].append(value)

@@ -20,6 +20,7 @@ from distflow.rollout.embedded.sampler import Draws, sample
 from distflow.rollout.embedded.scheduler import Prefill, Scheduler, Work
 from distflow.rollout.embedded.sequence import Sequence, sequences_of
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Receipt
+from distflow.rollout.receipts import stripe_hashes
 from distflow.rollout.stopping import finish_reason
 from distflow.rollout.weights import check_shared, check_version, copy_weights
 
@@ -121,6 +122,10 @@ class EmbeddedEngine:
             self._loop.paused = False
 
         await self._loop.call(resume)
+
+    async def hashes(self) -> dict[str, str]:
+        """See `RolloutEngine`."""
+        return stripe_hashes(self._model.named_parameters(remove_duplicate=False))
 
     async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> Receipt:
         """Take weights between two steps, all or nothing; a pause is not needed. Cached prompts are dropped.

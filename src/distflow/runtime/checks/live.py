@@ -9,6 +9,7 @@ from distflow.runtime.checks.alignment import check_alignment
 from distflow.runtime.checks.mismatch import Tolerance, check_mismatch
 from distflow.runtime.checks.movement import LossTerms, Movement
 from distflow.runtime.checks.nonfinite import NonFinite
+from distflow.runtime.checks.versions import check_versions
 from distflow.runtime.resources import Resources
 from distflow.runtime.spec import Spec
 from distflow.training.engine import TrainEngine
@@ -31,6 +32,7 @@ class LiveChecks:
     nonfinite: NonFinite
     movement: dict[str, Movement]
     loss_terms: LossTerms
+    stops_on_mismatch: bool = False
     _warned_at: float = 0.0
 
     @staticmethod
@@ -44,11 +46,15 @@ class LiveChecks:
             NonFinite(spec.run_dir / "bundles", options.max_skipped, spec.text),
             {role: Movement(options.unmoved_after) for role in resources.trained()},
             LossTerms(spec.loss_terms),
+            options.on_mismatch == "stop",
         )
 
-    def taken(self, batch: Batch) -> None:
-        """A step's groups have left the experience edge."""
+    def taken(self, batch: Batch, served: int | None) -> None:
+        """A step's groups have left the experience edge. served: the step of the weights that were published last, None
+        where nothing generates."""
         check_alignment(batch)
+        if served is not None:
+            check_versions(batch, served)
 
     def updated(
         self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int, first: bool
@@ -69,7 +75,7 @@ class LiveChecks:
         A mismatch is told when it appears, and each time it has doubled.
         """
         check_alignment(batch)
-        found, warning = check_mismatch(batch, step, self.tolerance)
+        found, warning = check_mismatch(batch, step, self.tolerance, self.stops_on_mismatch)
         gap = found.get("mismatch/mean_abs", 0.0)
         if warning is not None and (not self._warned_at or gap > 2 * self._warned_at):
             self._warned_at = gap

@@ -38,10 +38,13 @@ def mismatch(rollout: Tensor, trainer: Tensor, mask: Tensor) -> dict[str, float]
     return {f"mismatch/{name}": value for name, value in statistics.items()}
 
 
-def check_mismatch(batch: Batch, step: int, tolerance: Tolerance) -> tuple[dict[str, float], str | None]:
+def check_mismatch(
+    batch: Batch, step: int, tolerance: Tolerance, stops: bool = False
+) -> tuple[dict[str, float], str | None]:
     """Metrics of the batch, and a warning where it has one. Raises TrustError where the two cannot be one policy.
 
-    The trainer's own are `prox_log_probs` where the batch has them (`old_log_probs` are the engine's then).
+    stops: a warning stops the run as well. The trainer's own are `prox_log_probs` where the batch has them
+    (`old_log_probs` are the engine's then).
     """
     own = "prox_log_probs" if "prox_log_probs" in batch else "old_log_probs"
     if "rollout_log_probs" not in batch or own not in batch:
@@ -66,10 +69,12 @@ def check_mismatch(batch: Batch, step: int, tolerance: Tolerance) -> tuple[dict[
             f"(largest {metrics['mismatch/max_abs']:.3g}, limit of the mean {tolerance.hold:g}). Likely causes: "
             "misaligned log-probs or tokens, KV of old weights, another temperature, or weights that did not arrive"
         )
-    return metrics, (
-        f"rollout and trainer log-probs differ by {mean:.3g} nats a token on average "
-        f"(cause: {_cause(batch, stale)}); algorithm.rollout_correction.level=token weighs it out"
-    )
+    told = f"rollout and trainer log-probs differ by {mean:.3g} nats a token on average (cause: {_cause(batch, stale)})"
+    if stops:
+        raise TrustError(f"{told}, above {tolerance.mean:g}, and trust.on_mismatch=stop")
+    if "rollout_is_weights" in batch:
+        return metrics, f"{told}; each token's loss is weighed by the ratio of the two from here on"
+    return metrics, f"{told}; algorithm.rollout_correction.level=token weighs it out"
 
 
 def _cause(batch: Batch, stale: bool) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import os
-import shutil
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +11,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from distflow.data.batch import Batch
+from distflow.observe.jsonlines import read_object
 from distflow.runtime.checks import TrustError
 from distflow.training.engine import TrainEngine
 
-WEIGHTS = "weights.safetensors"
+BATCH, WEIGHTS, CONFIG, FACTS = "batch.safetensors", "weights.safetensors", "config.yaml", "bundle.json"
 KEPT_OBJECTS = ("uid", "prompts", "responses", "finish_reason")
 
 
@@ -65,26 +66,42 @@ class NonFinite:
             )
 
     def _save(self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int) -> Path:
-        self._num_saved += 1
-        bundle = self.folder / f"step-{step + 1:06d}-{role}-{self._num_saved}"
-        shutil.rmtree(bundle, ignore_errors=True)
-        bundle.mkdir(parents=True)
+        bundle = self._make_folder(role, step)
         kept = [n for n in batch.names if n in KEPT_OBJECTS or isinstance(batch.flat(n), Tensor)]
-        batch.only(kept).save(bundle / "batch.safetensors")
+        batch.only(kept).save(bundle / BATCH)
         before = self._last.get(role, bundle) / WEIGHTS
         if self._in_a_row[role] > 1 and before.is_file():
             os.link(before, bundle / WEIGHTS)  # a skipped update changed nothing
         else:
             weights = engine.state().trained_weights()
             save_file({name: t.cpu().contiguous().clone() for name, t in weights.items()}, bundle / WEIGHTS)
-        (bundle / "config.yaml").write_text(self.config_yaml)
+        (bundle / CONFIG).write_text(self.config_yaml, encoding="utf-8")
         facts = {"role": role, "step": step, "metrics": {k: repr(v) for k, v in metrics.items()}}
-        (bundle / "bundle.json").write_text(json.dumps(facts, indent=2))
+        (bundle / FACTS).write_text(json.dumps(facts, indent=2))
         self._last[role] = bundle
         self._remove_old()
         return bundle
 
+    def _make_folder(self, role: str, step: int) -> Path:
+        """Under a name that nothing has: an earlier start may have saved one of this step."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        while True:
+            self._num_saved += 1
+            bundle = self.folder / f"step-{step + 1:06d}-{role}-{self._num_saved}"
+            if not os.path.lexists(bundle):
+                bundle.mkdir(mode=0o700)
+                return bundle
+
     def _remove_old(self) -> None:
-        bundles = sorted(self.folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        """Of bundles the files that we write; what somebody put beside them stays."""
+        bundles = sorted(filter(_is_bundle, self.folder.iterdir()), key=lambda path: path.stat().st_mtime_ns)
         for old in bundles[: -self.limit]:
-            shutil.rmtree(old)
+            for name in (BATCH, WEIGHTS, CONFIG, FACTS):
+                (old / name).unlink(missing_ok=True)
+            if not any(old.iterdir()):
+                old.rmdir()
+
+
+def _is_bundle(path: Path) -> bool:
+    ours = re.fullmatch(r"step-\d{6,}-[a-z]+-\d+", path.name) and not path.is_symlink()
+    return bool(ours) and "role" in read_object(path / FACTS)

@@ -1,0 +1,86 @@
+"""Alarms of healthy runs: the checks of a run, and its auditor, must stay silent where nothing is wrong.
+
+    python benchmarks/healthy.py [--seeds 20 --steps 200 --audit-freq 20 --only grpo,ppo]
+
+Each run trains a tiny random decoder (32 wide, 2 layers) by another seed, through the path that ships, with all checks
+on: GRPO with a KL term and 2 mini-batches x 2 epochs, PPO, DAPO, LoRA, bfloat16, the `hf` engine. The table counts the
+warnings, findings and errors of all runs, and shows what share of their time the audits took. An alarm is printed with
+its message. Findings that are true of these runs are no alarm: a tiny random policy may stop moving.
+"""
+
+import argparse
+import contextlib
+import io
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from distflow.observe.run_reader import read_events, read_metrics
+from tests.e2e.runs import Playground
+
+TWO_BY_TWO = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_epochs=2")
+SETUPS = {
+    "grpo": ("grpo", *TWO_BY_TWO),
+    "ppo": ("ppo", *TWO_BY_TWO),
+    "dapo": ("dapo", "reward.overlong.buffer_tokens=4", "actor_rollout_ref.actor.optim.lr=1e-4", *TWO_BY_TWO),
+    "lora": ("grpo", "actor_rollout_ref.model.lora_rank=4"),
+    "bfloat16": ("grpo", "actor_rollout_ref.model.dtype=bfloat16"),
+    "hf": ("grpo", "actor_rollout_ref.rollout.name=hf"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--audit-freq", type=int, default=20)
+    parser.add_argument("--only", default=",".join(SETUPS))
+    options = parser.parse_args()
+    print("| set-up | runs | steps | audits | not proven | warnings | findings | ended early | audit's share of time |")
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    for name in options.only.split(","):
+        print(row(name, options), flush=True)
+
+
+def row(name: str, options: argparse.Namespace) -> str:
+    kinds: Counter[str] = Counter()
+    unproven: Counter[str] = Counter()
+    audited = total = 0.0
+    steps = 0
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    for seed in seeds:
+        with tempfile.TemporaryDirectory() as folder:
+            playground = Playground(Path(folder))
+            preset, *overrides = SETUPS[name]
+            overrides += [
+                f"trainer.seed={seed}",
+                f"trainer.total_training_steps={options.steps}",
+                f"trust.audit_freq={options.audit_freq}",
+                "trainer.logger=[]",
+            ]
+            try:
+                with contextlib.redirect_stdout(io.StringIO()):
+                    playground.run(preset, *overrides)
+            except Exception as error:  # whatever ends a run is an alarm, and the next run is made all the same
+                kinds["ended"] += 1
+                print(f"  {name}, seed {seed}: {type(error).__name__}: {error}", flush=True)
+            for event in read_events(playground.folder / "run"):
+                kinds[event.kind] += 1
+                if event.kind == "audit":
+                    unproven.update(dict(event.fields["unproven"]))  # type: ignore[call-overload]
+                if event.kind in ("warning", "finding"):
+                    print(f"  {name}, seed {seed}, step {event.step}: {event.kind}: {event.message}", flush=True)
+            for record in read_metrics(playground.folder / "run"):
+                audited += record.values.get("timing_s/audit", 0.0)
+                total += record.values.get("timing_s/step", 0.0)
+                steps += record.kind == "train"
+    left = ", ".join(unproven) or "none"
+    return (
+        f"| {name} | {len(seeds)} | {steps:,} | {kinds['audit']} | {left} | {kinds['warning']} | {kinds['finding']} | "
+        f"{kinds['ended']} | {audited / max(total, 1e-9):.1%} |"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Rewards and advantages normalised over the batch or their group: AReaL's `reward_norm` and `adv_norm`.
+
+The keys and the formula are those of `NormConfig` and `Normalization` of AReaL 1.0, exact over the ranks.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from distflow.algorithms.advantages.group import Groups
+from distflow.algorithms.masking import Reduce, global_sum, under_mask
+
+Level = Literal["batch", "group"]
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """(x − mean) / (std + eps), each over the global batch or the group; a level of None leaves it out.
+
+    mean_leave1out: a value is not in the mean that is taken off it. std_unbiased: over n − 1 values, and 1 where there
+    is one only. The standard deviation is that of the differences to this mean, also where the mean is of another
+    level, leaves the value out, or is 0 for want of one. group_size: a group is cut into runs of so many episodes.
+    """
+
+    mean_level: Level | None = None
+    mean_leave1out: bool = False
+    std_level: Level | None = None
+    std_unbiased: bool = True
+    eps: float = 1e-5
+    group_size: int | None = None
+
+    def __call__(
+        self,
+        values: Tensor,
+        mask: Tensor,
+        group_index: Tensor,
+        valid: Tensor | None = None,
+        episode_index: Tensor | None = None,
+        reduce: Reduce | None = None,
+    ) -> Tensor:
+        """The values under the mask normalised, float64 `(bs, length)`, 0 elsewhere and for invalid samples.
+
+        values, mask: `(bs, length)`; group_index, valid, episode_index: `(bs,)`. Each value under the mask counts by
+        itself; where all of a level are equal its differences to their mean are exactly 0. Raises ValueError where
+        `group_size` is set without `episode_index`.
+        """
+        groups = Groups(self._cut(group_index, episode_index), valid)
+        counted = (mask > 0) & groups.valid[:, None]
+        centred = under_mask(values.double(), counted)
+        if self.mean_level is not None:
+            centred = self._centred(centred, _Pool(self.mean_level, groups, counted, reduce))
+        if self.std_level is not None:
+            centred = centred / self._scale(centred, _Pool(self.std_level, groups, counted, reduce))
+        return centred
+
+    def _centred(self, values: Tensor, pool: "_Pool") -> Tensor:
+        total, count = pool.sum(values), pool.count
+        mean = total / count.clamp(min=1)
+        if self.mean_leave1out:
+            mean = torch.where(count > 1, (total - values) / (count - 1).clamp(min=1), 0.0)
+            mean = torch.where(pool.is_one_sample, values, mean)  # there is no other: AReaL takes its own value
+        equal = (count > 1) & (pool.max(values) == -pool.max(-values))
+        return under_mask(torch.where(equal, 0.0, values - mean), pool.counted)
+
+    def _scale(self, centred: Tensor, pool: "_Pool") -> Tensor:
+        freedom = pool.count - 1 if self.std_unbiased else pool.count
+        std = (pool.sum(centred.square()) / freedom.clamp(min=1)).sqrt()
+        undefined = (freedom < 1) | (pool.is_one_sample & self.std_unbiased)
+        return torch.where(undefined, 1.0, std) + self.eps
+
+    def _cut(self, group_index: Tensor, episode_index: Tensor | None) -> Tensor:
+        if self.group_size is None:
+            return group_index
+        if episode_index is None:
+            raise ValueError("group_size cuts groups by their episodes; give episode_index")
+        runs = torch.div(episode_index, self.group_size, rounding_mode="floor")
+        return torch.unique(torch.stack([group_index, runs]), dim=1, return_inverse=True)[1]
+
+
+class _Pool:
+    """The values that count together: those of a group, or of the batch of all ranks. Every method gives `(bs, 1)`."""
+
+    def __init__(self, level: Level, groups: Groups, counted: Tensor, reduce: Reduce | None) -> None:
+        self.level, self.groups, self.counted, self.reduce = level, groups, counted, reduce
+        self.count = self.sum(counted)
+
+    @property
+    def is_one_sample(self) -> Tensor:
+        """A group with one valid sample, however many tokens it has."""
+        return (self.groups.size[:, None] == 1) & (self.level == "group")
+
+    def sum(self, values: Tensor) -> Tensor:
+        rows = values.double().sum(dim=-1)
+        if self.level == "group":
+            return self.groups.sum(rows)[:, None]
+        return global_sum(rows.sum(), self.reduce).expand(len(rows), 1)
+
+    def max(self, values: Tensor) -> Tensor:
+        """−inf where no value counts."""
+        inside = torch.where(self.counted, values, -torch.inf)
+        rows = torch.cat([inside.new_full((len(inside), 1), -torch.inf), inside], dim=1).amax(dim=1)
+        if self.level == "group":
+            return self.groups.max(rows)[:, None]
+        largest = torch.cat([rows.new_full((1,), -torch.inf), rows]).amax()
+        return (largest if self.reduce is None else self.reduce.max(largest)).expand(len(rows), 1)

@@ -1,0 +1,80 @@
+"""The process's global random generators, of `random`, numpy and torch: they belong to the user's functions.
+
+Nothing in this package draws from them: samples, shuffles and initial weights have generators of their own. In the
+learning plane, where one function runs after another, what a function of the user draws and seeds lasts, and is in
+every checkpoint. In the experience plane and in the verifiers' processes calls run in no fixed order: each has
+generators of its own, seeded by whom it works for, and leaves no trace.
+
+Imports neither numpy nor torch by itself: a verifier's process may never need them.
+"""
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+States = Mapping[str, Any]
+"""By generator, in its own form."""
+
+
+def loaded() -> tuple[str, ...]:
+    """Those that there are in this process, for they are made when their module is imported."""
+    return tuple(name for name in ("random", "numpy.random", "torch") if name in sys.modules)
+
+
+def seed(*identity: object) -> None:
+    """Seed all that are loaded; the same for equal `repr` of the identity, on every machine."""
+    digest = hashlib.blake2b(repr(identity).encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    number = int.from_bytes(digest, "little")
+    random.seed(number)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(number % 2**32)
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.manual_seed(number)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(number)
+
+
+def states() -> States:
+    """What all that are loaded stand at."""
+    found: dict[str, Any] = {"random": random.getstate()}
+    if numpy := sys.modules.get("numpy"):
+        found["numpy"] = numpy.random.get_state()
+    if torch := sys.modules.get("torch"):
+        found["torch"] = torch.default_generator.get_state()
+        if torch.cuda.is_initialized():
+            found["cuda"] = torch.cuda.get_rng_state_all()
+    return found
+
+
+def put_back(found: States) -> None:
+    """Make them stand at what `states` gave."""
+    random.setstate(found["random"])
+    if "numpy" in found:
+        sys.modules["numpy"].random.set_state(found["numpy"])
+    if "torch" in found:
+        sys.modules["torch"].default_generator.set_state(found["torch"])
+    if "cuda" in found:
+        sys.modules["torch"].cuda.set_rng_state_all(found["cuda"])
+
+
+@contextmanager
+def lent(own: States) -> Iterator[None]:
+    """Inside they stand at `own`; behind it at what they stood at before."""
+    before = states()
+    put_back(own)
+    try:
+        yield
+    finally:
+        put_back(before)
+
+
+def seeded(*identity: object) -> States:
+    """What they stand at when they are seeded so; they themselves stay as they are."""
+    before = states()
+    seed(*identity)
+    own = states()
+    put_back(before)
+    return own

@@ -1,0 +1,119 @@
+r"""Two formulas, parsed and compared by math-verify; what it rounds is compared exactly.
+
+By itself it rounds at the sixth decimal, so that 1e-7 equals 2e-7 to it, and takes 2^{2017} for 2^{2017} - 1.
+"""
+
+import logging
+import math
+import re
+from decimal import Decimal
+from fractions import Fraction
+from functools import lru_cache
+
+import math_verify
+from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
+from math_verify.errors import TimeoutException
+from sympy import Basic, Derivative, Expr, Float, I, Integral, Limit, MatrixBase, Product, Sum, Symbol
+from sympy.core.function import AppliedUndef
+
+from distflow.rewards.math_numbers import ROUNDED_DECIMALS, is_rounded, num_decimals, plain_number
+from distflow.rewards.math_text import unwrap, words
+
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
+
+_SYNTAX = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
+_TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+_IMAGINARY = (Symbol("i", real=True), Symbol("i"))
+_NOT_POINTWISE = (Integral, Derivative, Limit, Sum, Product, AppliedUndef)
+_SMALL, _SMALL_GAP, _RELATIVE_TOLERANCE = 1e-3, 1e-9, 1e-6
+
+
+def expressions_equal(gold: str, answer: str) -> bool:
+    """Both affordable (`math_bounds`). What does not parse, or makes sympy raise, equals nothing.
+
+    Raises MemoryError: it says nothing about the answer, a fresh process judges again.
+    """
+    first, second = _parse(gold), _parse(answer)
+    if first is None or second is None:
+        return False
+    try:
+        for known in (_exactly_equal(first, second), _rounds_to(second, gold), _rounds_to(first, answer)):
+            if known is not None:
+                return known
+        if _differ_at_a_point(first, second):
+            return False
+        equal = math_verify.verify([first], [second], timeout_seconds=None, raise_on_error=True)
+        return bool(equal) and not _differ_below_rounding(first, second)
+    except MemoryError:
+        raise
+    except (Exception, TimeoutException):  # sympy raises all sorts on nonsense, which is no answer
+        return False
+
+
+@lru_cache(maxsize=1024)
+def _parse(text: str) -> Basic | MatrixBase | None:
+    r"""What sympy makes of LaTeX, with i as the imaginary unit and ° as π/180 within functions; None for no formula."""
+    if words(unwrap(text)) is None:
+        text = unwrap(text)
+    try:
+        syntax = normalize_latex(text, _SYNTAX)
+        degrees = _TRIGONOMETRY.search(text) is not None
+        parsed = latex2sympy(syntax, is_real=True, convert_degrees=degrees, normalization_config=None)
+        if isinstance(parsed, Basic) and not parsed.free_symbols.isdisjoint(_IMAGINARY):
+            parsed = parsed.xreplace(dict.fromkeys(_IMAGINARY, I))
+    except MemoryError:
+        raise
+    except Exception:  # the parser raises plain Exceptions
+        return None
+    return parsed if isinstance(parsed, Basic | MatrixBase) else None
+
+
+def _exactly_equal(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool | None:
+    """For two rational numbers however they are written: `2^{2017}` is not `2^{2017}-1`. None for all else."""
+    if not all(isinstance(side, Expr) and not side.free_symbols and not side.has(Float) for side in (gold, answer)):
+        return None
+    values = [side.doit() for side in (gold, answer)]
+    return bool(values[0] == values[1]) if all(value.is_Rational for value in values) else None
+
+
+def _differ_at_a_point(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool:
+    """True for two formulas with other values at one point, which is seen long before simplifying shows it."""
+    if not all(isinstance(side, Expr) and not side.has(*_NOT_POINTWISE) for side in (gold, answer)):
+        return False
+    symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
+    if not symbols or isinstance(gold, Symbol) or isinstance(answer, Symbol):  # a symbol may be a word
+        return False
+    point = {symbol: Float(0.7 + 0.37 * number) for number, symbol in enumerate(symbols)}
+    try:
+        first, second = (complex(side.xreplace(point).evalf()) for side in (gold, answer))
+    except (TypeError, ValueError, ArithmeticError):  # no number, or one beyond floats
+        return False
+    gap, size = abs(first - second), max(abs(first), abs(second))
+    return math.isfinite(gap) and gap > _SMALL_GAP + _RELATIVE_TOLERANCE * size
+
+
+def _rounds_to(expression: Basic | MatrixBase, text: str) -> bool | None:
+    """Whether a number is what a plain decimal says, exactly or rounded; None where that is not known."""
+    decimal = plain_number(text)
+    if decimal is None or not isinstance(expression, Expr) or expression.free_symbols:
+        return None
+    value = expression.doit()
+    if not value.is_real:
+        return None
+    exact = Decimal(str(value.evalf(num_decimals(decimal) + 20)))
+    if value.is_Rational and Fraction(decimal) == Fraction(int(value.p), int(value.q)):
+        return True
+    return is_rounded(exact, decimal) if value.is_Rational or num_decimals(decimal) >= ROUNDED_DECIMALS else None
+
+
+def _differ_below_rounding(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool:
+    """True for small numbers that math-verify calls equal because it rounds at the sixth decimal."""
+    first, second = _real_value(gold), _real_value(answer)
+    if first is None or second is None or abs(first) >= _SMALL:
+        return False
+    return abs(first - second) > _RELATIVE_TOLERANCE * max(abs(first), abs(second))
+
+
+def _real_value(parsed: Basic | MatrixBase) -> float | None:
+    return float(parsed.evalf()) if isinstance(parsed, Expr) and parsed.is_number and parsed.is_real else None

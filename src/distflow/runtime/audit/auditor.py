@@ -1,0 +1,335 @@
+"""Says when a step is proven again, gathers its evidence, and tells what was proven."""
+
+import copy
+import hashlib
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from distflow.data import generators
+from distflow.data.batch import Batch
+from distflow.flow.ticket import Version
+from distflow.graph import Program
+from distflow.rewards.verdict import Verdict
+from distflow.runtime.audit.check import Wrong
+from distflow.runtime.audit.checks import AFTER, BEFORE, OF_A_FEW_GROUPS, OF_EVERY_STEP
+from distflow.runtime.audit.evidence import Evidence, Inputs, Parts
+from distflow.runtime.audit.log_probs import score_before
+from distflow.runtime.audit.watch import UpdateRecord, UpdateWatch
+from distflow.runtime.audit.witness import GroupRecord, Witness
+from distflow.runtime.checks import TrustError
+from distflow.runtime.context import NodeContext, NodeState
+from distflow.runtime.recorder import Recorder
+from distflow.runtime.resources import Resources
+from distflow.runtime.session import Session
+from distflow.runtime.spec import Spec
+from distflow.runtime.step import Step
+from distflow.training.engine import LossFn, TrainEngine
+
+STATE = "trust.audit"
+"""Its place among what nodes keep: no node's id has a dot."""
+
+MOST_SHARE = 0.02
+"""Of the run's time, that audits may take."""
+
+NUM_FIRST = 3
+"""Audits of a process that are made whatever they take."""
+
+NUM_SCORED_AGAIN = 2
+"""Later mini-batches of a step before which the policy is run on a sample."""
+
+NUM_FIRST_LOOKS = 32
+"""Steps of a process in which a few groups are looked at whatever it takes."""
+
+NUM_GROUPS = 2
+"""That are looked at then."""
+
+LOOKED_AT = (
+    *("uid", "group_index", "domain", "valid", "truncated", "reward_parts", "reward_baselines", "scores", "versions"),
+    *(
+        "response_ids",
+        "response_mask",
+        "loss_mask",
+        "token_level_scores",
+        "token_level_rewards",
+        "advantages",
+        "returns",
+    ),
+    *("old_log_probs", "rollout_log_probs", "ref_log_prob", "values", "rollout_is_weights"),
+)
+Note = Callable[..., None]
+
+
+class Auditor:
+    """Audits steps of one worker. Called on the learning thread, but for the witness.
+
+    A claim that does not hold ends the run with TrustError. A check that cannot be made, or that fails itself, is told
+    and costs nothing else.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        witness: Witness,
+        state: dict[str, Any],
+        note: Note,
+        *,
+        frequency: int,
+        first_step: int,
+        total_steps: int,
+    ) -> None:
+        """state: JSON values, saved with the run. note: tells of an event. frequency: in steps; 0 never audits.
+        first_step: the first of this process."""
+        self._parts, self.witness, self._state, self._note = parts, witness, state, note
+        self._frequency, self._first_step, self._total_steps = frequency, first_step, total_steps
+        self._waiting = self._due = False
+        self._tickets: Sequence[int] = ()
+        self._records: Mapping[int, GroupRecord] = {}
+        self._batch: Batch | None = None
+        self._step = first_step
+        self._evidence: Evidence | None = None
+        self._watch: UpdateWatch | None = None
+        self._seen: list[UpdateRecord] = []
+        self._before: dict[str, int] = {}
+        self._told: set[str] = set()
+        self._num_audits = 0
+        self._spent_s = 0.0
+        self._began = time.monotonic()
+        self._proven: list[str] = []
+        self._unproven: dict[str, str] = {}
+
+    def is_due(self, step: int) -> bool:
+        """At the start, in the step behind it, where weights have moved once, and once in every `frequency` steps, at a
+        drawn place, so that what goes wrong in every third step is met. Behind the first few one waits until audits
+        have taken less than their share of the run's time, unless every step is asked for. To be asked once a step."""
+        if self._frequency <= 0:
+            return False
+        if step - self._first_step in (0, 1) or self._frequency == 1:
+            return True
+        window = step // self._frequency
+        place = int.from_bytes(hashlib.blake2b(f"audit {window}".encode(), digest_size=4).digest(), "little")
+        self._waiting = self._waiting or step % self._frequency == place % self._frequency
+        return self._waiting and (self._is_affordable() or self._num_audits < NUM_FIRST)
+
+    def _is_affordable(self) -> bool:
+        return self._spent_s <= MOST_SHARE * (time.monotonic() - self._began)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Inside, time counts as the audit's, and what functions of the user draw leaves no trace."""
+        began = time.monotonic()
+        try:
+            with generators.lent(generators.states()):
+                yield
+        finally:
+            self._spent_s += time.monotonic() - began
+
+    def took(self, step: int, tickets: Sequence[int], batch: Batch) -> None:
+        """A step's groups have left the edge."""
+        self._step, self._evidence, self._batch, self._seen = step, None, batch, []
+        self._before = dict(self._updates)
+        self._tickets = tickets
+        self._due = self.is_due(step)  # once: it hangs on the clock, and evidence must be whole
+        self._records = self.witness.take(tickets)
+
+    def scored(self, batch: Batch) -> None:
+        """A node of the learning plane has run."""
+        self._batch = batch
+
+    def before_update(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
+        """The loss function to call in this optimizer step: `loss`, or one that is watched."""
+        first_of_its_kind = self._frequency > 0 and role not in self._updates
+        with self._timed():
+            if self._evidence is None and (self._due or first_of_its_kind):
+                self._begin()
+            if self._evidence is None:
+                self._seen.append(UpdateRecord(role, engine, loss, batch))
+                return loss
+            self._watch = UpdateWatch(role, engine, batch, loss, self._step)
+            number = len(self._evidence.updates_of(role))
+            if role == "actor" and 0 < number <= NUM_SCORED_AGAIN:
+                score_before(self._evidence, self._watch.record)
+            return self._watch.loss
+
+    def after_update(self, role: str, metrics: Mapping[str, float]) -> None:
+        """An optimizer step was taken or skipped."""
+        if self._watch is not None and self._evidence is not None:
+            self._evidence.updates.append(self._watch.end(metrics))
+            self._watch = None
+        elif self._seen:
+            self._seen[-1].metrics = metrics
+        self._updates[role] = self._updates.get(role, 0) + int(not metrics.get("skipped"))
+
+    def end(self, metrics: Mapping[str, float]) -> None:
+        """All nodes of the step have run."""
+        with self._timed():
+            if self._evidence is None and self._due:
+                self._begin()
+            if self._evidence is not None:
+                self._evidence.metrics = metrics
+                self._prove([(check.name, check.prove) for check in AFTER])
+                self._tell()
+            elif self._frequency > 0 and self._batch is not None:
+                self._look(self._batch, metrics)
+        if "actor/kl_coef" in metrics and self._batch is not None:
+            self._state["kl_control"] = {
+                "step": self._step,
+                "coefficient": metrics["actor/kl_coef"],
+                "kl": metrics["actor/reward_kl_penalty"],
+                "samples": len(self._batch),
+            }
+        self._evidence, self._records, self._batch = None, {}, None
+
+    @property
+    def _updates(self) -> dict[str, int]:
+        """Optimizer steps by role since the run's start."""
+        found: dict[str, int] = self._state.setdefault("updates", {})
+        return found
+
+    def _budget_s(self) -> float:
+        """Half of an audit's share of the time that passes between two."""
+        step_s = (time.monotonic() - self._began) / (self._step - self._first_step + 1)
+        return max(MOST_SHARE / 2 * self._frequency * step_s, 0.05)
+
+    def _begin(self) -> None:
+        if self._batch is None:
+            return
+        self._proven, self._unproven, self._waiting = [], {}, False
+        self._num_audits += 1
+        self._evidence = self._evidence_of(_copied(self._batch))
+        self._prove([(check.name, check.prove) for check in BEFORE])
+
+    def _look(self, batch: Batch, metrics: Mapping[str, float]) -> None:
+        """In every step what is cheap; a few drawn groups in the first steps, and while audits take less than their
+        share."""
+        self._evidence = self._evidence_of(batch)
+        self._evidence.updates, self._evidence.metrics = self._seen, metrics
+        self._prove(OF_EVERY_STEP)
+        early = self._step - self._first_step < NUM_FIRST_LOOKS
+        if (early or self._is_affordable()) and "response_mask" in batch and "advantages" in batch:
+            groups = batch["group_index"].tolist()
+            few = random.Random(self._step).sample(sorted(set(groups)), min(NUM_GROUPS, len(set(groups))))
+            rows = [row for row, group in enumerate(groups) if group in few]
+            part = self._evidence_of(batch.only(_present(batch)).select(rows))
+            part.metrics, part.partial = metrics, True
+            self._evidence = part
+            self._prove(OF_A_FEW_GROUPS)
+
+    def _evidence_of(self, batch: Batch) -> Evidence:
+        return Evidence(
+            parts=self._parts,
+            step=self._step,
+            total_steps=self._total_steps,
+            records=self._records,
+            tickets=self._tickets,
+            batch=batch,
+            fresh=not self._before.get("actor"),
+            budget_s=self._budget_s(),
+            num_updates=self._before,
+            state=self._state,
+            say=self._say,
+        )
+
+    def _prove(self, checks: Sequence[tuple[str, Callable[[Evidence], str | None]]]) -> None:
+        assert self._evidence is not None
+        for name, prove in checks:
+            try:
+                missing = prove(self._evidence)
+            except Wrong as wrong:
+                raise TrustError(f"the audit of step {self._step + 1} found ({name}): {wrong}") from wrong
+            except Exception as err:  # the edge of a check: an auditor that fails must not end a healthy run
+                missing = f"the check itself failed: {type(err).__name__}: {err}"
+                self._say(f"the audit could not make its check '{name}': {type(err).__name__}: {err}")
+            if missing is None:
+                self._proven.append(name)
+            elif missing:
+                self._unproven[name] = missing
+
+    def _tell(self) -> None:
+        left = f"; not proven: {', '.join(self._unproven)}" if self._unproven else ""
+        message = f"step {self._step + 1} was proven again: {', '.join(self._proven)}{left}"
+        self._note("audit", message, proven=self._proven, unproven=self._unproven)
+
+    def _say(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            self._note("warning", message)
+
+
+def _present(batch: Batch) -> list[str]:
+    """The columns that are looked at in every step."""
+    return [name for name in LOOKED_AT if name in batch]
+
+
+def _copied(batch: Batch) -> Batch:
+    """Its tensors as they are now, whatever is written into them later."""
+    return batch.select(range(len(batch)))
+
+
+def make_auditor(
+    spec: Spec,
+    program: Program,
+    learning: Sequence[Step],
+    resources: Resources,
+    session: Session,
+    recorder: Recorder,
+    state: NodeState,
+    version: Version,
+) -> Auditor:
+    """Of a worker. state: of all nodes."""
+    witness, judge = Witness(), resources.judge
+    if judge is not None and spec.options.audit_freq > 0:
+        judge.pool.told = witness.judged
+    estimator = next((step for step in learning if "advantages" in step.node.contract.writes), None)
+
+    def ask(name: str, arguments: Mapping[str, object]) -> Verdict:
+        assert judge is not None, "asked only where there is one"
+        return session.call(judge.pool.judge(name, arguments))
+
+    def hashes() -> dict[str, str]:
+        assert resources.rollout is not None, "asked only where there is one"
+        return session.call(resources.rollout.hashes())
+
+    def estimate(batch: Batch) -> Inputs:
+        assert estimator is not None, "asked only where there is one"
+        kept = copy.deepcopy(state.get(estimator.node.node_id, {}))
+        ctx = NodeContext(spec.config, version.step, resources.tokenizer, kept)
+        return estimator.fn, *estimator.inputs(batch, {"batch": batch, "ctx": ctx})
+
+    def note(kind: str, message: str, **fields: object) -> None:
+        """Warnings are shown; what was proven stands in the run's events."""
+        tell = recorder.note if kind == "warning" else recorder.folder.event
+        tell(kind, message, **fields)
+
+    parts = Parts(
+        config=spec.config,
+        program=program,
+        learning=[step.node for step in learning],
+        rows=spec.rows,
+        data=spec.data,
+        sampling=replace(spec.sampling, stop_token_ids=resources.stop_token_ids),
+        tokenizer=resources.tokenizer,
+        actor=resources.actor,
+        critic=resources.critic,
+        ref=resources.ref,
+        judge=ask if judge is not None else None,
+        hashes=hashes if resources.rollout is not None else None,
+        weight_dtype=spec.weight_dtype,
+        exact=spec.weight_dtype is torch.float32,
+        num_ranks=sum(bool(rank.learning) for rank in spec.plan.ranks),
+        estimate=estimate if estimator is not None else None,
+    )
+    return Auditor(
+        parts,
+        witness,
+        state.setdefault(STATE, {}),
+        note,
+        frequency=spec.options.audit_freq,
+        first_step=version.step,
+        total_steps=spec.data.total_steps,
+    )

@@ -1,0 +1,96 @@
+"""Claim: each token is the one that the sample's own random stream draws from the policy."""
+
+import hashlib
+
+from distflow.rollout.engine import GenerateRequest
+from distflow.runtime.audit.check import Check, Wrong
+from distflow.runtime.audit.evidence import Evidence, Sample
+
+EXACT, ROUNDED = 1e-3, 0.1
+MASK = 2**64 - 1
+TWIN_NATS = -30.0
+
+
+def prove(evidence: Evidence) -> str | None:
+    if not evidence.is_written("rollout_log_probs"):
+        return ""
+    _no_twins(evidence)
+    tolerance, seen, missed = EXACT if evidence.parts.exact else ROUNDED, 0, 0
+    example = ""
+    for sample in evidence.samples:
+        scores, found = evidence.plain.get(sample["uid"]), evidence.generation(sample)
+        if scores is None or found is None:
+            continue
+        request, made = found
+        if request.params.repetition_penalty != 1.0 or request.params.greedy:
+            return "draws under a repetition penalty, and greedy ones, are not drawn again"
+        ticket = evidence.records[int(sample["group_index"])].ticket
+        row, epoch = ticket.row, ticket.number // evidence.parts.data.num_rows
+        own, drawn = (evidence.config.trainer.seed, epoch, row), request.stream
+        if (drawn.seed, drawn.epoch, drawn.row) != own:
+            raise Wrong(f"sample {sample['uid']} drew from the stream of {drawn}, its own is (seed, epoch, row) {own}")
+        _by_the_config(evidence, request)
+        key = _key(request, epoch, row, int(sample["uid"].split("-")[1]))
+        for position in range(len(made.token_ids)):
+            uniform = _uniform(key, request.num_drawn + position)
+            low = float(scores.below[position]) - tolerance
+            high = float(scores.below[position] + scores.mass[position]) + tolerance
+            seen += 1
+            if not low <= uniform <= high:
+                missed += 1
+                example = (
+                    example
+                    or f"token {position} of sample {sample['uid']} needs a draw in [{low:.4f}, {high:.4f}], its "
+                    f"stream gives {uniform:.4f}"
+                )
+    if missed > (0 if evidence.parts.exact else 2 + 0.1 * seen):
+        raise Wrong(
+            f"{missed} of {seen} tokens are not what the samples' random streams draw from the policy; {example}. "
+            "Samples share a stream, or tokens are drawn from another distribution than is trained"
+        )
+    return None if seen else "no sample was drawn by this process and scored again"
+
+
+def _by_the_config(evidence: Evidence, request: GenerateRequest) -> None:
+    settings = evidence.config.actor_rollout_ref.rollout
+    for name in ("temperature", "top_p", "top_k", "min_p"):
+        if getattr(request.params, name) != getattr(settings, name):
+            raise Wrong(f"tokens were drawn with {name}={getattr(request.params, name)}, rollout.{name} is another")
+
+
+def _no_twins(evidence: Evidence) -> None:
+    """Two answers of one group are equal by chance where they are likely only."""
+    seen: dict[tuple[int, tuple[int, ...]], Sample] = {}
+    for sample in evidence.samples:
+        answer = (int(sample["group_index"]), tuple(sample["response_ids"].tolist()))
+        twin = seen.setdefault(answer, sample)
+        if twin is not sample and float(sample["sampling_log_probs"].sum()) < TWIN_NATS:
+            raise Wrong(
+                f"samples {twin['uid']} and {sample['uid']} are the same answer, whose probability is "
+                f"e^{float(sample['sampling_log_probs'].sum()):.0f}: they share a random stream"
+            )
+
+
+def _key(request: GenerateRequest, epoch: int, row: int, sample: int) -> int:
+    """The counter's key: 8 bytes of BLAKE2b over who draws."""
+    identity = repr((request.stream.seed, request.stream.name, epoch, row, sample)).encode()
+    return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little")
+
+
+def _uniform(key: int, position: int) -> float:
+    """Output number `position` of SplitMix64 seeded by `key`, in [0, 1) (Steele, Lea and Flood, 2014)."""
+    state = (key + (position + 1) * 0x9E3779B97F4A7C15) & MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
+    return ((state ^ (state >> 31)) >> 11) * 2.0**-53
+
+
+CHECK = Check(
+    "draws",
+    "every token is what the sample's own stream (seed, epoch, row, sample, position) draws from the policy, by "
+    "inverse "
+    "CDF in vocabulary order",
+    "sampling without a repetition penalty",
+    f"{EXACT:g} of probability, no token (bfloat16: {ROUNDED:g}, a tenth of the tokens)",
+    prove,
+)

@@ -1,0 +1,64 @@
+"""Claim: the coefficient of the KL in the reward is the config's, or moves by the controller's rule."""
+
+import torch
+from torch import Tensor
+
+from distflow.runtime.audit.check import Check, Wrong
+from distflow.runtime.audit.evidence import Evidence, doubles
+from distflow.runtime.audit.rewards import kl
+
+LIMIT = 1e-4
+
+
+def prove(evidence: Evidence) -> str | None:
+    control = evidence.config.algorithm.kl_ctrl
+    if not evidence.config.algorithm.use_kl_in_reward or not evidence.is_written("token_level_rewards"):
+        return ""
+    _same_mean(evidence)
+    found = evidence.metrics.get("actor/kl_coef")
+    if found is None:
+        return "the program does not tell its coefficient"
+    before = evidence.state.get("kl_control")
+    if control.type == "fixed" or (before is None and evidence.step == 0):
+        expected = control.kl_coef
+    elif before is None or before["step"] != evidence.step - 1:
+        return "the step before was not seen"
+    else:
+        assert control.target_kl is not None and control.horizon is not None, "the config's rules see to it"
+        error = min(max(before["kl"] / control.target_kl - 1.0, -0.2), 0.2)
+        expected = max(before["coefficient"] * (1.0 + error * before["samples"] / control.horizon), 0.0)
+    if not abs(found - expected) <= LIMIT * max(abs(expected), 1e-12):
+        raise Wrong(
+            f"the KL in the reward has the coefficient {found:.6g}, but it should be {expected:.6g} in this step"
+        )
+    return None
+
+
+def _same_mean(evidence: Evidence) -> None:
+    """The KL that the controller is fed: over tokens of valid samples, or the mean of samples' means."""
+    if evidence.parts.num_ranks > 1 or not evidence.is_ours("token_level_rewards"):
+        return
+    settings, of_samples = evidence.config.algorithm, list[Tensor]()
+    for sample in evidence.samples:
+        counted = (sample["response_mask"] > 0) & bool(sample["valid"])
+        difference = doubles(sample["old_log_probs"]) - doubles(sample["ref_log_prob"])
+        of_samples.append(kl(difference, settings.kl_penalty)[counted])
+    tokens = torch.cat(of_samples)
+    means = torch.stack(
+        [values.mean() if len(values) else torch.zeros((), dtype=torch.float64) for values in of_samples]
+    )
+    expected = float(means.mean() if settings.kl_ctrl.mean == "sequence" else tokens.mean() if len(tokens) else 0.0)
+    found = evidence.metrics.get("actor/reward_kl_penalty")
+    if found is not None and not abs(found - expected) <= 1e-3 * abs(expected) + 1e-6:
+        raise Wrong(f"the controller is fed a KL of {found:.6g}, but that of the step's tokens is {expected:.6g}")
+
+
+CHECK = Check(
+    "kl_control",
+    "the coefficient of the KL in the reward is the config's, or what the adaptive controller makes of the last "
+    "step's KL "
+    "(arXiv:1909.08593)",
+    "a program with the KL in the reward, and the step before in this process or its checkpoint",
+    f"{LIMIT:g} relative",
+    prove,
+)

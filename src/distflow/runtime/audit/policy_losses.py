@@ -1,0 +1,138 @@
+"""The built-in policy losses' formulas once more, in float64, on the tokens that count; autograd derives them."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a mini-batch that count, one after another, `(tokens,)`.
+
+    now: log-probs, with gradient. columns: what else is known of each token. sample: which sample it belongs to.
+    """
+
+    now: Tensor
+    columns: Mapping[str, Tensor]
+    sample: Tensor
+
+    @property
+    def advantages(self) -> Tensor:
+        return self.columns["advantages"]
+
+    @property
+    def old(self) -> Tensor:
+        return self.columns["old_log_probs"]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Over each token's own sample."""
+        sums = torch.zeros(int(self.sample.max()) + 1, dtype=values.dtype)
+        return sums.index_add(0, self.sample, values)[self.sample]
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Over each token's own sample."""
+        return self.sum(values) / self.sum(torch.ones_like(values))
+
+
+Formula = Callable[[Tokens, Options], Tensor]
+"""The loss of each token."""
+
+
+def bounds(options: Options) -> tuple[float, float]:
+    """How far the ratio may fall and rise."""
+    low, high = options["clip_ratio_low"], options["clip_ratio_high"]
+    return (options["clip_ratio"] if low is None else low), (options["clip_ratio"] if high is None else high)
+
+
+def ratio_to(now: Tensor, then: Tensor) -> Tensor:
+    return (now - then).clamp(-20, 20).exp()
+
+
+def clipped(ratio: Tensor, advantages: Tensor, options: Options, dual: bool) -> Tensor:
+    """PPO's pessimistic loss; dual: at most c times where the advantage is negative."""
+    low, high = bounds(options)
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
+    if dual and options["clip_ratio_c"] is not None:
+        bound = -advantages * options["clip_ratio_c"]
+        loss = torch.where((advantages < 0) & (loss > bound), bound, loss)
+    return loss
+
+
+def _vanilla(tokens: Tokens, options: Options) -> Tensor:
+    return clipped(ratio_to(tokens.now, tokens.old), tokens.advantages, options, dual=True)
+
+
+def _decoupled(tokens: Tokens, options: Options) -> Tensor:
+    prox, cap = tokens.columns["prox_log_probs"], options.get("behav_imp_weight_cap", 5.0)
+    weight = ratio_to(prox, tokens.old)
+    if cap is not None:
+        masks = options.get("behav_imp_weight_mode", "mask") == "mask"
+        weight = torch.where(weight > cap, torch.zeros_like(weight) if masks else weight.clamp(max=cap), weight)
+    return weight * clipped(ratio_to(tokens.now, prox), tokens.advantages, options, dual=True)
+
+
+def _gspo(tokens: Tokens, options: Options) -> Tensor:
+    sequence = tokens.mean(tokens.now.detach() - tokens.old)
+    ratio = (sequence + tokens.now - tokens.now.detach()).clamp(max=10.0).exp()
+    return clipped(ratio, tokens.advantages, options, dual=False)
+
+
+def _cispo(tokens: Tokens, options: Options) -> Tensor:
+    low, high = bounds(options)
+    ratio = ratio_to(tokens.now.detach(), tokens.old)
+    least = 1 - low if options.get("clip_below", True) else 0.0
+    return -ratio.clamp(least, 1 + high) * tokens.advantages * tokens.now
+
+
+def _gpg(tokens: Tokens, options: Options) -> Tensor:
+    return -tokens.advantages * tokens.now
+
+
+def _sapo(tokens: Tokens, options: Options) -> Tensor:
+    positive, negative = float(options.get("tau_pos", 1.0)), float(options.get("tau_neg", 1.05))
+    tau = torch.where(tokens.advantages > 0, positive, negative).double()
+    return -4.0 / tau * torch.sigmoid(tau * (ratio_to(tokens.now, tokens.old) - 1.0)) * tokens.advantages
+
+
+def _topr(tokens: Tokens, options: Options) -> Tensor:
+    good = tokens.columns["sample_score"] > 0
+    ratio = ratio_to(tokens.now.detach(), tokens.old)
+    if options.get("ratio_level", "token") == "sequence":
+        ratio = tokens.sum(tokens.now.detach() - tokens.old).clamp(-20, 20).exp()
+    ratio = ratio.clamp(0, 1)
+    return -torch.where(good, torch.ones_like(ratio), ratio) * tokens.advantages * tokens.now
+
+
+def _gmpo(tokens: Tokens, options: Options) -> Tensor:
+    low, high = bounds(options)
+    difference, advantages = (tokens.now - tokens.old), tokens.advantages
+    pessimistic = torch.where(advantages > 0, difference.clamp(max=high), difference.clamp(min=-low))
+    pessimistic = torch.where(advantages == 0, torch.zeros_like(pessimistic), pessimistic)
+    return -tokens.mean(advantages) * tokens.mean(pessimistic).exp()
+
+
+def _cpgd(tokens: Tokens, options: Options) -> Tensor:
+    low, high = bounds(options)
+    ceiling, floor = tokens.old + math.log(1 + high), tokens.old + (math.log(1 - low) if low < 1 else -math.inf)
+    clamped = torch.where(tokens.advantages > 0, tokens.now.minimum(ceiling), tokens.now.maximum(floor))
+    drift = (ratio_to(tokens.now.detach(), tokens.old) - 1).clamp(max=2.0)
+    return -clamped * tokens.advantages + float(options.get("policy_drift_coeff", 0.0)) * drift * tokens.now
+
+
+FORMULAS: dict[str, Formula] = {
+    "vanilla": _vanilla,
+    "decoupled": _decoupled,
+    "gspo": _gspo,
+    "cispo": _cispo,
+    "gpg": _gpg,
+    "sapo": _sapo,
+    "topr": _topr,
+    "gmpo": _gmpo,
+    "cpgd": _cpgd,
+}

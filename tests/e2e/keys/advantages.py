@@ -1,0 +1,101 @@
+"""Keys of `algorithm` that scale rewards and advantages."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distflow.algorithms.normalization import Normalization
+from distflow.data.batch import Batch
+from tests.algorithms import conftest
+from tests.algorithms.test_normalization import normalised
+from tests.e2e.keys.algorithm import advantages_of, scores_of
+from tests.e2e.keys.case import Case, close, differ
+from tests.e2e.keys.lab import Run
+
+ONE = "trainer.total_training_steps=1"
+
+
+def scaled_by_the_batch(before: Run, after: Run) -> None:
+    scores = scores_of(after.batch())
+    means = scores.view(-1, 4).mean(-1).repeat_interleave(4)
+    close(advantages_of(after.batch()), (scores - means) / (scores.std() + 1e-6))
+    differ(advantages_of(before.batch()), advantages_of(after.batch()))
+
+
+def by_loops(batch: Batch, values: Tensor, mask: Tensor, norm: Normalization) -> Tensor:
+    """The values as AReaL's formula has them."""
+    groups = batch["group_index"]
+    if norm.group_size is not None:
+        groups = groups * 100 + batch["episode_index"] // norm.group_size
+    case = conftest.Case(mask, groups, batch["valid"], {"values": values.double()})
+    found = torch.zeros(values.shape, dtype=torch.float64)
+    for cell, value in normalised(case, "values", norm, groups.tolist()).items():
+        found[cell] = value
+    return found
+
+
+def rewards_are_normalised(**options: Any) -> Any:
+    """Reinforce without a discount gives every token its sample's reward."""
+
+    def check(before: Run, after: Run) -> None:
+        batch = after.batch()
+        scores = scores_of(batch)[:, None]
+        wanted = by_loops(batch, scores, torch.ones_like(scores), Normalization(**options))
+        close(batch["advantages"], wanted * batch["response_mask"])
+        close(scores_of(before.batch()), scores[:, 0])
+        differ(before.batch()["advantages"], batch["advantages"])
+
+    return check
+
+
+def advantages_are_normalised(**options: Any) -> Any:
+    """Over tokens, of which every sample has another number."""
+
+    def check(before: Run, after: Run) -> None:
+        batch = after.batch()
+        mask, scores = batch["response_mask"], scores_of(batch)
+        wanted = by_loops(batch, scores[:, None].expand(mask.shape), mask, Normalization(**options))
+        close(batch["advantages"], wanted)
+        close(batch["returns"][:, 0], scores)
+        differ(before.batch()["advantages"], batch["advantages"])
+
+    return check
+
+
+# key → the change, and what must be set with it
+CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "mean_level": ("group", {}),
+    "mean_leave1out": (True, {"mean_level": "group"}),
+    "std_level": ("batch", {"mean_level": "group"}),
+    "std_unbiased": (False, {"mean_level": "group", "std_level": "group"}),
+    "eps": (0.5, {"mean_level": "batch", "std_level": "batch"}),
+    "group_size": (2, {"mean_level": "group"}),
+}
+
+
+def cases_of(name: str, outcome: str, checks: Any, slow: bool) -> list[Case]:
+    return [
+        Case(
+            f"algorithm.{name}.{key}",
+            f"algorithm.{name}.{key}={str(value).lower()}",
+            f"{outcome}, by AReaL's formula",
+            checks(**given, **{key: value}),
+            given=(ONE, "algorithm.adv_estimator=reinforce", *(f"algorithm.{name}.{k}={v}" for k, v in given.items())),
+            slow=slow and key != "mean_level",
+        )
+        for key, (value, given) in CHANGES.items()
+    ]
+
+
+CASES = (
+    Case(
+        "algorithm.scale_rewards",
+        "algorithm.scale_rewards=batch",
+        "advantages: over the standard deviation of all scores",
+        scaled_by_the_batch,
+        given=(ONE,),
+    ),
+    *cases_of("reward_norm", "rewards", rewards_are_normalised, slow=False),
+    *cases_of("adv_norm", "advantages", advantages_are_normalised, slow=True),
+)

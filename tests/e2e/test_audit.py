@@ -1,0 +1,434 @@
+"""Silent faults, planted one at a time into real runs: the audit of a step names each."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from distflow.algorithms import objective as objectives
+from distflow.algorithms.losses import vanilla
+from distflow.data.batch import Batch
+from distflow.pipelines import factories
+from distflow.rewards import router
+from distflow.rewards.pool import VerifierPool
+from distflow.rewards.verdict import Error, Score
+from distflow.rollout.embedded import engine as embedded
+from distflow.rollout.embedded import sequence as sequences
+from distflow.runtime import context
+from distflow.runtime.checks import TrustError
+from distflow.runtime.publish import Publisher
+from distflow.runtime.step import Step
+from distflow.training.scorer import TorchScorer
+from distflow.training.torch_engine import TorchTrainEngine
+from tests.e2e.planting import plant_before_update
+from tests.e2e.runs import Playground
+
+Patch = pytest.MonkeyPatch
+GRPO = ("grpo",)
+TWO = ("grpo", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_epochs=2")
+KL = ("grpo", "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.5")
+ENTROPY = ("grpo", "actor_rollout_ref.actor.entropy_coef=0.01")
+SMALL_MICROS = ("grpo", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=40")
+FAST = ("actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.actor.optim.scheduler=constant")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """plant: the change. config: preset and overrides. seen: what the message says."""
+
+    plant: Callable[[Patch], None]
+    seen: str
+    config: tuple[str, ...] = GRPO
+
+
+def node(node_id: str, change: Callable[[Batch], None]) -> Callable[[Patch], None]:
+    """`change` the batch behind a node of the learning plane."""
+
+    def plant(patch: Patch) -> None:
+        original = Step.__call__
+
+        def planted(self: Step, batch: Batch, ctx: Any) -> Any:
+            out, measured = original(self, batch, ctx)
+            if self.node.node_id == node_id:
+                out = out.only(out.names)
+                change(out)
+            return out, measured
+
+        patch.setattr(Step, "__call__", planted)
+
+    return plant
+
+
+def column(name: str, rule: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Batch], None]:
+    def change(batch: Batch) -> None:
+        batch[name] = rule(batch[name])
+
+    return change
+
+
+def before_update(change: Callable[[Batch], None]) -> Callable[[Patch], None]:
+    return lambda patch: plant_before_update(patch, change)
+
+
+def attribute(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Callable[[Patch], None]:
+    """Replace `owner.name` by `wrap` of it."""
+    return lambda patch: patch.setattr(owner, name, wrap(getattr(owner, name)))
+
+
+def off_by_one(mask: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(mask, (1, 0))[:, :-1] * mask
+
+
+def without_end(mask: torch.Tensor) -> torch.Tensor:
+    return mask * torch.nn.functional.pad(mask, (0, 1))[:, 1:]
+
+
+def first_turned(values: torch.Tensor) -> torch.Tensor:
+    return torch.cat([-values[:1], values[1:]])
+
+
+def scaled_term(field: str, factor: float) -> Callable[[Patch], None]:
+    """A coefficient of the loss times `factor`."""
+
+    def wrap(original: Any) -> Any:
+        def init(self: Any, *arguments: Any, **named: Any) -> None:
+            original(self, *arguments, **named)
+            setattr(self, field, getattr(self, field) * factor)
+
+        return init
+
+    return attribute(objectives.PolicyObjective, "__init__", wrap)
+
+
+def per_micro_batch(original: Any) -> Any:
+    return lambda mask, mode, counts, *more, **named: original(mask, mode, objectives.loss_counts(mask), *more, **named)
+
+
+def policy_term(rule: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Patch], None]:
+    def wrap(original: Any) -> Any:
+        def planted(self: Any, current: torch.Tensor, fields: Any) -> Any:
+            loss, stats = original(self, current, fields)
+            return rule(loss), stats
+
+        return planted
+
+    return attribute(objectives.PolicyObjective, "_per_token", wrap)
+
+
+def hotter_reference(patch: Patch) -> None:
+    step, forward = Step.__call__, TorchScorer.forward
+    scoring: list[str] = []
+
+    def called(self: Step, batch: Batch, ctx: Any) -> Any:
+        scoring[:] = [self.node.node_id]
+        return step(self, batch, ctx)
+
+    def hotter(self: TorchScorer, batch: Batch, outputs: tuple[str, ...]) -> Batch:
+        if scoring == ["reference_log_prob"]:
+            self.temperature = 1.3
+        return forward(self, batch, outputs)
+
+    patch.setattr(Step, "__call__", called)
+    patch.setattr(TorchScorer, "forward", hotter)
+
+
+def follow(get: Any, device: Any, source: Any, options: Any) -> TorchScorer:
+    return TorchScorer(get("policy"), group=get("collective"), **options)
+
+
+def next_sample(original: Any) -> Any:
+    async def planted(self: Any, samples: Any) -> Any:
+        found = await original(self, samples)
+        return found[1:] + found[:1]
+
+    return planted
+
+
+def in_order_of_arrival(original: Any) -> Any:
+    waiting: list[Any] = []
+
+    async def planted(self: Any, name: str, arguments: Any, timeout_s: Any = None) -> Any:
+        waiting.append(await original(self, name, arguments, timeout_s))
+        return waiting.pop(0) if len(waiting) > 2 else waiting[0]
+
+    return planted
+
+
+def neighbours_text(original: Any) -> Any:
+    async def planted(self: Any, samples: Any) -> Any:
+        turned = [*samples[1:], samples[0]]
+        return await original(self, [replace(s, response=t.response) for s, t in zip(samples, turned, strict=True)])
+
+    return planted
+
+
+def missing_as_zero(original: Any) -> Any:
+    def planted(parts: Any, weights: Any) -> Any:
+        return original({n: Score(0.0) if isinstance(v, Error) else v for n, v in parts.items()}, weights)
+
+    return planted
+
+
+def unsent_on_odd_steps(original: Any) -> Any:
+    def planted(self: Any, version: Any, at_start: bool = False) -> Any:
+        return {} if version.step % 2 else original(self, version, at_start)
+
+    return planted
+
+
+def unread_on_odd_steps(patch: Patch) -> None:
+    original = embedded.copy_weights
+
+    def planted(module: Any, weights: Any) -> Any:
+        from distflow.rollout.receipts import stripe_hashes
+
+        planted.calls += 1  # type: ignore[attr-defined]
+        if planted.calls % 2:  # type: ignore[attr-defined]
+            return original(module, weights)
+        return stripe_hashes(weights)
+
+    planted.calls = 0  # type: ignore[attr-defined]
+    patch.setattr(embedded, "copy_weights", planted)
+
+
+def no_learning_rate(original: Any) -> Any:
+    return lambda self, lrs: original(self, [0.0 for _ in lrs])
+
+
+def silent_no_learning_rate(patch: Patch) -> None:
+    original = TorchTrainEngine.train_step
+
+    def planted(self: Any, batch: Batch, loss_fn: Any) -> Any:
+        self.schedule = lambda step: 0.0
+        return original(self, batch, loss_fn)
+
+    patch.setattr(TorchTrainEngine, "train_step", planted)
+
+
+def uncleared(patch: Patch) -> None:
+    original = TorchTrainEngine.__init__
+
+    def planted(self: Any, model: Any, **options: Any) -> None:
+        original(self, model, **options)
+        self.optimizer.zero_grad = lambda set_to_none=True: None
+
+    patch.setattr(TorchTrainEngine, "__init__", planted)
+
+
+def last_dropped(original: Any) -> Any:
+    return lambda *arguments: original(*arguments)[:-1]
+
+
+def one_twice(original: Any) -> Any:
+    def planted(*arguments: Any) -> Any:
+        found = original(*arguments)
+        return [found[0]] * len(found)
+
+    return planted
+
+
+def finished_always(patch: Patch) -> None:
+    from distflow.data.sample import Sample
+
+    patch.setattr(Sample, "truncated", property(lambda self: False))
+
+
+def one_stream(original: Any) -> Any:
+    return lambda stream, sample: original(stream, 0)
+
+
+def one_prompt_stream(original: Any) -> Any:
+    return lambda stream, sample: original(replace(stream, row=0), sample)
+
+
+def old_log_probs_anew(patch: Patch) -> None:
+    original = context.NodeContext.minibatches
+
+    def planted(self: Any, batch: Batch, num_prompts: int, epoch: int) -> Iterator[Batch]:
+        for mini_batch in original(self, batch, num_prompts, epoch):
+            mini_batch["old_log_probs"] = ACTOR[0].forward(mini_batch, ("log_probs",)).flat("log_probs")
+            yield mini_batch
+
+    init = TorchTrainEngine.__init__
+
+    def kept(self: Any, *arguments: Any, **options: Any) -> None:
+        init(self, *arguments, **options)
+        ACTOR[:] = [self]
+
+    patch.setattr(TorchTrainEngine, "__init__", kept)
+    patch.setattr(context.NodeContext, "minibatches", planted)
+
+
+ACTOR: list[Any] = []
+
+
+def critic_by_a_copy(patch: Patch) -> None:
+    import copy
+
+    copies: dict[int, Any] = {}
+    original = TorchScorer.forward
+
+    def planted(self: TorchScorer, batch: Batch, outputs: tuple[str, ...]) -> Batch:
+        if outputs != ("values",):
+            return original(self, batch, outputs)
+        frozen = copies.setdefault(id(self), copy.deepcopy(self.model))
+        model, self.model = self.model, frozen
+        try:
+            return original(self, batch, outputs)
+        finally:
+            self.model = model
+
+    patch.setattr(TorchScorer, "forward", planted)
+
+
+def estimator(rule: Callable[[Batch], None]) -> Callable[[Patch], None]:
+    return node("calculate_advantages", rule)
+
+
+def one_group(batch: Batch) -> None:
+    scores = batch["token_level_rewards"].sum(-1)
+    advantages = ((scores - scores.mean()) / (scores.std() + 1e-6))[:, None] * batch["response_mask"]
+    batch["advantages"] = advantages
+
+
+def clip_off(original: Any) -> Any:
+    return lambda ratio, advantages, low, high, clip_ratio_c: original(ratio, advantages, 1e3, 1e3, None)
+
+
+def moments_lost(patch: Patch) -> None:
+    original = TorchTrainEngine.train_step
+
+    def planted(self: Any, batch: Batch, loss_fn: Any) -> Any:
+        self.optimizer.state.clear()
+        return original(self, batch, loss_fn)
+
+    patch.setattr(TorchTrainEngine, "train_step", planted)
+
+
+def twice_backward(patch: Patch) -> None:
+    original = TorchTrainEngine._reduce_and_clip
+
+    def planted(self: Any) -> float:
+        for parameter in self._trainable.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(2)
+        return original(self)
+
+    patch.setattr(TorchTrainEngine, "_reduce_and_clip", planted)
+
+
+def unclipped(patch: Patch) -> None:
+    from distflow.training import torch_engine
+
+    patch.setattr(torch_engine, "clip_grads_with_norm_", lambda *arguments: None)
+
+
+def greedy_rollout(patch: Patch) -> None:
+    original = embedded.sample
+
+    def planted(logits: torch.Tensor, rows: Any) -> Any:
+        return original(logits * 50, rows)._replace(
+            rollout_log_probs=(logits.double().log_softmax(-1)).gather(
+                -1, original(logits * 50, rows).token_ids[:, None]
+            )[:, 0]
+        )
+
+    patch.setattr(embedded, "sample", planted)
+
+
+def other_rows(patch: Patch) -> None:
+    from distflow.flow import coordinator
+
+    patch.setattr(coordinator, "place", lambda number, num_rows, seed, shuffle: (number // num_rows, 0))
+
+
+FAULTS = {
+    "a loss mask off by one": Fault(before_update(column("loss_mask", off_by_one)), "mini-batches"),
+    "the end token out of the loss": Fault(before_update(column("loss_mask", without_end)), "mini-batches"),
+    "the end token out of the loss, inside it": Fault(
+        attribute(objectives, "token_weights", lambda f: lambda m, *a, **k: f(without_end(m), *a, **k)), "loss"
+    ),
+    "a mean per micro-batch": Fault(attribute(objectives, "token_weights", per_micro_batch), "loss", SMALL_MICROS),
+    "a loss mask off by one, early": Fault(node("actor_old_log_prob", column("loss_mask", off_by_one)), "masks"),
+    "the end token left out, early": Fault(node("actor_old_log_prob", column("loss_mask", without_end)), "masks"),
+    "a sign turned for one sample": Fault(policy_term(first_turned), "loss"),
+    "all signs turned": Fault(policy_term(torch.neg), "loss"),
+    "advantages of one sample turned": Fault(estimator(column("advantages", first_turned)), "advantages"),
+    "groups rolled": Fault(estimator(column("advantages", lambda a: a.roll(4, dims=0))), "advantages"),
+    "samples rolled": Fault(estimator(column("advantages", lambda a: a.roll(1, dims=0))), "advantages"),
+    "one group for the batch": Fault(estimator(one_group), "advantages"),
+    "a second normalisation": Fault(estimator(column("advantages", lambda a: a / (a.std() + 1e-6))), "advantages"),
+    "returns of another": Fault(
+        node("calculate_advantages", column("returns", lambda r: r * 2)), "advantages", ("ppo",)
+    ),
+    "KL times 0": Fault(scaled_term("kl_loss_coef", 0.0), "loss", KL),
+    "KL by another coefficient": Fault(scaled_term("kl_loss_coef", 1.5), "loss", (*KL, *FAST)),
+    "entropy by another coefficient": Fault(scaled_term("entropy_coef", 2.0), "loss", ENTROPY),
+    "entropy turned": Fault(scaled_term("entropy_coef", -1.0), "loss", ENTROPY),
+    "the policy term times 0": Fault(policy_term(lambda loss: loss * 0), "loss"),
+    "the policy term halved": Fault(policy_term(lambda loss: loss / 2), "loss"),
+    "no clip": Fault(
+        attribute(vanilla, "clipped_surrogate", clip_off),
+        "loss",
+        (*TWO, *FAST, "actor_rollout_ref.actor.clip_ratio=0.01"),
+    ),
+    "the reference shifted": Fault(
+        node("reference_log_prob", column("ref_log_prob", lambda v: v.roll(1, dims=1))), "log_probs", KL
+    ),
+    "the reference at another temperature": Fault(hotter_reference, "log_probs", KL),
+    "the reference follows the policy": Fault(
+        lambda patch: patch.setattr(factories, "_reference", follow), "reference", (*KL, *FAST)
+    ),
+    "rewards to the next sample": Fault(attribute(router.RewardRouter, "__call__", next_sample), "verdicts"),
+    "rewards in order of arrival": Fault(
+        attribute(VerifierPool, "judge", in_order_of_arrival), "verdicts", ("grpo", "trust.certify_rewards=false")
+    ),
+    "a neighbour's text": Fault(attribute(router.RewardRouter, "__call__", neighbours_text), "verdicts"),
+    "weights not sent on odd steps": Fault(attribute(Publisher, "publish", unsent_on_odd_steps), "were not sent"),
+    "weights not taken on odd steps": Fault(
+        unread_on_odd_steps, "weights", ("grpo", "actor_rollout_ref.model.dtype=bfloat16", *FAST)
+    ),
+    "a learning rate of 0 behind the metric": Fault(
+        attribute(TorchTrainEngine, "_step", no_learning_rate), "optimizer", ("grpo", *FAST)
+    ),
+    "a learning rate that stays 0": Fault(silent_no_learning_rate, "optimizer", ("grpo", *FAST)),
+    "gradients not cleared": Fault(uncleared, "gradients", TWO),
+    "the last mini-batch dropped": Fault(attribute(context, "minibatches", last_dropped), "mini-batches", TWO),
+    "a mini-batch taken twice": Fault(attribute(context, "minibatches", one_twice), "mini-batches", TWO),
+    "truncated counts as finished": Fault(finished_always, "answers"),
+    "one seed for the samples of a group": Fault(attribute(sequences, "sample_key", one_stream), "draws"),
+    "one seed for all prompts": Fault(attribute(sequences, "sample_key", one_prompt_stream), "draws"),
+    "old log-probs anew for each mini-batch": Fault(old_log_probs_anew, "mini-batches", (*TWO, *FAST)),
+    "a critic scored by a copy": Fault(
+        critic_by_a_copy, "log_probs", ("ppo", "critic.optim.lr=1e-2", "critic.optim.scheduler=constant")
+    ),
+    "moments lost": Fault(moments_lost, "optimizer", TWO),
+    "gradients doubled": Fault(twice_backward, "gradients"),
+    "gradients not clipped": Fault(unclipped, "gradients", ("grpo", "actor_rollout_ref.actor.max_grad_norm=0.001")),
+    "greedier than it says": Fault(greedy_rollout, "draws"),
+    "one row for all tickets": Fault(other_rows, "answers"),
+    "a score on the first token": Fault(
+        node("actor_old_log_prob", column("token_level_scores", lambda s: s.roll(1, dims=1))), "rewards", ("ppo",)
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def playground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+    return Playground(tmp_path_factory.mktemp("audit"))
+
+
+# A run each: every other one is left to the slow tests.
+CASES = [pytest.param(name, marks=[pytest.mark.slow] if i % 2 else []) for i, name in enumerate(FAULTS)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_planted_fault_is_named(playground: Playground, monkeypatch: Patch, name: str) -> None:
+    fault = FAULTS[name]
+    fault.plant(monkeypatch)
+    with pytest.raises(TrustError, match=rf"\({fault.seen}\)|{fault.seen}"):
+        preset, *overrides = fault.config
+        name = f"fault-{list(FAULTS).index(name)}"
+        playground.run(preset, *overrides, "trainer.total_training_steps=3", name=name)

@@ -1,0 +1,138 @@
+"""Hostile text in answers, prompts, names, parts and errors: nothing that a run prints or writes lets it act."""
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow import cli
+from distflow.observe.run_reader import read_samples
+from distflow.observe.terminal import TerminalView
+from tests.e2e.hostile import CANARY, HOSTILE_CHARACTERS, assert_harmless, speak_hostile, text_files
+from tests.e2e.runs import Playground
+
+REWARD = """
+import sys
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    print(solution_str, file=sys.stderr)
+    if len(solution_str) % 3 == 0:
+        raise ValueError("cannot read " + solution_str + CANARY)
+    return {"score": len(solution_str) % 2, CANARY: 0.5}
+"""
+FORGED = "val_correct/all/mean: 1.0000"
+BESIDES = ("trust.certify_rewards=false", "actor_rollout_ref.rollout.n=2", "data.train_batch_size=2",
+           "actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.total_epochs=1")  # fmt: skip
+
+
+def quoted(key: str, value: str) -> str:
+    """An override of Hydra's grammar."""
+    return f'{key}="{value}"'
+
+
+@pytest.fixture
+def ground(tmp_path: Path) -> Playground:
+    ground = Playground(tmp_path)
+    speak_hostile(tmp_path / "model")
+    ground.write_rows(
+        [{"prompt": f"{CANARY}{i}", "answer": CANARY, "data_source": f"{CANARY}\n{FORGED}"} for i in range(4)]
+    )
+    ground.write_reward(f"CANARY = {CANARY!r}\n{REWARD}")
+    return ground
+
+
+def test_a_run_with_such_text_everywhere(ground: Playground, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = f"run {CANARY.replace('/', '|')}"
+    names = [quoted("trainer.project_name", CANARY), quoted("trainer.experiment_name", CANARY)]
+    where = quoted("trainer.default_local_dir", str(tmp_path / folder))
+    overrides = [*ground.overrides("run", *BESIDES, "data.max_prompt_length=400"), *names, where]
+    overrides += [f"data.val_files={ground.folder}/rows.jsonl", "trainer.test_freq=1", "trainer.save_freq=1"]
+    assert cli.main(["train", "grpo", *overrides]) == 0, capfd.readouterr()
+    run = tmp_path / folder
+    assert cli.main(["report", str(run)]) == 0
+    assert cli.main(["export", str(run), "--to", str(tmp_path / f"out {folder}")]) == 0
+    assert cli.main(["eval", "grpo", *overrides]) == 0
+    assert cli.main(["config", "grpo", *overrides]) == 0
+    assert cli.main(["config", "grpo", *overrides, "--explain", "trainer.project_name"]) == 0
+    out, err = capfd.readouterr()
+    assert_harmless(out, "stdout")
+    assert_harmless(err, "stderr")
+    assert "\\x1b[2J" in out, "it is shown, as what it is"
+    assert FORGED in out and not any(line.startswith(FORGED) for line in out.splitlines())
+    for path, text in text_files(run):
+        assert_harmless(text, path)
+    said = "".join(str(row["response"]) for row in read_samples(run, 1))
+    assert set(said) & set(HOSTILE_CHARACTERS), "the model did say such things, and they are read back as they were"
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "<script>document" not in page and page.count("<script") == 3
+
+
+ERRORS: dict[str, tuple[str, ...]] = {
+    "unknown command": (f"trai{CANARY}",),
+    "unknown argument": ("report", ".", f"--{CANARY}"),
+    "no such run": ("report", CANARY),
+    "no such checkpoint": ("export", CANARY, "--to", "out"),
+    "no such preset": ("train", CANARY),
+    "no override": ("train", "grpo", CANARY),
+    "unknown key": ("train", "grpo", f"trainer.{CANARY}=1"),
+    "no such data": ("train", "grpo", "actor_rollout_ref.model.path=m", quoted("data.train_files", CANARY)),
+    "no such model": ("train", "grpo", quoted("actor_rollout_ref.model.path", CANARY), "data.train_files=builtin:sums"),
+    "with a traceback": ("report", CANARY, "--debug"),
+    "no bundle": ("replay", CANARY),
+    "explained": ("config", "grpo", "--explain", CANARY),
+}
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_messages(what: str, capfd: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = cli.main(ERRORS[what])
+    except SystemExit as end:
+        status = int(str(end.code))
+    out, err = capfd.readouterr()
+    assert status == 2, (out, err)
+    assert_harmless(out + err)
+    assert sys.stdout is not None and not hasattr(sys.stdout, "below"), "the streams are what they were"
+
+
+class Screen(io.StringIO):
+    """A terminal to write to."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_others_print_under_the_live_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    view = TerminalView(CANARY, 3)
+    view.phase(CANARY)
+    view.sample(CANARY, CANARY, 1.0)
+    view.note("warning", CANARY)
+    view.log(1, {f"timing_s/{CANARY}": 0.5, "timing_s/step": 1.0, "reward/mean_score": 1.0})
+    print(CANARY)
+    print(CANARY, file=sys.stderr)
+    view.close()
+    assert sys.stdout is screen and sys.stderr is screen
+    shown = screen.getvalue()
+    assert "\\x1b[2J" in shown and "[red]boo" in shown
+    for acting in ("\x1b[2J\x1b]52", "\x1b]8", "\x1b]52", "\x07", "\x9b", "\x9d", "\u202e", "\u2066", "\u200b", "\x08"):
+        assert acting not in shown, repr(acting)
+
+
+def test_lines_of_json_are_read_back_as_they_were(tmp_path: Path) -> None:
+    from distflow.observe.jsonlines import LineFile, read_records
+
+    record: dict[str, Any] = {CANARY: CANARY, "half": "\ud800", "tag": "\U000e0041", "plain": "日本語 é"}
+    file = LineFile(tmp_path / "lines.jsonl")
+    file.append(record)
+    file.close()
+    text = (tmp_path / "lines.jsonl").read_text(encoding="utf-8")
+    assert_harmless(text.rstrip("\n"))
+    assert "日本語 é" in text and read_records(tmp_path / "lines.jsonl") == ([record], 0)
+    assert json.loads(text) == record

@@ -1,0 +1,161 @@
+"""Functions of the user that draw from, and seed, the global random generators: the run is as repeatable as any."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.cli_runs import CliRun, Left, same_run
+from tests.e2e.runs import Playground
+
+DRAWS = """
+import random
+import numpy as np
+import torch
+
+
+def noise():
+    drawn = random.random() + float(np.random.rand()) + float(torch.rand(()))
+    if drawn > 1.5:
+        torch.manual_seed(0)
+        np.random.seed(3)
+        random.seed(4)
+    return drawn + random.gauss(0, 1) + float(torch.randn(()))
+"""
+VERIFIER = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return noise()\n"
+LATE = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    import random
+    import numpy as np
+    return random.random() + float(np.random.rand())
+"""
+PROGRAM = """
+import asyncio
+import time
+from distflow import NodeRole, Pipeline, node, register_adv_est, register_policy_loss
+from distflow.pipelines import nodes
+
+
+@node(writes="scores", role=NodeRole.REWARD)
+def plain(responses):
+    first = noise()
+    time.sleep(random.Random(str(responses)).random() / 50)
+    return [first + noise() for text in responses]
+
+
+@node(writes={"jitter": "sample"})
+async def waits(responses, ctx):
+    async def one():
+        await asyncio.sleep(random.random() / 50)
+        return noise()
+
+    first = noise()
+    return [first + jitter for jitter in await asyncio.gather(*(one() for text in responses))]
+
+
+@node(writes="acc", role=NodeRole.REWARD)
+async def asks(samples, jitter, judge):
+    return [j.verdict.value + float(more) + noise() for j, more in zip(await judge(samples), jitter)]
+
+
+@node(writes="token_level_rewards")
+def both(token_level_scores, acc, response_mask):
+    return token_level_scores + acc[:, None] * response_mask
+
+
+@register_adv_est("drawn")
+def drawn(token_level_rewards, response_mask):
+    advantages = (token_level_rewards.sum(-1, keepdim=True) + noise()) * response_mask
+    return advantages, advantages
+
+
+@register_policy_loss("drawn")
+def drawn_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
+    loss = -(log_prob * advantages * response_mask).sum() / response_mask.sum() * (1 + noise())
+    return loss, torch.tensor(0.0), torch.tensor(0.0), torch.tensor(0.0)
+
+
+def make():
+    torch.manual_seed(5)
+    pipeline = Pipeline("draws")
+    pipeline.add_node("answer", nodes.generate)
+    for name, fn in (("plain", plain), ("waits", waits), ("asks", asks)):
+        pipeline.add_node(name, fn, deps=["answer"])
+    pipeline.add_node("both", both, deps=["plain", "asks"])
+    pipeline.add_node("old", nodes.compute_old_log_prob, only_forward_compute=True)
+    pipeline.add_node("compare", nodes.compute_advantage, plane="learning")
+    pipeline.add_node("learn", nodes.train_actor)
+    return pipeline.build()
+"""
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+    ground = Playground(tmp_path_factory.mktemp("draws"), num_rows=10)
+    (ground.folder / "drawing.py").write_text(DRAWS + PROGRAM)
+    return ground
+
+
+def start(ground: Playground, name: str, *more: str) -> CliRun:
+    cheap = ("trust.certify_rewards=false", "trainer.save_freq=1", "trainer.total_epochs=2", "reward.num_workers=2")
+    program = ("~dag.pipeline", f"dag.custom_pipeline_fn={ground.folder}/drawing.py:make")
+    chosen = ("algorithm.adv_estimator=drawn", "actor_rollout_ref.actor.policy_loss=drawn")
+    quiet = ("actor_rollout_ref.actor.use_kl_loss=false", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+    keys = ground.overrides(name, *cheap, *program, *chosen, *quiet, *more)
+    return CliRun(ground.folder / f"{name}.log", ["train", "grpo", *keys])
+
+
+def finish(ground: Playground, name: str, *more: str) -> Left:
+    run = start(ground, name, *more)
+    assert run.status() == 0, run.said()
+    return Left(ground.folder / name)
+
+
+def kill_and_finish(ground: Playground, name: str, *more: str) -> Left:
+    run = start(ground, name, *more)
+    run.wait_for(lambda: (ground.folder / name / "checkpoints" / "step-000002" / "manifest.json").exists())
+    assert run.kill()
+    return finish(ground, name, *more)
+
+
+def test_what_users_draw_anywhere_is_drawn_again_after_a_kill(ground: Playground) -> None:
+    ground.write_reward(DRAWS + VERIFIER)
+    whole = finish(ground, "whole")
+    assert whole.checkpoint.step == 5
+    same_run(whole, kill_and_finish(ground, "killed"))
+    other = finish(ground, "other", "trainer.seed=2")
+    assert any(not tensor.equal(other.tensors()[name]) for name, tensor in whole.tensors().items())
+
+
+def test_a_verifier_that_loads_its_generator_late(ground: Playground) -> None:
+    """In a fresh process numpy's generator cannot be seeded before the call that imports it."""
+    ground.write_reward(LATE)
+    same_run(finish(ground, "late"), kill_and_finish(ground, "late-killed"))
+
+
+def test_our_own_draws_do_not_know_of_theirs(tmp_path: Path) -> None:
+    """The same scores with and without draws beside them: the same samples, shuffles and weights."""
+    ground = Playground(tmp_path, num_rows=8)
+    score = "    return sum(map(ord, solution_str)) % 7 / 6\n"
+    asked = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+    (tmp_path / "beside.py").write_text(
+        DRAWS + "from distflow import node\nfrom distflow.graph import Node\n"
+        "from distflow.pipelines.grpo import grpo_pipeline\n"
+        "@node(writes={'drawn': 'sample'})\ndef draw(responses):\n    return [noise() for text in responses]\n"
+        "@node(writes={'more': 'sample'})\ndef learn(advantages, drawn):\n    return drawn + noise()\n"
+        "def with_draws(config):\n    torch.manual_seed(0)\n    graph = grpo_pipeline(config)\n"
+        "    graph.add_node(Node('draw', draw))\n    graph.add_node(Node('learn', learn))\n    return graph\n"
+    )
+    left = []
+    for name, prefix, program in (
+        ("without", "", ()),
+        ("with", DRAWS, ("~dag.pipeline", f"dag.custom_pipeline_fn={tmp_path}/beside.py:with_draws")),
+    ):
+        ground.write_reward(prefix + asked + ("    noise()\n" if prefix else "") + score)
+        keys = ground.overrides(name, "trust.certify_rewards=false", "trainer.save_freq=1", "trainer.total_epochs=2")
+        run = CliRun(tmp_path / f"{name}.log", ["train", "grpo", *keys, *program])
+        assert run.status() == 0, run.said()
+        left.append(Left(tmp_path / name))
+    ours, theirs = (
+        {name: t for name, t in one.tensors().items() if not name.startswith(("rng.", "live."))} for one in left
+    )
+    assert ours.keys() == theirs.keys() and all(tensor.equal(theirs[name]) for name, tensor in ours.items())

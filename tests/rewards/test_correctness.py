@@ -1,0 +1,113 @@
+"""Which part of a reward decides whether an answer is right, and that what is paid for it does not."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distflow.data.sample import Sample, Segment
+from distflow.rewards.correctness import accuracy, is_right
+from distflow.rewards.functions import read_score
+from distflow.rewards.router import Judgement, Overlong, RewardRouter
+from distflow.rewards.verdict import Score
+
+REWARDS = """
+def graded(solution_str): return 0.7 if "5" in solution_str else 0.2
+def signed(solution_str): return {"score": 1.0 if "5" in solution_str else -1.0, "acc": "5" in solution_str}
+def paid(solution_str): return {"score": 0.3 if "5" in solution_str else 0.9, "acc": "5" in solution_str, "why": "so"}
+def points(solution_str): return 10 if "5" in solution_str else 0
+def penalty(solution_str): return -0.4
+def odd(solution_str): return {"score": 1.0, "acc": "yes"}
+def silent(solution_str): return {"score": 1.0, "acc": None}
+"""
+
+
+@pytest.mark.parametrize(
+    ("parts", "weights", "expected"),
+    [
+        ({"math": 1.0}, {"math": 1.0}, 1.0),
+        ({"math": 1.0}, {"math": 0.5}, 1.0),
+        ({"math": 1.0, "format": 0.0}, {"math": 1.0, "format": 0.1}, 1.0),
+        ({"math": 0.0, "format": 1.0}, {"math": 1.0, "format": 1.0}, 0.0),
+        ({"format": 1.0, "math": 0.0}, {"format": 5.0, "math": 0.1}, 0.0),
+        ({"format": 1.0}, {"format": 1.0}, 1.0),
+        ({"custom": 0.7, "format": 1.0}, {"custom": 1.0, "format": 1.0}, 0.7),
+        ({"custom": -0.4, "math": 1.0}, {"custom": 1.0, "math": 1.0}, 1.0),
+        ({"length": -0.4, "custom": 1.0}, {"length": 0.2, "custom": 1.0}, 1.0),  # the larger weight
+        ({"length": 1.0, "custom": 0.0}, {"length": -1.0, "custom": 0.1}, 0.0),  # a penalty decides nothing
+        ({"math": 1.0, "custom": 0.0}, {"math": 0.0, "custom": 1.0}, 0.0),  # a part that is only measured neither
+        ({"math": 1.0}, {"math": 0.0}, 1.0),  # unless there is no other
+        ({"math": 1.0, "exact_match": 0.0}, {"math": 0.5, "exact_match": 0.5}, 1.0),  # the first of equals
+        ({"math": 1.0, "exact_match": 0.0}, {"math": 0.4, "exact_match": 0.6}, 0.0),
+    ],
+)
+def test_the_part_that_compares_answers_decides(
+    parts: dict[str, float], weights: dict[str, float], expected: float
+) -> None:
+    assert accuracy({name: Score(value) for name, value in parts.items()}, weights) == expected
+
+
+def test_a_function_that_says_how_right_it_is_decides_before_any_other() -> None:
+    parts = {"math": Score(1.0), "custom": Score(0.9, {"acc": 0.0})}
+    assert accuracy(parts, {"math": 1.0, "custom": 0.1}) == 0.0
+
+
+def test_one_or_more_is_right() -> None:
+    assert [is_right(value) for value in (1.0, 1.0 - 1e-9, 10.0, 0.999, 0.7, -1.0)] == [True] * 3 + [False] * 3
+
+
+@pytest.mark.parametrize("acc", [True, 1, np.bool_(True), np.float32(1.0), 1.0])
+def test_what_a_function_says_of_itself_is_a_number(acc: object) -> None:
+    assert read_score({"score": -0.5, "acc": acc}) == (-0.5, {"acc": 1.0})
+
+
+@pytest.mark.parametrize("acc", ["yes", float("nan"), [1.0]])
+def test_else_it_is_no_verdict(acc: object) -> None:
+    with pytest.raises(ValueError, match=r"it returned .* as 'acc', which is no "):
+        read_score({"score": 1.0, "acc": acc})
+
+
+@pytest.mark.parametrize(
+    ("functions", "right", "wrong"),
+    [
+        ([("math", 0.5)], 1.0, 0.0),
+        ([("math", 1.0), ("format", 0.5)], 1.0, 0.0),
+        ([("FILE:graded", 1.0)], 0.7, 0.2),
+        ([("FILE:signed", 0.1), ("math", 5.0)], 1.0, 0.0),
+        ([("FILE:paid", 1.0)], 1.0, 0.0),
+        ([("FILE:points", 0.01)], 10.0, 0.0),
+        ([("FILE:penalty", 1.0), ("math", 1.0)], 1.0, 0.0),
+        ([("FILE:silent", 1.0)], 1.0, 1.0),
+    ],
+)
+def test_neither_weight_nor_penalty_changes_what_is_right(
+    tmp_path: Path, functions: list[tuple[str, float]], right: float, wrong: float
+) -> None:
+    (tmp_path / "own.py").write_text(REWARDS)
+    named = [(name.replace("FILE", f"{tmp_path}/own.py"), weight) for name, weight in functions]
+    settings = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
+    with RewardRouter({"default": named}, overlong=Overlong(50, 3.0), **settings) as router:  # type: ignore[arg-type]
+        for length in (1, 75, 100):
+            judgements = asyncio.run(router([answer(r"\boxed{5}", length), answer(r"\boxed{6}", length)]))
+            assert [judgement.accuracy for judgement in judgements] == [right, wrong]
+            assert len({score_of(judgement) for judgement in judgements}) == 1 + (right != wrong)
+        assert score_of(judgements[0]) < score_of(asyncio.run(router.score(answer(r"\boxed{5}", 1)))) - 2.9
+
+
+def test_no_verdict_is_not_right(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(REWARDS)
+    settings = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
+    with RewardRouter({"default": [("math", 1.0), (f"{tmp_path}/own.py:odd", 0.1)]}, **settings) as router:  # type: ignore[arg-type]
+        judgement = asyncio.run(router.score(answer(r"\boxed{5}", 1)))
+    assert judgement.accuracy == 0.0 and "'yes' as 'acc', which is no number" in str(judgement.verdict)
+
+
+def answer(text: str, num_tokens: int) -> Sample:
+    segments = [Segment("prompt", (1,)), Segment("environment", (1,) * num_tokens)]
+    return Sample("0-0", 0, segments, response=text, ground_truth="5")
+
+
+def score_of(judgement: Judgement) -> float:
+    assert isinstance(judgement.verdict, Score)
+    return judgement.verdict.value
