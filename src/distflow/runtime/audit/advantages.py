@@ -45,16 +45,14 @@ def _same(name: str, sample: Sample, column: str, expected: Tensor) -> None:
         token = int(wrong.nonzero()[0])
         raise Wrong(
             f"{column} of sample {sample['uid']} is {float(sample[column][token]):g} at token {token}, but '{name}' "
-            "gives "
-            f"{float(expected[token]):g} for the rewards of its own group ({int(sample['group_index'])})"
+            f"gives {float(expected[token]):g} for the rewards of its own group ({int(sample['group_index'])})"
         )
 
 
 CHECK = Check(
     "advantages",
     "advantages and returns are what the estimator's formula, worked out by brute force in float64, makes of the "
-    "rewards "
-    "of each sample's own group",
+    "rewards of each sample's own group",
     "a built-in estimator",
     f"{LIMIT:g} relative",
     prove,

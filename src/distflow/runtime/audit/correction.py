@@ -33,9 +33,8 @@ def prove(evidence: Evidence) -> str | None:
         if bool(wrong.any()):
             token = int(wrong.nonzero()[0])
             raise Wrong(
-                f"the correction weight of sample {sample['uid']} is {float(sample['rollout_is_weights'][token]):g} "
-                "at token "
-                f"{token}, but the trainer's over the engine's probability, by {level} and with its cap, is "
+                f"the correction weight of sample {sample['uid']} is {float(sample['rollout_is_weights'][token]):g} at "
+                f"token {token}, but the trainer's over the engine's probability, by {level} and with its cap, is "
                 f"{float(expected[token]):g}"
             )
     return None
@@ -43,9 +42,8 @@ def prove(evidence: Evidence) -> str | None:
 
 CHECK = Check(
     "correction",
-    "importance weights are the trainer's probability over the engine's, of the token, the sequence or its "
-    "geometric mean, "
-    "truncated or masked as the config says",
+    "importance weights are the trainer's probability over the engine's, of the token, the sequence or its geometric "
+    "mean, truncated or masked as the config says",
     "weights that are not divided by their mean",
     f"{LIMIT:g} relative",
     prove,

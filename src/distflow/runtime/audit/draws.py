@@ -88,8 +88,7 @@ def _uniform(key: int, position: int) -> float:
 CHECK = Check(
     "draws",
     "every token is what the sample's own stream (seed, epoch, row, sample, position) draws from the policy, by "
-    "inverse "
-    "CDF in vocabulary order",
+    "inverse CDF in vocabulary order",
     "sampling without a repetition penalty",
     f"{EXACT:g} of probability, no token (bfloat16: {ROUNDED:g}, a tenth of the tokens)",
     prove,

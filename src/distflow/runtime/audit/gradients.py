@@ -29,8 +29,7 @@ def _clipped(evidence: Evidence, update: UpdateRecord, norm: float) -> None:
     if not abs(norm - reported * factor) <= LIMIT * reported + 1e-9:
         raise Wrong(
             f"the {update.role}'s optimizer was given a gradient of norm {norm:.4g}, but it was measured as "
-            f"{reported:.4g} "
-            f"and max_grad_norm is {most}: it should be {reported * factor:.4g}"
+            f"{reported:.4g} and max_grad_norm is {most}: it should be {reported * factor:.4g}"
         )
     if evidence.parts.num_ranks > 1:
         return
@@ -47,8 +46,7 @@ def _clipped(evidence: Evidence, update: UpdateRecord, norm: float) -> None:
 
 CHECK = Check(
     "gradients",
-    "a mini-batch's gradient starts from zero, and is the sum of its micro-batches' gradients, clipped to "
-    "max_grad_norm",
+    "a mini-batch's gradient starts from zero and is the sum of its micro-batches' gradients, clipped to max_grad_norm",
     "a train engine that shows its inside",
     f"{LIMIT:g} relative",
     prove,

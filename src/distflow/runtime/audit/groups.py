@@ -43,9 +43,8 @@ def _teach(evidence: Evidence, groups: dict[int, list[Sample]]) -> None:
 
 CHECK = Check(
     "groups",
-    "the step holds the groups of its tickets, each with all its samples once; where groups are filtered by "
-    "accuracy, none "
-    "whose samples all have the same",
+    "the step holds the groups of its tickets, each with all its samples once; where groups are filtered by accuracy, "
+    "none whose samples all have the same",
     "one rank",
     "equal",
     prove,

@@ -55,9 +55,8 @@ def _same_mean(evidence: Evidence) -> None:
 
 CHECK = Check(
     "kl_control",
-    "the coefficient of the KL in the reward is the config's, or what the adaptive controller makes of the last "
-    "step's KL "
-    "(arXiv:1909.08593)",
+    "the coefficient of the KL in the reward is the config's, or what the adaptive controller makes of the last step's "
+    "KL (arXiv:1909.08593)",
     "a program with the KL in the reward, and the step before in this process or its checkpoint",
     f"{LIMIT:g} relative",
     prove,

@@ -117,9 +117,9 @@ def _same(evidence: Evidence, sample: Sample, column: str, expected: Tensor) -> 
     if not (float(gap.mean()) <= mean and float(gap.max()) <= largest):
         raise Wrong(
             f"{column} of sample {sample['uid']} differs by {float(gap.mean()):.3g} on average and "
-            f"{float(gap.max()):.3g} at most from what the model gives in its own padded forward at the "
-            f"sampling temperature (limits {mean:g}, {largest:g}): a shift, another temperature, another model, or "
-            "packed sequences that see each other"
+            f"{float(gap.max()):.3g} at most from what the model gives in its own padded forward at the sampling "
+            f"temperature (limits {mean:g}, {largest:g}): a shift, another temperature, another model, or packed "
+            "sequences that see each other"
         )
 
 
@@ -134,8 +134,8 @@ def _starts_equal(evidence: Evidence, sample: Sample, reference: Tensor) -> None
 
 CHECK = Check(
     "log_probs",
-    "log-probs of policy and reference and values of the critic are those of the models' own padded forward "
-    "at the sampling temperature; before the first update the reference is the policy",
+    "log-probs of policy and reference and values of the critic are those of the models' own padded forward at the "
+    "sampling temperature; before the first update the reference is the policy",
     "samples whose logits fit into 1 GiB",
     f"mean {EXACT[0]:g}, largest {EXACT[1]:g} (bfloat16: {ROUNDED[0]:g}, {ROUNDED[1]:g})",
     prove,

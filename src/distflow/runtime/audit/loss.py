@@ -97,8 +97,7 @@ def _prove_update(evidence: Evidence, update: UpdateRecord, total: Total) -> Non
     if not abs(found - loss) <= LIMIT * abs(loss) + FLOOR * 10:
         raise Wrong(
             f"the loss of a mini-batch of the {update.role} is {found:.6g}, but the sum of its terms as the config "
-            "names "
-            f"them is {loss:.6g}"
+            f"names them is {loss:.6g}"
         )
     # Where the formula has a kink within rounding of a token's log-prob, either side may be right.
     (_, above), (_, below) = _derived(total, batch, KINK), _derived(total, batch, -KINK)
@@ -119,9 +118,8 @@ def _same_outputs(evidence: Evidence, batch: MiniBatch, plain: Mapping[str, Plai
             gap = float((batch.outputs[name][batch.sample == number] - getattr(scores, name)).abs().mean())
             if not gap <= (1e-3 if evidence.parts.exact else limit):
                 raise Wrong(
-                    f"the {name} that the loss is given for sample {sample['uid']} differs by {gap:.3g} a token "
-                    "from what "
-                    "the policy's own forward gives at the sampling temperature"
+                    f"the {name} that the loss is given for sample {sample['uid']} differs by {gap:.3g} a token from "
+                    "what the policy's own forward gives at the sampling temperature"
                 )
 
 
@@ -160,8 +158,7 @@ def _mini_batch(evidence: Evidence, update: UpdateRecord) -> MiniBatch:
     if sorted(taken) != sorted(update.uids):
         raise Wrong(
             f"the micro-batches of a mini-batch hold {len(taken)} samples, the mini-batch {len(update.uids)}: some "
-            "were "
-            "left out or taken twice"
+            "were left out or taken twice"
         )
     samples = [known[uid] for uid in taken]
     lengths = [len(sample["response_ids"]) for sample in samples]

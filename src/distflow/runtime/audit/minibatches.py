@@ -54,8 +54,7 @@ def _each_once(evidence: Evidence, role: str, updates: list[UpdateRecord]) -> No
     if len(updates) != wanted and evidence.parts.num_ranks == 1:
         raise Wrong(
             f"the {role} took {len(updates)} optimizer steps, but {passes} passes over {groups} prompts in "
-            "mini-batches "
-            f"of {num_prompts} are {wanted}"
+            f"mini-batches of {num_prompts} are {wanted}"
         )
     _in_order(evidence, role, updates, passes, num_prompts)
     times = Counter(uid for update in updates for uid in update.uids)
@@ -63,9 +62,8 @@ def _each_once(evidence: Evidence, role: str, updates: list[UpdateRecord]) -> No
     if wrong:
         uid, count = wrong[0]
         raise Wrong(
-            f"sample {uid} (and {len(wrong) - 1} more) was in {count} mini-batches of the {role}, and should be in "
-            "one of "
-            f"each of {passes} passes"
+            f"sample {uid} (and {len(wrong) - 1} more) was in {count} mini-batches of the {role}, and should be in one "
+            f"of each of {passes} passes"
         )
 
 
@@ -104,9 +102,8 @@ def _same_columns(evidence: Evidence, updates: list[UpdateRecord]) -> None:
             for name in COLUMNS:
                 if name in sample and not _same(sample[name], known[sample["uid"]][name]):
                     raise Wrong(
-                        f"{name} of sample {sample['uid']} is another in mini-batch {number + 1} of the "
-                        f"{update.role} than "
-                        "before the step's first update: it was made anew or rewritten between mini-batches"
+                        f"{name} of sample {sample['uid']} is another in mini-batch {number + 1} of the {update.role} "
+                        "than before the step's first update: it was made anew or rewritten between mini-batches"
                     )
 
 
@@ -118,8 +115,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 CHECK = Check(
     "mini-batches",
     "every sample of the step is in one mini-batch of each pass, and its log-probs, advantages and masks are those "
-    "from "
-    "before the first update",
+    "from before the first update",
     "the built-in update nodes",
     "equal",
     prove,

@@ -81,8 +81,8 @@ def _same_weights(update: UpdateRecord, settings: OptimConfig, rate: float, take
     for name, stripe in update.stripes.items():
         if stripe.gradient is None or stripe.after is None:
             raise Wrong(
-                f"the optimizer of the {update.role} was not called, or {name} had no gradient, though the update "
-                "was not skipped"
+                f"the optimizer of the {update.role} was not called, or {name} had no gradient, though the update was "
+                "not skipped"
             )
         steps = int(stripe.moments.get("step", 0 if settings.optimizer == "adamw" else taken))
         if steps != taken:
@@ -96,9 +96,8 @@ def _same_weights(update: UpdateRecord, settings: OptimConfig, rate: float, take
         if bool((gap > LIMIT * moved.max() + rounding + 1e-12).any()):
             raise Wrong(
                 f"{name} of the {update.role} moved by {float((stripe.after - stripe.before).abs().max()):.4g} at "
-                "most, but "
-                f"{settings.optimizer} at the learning rate {rate:.4g} makes {float(moved.max()):.4g} of its gradient, "
-                "moments and weight decay"
+                f"most, but {settings.optimizer} at the learning rate {rate:.4g} makes {float(moved.max()):.4g} of its "
+                "gradient, moments and weight decay"
             )
     return True
 

@@ -23,8 +23,7 @@ def prove(evidence: Evidence) -> str | None:
     if not gap <= limit:
         raise Wrong(
             f"the reference moved: on fixed tokens its log-probs differ by {gap:.3g} on average from those at the "
-            "start "
-            f"of the run (limit {limit:g}). It shares weights with the policy, or something trains it"
+            f"start of the run (limit {limit:g}). It shares weights with the policy, or something trains it"
         )
     return None
 

@@ -66,8 +66,8 @@ def _same_baseline(evidence: Evidence, sample: Sample) -> None:
         total += weight * given[-1].value
     if not abs(float(sample["reward_baselines"]) - total) <= LIMIT * max(abs(total), 1.0):
         raise Wrong(
-            f"the baseline of sample {sample['uid']} is {float(sample['reward_baselines']):g}, its greedy "
-            f"answer's {total:g}"
+            f"the baseline of sample {sample['uid']} is {float(sample['reward_baselines']):g}, its greedy answer's "
+            f"{total:g}"
         )
 
 
@@ -119,8 +119,7 @@ def _same(sample: Sample, column: str, expected: Tensor) -> None:
 CHECK = Check(
     "rewards",
     "a sample's score is the weighted sum of its own verdicts and the over-long penalty, on its last token; its "
-    "rewards "
-    "are that less the KL penalty",
+    "rewards are that less the KL penalty",
     "scores of the built-in reward node",
     f"{LIMIT:g} relative",
     prove,

@@ -47,8 +47,8 @@ def _estimator(evidence: Evidence) -> list[str] | None:
     if not _equal(found, _widened(call, positional, keyword, mask)):
         told.append(
             f"{name} reads outside the mask: with other numbers behind the answers' last tokens it gives other "
-            "advantages. "
-            "What stands there depends on which samples share the batch; multiply by response_mask before you sum"
+            "advantages. What stands there depends on which samples share the batch; multiply by response_mask before "
+            "you sum"
         )
     elif _mixes_groups(evidence, call):
         told.append(
@@ -174,9 +174,8 @@ def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 CHECK = Check(
     "user_code",
-    "an estimator or loss of the user's gives finite numbers, reads nothing outside the mask, and, where its scope "
-    "is not "
-    "global, keeps groups apart; what does not hold is told, and the run goes on",
+    "an estimator or loss of the user's gives finite numbers, reads nothing outside the mask, and, where its scope is "
+    "not global, keeps groups apart; what does not hold is told, and the run goes on",
     "a function of ours or another system's signature that gives the same twice",
     f"{LIMIT:g}",
     prove,

@@ -84,26 +84,30 @@ def _judge_differences(evidence: Evidence, differing: Sequence[tuple[Sample, str
     for name in sorted({name for _, name, _ in differing}):
         of_this = [(sample, what) for sample, other, what in differing if other == name]
         sample, what = of_this[0]
-        given = {tuple(_shown([_ask(evidence, s, name)]) for s, _ in of_this[:MOST_TWICE]) for _ in range(TRIES)}
-        many = len(of_this) >= max(3, asked / 4)
-        if many and len(given) == 1 and _is_swapped(evidence, name, [s for s, _ in of_this], given.pop()):
+        if len(of_this) >= max(3, asked / 4) and _are_swapped(evidence, name, [s for s, _ in of_this]):
             raise Wrong(
-                f"sample {sample['uid']}: {what} by verifier '{name}', as {len(of_this) - 1} more samples: each has "
-                "what "
-                "the verifier says of another. Verdicts were handed to other samples"
+                f"sample {sample['uid']}: {what} by verifier '{name}', and so do {len(of_this) - 1} more samples: each "
+                "has what the verifier says of another. Verdicts were handed to other samples"
             )
         evidence.state.setdefault("not_deterministic", []).append(name)
         evidence.say(
-            f"verifier '{name}' is not deterministic: of sample {sample['uid']} {what}. Its verdicts cannot be "
-            "proven, and "
-            "are left out of the audit from here on"
+            f"verifier '{name}' is not deterministic: of sample {sample['uid']} {what}. Its verdicts cannot be proven, "
+            "and are left out of the audit from here on"
         )
 
 
-def _is_swapped(evidence: Evidence, name: str, samples: Sequence[Sample], now: Sequence[str]) -> bool:
-    """Whether what the samples hold is what the verifier says of others of the audited ones."""
-    said = set(now) | {str(s["reward_parts"].get(name)) for s in evidence.proved(MOST) if s not in samples}
-    return all(str(sample["reward_parts"].get(name)) in said for sample in samples[:MOST_TWICE])
+def _are_swapped(evidence: Evidence, name: str, samples: Sequence[Sample]) -> bool:
+    """Whether the verifier says the same of each sample as often as it is asked, within the time that asking may take,
+    and what the samples hold is what it says of others."""
+    began, few = time.monotonic(), samples[:MOST_TWICE]
+    said = [_shown([_ask(evidence, sample, name)]) for sample in few]
+    for _ in range(TRIES - 1):
+        if time.monotonic() - began > evidence.budget_s or said != [_shown([_ask(evidence, s, name)]) for s in few]:
+            return False
+    differ = {sample["uid"] for sample in samples}
+    others = [sample for sample in evidence.proved(MOST) if sample["uid"] not in differ]
+    known = {*said, *(str(sample["reward_parts"].get(name)) for sample in others)}
+    return all(str(sample["reward_parts"].get(name)) in known for sample in few)
 
 
 def _text(evidence: Evidence, sample: Sample) -> str:

@@ -18,8 +18,7 @@ def prove(evidence: Evidence) -> str | None:
     if different:
         raise Wrong(
             f"the rollout engine serves version {evidence.step}, but {len(different)} of its tensors are not the "
-            "trainer's "
-            f"({', '.join(different[:4])}): they were not sent, or not taken"
+            f"trainer's ({', '.join(different[:4])}): they were not sent, or not taken"
         )
     return None if sent else "an adapter is applied unmerged, on the trainer's own storage"
 

@@ -11,6 +11,6 @@ def check_versions(batch: Batch, served: int) -> None:
     if bool(wrong.any()):
         raise TrustError(
             f"{int(wrong.sum())} tokens were made by weights of version {int(versions[wrong][0])}, but version "
-            f"{served} was "
-            "published before they were generated: weights were not sent, or the engine does not serve them"
+            f"{served} was published before they were generated: weights were not sent, or the engine does not serve "
+            "them"
         )
