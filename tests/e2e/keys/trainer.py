@@ -116,8 +116,9 @@ def best_by(before_metric: str, after_metric: str) -> Callable[[Run, Run], None]
 def again(lab: Lab, base: str, changes: Sequence[str]) -> Run:
     """A run of two steps, then another of three in its folder."""
     folder = f"trainer.default_local_dir={{lab}}/again-{len(list(lab.folder.iterdir()))}"
-    lab.run(base, ("trainer.save_freq=1", folder))
-    return lab.run(base, (*changes, "trainer.save_freq=1", THREE, folder))
+    options = ("trainer.save_freq=1", "trust.audit_freq=0", folder)
+    lab.run(base, options)
+    return lab.run(base, (*changes, THREE, *options))
 
 
 def goes_on_or_begins_anew(before: Run, after: Run) -> None:
