@@ -420,8 +420,8 @@ def playground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
     return Playground(tmp_path_factory.mktemp("audit"))
 
 
-# A run each: every other one is left to the slow tests.
-CASES = [pytest.param(name, marks=[pytest.mark.slow] if i % 2 else []) for i, name in enumerate(FAULTS)]
+# A run each: three of four are left to the slow tests.
+CASES = [pytest.param(name, marks=[pytest.mark.slow] if i % 4 else []) for i, name in enumerate(FAULTS)]
 
 
 @pytest.mark.parametrize("name", CASES)

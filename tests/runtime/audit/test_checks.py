@@ -72,7 +72,11 @@ def audits(run: Run) -> list[Event]:
     return [event for event in read_events(run.folder) if event.kind == "audit"]
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+# A run each: the later ones are left to the slow tests.
+CASES = [pytest.param(name, marks=[pytest.mark.slow] if i > 6 else []) for i, name in enumerate(HEALTHY)]
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_a_healthy_run_is_proven_and_silent(playground: Playground, name: str) -> None:
     run = playground.run(*HEALTHY[name], *ALWAYS)
     assert run.notes("warning") == []
