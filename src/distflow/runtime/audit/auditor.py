@@ -16,7 +16,7 @@ from distflow.data.batch import Batch
 from distflow.flow.ticket import Version
 from distflow.graph import Program
 from distflow.rewards.verdict import Verdict
-from distflow.runtime.audit.check import Wrong
+from distflow.runtime.audit.check import Check, Wrong
 from distflow.runtime.audit.checks import AFTER, BEFORE, OF_A_FEW_GROUPS, OF_EVERY_STEP
 from distflow.runtime.audit.evidence import Evidence, Inputs, Parts
 from distflow.runtime.audit.log_probs import score_before
@@ -100,8 +100,7 @@ class Auditor:
         self._num_audits = 0
         self._spent_s = 0.0
         self._began = time.monotonic()
-        self._proven: list[str] = []
-        self._unproven: dict[str, str] = {}
+        self._found: dict[str, str | None] = {}
 
     def is_due(self, step: int) -> bool:
         """At the start, in the step behind it, where weights have moved once, and once in every `frequency` steps, at a
@@ -172,7 +171,7 @@ class Auditor:
             if self._evidence is not None:
                 self._evidence.metrics = metrics
                 with generators.lent(generators.states()):  # what functions of the user draw leaves no trace
-                    self._prove([(check.name, check.prove) for check in AFTER])
+                    self._found |= self._prove(AFTER, self._evidence)
                 self._tell()
             elif self._frequency > 0 and self._batch is not None:
                 self._look(self._batch, metrics)
@@ -199,17 +198,17 @@ class Auditor:
     def _begin(self) -> None:
         if self._batch is None:
             return
-        self._proven, self._unproven, self._waiting = [], {}, False
+        self._waiting = False
         self._num_audits += 1
         self._evidence = self._evidence_of(_copied(self._batch))
-        self._prove([(check.name, check.prove) for check in BEFORE])
+        self._found = self._prove(BEFORE, self._evidence)
 
     def _look(self, batch: Batch, metrics: Mapping[str, float]) -> None:
         """In every step what is cheap; a few drawn groups in the first steps, and while audits take less than their
         share."""
-        self._evidence = self._evidence_of(batch)
-        self._evidence.updates, self._evidence.metrics = self._seen, metrics
-        self._prove(OF_EVERY_STEP)
+        whole = self._evidence_of(batch)
+        whole.updates, whole.metrics = self._seen, metrics
+        self._prove(OF_EVERY_STEP, whole)
         early = self._step - self._first_step < NUM_FIRST_LOOKS
         if (early or self._is_affordable()) and "response_mask" in batch and "advantages" in batch:
             groups = batch["group_index"].tolist()
@@ -217,8 +216,7 @@ class Auditor:
             rows = [row for row, group in enumerate(groups) if group in few]
             part = self._evidence_of(batch.only(_present(batch)).select(rows))
             part.metrics, part.partial = metrics, True
-            self._evidence = part
-            self._prove(OF_A_FEW_GROUPS)
+            self._prove(OF_A_FEW_GROUPS, part)
 
     def _evidence_of(self, batch: Batch) -> Evidence:
         return Evidence(
@@ -235,25 +233,25 @@ class Auditor:
             say=self._say,
         )
 
-    def _prove(self, checks: Sequence[tuple[str, Callable[[Evidence], str | None]]]) -> None:
-        assert self._evidence is not None
-        for name, prove in checks:
+    def _prove(self, checks: Sequence[Check], evidence: Evidence) -> dict[str, str | None]:
+        """What each check returned, by its name."""
+        found: dict[str, str | None] = {}
+        for check in checks:
             try:
-                missing = prove(self._evidence)
+                found[check.name] = check.prove(evidence)
             except Wrong as wrong:
-                raise TrustError(f"the audit of step {self._step + 1} found ({name}): {wrong}") from wrong
+                raise TrustError(f"the audit of step {self._step + 1} found ({check.name}): {wrong}") from wrong
             except Exception as err:  # the edge of a check: an auditor that fails must not end a healthy run
-                missing = f"the check itself failed: {type(err).__name__}: {err}"
-                self._say(f"the audit could not make its check '{name}': {type(err).__name__}: {err}")
-            if missing is None:
-                self._proven.append(name)
-            elif missing:
-                self._unproven[name] = missing
+                found[check.name] = f"the check itself failed: {type(err).__name__}: {err}"
+                self._say(f"the audit could not make its check '{check.name}': {type(err).__name__}: {err}")
+        return found
 
     def _tell(self) -> None:
-        left = f"; not proven: {', '.join(self._unproven)}" if self._unproven else ""
-        message = f"step {self._step + 1} was proven again: {', '.join(self._proven)}{left}"
-        self._note("audit", message, proven=self._proven, unproven=self._unproven)
+        proven = [name for name, missing in self._found.items() if missing is None]
+        unproven = {name: missing for name, missing in self._found.items() if missing}
+        left = f"; not proven: {', '.join(unproven)}" if unproven else ""
+        message = f"step {self._step + 1} was proven again: {', '.join(proven)}{left}"
+        self._note("audit", message, proven=proven, unproven=unproven)
 
     def _say(self, message: str) -> None:
         if message not in self._told:

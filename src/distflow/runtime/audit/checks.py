@@ -1,6 +1,6 @@
 """The auditor's checks, in the order in which they are made, and their table in `docs/trust.md`."""
 
-from collections.abc import Callable
+from dataclasses import replace
 
 from distflow.runtime.audit.advantages import CHECK as ADVANTAGES
 from distflow.runtime.audit.answers import CHECK as ANSWERS
@@ -8,7 +8,6 @@ from distflow.runtime.audit.backward import CHECK as BACKWARD
 from distflow.runtime.audit.check import Check
 from distflow.runtime.audit.correction import CHECK as CORRECTION
 from distflow.runtime.audit.draws import CHECK as DRAWS
-from distflow.runtime.audit.evidence import Evidence
 from distflow.runtime.audit.gradients import CHECK as GRADIENTS
 from distflow.runtime.audit.groups import CHECK as GROUPS
 from distflow.runtime.audit.kl_control import CHECK as KL_CONTROL
@@ -45,15 +44,10 @@ AFTER: tuple[Check, ...] = (
 )
 """At the step's end."""
 
-OF_EVERY_STEP: tuple[tuple[str, Callable[[Evidence], str | None]], ...] = (
-    ("mini-batches", taken_once),
-    ("optimizer", right_rates),
-)
+OF_EVERY_STEP: tuple[Check, ...] = (replace(MINIBATCHES, prove=taken_once), replace(OPTIMIZER, prove=right_rates))
 """What is cheap enough to be looked at in every step: mini-batches and learning rates."""
 
-OF_A_FEW_GROUPS: tuple[tuple[str, Callable[[Evidence], str | None]], ...] = tuple(
-    (check.name, check.prove) for check in (MASKS, REWARDS, CORRECTION, ADVANTAGES)
-)
+OF_A_FEW_GROUPS: tuple[Check, ...] = (MASKS, REWARDS, CORRECTION, ADVANTAGES)
 """The same, of a few groups of the step."""
 
 CHECKS = (*AFTER[:8], *BEFORE, *AFTER[8:])

@@ -94,13 +94,14 @@ def _score_policy(evidence: Evidence, model: nn.Module, chosen: list[Sample]) ->
 def score_before(evidence: Evidence, update: UpdateRecord) -> None:
     """Run the policy on one sample of a later mini-batch: it has moved since the step was scored."""
     actor = evidence.parts.actor
-    uids = [uid for uid in update.uids if any(sample["uid"] == uid for sample in proved_samples(evidence))]
-    if not isinstance(actor, OpenEngine) or not uids:
+    chosen = {str(sample["uid"]): sample for sample in proved_samples(evidence)}
+    uid = next((uid for uid in update.uids if uid in chosen), None)
+    if not isinstance(actor, OpenEngine) or uid is None:
         return
-    sample = next(sample for sample in evidence.samples if sample["uid"] == uids[0])
+    ids = ids_of(chosen[uid])
     with torch.no_grad(), plainly(actor.model, compute_dtype=dtype_of(actor)):
-        (logits,) = logits_of(actor.model, [ids_of(sample)])
-    update.plain[uids[0]] = plain_scores(logits, ids_of(sample)[1], evidence.parts.sampling)
+        (logits,) = logits_of(actor.model, [ids])
+    update.plain[uid] = plain_scores(logits, ids[1], evidence.parts.sampling)
 
 
 def ids_of(sample: Sample) -> Ids:
