@@ -27,6 +27,12 @@ def token_covariance(
     return under_mask(parts[0], loss_mask) * under_mask(parts[1], loss_mask)
 
 
+def check_share(name: str, share: float) -> None:
+    """Raises ValueError for an option that is no share of the tokens."""
+    if not 0 < share <= 1:
+        raise ValueError(f"{name} is a share of the tokens, above 0 and at most 1, not {share}")
+
+
 def num_selected(share: float, loss_mask: Tensor, reduce: Reduce | None = None) -> int:
     """That share of the tokens of all ranks, rounded down, at least one."""
     tokens = global_sum((loss_mask > 0).sum().double(), reduce)

@@ -5,6 +5,11 @@ from distflow.config.places import users_place
 from distflow.graph import BoundNode
 from distflow.graph.functions import innermost
 
+REPAIR_ADVICE = (
+    "Repair the function that is named (custom_reward_function.path, reward.functions, dag), or the answers that it is "
+    "given (data.answer_key); if it is slow, raise reward.timeout_s"
+)
+
 
 class NodeError(RuntimeError):
     """A node raised, or returned something that is no output of it."""

@@ -6,13 +6,10 @@ from dataclasses import dataclass, field
 from distflow.config.errors import UserError
 from distflow.observe.text import visible
 from distflow.rewards.tally import Verdicts
+from distflow.runtime.blame import REPAIR_ADVICE
 
 WARN_ABOVE = 0.05
 _SHOWN_CHARACTERS = 500
-_ADVICE = (
-    "Repair the function that is named (custom_reward_function.path, reward.functions, dag), or the answers that it is "
-    "given (data.answer_key); if it is slow, raise reward.timeout_s"
-)
 
 
 class TooManyErrors(UserError):
@@ -32,7 +29,7 @@ class ErrorShare:
         if verdicts.share > self.max_share:
             raise TooManyErrors(
                 f"{described(verdicts)} at step {step}, more than reward.max_error_share={self.max_share:g} allows: "
-                f"what is left is chance. {_first(verdicts)}\n{_ADVICE}; reward.max_error_share=1 never stops"
+                f"what is left is chance. {_first(verdicts)}\n{REPAIR_ADVICE}; reward.max_error_share=1 never stops"
             )
         if verdicts.share <= WARN_ABOVE:
             self._told = 0.0
@@ -40,7 +37,7 @@ class ErrorShare:
             self._told = verdicts.share
             self.warn(
                 f"{described(verdicts)} at step {step}; such answers are left out of the training. {_first(verdicts)}\n"
-                f"{_ADVICE}. Above reward.max_error_share={self.max_share:g} the run stops"
+                f"{REPAIR_ADVICE}. Above reward.max_error_share={self.max_share:g} the run stops"
             )
         if not verdicts.asked:
             return {}
@@ -50,7 +47,7 @@ class ErrorShare:
 def warn_of_errors(verdicts: Verdicts, warn: Callable[[str], None]) -> None:
     """After a validation, in which such answers count as wrong."""
     if verdicts.share > WARN_ABOVE:
-        warn(f"{described(verdicts)} in a validation, and count as wrong. {_first(verdicts)}\n{_ADVICE}")
+        warn(f"{described(verdicts)} in a validation, and count as wrong. {_first(verdicts)}\n{REPAIR_ADVICE}")
 
 
 def described(verdicts: Verdicts) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from distflow.algorithms.covariance import largest, num_selected, token_covariance, token_draws
+from distflow.algorithms.covariance import check_share, largest, num_selected, token_covariance, token_draws
 from distflow.algorithms.losses.ratio import Stats, as_stat, clip_range, clipped_surrogate, log_ratio
 from distflow.algorithms.masking import Reduce, under_mask
 from distflow.algorithms.registry import register_policy_loss
@@ -18,8 +18,7 @@ from distflow.graph.spec import node
 
 def check_selection(clip_cov_ratio: float, clip_cov_lb: float, clip_cov_ub: float) -> None:
     """Raises ValueError for a share outside 0..1 or bounds with nothing between them."""
-    if not 0 < clip_cov_ratio <= 1:
-        raise ValueError(f"clip_cov_ratio is a share of the tokens, above 0 and at most 1, not {clip_cov_ratio}")
+    check_share("clip_cov_ratio", clip_cov_ratio)
     if not clip_cov_lb < clip_cov_ub:
         raise ValueError(f"clip_cov_lb must be below clip_cov_ub, not {clip_cov_lb} and {clip_cov_ub}")
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from distflow.algorithms.covariance import largest, num_selected, token_covariance, token_draws
+from distflow.algorithms.covariance import check_share, largest, num_selected, token_covariance, token_draws
 from distflow.algorithms.losses.ratio import Stats, as_stat, log_ratio
 from distflow.algorithms.masking import Reduce, under_mask
 from distflow.algorithms.registry import register_policy_loss
@@ -18,8 +18,7 @@ from distflow.graph.spec import node
 
 def check_options(kl_cov_ratio: float = 1.0, ppo_kl_coef: float = 1.0) -> None:
     """Raises ValueError for a share outside 0..1 or a coefficient below 0."""
-    if not 0 < kl_cov_ratio <= 1:
-        raise ValueError(f"kl_cov_ratio is a share of the tokens, above 0 and at most 1, not {kl_cov_ratio}")
+    check_share("kl_cov_ratio", kl_cov_ratio)
     if not ppo_kl_coef >= 0:
         raise ValueError(f"ppo_kl_coef must be 0 or above, e.g. 1.0, not {ppo_kl_coef}")
 

@@ -12,6 +12,7 @@ from distflow.flow.coordinator import Coordinator
 from distflow.flow.edge import Exhausted
 from distflow.flow.ticket import Ticket
 from distflow.observe.metrics import Measured, combine
+from distflow.runtime.blame import REPAIR_ADVICE
 from distflow.runtime.ports.edge import Failure, Live, NoProgress, Released, Share, UserNoProgress
 from distflow.runtime.waits import Waits
 
@@ -191,9 +192,7 @@ class LocalEdge:
         first = failures[0]
         message = f"the last {len(failures)} prompt groups all failed, so nothing can progress; the first said: "
         if first.users:
-            advice = "Repair the function that is named (custom_reward_function.path, reward.functions, dag), or the "
-            advice += "answers that it is given (data.answer_key); if it is slow, raise reward.timeout_s"
-            raise UserNoProgress(f"{message}{first.message}\n{advice}")
+            raise UserNoProgress(f"{message}{first.message}\n{REPAIR_ADVICE}")
         raise NoProgress(f"{message}{first.message}")
 
 
