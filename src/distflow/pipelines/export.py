@@ -12,7 +12,7 @@ from distflow.models.export import check_target, export_model
 from distflow.pipelines.code import model_code, only_if_trusted, without_model_code
 from distflow.pipelines.factories import choose_device, load_policy, load_policy_tokenizer
 from distflow.runtime.checkpoint import CheckpointStore
-from distflow.runtime.local import CHECKPOINTS
+from distflow.runtime.resume import CHECKPOINTS
 from distflow.training.engine import TrainState
 
 
