@@ -27,13 +27,18 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
+def _resume_override(mode: str | None) -> list[str]:
+    """As a key it is checked with the others, before anything is read."""
+    return [] if mode is None else ["trainer.resume_mode='" + mode.replace("'", r"\'") + "'"]
+
+
 def run(arguments: argparse.Namespace) -> int:
     from distflow.config import describe, load_config
 
     if arguments.command == "sft" and "=" in arguments.preset:  # it was left out, and this is the first override
         arguments.preset, arguments.overrides = "sft", [arguments.preset, *arguments.overrides]
     say(f"distflow {__version__} · {arguments.preset}")
-    loaded = load_config(arguments.preset, arguments.overrides)
+    loaded = load_config(arguments.preset, [*arguments.overrides, *_resume_override(arguments.resume)])
     for line in describe(loaded.config):
         say(line)
     from distflow.pipelines.code import named_code
@@ -43,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"your code: {line}")
     spec = make_spec(loaded, say)
     launch = cast("Launch", load(LAUNCHERS[spec.options.launcher].target))
-    outcome = launch(spec, resume=arguments.resume, allow_change=tuple(arguments.allow_change), say=say)
+    outcome = launch(spec, allow_change=tuple(arguments.allow_change), say=say)
     if outcome.accuracy_before is not None and outcome.accuracy_after is not None:
         print(f"accuracy before RL: {outcome.accuracy_before:.2f}")
         print(f"accuracy after RL: {outcome.accuracy_after:.2f}")

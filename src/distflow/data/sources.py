@@ -58,6 +58,12 @@ def load_rows(
     return rows, bad
 
 
+def forget_rows(run_folder: Path) -> None:
+    """A run that starts anew asks Python code for its rows again: those that `load_rows` kept are removed."""
+    for kept in (run_folder / "data").glob("*_files-*.arrow"):
+        kept.unlink()
+
+
 def name_of(source: object) -> str:
     """What messages and fingerprints call a source."""
     if isinstance(source, str | Path):

@@ -24,6 +24,7 @@ from distflow.config.program import is_rl
 from distflow.config.watch import peek, watch
 from distflow.data.encoded import EncodedRows, write_encoded
 from distflow.data.prompts import PROMPT_FIELDS, PromptSet
+from distflow.data.sources import forget_rows
 from distflow.flow.data_plan import DataPlan
 from distflow.flow.order import total_steps
 from distflow.graph import NodeRole, Program
@@ -32,6 +33,7 @@ from distflow.pipelines.data_sets import DataSource, check_batch, held_out_sourc
 from distflow.pipelines.factories import choose_device, compute_dtype, load_policy_tokenizer, make_factories
 from distflow.pipelines.inert import refuse_inert_keys
 from distflow.pipelines.objectives import loss_terms
+from distflow.pipelines.run_models import with_models_of_runs
 from distflow.pipelines.select import select_pipeline
 from distflow.pipelines.travel import check_importable, check_pickles
 from distflow.planning.plan import check_plan, plan_local
@@ -48,9 +50,12 @@ Say = Callable[[str], None]
 
 def make_spec(loaded: Loaded, say: Say) -> Spec:
     """say: told one line at a time what is being loaded. Raises UserError or PipelineError."""
-    config, reading = loaded.config, read_config(loaded)
-    run_dir = config.trainer.run_dir
+    reading, run_dir = read_config(loaded), loaded.config.trainer.run_dir
     with claimed(run_dir):  # first: rows from Python code are kept there, and it may be somebody's
+        loaded = with_models_of_runs(loaded, say)
+        config = loaded.config
+        if config.trainer.resume_mode == "never":
+            forget_rows(run_dir)
         rows = reading.train.read(run_dir)
         held_out_rows = reading.held_out.read(run_dir) if reading.held_out else None
         tokenizer = load_policy_tokenizer(config)
