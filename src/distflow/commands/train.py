@@ -34,14 +34,14 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.preset, arguments.overrides = "sft", [arguments.preset, *arguments.overrides]
     say(f"distflow {__version__} · {arguments.preset}")
     loaded = load_config(arguments.preset, arguments.overrides)
-    for line in describe(loaded.config):
-        say(line)
     from distflow.pipelines.code import named_code
     from distflow.pipelines.spec import make_spec
 
     for line in named_code(loaded.config):
         say(f"your code: {line}")
     spec = make_spec(loaded, say)
+    for line in describe(spec.config):
+        say(line)
     launch = cast("Launch", load(LAUNCHERS[spec.options.launcher].target))
     outcome = launch(spec, resume=arguments.resume, allow_change=tuple(arguments.allow_change), say=say)
     if outcome.accuracy_before is not None and outcome.accuracy_after is not None:

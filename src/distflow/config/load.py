@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from functools import cache
 
 from distflow.config.build import ConfigBuilder
-from distflow.config.check import find_problems, where
+from distflow.config.check import find_problems, find_size_problems, where
 from distflow.config.errors import ConfigError, Problem, UserError
+from distflow.config.fitting import Fitted, fit
 from distflow.config.functions import LoadError, load_modules
 from distflow.config.schema import Config, group_names, schema_keys
 from distflow.config.show import flatten, to_dict, to_yaml
+from distflow.config.sizes import Room
 from distflow.config.sources import COMMAND_LINE, Setting, settings_of_value
 from distflow.config.unknown import is_known, parents, unknown_problems
 
@@ -17,15 +19,17 @@ from distflow.config.unknown import is_known, parents, unknown_problems
 @dataclass(frozen=True)
 class Loaded:
     """A config and where it came from. origins: key → "file:line" or "command line", for each key that was set.
-    text: the resolved config as YAML."""
+    text: the resolved config as YAML. fitted: what nobody chose and was made to fit."""
 
     config: Config
     origins: dict[str, str]
     text: str
+    fitted: tuple[Fitted, ...] = ()
 
     def origin(self, key: str) -> str:
-        """Where a key was set, or "default"."""
-        return where(key, self.origins)
+        """Where a key was set, or "default"; of one that was made to fit, why."""
+        why = [fitted.why for fitted in self.fitted if fitted.key == key]
+        return f"made to fit: {why[-1]}" if why else where(key, self.origins)
 
     @property
     def set_keys(self) -> dict[str, str]:
@@ -69,6 +73,17 @@ def _load(preset_or_file: str, overrides: Sequence[str], complete: bool, trust_c
     return _finish(composed.values, _origins(composed.settings, composed.deleted), problems, complete=complete)
 
 
+def fit_to(loaded: Loaded, room: Room) -> Loaded:
+    """The same in the room that the run turned out to have. Raises ConfigError with all sizes that do not fit it."""
+    config, fitted = fit(loaded.config, loaded.origins, room)
+    problems = find_size_problems(config, loaded.origins, room)
+    if problems:
+        raise ConfigError(problems)
+    if not fitted:
+        return loaded
+    return Loaded(config, loaded.origins, to_yaml(config), (*loaded.fitted, *fitted))
+
+
 @cache
 def preset_config(name: str) -> Config:
     """The config of a preset as it is, without a model or data."""
@@ -106,11 +121,13 @@ def _finish(
     builder = ConfigBuilder(origins)
     config = builder.build(values)
     problems = [*problems, *builder.problems]
+    fitted: list[Fitted] = []
     if judge:
+        config, fitted = fit(config, origins, Room())
         problems += find_problems(config, origins, builder.faulty, complete)
     if problems:
         raise ConfigError(problems)
-    return Loaded(config, origins, to_yaml(config))
+    return Loaded(config, origins, to_yaml(config), tuple(fitted))
 
 
 def _plain_defaults() -> dict[str, object]:

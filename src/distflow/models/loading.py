@@ -52,6 +52,18 @@ def load_model(
     return ready(model, dtype, device)
 
 
+def context_length(
+    path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False, gguf_file: str | None = None
+) -> int | None:
+    """Tokens that a model's prompt and response may have together, as its config says; None where it says nothing.
+
+    Loads no weights. Raises UserError as `load_model` does.
+    """
+    config = ModelSource(path, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file).config()
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) else None
+
+
 class ModelSource:
     """Where a model comes from, and how to read it. `str()` names it in messages."""
 
