@@ -3,14 +3,18 @@
 import argparse
 from functools import partial
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from distflow import __version__
 from distflow.commands.config_arguments import add_config_arguments
 from distflow.observe.text import visible
 
+if TYPE_CHECKING:
+    from distflow.config import Config
+
 # No training data are needed to evaluate: the held-out ones stand for them.
 _EVAL_ONLY = (
-    "data.train_files=${data.val_files}",
+    "data.train_files=${oc.select:data.val_files,null}",
     "data.train_batch_size=1",
     "actor_rollout_ref.actor.ppo_mini_batch_size=1",
 )
@@ -29,11 +33,23 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_whole(config: "Config") -> None:
+    """Raises UserError where there is nothing to evaluate, or nothing to evaluate on."""
+    from distflow.config import UserError
+
+    if not config.data.val_files:
+        raise UserError("there are no problems to answer: set data.val_files=FILE.jsonl (or .parquet, .csv)")
+    if not config.actor_rollout_ref.model.path:
+        raise UserError("there is no model to evaluate: set actor_rollout_ref.model.path to a folder or a hub id")
+
+
 def _evaluated(arguments: argparse.Namespace, folder: str) -> dict[str, float]:
     from distflow.config import load_config
+    from distflow.config.paths import NEEDED_TO_EVALUATE
 
     overrides = [*arguments.overrides, *_EVAL_ONLY, f"trainer.default_local_dir={folder}"]
-    loaded = load_config(arguments.preset, overrides)
+    loaded = load_config(arguments.preset, overrides, complete=False, needed=NEEDED_TO_EVALUATE)
+    _check_whole(loaded.config)
     from distflow.pipelines.code import named_code
     from distflow.pipelines.spec import make_spec
     from distflow.runtime.evaluate import evaluate

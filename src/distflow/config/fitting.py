@@ -1,5 +1,5 @@
-"""What nobody chose shrinks to what fits: a batch to the data, a mini-batch to the batch, lengths to the model's context.
-What somebody chose stays, for the rules to judge."""
+"""What nobody chose shrinks to what fits: a batch to the data, a mini-batch to the batch, lengths to the model's
+context. What somebody chose stays, for the rules to judge."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -2,10 +2,10 @@
 Python package (`package:NAME`)."""
 
 import importlib.util
-import re
 from pathlib import Path
 
 from distflow.config.errors import UserError
+from distflow.config.paths import model_fault
 
 BUILTIN_FOLDER = Path(__file__).parent / "builtin"
 BUILTIN_PREFIX = "builtin:"
@@ -21,8 +21,6 @@ TOKENIZER_FILES = (
     "tekken.json",
 )
 
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-
 
 def resolve_path(path: str | Path) -> str:
     """The folder (as an absolute path) or hub id that `path` means.
@@ -37,11 +35,9 @@ def resolve_path(path: str | Path) -> str:
     folder = Path(text).expanduser()
     if folder.is_dir():
         return str(folder.resolve())
-    if folder.is_file():
-        gguf = ", and its name as gguf_file" if folder.suffix == ".gguf" else ""
-        raise UserError(f"model path '{text}' is a file: give its folder{gguf}")
-    if text.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(text):
-        raise UserError(f"model folder '{text}' does not exist; give a folder, a hub id (org/name) or builtin:NAME")
+    if fault := model_fault(text):
+        what, advice = fault
+        raise UserError(f"model path '{text}': {what}; {advice}, or give a hub id (org/name) or builtin:NAME")
     return text
 
 

@@ -10,7 +10,7 @@ from distflow.config import config_of_run
 from distflow.config.errors import UserError
 from distflow.models.export import check_target, export_model
 from distflow.pipelines.code import model_code, only_if_trusted, without_model_code
-from distflow.pipelines.factories import choose_device, load_policy, load_policy_tokenizer
+from distflow.pipelines.factories import load_policy, load_policy_tokenizer
 from distflow.runtime.checkpoint import CheckpointStore
 from distflow.runtime.local import CHECKPOINTS
 from distflow.training.engine import TrainState
@@ -34,7 +34,7 @@ def export_checkpoint(
     only_if_trusted(code, trust_code, say)
     if not code:
         config = without_model_code(config)
-    model = load_policy(config, choose_device(config))
+    model = load_policy(config, torch.device("cpu"))  # the machine that trained may have had another
     _fill(model, trained, source)
     return export_model(model, load_policy_tokenizer(config), target)
 

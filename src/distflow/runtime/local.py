@@ -105,7 +105,7 @@ def _find_checkpoint(store: CheckpointStore, resume: str) -> Checkpoint | None:
         return None
     if resume == "auto":
         return store.load() if store.exists() else None
-    path = Path(resume)
+    path = Path(resume).expanduser()
     return store.load(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path)
 
 

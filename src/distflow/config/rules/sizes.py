@@ -72,10 +72,11 @@ def warm_ups(config: Config, room: Room) -> Iterator[Finding]:
         length = "trainer.total_epochs"
     if steps is None:
         return
-    if may_have_critic(config) and config.trainer.critic_warmup >= steps:
+    critic_warmup = config.trainer.critic_warmup
+    if may_have_critic(config) and critic_warmup >= steps:
         yield Finding(
             ("trainer.critic_warmup", length),
-            f"the actor would never be trained: the critic warms up for {config.trainer.critic_warmup} of {steps} steps",
+            f"the actor would never be trained: the critic warms up for {critic_warmup} of {steps} steps",
             "set trainer.critic_warmup to less than the steps of the run",
         )
         return
