@@ -105,7 +105,8 @@ def missing_path(path: Path) -> tuple[str, str]:
         absent = next(folder for folder in reversed(path.parents) if not folder.is_dir())
         looked = "" if path.is_absolute() else f" in {Path.cwd()}"
         return f"there is no folder '{absent}'{looked}", "look at the path, or start where it begins"
-    near = nearest(path.name, [entry.name for entry in path.parent.iterdir()])
+    stems = {entry.stem: entry.name for entry in path.parent.iterdir() if entry.suffix == path.suffix}
+    near = stems.get(nearest(path.stem, stems), "")
     meant = f"did you mean '{path.with_name(near)}'?" if near else f"look what there is in '{path.parent.resolve()}'"
     return "there is no such file or folder", meant
 

@@ -9,6 +9,7 @@ from distflow.config.errors import UserError
 from distflow.config.paths import HUB_DATA, missing_path
 from distflow.data import iterators
 from distflow.data.files import READERS, read_file
+from distflow.data.hub import unreachable
 from distflow.data.rows import BadRows, Columns, RawRow, Record, read_rows
 
 BUILTIN_FOLDER = Path(__file__).parent / "builtin"
@@ -114,10 +115,11 @@ def _builtin(name: str, key: str) -> Path:
 
 def _hub_records(name: str, key: str) -> Iterator[Record]:
     """A folder that `datasets` saved or can read, or an id on the hub, as `id:configuration:split`."""
-    import datasets
-
     path, configuration, split = (*name.split(":"), "", "")[:3]
     folder = Path(path).expanduser()
+    unreached = None if folder.is_dir() else unreachable()
+    import datasets
+
     try:
         if any((folder / state).exists() for state in ("state.json", "dataset_dict.json")):
             found = datasets.load_from_disk(folder)
@@ -130,6 +132,11 @@ def _hub_records(name: str, key: str) -> Iterator[Record]:
         raise
     except Exception as error:  # the edge of a foreign library, which reads somebody's files
         reason = next(iter(str(error).splitlines()), type(error).__name__)
+        if unreached:
+            reason = (
+                f"there is no file or folder '{path}' in {Path.cwd()}, and the hub cannot be reached ({unreached}): "
+                "write the path of a file, or see to the network (HF_ENDPOINT names a mirror, HTTPS_PROXY a proxy)"
+            )
         raise UserError(f"{key}: the data set '{name}' cannot be loaded: {reason}") from error
 
 
