@@ -12,11 +12,11 @@ from distflow.config.errors import UserError
 from distflow.observe.text import visible
 
 if TYPE_CHECKING:
-    from distflow.config import Loaded
+    from distflow.config import Config, Loaded
 
 # No training data are needed to evaluate: the held-out ones stand for them.
 _EVAL_ONLY = (
-    "data.train_files=${data.val_files}",
+    "data.train_files=${oc.select:data.val_files,null}",
     "data.train_batch_size=1",
     "actor_rollout_ref.actor.ppo_mini_batch_size=1",
     "critic.ppo_mini_batch_size=null",
@@ -43,6 +43,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_whole(config: "Config") -> None:
+    """Raises UserError where there is nothing to evaluate, or nothing to evaluate on."""
+    if not config.data.val_files:
+        raise UserError("there are no problems to answer: set data.val_files=FILE.jsonl (or .parquet, .csv)")
+    if not config.actor_rollout_ref.model.path:
+        raise UserError("there is no model to evaluate: set actor_rollout_ref.model.path to a folder or a hub id")
+
+
 def _evaluated(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
     loaded = _load(arguments.preset, arguments.overrides, folder)
     from distflow.pipelines.code import named_code
@@ -57,12 +65,14 @@ def _evaluated(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
 
 def _load(preset: str, overrides: list[str], folder: Path) -> "Loaded":
     from distflow.config import load_config
+    from distflow.config.paths import NEEDED_TO_EVALUATE
 
     if Path(preset).expanduser().is_dir():
         from distflow.pipelines.run_models import write_config_of
 
         preset, begun = str(write_config_of(Path(preset), folder / "config_of_the_run.yaml")), _OF_THE_BEGINNING
         overrides = [*begun, *overrides]
-    if not load_config(preset, overrides, complete=False).config.data.val_files:
-        raise UserError("nothing to evaluate on: set data.val_files=FILE.jsonl (or builtin:NAME, or a data set's id)")
-    return load_config(preset, [*overrides, *_EVAL_ONLY, f"trainer.default_local_dir={folder}/run"])
+    overrides = [*overrides, *_EVAL_ONLY, f"trainer.default_local_dir={folder}/run"]
+    loaded = load_config(preset, overrides, complete=False, needed=NEEDED_TO_EVALUATE)
+    _check_whole(loaded.config)
+    return loaded

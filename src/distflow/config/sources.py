@@ -29,6 +29,11 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
+def is_preset(where: str) -> bool:
+    """Whether a place, as `display` and a line, lies in a preset that comes with the package."""
+    return any(where.startswith(f"presets/{name}.yaml:") for name in preset_names())
+
+
 def display(path: Path) -> str:
     """A file as it is shown to people: a preset by `presets/NAME.yaml`, others relative to where we are."""
     if path.parent == PRESETS:

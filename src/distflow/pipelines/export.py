@@ -12,7 +12,7 @@ from distflow.config.errors import UserError
 from distflow.models.export import check_target, export_model
 from distflow.observe.jsonlines import read_object
 from distflow.pipelines.code import model_code, only_if_trusted, without_model_code
-from distflow.pipelines.factories import choose_device, load_policy, load_policy_tokenizer
+from distflow.pipelines.factories import load_policy, load_policy_tokenizer
 from distflow.runtime.checkpoint import Checkpoint
 from distflow.runtime.checkpoint_files import MANIFEST
 from distflow.runtime.policy import described, policy_checkpoint
@@ -45,7 +45,7 @@ def export_checkpoint(source: Path, target: Path, *, trust_code: bool = False, s
     only_if_trusted(code, trust_code, say)
     if not code:
         config = without_model_code(config)
-    model = load_policy(config, choose_device(config))
+    model = load_policy(config, torch.device("cpu"))  # the machine that trained may have had another
     _fill(model, trained, source)
     export_model(model, load_policy_tokenizer(config), target, note=(NOTE, note))
     say(f"exported to {target}")

@@ -6,7 +6,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.algorithms.objective import PolicyObjective
 from distflow.algorithms.registry import describe_estimator
-from distflow.config import Config, Loaded, describe
+from distflow.config import Config, Loaded, Room, describe, fit_to
 from distflow.config.errors import UserError
 from distflow.config.functions import LoadError, load_modules
 from distflow.config.program import is_rl
@@ -29,8 +29,14 @@ from distflow.flow.data_plan import DataPlan
 from distflow.flow.order import total_steps
 from distflow.graph import NodeRole, Program
 from distflow.observe.claim import claimed
-from distflow.pipelines.data_sets import DataSource, check_batch, held_out_source, train_source
-from distflow.pipelines.factories import choose_device, compute_dtype, load_policy_tokenizer, make_factories
+from distflow.pipelines.data_sets import DataSource, held_out_source, train_source
+from distflow.pipelines.factories import (
+    choose_device,
+    compute_dtype,
+    load_policy_tokenizer,
+    make_factories,
+    policy_context,
+)
 from distflow.pipelines.inert import refuse_inert_keys
 from distflow.pipelines.objectives import loss_terms
 from distflow.pipelines.run_models import with_models_of_runs
@@ -50,28 +56,19 @@ Say = Callable[[str], None]
 
 def make_spec(loaded: Loaded, say: Say) -> Spec:
     """say: told one line at a time what is being loaded. Raises UserError or PipelineError."""
-    reading, run_dir = read_config(loaded), loaded.config.trainer.run_dir
-    with claimed(run_dir):  # first: rows from Python code are kept there, and it may be somebody's
+    reading = read_config(loaded)
+    with claimed(loaded.config.trainer.run_dir):  # first: rows from Python code are kept there; it may be somebody's
         loaded = with_models_of_runs(loaded, say)
-        config = loaded.config
-        if config.trainer.resume_mode == "never":
-            forget_rows(run_dir)
-        rows = reading.train.read(run_dir)
-        held_out_rows = reading.held_out.read(run_dir) if reading.held_out else None
-        tokenizer = load_policy_tokenizer(config)
-        prompts = reading.train.encode(rows, tokenizer)
-        check_batch(prompts, config.data.train_batch_size)
-        held_out = reading.held_out.encode(held_out_rows, tokenizer) if reading.held_out and held_out_rows else None
-        for name, found in (("train", prompts), ("validation", held_out)):
-            if found is not None:
-                say(f"{name} data: {', '.join(found.report.lines())}")
-                if "judge" in reading.program.services:
-                    check_domains(config.reward.functions, found.domains)
-        if is_rl(config):
-            options = _estimator_options(reading.program)
-            say(f"advantages: {describe_estimator(config.algorithm.adv_estimator, options)}")
-        with writing_to(run_dir):
-            spec = _spec(loaded, reading.program, prompts, held_out, tokenizer)
+        if loaded.config.trainer.resume_mode == "never":
+            forget_rows(loaded.config.trainer.run_dir)
+        context = policy_context(loaded.config)
+        loaded, reading = _fitted(loaded, reading, Room(context=context))
+        data = _read_data(loaded.config, reading)
+        loaded, reading = _fitted(loaded, reading, Room(len(data.train), context))
+        for line in _told(loaded, reading, data):
+            say(line)
+        with writing_to(loaded.config.trainer.run_dir):
+            spec = _spec(loaded, reading.program, data)
     check_plan(spec.plan, reading.program)
     check_pickles(spec)
     return spec
@@ -84,6 +81,45 @@ class Reading:
     program: Program
     train: DataSource
     held_out: DataSource | None
+
+
+@dataclass(frozen=True)
+class Data:
+    """What the files hold, as tokens."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: PromptSet
+    held_out: PromptSet | None
+
+
+def _read_data(config: Config, reading: Reading) -> Data:
+    """All files are read before anything is loaded. What validates comes first: `eval` trains on nothing else."""
+    run_dir = config.trainer.run_dir
+    held_out_rows = reading.held_out.read(run_dir) if reading.held_out else None
+    rows = reading.train.read(run_dir)
+    tokenizer = load_policy_tokenizer(config)
+    held_out = reading.held_out.encode(held_out_rows, tokenizer) if reading.held_out and held_out_rows else None
+    return Data(tokenizer, reading.train.encode(rows, tokenizer), held_out)
+
+
+def _fitted(loaded: Loaded, reading: Reading, room: Room) -> tuple[Loaded, Reading]:
+    """The config in that room, read again where it became another. Raises ConfigError where something does not fit."""
+    fitted = fit_to(loaded, room)
+    return (loaded, reading) if fitted is loaded else (fitted, read_config(fitted))
+
+
+def _told(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
+    """What the run starts from. Raises UserError for a domain that nothing judges."""
+    config = loaded.config
+    for name, found in (("train", data.train), ("validation", data.held_out)):
+        if found is not None:
+            yield f"{name} data: {', '.join(found.report.lines())}"
+            if "judge" in reading.program.services:
+                check_domains(config.reward.functions, found.domains)
+    yield from (f"made to fit: {fitted}" for fitted in loaded.fitted)
+    if is_rl(config):
+        options = _estimator_options(reading.program)
+        yield f"advantages: {describe_estimator(config.algorithm.adv_estimator, options)}"
 
 
 def read_config(loaded: Loaded) -> Reading:
@@ -136,13 +172,7 @@ def import_user_modules(config: Config) -> None:
         raise UserError(f"trainer.imports: {err}") from err
 
 
-def _spec(
-    loaded: Loaded,
-    program: Program,
-    prompts: PromptSet,
-    held_out: PromptSet | None,
-    tokenizer: PreTrainedTokenizerBase,
-) -> Spec:
+def _spec(loaded: Loaded, program: Program, data: Data) -> Spec:
     config, run_dir = loaded.config, loaded.config.trainer.run_dir
     sampling = _sampling(config)
     return Spec(
@@ -151,12 +181,12 @@ def _spec(
         options=_run_options(config, program),
         program=partial(rebuild, config),
         plan=plan_local(program, str(choose_device(config))),
-        rows=EncodedRows(write_encoded(prompts, run_dir, "train")),
-        validation=_validation(config, held_out, sampling),
+        rows=EncodedRows(write_encoded(data.train, run_dir, "train")),
+        validation=_validation(config, data.held_out, sampling),
         sampling=sampling,
-        facts=_facts(prompts, tokenizer),
-        description=_description(config, prompts, held_out),
-        **_settings(config, program, len(prompts)),
+        facts=_facts(data.train, data.tokenizer),
+        description=_description(config, data.train, data.held_out),
+        **_settings(config, program, len(data.train)),
     )
 
 
