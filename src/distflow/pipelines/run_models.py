@@ -11,7 +11,7 @@ from distflow.config.errors import UserError
 from distflow.observe.jsonlines import read_object
 from distflow.pipelines.export import NOTE, Say, export_checkpoint, identity
 from distflow.runtime.checkpoint_folder import checkpoints_in
-from distflow.runtime.policy import is_of_a_run, policy_checkpoint
+from distflow.runtime.policy import described, is_of_a_run, policy_checkpoint
 from distflow.runtime.resume import CHECKPOINTS
 
 MODELS = "models"
@@ -68,6 +68,7 @@ def _folder(path: str | None, config: Config, say: Say) -> str | None:
     copies.mkdir(mode=0o700, exist_ok=True)
     source = Path(path)
     checkpoint = policy_checkpoint(source)
+    say(f"model: {described(checkpoint, source)}")
     target = copies / f"{checkpoint.path.name}-{identity(checkpoint)[:8]}"
     trusted = config.actor_rollout_ref.model.trust_remote_code
-    return str(export_checkpoint(source, target, trust_code=trusted, say=say))
+    return str(export_checkpoint(source, target, trust_code=trusted))
