@@ -61,6 +61,8 @@ def _parse(parser: OverridesParser, line: str) -> Override:
 def _unreadable(line: str, error: HydraException) -> tuple[str, str]:
     """What is wrong with a line that Hydra's grammar has no place for, and what to do."""
     key, equals, value = line.partition("=")
+    if key.startswith("-"):
+        return "is an option", f"keys are written key=value, without dashes: {line.lstrip('-')}"
     if not equals:
         found = re.fullmatch(r"([\w.]+):\s*(.+)", line)
         written = f"{found[1]}={found[2]}" if found else f"{line}=VALUE" if line in schema_keys() else "key=value"

@@ -23,7 +23,7 @@ from distflow.config.functions import LoadError, load_modules
 from distflow.config.program import is_rl
 from distflow.config.watch import peek, watch
 from distflow.data.encoded import EncodedRows, write_encoded
-from distflow.data.prompts import PROMPT_FIELDS, PromptSet
+from distflow.data.prompts import PromptSet
 from distflow.flow.data_plan import DataPlan
 from distflow.flow.order import total_steps
 from distflow.graph import NodeRole, Program
@@ -38,7 +38,7 @@ from distflow.pipelines.factories import (
 )
 from distflow.pipelines.inert import refuse_inert_keys
 from distflow.pipelines.objectives import loss_terms
-from distflow.pipelines.select import select_pipeline
+from distflow.pipelines.select import bound, select_pipeline
 from distflow.pipelines.travel import check_importable, check_pickles
 from distflow.planning.plan import check_plan, plan_local
 from distflow.rewards.router import check_domains
@@ -71,9 +71,10 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
 
 @dataclass(frozen=True)
 class Reading:
-    """What the config alone says."""
+    """What the config alone says. unused: keys of a preset that the program does not take, as they are shown."""
 
     program: Program
+    unused: list[str]
     train: DataSource
     held_out: DataSource | None
 
@@ -112,6 +113,8 @@ def _told(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
             if "judge" in reading.program.services:
                 check_domains(config.reward.functions, found.domains)
     yield from (f"made to fit: {fitted}" for fitted in loaded.fitted)
+    if reading.unused:
+        yield f"not used by the program '{reading.program.graph_id}': {', '.join(reading.unused)}"
     if is_rl(config):
         options = _estimator_options(reading.program)
         yield f"advantages: {describe_estimator(config.algorithm.adv_estimator, options)}"
@@ -132,14 +135,14 @@ def read_config(loaded: Loaded) -> Reading:
     _run_options(config, program)
     _validation_params(config, _sampling(config))
     choose_device(config)
-    refuse_inert_keys(loaded, reads, program)
+    unused = refuse_inert_keys(loaded, reads, program)
     check_importable(loaded.config)
-    return Reading(program, train, held_out)
+    return Reading(program, unused, train, held_out)
 
 
 def bind(config: Config) -> Program:
-    """The program of a config, bound to it and to the columns that data sets have."""
-    return select_pipeline(config).bind(config, PROMPT_FIELDS)
+    """The program of a config, bound to it and to the columns that data sets have. Raises PipelineError."""
+    return bound(select_pipeline(config), config)
 
 
 def rebuild(config: Config) -> Program:
