@@ -83,13 +83,21 @@ def data_fault(source: str) -> tuple[str, str] | None:
     return None if is_hub_id else missing_path(path)
 
 
+def is_local_data(source: str) -> bool:
+    """Whether it is a file that a reader takes, here or in the package."""
+    return source.startswith("builtin:") or Path(source).expanduser().is_file()
+
+
+def is_local_model(text: str) -> bool:
+    """Whether it is a folder, here or in a package."""
+    return text.startswith(("builtin:", "package:")) or Path(text).expanduser().is_dir()
+
+
 def model_fault(text: str) -> tuple[str, str] | None:
     """Of what `model.path` may name. What may be an id of the hub passes, unless its first part is a folder here."""
-    if text.startswith(("builtin:", "package:")):
+    if is_local_model(text):
         return None
     path = Path(text).expanduser()
-    if path.is_dir():
-        return None
     if path.is_file():
         gguf = f", and its name as {_MODEL}.gguf_file={path.name}" if path.suffix == ".gguf" else ""
         return "is a file", f"give its folder, {path.parent}{gguf}"

@@ -56,10 +56,7 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
     """say: told one line at a time what is being loaded. Raises UserError or PipelineError."""
     reading = read_config(loaded)
     with claimed(loaded.config.trainer.run_dir):  # first: rows from Python code are kept there; it may be somebody's
-        context = policy_context(loaded.config)
-        loaded, reading = _fitted(loaded, reading, Room(context=context))
-        data = _read_data(loaded.config, reading)
-        loaded, reading = _fitted(loaded, reading, Room(len(data.train), context))
+        loaded, reading, data = _fitted_to_files(loaded, reading)
         for line in _told(loaded, reading, data):
             say(line)
         with writing_to(loaded.config.trainer.run_dir):
@@ -96,6 +93,19 @@ def _read_data(config: Config, reading: Reading) -> Data:
     tokenizer = load_policy_tokenizer(config)
     held_out = reading.held_out.encode(held_out_rows, tokenizer) if reading.held_out and held_out_rows else None
     return Data(tokenizer, reading.train.encode(rows, tokenizer), held_out)
+
+
+def fit_to_files(loaded: Loaded) -> Loaded:
+    """The config that a run would have, made to fit its model and data. Starts none. Raises as `make_spec` does."""
+    return _fitted_to_files(loaded, read_config(loaded))[0]
+
+
+def _fitted_to_files(loaded: Loaded, reading: Reading) -> tuple[Loaded, Reading, Data]:
+    context = policy_context(loaded.config)
+    loaded, reading = _fitted(loaded, reading, Room(context=context))
+    data = _read_data(loaded.config, reading)
+    loaded, reading = _fitted(loaded, reading, Room(len(data.train), context))
+    return loaded, reading, data
 
 
 def _fitted(loaded: Loaded, reading: Reading, room: Room) -> tuple[Loaded, Reading]:
