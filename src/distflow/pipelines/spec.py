@@ -125,9 +125,32 @@ def _told(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
     yield from (f"made to fit: {fitted}" for fitted in loaded.fitted)
     if reading.unused:
         yield f"not used by the program '{reading.program.graph_id}': {', '.join(reading.unused)}"
+    yield from _notes(loaded, reading, data)
     if is_rl(config):
         options = _estimator_options(reading.program)
         yield f"advantages: {describe_estimator(config.algorithm.adv_estimator, options)}"
+
+
+def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
+    """What runs, and is probably not what was meant."""
+    config, cores = loaded.config, os.cpu_count() or 1
+    if (config.trainer.num_threads or 0) > cores:
+        yield (
+            f"note: trainer.num_threads={config.trainer.num_threads}, and this machine has {cores} cores: threads will "
+            "wait for one another"
+        )
+    is_default = loaded.origin("data.prompt_format") == "default"
+    has_template = bool(getattr(data.tokenizer, "chat_template", None))
+    if is_default and has_template and is_rl(config) and not data.train.has_messages:
+        yield (
+            "note: the model has a chat template, and prompts go to it as plain text: an instruction-tuned model wants "
+            "data.prompt_format=chat"
+        )
+    if "judge" in reading.program.services and all(row.ground_truth is None for row in data.train):
+        yield (
+            f"note: no row has the column '{config.data.answer_key}' (data.answer_key): the reward is called with "
+            "ground_truth=None"
+        )
 
 
 def read_config(loaded: Loaded) -> Reading:
