@@ -14,6 +14,7 @@ from distflow.config.errors import Problem
 from distflow.config.schema import schema_keys
 from distflow.config.sources import COMMAND_LINE
 
+_CLOSE = "close each bracket, and put the whole in quotes for the shell: 'key=[a, b]', 'key={a: 1, b: [c]}'"
 _ITEM_AT_HOME = re.compile(r"(?<=[\[,])\s*(~[^,\[\]{}'\"]*)")
 
 
@@ -70,7 +71,7 @@ def _unreadable(line: str, error: HydraException) -> tuple[str, str]:
     if key != key.strip() or value[:1] in (" ", "="):
         return "has more than one = between key and value", f"write {key.strip()}={value.strip(' =')}"
     if value[:1] in ("[", "{"):
-        return f"is no list or mapping ({_reason(error)})", "close each bracket and quote: '[a, b]', '{a: 1, b: [c]}'"
+        return f"is no list or mapping ({_reason(error)})", _CLOSE
     return f"cannot be read ({_reason(error)})", "put a value with spaces, commas or braces in quotes: 'key=\"a, b\"'"
 
 

@@ -146,8 +146,8 @@ def _content_fault(file: Path, function: str, advice: str) -> tuple[str, str] | 
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        return f"is no Python that can be read ({error.args[0]}{line})", "look at that line"
+        line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
+        return f"is no Python: {type(error).__name__}: {error.args[0]}{line}", "look at that line"
     except OSError as error:
         return f"cannot be read ({error.strerror})", "see who may read it"
     bound = _bound(tree)

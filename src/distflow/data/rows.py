@@ -1,5 +1,6 @@
 """Rows of a data set before tokenisation: which columns mean what, which rows are bad, and what they are told."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date, time
@@ -132,6 +133,8 @@ def _required(columns: Columns) -> dict[str, str]:
 def _no_column(key: str, name: str, source: str, seen: set[str]) -> str:
     if name in seen:
         return f"the column '{name}' ({key}) of {source} is empty in every row"
+    if len(seen) == 1 and (found := re.search(r"[;\t|]", next(iter(seen)))):
+        return f"{source} has one column, {next(iter(seen))!r}: separate columns by commas, not by {found[0]!r}"
     usual = next((other for other in _USUAL_NAMES.get(key, ()) if other.partition(".")[0] in seen), "")
     near = nearest(name, seen)
     meant = f"; did you mean '{near}'? Set {key}={near}" if near else f"; set {key}={usual}" if usual else ""
