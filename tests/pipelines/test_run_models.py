@@ -46,7 +46,9 @@ def start(ground: Playground, *overrides: str, name: str, resume: str | None = N
 
 def evaluate(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, float]:
     assert cli.main(["eval", *arguments]) == 0, capsys.readouterr().err
-    lines = (line.rpartition(": ") for line in capsys.readouterr().out.splitlines() if line.startswith(("val_", "val/")))
+    lines = (
+        line.rpartition(": ") for line in capsys.readouterr().out.splitlines() if line.startswith(("val_", "val/"))
+    )
     return {name: float(value) for name, _, value in lines}
 
 

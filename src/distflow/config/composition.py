@@ -55,8 +55,15 @@ def find_source(preset_or_file: str) -> Path:
     if path.is_file() and path.suffix == ".yaml":
         return path.resolve()
     names = ", ".join(preset_names())
-    if path.is_file():
+    if "=" in preset_or_file:
+        what, advice = "is no preset", f"name one first, or a .yaml file; the presets are {names}"
+    elif path.suffix == ".yml" and path.is_file():
         what, advice = "is no .yaml file", f"rename it to {path.stem}.yaml"
+    elif path.is_file():
+        what, advice = (
+            "is no .yaml file",
+            f"name one, or a preset ({names}); data are data.train_files={preset_or_file}",
+        )
     elif path.suffix in (".yaml", ".yml") or "/" in preset_or_file:
         what, advice = "there is no such file", f"look at its path, or use a preset: {names}"
     else:
@@ -163,7 +170,7 @@ def _composed_files(source: Path, result: Composition) -> list[tuple[Path, str]]
     except YAMLError as error:
         result.failure = yaml_problem(error, source)
         return []
-    except HydraException as error:
+    except (HydraException, ValueError) as error:  # the latter: a list that is none
         reason = _reason(error)
         advice = f"under defaults: name a preset ({', '.join(preset_names())}) or a file beside this one, without .yaml"
         result.failure = Problem(((display(source), "defaults"),), reason, advice)

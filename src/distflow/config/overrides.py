@@ -14,6 +14,7 @@ from distflow.config.errors import Problem
 from distflow.config.schema import schema_keys
 from distflow.config.sources import COMMAND_LINE
 
+_CLOSE = "close each bracket, and put the whole in quotes for the shell: 'key=[a, b]', 'key={a: 1, b: [c]}'"
 _ITEM_AT_HOME = re.compile(r"(?<=[\[,])\s*(~[^,\[\]{}'\"]*)")
 
 
@@ -61,6 +62,8 @@ def _parse(parser: OverridesParser, line: str) -> Override:
 def _unreadable(line: str, error: HydraException) -> tuple[str, str]:
     """What is wrong with a line that Hydra's grammar has no place for, and what to do."""
     key, equals, value = line.partition("=")
+    if key.startswith("-"):
+        return "is an option", f"keys are written key=value, without dashes: {line.lstrip('-')}"
     if not equals:
         found = re.fullmatch(r"([\w.]+):\s*(.+)", line)
         written = f"{found[1]}={found[2]}" if found else f"{line}=VALUE" if line in schema_keys() else "key=value"
@@ -68,7 +71,7 @@ def _unreadable(line: str, error: HydraException) -> tuple[str, str]:
     if key != key.strip() or value[:1] in (" ", "="):
         return "has more than one = between key and value", f"write {key.strip()}={value.strip(' =')}"
     if value[:1] in ("[", "{"):
-        return f"is no list or mapping ({_reason(error)})", "close each bracket and quote: '[a, b]', '{a: 1, b: [c]}'"
+        return f"is no list or mapping ({_reason(error)})", _CLOSE
     return f"cannot be read ({_reason(error)})", "put a value with spaces, commas or braces in quotes: 'key=\"a, b\"'"
 
 

@@ -1,8 +1,10 @@
 """Files and folders that a config names: those that are not there are found before anything is loaded."""
 
+import ast
 import importlib.util
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from distflow.config.check import where
@@ -56,9 +58,9 @@ def _named(config: Config) -> Iterator[tuple[str, str, Fault]]:
     yield from ((key, path, model_fault) for key, path in models if path)
     for key, files in (("data.val_files", config.data.val_files), (_TRAIN, config.data.train_files)):
         yield from ((key, file, data_fault) for file in files if file.strip())
-    custom = config.custom_reward_function.path
-    if custom and is_rl(config):
-        yield "custom_reward_function.path", custom, _code_fault
+    custom = config.custom_reward_function
+    if custom.path and is_rl(config):
+        yield "custom_reward_function.path", custom.path, partial(_reward_fault, custom.name)
     functions = [part.name for parts in config.reward.functions.values() for part in parts]
     yield from (("reward.functions", name, _function_fault) for name in functions)
     if config.dag.custom_pipeline_fn:
@@ -83,13 +85,21 @@ def data_fault(source: str) -> tuple[str, str] | None:
     return None if is_hub_id else missing_path(path)
 
 
+def is_local_data(source: str) -> bool:
+    """Whether it is a file that a reader takes, here or in the package."""
+    return source.startswith("builtin:") or Path(source).expanduser().is_file()
+
+
+def is_local_model(text: str) -> bool:
+    """Whether it is a folder, here or in a package."""
+    return text.startswith(("builtin:", "package:")) or Path(text).expanduser().is_dir()
+
+
 def model_fault(text: str) -> tuple[str, str] | None:
     """Of what `model.path` may name. What may be an id of the hub passes, unless its first part is a folder here."""
-    if text.startswith(("builtin:", "package:")):
+    if is_local_model(text):
         return None
     path = Path(text).expanduser()
-    if path.is_dir():
-        return None
     if path.is_file():
         gguf = f", and its name as {_MODEL}.gguf_file={path.name}" if path.suffix == ".gguf" else ""
         return "is a file", f"give its folder, {path.parent}{gguf}"
@@ -111,10 +121,51 @@ def missing_path(path: Path) -> tuple[str, str]:
     return "there is no such file or folder", meant
 
 
+def _reward_fault(function: str, path: str) -> tuple[str, str] | None:
+    """Of a file or module whose function has a key of its own."""
+    if ".py:" in path:
+        file, name = split_name(path)
+        return "names a function too", f"write {file}, and its function as custom_reward_function.name={name}"
+    fault = _code_fault(path)
+    if fault is None and path.endswith(".py"):
+        return _content_fault(Path(path).expanduser(), function, "set custom_reward_function.name={}")
+    return fault
+
+
 def _function_fault(name: str) -> tuple[str, str] | None:
-    """The file of "file.py:function"."""
-    module, _ = split_name(name)
-    return _code_fault(module) if module.endswith(".py") else None
+    """Of the file of "file.py:function"."""
+    module, function = split_name(name)
+    if not module.endswith(".py"):
+        return None
+    return _code_fault(module) or _content_fault(Path(module).expanduser(), function, f"write {module}:{{}}")
+
+
+def _content_fault(file: Path, function: str, advice: str) -> tuple[str, str] | None:
+    """What can be seen in a Python file without running it: that it is none, or binds no such name. advice: with a
+    place for the name of a function that there is."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
+        return f"is no Python: {type(error).__name__}: {error.args[0]}{line}", "look at that line"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})", "see who may read it"
+    bound = _bound(tree)
+    if function.partition(".")[0] in bound or "*" in bound or "__getattr__" in bound:
+        return None
+    there = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    meant = nearest(function, there) or (there[0] if len(there) == 1 else "")
+    listed = f"it has {', '.join(there)}" if there else "it has no function"
+    return f"it binds no '{function}': {listed}", advice.format(meant or "FUNCTION")
+
+
+def _bound(tree: ast.Module) -> set[str]:
+    """Every name that a module may bind, wherever in it."""
+    nodes = list(ast.walk(tree))
+    names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    imported = [alias for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+    return names | {(alias.asname or alias.name).partition(".")[0] for alias in imported}
 
 
 def _code_fault(name: str) -> tuple[str, str] | None:
@@ -123,7 +174,9 @@ def _code_fault(name: str) -> tuple[str, str] | None:
     if name.endswith(".py"):
         return None if path.is_file() else missing_path(path)
     if path.is_file():
-        return "is no Python file", f"rename it to {path.name}.py"
+        return "is no Python file", f"rename it to {path.stem}.py"
+    if path.is_dir() and not (path / "__init__.py").is_file():
+        return "is a folder", f"name a file in it, e.g. {path}/my_reward.py"
     if path.with_name(f"{path.name}.py").is_file():
         return "is a file without its ending", f"write {name}.py"
     top = name.partition(".")[0]

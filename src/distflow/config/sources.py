@@ -70,8 +70,11 @@ def yaml_problem(error: yaml.YAMLError, path: Path) -> Problem:
         return Problem(((display(path), "the file"),), f"cannot be read: {error}", "save it as UTF-8 text")
     mark = error.problem_mark or error.context_mark
     where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "somewhere"
+    advice = "look at that line and the one above: what belongs to one group starts in one column"
+    if "\\t" in str(error.problem):
+        advice = "indent by spaces: YAML takes no tabs"
     named = Path(mark.name) if mark and Path(mark.name).is_file() else path
-    return Problem(((display(named), where),), f"is no YAML that is read here: {error.problem}", "look at that line")
+    return Problem(((display(named), where),), f"is no YAML that is read here: {error.problem}", advice)
 
 
 def _parse(path: Path, problems: list[Problem]) -> yaml.Node | None:

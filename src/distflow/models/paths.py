@@ -64,7 +64,8 @@ def why_not_loaded(resolved: str, reason: str) -> str:
 def require_files(resolved: str, patterns: tuple[str, ...], what: str) -> None:
     """Raise UserError if a local folder holds none of the files. A hub id passes: its files are known later."""
     if is_local(resolved) and not any(any(Path(resolved).glob(pattern)) for pattern in patterns):
-        raise UserError(f"model folder '{resolved}' has no {what} ({', '.join(patterns)})")
+        listed = "" if patterns == (what,) else f" ({', '.join(patterns)})"
+        raise UserError(f"model folder '{resolved}' has no {what}{listed}: is it a model's, and whole?")
 
 
 def _builtin(name: str) -> Path:

@@ -324,7 +324,9 @@ def _actor(get: Get, device: torch.device, engine: str, optim: Optim, options: O
 
 
 def _critic(get: Get, device: torch.device, source: Source, engine: str, optim: Optim, options: Options) -> TrainEngine:
-    return _train_engine(get, load_value_model(**source, device=device), engine, optim, options)
+    with _blaming("critic.model.path"):
+        model = load_value_model(**source, device=device)
+    return _train_engine(get, model, engine, optim, options)
 
 
 def _train_engine(get: Get, model: nn.Module, engine: str, optim: Optim, options: Options) -> TrainEngine:

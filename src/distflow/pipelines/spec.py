@@ -23,7 +23,7 @@ from distflow.config.functions import LoadError, load_modules
 from distflow.config.program import is_rl
 from distflow.config.watch import peek, watch
 from distflow.data.encoded import EncodedRows, write_encoded
-from distflow.data.prompts import PROMPT_FIELDS, PromptSet
+from distflow.data.prompts import PromptSet
 from distflow.data.sources import forget_rows
 from distflow.flow.data_plan import DataPlan
 from distflow.flow.order import total_steps
@@ -40,7 +40,7 @@ from distflow.pipelines.factories import (
 from distflow.pipelines.inert import refuse_inert_keys
 from distflow.pipelines.objectives import loss_terms
 from distflow.pipelines.run_models import with_models_of_runs
-from distflow.pipelines.select import select_pipeline
+from distflow.pipelines.select import bound, select_pipeline
 from distflow.pipelines.travel import check_importable, check_pickles
 from distflow.planning.plan import check_plan, plan_local
 from distflow.rewards.router import check_domains
@@ -61,10 +61,7 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
         loaded = with_models_of_runs(loaded, say)
         if loaded.config.trainer.resume_mode == "never":
             forget_rows(loaded.config.trainer.run_dir)
-        context = policy_context(loaded.config)
-        loaded, reading = _fitted(loaded, reading, Room(context=context))
-        data = _read_data(loaded.config, reading)
-        loaded, reading = _fitted(loaded, reading, Room(len(data.train), context))
+        loaded, reading, data = _fitted_to_files(loaded, reading)
         for line in _told(loaded, reading, data):
             say(line)
         with writing_to(loaded.config.trainer.run_dir):
@@ -76,9 +73,10 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
 
 @dataclass(frozen=True)
 class Reading:
-    """What the config alone says."""
+    """What the config alone says. unused: keys of a preset that the program does not take, as they are shown."""
 
     program: Program
+    unused: list[str]
     train: DataSource
     held_out: DataSource | None
 
@@ -102,6 +100,19 @@ def _read_data(config: Config, reading: Reading) -> Data:
     return Data(tokenizer, reading.train.encode(rows, tokenizer), held_out)
 
 
+def fit_to_files(loaded: Loaded) -> Loaded:
+    """The config that a run would have, made to fit its model and data. Starts none. Raises as `make_spec` does."""
+    return _fitted_to_files(loaded, read_config(loaded))[0]
+
+
+def _fitted_to_files(loaded: Loaded, reading: Reading) -> tuple[Loaded, Reading, Data]:
+    context = policy_context(loaded.config)
+    loaded, reading = _fitted(loaded, reading, Room(context=context))
+    data = _read_data(loaded.config, reading)
+    loaded, reading = _fitted(loaded, reading, Room(len(data.train), context))
+    return loaded, reading, data
+
+
 def _fitted(loaded: Loaded, reading: Reading, room: Room) -> tuple[Loaded, Reading]:
     """The config in that room, read again where it became another. Raises ConfigError where something does not fit."""
     fitted = fit_to(loaded, room)
@@ -117,9 +128,34 @@ def _told(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
             if "judge" in reading.program.services:
                 check_domains(config.reward.functions, found.domains)
     yield from (f"made to fit: {fitted}" for fitted in loaded.fitted)
+    if reading.unused:
+        yield f"not used by the program '{reading.program.graph_id}': {', '.join(reading.unused)}"
+    yield from _notes(loaded, reading, data)
     if is_rl(config):
         options = _estimator_options(reading.program)
         yield f"advantages: {describe_estimator(config.algorithm.adv_estimator, options)}"
+
+
+def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
+    """What runs, and is probably not what was meant."""
+    config, cores = loaded.config, os.cpu_count() or 1
+    if (config.trainer.num_threads or 0) > cores:
+        yield (
+            f"note: trainer.num_threads={config.trainer.num_threads}, and this machine has {cores} cores: threads will "
+            "wait for one another"
+        )
+    is_default = loaded.origin("data.prompt_format") == "default"
+    has_template = bool(getattr(data.tokenizer, "chat_template", None))
+    if is_default and has_template and is_rl(config) and not data.train.has_messages:
+        yield (
+            "note: the model has a chat template, and prompts go to it as plain text: an instruction-tuned model wants "
+            "data.prompt_format=chat"
+        )
+    if "judge" in reading.program.services and all(row.ground_truth is None for row in data.train):
+        yield (
+            f"note: no row has the column '{config.data.answer_key}' (data.answer_key): the reward is called with "
+            "ground_truth=None"
+        )
 
 
 def read_config(loaded: Loaded) -> Reading:
@@ -137,14 +173,14 @@ def read_config(loaded: Loaded) -> Reading:
     _run_options(config, program)
     _validation_params(config, _sampling(config))
     choose_device(config)
-    refuse_inert_keys(loaded, reads, program)
+    unused = refuse_inert_keys(loaded, reads, program)
     check_importable(loaded.config)
-    return Reading(program, train, held_out)
+    return Reading(program, unused, train, held_out)
 
 
 def bind(config: Config) -> Program:
-    """The program of a config, bound to it and to the columns that data sets have."""
-    return select_pipeline(config).bind(config, PROMPT_FIELDS)
+    """The program of a config, bound to it and to the columns that data sets have. Raises PipelineError."""
+    return bound(select_pipeline(config), config)
 
 
 def rebuild(config: Config) -> Program:

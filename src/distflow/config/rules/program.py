@@ -114,6 +114,8 @@ def critic_warmup(config: Config) -> Iterator[Finding]:
 
 
 def _is_reference(text: str) -> bool:
+    if text.endswith(".py"):
+        return False
     module, attribute = split_name(text)
     is_module = module.endswith(".py") or all(part.isidentifier() for part in module.split("."))
     return is_module and all(part.isidentifier() for part in attribute.split("."))

@@ -45,7 +45,10 @@ def lengths(config: Config, room: Room) -> Iterator[Finding]:
     prompt_first = prompt >= context or prompt > response
     keys = ("data.max_prompt_length", "data.max_response_length", "actor_rollout_ref.model.path")
     first, left = (keys[0], context - response) if prompt_first else (keys[1], context - prompt)
-    advice = f"set {first}={left} or less" if left > 0 else f"set both, to {context} together or less"
+    advice = f"set {first}={left} or less"
+    if left <= 0:
+        share = context * prompt // (prompt + response)
+        advice = f"set both, to {context} together or less, e.g. {keys[0]}={share} {keys[1]}={context - share}"
     yield Finding(
         (keys[1], keys[0], keys[2]) if first == keys[1] else keys,
         f"prompts of up to {prompt} and responses of up to {response} tokens make {prompt + response}, "
