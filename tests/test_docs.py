@@ -62,6 +62,15 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+FILE_NAME = re.compile(r"# ([\w./-]+\.(?:py|yaml))")
+
+
+def save_if_file(block: Block, folder: Path) -> None:
+    """A block of code whose first line is the name of a file is that file."""
+    if name := FILE_NAME.fullmatch(block.code.splitlines()[0]):
+        (folder / name[1]).write_text(block.code)
+
+
 def all_blocks(language: str) -> list[Any]:
     found = [block for page in PAGES for block in blocks(page) if block.language == language]
     return [pytest.param(block, id=f"{block.page}:{block.line}") for block in found]
@@ -95,10 +104,22 @@ def test_python_runs_from_the_top_of_a_page_to_its_end(page: Path, readers_folde
                 exec(compile(padding + block.code, page, "exec"), namespace)
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the examples and all files that the pages are to be saved as."""
+    folder = tmp_path_factory.mktemp("saved")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    for page in PAGES:
+        for block in blocks(page):
+            save_if_file(block, folder)
+    return folder
+
+
 @pytest.mark.parametrize("block", all_blocks("bash"))
-def test_commands_are_accepted(block: Block, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Those that only look are run; of the others the arguments and the config are checked."""
-    monkeypatch.chdir(ROOT)
+def test_commands_are_accepted(block: Block, saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Those that only look are run; of the others the arguments and the config are checked. `test_docs_commands` runs
+    them all."""
+    monkeypatch.chdir(saved)
     for line in block.code.splitlines():
         words = shlex.split(line, comments=True)
         if not words or words[0] != "distflow" or not block.runs:
@@ -107,7 +128,7 @@ def test_commands_are_accepted(block: Block, monkeypatch: pytest.MonkeyPatch, ca
             assert main(words[1:]) == 0, capsys.readouterr().err
             continue
         arguments = make_parser().parse_args(words[1:])
-        if words[1] in ("train", "sft", "eval"):
+        if words[1] in ("train", "sft", "eval") and not arguments.preset.startswith("runs/"):
             load_config(arguments.preset, arguments.overrides)
 
 

@@ -77,10 +77,24 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments, rest = parser.parse_known_args(argv)
     unknown = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        parser.error(_unrecognized(unknown, hasattr(arguments, "overrides")))
     if rest:
         arguments.overrides += rest
     return arguments
+
+
+def _unrecognized(words: list[str], takes_keys: bool) -> str:
+    """A key is written without dashes: say how."""
+    message = f"unrecognized arguments: {' '.join(words)}"
+    name, _, value = words[0].lstrip("-").partition("=")
+    if not (takes_keys and words[0].startswith("-") and name):
+        return message
+    from distflow.config.schema import schema_keys
+    from distflow.config.unknown import suggest
+
+    key = name.replace("-", "_")
+    told = f"write {key}={value or 'VALUE'}" if key in schema_keys() else suggest(key, schema_keys())
+    return f"{message}\nkeys of the config are written key=value, without dashes: {told}"
 
 
 def _message(err: Exception) -> str:

@@ -133,7 +133,7 @@ def test_a_hub_id_that_cannot_be_reached_is_the_users_error(monkeypatch):
     ("source", "said"),
     [
         ("{folder}/trian.jsonl", "did you mean '{folder}/train.jsonl'?"),
-        ("{folder}/no/train.jsonl", "nor a folder '{folder}/no'"),
+        ("{folder}/no/train.jsonl", "there is no folder '{folder}/no'"),
         ("{folder}/notes.txt", "ends in '.txt'; known are .jsonl"),
         ("builtin:no_such_set", "no built-in data set 'no_such_set'"),
         ("no_such_module:rows", "there is no module 'no_such_module'"),

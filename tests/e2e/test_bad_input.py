@@ -83,7 +83,7 @@ BAD_INPUT: dict[str, tuple[Prepare, tuple[str, ...], tuple[str, ...]]] = {
     "no model folder": (
         nothing,
         ("actor_rollout_ref.model.path=/nowhere/at/all",),
-        ("/nowhere/at/all", "does not exist"),
+        ("/nowhere/at/all", "there is no folder '/nowhere'"),
     ),
     "no tokenizer": (keep_nothing_of("token*"), (), ("has no tokenizer", "tokenizer_path")),
     "no weights": (keep_nothing_of("*.safetensors"), (), ("has no weights",)),
@@ -99,7 +99,7 @@ BAD_INPUT: dict[str, tuple[Prepare, tuple[str, ...], tuple[str, ...]]] = {
     "batch too large": (
         nothing,
         ("data.train_batch_size=64",),
-        ("data.train_batch_size=64 is larger than the data set", "at most 4"),
+        ("a batch of 64 is larger than the data set, which has 4 rows", "data.train_batch_size=4 or less"),
     ),
     "prompts all too long": (nothing, ("data.max_prompt_length=2",), ("data.max_prompt_length",)),
     "no reward file": (lambda g: (g.folder / "reward.py").unlink(), (), ("reward.py", "custom_reward_function.path")),

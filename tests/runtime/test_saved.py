@@ -12,7 +12,7 @@ from distflow.flow.coordinator import Coordinator
 from distflow.runtime.checkpoint import CheckpointStore
 from distflow.runtime.ports.edge import Live, Released
 from distflow.runtime.resources import build_resources
-from distflow.runtime.saved import check_same_run, restore, saved_parts, set_generators
+from distflow.runtime.saved import check_same_facts, restore, saved_parts, set_generators
 from tests.e2e.runs import Playground
 from tests.runtime.groups import group
 
@@ -49,7 +49,7 @@ def test_all_random_draws_continue_as_in_the_undisturbed_process(tmp_path: Path)
     assert draws() == undisturbed
     assert nodes == {"node": {"kept": 1}} and restored.measured == live.measured
     assert restored.batch is not None and restored.batch["uid"] == ["4-0", "4-1"]
-    assert check_same_run(store.load(), spec, resources.facts, ()) == []
+    assert check_same_facts(store.load(), spec, {**spec.facts, **resources.facts}) == []
 
 
 def test_a_run_that_starts_draws_by_its_seed() -> None:
@@ -73,10 +73,10 @@ def test_weights_data_or_tokens_that_are_not_those_of_before_are_refused_and_ano
     for name, part in parts.items():
         writing.write(name, part)
     writing.commit(parts)
-    assert check_same_run(store.load(), spec, resources.facts, ()) == []
+    assert check_same_facts(store.load(), spec, {**spec.facts, **resources.facts}) == []
     for name in ("data", "tokenizer", "model"):
         facts = {**resources.facts, f"{name}_fingerprint": "another"}
         with pytest.raises(UserError, match=f"was made with another {name}"):
-            check_same_run(store.load(), spec, facts, ())
-    (note,) = check_same_run(store.load(), spec, {**resources.facts, "cpu": "another"}, ())
+            check_same_facts(store.load(), spec, facts)
+    (note,) = check_same_facts(store.load(), spec, {**resources.facts, "cpu": "another"})
     assert note.startswith("cpu was ") and "is another now" in note

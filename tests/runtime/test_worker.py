@@ -94,16 +94,6 @@ def test_where_the_last_rows_are_all_dropped_the_run_ends_validated_and_saved(gr
     assert notes(run.folder, "info") == ["the data ended after 1 of 2 steps: groups were dropped (6 all_equal)"]
 
 
-def test_a_new_start_leaves_out_what_the_old_one_measured(ground: Playground) -> None:
-    keys = ("trainer.save_freq=1", "trainer.total_epochs=1", "trainer.val_before_train=true")
-    data = (f"data.val_files={ground.folder}/rows.jsonl", "data.val_max_samples=2")
-    ground.run("grpo", *CHEAP, *keys, *data)
-    _, spec = ground.spec("grpo", *CHEAP, "trainer.save_freq=1", "trainer.total_training_steps=1")
-    assert launch_local(spec, resume="never").steps == 1
-    records = read_metrics(ground.folder / "run")
-    assert [(record.step, record.kind, record.inc) for record in records] == [(1, "train", 1)]
-
-
 def test_metrics_are_written_before_the_checkpoint_of_their_step(
     ground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:

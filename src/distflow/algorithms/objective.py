@@ -16,6 +16,7 @@ from distflow.algorithms.off_policy_mask import check_threshold, off_policy_sequ
 from distflow.algorithms.registry import PolicyLoss, find_policy_loss
 from distflow.algorithms.seed_loss import SeedLoss
 from distflow.algorithms.value_loss import ValueLoss, compute_value_loss
+from distflow.config.errors import UserError
 from distflow.data.batch import Batch
 
 Counts = dict[str, float]
@@ -158,16 +159,26 @@ class PolicyObjective:
             case (Tensor(shape=shape) as loss, Mapping() as statistics) if shape == log_probs.shape:
                 return loss, statistics
             case (Tensor(shape=shape), Mapping()):
-                raise ValueError(
-                    f"policy loss '{self.loss.name}' returned a loss of shape {tuple(shape)}; it must have one "
-                    "number a "
-                    f"token, {tuple(log_probs.shape)}: the mean is taken over the whole mini-batch, by loss_agg_mode"
+                raise UserError(
+                    f"policy loss '{self.loss.name}' returned a loss of shape {tuple(shape)}; it must have one number "
+                    f"a token, {tuple(log_probs.shape)}: the mean is taken over the whole mini-batch, by loss_agg_mode"
                 )
-        raise ValueError(f"policy loss '{self.loss.name}' must return (loss per token, statistics by name)")
+            case returned:
+                raise UserError(
+                    f"policy loss '{self.loss.name}' must return (loss per token, statistics by name), and returned "
+                    f"{_kind(returned)}: write `return losses, {{}}`, where losses has a number a token, "
+                    f"{tuple(log_probs.shape)}, and leave their mean to loss_agg_mode"
+                )
 
     def _fields(self, micro: Batch) -> dict[str, Tensor]:
         names = [*self.loss.reads, *(name for name in self.loss.optional if name in micro)]
         return {name: micro[name] for name in names if name != "loss_mask"}
+
+
+def _kind(returned: object) -> str:
+    if isinstance(returned, Tensor):
+        return "one number" if returned.ndim == 0 else f"a tensor of shape {tuple(returned.shape)} alone"
+    return "nothing" if returned is None else f"{type(returned).__name__}"
 
 
 class ValueObjective:

@@ -10,6 +10,7 @@ from torch import Tensor
 from distflow.algorithms.aggregate import bind_counts, zero_loss
 from distflow.algorithms.masking import under_mask
 from distflow.algorithms.registry import PolicyLoss
+from distflow.config.errors import UserError
 
 SEED_RETURNS = ("pg_loss", "pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
 
@@ -99,7 +100,10 @@ class SeedLoss:
         with bind_counts(counts, self.scale) as bound:
             result = self.loss.fn(**{k: v for k, v in arguments.items() if self._takes_all or k in self._takes})
         if not isinstance(result, tuple) or len(result) != len(SEED_RETURNS):
-            raise ValueError(f"policy loss '{self.loss.name}' must return ({', '.join(SEED_RETURNS)})")
+            raise UserError(
+                f"policy loss '{self.loss.name}' must return ({', '.join(SEED_RETURNS)}), {len(SEED_RETURNS)} scalars: "
+                "those that it does not measure may be torch.zeros(())"
+            )
         pg_loss, *means = result
         return pg_loss, dict(zip(SEED_RETURNS[1:], means, strict=True)), bound.used
 

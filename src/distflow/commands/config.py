@@ -2,8 +2,13 @@
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 from distflow.commands.config_arguments import add_config_arguments, add_trust_argument
+from distflow.graph import PipelineError
+
+if TYPE_CHECKING:
+    from distflow.config import Config, Loaded
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,15 +23,59 @@ def run(arguments: argparse.Namespace) -> int:
 
     trusted = arguments.trust_code
     loaded = load_config(arguments.preset, arguments.overrides, complete=False, trust_code=trusted)
+    if not arguments.graph:
+        loaded = _fitted(loaded, trusted)
     if arguments.explain:
         print(explain(arguments.explain, loaded))
     elif arguments.graph:
         from distflow.pipelines.code import only_if_trusted, program_code
         from distflow.pipelines.spec import bind, import_user_modules
 
-        only_if_trusted(program_code(loaded.config), trusted, say=lambda line: print(line, file=sys.stderr))
+        only_if_trusted(program_code(loaded.config), trusted, say=_note)
         import_user_modules(loaded.config)
         print(bind(loaded.config).to_mermaid())
     else:
         print(loaded.text, end="")
     return 0
+
+
+def _fitted(loaded: "Loaded", trusted: bool) -> "Loaded":
+    """As a run would have it, where that can be told from files of this machine alone; else as it is."""
+    from distflow.config import UserError
+
+    if not loaded.config.actor_rollout_ref.model.path or not loaded.config.data.train_files:
+        return loaded
+    if reason := _not_from_files(loaded.config, trusted):
+        _note(f"note: sizes are not made to fit the data: {reason}")
+        return loaded
+    from distflow.pipelines.spec import fit_to_files
+
+    try:
+        return fit_to_files(loaded)
+    except (UserError, PipelineError) as err:
+        _note(f"note: a run would be refused: {err}")
+        return loaded
+
+
+def _not_from_files(config: "Config", trusted: bool) -> str:
+    """Why model and data are not looked at: a config may be somebody else's, and the hub is slow."""
+    from distflow.config.paths import is_local_data, is_local_model
+    from distflow.pipelines.code import program_code
+    from distflow.runtime.policy import is_of_a_run
+
+    elsewhere = [file for file in (*config.data.train_files, *config.data.val_files) if not is_local_data(file)]
+    if elsewhere:
+        return f"'{elsewhere[0]}' is no file of this machine"
+    model = config.actor_rollout_ref.model
+    for path in (model.path, model.tokenizer_path):
+        if path and is_of_a_run(path):
+            return f"'{path}' is a run, whose policy is exported when it is needed"
+        if path and not is_local_model(path):
+            return f"'{path}' is no folder of this machine"
+    if (program_code(config) or model.trust_remote_code) and not trusted:
+        return "it names Python code, which --trust-code would run"
+    return ""
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr)

@@ -3,10 +3,12 @@
 import argparse
 
 
-def add_config_arguments(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    """default: the preset that stands for one that is left out; without it there must be one."""
+def add_config_arguments(
+    parser: argparse.ArgumentParser, default: str | None = None, what: str = "a preset's name, or a YAML file"
+) -> None:
+    """default: the preset that stands for one that is left out; without it there must be one. what: may be named."""
     nargs = "?" if default else None
-    parser.add_argument("preset", nargs=nargs, default=default, help="a preset's name, or a YAML file")
+    parser.add_argument("preset", nargs=nargs, default=default, help=what)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra's override syntax")
 
 

@@ -2,38 +2,57 @@
 
 import argparse
 from functools import partial
+from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from distflow import __version__
 from distflow.commands.config_arguments import add_config_arguments
+from distflow.config.errors import UserError
 from distflow.observe.text import visible
+
+if TYPE_CHECKING:
+    from distflow.config import Config, Loaded
 
 # No training data are needed to evaluate: the held-out ones stand for them.
 _EVAL_ONLY = (
-    "data.train_files=${data.val_files}",
+    "data.train_files=${oc.select:data.val_files,null}",
     "data.train_batch_size=1",
     "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+    "critic.ppo_mini_batch_size=null",
+)
+# A run's config says how to find the model that it began from; its policy is whole.
+_OF_THE_BEGINNING = (
+    "actor_rollout_ref.model.tokenizer_path=null",
+    "actor_rollout_ref.model.init=pretrained",
+    "actor_rollout_ref.model.gguf_file=null",
+    "actor_rollout_ref.model.revision=null",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config_arguments(parser)
+    add_config_arguments(parser, what="a preset's name, a YAML file, or the folder of a run or of a checkpoint")
 
 
 def run(arguments: argparse.Namespace) -> int:
     print(f"distflow {__version__} · evaluating {arguments.preset}", flush=True)
     # What is encoded to be answered goes to a folder of its own: a run may be writing to the config's.
     with TemporaryDirectory() as folder:
-        for name, value in sorted(_evaluated(arguments, folder).items()):
+        for name, value in sorted(_evaluated(arguments, Path(folder)).items()):
             print(f"{visible(name, one_line=True)}: {value:.4f}")
     return 0
 
 
-def _evaluated(arguments: argparse.Namespace, folder: str) -> dict[str, float]:
-    from distflow.config import load_config
+def _check_whole(config: "Config") -> None:
+    """Raises UserError where there is nothing to evaluate, or nothing to evaluate on."""
+    if not config.data.val_files:
+        raise UserError("there are no problems to answer: set data.val_files=FILE.jsonl (or .parquet, .csv)")
+    if not config.actor_rollout_ref.model.path:
+        raise UserError("there is no model to evaluate: set actor_rollout_ref.model.path to a folder or a hub id")
 
-    overrides = [*arguments.overrides, *_EVAL_ONLY, f"trainer.default_local_dir={folder}"]
-    loaded = load_config(arguments.preset, overrides)
+
+def _evaluated(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
+    loaded = _load(arguments.preset, arguments.overrides, folder)
     from distflow.pipelines.code import named_code
     from distflow.pipelines.spec import make_spec
     from distflow.runtime.evaluate import evaluate
@@ -42,3 +61,18 @@ def _evaluated(arguments: argparse.Namespace, folder: str) -> dict[str, float]:
     for line in named_code(loaded.config):
         say(f"your code: {line}")
     return evaluate(make_spec(loaded, say=say), say)
+
+
+def _load(preset: str, overrides: list[str], folder: Path) -> "Loaded":
+    from distflow.config import load_config
+    from distflow.config.paths import NEEDED_TO_EVALUATE
+
+    if Path(preset).expanduser().is_dir():
+        from distflow.pipelines.run_models import write_config_of
+
+        preset, begun = str(write_config_of(Path(preset), folder / "config_of_the_run.yaml")), _OF_THE_BEGINNING
+        overrides = [*begun, *overrides]
+    overrides = [*overrides, *_EVAL_ONLY, f"trainer.default_local_dir={folder}/run"]
+    loaded = load_config(preset, overrides, complete=False, needed=NEEDED_TO_EVALUATE)
+    _check_whole(loaded.config)
+    return loaded

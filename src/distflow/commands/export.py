@@ -15,6 +15,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from distflow.pipelines.export import export_checkpoint
 
-    source, target = Path(arguments.checkpoint), Path(arguments.to)
-    print(f"exported to {export_checkpoint(source, target, trust_code=arguments.trust_code, say=print)}")
+    export_checkpoint(Path(arguments.checkpoint), Path(arguments.to), trust_code=arguments.trust_code, say=print)
     return 0

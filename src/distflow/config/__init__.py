@@ -5,10 +5,11 @@ from distflow.config.describe import describe
 from distflow.config.errors import ConfigError, Problem, UserError
 from distflow.config.explain import explain
 from distflow.config.keys import key
-from distflow.config.load import Loaded, config_from_dict, config_of_run, load_config, preset_config
+from distflow.config.load import Loaded, config_from_dict, config_of_run, fit_to, load_config, preset_config
 from distflow.config.program import program_name
 from distflow.config.schema import Config, register_config_group
 from distflow.config.show import RESUMABLE, changed_keys, diff, flatten, to_dict, to_yaml
+from distflow.config.sizes import Room
 from distflow.config.sources import preset_names
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "ConfigError",
     "Loaded",
     "Problem",
+    "Room",
     "UserError",
     "changed_keys",
     "check",
@@ -25,6 +27,7 @@ __all__ = [
     "describe",
     "diff",
     "explain",
+    "fit_to",
     "flatten",
     "key",
     "load_config",

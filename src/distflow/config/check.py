@@ -1,11 +1,12 @@
 """The check of a whole config: each value by itself, then what the values mean together. All problems at once."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from distflow.config.errors import ConfigError, Problem
-from distflow.config.rules import RULES
+from distflow.config.rules import RULES, SIZE_RULES, Finding
 from distflow.config.schema import Config, schema_keys
 from distflow.config.show import flatten
+from distflow.config.sizes import Room
 from distflow.config.values import check_bounds, show
 
 
@@ -28,14 +29,18 @@ def find_problems(config: Config, origins: Mapping[str, str], faulty: set[str], 
         for mismatch in check_bounds(values[name], info):
             problems.append(Problem(((name, where(name, origins)),), mismatch.what, mismatch.advice))
             faulty.add(name)
-    for rule in RULES:
-        for finding in rule(config):
-            if finding.missing and not complete:
-                continue
-            if not any(_covers(key, name) for key in finding.keys for name in faulty):
-                places = tuple((_with_value(key, values), where(key, origins)) for key in finding.keys)
-                problems.append(Problem(places, finding.what, finding.advice))
+    for finding in _findings(config):
+        if finding.missing and not complete:
+            continue
+        if not any(_covers(key, name) for key in finding.keys for name in faulty):
+            problems.append(_problem(finding, values, origins))
     return problems
+
+
+def find_size_problems(config: Config, origins: Mapping[str, str], room: Room) -> list[Problem]:
+    """Sizes that do not fit into the room that a run turned out to have."""
+    values = flatten(config)
+    return [_problem(finding, values, origins) for rule in SIZE_RULES for finding in rule(config, room)]
 
 
 def where(key: str, origins: Mapping[str, str]) -> str:
@@ -46,6 +51,18 @@ def where(key: str, origins: Mapping[str, str]) -> str:
             return origins[parent]
         parent = parent.rpartition(".")[0]
     return "default"
+
+
+def _findings(config: Config) -> Iterator[Finding]:
+    for rule in RULES:
+        yield from rule(config)
+    for size_rule in SIZE_RULES:
+        yield from size_rule(config, Room())
+
+
+def _problem(finding: Finding, values: Mapping[str, object], origins: Mapping[str, str]) -> Problem:
+    places = tuple((_with_value(key, values), where(key, origins)) for key in finding.keys)
+    return Problem(places, finding.what, finding.advice)
 
 
 def _covers(key: str, name: str) -> bool:

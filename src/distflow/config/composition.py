@@ -8,7 +8,6 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -17,6 +16,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from yaml import YAMLError
 
 from distflow.config.errors import ConfigError, Problem, nearest
+from distflow.config.overrides import read_overrides
 from distflow.config.sources import (
     COMMAND_LINE,
     PRESETS,
@@ -35,6 +35,7 @@ _RUN = "distflow_run"
 class Composition:
     """The composed plain values, every setting in the order in which it took effect, and what is wrong with them.
 
+    refused: keys whose override could not be read.
     failure: why there are no values; often the consequence of a setting that no key takes.
     """
 
@@ -42,6 +43,7 @@ class Composition:
     settings: list[Setting] = field(default_factory=list)
     deleted: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    refused: set[str] = field(default_factory=set)
     failure: Problem | None = None
 
 
@@ -53,8 +55,15 @@ def find_source(preset_or_file: str) -> Path:
     if path.is_file() and path.suffix == ".yaml":
         return path.resolve()
     names = ", ".join(preset_names())
-    if path.is_file():
+    if "=" in preset_or_file:
+        what, advice = "is no preset", f"name one first, or a .yaml file; the presets are {names}"
+    elif path.suffix == ".yml" and path.is_file():
         what, advice = "is no .yaml file", f"rename it to {path.stem}.yaml"
+    elif path.is_file():
+        what, advice = (
+            "is no .yaml file",
+            f"name one, or a preset ({names}); data are data.train_files={preset_or_file}",
+        )
     elif path.suffix in (".yaml", ".yml") or "/" in preset_or_file:
         what, advice = "there is no such file", f"look at its path, or use a preset: {names}"
     else:
@@ -72,8 +81,8 @@ def compose_values(
     `defaults` hold no list and no mapping of the user's own names: setting one replaces its default as a whole.
     is_known: whether there is such a key; an override of another one is noted as a setting and left out.
     """
-    result = Composition()
-    parsed = _parse_overrides(overrides, result)
+    read = read_overrides(overrides)
+    result, parsed = Composition(problems=read.problems, refused=read.refused), read.parsed
     unreadable: list[Problem] = []
     read_settings(source, "", unreadable)
     if unreadable:
@@ -103,27 +112,6 @@ def _plain(composed: object) -> dict[str, object]:
     values = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(values, dict)
     return {str(name): value for name, value in values.items()}
-
-
-def _parse_overrides(overrides: Sequence[str], result: Composition) -> list[Override]:
-    parser = OverridesParser.create()
-    parsed = []
-    for line in overrides:
-        try:
-            override = parser.parse_override(line)
-        except HydraException as error:
-            advice = "write key=value; put values with spaces, commas or braces in quotes: 'key=\"a, b\"'"
-            result.problems.append(Problem(((f"'{line}'", COMMAND_LINE),), _reason(error), advice))
-            continue
-        if override.is_sweep_override():
-            advice = "start one run for each value, or put a text with commas in quotes: 'key=\"a,b\"'"
-            result.problems.append(Problem(((f"'{line}'", COMMAND_LINE),), "asks for several runs", advice))
-        elif override.package is not None or "/" in override.key_or_group:
-            advice = "write key=value; a file chooses what it builds on under defaults:"
-            result.problems.append(Problem(((f"'{line}'", COMMAND_LINE),), "names a file, not a key", advice))
-        else:
-            parsed.append(override)
-    return parsed
 
 
 def _to_apply(override: Override, is_known: Callable[[str], bool], result: Composition) -> str | None:
@@ -182,7 +170,7 @@ def _composed_files(source: Path, result: Composition) -> list[tuple[Path, str]]
     except YAMLError as error:
         result.failure = yaml_problem(error, source)
         return []
-    except HydraException as error:
+    except (HydraException, ValueError) as error:  # the latter: a list that is none
         reason = _reason(error)
         advice = f"under defaults: name a preset ({', '.join(preset_names())}) or a file beside this one, without .yaml"
         result.failure = Problem(((display(source), "defaults"),), reason, advice)

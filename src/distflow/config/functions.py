@@ -58,7 +58,7 @@ def split_name(path: str) -> tuple[str, str]:
 def load_module(name: str) -> ModuleType:
     """The module of that name or ".py" file, imported once. Raises LoadError for whatever it raises meanwhile."""
     try:
-        return _load_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
+        return _load_file(Path(name).expanduser()) if name.endswith(".py") else importlib.import_module(name)
     except LoadError:
         raise
     except ModuleNotFoundError as error:

@@ -1,15 +1,18 @@
 """`load_config`: from a preset or file and overrides to a checked, frozen config that knows where each key was set."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from distflow.config.build import ConfigBuilder
-from distflow.config.check import find_problems, where
+from distflow.config.check import find_problems, find_size_problems, where
 from distflow.config.errors import ConfigError, Problem, UserError
+from distflow.config.fitting import Fitted, fit
 from distflow.config.functions import LoadError, load_modules
+from distflow.config.paths import find_missing
 from distflow.config.schema import Config, group_names, schema_keys
 from distflow.config.show import flatten, to_dict, to_yaml
+from distflow.config.sizes import Room
 from distflow.config.sources import COMMAND_LINE, Setting, settings_of_value
 from distflow.config.unknown import is_known, parents, unknown_problems
 
@@ -17,15 +20,17 @@ from distflow.config.unknown import is_known, parents, unknown_problems
 @dataclass(frozen=True)
 class Loaded:
     """A config and where it came from. origins: key → "file:line" or "command line", for each key that was set.
-    text: the resolved config as YAML."""
+    text: the resolved config as YAML. fitted: what nobody chose and was made to fit."""
 
     config: Config
     origins: dict[str, str]
     text: str
+    fitted: tuple[Fitted, ...] = ()
 
     def origin(self, key: str) -> str:
-        """Where a key was set, or "default"."""
-        return where(key, self.origins)
+        """Where a key was set, or "default"; of one that was made to fit, why."""
+        why = [fitted.why for fitted in self.fitted if fitted.key == key]
+        return f"made to fit: {why[-1]}" if why else where(key, self.origins)
 
     @property
     def set_keys(self) -> dict[str, str]:
@@ -35,23 +40,31 @@ class Loaded:
 
 
 def load_config(
-    preset_or_file: str, overrides: Sequence[str] = (), *, complete: bool = True, trust_code: bool = True
+    preset_or_file: str,
+    overrides: Sequence[str] = (),
+    *,
+    complete: bool = True,
+    trust_code: bool = True,
+    needed: Collection[str] = (),
 ) -> Loaded:
     """Compose, read and check a config. Raises ConfigError with all problems at once.
 
     preset_or_file: `grpo`, or a .yaml file, which may build on a preset or its neighbours (`defaults: [grpo, _self_]`).
     overrides: Hydra's grammar, `key=value`, `+key=value`, `++key=value`, `~key`.
     complete: False lets the model and the data be missing, to look at a preset that no run can start from yet.
+    needed: keys whose files and folders must be there, as in `paths.NEEDED_TO_TRAIN`.
     trust_code: False imports no module of the user's; one that is needed to know a group is then a problem.
     """
     try:
-        return _load(preset_or_file, overrides, complete, trust_code)
+        return _load(preset_or_file, overrides, complete, trust_code, needed)
     except RecursionError as error:
         place = ((f"'{preset_or_file}'", COMMAND_LINE),)
         raise ConfigError([Problem(place, "its keys, or those of an override, lie too deep in one another")]) from error
 
 
-def _load(preset_or_file: str, overrides: Sequence[str], complete: bool, trust_code: bool) -> Loaded:
+def _load(
+    preset_or_file: str, overrides: Sequence[str], complete: bool, trust_code: bool, needed: Collection[str]
+) -> Loaded:
     # Hydra costs more than everything else here: it is imported where it is used.
     from distflow.config import composition
 
@@ -66,7 +79,19 @@ def _load(preset_or_file: str, overrides: Sequence[str], complete: bool, trust_c
     problems = [*composed.problems, *import_problems, *unknown_problems(composed.settings)]
     if composed.failure is not None:
         raise ConfigError(problems or [composed.failure])
-    return _finish(composed.values, _origins(composed.settings, composed.deleted), problems, complete=complete)
+    origins = _origins(composed.settings, composed.deleted)
+    return _finish(composed.values, origins, problems, complete=complete, refused=composed.refused, needed=needed)
+
+
+def fit_to(loaded: Loaded, room: Room) -> Loaded:
+    """The same in the room that the run turned out to have. Raises ConfigError with all sizes that do not fit it."""
+    config, fitted = fit(loaded.config, loaded.origins, room)
+    problems = find_size_problems(config, loaded.origins, room)
+    if problems:
+        raise ConfigError(problems)
+    if not fitted:
+        return loaded
+    return Loaded(config, loaded.origins, to_yaml(config), (*loaded.fitted, *fitted))
 
 
 @cache
@@ -102,15 +127,21 @@ def _finish(
     problems: Sequence[Problem],
     judge: bool = True,
     complete: bool = True,
+    refused: Collection[str] = (),
+    needed: Collection[str] = (),
 ) -> Loaded:
     builder = ConfigBuilder(origins)
     config = builder.build(values)
+    builder.faulty.update(refused)
     problems = [*problems, *builder.problems]
+    fitted: list[Fitted] = []
     if judge:
+        config, fitted = fit(config, origins, Room())
         problems += find_problems(config, origins, builder.faulty, complete)
+        problems += find_missing(config, origins, set(needed) - builder.faulty)
     if problems:
         raise ConfigError(problems)
-    return Loaded(config, origins, to_yaml(config))
+    return Loaded(config, origins, to_yaml(config), tuple(fitted))
 
 
 def _plain_defaults() -> dict[str, object]:

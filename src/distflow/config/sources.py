@@ -29,6 +29,11 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
+def is_preset(where: str) -> bool:
+    """Whether a place, as `display` and a line, lies in a preset that comes with the package."""
+    return any(where.startswith(f"presets/{name}.yaml:") for name in preset_names())
+
+
 def display(path: Path) -> str:
     """A file as it is shown to people: a preset by `presets/NAME.yaml`, others relative to where we are."""
     if path.parent == PRESETS:
@@ -65,8 +70,11 @@ def yaml_problem(error: yaml.YAMLError, path: Path) -> Problem:
         return Problem(((display(path), "the file"),), f"cannot be read: {error}", "save it as UTF-8 text")
     mark = error.problem_mark or error.context_mark
     where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "somewhere"
+    advice = "look at that line and the one above: what belongs to one group starts in one column"
+    if "\\t" in str(error.problem):
+        advice = "indent by spaces: YAML takes no tabs"
     named = Path(mark.name) if mark and Path(mark.name).is_file() else path
-    return Problem(((display(named), where),), f"is no YAML that is read here: {error.problem}", "look at that line")
+    return Problem(((display(named), where),), f"is no YAML that is read here: {error.problem}", advice)
 
 
 def _parse(path: Path, problems: list[Problem]) -> yaml.Node | None:

@@ -141,6 +141,11 @@ class PromptSet(Sequence[PromptRow]):
         return sorted({row.domain for row in self._rows})
 
     @property
+    def has_messages(self) -> bool:
+        """Whether a prompt was given as chat messages."""
+        return any(not isinstance(row.prompt, str) for row in self._rows)
+
+    @property
     def has_responses(self) -> bool:
         return self._responses is not None
 
@@ -335,7 +340,8 @@ def _fit(
         shortest = min((len(entry.ids) for _, entry in good), default=0)
         raise UserError(
             f"none of {len(good):,} rows is short enough: data.max_prompt_length={options.max_prompt_length} "
-            f"(the shortest prompt has {shortest} tokens), data.max_response_length={options.max_response_length}"
+            f"(the shortest prompt has {shortest} tokens), data.max_response_length={options.max_response_length}: "
+            "raise what is too small"
         )
     longest = max(len(entry.ids) for _, entry in kept)
     report = PromptReport(len(kept), num_bad, num_prompts, num_responses, num_truncated, longest)

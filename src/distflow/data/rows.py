@@ -1,5 +1,6 @@
 """Rows of a data set before tokenisation: which columns mean what, which rows are bad, and what they are told."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date, time
@@ -11,6 +12,12 @@ from distflow.observe.jsonlines import JSON, is_deep
 DEFAULT_DOMAIN = "default"
 _DEFAULT_DOMAIN_KEY = "data_source"
 _MAX_SHOWN = 5
+_USUAL_NAMES = {
+    "data.prompt_key": ("question", "problem", "instruction", "query", "messages", "input", "text"),
+    "data.answer_key": ("ground_truth", "reward_model.ground_truth", "solution", "label", "target", "final_answer"),
+    "data.response_key": ("completion", "output", "answer", "target", "chosen"),
+}
+"""What data sets call these columns."""
 
 Messages = list[dict[str, JSON]]
 
@@ -124,8 +131,17 @@ def _required(columns: Columns) -> dict[str, str]:
 
 
 def _no_column(key: str, name: str, source: str, seen: set[str]) -> str:
-    meant = f"; did you mean '{near}'?" if (near := nearest(name, seen)) else ""
-    return f"no row of {source} has the column '{name}' ({key}){meant}; columns: {', '.join(sorted(seen)) or 'none'}"
+    if name in seen:
+        return f"the column '{name}' ({key}) of {source} is empty in every row"
+    if len(seen) == 1 and (found := re.search(r"[;\t|]", next(iter(seen)))):
+        return f"{source} has one column, {next(iter(seen))!r}: separate columns by commas, not by {found[0]!r}"
+    usual = next((other for other in _USUAL_NAMES.get(key, ()) if other.partition(".")[0] in seen), "")
+    near = nearest(name, seen)
+    meant = f"; did you mean '{near}'? Set {key}={near}" if near else f"; set {key}={usual}" if usual else ""
+    said = f"no row of {source} has the column '{name}' ({key}){meant}; columns: {', '.join(sorted(seen)) or 'none'}"
+    if key == "data.answer_key" and not meant:
+        said += "; without answers, judge by a function of your own: custom_reward_function.path=my_reward.py"
+    return said
 
 
 def _raw_row(record: Record, columns: Columns) -> RawRow | str:

@@ -5,14 +5,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
-from distflow.config.errors import UserError, nearest
+from distflow.config.errors import UserError
+from distflow.config.paths import HUB_DATA, missing_path
 from distflow.data import iterators
 from distflow.data.files import READERS, read_file
+from distflow.data.hub import unreachable
 from distflow.data.rows import BadRows, Columns, RawRow, Record, read_rows
 
 BUILTIN_FOLDER = Path(__file__).parent / "builtin"
 _FUNCTION = re.compile(r"(?:[A-Za-z_][\w.]*|.*\.py):[A-Za-z_]\w*")
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]*){0,2}")
 
 Source = str | Path | Iterable[object] | Callable[[], Iterable[object]]
 Rows = Iterable[Mapping[str, object]]
@@ -58,6 +59,12 @@ def load_rows(
     return rows, bad
 
 
+def forget_rows(run_folder: Path) -> None:
+    """A run that starts anew asks Python code for its rows again: those that `load_rows` kept are removed."""
+    for kept in (run_folder / "data").glob("*_files-*.arrow"):
+        kept.unlink()
+
+
 def name_of(source: object) -> str:
     """What messages and fingerprints call a source."""
     if isinstance(source, str | Path):
@@ -90,9 +97,10 @@ def _records(source: Source, key: str, kept: Path | None, max_rows: int, wanted:
         return read_file(path, key)
     if Path(text.partition(":")[0]).expanduser().is_dir():
         return _hub_records(text, key)
-    if _HUB_ID.fullmatch(text) and path.suffix.lower() not in READERS:
+    if HUB_DATA.fullmatch(text) and path.suffix.lower() not in READERS:
         return _hub_records(text, key)
-    raise UserError(_no_file(path, key))
+    what, advice = missing_path(path)
+    raise UserError(f"{key}: '{path}': {what}; {advice}")
 
 
 def _kept_records(
@@ -111,19 +119,13 @@ def _builtin(name: str, key: str) -> Path:
     return path
 
 
-def _no_file(path: Path, key: str) -> str:
-    if not path.parent.is_dir():
-        return f"{key}: there is no file '{path}', nor a folder '{path.parent}' (looked from '{Path.cwd()}')"
-    near = nearest(path.name, [entry.name for entry in path.parent.iterdir()])
-    return f"{key}: there is no file '{path}'" + (f"; did you mean '{path.with_name(near)}'?" if near else "")
-
-
 def _hub_records(name: str, key: str) -> Iterator[Record]:
     """A folder that `datasets` saved or can read, or an id on the hub, as `id:configuration:split`."""
-    import datasets
-
     path, configuration, split = (*name.split(":"), "", "")[:3]
     folder = Path(path).expanduser()
+    unreached = None if folder.is_dir() else unreachable()
+    import datasets
+
     try:
         if any((folder / state).exists() for state in ("state.json", "dataset_dict.json")):
             found = datasets.load_from_disk(folder)
@@ -136,6 +138,11 @@ def _hub_records(name: str, key: str) -> Iterator[Record]:
         raise
     except Exception as error:  # the edge of a foreign library, which reads somebody's files
         reason = next(iter(str(error).splitlines()), type(error).__name__)
+        if unreached:
+            reason = (
+                f"there is no file or folder '{path}' in {Path.cwd()}, and the hub cannot be reached ({unreached}): "
+                "write the path of a file, or see to the network (HF_ENDPOINT names a mirror, HTTPS_PROXY a proxy)"
+            )
         raise UserError(f"{key}: the data set '{name}' cannot be loaded: {reason}") from error
 
 

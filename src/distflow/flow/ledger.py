@@ -118,6 +118,15 @@ class Ledger:
             self._tally.apply(record)
 
 
+def ledger_id(path: Path) -> str | None:
+    """The id that a journal's first line gives it; None where there is no such line."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        first = _parse(file.readline())
+    return str(first["ledger"]) if first and "ledger" in first else None
+
+
 def timeline(path: Path) -> Iterator[tuple[int, Record]]:
     """(byte offset, record) of the records that hold: those that no later `rolled_back` took back.
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from distflow.config.errors import hint
 from distflow.graph.contract import Contract, Declared, Form, canonical, read_contract
-from distflow.graph.errors import PipelineError
+from distflow.graph.errors import MissingColumn, PipelineError
 from distflow.graph.fields import Axis, Field, find_field
 from distflow.graph.nodes import Node, made, node_scope
 from distflow.graph.options import ConfigGroup, check_options, check_own_config, group_of, resolve_options
@@ -81,7 +81,7 @@ def _check_reads(wiring: Wiring, settled: Mapping[str, _Settled], loaded: frozen
     for node_id in wiring.order:
         for name in wiring.vertices[node_id].contract.reads:
             if not wiring.has(node_id, canonical(name), loaded):
-                raise PipelineError(_missing(wiring, settled[node_id], name, loaded))
+                raise MissingColumn(_missing(wiring, settled[node_id], name, loaded), canonical(name))
 
 
 def _missing(wiring: Wiring, reader: _Settled, name: str, loaded: frozenset[str]) -> str:

@@ -1,5 +1,13 @@
-"""The one error of this room."""
+"""The error of this room."""
 
 
 class PipelineError(ValueError):
     """A program is not well formed. The message names the node, the field or option, and the nearest existing name."""
+
+
+class MissingColumn(PipelineError):
+    """A node reads a column that nothing writes before it."""
+
+    def __init__(self, message: str, column: str):
+        super().__init__(message)
+        self.column = column

@@ -4,6 +4,7 @@ import json
 import shutil
 import stat
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -23,10 +24,11 @@ def export_model(
     folder: str | Path,
     *,
     dtype: torch.dtype | None = None,
+    note: tuple[str, Mapping[str, object]] | None = None,
 ) -> Path:
     """Write config, safetensors and tokenizer to `folder`, which must not exist or be empty; it appears whole.
 
-    dtype: of the stored weights (the model's own by default). Returns the folder.
+    dtype: of the stored weights (the model's own by default). note: a JSON file beside them. Returns the folder.
     Raises UserError if the folder holds something already, or cannot be written.
     """
     target = check_target(folder)
@@ -35,6 +37,8 @@ def export_model(
         aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
             _write(model, tokenizer, aside, dtype)
+            if note is not None:
+                (aside / note[0]).write_text(json.dumps(note[1], indent=2) + "\n", "utf-8")
             aside.chmod(stat.S_IMODE(target.stat().st_mode))
             aside.rename(target)  # over the empty folder; refused where somebody filled it meanwhile
         finally:

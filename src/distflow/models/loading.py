@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 from distflow.config.errors import UserError
 from distflow.models.packed import choose_attention
 from distflow.models.packed_forward import attach_packed_forward
-from distflow.models.paths import WEIGHT_PATTERNS, is_local, require_files, resolve_path
+from distflow.models.paths import WEIGHT_PATTERNS, is_local, require_files, resolve_path, why_not_loaded
 from distflow.models.remote_code import code_of, untrusted
 
 Init = Literal["pretrained", "random"]
@@ -50,6 +50,18 @@ def load_model(
         model, missing = source.pretrained(AutoModelForCausalLM, config, dtype)
         source.require_all(missing)
     return ready(model, dtype, device)
+
+
+def context_length(
+    path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False, gguf_file: str | None = None
+) -> int | None:
+    """Tokens that a model's prompt and response may have together, as its config says; None where it says nothing.
+
+    Loads no weights. Raises UserError as `load_model` does.
+    """
+    config = ModelSource(path, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file).config()
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) else None
 
 
 class ModelSource:
@@ -127,12 +139,11 @@ class ModelSource:
         except UserError:
             raise
         except Exception as error:  # the edge of a foreign library, which reads somebody's files
-            raise UserError(f"{self} cannot be loaded: {_first_lines(error)}{self._hint()}") from error
+            reason = why_not_loaded(self.path, _first_lines(error))
+            raise UserError(f"{self} cannot be loaded: {reason}{self._hint()}") from error
 
     def _hint(self) -> str:
-        if not is_local(self.path):
-            return "; there is no such folder, and as a hub id it needs the network (HF_HUB_OFFLINE, HF_TOKEN)"
-        code = [] if self.options["trust_remote_code"] else code_of(self.path)
+        code = [] if self.options["trust_remote_code"] or not is_local(self.path) else code_of(self.path)
         return f"; {untrusted(code)}" if code else ""
 
 

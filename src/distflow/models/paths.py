@@ -2,10 +2,11 @@
 Python package (`package:NAME`)."""
 
 import importlib.util
-import re
 from pathlib import Path
 
 from distflow.config.errors import UserError
+from distflow.config.paths import model_fault
+from distflow.data.hub import unreachable
 
 BUILTIN_FOLDER = Path(__file__).parent / "builtin"
 BUILTIN_PREFIX = "builtin:"
@@ -21,8 +22,6 @@ TOKENIZER_FILES = (
     "tekken.json",
 )
 
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-
 
 def resolve_path(path: str | Path) -> str:
     """The folder (as an absolute path) or hub id that `path` means.
@@ -37,11 +36,10 @@ def resolve_path(path: str | Path) -> str:
     folder = Path(text).expanduser()
     if folder.is_dir():
         return str(folder.resolve())
-    if folder.is_file():
-        gguf = ", and its name as gguf_file" if folder.suffix == ".gguf" else ""
-        raise UserError(f"model path '{text}' is a file: give its folder{gguf}")
-    if text.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(text):
-        raise UserError(f"model folder '{text}' does not exist; give a folder, a hub id (org/name) or builtin:NAME")
+    if fault := model_fault(text):
+        what, advice = fault
+        raise UserError(f"model path '{text}': {what}; {advice}, or give a hub id (org/name) or builtin:NAME")
+    unreachable()  # in seconds, and the libraries know
     return text
 
 
@@ -50,10 +48,24 @@ def is_local(resolved: str) -> bool:
     return Path(resolved).is_dir()
 
 
+def why_not_loaded(resolved: str, reason: str) -> str:
+    """What to tell the user of a model that could not be loaded. reason: what the library that tried says."""
+    if is_local(resolved):
+        return reason
+    no_folder = f"there is no folder '{resolved}' in {Path.cwd()}"
+    if unreached := unreachable():
+        return (
+            f"{no_folder}, and the hub cannot be reached ({unreached}): write the path of a folder, or see to the "
+            "network (HF_ENDPOINT names a mirror, HTTPS_PROXY a proxy)"
+        )
+    return f"{reason}; {no_folder}; on the hub, look at its name, and at HF_TOKEN where it asks for a login"
+
+
 def require_files(resolved: str, patterns: tuple[str, ...], what: str) -> None:
     """Raise UserError if a local folder holds none of the files. A hub id passes: its files are known later."""
     if is_local(resolved) and not any(any(Path(resolved).glob(pattern)) for pattern in patterns):
-        raise UserError(f"model folder '{resolved}' has no {what} ({', '.join(patterns)})")
+        listed = "" if patterns == (what,) else f" ({', '.join(patterns)})"
+        raise UserError(f"model folder '{resolved}' has no {what}{listed}: is it a model's, and whole?")
 
 
 def _builtin(name: str) -> Path:

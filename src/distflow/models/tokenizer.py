@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from distflow.config.errors import UserError
-from distflow.models.paths import TOKENIZER_FILES, is_local, require_files, resolve_path
+from distflow.models.paths import TOKENIZER_FILES, is_local, require_files, resolve_path, why_not_loaded
 from distflow.models.remote_code import code_of, untrusted
 from distflow.observe.jsonlines import read_object
 
@@ -49,7 +49,7 @@ def load_tokenizer(
     except ImportError as error:
         raise UserError(f"the tokenizer of '{source}' needs a package that is not installed: {error}") from error
     except Exception as error:  # the edge of a foreign library: for a broken file it raises a plain Exception
-        reason = " ".join(str(error).split())[:300]
+        reason = why_not_loaded(source, " ".join(str(error).split())[:300])
         code = [] if trust_remote_code or not is_local(source) else code_of(source)
         reason += f"; {untrusted(code)}" if code else ""
         raise UserError(f"the tokenizer of '{source}' cannot be loaded: {reason}") from error

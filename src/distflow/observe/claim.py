@@ -17,7 +17,7 @@ WRITER: Final = ".writer"
 MARK: Final = ".distflow-run"
 """Says that the folder is a run's."""
 
-_FILES: Final = (
+FILES: Final = (
     "run.json",
     "config.yaml",
     "plan.json",
@@ -27,7 +27,18 @@ _FILES: Final = (
     "report.html",
     "wandb.json",
 )
-_FOLDERS: Final = ("checkpoints", "samples", "spans", "tokens", "data", "bundles", "tensorboard", "wandb")
+FOLDERS: Final = (
+    "checkpoints",
+    "samples",
+    "spans",
+    "tokens",
+    "data",
+    "bundles",
+    "tensorboard",
+    "wandb",
+    "models",
+    "earlier",
+)
 _OTHER: Final = "set trainer.default_local_dir or trainer.experiment_name to another folder"
 
 
@@ -115,11 +126,11 @@ def is_ours(path: Path) -> bool:
 
 def _check_kinds(path: Path) -> None:
     """Raises RunFolderError now, not when the first step is to be written."""
-    for name in _FILES:
+    for name in FILES:
         file = path / name
         if file.is_symlink() or file.exists() and not file.is_file():
             raise RunFolderError(f"{file} is no file, and a run writes one there: move it away, or {_OTHER}")
-    for name in _FOLDERS:
+    for name in FOLDERS:
         folder = path / name
         if os.path.lexists(folder) and not folder.is_dir():
             raise RunFolderError(f"{folder} is no folder, and a run makes one there: move it away, or {_OTHER}")

@@ -6,7 +6,6 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config import Config
-from distflow.config.errors import UserError
 from distflow.config.names import REWARDS
 from distflow.config.program import is_rl
 from distflow.data.prompts import PromptOptions, PromptSet, encode_rows
@@ -54,15 +53,6 @@ def held_out_source(config: Config, judged: bool) -> DataSource | None:
     """None where no file is named."""
     data = config.data
     return _source(config, "data.val_files", data.val_files, data.val_max_samples, judged) if data.val_files else None
-
-
-def check_batch(prompts: PromptSet, batch: int) -> None:
-    """Raises UserError where fewer than one batch are left."""
-    if len(prompts) < batch:
-        raise UserError(
-            f"data.train_batch_size={batch} is larger than the data set ({prompts.report.lines()[0]} "
-            f"of data.train_files): set it to at most {len(prompts)}"
-        )
 
 
 def _source(config: Config, key: str, files: tuple[str, ...], max_samples: int, judged: bool) -> DataSource:

@@ -20,7 +20,7 @@ from distflow.config.functions import load
 from distflow.config.names import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.config.program import is_rl, optimizer_steps
 from distflow.flow.ticket import Version
-from distflow.models.loading import Init, load_model
+from distflow.models.loading import Init, context_length, load_model
 from distflow.models.lora import add_lora
 from distflow.models.tokenizer import load_tokenizer, stop_token_ids
 from distflow.models.value_head import load_value_model
@@ -139,6 +139,19 @@ def choose_device(config: Config) -> torch.device:
 def load_policy(config: Config, device: torch.device) -> nn.Module:
     """The model that is trained, with its adapter where one is asked for. Raises UserError naming the key."""
     return _load_policy(_policy_source(config), _lora(config), device)
+
+
+def policy_context(config: Config) -> int | None:
+    """Tokens that a prompt and its response may have together, where the model says so. Raises UserError as
+    `load_policy` does."""
+    source = _policy_source(config)
+    with _blaming("actor_rollout_ref.model.path"):
+        return context_length(
+            source["path"],
+            revision=source["revision"],
+            trust_remote_code=source["trust_remote_code"],
+            gguf_file=source["gguf_file"],
+        )
 
 
 def load_policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
@@ -311,7 +324,9 @@ def _actor(get: Get, device: torch.device, engine: str, optim: Optim, options: O
 
 
 def _critic(get: Get, device: torch.device, source: Source, engine: str, optim: Optim, options: Options) -> TrainEngine:
-    return _train_engine(get, load_value_model(**source, device=device), engine, optim, options)
+    with _blaming("critic.model.path"):
+        model = load_value_model(**source, device=device)
+    return _train_engine(get, model, engine, optim, options)
 
 
 def _train_engine(get: Get, model: nn.Module, engine: str, optim: Optim, options: Options) -> TrainEngine:

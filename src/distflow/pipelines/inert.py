@@ -2,27 +2,31 @@
 
 from distflow.config import Loaded
 from distflow.config.errors import UserError
+from distflow.config.sources import is_preset
 from distflow.graph import Program
 from distflow.runtime.blame import is_ours
 
 
-def refuse_inert_keys(loaded: Loaded, reads: set[str], program: Program) -> None:
-    """Raises UserError with the keys and where they were set.
+def refuse_inert_keys(loaded: Loaded, reads: set[str], program: Program) -> list[str]:
+    """Raises UserError with the keys and where they were set. Those of a preset of ours are no mistake of whoever took
+    another program than it was made for: they are returned, as they are shown.
 
     A function of the user's that is handed a group of the config, or the context, may read keys when it runs: of that
     group (of its role's), and of groups that users registered. Of other groups it should name a key as an option.
     """
     handed = [node for node in program.nodes if not is_ours(node) and {"ctx", "config"} & set(node.contract.reserved)]
     groups = {*loaded.config.user_groups, *(node.config_key for node in handed if node.config_key)} if handed else ()
-    inert = [
-        key
+    inert = {
+        key: f"{key} ({loaded.set_keys[key]})"
         for key in loaded.set_keys
         if key not in reads and not any(key == group or key.startswith(f"{group}.") for group in groups)
-    ]
-    if inert:
-        shown = "\n".join(f"  {key} ({loaded.set_keys[key]})" for key in inert)
+    }
+    users = [shown for key, shown in inert.items() if not is_preset(loaded.set_keys[key])]
+    if users:
+        shown = "\n".join(f"  {line}" for line in users)
         raise UserError(
             f"keys that do nothing in program '{program.graph_id}':\n{shown}\n"
             "Take them out, or choose a program, estimator or loss that uses them; what only a node of your own reads, "
             "make an option of its function"
         )
+    return list(inert.values())

@@ -10,7 +10,18 @@ from distflow.config.functions import LoadError, load_function
 from distflow.config.names import PIPELINES
 from distflow.config.places import users_place
 from distflow.config.program import CUSTOM, program_name
-from distflow.graph import PipelineError, TaskGraph, pipeline_from_config
+from distflow.data.prompts import PROMPT_FIELDS
+from distflow.graph import Pipeline, PipelineError, Program, TaskGraph, pipeline_from_config
+from distflow.graph.errors import MissingColumn
+
+_WRITERS = {
+    "ref_log_prob": "compute_ref_log_prob writes it; actor_rollout_ref.actor.use_kl_loss=false trains without",
+    "old_log_probs": "compute_old_log_prob writes it",
+    "values": "compute_value writes it",
+    "advantages": "compute_advantage writes it",
+    "token_level_scores": "compute_reward writes it",
+}
+"""What writes a column of the standard nodes, for a program that lacks it."""
 
 
 def select_pipeline(config: Config) -> TaskGraph:
@@ -23,11 +34,23 @@ def select_pipeline(config: Config) -> TaskGraph:
     return pipeline_from_config("yaml_pipeline", [dict(entry) for entry in config.dag.nodes])
 
 
+def bound(graph: TaskGraph, config: Config) -> Program:
+    """The program with the config's options and the columns of data sets. Raises PipelineError, which says of a column
+    that nothing writes which of the standard nodes would."""
+    try:
+        return graph.bind(config, PROMPT_FIELDS)
+    except MissingColumn as err:
+        if err.column not in _WRITERS:
+            raise
+        raise PipelineError(f"{err}. A node with distflow.pipelines.nodes:{_WRITERS[err.column]}") from err
+
+
 def _custom(path: str, config: Config) -> TaskGraph:
     try:
         make_graph = load_function(path)
     except LoadError as err:
         raise UserError(f"dag.custom_pipeline_fn: {err}") from err
+    _check_parameters(make_graph, path)
     try:
         graph = _made(make_graph, config)
     except PipelineError:
@@ -37,12 +60,33 @@ def _custom(path: str, config: Config) -> TaskGraph:
         raise UserError(f"dag.custom_pipeline_fn={path} raised {type(err).__name__}: {err} (at {place})") from err
     if not isinstance(graph, TaskGraph):
         raise UserError(
-            f"dag.custom_pipeline_fn={path} returned {type(graph).__name__}; "
-            "it must return what Pipeline.build() gives, a TaskGraph"
+            f"dag.custom_pipeline_fn={path} returned {_kind(graph)}; it must return what "
+            "Pipeline.build() gives, a TaskGraph"
         )
     return graph
+
+
+def _check_parameters(make_graph: Callable[..., object], path: str) -> None:
+    """Raises UserError for a function that needs more than the config."""
+    required = [
+        name
+        for name, parameter in inspect.signature(make_graph).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if len(required) > 1:
+        raise UserError(
+            f"dag.custom_pipeline_fn={path} takes ({', '.join(required)}): a program's function takes the config, or "
+            "nothing"
+        )
 
 
 def _made(make_graph: Callable[..., object], config: Config) -> object:
     """A program's function may take the config, or nothing."""
     return make_graph(config) if inspect.signature(make_graph).parameters else make_graph()
+
+
+def _kind(graph: object) -> str:
+    if graph is None:
+        return "nothing"
+    return "a Pipeline that is not built" if isinstance(graph, Pipeline) else type(graph).__name__

@@ -6,7 +6,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,22 +17,30 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.algorithms.objective import PolicyObjective
 from distflow.algorithms.registry import describe_estimator
-from distflow.config import Config, Loaded, describe
+from distflow.config import Config, Loaded, Room, describe, fit_to
 from distflow.config.errors import UserError
 from distflow.config.functions import LoadError, load_modules
 from distflow.config.program import is_rl
 from distflow.config.watch import peek, watch
 from distflow.data.encoded import EncodedRows, write_encoded
-from distflow.data.prompts import PROMPT_FIELDS, PromptSet
+from distflow.data.prompts import PromptSet
+from distflow.data.sources import forget_rows
 from distflow.flow.data_plan import DataPlan
 from distflow.flow.order import total_steps
 from distflow.graph import NodeRole, Program
 from distflow.observe.claim import claimed
-from distflow.pipelines.data_sets import DataSource, check_batch, held_out_source, train_source
-from distflow.pipelines.factories import choose_device, compute_dtype, load_policy_tokenizer, make_factories
+from distflow.pipelines.data_sets import DataSource, held_out_source, train_source
+from distflow.pipelines.factories import (
+    choose_device,
+    compute_dtype,
+    load_policy_tokenizer,
+    make_factories,
+    policy_context,
+)
 from distflow.pipelines.inert import refuse_inert_keys
 from distflow.pipelines.objectives import loss_terms
-from distflow.pipelines.select import select_pipeline
+from distflow.pipelines.run_models import with_models_of_runs
+from distflow.pipelines.select import bound, select_pipeline
 from distflow.pipelines.travel import check_importable, check_pickles
 from distflow.planning.plan import check_plan, plan_local
 from distflow.rewards.router import check_domains
@@ -48,25 +56,16 @@ Say = Callable[[str], None]
 
 def make_spec(loaded: Loaded, say: Say) -> Spec:
     """say: told one line at a time what is being loaded. Raises UserError or PipelineError."""
-    config, reading = loaded.config, read_config(loaded)
-    run_dir = config.trainer.run_dir
-    with claimed(run_dir):  # first: rows from Python code are kept there, and it may be somebody's
-        rows = reading.train.read(run_dir)
-        held_out_rows = reading.held_out.read(run_dir) if reading.held_out else None
-        tokenizer = load_policy_tokenizer(config)
-        prompts = reading.train.encode(rows, tokenizer)
-        check_batch(prompts, config.data.train_batch_size)
-        held_out = reading.held_out.encode(held_out_rows, tokenizer) if reading.held_out and held_out_rows else None
-        for name, found in (("train", prompts), ("validation", held_out)):
-            if found is not None:
-                say(f"{name} data: {', '.join(found.report.lines())}")
-                if "judge" in reading.program.services:
-                    check_domains(config.reward.functions, found.domains)
-        if is_rl(config):
-            options = _estimator_options(reading.program)
-            say(f"advantages: {describe_estimator(config.algorithm.adv_estimator, options)}")
-        with writing_to(run_dir):
-            spec = _spec(loaded, reading.program, prompts, held_out, tokenizer)
+    reading = read_config(loaded)
+    with claimed(loaded.config.trainer.run_dir):  # first: rows from Python code are kept there; it may be somebody's
+        loaded = with_models_of_runs(loaded, say)
+        if loaded.config.trainer.resume_mode == "never":
+            forget_rows(loaded.config.trainer.run_dir)
+        loaded, reading, data = _fitted_to_files(loaded, reading)
+        for line in _told(loaded, reading, data):
+            say(line)
+        with writing_to(loaded.config.trainer.run_dir):
+            spec = _spec(loaded, reading.program, data)
     check_plan(spec.plan, reading.program)
     check_pickles(spec)
     return spec
@@ -74,11 +73,89 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
 
 @dataclass(frozen=True)
 class Reading:
-    """What the config alone says."""
+    """What the config alone says. unused: keys of a preset that the program does not take, as they are shown."""
 
     program: Program
+    unused: list[str]
     train: DataSource
     held_out: DataSource | None
+
+
+@dataclass(frozen=True)
+class Data:
+    """What the files hold, as tokens."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: PromptSet
+    held_out: PromptSet | None
+
+
+def _read_data(config: Config, reading: Reading) -> Data:
+    """All files are read before anything is loaded. What validates comes first: `eval` trains on nothing else."""
+    run_dir = config.trainer.run_dir
+    held_out_rows = reading.held_out.read(run_dir) if reading.held_out else None
+    rows = reading.train.read(run_dir)
+    tokenizer = load_policy_tokenizer(config)
+    held_out = reading.held_out.encode(held_out_rows, tokenizer) if reading.held_out and held_out_rows else None
+    return Data(tokenizer, reading.train.encode(rows, tokenizer), held_out)
+
+
+def fit_to_files(loaded: Loaded) -> Loaded:
+    """The config that a run would have, made to fit its model and data. Starts none. Raises as `make_spec` does."""
+    return _fitted_to_files(loaded, read_config(loaded))[0]
+
+
+def _fitted_to_files(loaded: Loaded, reading: Reading) -> tuple[Loaded, Reading, Data]:
+    context = policy_context(loaded.config)
+    loaded, reading = _fitted(loaded, reading, Room(context=context))
+    data = _read_data(loaded.config, reading)
+    loaded, reading = _fitted(loaded, reading, Room(len(data.train), context))
+    return loaded, reading, data
+
+
+def _fitted(loaded: Loaded, reading: Reading, room: Room) -> tuple[Loaded, Reading]:
+    """The config in that room, read again where it became another. Raises ConfigError where something does not fit."""
+    fitted = fit_to(loaded, room)
+    return (loaded, reading) if fitted is loaded else (fitted, read_config(fitted))
+
+
+def _told(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
+    """What the run starts from. Raises UserError for a domain that nothing judges."""
+    config = loaded.config
+    for name, found in (("train", data.train), ("validation", data.held_out)):
+        if found is not None:
+            yield f"{name} data: {', '.join(found.report.lines())}"
+            if "judge" in reading.program.services:
+                check_domains(config.reward.functions, found.domains)
+    yield from (f"made to fit: {fitted}" for fitted in loaded.fitted)
+    if reading.unused:
+        yield f"not used by the program '{reading.program.graph_id}': {', '.join(reading.unused)}"
+    yield from _notes(loaded, reading, data)
+    if is_rl(config):
+        options = _estimator_options(reading.program)
+        yield f"advantages: {describe_estimator(config.algorithm.adv_estimator, options)}"
+
+
+def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
+    """What runs, and is probably not what was meant."""
+    config, cores = loaded.config, os.cpu_count() or 1
+    if (config.trainer.num_threads or 0) > cores:
+        yield (
+            f"note: trainer.num_threads={config.trainer.num_threads}, and this machine has {cores} cores: threads will "
+            "wait for one another"
+        )
+    is_default = loaded.origin("data.prompt_format") == "default"
+    has_template = bool(getattr(data.tokenizer, "chat_template", None))
+    if is_default and has_template and is_rl(config) and not data.train.has_messages:
+        yield (
+            "note: the model has a chat template, and prompts go to it as plain text: an instruction-tuned model wants "
+            "data.prompt_format=chat"
+        )
+    if "judge" in reading.program.services and all(row.ground_truth is None for row in data.train):
+        yield (
+            f"note: no row has the column '{config.data.answer_key}' (data.answer_key): the reward is called with "
+            "ground_truth=None"
+        )
 
 
 def read_config(loaded: Loaded) -> Reading:
@@ -96,14 +173,14 @@ def read_config(loaded: Loaded) -> Reading:
     _run_options(config, program)
     _validation_params(config, _sampling(config))
     choose_device(config)
-    refuse_inert_keys(loaded, reads, program)
+    unused = refuse_inert_keys(loaded, reads, program)
     check_importable(loaded.config)
-    return Reading(program, train, held_out)
+    return Reading(program, unused, train, held_out)
 
 
 def bind(config: Config) -> Program:
-    """The program of a config, bound to it and to the columns that data sets have."""
-    return select_pipeline(config).bind(config, PROMPT_FIELDS)
+    """The program of a config, bound to it and to the columns that data sets have. Raises PipelineError."""
+    return bound(select_pipeline(config), config)
 
 
 def rebuild(config: Config) -> Program:
@@ -131,13 +208,7 @@ def import_user_modules(config: Config) -> None:
         raise UserError(f"trainer.imports: {err}") from err
 
 
-def _spec(
-    loaded: Loaded,
-    program: Program,
-    prompts: PromptSet,
-    held_out: PromptSet | None,
-    tokenizer: PreTrainedTokenizerBase,
-) -> Spec:
+def _spec(loaded: Loaded, program: Program, data: Data) -> Spec:
     config, run_dir = loaded.config, loaded.config.trainer.run_dir
     sampling = _sampling(config)
     return Spec(
@@ -146,12 +217,12 @@ def _spec(
         options=_run_options(config, program),
         program=partial(rebuild, config),
         plan=plan_local(program, str(choose_device(config))),
-        rows=EncodedRows(write_encoded(prompts, run_dir, "train")),
-        validation=_validation(config, held_out, sampling),
+        rows=EncodedRows(write_encoded(data.train, run_dir, "train")),
+        validation=_validation(config, data.held_out, sampling),
         sampling=sampling,
-        facts=_facts(prompts, tokenizer),
-        description=_description(config, prompts, held_out),
-        **_settings(config, program, len(prompts)),
+        facts=_facts(data.train, data.tokenizer),
+        description=_description(config, data.train, data.held_out),
+        **_settings(config, program, len(data.train)),
     )
 
 

@@ -15,7 +15,7 @@ PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 def custom_target(path: str, name: str) -> str:
     """`custom_reward_function.path` and `.name` as one "module:function" or "file.py:function", the file absolute."""
-    return f"{Path(path).resolve()}:{name}" if path.endswith(".py") else f"{path}:{name}"
+    return f"{Path(path).expanduser().resolve()}:{name}" if path.endswith(".py") else f"{path}:{name}"
 
 
 def load_reward(target: str) -> Callable[..., object]:

@@ -64,7 +64,11 @@ def _entries(message: Mapping[str, JSON], key: str) -> dict[str, JSON]:
 
 def _judge(name: str, function: Callable[..., object], arguments: Mapping[str, object]) -> bytes:
     try:
-        score, extra = read_score(_called(name, function, arguments))
+        returned = _called(name, function, arguments)
+        try:
+            score, extra = read_score(returned)
+        except ValueError as error:  # said of what it returned: no line of ours is to blame
+            return encode({"error": str(error)})
         return encode({"score": score, "extra": extra})
     except MemoryError:
         raise  # the heap of this process is no longer to be trusted: a fresh one judges again

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from safetensors import SafetensorError
 
 from distflow.config.errors import UserError
-from distflow.runtime.checkpoint_files import DamagedError, read_manifest, read_part, verify
+from distflow.runtime.checkpoint_files import MANIFEST, DamagedError, read_manifest, read_part, verify
 from distflow.runtime.checkpoint_folder import (
     LATEST,
     CheckpointError,
@@ -124,6 +124,10 @@ class CheckpointStore:
                 return CheckpointStore(path).load()
             if not path.is_dir():
                 raise CheckpointError(f"there is no checkpoint {path}: no such folder")
+            if not (path / MANIFEST).exists():
+                raise CheckpointError(
+                    f"{path} is no checkpoint, and holds none: name a run's folder that has checkpoints, or one of them"
+                )
         try:
             return _open(path)
         except DamagedError as err:

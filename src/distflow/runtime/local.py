@@ -2,15 +2,15 @@
 
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from distflow import __version__
 from distflow.flow.coordinator import Coordinator, mark_of
-from distflow.flow.data_plan import DataPlan
 from distflow.flow.ledger import Ledger
 from distflow.flow.snapshot import Snapshot
 from distflow.observe.claim import claimed
+from distflow.observe.earlier import finish_moving, set_aside
+from distflow.observe.report import write_report
 from distflow.observe.report_summary import find_accuracy
 from distflow.observe.run_reader import read_damage, read_metrics
 from distflow.runtime.checkpoint import Checkpoint, CheckpointStore
@@ -21,14 +21,22 @@ from distflow.runtime.ports.local_edge import LocalEdge
 from distflow.runtime.ports.local_weights import LocalWeights
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources, build_resources
-from distflow.runtime.saved import check_same_run, restore, set_generators
+from distflow.runtime.resume import (
+    CHECKPOINTS,
+    LEDGER,
+    find_checkpoint,
+    goes_on_here,
+    is_done,
+    remaining,
+    told_done,
+)
+from distflow.runtime.saved import check_same_config, check_same_facts, restore, set_generators
 from distflow.runtime.spec import Outcome, Spec
 from distflow.runtime.stop import StopRequest
 from distflow.runtime.waits import Waits
 from distflow.runtime.worker import Worker
 from distflow.training.collective import OneRank
 
-CHECKPOINTS = "checkpoints"
 LASTING_S = 5.0
 _FROM_THE_START = -1
 
@@ -45,10 +53,21 @@ def launch_local(
         keep_best = int(spec.options.keep_best is not None)
         store = CheckpointStore(spec.run_dir / CHECKPOINTS, spec.options.keep_last, keep_best)
         store.remove_leftovers()
-        checkpoint = _find_checkpoint(store, resume or spec.options.resume)
+        finish_moving(spec.run_dir)
+        mode = resume or spec.options.resume
+        checkpoint = find_checkpoint(store, mode)
+        if checkpoint:
+            check_same_config(checkpoint, spec, allow_change)
         resources = build_resources(spec.factories, spec.plan.ranks[0])
         say(_described(spec, resources))
-        differences = check_same_run(checkpoint, spec, resources.facts, allow_change) if checkpoint else []
+        facts = {**spec.facts, **resources.facts}
+        differences = check_same_facts(checkpoint, spec, facts) if checkpoint else []
+        goes_on = goes_on_here(checkpoint, mode, spec.run_dir)
+        if checkpoint and is_done(checkpoint, spec):
+            say(told_done(checkpoint, spec, goes_on))
+            return Outcome(checkpoint.step, False, write_report(spec.run_dir), *_accuracy(spec.run_dir))
+        if not goes_on and (moved := set_aside(spec.run_dir)):
+            say(f"the run that was in {spec.run_dir} is in {moved} now")
         state, live = restore(checkpoint, resources) if checkpoint else ({}, None)
         coordinator, ledger = _begin(spec, checkpoint, allow_change)
         resumed_at = checkpoint.step if checkpoint else _FROM_THE_START
@@ -100,35 +119,18 @@ def _stopping(spec: Spec, waits: Waits) -> str:
     return f"finishing this step, {saving}, then leaving; a second time leaves at once{''.join(lasting)}"
 
 
-def _find_checkpoint(store: CheckpointStore, resume: str) -> Checkpoint | None:
-    if resume == "never":
-        return None
-    if resume == "auto":
-        return store.load() if store.exists() else None
-    path = Path(resume)
-    return store.load(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path)
-
-
 def _begin(spec: Spec, checkpoint: Checkpoint | None, allowed: tuple[str, ...]) -> tuple[Coordinator, Ledger]:
-    path = spec.run_dir / "ledger.jsonl"
+    path = spec.run_dir / LEDGER
     if checkpoint is None:
         ledger = Ledger(path)
         return Coordinator(spec.data, ledger), ledger
     with checkpoint.reading():
         snapshot: Snapshot = checkpoint.load("run")["coordinator"]
         ledger = Ledger(path, mark_of(snapshot))
-        coordinator = Coordinator(_remaining(spec.data, snapshot), ledger, snapshot)
+        coordinator = Coordinator(remaining(spec.data, snapshot), ledger, snapshot)
     if allowed:
         ledger.append("allowed_change", keys=list(allowed))
     return coordinator, ledger
-
-
-def _remaining(plan: DataPlan, snapshot: Snapshot) -> DataPlan:
-    """Epochs that were raised go on behind a step that was short because they had ended: that takes a step more."""
-    if plan.total_tickets is None:
-        return plan
-    tickets = max(plan.total_tickets - snapshot["issued"], 0) + len(snapshot["live"])
-    return replace(plan, total_steps=snapshot["step"] + -(-tickets // plan.consumer_batch))
 
 
 def _write_facts(spec: Spec, model_facts: Mapping[str, object], recorder: Recorder, total_steps: int) -> None:

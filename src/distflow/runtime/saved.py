@@ -14,6 +14,7 @@ from distflow.runtime.checkpoint import Checkpoint
 from distflow.runtime.context import NodeState
 from distflow.runtime.ports.edge import Live, Released
 from distflow.runtime.resources import Resources
+from distflow.runtime.resume import as_list, ways_to_start
 from distflow.runtime.spec import Spec
 from distflow.training.engine import TrainState
 
@@ -43,30 +44,32 @@ def saved_parts(spec: Spec, resources: Resources, released: Released, state: Nod
     )
 
 
-def check_same_run(
-    checkpoint: Checkpoint, spec: Spec, model_facts: Mapping[str, object], allowed: tuple[str, ...]
-) -> list[str]:
-    """What differs without harm, as lines for the user. Raises UserError naming every key or fact that must not."""
+def check_same_config(checkpoint: Checkpoint, spec: Spec, allowed: tuple[str, ...]) -> None:
+    """Raises UserError naming every key that must not differ, and all ways out."""
     with checkpoint.reading():
-        run = checkpoint.load("run")
-        before_config, before_facts = config_from_dict(run["config"], judge=False), dict(run["facts"])
-    changed = [c for c in changed_keys(before_config, spec.config) if c[0] not in allowed]
-    if changed:
-        shown = "\n".join(f"  {key}: {then!r} then, {now!r} now" for key, then, now in changed)
-        raise UserError(
-            f"{checkpoint.path} was made with another config:\n{shown}\n"
-            "Set them back, allow one with --allow-change KEY, or start anew with --resume never and another "
-            "trainer.default_local_dir"
-        )
-    notes, facts = [], {**spec.facts, **model_facts}
-    for name, before in before_facts.items():
-        now = facts.get(name)
+        before = config_from_dict(checkpoint.load("run")["config"], judge=False)
+    changed = [c for c in changed_keys(before, spec.config) if c[0] not in allowed]
+    if not changed:
+        return
+    shown = "\n".join(f"  {key}: {then!r} then, {now!r} now" for key, then, now in changed)
+    flags = " ".join(f"--allow-change {key}" for key, *_ in changed)
+    ways = {"to go on as before": "set them back", "to go on with the change": flags, **ways_to_start(spec)}
+    raise UserError(f"{checkpoint.path} was made with another config:\n{shown}\n{as_list(ways)}")
+
+
+def check_same_facts(checkpoint: Checkpoint, spec: Spec, facts: Mapping[str, object]) -> list[str]:
+    """What differs without harm, as lines for the user. Raises UserError naming what must not."""
+    with checkpoint.reading():
+        before_facts = dict(checkpoint.load("run")["facts"])
+    notes = []
+    for name, now in facts.items():
+        before = before_facts.get(name, now)
         if now == before:
             continue
         if name.endswith("fingerprint"):
             raise UserError(
                 f"{checkpoint.path} was made with another {name.removesuffix('_fingerprint')}: rows, tokens or "
-                "the reference would not be the same. Restore it, or start anew with --resume never"
+                f"the reference would not be the same.\n{as_list({'to go on': 'restore it', **ways_to_start(spec)})}"
             )
         notes.append(f"{name} was {before} in the checkpoint and is {now} now: the run is not bit-equal from here on")
     return notes

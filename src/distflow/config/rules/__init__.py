@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from distflow.config.rules import advantages, algorithm, data, engines, program, rewards, run
 from distflow.config.rules.finding import Finding
+from distflow.config.rules.sizes import SIZE_RULES
 from distflow.config.schema import Config
 
 RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
@@ -16,4 +17,4 @@ RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     *run.RULES,
 )
 
-__all__ = ["RULES", "Finding"]
+__all__ = ["RULES", "SIZE_RULES", "Finding"]

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from string import Formatter
 
-from distflow.config.program import is_rl, may_have_critic
-from distflow.config.rules.finding import ACTOR, Finding
+from distflow.config.program import is_rl
+from distflow.config.rules.finding import Finding
 from distflow.config.schema import Config
 
 
@@ -22,23 +22,8 @@ def train_files(config: Config) -> Iterator[Finding]:
             yield Finding((key,), "one of the files has an empty name", "remove it from the list")
 
 
-def mini_batches(config: Config) -> Iterator[Finding]:
-    """A mini-batch is a part of the batch; it need not divide it."""
-    batch = config.data.train_batch_size
-    asked = [(f"{ACTOR}.ppo_mini_batch_size", config.actor_rollout_ref.actor.ppo_mini_batch_size)]
-    if may_have_critic(config) and config.critic.ppo_mini_batch_size is not None:
-        asked.append(("critic.ppo_mini_batch_size", config.critic.ppo_mini_batch_size))
-    for key, size in asked:
-        if size > batch:
-            yield Finding(
-                (key, "data.train_batch_size"),
-                f"a mini-batch of {size} prompts cannot be taken from a batch of {batch} (neither counts samples)",
-                f"set {key}={batch} or less, or data.train_batch_size={size} or more",
-            )
-
-
 def row_limits(config: Config) -> Iterator[Finding]:
-    """Limits on rows leave some, and enough for a batch."""
+    """Limits on rows leave some."""
     data = config.data
     for key, limit in (
         ("data.train_max_samples", data.train_max_samples),
@@ -46,12 +31,6 @@ def row_limits(config: Config) -> Iterator[Finding]:
     ):
         if limit == 0:
             yield Finding((key,), "no row would be left", "set it to -1 for all rows, or to 1 or more")
-    if 0 < data.train_max_samples < data.train_batch_size:
-        yield Finding(
-            ("data.train_batch_size", "data.train_max_samples"),
-            f"a batch of {data.train_batch_size} is larger than the {data.train_max_samples} rows that are used",
-            f"set data.train_batch_size={data.train_max_samples} or less, or use more rows",
-        )
     if data.val_max_samples > 0 and not data.val_files:
         yield Finding(
             ("data.val_max_samples", "data.val_files"),
@@ -105,4 +84,4 @@ def _takes_prompt(template: str) -> bool:
     return names == ["prompt"]
 
 
-RULES = (train_files, mini_batches, row_limits, columns, prompts)
+RULES = (train_files, row_limits, columns, prompts)

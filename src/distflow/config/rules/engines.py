@@ -75,9 +75,9 @@ def lora(config: Config) -> Iterator[Finding]:
 
 def optimizers(config: Config) -> Iterator[Finding]:
     """Optimizer and schedule of the actor, and of the critic where there is one."""
-    yield from _optimizer(config, f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim)
+    yield from _optimizer(f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim)
     if may_have_critic(config):
-        yield from _optimizer(config, "critic.optim", config.critic.optim)
+        yield from _optimizer("critic.optim", config.critic.optim)
 
 
 def sampling(config: Config) -> Iterator[Finding]:
@@ -101,7 +101,7 @@ def publishing(config: Config) -> Iterator[Finding]:
         )
 
 
-def _optimizer(config: Config, prefix: str, optim: OptimConfig) -> Iterator[Finding]:
+def _optimizer(prefix: str, optim: OptimConfig) -> Iterator[Finding]:
     if not all(0 <= beta < 1 for beta in optim.betas):
         yield Finding((f"{prefix}.betas",), f"{list(optim.betas)} must each be ≥ 0 and < 1", "write e.g. [0.9, 0.999]")
     if optim.optimizer == "sgd" and optim.betas != OptimConfig.betas:
@@ -122,26 +122,6 @@ def _optimizer(config: Config, prefix: str, optim: OptimConfig) -> Iterator[Find
             f"the schedule '{optim.scheduler}' does not fall",
             f"set {prefix}.scheduler=cosine_with_warmup, or remove the ratio",
         )
-    yield from _warmup_ends(config, prefix, optim)
-
-
-def _warmup_ends(config: Config, prefix: str, optim: OptimConfig) -> Iterator[Finding]:
-    steps = config.trainer.total_training_steps
-    if steps is None or optim.scheduler == "constant":
-        return
-    updates = steps * _updates_a_step(config)
-    if optim.lr_warmup_steps >= updates:
-        yield Finding(
-            (f"{prefix}.lr_warmup_steps", "trainer.total_training_steps"),
-            f"the learning rate rises for {optim.lr_warmup_steps} of {updates} optimizer steps and never gets to lr",
-            "warm up for fewer steps",
-        )
-
-
-def _updates_a_step(config: Config) -> int:
-    actor = config.actor_rollout_ref.actor
-    passes = actor.ppo_epochs if is_rl(config) else 1
-    return passes * -(-config.data.train_batch_size // actor.ppo_mini_batch_size)
 
 
 def _is_local(model: ModelConfig) -> bool:

@@ -103,23 +103,19 @@ def known_names(config: Config) -> Iterator[Finding]:
 
 
 def critic_warmup(config: Config) -> Iterator[Finding]:
-    """Warm-up of a critic needs a critic, and must end."""
-    warmup, steps = config.trainer.critic_warmup, config.trainer.total_training_steps
+    """Warm-up of a critic needs a critic."""
+    warmup = config.trainer.critic_warmup
     if warmup > 0 and not may_have_critic(config):
         yield Finding(
             ("trainer.critic_warmup", "dag.pipeline"),
             f"the program {program_name(config)} has no critic: nothing would be trained for {warmup} steps",
             "set trainer.critic_warmup=0",
         )
-    elif warmup > 0 and steps is not None and warmup >= steps:
-        yield Finding(
-            ("trainer.critic_warmup", "trainer.total_training_steps"),
-            f"the actor would never be trained: the critic warms up for {warmup} of {steps} steps",
-            "set trainer.critic_warmup to less than the steps of the run",
-        )
 
 
 def _is_reference(text: str) -> bool:
+    if text.endswith(".py"):
+        return False
     module, attribute = split_name(text)
     is_module = module.endswith(".py") or all(part.isidentifier() for part in module.split("."))
     return is_module and all(part.isidentifier() for part in attribute.split("."))

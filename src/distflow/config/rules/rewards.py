@@ -36,19 +36,13 @@ def custom_function(config: Config) -> Iterator[Finding]:
         yield Finding(
             ("custom_reward_function.path", "reward.functions"),
             "no domain uses the function",
-            "set reward.functions.default=[custom]",
+            "set reward.functions.default=[custom], or remove it",
         )
 
 
 def overlong(config: Config) -> Iterator[Finding]:
-    """The zone of the penalty is a part of the response."""
-    penalty, limit = config.reward.overlong, config.data.max_response_length
-    if penalty.buffer_tokens >= limit and is_rl(config):
-        yield Finding(
-            ("reward.overlong.buffer_tokens", "data.max_response_length"),
-            f"a zone of {penalty.buffer_tokens} tokens covers the whole response of at most {limit}",
-            f"set it to less than {limit}, e.g. {max(limit // 4, 1)}",
-        )
+    """The penalty has a zone, and the zone a penalty."""
+    penalty = config.reward.overlong
     if penalty.buffer_tokens == 0 and penalty.factor != OverlongConfig.factor:
         yield Finding(
             ("reward.overlong.factor", "reward.overlong.buffer_tokens"),
