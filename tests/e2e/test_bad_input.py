@@ -104,7 +104,11 @@ BAD_INPUT: dict[str, tuple[Prepare, tuple[str, ...], tuple[str, ...]]] = {
     "prompts all too long": (nothing, ("data.max_prompt_length=2",), ("data.max_prompt_length",)),
     "no reward file": (lambda g: (g.folder / "reward.py").unlink(), (), ("reward.py", "custom_reward_function.path")),
     "reward with a syntax error": (reward("def compute_score(:\n"), (), ("reward.py", "SyntaxError")),
-    "reward that fails to import": (reward("import nothing_of_this_name\n"), (), ("nothing_of_this_name", "custom")),
+    "reward that fails to import": (
+        reward(f"import nothing_of_this_name\n{ASKED}return 1.0\n"),
+        (),
+        ("nothing_of_this_name", "custom"),
+    ),
     "reward of another name": (reward("def score(): return 1\n"), (), ("no 'compute_score'", "score")),
     "reward with other parameters": (reward("def compute_score(a, b): return 1\n"), (), ("data_source",)),
     "reward that raises": (

@@ -124,7 +124,7 @@ class CheckpointStore:
                 return CheckpointStore(path).load()
             if not path.is_dir():
                 raise CheckpointError(f"there is no checkpoint {path}: no such folder")
-            if not (path / MANIFEST).exists():
+            if not (path / MANIFEST).exists() and path not in checkpoints_in(path.parent):
                 raise CheckpointError(
                     f"{path} is no checkpoint, and holds none: name a run's folder that has checkpoints, or one of them"
                 )

@@ -1,0 +1,43 @@
+"""A hub that cannot be reached is told within seconds, and the libraries no longer try."""
+
+import socket
+import time
+from collections.abc import Iterator
+
+import datasets.config
+import pytest
+from huggingface_hub import constants
+
+from distflow.data.hub import REACHED_WITHIN_S, unreachable
+
+
+@pytest.fixture(autouse=True)
+def asked_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    unreachable.cache_clear()
+    yield
+    unreachable.cache_clear()
+
+
+def test_one_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+    started = time.monotonic()
+    assert unreachable() == "127.0.0.1: Connection refused"
+    assert time.monotonic() - started < REACHED_WITHIN_S + 1
+    assert constants.HF_HUB_OFFLINE and datasets.config.HF_HUB_OFFLINE
+
+
+def test_one_that_answers_and_one_behind_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        assert unreachable() is None and not constants.HF_HUB_OFFLINE
+        unreachable.cache_clear()
+        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+        monkeypatch.setenv("https_proxy", address)
+        assert unreachable() is None

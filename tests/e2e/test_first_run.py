@@ -1,0 +1,121 @@
+"""The first run on one's own model, data and reward file: three keys, from a bare folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from distflow.cli import main
+from tests.tiny_models import write_tiny_model
+from tests.user_code import forgotten
+
+GRADED = (
+    "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str) % 3\n"
+)
+MODEL, REWARD = "actor_rollout_ref.model.path=model", "custom_reward_function.path=reward.py"
+
+
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model of 24 tokens of context, 30 rows and a reward file; we are in it."""
+    monkeypatch.chdir(tmp_path)
+    write_tiny_model(tmp_path / "model", max_position_embeddings=24)
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(30)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "reward.py").write_text(GRADED)
+    return tmp_path
+
+
+def test_three_keys_are_enough_and_the_first_lines_say_what_was_made_to_fit(
+    bare: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", "grpo", MODEL, "data.train_files=rows.jsonl", REWARD, "trainer.total_training_steps=1"]
+    assert main(command) == 0, capsys.readouterr().err
+    lines = capsys.readouterr().out.splitlines()
+    told = [line for line in lines if line.startswith("made to fit: ")]
+    assert [line.split()[3].partition("=")[0] for line in told] == [
+        "reward.functions",
+        "data.max_prompt_length",
+        "data.max_response_length",
+        "data.train_batch_size",
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+    ]
+    assert lines.index(told[-1]) < lines.index("30 prompts × 8 = 240 samples → 1 optimizer step of 240, on-policy")
+    kept = yaml.safe_load((bare / "runs/my_project/grpo_training/config.yaml").read_text())
+    assert kept["data"]["train_batch_size"] == 30
+    assert kept["data"]["max_prompt_length"] + kept["data"]["max_response_length"] == 24
+    assert main(["config", *command[1:]]) == 0
+    assert yaml.safe_load(capsys.readouterr().out) == kept
+
+
+REFUSED = {
+    "a batch that somebody chose": (("data.train_batch_size=64",), ("data.train_batch_size=30 or less",)),
+    "lengths that somebody chose": (
+        ("data.max_prompt_length=16", "data.max_response_length=16"),
+        ("make 32", "a context of 24", "data.max_response_length=8 or less"),
+    ),
+    "every path at once": (
+        ("data.train_files=row.jsonl", "data.val_files=~/no_such.jsonl", "custom_reward_function.path=no.py", "a.b=1"),
+        ("4 problems", "'rows.jsonl'?", "no_such.jsonl", "'no.py'", "a.b"),
+    ),
+    "a function of another name": (
+        ("custom_reward_function.name=score",),
+        ("custom_reward_function.name=compute_score",),
+    ),
+    "a path that is no hub id": (("actor_rollout_ref.model.path=model/no",), ("model/no", "no such file or folder")),
+    "a key as an option": (("--trainer.seed=3",), ("write trainer.seed=3",)),
+    "a short key as an option": (("--lr", "3"), ("actor_rollout_ref.actor.optim.lr",)),
+    "no key to change": (("--allow-change", "nosuch.key"), ("nosuch.key", "no such key")),
+    "no checkpoint to resume": (("--resume", "model"), ("model is no checkpoint",)),
+    "no folder to resume": (("--resume", "modle"), ("did you mean 'model'?",)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_mistake_is_refused_with_its_fix(name: str, bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more, words = REFUSED[name]
+    try:
+        status = main(["train", "grpo", MODEL, "data.train_files=rows.jsonl", REWARD, *more])
+    except SystemExit as left:  # argparse's way
+        status = int(left.code or 0)
+    said = capsys.readouterr().err
+    assert status == 2 and all(word in said for word in words), said
+
+
+def test_what_is_no_checkpoint_is_not_called_damaged(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "model", "--to", "out"]) == 2
+    said = capsys.readouterr().err
+    assert "model is no checkpoint" in said and "damaged" not in said
+
+
+def test_eval_names_its_own_key(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "grpo", MODEL]) == 2
+    assert "set data.val_files=" in capsys.readouterr().err
+    assert main(["eval", "grpo", MODEL, "data.val_files=row.jsonl"]) == 2
+    said = capsys.readouterr().err
+    assert "data.val_files = 'row.jsonl'" in said and "data.train_files" not in said
+
+
+def test_a_program_of_ones_own_runs_with_a_preset(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (bare / "pipe.py").write_text(
+        "from distflow.pipelines.grpo import grpo_pipeline\n\n\ndef prog(config):\n    return grpo_pipeline(config)\n"
+    )
+    program = ("dag.custom_pipeline_fn=pipe.py:prog", "trainer.total_training_steps=1")
+    assert main(["train", "grpo", MODEL, "data.train_files=rows.jsonl", REWARD, *program]) == 0, capsys.readouterr().err
+    assert (
+        "not used by the program 'grpo_training_pipeline': dag.pipeline (presets/grpo.yaml:" in capsys.readouterr().out
+    )
+
+
+def test_a_loss_that_returns_one_number_is_told_what_to_return(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (bare / "pipe.py").write_text(
+        "from distflow import register_policy_loss\n\n\n@register_policy_loss('test_one_number')\n"
+        "def one_number(log_probs, advantages, loss_mask, old_log_probs):\n"
+        "    return -(log_probs * advantages * loss_mask).sum()\n"
+    )
+    loss = ("trainer.imports=[pipe]", "actor_rollout_ref.actor.policy_loss=test_one_number")
+    with forgotten("pipe"):
+        assert main(["train", "grpo", MODEL, "data.train_files=rows.jsonl", REWARD, *loss]) == 2
+    said = capsys.readouterr().err
+    assert "returned one number" in said and "return losses, {}" in said and "loss_agg_mode" in said
