@@ -18,6 +18,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     trusted = arguments.trust_code
     loaded = load_config(arguments.preset, arguments.overrides, complete=False, trust_code=trusted)
+    for line in loaded.notes:
+        print(line, file=sys.stderr)
     if arguments.explain:
         print(explain(arguments.explain, loaded))
     elif arguments.graph:

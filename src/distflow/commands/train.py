@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.preset, arguments.overrides = "sft", [arguments.preset, *arguments.overrides]
     say(f"distflow {__version__} · {arguments.preset}")
     loaded = load_config(arguments.preset, arguments.overrides)
-    for line in describe(loaded.config):
+    for line in (*loaded.notes, *describe(loaded.config)):
         say(line)
     from distflow.pipelines.code import named_code
     from distflow.pipelines.spec import make_spec

@@ -17,6 +17,7 @@ def validation(config: Config) -> Iterator[Finding]:
             ("trainer.val_before_train", "data.val_files"),
             "there is nothing to validate on",
             "set data.val_files, or trainer.val_before_train=false",
+            missing=True,
         )
     if is_rl(config) and config.data.val_files and not val_kwargs.greedy and val_kwargs.n == 0:
         yield Finding(
