@@ -69,7 +69,8 @@ def _load(preset_or_file: str, overrides: Sequence[str], complete: bool, trust_c
     problems = [*composed.problems, *import_problems, *judgement.problems]
     if composed.failure is not None:
         raise ConfigError(problems or [composed.failure])
-    loaded = _finish(composed.values, _origins(composed.settings, composed.deleted), problems, complete=complete)
+    known = [setting for setting in composed.settings if is_known(setting.key)]
+    loaded = _finish(composed.values, _origins(known, composed.deleted), problems, complete=complete)
     return replace(loaded, notes=(*judgement.accepted.values(), *_differences_from_verl(loaded, judgement.accepted)))
 
 

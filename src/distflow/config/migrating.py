@@ -161,7 +161,7 @@ def _names(system: str, names: Mapping[str, Name], pages: Iterable[tuple[str, st
 def _meaning(name: Name) -> str:
     parts = [f"`{name.overrides(NOT_GIVEN) if '{}' in name.ours else name.ours}`"] if name.ours else []
     if name.values:
-        parts.append(", ".join(f"`{as_override(there)}` is `{here}`" for there, here in name.values.items()))
+        parts.append(name.in_words())
     parts.append(name.note)
     if name.harmless == ANY:
         parts.append("accepted")

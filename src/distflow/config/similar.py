@@ -1,6 +1,5 @@
 """Whether one name is another one misspelt: typing errors, never another word."""
 
-import re
 from collections.abc import Mapping
 from difflib import SequenceMatcher
 
@@ -16,14 +15,21 @@ def most_similar(name: str, known: Mapping[str, str]) -> list[str]:
 
 
 def _similarity(name: str, other: str) -> float:
-    """The mean over the words; 0 where one of them is another word."""
-    words, others = re.split(r"[._]", name), re.split(r"[._]", other)
-    if len(words) != len(others):
-        joined = _ratio("".join(words), "".join(others))
-        return joined if joined >= _JOINED else 0.0
-    ratios = [_ratio(*pair) for pair in zip(words, others, strict=True)]
-    return sum(ratios) / len(ratios) if min(ratios) >= _LEAST_SIMILARITY else 0.0
+    """The mean over groups and words; 0 where one of them is another word."""
+    parts, others = name.split("."), other.split(".")
+    if len(parts) != len(others):
+        return 0.0
+    ratios = [ratio for pair in zip(parts, others, strict=True) for ratio in _ratios(*pair)]
+    return sum(ratios) / len(ratios) if all(ratios) else 0.0
 
 
-def _ratio(word: str, other: str) -> float:
-    return SequenceMatcher(None, word, other).ratio()
+def _ratios(name: str, other: str) -> list[float]:
+    words, others = name.split("_"), other.split("_")
+    if len(words) == len(others):
+        return [_ratio(word, another, _LEAST_SIMILARITY) for word, another in zip(words, others, strict=True)]
+    return [_ratio("".join(words), "".join(others), _JOINED)]
+
+
+def _ratio(word: str, other: str, least: float) -> float:
+    ratio = SequenceMatcher(None, word, other).ratio()
+    return ratio if ratio >= least else 0.0

@@ -33,7 +33,7 @@ def find_by_last_word(key: str) -> dict[str, Name]:
     found = {}
     for system, names in SYSTEMS.items():
         same = [name for other, name in names.items() if other.rpartition(".")[2] == word]
-        if len(same) == 1 and ("_" in word or word in names):
+        if same and all(name == same[0] for name in same) and ("_" in word or word in names):
             found[system] = same[0]
     return found
 

@@ -46,7 +46,12 @@ class Name:
     def answer(self, value: object) -> str:
         """What to do instead of setting it."""
         write = self.overrides(value)
-        return "; ".join(part for part in (f"write {write}" if write else "", self.note) if part)
+        parts = [f"write {write}" if write else "", self.note]
+        return "; ".join(part for part in parts if part) or self.in_words()
+
+    def in_words(self) -> str:
+        """What its values are called here."""
+        return ", ".join(f"`{as_override(there)}` is `{here}`" for there, here in self.values.items())
 
 
 def as_override(value: object) -> str:

@@ -326,15 +326,19 @@ NAMES: dict[str, Name] = {
     "disable_tqdm": _LOGGED,
     "log_level*": _LOGGED,
     "eval_strategy": Name(
-        values={"no": "trainer.test_freq=-1"}, note="trainer.test_freq counts steps", harmless=("steps",)
+        values={"no": "trainer.test_freq=-1", False: "trainer.test_freq=-1"},
+        note="trainer.test_freq counts steps",
+        harmless=("steps",),
     ),
     "evaluation_strategy": Name(
-        values={"no": "trainer.test_freq=-1"}, note="trainer.test_freq counts steps", harmless=("steps",)
+        values={"no": "trainer.test_freq=-1", False: "trainer.test_freq=-1"},
+        note="trainer.test_freq counts steps",
+        harmless=("steps",),
     ),
     "eval_steps": Name("trainer.test_freq"),
     "eval_on_start": Name("trainer.val_before_train"),
     "save_strategy": Name(
-        values={"no": "trainer.save_freq=-1", "best": "trainer.keep_best=true"},
+        values={"no": "trainer.save_freq=-1", False: "trainer.save_freq=-1", "best": "trainer.keep_best=true"},
         note="trainer.save_freq counts steps",
         harmless=("steps",),
     ),

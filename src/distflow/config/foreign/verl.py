@@ -297,7 +297,6 @@ NAMES: dict[str, Name] = {
 }
 
 VALUES: dict[str, dict[object, str]] = {
-    "trainer.resume_mode": {"disable": "never", "resume_path": "the folder of a checkpoint"},
     f"{_A}.kl_loss_type": {"k1": "kl", "k2": "mse", "k3": "low_var_kl"},
     "algorithm.kl_penalty": {"k1": "kl", "k2": "mse", "k3": "low_var_kl"},
     f"{_A}.optim.scheduler": {"constant": "constant_with_warmup", "cosine": "cosine_with_warmup"},
