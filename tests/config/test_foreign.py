@@ -202,6 +202,9 @@ OTHERS = {
     "reward.custom_reward_function.path=r.py": "write custom_reward_function.path=r.py",
     "trainer.max_actor_ckpt_to_keep=3": "write trainer.keep_last=3",
     "trainer.val_only=True": "distflow eval",
+    "model.partial_pretrain=m": f"write {MODEL}.path=m",
+    "use_remove_padding=True": "",
+    "entropy_coeff=0.01": f"verl has it in another place: write {ACTOR}.entropy_coef=0.01",
     "reward_model.micro_batch_size_per_gpu=4": "",
 }
 

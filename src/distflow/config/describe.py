@@ -84,7 +84,7 @@ def _tokens(config: Config) -> str:
 
 def _learning_rate(config: Config) -> str:
     optim = config.actor_rollout_ref.actor.optim
-    if optim.scheduler == "constant":
+    if optim.scheduler == "constant" or (optim.lr_warmup_steps < 0 and optim.warmup_ratio == 0):
         rise = ""
     elif optim.lr_warmup_steps >= 0:
         rise = f", rising for {_count(optim.lr_warmup_steps, 'optimizer step')}"

@@ -53,6 +53,8 @@ _VERL_APART = """Apart from keys, a run differs from verl's in these points:
 - Mini-batches are drawn anew in each pass; verl takes them in order unless `shuffle` is set.
 - `actor_rollout_ref.rollout.val_kwargs.n` counts sampled answers besides the greedy one; verl's counts all. For
   verl's `do_sample=True` it is `actor_rollout_ref.rollout.val_kwargs.greedy=false`.
+- `algorithm.kl_ctrl.type=adaptive` needs `target_kl` and `horizon`; verl's are 0.1 and 10000, and follow the mean of
+  the means of sequences, `mean=sequence`.
 - `trainer.logger` is `[console]` unless a command names others; verl's default has wandb too.
 - The grader is `math` for all data sets, where verl chooses one by `data_source`.
 - A filter of groups (DAPO) refills a step one group at a time, so that `data.gen_batch_size` is not needed.
@@ -136,7 +138,11 @@ def _refusals(overrides: Sequence[str]) -> Iterable[tuple[str, str]]:
 
 
 def _translated_trl() -> str:
-    rows = [(f"`{key}={value!r}`", find_names(key)["TRL"].answer(value)) for key, value in examples.TRL_ARGUMENTS]
+    rows: list[tuple[str, str]] = []
+    for key, value in examples.TRL_ARGUMENTS:
+        name = find_names(key)["TRL"]
+        answer = "; ".join(part for part in (_code(name.overrides(value)), name.note) if part)
+        rows.append((f"`{key}={value!r}`", "as above" if answer in dict(rows).values() else answer))
     return (
         _table("there", "here", rows)
         + "\nThe reward function goes to a file, with the signature that [rewards](rewards.md) has, and the data to\n"
@@ -158,8 +164,12 @@ def _names(system: str, names: Mapping[str, Name], pages: Iterable[tuple[str, st
     return f"### {system}'s keys\n\n{keys}\n### {system} beside its keys\n\n{_table('there', 'here', pages)}"
 
 
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
 def _meaning(name: Name) -> str:
-    parts = [f"`{name.overrides(NOT_GIVEN) if '{}' in name.ours else name.ours}`"] if name.ours else []
+    parts = [_code(name.overrides(NOT_GIVEN) if "{}" in name.ours else name.ours)]
     if name.values:
         parts.append(name.in_words())
     parts.append(name.note)

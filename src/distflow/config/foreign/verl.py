@@ -226,6 +226,17 @@ NAMES: dict[str, Name] = {
     "data.datagen.*": Name(note="rows are read from data.train_files", harmless=(None,)),
     "data.apply_chat_template_kwargs.enable_thinking": Name("data.enable_thinking"),
     "data.messages_key": Name("data.prompt_key"),
+    # supervised fine-tuning
+    "model.partial_pretrain": Name(f"{_M}.path"),
+    "data.max_length": Name(
+        note="prompt and response have a limit each: data.max_prompt_length, data.max_response_length"
+    ),
+    "data.multiturn.*": _ONE_TURN_OPTION,
+    "data.prompt_dict_keys": Name("data.prompt_key", "a dotted name reaches into nested values"),
+    "data.response_dict_keys": Name("data.response_key", "a dotted name reaches into nested values"),
+    "engine": Name(f"{_A}.strategy", "the train engine is torch"),
+    "use_remove_padding": _PACKED,
+    "ulysses_sequence_parallel_size": _ONE_DEVICE,
     # rewards
     "reward_model.reward_manager": _MANAGER,
     "reward_manager.name": _MANAGER,
@@ -299,7 +310,7 @@ NAMES: dict[str, Name] = {
 VALUES: dict[str, dict[object, str]] = {
     f"{_A}.kl_loss_type": {"k1": "kl", "k2": "mse", "k3": "low_var_kl"},
     "algorithm.kl_penalty": {"k1": "kl", "k2": "mse", "k3": "low_var_kl"},
-    f"{_A}.optim.scheduler": {"constant": "constant_with_warmup", "cosine": "cosine_with_warmup"},
+    f"{_A}.optim.scheduler": {"cosine": "cosine_with_warmup"},
 }
 """Values of keys that both have, under the name that they have here."""
 
