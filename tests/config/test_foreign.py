@@ -251,6 +251,31 @@ def test_a_file_gives_the_same_answers(tmp_path):
     }
 
 
+def test_a_group_of_one_system_and_a_name_of_another_are_told_apart(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        "defaults: [grpo, _self_]\ntrain_dataset:\n  path: gsm8k\n  batch_size: ${gconfig.n_samples}\n"
+        "gconfig: {n_samples: 4}\ntokenizer_path: ${train_dataset.path}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(str(tmp_path / "run.yaml"), complete=False)
+    said = {problem.places[0][0]: problem.advice for problem in caught.value.problems}
+    assert said == {
+        "train_dataset.path": "write data.train_files=gsm8k",
+        "train_dataset.batch_size": "write data.train_batch_size=4; in prompts",
+        "gconfig.n_samples": f"write {ROLLOUT}.n=4",
+        "tokenizer_path": f"write {MODEL}.tokenizer_path=gsm8k",
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [("'a b'", "'a b'"), ("'a =b.c=d'", "'a =b.c=d'"), ('"it\'s"', "'it\\'s'"), ("null", "null"), ("''", "''")],
+)
+def test_any_value_is_shown_as_it_is_written_on_the_command_line(given, shown):
+    (problem,) = refuse(f"data.reward_fn_key={given}").values()
+    assert problem.advice == f"write data.domain_key={shown}"
+
+
 @pytest.mark.parametrize("value", ["true", "1", "false"])
 def test_an_offload_is_accepted_only_where_nothing_is_to_be_offloaded(value):
     override = f"critic.model.fsdp_config.optimizer_offload={value}"

@@ -1,9 +1,8 @@
 """Settings that no key takes: which of them ask for nothing, and what to write instead of the others."""
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-
-import yaml
 
 from distflow.config.errors import Problem
 from distflow.config.foreign import NOT_GIVEN, SYSTEMS, Name, as_override, find_by_last_word, find_names
@@ -12,6 +11,7 @@ from distflow.config.similar import most_similar
 from distflow.config.sources import Setting
 
 _SAME_KEYS = {"verl", "siiRL"}  # whose commands run here but for a few names
+_OVERRIDE = re.compile(r" (?=[a-z_]+\.[\w.]+=)")  # what stands between two of them
 _LISTED = 2  # keys of the same name in other groups; more are no hint
 _TELLING = 5  # letters of a word that may stand without its group
 
@@ -43,7 +43,10 @@ def judge_settings(settings: Sequence[Setting], values: Mapping[str, object]) ->
     """
     judgement = Judgement()
     settled: set[str] = set()
-    translated = {parent for setting in settings if find_names(setting.key) for parent in parents(setting.key)}
+    translated: dict[str, set[str]] = {}  # the systems that have a key below a group
+    for setting in settings:
+        for parent in parents(setting.key):
+            translated.setdefault(parent, set()).update(find_names(setting.key))
     for setting in settings:
         if settled.intersection(parents(setting.key)):
             continue
@@ -71,19 +74,22 @@ def suggest(key: str, known: Collection[str], value: object = NOT_GIVEN) -> str:
 
 
 def _judge(
-    setting: Setting, translated: set[str], values: Mapping[str, object], accepted: dict[str, str]
+    setting: Setting, translated: Mapping[str, set[str]], values: Mapping[str, object], accepted: dict[str, str]
 ) -> Problem | None:
     key, keys = setting.key, schema_keys()
     places = ((key, setting.where),)
     if not is_known(key):
         found = find_names(key)
-        if setting.is_group and key in translated and not any(key in names for names in SYSTEMS.values()):
+        by_name = {system for system, names in SYSTEMS.items() if key in names}
+        if setting.is_group and translated.get(key, set()) - by_name:
             return None  # what it holds gets the message
         if line := _acceptance(setting, found, values):
             accepted[key] = line
             return None
         theirs = f"; {_and(list(found))} {_has_it(found)} it" if found else ""
-        return Problem(places, f"there is no such key{theirs}", suggest(key, keys, setting.value))
+        refers = isinstance(setting.value, str) and "${" in setting.value
+        value = _look_up(values, key) if refers else setting.value
+        return Problem(places, f"there is no such key{theirs}", suggest(key, keys, value))
     if setting.has_dots and (key in keys or key in _groups()):
         advice = "write one level a line: " + ": {".join(key.split(".")) + ": ..." + "}" * key.count(".")
         return Problem(places, "has dots, which YAML reads as one name", advice)
@@ -110,14 +116,22 @@ def _acceptance(setting: Setting, found: dict[str, Name], values: Mapping[str, o
 
 def _has(values: Mapping[str, object], overrides: str) -> bool:
     """Whether nested plain values have what each of `key=value ...` says."""
-    return all(_holds(values, *override.split("=", 1)) for override in overrides.split(" "))
+    parts = [override.split("=", 1) for override in _OVERRIDE.split(overrides)]
+    return all(_says_the_same(as_override(_look_up(values, key)), text) for key, text in parts)
 
 
-def _holds(values: Mapping[str, object], key: str, text: str) -> bool:
+def _look_up(values: Mapping[str, object], key: str) -> object:
     found: object = values
     for part in key.split("."):
         found = found.get(part, NOT_GIVEN) if isinstance(found, Mapping) else NOT_GIVEN
-    return found is not NOT_GIVEN and yaml.safe_load(as_override(found)) == yaml.safe_load(text)
+    return found
+
+
+def _says_the_same(text: str, other: str) -> bool:
+    try:
+        return text == other or float(text) == float(other)
+    except ValueError:
+        return False
 
 
 def _answer(found: dict[str, Name], value: object) -> str:
@@ -170,4 +184,4 @@ def _has_it(found: Mapping[str, Name]) -> str:
 
 
 def _and(names: Sequence[str]) -> str:
-    return " and ".join(names)
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]

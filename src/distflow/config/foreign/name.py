@@ -63,7 +63,7 @@ def as_override(value: object) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{name}:{as_override(item)}" for name, item in value.items()) + "}"
     text = str(value)
-    return text if _PLAIN.fullmatch(text) else f"'{text}'"
+    return text if _PLAIN.fullmatch(text) else "'" + text.replace("'", "\\'") + "'"
 
 
 def _same(value: object, other: object) -> bool:
