@@ -1,8 +1,8 @@
 """TRL's arguments: GRPOConfig, GRPOTrainer, PPOConfig, SFTConfig, ModelConfig, LoraConfig, and what they have of
 transformers' TrainingArguments.
 
-Read in huggingface/trl: `trainer/grpo_config.py` at 006d32c (of 2026), `sft_config.py` at 016013e, `ppo_config.py` at
-008c2a6 and, of the second PPOTrainer, the page of its arguments.
+Read in huggingface/trl: `trainer/grpo_config.py` at 006d32c and `sft_config.py` at 016013e (both of 2026),
+`ppo_config.py` at 008c2a6 (the first PPOTrainer), `model_config.py` at 040e32d, `examples/scripts/gspo.py` at 07e1b4f.
 """
 
 from distflow.config.foreign.name import ANY, OFF, Name
