@@ -28,14 +28,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     "a group misspelt": ("grpo", ["algoritm.gamma=0.9"], "algoritm.gamma", ("algorithm.gamma",)),
     "inside a mapping": ("grpo", ["data={seeds: 3}"], "data.seeds", ("did you mean data.seed?",)),
     "hydra's own": ("grpo", ["hydra.run.dir=x"], "hydra.run.dir", ("trainer.default_local_dir",)),
-    "rollout.mode": ("grpo", [f"{ROLLOUT}.mode=async"], f"{ROLLOUT}.mode", ("async.max_staleness",)),
-    "verl's micro-batch": (
+    "verl's loss mode": (
         "grpo",
-        [f"{ACTOR}.ppo_micro_batch_size_per_gpu=4"],
-        f"{ACTOR}.ppo_micro_batch_size_per_gpu",
-        ("ppo_max_token_len_per_gpu",),
+        [f"{ACTOR}.policy_loss.loss_mode=gspo"],
+        f"{ACTOR}.policy_loss.loss_mode",
+        (f"write {ACTOR}.policy_loss=gspo",),
     ),
-    "verl's loss mode": ("grpo", [f"{ACTOR}.policy_loss.loss_mode=gspo"], f"{ACTOR}.policy_loss.loss_mode", ("it is",)),
     "AReaL's staleness": ("grpo", ["async.max_head_offpolicyness=2"], "async.max_head_offpolicyness", ("staleness",)),
     # the grammar of overrides
     "no value": ("grpo", ["data.seed"], "'data.seed'", ("sets nothing", "write data.seed=VALUE")),

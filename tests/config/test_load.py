@@ -248,7 +248,8 @@ def test_a_file_that_is_no_yaml_file(write):
 
 @pytest.mark.parametrize("preset", preset_names())
 def test_every_preset_loads(preset):
-    assert load_config(preset, GOOD)
+    assert load_config(preset, complete=False)
+    assert load_config(preset, [*GOOD, "data.val_files=val.jsonl"])
 
 
 @pytest.mark.parametrize("preset", ["grpo", "ppo", "dapo", "sft"])

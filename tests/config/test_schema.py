@@ -15,11 +15,12 @@ from distflow.config import (
     config_from_dict,
     key,
     load_config,
+    migrating,
+    reference,
     register_config_group,
     to_dict,
 )
 from distflow.config import names as table
-from distflow.config.reference import render
 from distflow.config.schema import schema_keys
 
 GOOD = ["data.train_files=train.jsonl", "actor_rollout_ref.model.path=model"]
@@ -68,8 +69,9 @@ def test_defaults_break_no_bound():
     }
 
 
-def test_the_docs_are_up_to_date():
-    written = (REPOSITORY / "docs" / "config.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize(("page", "render"), [("config.md", reference.render), ("migrating.md", migrating.render)])
+def test_the_docs_are_up_to_date(page, render):
+    written = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
     assert written == render(), "run python -m distflow.config.reference"
 
 

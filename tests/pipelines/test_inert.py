@@ -12,6 +12,7 @@ from tests.user_code import forgotten
 
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 NEEDED = (f"{MODEL}.path=builtin:tiny", "data.train_files=rows.jsonl")
+VALIDATED = ("data.val_files=rows.jsonl",)
 PRESETS = Path(__file__).parents[2] / "src" / "distflow" / "config" / "presets"
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 
@@ -22,7 +23,21 @@ def refuse(preset: str, *overrides: str) -> None:
 
 @pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.yaml")))
 def test_no_preset_has_one(preset: str) -> None:
-    refuse(preset)
+    refuse(preset, *(VALIDATED if preset.startswith("verl_") else ()))
+
+
+def test_a_preset_with_verls_defaults_may_say_more_than_is_read() -> None:
+    refuse("verl_grpo", *VALIDATED, f"{ACTOR}.policy_loss=gpg", f"{ROLLOUT}.n=4")
+    refuse("verl_ppo", "trainer.val_before_train=false")
+    with pytest.raises(UserError, match="critic.cliprange_value"):
+        refuse("verl_grpo", *VALIDATED, "critic.cliprange_value=0.2")
+
+
+@pytest.mark.parametrize("key", ["algorithm.kl_ctrl.kl_coef", f"{ACTOR}.kl_loss_coef"])
+def test_the_coefficient_of_a_term_that_is_off_may_be_0(key: str) -> None:
+    refuse("dapo", f"{key}=0.0")
+    with pytest.raises(UserError, match=key):
+        refuse("dapo", f"{key}=0.1")
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda path: path.stem)

@@ -23,6 +23,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     trusted = arguments.trust_code
     loaded = load_config(arguments.preset, arguments.overrides, complete=False, trust_code=trusted)
+    for line in loaded.notes:
+        print(line, file=sys.stderr)
     if not arguments.graph:
         loaded = _fitted(loaded, trusted)
     if arguments.explain:

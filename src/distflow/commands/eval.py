@@ -58,6 +58,8 @@ def _evaluated(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
     from distflow.runtime.evaluate import evaluate
 
     say = partial(print, flush=True)
+    for line in loaded.notes:
+        say(line)
     for line in named_code(loaded.config):
         say(f"your code: {line}")
     return evaluate(make_spec(loaded, say=say), say)

@@ -58,6 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     say(f"distflow {__version__} · {arguments.preset}")
     overrides = [*arguments.overrides, *_resume_override(arguments.resume)]
     loaded = load_config(arguments.preset, overrides, needed=NEEDED_TO_TRAIN)
+    for line in loaded.notes:
+        say(line)
     _check_arguments(arguments.resume, arguments.allow_change)
     from distflow.pipelines.code import named_code
     from distflow.pipelines.spec import make_spec

@@ -1,7 +1,7 @@
 """What the numbers of a config mean together, in a few lines for people."""
 
 from distflow.config.names import POLICY_LOSSES
-from distflow.config.program import CUSTOM, clip_range, is_rl, optimizer_steps_a_step, program_name
+from distflow.config.program import CUSTOM, clip_range, find_estimator, is_rl, optimizer_steps_a_step, program_name
 from distflow.config.schema import Config
 
 
@@ -84,7 +84,7 @@ def _tokens(config: Config) -> str:
 
 def _learning_rate(config: Config) -> str:
     optim = config.actor_rollout_ref.actor.optim
-    if optim.scheduler == "constant":
+    if optim.scheduler == "constant" or (optim.lr_warmup_steps < 0 and optim.warmup_ratio == 0):
         rise = ""
     elif optim.lr_warmup_steps >= 0:
         rise = f", rising for {_count(optim.lr_warmup_steps, 'optimizer step')}"
@@ -117,9 +117,10 @@ def _notes(config: Config) -> list[str]:
         )
         if value != off
     ]
-    if not shaped:
-        return []
-    return [f"note: {', '.join(shaped)} in training: the sampled policy is not the trained one"]
+    notes = [f"note: {', '.join(shaped)} in training: the sampled policy is not the trained one"] if shaped else []
+    if rollout.n == 1 and (estimator := find_estimator(config)) and estimator.needs_group:
+        notes.append(f"note: {config.algorithm.adv_estimator} has one answer a prompt and nothing to compare it with")
+    return notes
 
 
 def _every(freq: int) -> str:

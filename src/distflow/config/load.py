@@ -1,31 +1,34 @@
 """`load_config`: from a preset or file and overrides to a checked, frozen config that knows where each key was set."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 from distflow.config.build import ConfigBuilder
 from distflow.config.check import find_problems, find_size_problems, where
 from distflow.config.errors import ConfigError, Problem, UserError
 from distflow.config.fitting import Fitted, fit
+from distflow.config.foreign.defaults import differing, verl_preset
 from distflow.config.functions import LoadError, load_modules
 from distflow.config.paths import find_missing
 from distflow.config.schema import Config, group_names, schema_keys
 from distflow.config.show import flatten, to_dict, to_yaml
 from distflow.config.sizes import Room
 from distflow.config.sources import COMMAND_LINE, Setting, settings_of_value
-from distflow.config.unknown import is_known, parents, unknown_problems
+from distflow.config.unknown import is_known, judge_settings, parents
 
 
 @dataclass(frozen=True)
 class Loaded:
     """A config and where it came from. origins: key → "file:line" or "command line", for each key that was set.
-    text: the resolved config as YAML. fitted: what nobody chose and was made to fit."""
+    text: the resolved config as YAML. fitted: what nobody chose and was made to fit. notes: lines about settings of
+    another system that were accepted."""
 
     config: Config
     origins: dict[str, str]
     text: str
     fitted: tuple[Fitted, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def origin(self, key: str) -> str:
         """Where a key was set, or "default"; of one that was made to fit, why."""
@@ -76,11 +79,14 @@ def _load(
     )
     if registered:
         composed = composition.compose_values(source, overrides, _plain_defaults(), is_known)
-    problems = [*composed.problems, *import_problems, *unknown_problems(composed.settings)]
+    judgement = judge_settings(composed.settings, composed.values)
+    problems = [*composed.problems, *import_problems, *judgement.problems]
     if composed.failure is not None:
         raise ConfigError(problems or [composed.failure])
-    origins = _origins(composed.settings, composed.deleted)
-    return _finish(composed.values, origins, problems, complete=complete, refused=composed.refused, needed=needed)
+    known = [setting for setting in composed.settings if is_known(setting.key)]
+    origins = _origins(known, composed.deleted)
+    loaded = _finish(composed.values, origins, problems, complete=complete, refused=composed.refused, needed=needed)
+    return replace(loaded, notes=(*judgement.accepted.values(), *_differences_from_verl(loaded, judgement.accepted)))
 
 
 def fit_to(loaded: Loaded, room: Room) -> Loaded:
@@ -91,7 +97,16 @@ def fit_to(loaded: Loaded, room: Room) -> Loaded:
         raise ConfigError(problems)
     if not fitted:
         return loaded
-    return Loaded(config, loaded.origins, to_yaml(config), (*loaded.fitted, *fitted))
+    return replace(loaded, config=config, text=to_yaml(config), fitted=(*loaded.fitted, *fitted))
+
+
+def _differences_from_verl(loaded: Loaded, accepted: Iterable[str]) -> list[str]:
+    preset = verl_preset(loaded, accepted)
+    if preset is None:
+        return []
+    found = differing(loaded, load_config(preset, complete=False))
+    listed = ", ".join(f"{key}={here} (verl {there})" for key, here, there in found)
+    return [f"verl's defaults are others, and the preset {preset} has them: here {listed}"] if found else []
 
 
 @cache
@@ -108,7 +123,8 @@ def config_from_dict(values: Mapping[str, object], *, judge: bool = True) -> Con
     settings = [
         setting for name, value in values.items() for setting in settings_of_value(str(name), value, "given in Python")
     ]
-    return _finish(values, _origins(settings, []), unknown_problems(settings), judge).config
+    problems = judge_settings(settings, values).problems
+    return _finish(values, _origins(settings, []), problems, judge).config
 
 
 def config_of_run(values: Mapping[str, object]) -> Config:

@@ -1,10 +1,12 @@
-"""The reference page of all keys, made from the schema: `python -m distflow.config.reference` writes docs/config.md."""
+"""The reference page of all keys, made from the schema: `python -m distflow.config.reference` writes docs/config.md,
+and docs/migrating.md beside it."""
 
 import sys
 from collections.abc import Iterable, Mapping
 from itertools import takewhile
 from pathlib import Path
 
+from distflow.config import migrating
 from distflow.config.keys import KeyInfo
 from distflow.config.names import (
     ESTIMATORS,
@@ -16,7 +18,6 @@ from distflow.config.names import (
     TRAIN_ENGINES,
     Entry,
 )
-from distflow.config.replaced import REPLACED
 from distflow.config.schema import schema_keys
 from distflow.config.show import RESUMABLE, show_value
 from distflow.config.sources import PRESETS, preset_names
@@ -58,6 +59,12 @@ register_config_group("my_custom", MyConfig)    # my_custom.threshold=0.7 → co
 """
 
 
+_OF_OTHERS = """## Keys of other systems
+
+Keys of verl, siiRL, TRL, AReaL, OpenRLHF and ROLL are answered with the key here: [migrating](migrating.md) lists them.
+"""
+
+
 def render() -> str:
     """The whole page."""
     parts = [_INTRO, _presets(), "## Keys\n"]
@@ -73,15 +80,16 @@ def render() -> str:
     )
     parts.append("## Built-in names\n")
     parts += [_names(title, names) for title, names in tables]
-    parts += [_OWN_GROUPS, _resumable(), _replaced()]
+    parts += [_OWN_GROUPS, _resumable(), _OF_OTHERS]
     return "\n".join(parts)
 
 
 def main() -> None:
-    """Write the page to the path given, else to docs/config.md."""
-    path = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/config.md")
-    path.write_text(render(), encoding="utf-8")
-    print(path)
+    """Write both pages to the folder given, else to docs."""
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs")
+    for name, text in (("config.md", render()), ("migrating.md", migrating.render())):
+        (folder / name).write_text(text, encoding="utf-8")
+        print(folder / name)
 
 
 def _presets() -> str:
@@ -120,11 +128,6 @@ def _resumable() -> str:
     return (
         f"## What may change when a run is resumed\n\n{names}. Any other key is refused unless it is allowed by name.\n"
     )
-
-
-def _replaced() -> str:
-    lines = ["## Keys of other systems\n", "| key elsewhere | here |", "|---|---|"]
-    return "\n".join(lines + [f"| `{name}` | {_cell(text)} |" for name, text in REPLACED.items()]) + "\n"
 
 
 def _cell(text: str) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 
 from distflow.config.errors import Problem
+from distflow.config.foreign.name import NOT_GIVEN
 from distflow.config.keys import dotted
 
 COMMAND_LINE = "command line"
@@ -16,12 +17,13 @@ PRESETS = Path(__file__).parent / "presets"
 @dataclass(frozen=True)
 class Setting:
     """A key that was set. `is_group` tells a mapping that goes on below from a value (an empty mapping is one);
-    `has_dots` that its last name is written with dots, which YAML does not read as levels."""
+    `has_dots` that its last name is written with dots, which YAML does not read as levels. A group has no `value`."""
 
     key: str
     where: str
     is_group: bool
     has_dots: bool = False
+    value: object = NOT_GIVEN
 
 
 def preset_names() -> list[str]:
@@ -59,7 +61,7 @@ def read_settings(path: Path, prefix: str, problems: list[Problem]) -> list[Sett
 def settings_of_value(key: str, value: object, where: str) -> Iterator[Setting]:
     """The same for a value given on the command line, which may be a mapping."""
     below = value.items() if isinstance(value, dict) else ()
-    yield Setting(key, where, is_group=bool(below))
+    yield Setting(key, where, is_group=bool(below), value=NOT_GIVEN if below else value)
     for name, item in below:
         yield from settings_of_value(dotted(key, str(name)), item, where)
 
@@ -117,9 +119,18 @@ def _entries(node: yaml.MappingNode, prefix: str, path: Path) -> Iterator[Settin
         name = dotted(prefix, str(name_node.value))
         where = f"{display(path)}:{name_node.start_mark.line + 1}"
         is_group = isinstance(value, yaml.MappingNode) and bool(value.value)
-        yield Setting(name, where, is_group, has_dots="." in str(name_node.value))
+        given = NOT_GIVEN if is_group else _plain_value(value)
+        yield Setting(name, where, is_group, "." in str(name_node.value), given)
         if isinstance(value, yaml.MappingNode):
             yield from _entries(value, name, path)
+
+
+def _plain_value(node: yaml.Node) -> object:
+    """What a value is in Python; a tag that is not read here is refused by Hydra."""
+    try:
+        return yaml.SafeLoader("").construct_object(node, deep=True)
+    except yaml.YAMLError:
+        return NOT_GIVEN
 
 
 def _is_directive(setting: Setting, prefix: str) -> bool:

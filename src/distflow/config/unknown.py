@@ -1,11 +1,27 @@
-"""Settings that no key takes: which they are, and what to write instead."""
+"""Settings that no key takes: which of them ask for nothing, and what to write instead of the others."""
 
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from distflow.config.errors import Problem, nearest
-from distflow.config.replaced import REPLACED
+from distflow.config.errors import Problem
+from distflow.config.foreign import NOT_GIVEN, SYSTEMS, Name, as_override, find_by_last_word, find_names
 from distflow.config.schema import schema_keys
+from distflow.config.similar import most_similar
 from distflow.config.sources import Setting
+
+_SAME_KEYS = {"verl", "siiRL"}  # whose commands run here but for a few names
+_OVERRIDE = re.compile(r" (?=[a-z_]+\.[\w.]+=)")  # what stands between two of them
+_LISTED = 2  # keys of the same name in other groups; more are no hint
+_TELLING = 5  # letters of a word that may stand without its group
+
+
+@dataclass
+class Judgement:
+    """What is wrong with settings, and in `accepted`, key → line, those of another system that ask for nothing more."""
+
+    problems: list[Problem] = field(default_factory=list)
+    accepted: dict[str, str] = field(default_factory=dict)
 
 
 def parents(key: str) -> list[str]:
@@ -20,37 +36,60 @@ def is_known(key: str) -> bool:
     return key in keys or key in _groups() or any(parent in keys and keys[parent].is_map for parent in parents(key))
 
 
-def unknown_problems(settings: Iterable[Setting]) -> list[Problem]:
-    """One problem for each unknown setting (of an unknown group only the group), and for each misused group."""
-    problems: list[Problem] = []
+def judge_settings(settings: Sequence[Setting], values: Mapping[str, object]) -> Judgement:
+    """One problem for each unknown setting (of an unknown group only the group), and for each misused group.
+
+    values: the composed config as nested plain values: a key of verl or siiRL that says what is so already is accepted.
+    """
+    judgement = Judgement()
     settled: set[str] = set()
+    translated: dict[str, set[str]] = {}  # the systems that have a key below a group
+    for setting in settings:
+        for parent in parents(setting.key):
+            translated.setdefault(parent, set()).update(find_names(setting.key))
     for setting in settings:
         if settled.intersection(parents(setting.key)):
             continue
-        problem = _judge(setting)
+        problem = _judge(setting, translated, values, judgement.accepted)
         if problem is not None:
-            problems.append(problem)
-        if problem is not None or _is_misread_value(setting):
+            judgement.problems.append(problem)
+        if problem is not None or setting.key in judgement.accepted or _is_misread_value(setting):
             settled.add(setting.key)
-    return problems
+    return judgement
 
 
-def suggest(key: str, known: Collection[str]) -> str:
-    """What to do instead of the unknown key: what replaced it, else the nearest of `known`."""
-    for name in (key, *reversed(parents(key))):
-        if name in REPLACED:
-            return REPLACED[name]
-    guess = _nearest_key(key, known)
-    return f"did you mean {guess}?" if guess else "see docs/config.md for all keys"
+def suggest(key: str, known: Collection[str], value: object = NOT_GIVEN) -> str:
+    """What to do instead of setting the unknown key: what it is called here, else what of `known` it resembles."""
+    if found := find_names(key):
+        return _answer(found, value)
+    if guesses := _resembling(key, known):
+        return f"did you mean {' or '.join(guesses)}?"
+    if found := find_by_last_word(key):
+        return f"{_and(list(found))} {_has_it(found)} it in another place: {_answer(found, value)}"
+    if guesses := _elsewhere(key, known):
+        return f"did you mean {' or '.join(guesses)}?"
+    if guesses := most_similar(key, {name: name for names in SYSTEMS.values() for name in names}):
+        return f"did you mean {guesses[0]}? Then {_answer(find_names(guesses[0]), value)}"
+    return "see docs/config.md for all keys, docs/migrating.md for those of other systems"
 
 
-def _judge(setting: Setting) -> Problem | None:
+def _judge(
+    setting: Setting, translated: Mapping[str, set[str]], values: Mapping[str, object], accepted: dict[str, str]
+) -> Problem | None:
     key, keys = setting.key, schema_keys()
     places = ((key, setting.where),)
     if not is_known(key):
-        if setting.is_group and any(name.startswith(f"{key}.") for name in REPLACED):
+        found = find_names(key)
+        by_name = {system for system, names in SYSTEMS.items() if key in names}
+        if setting.is_group and translated.get(key, set()) - by_name:
             return None  # what it holds gets the message
-        return Problem(places, "there is no such key", suggest(key, keys))
+        if line := _acceptance(setting, found, values):
+            accepted[key] = line
+            return None
+        theirs = f"; {_and(list(found))} {_has_it(found)} it" if found else ""
+        refers = isinstance(setting.value, str) and "${" in setting.value
+        value = _look_up(values, key) if refers else setting.value
+        return Problem(places, f"there is no such key{theirs}", suggest(key, keys, value))
     if setting.has_dots and (key in keys or key in _groups()):
         advice = "write one level a line: " + ": {".join(key.split(".")) + ": ..." + "}" * key.count(".")
         return Problem(places, "has dots, which YAML reads as one name", advice)
@@ -58,6 +97,51 @@ def _judge(setting: Setting) -> Problem | None:
         below = next(name for name in keys if name.startswith(f"{key}."))
         return Problem(places, "is a group of keys, not a value", f"write keys below it, e.g. {below}")
     return None
+
+
+def _acceptance(setting: Setting, found: dict[str, Name], values: Mapping[str, object]) -> str:
+    """The line for a setting that asks for nothing that is not so anyway, in every system that has it; else empty."""
+    reasons = []
+    for name in found.values():
+        overrides = name.overrides(setting.value)
+        if name.accepts(setting.value):
+            reasons.append(name.note or "it asks for nothing")
+        elif found.keys() <= _SAME_KEYS and overrides and _has(values, overrides):
+            reasons.append(f"here it is {overrides}, which is so already")
+        else:
+            return ""
+    given = "" if setting.value is NOT_GIVEN else f"={as_override(setting.value)}"
+    return f"{setting.key}{given} ({_and(list(found))}): {reasons[0]}" if reasons else ""
+
+
+def _has(values: Mapping[str, object], overrides: str) -> bool:
+    """Whether nested plain values have what each of `key=value ...` says."""
+    parts = [override.split("=", 1) for override in _OVERRIDE.split(overrides)]
+    return all(_says_the_same(as_override(_look_up(values, key)), text) for key, text in parts)
+
+
+def _look_up(values: Mapping[str, object], key: str) -> object:
+    found: object = values
+    for part in key.split("."):
+        found = found.get(part, NOT_GIVEN) if isinstance(found, Mapping) else NOT_GIVEN
+    return found
+
+
+def _says_the_same(text: str, other: str) -> bool:
+    try:
+        return text == other or float(text) == float(other)
+    except ValueError:
+        return False
+
+
+def _answer(found: dict[str, Name], value: object) -> str:
+    """What each system that has the name means by it; once where they agree."""
+    systems: dict[str, list[str]] = {}
+    for system, name in found.items():
+        systems.setdefault(name.answer(value), []).append(system)
+    if len(systems) == 1:
+        return next(iter(systems))
+    return " | ".join(f"in {_and(names)}: {text}" for text, names in systems.items())
 
 
 def _is_misread_value(setting: Setting) -> bool:
@@ -70,16 +154,34 @@ def _groups() -> set[str]:
     return {group for key in schema_keys() for group in parents(key)}
 
 
-def _nearest_key(key: str, known: Collection[str]) -> str:
-    """By its end (`actor.clip_ratio`), in its group, by its last word in another group, by spelling."""
+def _resembling(key: str, known: Collection[str]) -> list[str]:
+    """What it is the end of (`actor.clip_ratio`), the key that it lies below, or one of its group by spelling."""
     by_end = [name for name in known if name.endswith(f".{key}")]
-    if by_end:
-        return by_end[0]
+    above = [parent for parent in parents(key) if parent in known]
+    if by_end or above:
+        return (by_end or above)[:1]
     group, _, word = key.rpartition(".")
-    siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == group}
-    if guess := nearest(word, siblings):
-        return siblings[guess]
-    same_word = [name for name in known if name.rpartition(".")[2] == word]
-    if same_word:
-        return nearest(key, same_word) or same_word[0]
-    return nearest(key, known)
+    return most_similar(word, {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == group})
+
+
+def _elsewhere(key: str, known: Collection[str]) -> list[str]:
+    """Its last word in another group, unless too many have it or it says too little; else a key spelt alike."""
+    words: dict[str, list[str]] = {}
+    for name in known:
+        words.setdefault(name.rpartition(".")[2], []).append(name)
+    words = {word: names for word, names in words.items() if len(names) <= _LISTED}
+    word = key.rpartition(".")[2]
+    if word in words and ("_" in word or key.partition(".")[0] in _groups()):
+        return words[word]
+    telling = {word: word for word in words if len(word) >= _TELLING}
+    if guesses := most_similar(key, {name: name for name in known}) or most_similar(key, telling):
+        return words.get(guesses[0], guesses)
+    return []
+
+
+def _has_it(found: Mapping[str, Name]) -> str:
+    return "has" if len(found) == 1 else "have"
+
+
+def _and(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 from distflow.config.errors import nearest
+from distflow.config.foreign.verl import VALUES
 from distflow.config.keys import KeyInfo
 
 # YAML 1.1 reads 1e-6 (no dot) as a text; people mean the number.
@@ -109,7 +110,7 @@ def _check_choice(name: object, info: KeyInfo) -> Iterator[Mismatch]:
         there = [choice for choice in spec.choices if choice not in later]
         yield Mismatch(f"is {show(name)}, which is not there yet", f"choose from {', '.join(there)}")
     elif name not in spec.choices:
-        guess = nearest(str(name), spec.choices)
+        guess = VALUES.get(info.name, {}).get(name) or nearest(str(name), spec.choices)
         meant = f"did you mean {guess}? " if guess else ""
         yield Mismatch(f"is {show(name)}, which is no choice", f"{meant}the choices are {spec.allowed()}")
 

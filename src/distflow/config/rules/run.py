@@ -17,6 +17,7 @@ def validation(config: Config) -> Iterator[Finding]:
             ("trainer.val_before_train", "data.val_files"),
             "there is nothing to validate on",
             "set data.val_files, or trainer.val_before_train=false",
+            missing=True,
         )
     if is_rl(config) and config.data.val_files and not val_kwargs.greedy and val_kwargs.n == 0:
         yield Finding(
@@ -56,9 +57,8 @@ def resume(config: Config) -> Iterator[Finding]:
     """A checkpoint to resume from exists."""
     mode = config.trainer.resume_mode
     if mode not in ("auto", "never") and not Path(mode).expanduser().is_dir():
-        yield Finding(
-            ("trainer.resume_mode",), f"there is no folder '{mode}'", "write auto, never, or the folder of a checkpoint"
-        )
+        advice = "write auto, never (verl's disable), or the folder of a checkpoint"
+        yield Finding(("trainer.resume_mode",), f"there is no folder '{mode}'", advice)
 
 
 def run_folder(config: Config) -> Iterator[Finding]:

@@ -1,0 +1,131 @@
+"""Well-known commands of verl and siiRL as they are: what is accepted, what is answered, that the answers train."""
+
+from pathlib import Path
+
+import pytest
+
+from distflow.config import ConfigError, load_config
+from distflow.config.errors import UserError
+from distflow.config.foreign import examples
+from distflow.pipelines.spec import read_config
+
+ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+ONE_GPU = {
+    f"{ROLLOUT}.tensor_model_parallel_size": "leave it at 1",
+    f"{ROLLOUT}.name": "choose from embedded, hf",
+    f"{REF}.fsdp_config.param_offload": "leave it out",
+    "trainer.n_gpus_per_node": "leave it at 1",
+}
+OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
+
+# command: (preset, what is refused and a part of its answer, what is written in its place)
+ANSWERS: dict[str, tuple[str, dict[str, str], list[str]]] = {
+    "verl_grpo_qwen2_7b": ("verl_grpo", ONE_GPU, []),
+    "verl_grpo_qwen3_4b": ("verl_grpo", ONE_GPU, []),
+    "verl_grpo_lora": ("verl_grpo", ONE_GPU, []),
+    "verl_grpo_seq_balance": ("verl_grpo", ONE_GPU, []),
+    "verl_ppo_deepseek7b": (
+        "verl_ppo",
+        {key: text for key, text in ONE_GPU.items() if not key.startswith(REF)},
+        [],
+    ),
+    "verl_ppo_qwen3_8b": ("verl_ppo", ONE_GPU, []),
+    "verl_dapo_7b_math": (
+        "verl_grpo",
+        {
+            **{key: text for key, text in ONE_GPU.items() if key != f"{ROLLOUT}.name"},
+            "actor_rollout_ref.model.override_config.max_position_embeddings": "config.json",
+            f"{ACTOR}.fsdp_config.param_offload": "nothing is offloaded",
+            f"{ACTOR}.fsdp_config.optimizer_offload": "nothing is offloaded",
+            f"{ACTOR}.ulysses_sequence_parallel_size": "one device",
+            f"{REF}.ulysses_sequence_parallel_size": "one device",
+            f"{ACTOR}.fsdp_config.fsdp_size": "one device",
+            f"{ROLLOUT}.val_kwargs.do_sample": f"write {ROLLOUT}.val_kwargs.greedy=false",
+            f"{OVERLONG}.len": "write reward.overlong.buffer_tokens=4096",
+            "trainer.nnodes": "leave it at 1",
+        },
+        [f"{ROLLOUT}.val_kwargs.greedy=false", "reward.overlong.buffer_tokens=4096"],
+    ),
+    "siirl_grpo_qwen3_8b": (
+        "verl_grpo",
+        {
+            **ONE_GPU,
+            f"{ACTOR}.policy_drift_coeff": f"write {ACTOR}.policy_loss_kwargs.policy_drift_coeff=0.001",
+            f"{ACTOR}.grad_clip": f"write {ACTOR}.max_grad_norm=0.5",
+            "trainer.max_actor_ckpt_to_keep": "write trainer.keep_last=5",
+        },
+        [f"{ACTOR}.max_grad_norm=0.5", "trainer.keep_last=5"],
+    ),
+}
+
+# Second answers, of a config that is sound by itself: what its program does not read.
+INERT = {
+    "verl_ppo_qwen3_8b": f"{REF}.log_prob_max_token_len_per_gpu",
+    "verl_dapo_7b_math": f"{REF}.log_prob_max_token_len_per_gpu",
+}
+
+
+def command(name: str) -> list[str]:
+    if name == "verl_grpo_qwen2_7b":
+        return list(examples.VERL)
+    lines = (Path(__file__).parent / "commands" / f"{name}.txt").read_text().splitlines()
+    return [line for line in lines if not line.startswith("#")]
+
+
+def key_of(override: str) -> str:
+    return override.lstrip("+").partition("=")[0]
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_command_is_answered_key_by_key(name):
+    preset, answers, _ = ANSWERS[name]
+    with pytest.raises(ConfigError) as caught:
+        load_config(preset, command(name))
+    said = {problem.places[0][0].partition(" = ")[0]: problem.advice for problem in caught.value.problems}
+    assert said.keys() == answers.keys()
+    for key, part in answers.items():
+        assert part in said[key]
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_with_the_answers_it_trains_what_it_says(name):
+    preset, answers, written = ANSWERS[name]
+    kept = [override for override in command(name) if key_of(override) not in answers]
+    if name in INERT:
+        with pytest.raises(UserError, match=f"do nothing in program .*\n  {INERT[name]} \\(command line\\)\nTake"):
+            read_config(load_config(preset, [*kept, *written]))
+        kept = [override for override in kept if key_of(override) != INERT[name]]
+    loaded = load_config(preset, [*kept, *written])
+    read_config(loaded)
+    told = {line.partition("=")[0].partition(" ")[0] for line in loaded.notes}
+    assert "actor_rollout_ref.model.use_remove_padding" in told
+    assert not told & set(loaded.origins), "a key that is ours is not accepted as another's"
+    assert {key_of(override) for override in kept} <= told | set(loaded.origins)
+    assert not any("verl's defaults" in line for line in loaded.notes)
+
+
+def test_on_another_preset_what_differs_is_said_once():
+    kept = [override for override in command("verl_grpo_qwen2_7b") if override not in examples.VERL_LEFT_OUT]
+    *_, last = load_config("grpo", kept).notes
+    assert "the preset verl_grpo has them" in last
+    assert f"{ACTOR}.optim.scheduler='cosine_with_warmup' (verl 'constant_with_warmup')" in last
+    assert "trainer.val_before_train=false (verl true)" in last
+    for given in ("save_freq", "test_freq", "rollout.n=", "lam", "train_batch_size"):
+        assert given not in last, "it was given, or nothing reads it"
+    assert "verl_ppo" in load_config("ppo", ["trainer.balance_batch=True"], complete=False).notes[-1]
+
+
+@pytest.mark.parametrize(("preset", "override"), [("grpo", "data.seed=3"), ("sft", "trainer.balance_batch=True")])
+def test_nothing_is_said_of_verl_where_it_is_not_spoken_or_not_meant(preset, override):
+    assert not any("verl's defaults" in line for line in load_config(preset, [override], complete=False).notes)
+
+
+def test_the_scripts_translation_in_the_docs_is_a_config():
+    loaded = load_config("grpo", list(examples.TRL_HERE))
+    read_config(loaded)
+    actor = loaded.config.actor_rollout_ref.actor
+    assert (actor.optim.betas, actor.loss_agg_mode, actor.clip_ratio_high) == (
+        (0.9, 0.99),
+        "seq-mean-token-sum-norm",
+        0.28,
+    )
