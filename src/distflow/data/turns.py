@@ -1,0 +1,215 @@
+"""Which part of a conversation is learnt: each turn of the assistant, from what the template prompts it with to the
+token that ends it.
+
+A template that marks what is generated (`{% generation %}`, as TRL has them) is taken at its word. Of any other a turn
+is what stands behind the prompt that the template makes of the messages before. Both give places in a rendered text,
+which must be borders of its tokens.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from os.path import commonprefix
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from distflow.data.messages import ASSISTANT, Messages, RowError
+from distflow.observe.jsonlines import JSON
+
+Turn = tuple[int, int, int]
+"""Which of the assistant's turns it is, from 1; where it begins and ends in the text."""
+Rendered = tuple[str, list[Turn]]
+"""A conversation as text, with the turns that are learnt in it."""
+
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_SHOWN = 40
+
+
+@dataclass(frozen=True)
+class Chat:
+    """What one row hands to the chat template."""
+
+    messages: Messages
+    tools: list[JSON] = field(default_factory=list)
+    kwargs: Mapping[str, object] = field(default_factory=dict)
+
+
+class ChatTemplate:
+    """A tokenizer's template, filled with what a row hands to it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer: Any = tokenizer
+
+    def render(self, chat: Chat, num_messages: int | None = None, *, prompts: bool) -> str:
+        """The text of the first messages. prompts: with what asks the assistant for the next one."""
+        return str(
+            self._tokenizer.apply_chat_template(
+                chat.messages[:num_messages],
+                tools=chat.tools or None,
+                tokenize=False,
+                add_generation_prompt=prompts,
+                **chat.kwargs,
+            )
+        )
+
+    def has_marks(self, chat: Chat) -> bool:
+        return bool(_MARK.search(self._text(chat)))
+
+    def render_marked(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
+        """The whole conversation, and where in it stands what the template marks as generated."""
+        made: Any = render_jinja_template(
+            [chat.messages],
+            tools=chat.tools or None,  # type: ignore[arg-type]  # declared as a list of any mappings
+            chat_template=self._text(chat),
+            return_assistant_tokens_mask=True,
+            **{**self._tokenizer.special_tokens_map, **chat.kwargs},
+        )
+        (text,), (blocks,) = made
+        return str(text), [(start, end) for start, end in blocks if start < end]
+
+    def _text(self, chat: Chat) -> str:
+        return str(self._tokenizer.get_chat_template(None, chat.tools or None))
+
+
+def render_turns(chat: Chat, template: ChatTemplate, ends: Sequence[str]) -> list[Rendered]:
+    """The conversation with its turns; several texts where the template writes a turn otherwise once others follow.
+
+    ends: texts of the tokens that end a turn. Raises RowError where it cannot be told what is to be learnt.
+    """
+    places = [place for place, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
+    prompts = [template.render(chat, place, prompts=True) for place in places]
+    check_tools(chat, prompts)
+    if template.has_marks(chat):
+        return [_marked(*template.render_marked(chat), prompts, ends)]
+    turns = []
+    for number, (place, prompt) in enumerate(zip(places, prompts, strict=True), 1):
+        text = template.render(chat, place + 1, prompts=False)
+        turn = _behind(prompt, text, number, ends)
+        _check_calls(chat.messages[place], text, turn)
+        turns.append((text, turn))
+    return _joined(turns)
+
+
+def check_tools(chat: Chat, texts: Sequence[str]) -> None:
+    """Raises RowError where the template leaves the row's tools out of all texts."""
+    for tool in chat.tools:
+        name = _name_of(tool)
+        if name and not any(name in text for text in texts):
+            raise RowError(
+                f"the chat template does not show the tool '{name}': use a model whose template knows tools, or name "
+                "another column by data.tools_key"
+            )
+
+
+def encode_turns(
+    rendered: Rendered, tokenise: Callable[[list[str]], list[list[int]]], end_ids: Collection[int]
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Token ids up to the end of the last turn, and where each turn stands in them.
+
+    They are those of the whole text; a turn's borders are found by tokenising what is before them alone, as it would be
+    when the model is prompted. Raises RowError where the two differ.
+    """
+    text, turns = rendered
+    parts = [part for _, start, end in turns for part in (text[:start], text[:end])]
+    ids, *before = tokenise([text, *parts])
+    spans = []
+    for (number, start, end), prompt, answered in zip(turns, before[::2], before[1::2], strict=True):
+        for place, part, does in ((start, prompt, "begins"), (end, answered, "ends")):
+            if ids[: len(part)] != part:
+                raise RowError(
+                    f"turn {number} of the assistant {does} inside a token, between {text[:place][-_SHOWN:]!r} and "
+                    f"{text[place:][:_SHOWN]!r}: take white space off the turn, so that it is learnt as it is asked for"
+                )
+        if answered[-1] not in end_ids:
+            raise RowError(
+                f"what ends turn {number} of the assistant, {text[:end][-_SHOWN:]!r}, is no token of its own"
+            )
+        spans.append((len(prompt), len(answered)))
+    return ids[: spans[-1][1]], spans
+
+
+def _behind(prompt: str, text: str, number: int, ends: Sequence[str]) -> Turn:
+    """The turn at the end of the text, which the prompt asks for."""
+    if not text.startswith(prompt):
+        same = len(commonprefix([prompt, text]))
+        raise RowError(
+            f"the chat template asks for turn {number} of the assistant by {prompt[same:][:_SHOWN]!r} where it then "
+            f"writes {text[same:][:_SHOWN]!r}, so that the model would learn what it is not asked for: where the rows "
+            "hold thinking set data.enable_thinking=true (a row may set it in its column chat_template_kwargs), else "
+            "use a tokenizer whose template writes both alike, or marks the turns by {% generation %}"
+        )
+    return number, len(prompt), _end(text, len(prompt), len(text), number, ends)
+
+
+def _joined(turns: list[tuple[str, Turn]]) -> list[Rendered]:
+    """As few texts as hold each turn behind the very text that it follows: the last one, and what begins otherwise."""
+    rendered: list[Rendered] = []
+    while turns:
+        text, _ = turns[-1]
+        same = [text.startswith(own[:end]) for own, (_, _, end) in turns]
+        rendered.append((text, [turn for (_, turn), fits in zip(turns, same, strict=True) if fits]))
+        turns = [turn for turn, fits in zip(turns, same, strict=True) if not fits]
+    return rendered[::-1]
+
+
+def _marked(text: str, blocks: Sequence[tuple[int, int]], prompts: Sequence[str], ends: Sequence[str]) -> Rendered:
+    """The turns by the template's own marks, without what a prompt says already, and with the token that ends them."""
+    begun = [(number, len(prompt)) for number, prompt in enumerate(prompts, 1) if text.startswith(prompt)]
+    turns: list[Turn] = []
+    for start, stop in blocks:
+        number, prompted = max((own for own in begun if own[1] < stop), default=(0, 0))
+        closed = _next_end(text, prompted, ends)
+        if len(begun) == len(prompts) and not (number and closed and start < closed[0]):
+            raise RowError(f"the chat template marks {text[start:stop][:_SHOWN]!r} as generated, which no turn wrote")
+        start = max(start, prompted)
+        turns.append((number or len(turns) + 1, start, _end(text, start, stop, number, ends)))
+    if not turns:
+        raise RowError("the chat template marks nothing of it as generated: see its {% generation %} blocks")
+    return text, turns
+
+
+def _end(text: str, start: int, stop: int, number: int, ends: Sequence[str]) -> int:
+    """Where the turn of text[start:stop] ends: behind the first token that ends it, at the latest the one at `stop`."""
+    place, end = _next_end(text, start, ends) or (len(text) + 1, 0)
+    if place > stop:
+        raise RowError(
+            f"the chat template ends turn {number} of the assistant by {text[start:stop][-_SHOWN:]!r}, without a token "
+            f"that ends it ({', '.join(ends)}), so that the model would not learn to stop: set the tokenizer's "
+            "eos_token to the one that it should be"
+        )
+    if place == start:
+        raise RowError(f"the chat template writes nothing of turn {number} of the assistant")
+    rest = text[end:stop]
+    for other in ends:
+        rest = rest.replace(other, "")
+    if rest.strip():
+        raise RowError(
+            f"turn {number} of the assistant goes on behind {text[place:end]!r}, which ends it, by "
+            f"{rest.strip()[:_SHOWN]!r}: take such a token out of the text, or use a tokenizer whose template writes "
+            "none within a turn"
+        )
+    return end
+
+
+def _next_end(text: str, start: int, ends: Sequence[str]) -> tuple[int, int] | None:
+    """From where to where the first token that ends a turn stands."""
+    return min(((at, at + len(end)) for end in ends if (at := text.find(end, start)) >= 0), default=None)
+
+
+def _check_calls(message: dict[str, JSON], text: str, turn: Turn) -> None:
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        if (name := _name_of(call)) and name not in text[turn[1] : turn[2]]:
+            raise RowError(
+                f"the chat template leaves the call of '{name}' out of turn {turn[0]} of the assistant: use a model "
+                "whose template knows tools"
+            )
+
+
+def _name_of(tool: JSON) -> str:
+    """Of the function that a tool, or a call of it, is about."""
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else ""
