@@ -18,7 +18,7 @@ from distflow.data.messages import Messages, RowError
 from distflow.data.rendering import Refused, render_all, template_of
 from distflow.data.rows import BadRows, RawRow
 from distflow.data.sample import Segment
-from distflow.data.turns import Chat, ChatTemplate, Rendered, check_tools, encode_turns, render_turns
+from distflow.data.turns import Chat, ChatTemplate, Rendered, encode_turns, render_turns
 from distflow.observe.jsonlines import JSON
 
 if TYPE_CHECKING:
@@ -209,6 +209,8 @@ def encode_rows(
         else:
             good.extend((row, entry) for entry in entries)
     bad_rows.check()
+    if not good:
+        raise UserError(f"all rows are bad, and skipped; the first: {bad_rows.reasons[0]}")
     return _fit(good, tokenizer, options, len(bad_rows.reasons))
 
 
@@ -338,14 +340,11 @@ def _render(
     template, end_texts = ChatTemplate(tokenizer), [str(tokenizer.decode([end])) for end in ends]
 
     def render(chat: tuple[Chat, bool]) -> JSON:
-        messages, is_conversation = chat
-        if is_conversation:
-            return [
-                [text, [list(turn) for turn in turns]] for text, turns in render_turns(messages, template, end_texts)
-            ]
-        text = template.render(messages, prompts=True)
-        check_tools(messages, [text])
-        return text
+        asked, is_conversation = chat
+        template.check(asked)
+        if not is_conversation:
+            return template.render(asked, prompts=True)
+        return [[text, [list(turn) for turn in turns]] for text, turns in render_turns(asked, template, end_texts)]
 
     prompts = [_prompt(row, options) for row in rows]
     chats = [(entry, row.is_conversation) for entry, row in zip(prompts, rows, strict=True) if isinstance(entry, Chat)]

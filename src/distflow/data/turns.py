@@ -42,6 +42,15 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer: Any = tokenizer
 
+    def check(self, chat: Chat) -> None:
+        """Raises RowError where the row has tools, or calls of some, that the template would leave out."""
+        for name, used in (("tools", chat.tools), ("tool_calls", any("tool_calls" in m for m in chat.messages))):
+            if used and not re.search(rf"\b{name}\b", self._text(chat)):
+                raise RowError(
+                    f"the chat template knows no {name}, and the row has some: use a model whose template does"
+                    + ("" if name == "tool_calls" else ", or name another column by data.tools_key")
+                )
+
     def render(self, chat: Chat, num_messages: int | None = None, *, prompts: bool) -> str:
         """The text of the first messages. prompts: with what asks the assistant for the next one."""
         return str(
@@ -80,27 +89,13 @@ def render_turns(chat: Chat, template: ChatTemplate, ends: Sequence[str]) -> lis
     """
     places = [place for place, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
     prompts = [template.render(chat, place, prompts=True) for place in places]
-    check_tools(chat, prompts)
     if template.has_marks(chat):
         return [_marked(*template.render_marked(chat), prompts, ends)]
     turns = []
     for number, (place, prompt) in enumerate(zip(places, prompts, strict=True), 1):
         text = template.render(chat, place + 1, prompts=False)
-        turn = _behind(prompt, text, number, ends)
-        _check_calls(chat.messages[place], text, turn)
-        turns.append((text, turn))
+        turns.append((text, _behind(prompt, text, number, ends)))
     return _joined(turns)
-
-
-def check_tools(chat: Chat, texts: Sequence[str]) -> None:
-    """Raises RowError where the template leaves the row's tools out of all texts."""
-    for tool in chat.tools:
-        name = _name_of(tool)
-        if name and not any(name in text for text in texts):
-            raise RowError(
-                f"the chat template does not show the tool '{name}': use a model whose template knows tools, or name "
-                "another column by data.tools_key"
-            )
 
 
 def encode_turns(
@@ -120,7 +115,8 @@ def encode_turns(
             if ids[: len(part)] != part:
                 raise RowError(
                     f"turn {number} of the assistant {does} inside a token, between {text[:place][-_SHOWN:]!r} and "
-                    f"{text[place:][:_SHOWN]!r}: take white space off the turn, so that it is learnt as it is asked for"
+                    f"{text[place:][:_SHOWN]!r}, so that the model would learn what it is not asked for: take white "
+                    "space off the turn, or use a template that puts none there"
                 )
         if answered[-1] not in end_ids:
             raise RowError(
@@ -135,10 +131,10 @@ def _behind(prompt: str, text: str, number: int, ends: Sequence[str]) -> Turn:
     if not text.startswith(prompt):
         same = len(commonprefix([prompt, text]))
         raise RowError(
-            f"the chat template asks for turn {number} of the assistant by {prompt[same:][:_SHOWN]!r} where it then "
-            f"writes {text[same:][:_SHOWN]!r}, so that the model would learn what it is not asked for: where the rows "
-            "hold thinking set data.enable_thinking=true (a row may set it in its column chat_template_kwargs), else "
-            "use a tokenizer whose template writes both alike, or marks the turns by {% generation %}"
+            f"the chat template prompts turn {number} of the assistant by {prompt[same:][:_SHOWN]!r}, and then writes "
+            f"{text[same:][:_SHOWN]!r} there, so that the model would learn what it is not asked for: set "
+            "data.enable_thinking=true where rows hold thinking (or in a row's chat_template_kwargs), leave out what "
+            "the template moves, like a system message, or use a template that marks the turns by {% generation %}"
         )
     return number, len(prompt), _end(text, len(prompt), len(text), number, ends)
 
@@ -161,7 +157,7 @@ def _marked(text: str, blocks: Sequence[tuple[int, int]], prompts: Sequence[str]
     for start, stop in blocks:
         number, prompted = max((own for own in begun if own[1] < stop), default=(0, 0))
         closed = _next_end(text, prompted, ends)
-        if len(begun) == len(prompts) and not (number and closed and start < closed[0]):
+        if len(begun) == len(prompts) and not (number and (closed is None or start < closed[0])):
             raise RowError(f"the chat template marks {text[start:stop][:_SHOWN]!r} as generated, which no turn wrote")
         start = max(start, prompted)
         turns.append((number or len(turns) + 1, start, _end(text, start, stop, number, ends)))
@@ -196,20 +192,3 @@ def _end(text: str, start: int, stop: int, number: int, ends: Sequence[str]) -> 
 def _next_end(text: str, start: int, ends: Sequence[str]) -> tuple[int, int] | None:
     """From where to where the first token that ends a turn stands."""
     return min(((at, at + len(end)) for end in ends if (at := text.find(end, start)) >= 0), default=None)
-
-
-def _check_calls(message: dict[str, JSON], text: str, turn: Turn) -> None:
-    calls = message.get("tool_calls")
-    for call in calls if isinstance(calls, list) else ():
-        if (name := _name_of(call)) and name not in text[turn[1] : turn[2]]:
-            raise RowError(
-                f"the chat template leaves the call of '{name}' out of turn {turn[0]} of the assistant: use a model "
-                "whose template knows tools"
-            )
-
-
-def _name_of(tool: JSON) -> str:
-    """Of the function that a tool, or a call of it, is about."""
-    function = tool.get("function", tool) if isinstance(tool, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    return name if isinstance(name, str) else ""
