@@ -245,7 +245,8 @@ def _check_options(tokenizer: "PreTrainedTokenizerBase", rows: Sequence[RawRow],
         why = "data.prompt_format=chat" if options.prompt_format == "chat" else "the prompts are chat messages"
         raise UserError(
             f"the tokenizer has no chat template, but {why}: use data.prompt_format=text with text prompts, "
-            "or set actor_rollout_ref.model.tokenizer_path to an instruction-tuned model"
+            "set actor_rollout_ref.model.tokenizer_path to an instruction-tuned model, or put a chat_template.jinja "
+            "into the tokenizer's folder"
         )
     if any(row.response is not None or row.is_conversation for row in rows) and tokenizer.eos_token_id is None:
         raise UserError(
