@@ -252,6 +252,11 @@ def _check_options(tokenizer: "PreTrainedTokenizerBase", rows: Sequence[RawRow],
         raise UserError(
             "the tokenizer has no end token, so responses cannot end: see actor_rollout_ref.model.tokenizer_path"
         )
+    if any(row.is_conversation for row in rows) and not tokenizer.is_fast:
+        raise UserError(
+            "the tokenizer does not tell where its tokens stand in a text, as conversations need it: use one with a "
+            "tokenizer.json (actor_rollout_ref.model.tokenizer_path)"
+        )
     for name in options.template_kwargs:
         if not chat or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
             why = (
@@ -321,9 +326,7 @@ def _conversation(
     encoded = []
     for text, turns in rendered:
         try:
-            ids, spans = encode_turns(
-                (text, turns), lambda texts: _tokenise(tokenizer, texts, add_special_tokens=False), ends
-            )
+            ids, spans = encode_turns((text, turns), tokenizer, ends)
         except RowError as error:
             return str(error)
         first = spans[0][0]

@@ -7,7 +7,8 @@ which must be borders of its tokens.
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from os.path import commonprefix
 from typing import Any
@@ -25,6 +26,8 @@ Rendered = tuple[str, list[Turn]]
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SHOWN = 40
+_WINDOW, _NEAR = 64, 8
+"""Tokens before a turn that are tokenised alone, and the last of them, which must come out the same."""
 
 
 @dataclass(frozen=True)
@@ -99,31 +102,42 @@ def render_turns(chat: Chat, template: ChatTemplate, ends: Sequence[str]) -> lis
 
 
 def encode_turns(
-    rendered: Rendered, tokenise: Callable[[list[str]], list[list[int]]], end_ids: Collection[int]
+    rendered: Rendered, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """Token ids up to the end of the last turn, and where each turn stands in them.
 
-    They are those of the whole text; a turn's borders are found by tokenising what is before them alone, as it would be
-    when the model is prompted. Raises RowError where the two differ.
+    They are those of the whole text at once. Raises RowError where a turn would not follow the tokens that the model is
+    prompted by, which are those of the text before it alone.
     """
     text, turns = rendered
-    parts = [part for _, start, end in turns for part in (text[:start], text[:end])]
-    ids, *before = tokenise([text, *parts])
+    made: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids, begins = made["input_ids"], [begin for begin, _ in made["offset_mapping"]]
     spans = []
-    for (number, start, end), prompt, answered in zip(turns, before[::2], before[1::2], strict=True):
-        for place, part, does in ((start, prompt, "begins"), (end, answered, "ends")):
-            if ids[: len(part)] != part:
-                raise RowError(
-                    f"turn {number} of the assistant {does} inside a token, between {text[:place][-_SHOWN:]!r} and "
-                    f"{text[place:][:_SHOWN]!r}, so that the model would learn what it is not asked for: take white "
-                    "space off the turn, or use a template that puts none there"
-                )
-        if answered[-1] not in end_ids:
+    for number, start, end in turns:
+        first, behind = bisect_left(begins, start), bisect_left(begins, end)
+        if not _is_prompted(text[:start], ids[:first], begins, tokenizer):
             raise RowError(
-                f"what ends turn {number} of the assistant, {text[:end][-_SHOWN:]!r}, is no token of its own"
+                f"turn {number} of the assistant begins inside a token, between {text[:start][-_SHOWN:]!r} and "
+                f"{text[start:][:_SHOWN]!r}, so that the model would learn what it is not asked for: take white "
+                "space off the turn, or use a template that puts none there"
             )
-        spans.append((len(prompt), len(answered)))
+        if ids[behind - 1] not in end_ids:
+            raise RowError(f"{text[:end][-_SHOWN:]!r} ends turn {number} of the assistant by more than a token")
+        spans.append((first, behind))
     return ids[: spans[-1][1]], spans
+
+
+def _is_prompted(text: str, ids: list[int], begins: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether these are the tokens of the text alone. What follows a text changes tokens at its end, so most often that
+    is seen there, and long conversations cost no more than their length."""
+    near = _ids(tokenizer, text[begins[max(len(ids) - _WINDOW, 0)] :])
+    last = ids[-_NEAR:]
+    return near[-len(last) :] == last or _ids(tokenizer, text) == ids
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    made: Any = tokenizer(text, add_special_tokens=False, verbose=False)
+    return list(made["input_ids"])
 
 
 def _behind(prompt: str, text: str, number: int, ends: Sequence[str]) -> Turn:
