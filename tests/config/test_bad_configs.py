@@ -320,6 +320,18 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "data.system_prompt",
         ("prompt_format=chat",),
     ),
+    "tools of all rows": (
+        "grpo",
+        ["data.apply_chat_template_kwargs.tools=[a]"],
+        "data.apply_chat_template_kwargs",
+        ("'tools' already", "data.tools_key"),
+    ),
+    "thinking on and off": (
+        "sft",
+        ["data.enable_thinking=true", "data.apply_chat_template_kwargs={enable_thinking: false}"],
+        "data.enable_thinking",
+        ("alone",),
+    ),
     "a truncation that never happens": ("grpo", ["data.truncation=left"], "data.truncation", ("filter_overlong",)),
     # models and engines
     "remote code of a moving model": (

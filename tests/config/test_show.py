@@ -78,11 +78,14 @@ data:
   prompt_key: question
   answer_key: gold
   response_key: solution
+  messages_key: talk
+  tools_key: functions
   domain_key: kind
   prompt_format: chat
   prompt_template: "Q: {prompt}\\nA:"
   system_prompt: "Be brief: yes"
   enable_thinking: true
+  apply_chat_template_kwargs: {date_string: today}
   train_batch_size: 32
   max_prompt_length: 100
   max_response_length: 200

@@ -96,6 +96,15 @@ def test_responses_come_back(tmp_path):
     assert EncodedRows(write_encoded(prompts_of(3), tmp_path, "train"))[0].response_ids is None
 
 
+def test_turns_come_back(tmp_path):
+    talk = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user", "assistant")]
+    prompts = encode([RawRow(f"f:{i}", talk[: 2 * i], None, "d", None, {}, is_conversation=True) for i in (1, 2)])
+    rows = EncodedRows(write_encoded(prompts, tmp_path, "train"))
+    assert list(rows) == list(prompts) and [row.turns for row in rows] == [((0, 2),), ((0, 2), (20, 22))]
+    assert [part.owner for part in rows[1].answer(3)] == ["policy", "environment", "policy"]
+    assert [i for part in rows[1].answer(3) for i in part.token_ids] == list(rows[1].response_ids)
+
+
 def test_the_file_is_the_owners_and_is_kept_while_it_fits(tmp_path):
     prompts = prompts_of(3)
     file = write_encoded(prompts, tmp_path, "train")

@@ -76,6 +76,7 @@ INERT = [
     ("grpo", f"{ROLLOUT}.val_kwargs.n=4", ()),
     ("grpo", f"{ROLLOUT}.val_kwargs.temperature=1.0", ("data.val_files=rows.jsonl",)),
     ("grpo", "data.response_key=text", ()),
+    ("grpo", "data.messages_key=talk", ()),
     ("grpo", "data.seed=3", ("data.shuffle=false",)),
     ("grpo", "trainer.test_freq=3", ()),
     ("grpo", "trainer.keep_last=5", ("trainer.save_freq=-1",)),
@@ -120,6 +121,9 @@ TAKEN = [
     ("dapo", f"{ACTOR}.clip_ratio_low=0.1", ()),
     ("grpo", "trainer.test_freq=-1", ()),
     ("sft", "data.response_key=text", ()),
+    ("sft", "data.messages_key=talk", ()),
+    ("sft", "data.tools_key=functions", ()),
+    ("sft", "data.apply_chat_template_kwargs.date_string=today", ()),
     ("quickstart_sft", "trainer.total_training_steps=5", ()),
     ("quickstart_sft", f"{ACTOR}.optim.lr_warmup_steps=5", ()),
 ]

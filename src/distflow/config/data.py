@@ -16,6 +16,8 @@ class DataConfig:
     prompt_key: str = key("prompt", "column of the prompt: a text or a list of chat messages")
     answer_key: str = key("answer", "column of what the reward compares with")
     response_key: str = key("response", "column of the response to learn (sft)")
+    messages_key: str = key("messages", "column of a conversation whose assistant turns are learnt (sft)")
+    tools_key: str = key("tools", "column of the functions that the chat template shows, as JSON schemas")
     domain_key: str = key("data_source", "column that says which kind of task a row is")
     prompt_format: str = key(
         "text", "chat: a text prompt becomes one user message of the chat template", choices=("text", "chat")
@@ -25,6 +27,7 @@ class DataConfig:
     )
     system_prompt: str | None = key(None, "system message in front of each prompt (chat)")
     enable_thinking: bool = key(False, "handed to the chat template")
+    apply_chat_template_kwargs: dict[str, object] = key({}, "what else is handed to it, by name")
     train_batch_size: int = key(512, "prompts a step", minimum=1)
     max_prompt_length: int = key(2048, "longest prompt in tokens", minimum=1)
     max_response_length: int = key(4096, "longest response in tokens", minimum=1)

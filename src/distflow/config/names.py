@@ -267,6 +267,13 @@ LAUNCHERS: dict[str, Entry] = {
     "ray": Entry("one worker a device, over Ray"),
 }
 
+TEMPLATE_PARAMETERS = (
+    *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
+    *("tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+)
+"""What the call of a chat template sets itself: no further argument of it may be called so."""
+
 OPTIMIZERS = ("adamw", "adamw_8bit", "sgd")
 SCHEDULERS = ("constant", "constant_with_warmup", "linear_with_warmup", "cosine_with_warmup")
 DTYPES = ("bfloat16", "float32")

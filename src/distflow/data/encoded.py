@@ -13,7 +13,7 @@ from distflow.config.errors import UserError
 from distflow.data.arrow import CHUNK_ROWS, metadata_of, write_arrow
 from distflow.data.prompts import PromptRow, PromptSet
 
-_FORMAT = "prompts 1"
+_FORMAT = "prompts 2"
 _IDS = pyarrow.list_(pyarrow.int32())
 # What is neither ids nor checksum is one JSON text: exact, whatever its types.
 _SCHEMA = pyarrow.schema(
@@ -87,8 +87,9 @@ class EncodedRows(Sequence[PromptRow]):
         response_ids = tuple(response.values.to_numpy().tolist()) if response.is_valid else None
         if crc32.as_py() != _crc32(prompt_ids, response_ids, rest.as_py()):
             raise self._damaged(f"row {index} is not as it was written")
-        text, answer, domain, extra_info, origin = json.loads(rest.as_py())
-        return PromptRow(index, prompt_ids, text, answer, domain, extra_info, response_ids, origin)
+        text, answer, domain, extra_info, origin, turns = json.loads(rest.as_py())
+        turns = tuple((start, end) for start, end in turns) if turns is not None else None
+        return PromptRow(index, prompt_ids, text, answer, domain, extra_info, response_ids, origin, turns)
 
     def _batch(self, number: int) -> pyarrow.RecordBatch:
         """Its offsets are checked before anything is read through them."""
@@ -113,7 +114,7 @@ class EncodedRows(Sequence[PromptRow]):
 def _batches(prompts: PromptSet, schema: pyarrow.Schema) -> Iterator[pyarrow.RecordBatch]:
     for start in range(0, len(prompts), CHUNK_ROWS):
         rows = prompts[start : start + CHUNK_ROWS]
-        rest = [json.dumps([r.prompt_text, r.ground_truth, r.domain, r.extra_info, r.origin]) for r in rows]
+        rest = [json.dumps([r.prompt_text, r.ground_truth, r.domain, r.extra_info, r.origin, r.turns]) for r in rows]
         checksums = [_crc32(row.prompt_ids, row.response_ids, text) for row, text in zip(rows, rest, strict=True)]
         columns = [[row.prompt_ids for row in rows], [row.response_ids for row in rows], rest, checksums]
         arrays = [pyarrow.array(values, field.type) for values, field in zip(columns, schema, strict=True)]

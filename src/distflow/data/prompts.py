@@ -2,9 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, overload
 
@@ -13,8 +14,11 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config.errors import UserError
-from distflow.data.rendering import Refused, render_all
-from distflow.data.rows import BadRows, Messages, RawRow
+from distflow.data.messages import Messages, RowError
+from distflow.data.rendering import Refused, render_all, template_of
+from distflow.data.rows import BadRows, RawRow
+from distflow.data.sample import Segment
+from distflow.data.turns import Chat, ChatTemplate, Rendered, encode_turns, render_turns
 from distflow.observe.jsonlines import JSON
 
 if TYPE_CHECKING:
@@ -37,6 +41,7 @@ _CHUNK_ROWS = 512
 _PLACE = "{prompt}"
 
 Ids = NDArray[np.int32]
+Turns = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,8 @@ class PromptRow:
     """One prompt, ready for an engine.
 
     index: its row in the set, as tickets count. prompt_text: what was tokenised. response_ids: the response to learn,
-    with the end token (SFT), else None. origin: file and line.
+    with the end token (SFT), else None. turns: of a conversation, where in the response the assistant's turns begin and
+    end; None where all of it is one. origin: file and line.
     """
 
     index: int
@@ -55,6 +61,19 @@ class PromptRow:
     extra_info: dict[str, JSON] | None = None
     response_ids: tuple[int, ...] | None = None
     origin: str = ""
+    turns: Turns | None = None
+
+    def answer(self, version: int) -> list[Segment]:
+        """The response: what is learnt as made by the policy of that version, what stands between by others."""
+        ids = self.response_ids or ()
+        segments, done = [], 0
+        for start, end in self.turns or ((0, len(ids)),):
+            if start > done:
+                segments.append(Segment("environment", ids[done:start]))
+            zeros = (0.0,) * (end - start)
+            segments.append(Segment("policy", ids[start:end], zeros, zeros, (version,) * (end - start)))
+            done = end
+        return segments
 
 
 @dataclass(frozen=True)
@@ -64,6 +83,7 @@ class PromptOptions:
     prompt_format: "text", or "chat" where a text prompt becomes one user message. Lists of messages are chat always.
     prompt_template: text around a text prompt, with `{prompt}` in it, plain braces doubled.
     system_prompt: chat only; a row's own wins.
+    template_kwargs: for the chat template; a row's own win.
     num_workers: threads that tokenise; 0 does it in the calling thread. The result is the same.
     """
 
@@ -73,6 +93,7 @@ class PromptOptions:
     prompt_template: str | None = None
     system_prompt: str | None = None
     enable_thinking: bool = False
+    template_kwargs: Mapping[str, object] = field(default_factory=dict)
     filter_overlong: bool = True
     truncation: str = "error"
     num_workers: int = 4
@@ -80,7 +101,7 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class PromptReport:
-    """What became of the rows."""
+    """What became of the rows. num_turns: of the assistant, to learn. num_texts_more: of conversations with several."""
 
     num_rows: int
     num_bad: int
@@ -88,10 +109,14 @@ class PromptReport:
     num_overlong_responses: int
     num_truncated: int
     longest_prompt_tokens: int
+    num_turns: int = 0
+    num_texts_more: int = 0
 
     def lines(self) -> list[str]:
         """For people: what is used, and what is left out and why."""
         counts = {
+            "turns of the assistant to learn": self.num_turns,
+            "rows more, of turns that the chat template writes otherwise once others follow": self.num_texts_more,
             "bad rows skipped": self.num_bad,
             "over-long prompts left out": self.num_overlong_prompts,
             "over-long responses left out": self.num_overlong_responses,
@@ -112,6 +137,7 @@ class PromptSet(Sequence[PromptRow]):
         self._prompts = _Flat([entry.ids for entry in encoded])
         has_responses = any(entry.response_ids is not None for entry in encoded)
         self._responses = _Flat([entry.response_ids or () for entry in encoded]) if has_responses else None
+        self._turns = [entry.turns for entry in encoded]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -133,6 +159,7 @@ class PromptSet(Sequence[PromptRow]):
             extra_info=row.extra_info,
             response_ids=None if self._responses is None else self._responses[index],
             origin=row.origin,
+            turns=self._turns[index],
         )
 
     @property
@@ -156,28 +183,39 @@ class PromptSet(Sequence[PromptRow]):
             digest.update(part.bytes() if part is not None else b"no responses")
         for text, row in zip(self._texts, self._rows, strict=True):
             digest.update(json.dumps([text, row.answer, row.domain, row.extra_info], sort_keys=True).encode())
+        if any(self._turns):
+            digest.update(json.dumps(self._turns).encode())
         return digest.hexdigest()
 
 
 def encode_rows(
-    rows: Sequence[RawRow], tokenizer: "PreTrainedTokenizerBase", options: PromptOptions, bad_rows: BadRows
+    rows: Sequence[RawRow],
+    tokenizer: "PreTrainedTokenizerBase",
+    options: PromptOptions,
+    bad_rows: BadRows,
+    end_ids: Collection[int] = (),
 ) -> PromptSet:
     """Tokenise the prompts (and responses, where the rows have them); leave out or cut those that are too long.
 
     A text prompt is tokenised with the tokenizer's own special tokens; a chat is rendered by its template, with the
-    generation prompt, and gets none besides. Rows that the template refuses are added to `bad_rows`.
+    generation prompt, and gets none besides. Of a conversation the assistant's turns are the response; it becomes
+    several rows where the template writes a turn otherwise once others follow. Rows that the template refuses, or of
+    which it cannot be told what is learnt, are added to `bad_rows`. end_ids: tokens that end a turn, besides the
+    tokenizer's end token.
     Raises UserError for a tokenizer without what is needed, for bad rows unless skipped, for a prompt that is too long
     with truncation "error", and where no row is left.
     """
     _check_options(tokenizer, rows, options)
-    encoded = _encode_all(rows, tokenizer, options)
+    encoded = _encode_all(rows, tokenizer, options, end_ids)
     good: list[tuple[RawRow, _Encoded]] = []
-    for row, entry in zip(rows, encoded, strict=True):
-        if isinstance(entry, str):
-            bad_rows.add(row.origin, entry)
+    for row, entries in zip(rows, encoded, strict=True):
+        if isinstance(entries, str):
+            bad_rows.add(row.origin, entries)
         else:
-            good.append((row, entry))
+            good.extend((row, entry) for entry in entries)
     bad_rows.check()
+    if not good:
+        raise UserError(f"all rows are bad, and skipped; the first: {bad_rows.reasons[0]}")
     return _fit(good, tokenizer, options, len(bad_rows.reasons))
 
 
@@ -186,6 +224,7 @@ class _Encoded:
     text: str
     ids: Sequence[int]
     response_ids: Sequence[int] | None = None
+    turns: Turns | None = None
 
 
 class _Flat:
@@ -211,27 +250,42 @@ def _check_options(tokenizer: "PreTrainedTokenizerBase", rows: Sequence[RawRow],
         why = "data.prompt_format=chat" if options.prompt_format == "chat" else "the prompts are chat messages"
         raise UserError(
             f"the tokenizer has no chat template, but {why}: use data.prompt_format=text with text prompts, "
-            "or set actor_rollout_ref.model.tokenizer_path to an instruction-tuned model"
+            "set actor_rollout_ref.model.tokenizer_path to an instruction-tuned model, or put a chat_template.jinja "
+            "into the tokenizer's folder"
         )
-    if any(row.response is not None for row in rows) and tokenizer.eos_token_id is None:
+    if any(row.response is not None or row.is_conversation for row in rows) and tokenizer.eos_token_id is None:
         raise UserError(
             "the tokenizer has no end token, so responses cannot end: see actor_rollout_ref.model.tokenizer_path"
         )
+    if any(row.is_conversation for row in rows) and not tokenizer.is_fast:
+        raise UserError(
+            "the tokenizer does not tell where its tokens stand in a text, as conversations need it: use one with a "
+            "tokenizer.json (actor_rollout_ref.model.tokenizer_path)"
+        )
+    for name in options.template_kwargs:
+        if not chat or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            why = (
+                f"no '{name}' is in {template_of(tokenizer)}"
+                if chat
+                else "the prompts are texts: see data.prompt_format"
+            )
+            raise UserError(f"data.apply_chat_template_kwargs.{name} does nothing: {why}")
 
 
 def _encode_all(
-    rows: Sequence[RawRow], tokenizer: "PreTrainedTokenizerBase", options: PromptOptions
-) -> Iterator[_Encoded | str]:
+    rows: Sequence[RawRow], tokenizer: "PreTrainedTokenizerBase", options: PromptOptions, end_ids: Collection[int]
+) -> Iterator[list[_Encoded] | str]:
     """In chunks; over threads where there are several: tokenizers written in Rust let go of the interpreter.
 
     The threads share one tokenizer: no call asks for padding or truncation, the settings that a call would change.
     """
-    rendered = _render(rows, tokenizer, options)
+    ends = sorted({*end_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])})
+    rendered = _render(rows, tokenizer, options, ends)
     starts = range(0, len(rows), _CHUNK_ROWS)
 
-    def encode(start: int) -> list[_Encoded | str]:
+    def encode(start: int) -> list[list[_Encoded] | str]:
         chunk = slice(start, start + _CHUNK_ROWS)
-        return _encode_chunk(rows[chunk], rendered[chunk], tokenizer)
+        return _encode_chunk(rows[chunk], rendered[chunk], tokenizer, ends)
 
     if options.num_workers < 1 or len(starts) < 2:
         yield from chain.from_iterable(map(encode, starts))
@@ -240,49 +294,84 @@ def _encode_all(
         yield from chain.from_iterable(threads.map(encode, starts))
 
 
-def _encode_chunk(
-    rows: Sequence[RawRow], rendered: "Sequence[_Rendered | str]", tokenizer: "PreTrainedTokenizerBase"
-) -> list[_Encoded | str]:
-    """One entry a row: the tokens, or what is wrong with it."""
-    texts = [(i, entry) for i, entry in enumerate(rendered) if isinstance(entry, _Rendered)]
-    out: list[_Encoded | str] = [entry if isinstance(entry, str) else "" for entry in rendered]
-    for is_chat in (False, True):
-        indices = [i for i, entry in texts if entry.is_chat == is_chat]
-        prompts = [entry.text for _, entry in texts if entry.is_chat == is_chat]
-        special = {"add_special_tokens": False} if is_chat else {}
-        for i, text, ids in zip(indices, prompts, _tokenise(tokenizer, prompts, **special), strict=True):
-            out[i] = _Encoded(text, ids) if ids else "the prompt has no tokens"
-    return _with_responses(rows, out, tokenizer)
-
-
 @dataclass(frozen=True)
-class _Rendered:
+class _Prompt:
     text: str
     is_chat: bool
 
 
-def _render(
-    rows: Sequence[RawRow], tokenizer: "PreTrainedTokenizerBase", options: PromptOptions
-) -> list[_Rendered | str]:
-    """One entry a row: its text, or why it has none."""
+_Text = _Prompt | list[Rendered] | str
+"""A prompt, a conversation with its turns, or why the row has no text."""
 
-    def render(messages: Messages) -> str:
-        return str(
-            tokenizer.apply_chat_template(
-                messages,  # type: ignore[arg-type]  # declared for texts alone, but templates read other values too
-                tokenize=False,
-                add_generation_prompt=True,
-                enable_thinking=options.enable_thinking,
-            )
-        )
+
+def _encode_chunk(
+    rows: Sequence[RawRow], texts: Sequence[_Text], tokenizer: "PreTrainedTokenizerBase", ends: Collection[int]
+) -> list[list[_Encoded] | str]:
+    """One entry a row: what it becomes, or what is wrong with it."""
+    out: list[_Encoded | str] = [entry if isinstance(entry, str) else "" for entry in texts]
+    for is_chat in (False, True):
+        chosen = [
+            (i, entry.text) for i, entry in enumerate(texts) if isinstance(entry, _Prompt) and entry.is_chat == is_chat
+        ]
+        special = {"add_special_tokens": False} if is_chat else {}
+        tokens = _tokenise(tokenizer, [text for _, text in chosen], **special)
+        for (i, text), ids in zip(chosen, tokens, strict=True):
+            out[i] = _Encoded(text, ids) if ids else "the prompt has no tokens"
+    answered = _with_responses(rows, out, tokenizer)
+    return [
+        _conversation(text, tokenizer, ends) if isinstance(text, list) else entry if isinstance(entry, str) else [entry]
+        for text, entry in zip(texts, answered, strict=True)
+    ]
+
+
+def _conversation(
+    rendered: list[Rendered], tokenizer: "PreTrainedTokenizerBase", ends: Collection[int]
+) -> list[_Encoded] | str:
+    """What is before the first turn that is learnt is the prompt, the rest the response."""
+    encoded = []
+    for text, turns in rendered:
+        try:
+            ids, spans = encode_turns((text, turns), tokenizer, ends)
+        except RowError as error:
+            return str(error)
+        first = spans[0][0]
+        if not first:
+            return "the prompt has no tokens"
+        learnt = tuple((start - first, end - first) for start, end in spans)
+        encoded.append(_Encoded(text[: turns[0][1]], ids[:first], ids[first:], learnt))
+    return encoded
+
+
+def _render(
+    rows: Sequence[RawRow], tokenizer: "PreTrainedTokenizerBase", options: PromptOptions, ends: Collection[int]
+) -> list[_Text]:
+    """One entry a row. The template runs for all rows that are chats, see `render_all`."""
+    template, end_texts = ChatTemplate(tokenizer), [str(tokenizer.decode([end])) for end in ends]
+
+    def render(chat: tuple[Chat, bool]) -> JSON:
+        asked, is_conversation = chat
+        template.check(asked)
+        if not is_conversation:
+            return template.render(asked, prompts=True)
+        return [[text, [list(turn) for turn in turns]] for text, turns in render_turns(asked, template, end_texts)]
 
     prompts = [_prompt(row, options) for row in rows]
-    chats = render_all([prompt for prompt in prompts if not isinstance(prompt, str)], render, tokenizer)
-    return [_Rendered(prompt, False) if isinstance(prompt, str) else _chat(next(chats)) for prompt in prompts]
+    chats = [(entry, row.is_conversation) for entry, row in zip(prompts, rows, strict=True) if isinstance(entry, Chat)]
+    rendered = render_all(chats, render, tokenizer)
+    return [_Prompt(entry, False) if isinstance(entry, str) else _text(next(rendered)) for entry in prompts]
 
 
-def _prompt(row: RawRow, options: PromptOptions) -> str | Messages:
-    """The text as it is, or the messages that the chat template makes a text of."""
+def _text(rendered: object) -> _Text:
+    if isinstance(rendered, Refused):
+        return str(rendered)
+    if isinstance(rendered, str):
+        return _Prompt(rendered, True)
+    assert isinstance(rendered, list), "what `render` gave"
+    return rendered
+
+
+def _prompt(row: RawRow, options: PromptOptions) -> str | Chat:
+    """The text as it is, or what the chat template makes a text of."""
     prompt = row.prompt
     if isinstance(prompt, str):
         if options.prompt_template is not None:
@@ -292,13 +381,8 @@ def _prompt(row: RawRow, options: PromptOptions) -> str | Messages:
     messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if options.system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": options.system_prompt}, *messages]
-    return messages
-
-
-def _chat(rendered: str | Refused) -> _Rendered | str:
-    if isinstance(rendered, Refused):
-        return f"the chat template refuses the messages: {rendered}"
-    return _Rendered(rendered, True)
+    kwargs = {"enable_thinking": options.enable_thinking, **options.template_kwargs, **row.template_kwargs}
+    return Chat(messages, row.tools, kwargs)
 
 
 def _tokenise(tokenizer: "PreTrainedTokenizerBase", texts: list[str], **settings: bool) -> list[list[int]]:
@@ -343,8 +427,16 @@ def _fit(
             f"(the shortest prompt has {shortest} tokens), data.max_response_length={options.max_response_length}: "
             "raise what is too small"
         )
-    longest = max(len(entry.ids) for _, entry in kept)
-    report = PromptReport(len(kept), num_bad, num_prompts, num_responses, num_truncated, longest)
+    report = PromptReport(
+        len(kept),
+        num_bad,
+        num_prompts,
+        num_responses,
+        num_truncated,
+        longest_prompt_tokens=max(len(entry.ids) for _, entry in kept),
+        num_turns=sum(len(entry.turns or ()) for _, entry in kept),
+        num_texts_more=len(good) - len({id(row) for row, _ in good}),
+    )
     return PromptSet([row for row, _ in kept], [entry for _, entry in kept], report)
 
 
@@ -361,8 +453,12 @@ def _cut(row: RawRow, entry: _Encoded, tokenizer: "PreTrainedTokenizerBase", opt
     ids = truncated(entry.ids, options.max_prompt_length, options.truncation)
     text = entry.text if len(ids) == len(entry.ids) else tokenizer.decode(list(ids))
     assert isinstance(text, str)
-    response = None if entry.response_ids is None else entry.response_ids[: options.max_response_length]
-    return _Encoded(text, ids, response)
+    limit = options.max_response_length
+    response = None if entry.response_ids is None else entry.response_ids[:limit]
+    if response is None or entry.turns is None:
+        return _Encoded(text, ids, response)
+    turns = tuple((start, min(end, limit)) for start, end in entry.turns if start < limit)
+    return _Encoded(text, ids, response[: turns[-1][1]], turns)
 
 
 def truncated(ids: Sequence[int], max_tokens: int, side: str) -> Sequence[int]:

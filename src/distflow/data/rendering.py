@@ -1,4 +1,4 @@
-"""Renders chat templates in a process that can be killed: a template is foreign code, which may never end."""
+"""Runs chat templates in a process that can be killed: a template is foreign code, which may never end."""
 
 import json
 import multiprocessing
@@ -8,12 +8,14 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config.errors import UserError
+from distflow.data.messages import RowError
+from distflow.observe.jsonlines import JSON
 
 RENDERS_WITHIN_S = 10.0
 """Each prompt; it takes a millisecond."""
@@ -22,17 +24,19 @@ MORE_MEMORY_BYTES = 2 * 2**30
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 
 Row = TypeVar("Row")
+Rendered = TypeVar("Rendered", bound=JSON)
 _OUT_OF_MEMORY = "it ran out of memory"
+_REFUSES = "the chat template refuses the messages"
 
 
 class Refused(str):
-    """Why the template renders no prompt of a row."""
+    """Why a row has no text."""
 
 
 def render_all(
-    rows: Sequence[Row], render: Callable[[Row], str], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[str | Refused]:
-    """One entry a row, in order.
+    rows: Sequence[Row], render: Callable[[Row], Rendered], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[Rendered | Refused]:
+    """One entry a row, in order: what `render` makes of it, which JSON can hold.
 
     render: calls the tokenizer's template; what it raises is a `Refused`. It runs in a fork of this process, which has
     the tokenizer as it is. Raises UserError naming the template's file where a row takes longer than
@@ -49,7 +53,8 @@ def render_all(
     theirs.close()
     try:
         for number in range(1, len(rows) + 1):
-            yield _next(ours, f"{template_of(tokenizer)} cannot be rendered (row {number} of {len(rows)})")
+            kind, value = _next(ours, f"{template_of(tokenizer)} cannot be rendered (row {number} of {len(rows)})")
+            yield Refused(value) if kind == "refused" else value
     finally:
         process.kill()
         process.join()
@@ -65,43 +70,45 @@ def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
     return f"the chat template of the tokenizer '{tokenizer.name_or_path}'"
 
 
-def _next(channel: Connection, what: str) -> str | Refused:
+def _next(channel: Connection, what: str) -> tuple[str, Any]:
     if not channel.poll(RENDERS_WITHIN_S):
         raise UserError(
             f"{what}: it did not end within {RENDERS_WITHIN_S:g} s. Repair its loop, or use another tokenizer"
         )
     try:
-        kind, text = json.loads(channel.recv_bytes())
+        kind, value = json.loads(channel.recv_bytes())
     except EOFError:
         raise UserError(f"{what}: the process that rendered it crashed") from None
     if kind == "fails":
-        raise UserError(f"{what}: {text}")
-    return Refused(text) if kind == "refused" else str(text)
+        raise UserError(f"{what}: {value}")
+    return kind, value
 
 
-def _serve(channel: Connection, rows: Sequence[Row], render: Callable[[Row], str]) -> None:
+def _serve(channel: Connection, rows: Sequence[Row], render: Callable[[Row], JSON]) -> None:
     """In the fork: answer each row, until the first that fails."""
     _limit_memory()
     for row in rows:
-        kind, text = _rendered(row, render)
-        channel.send_bytes(json.dumps([kind, text]).encode())
+        kind, value = _rendered(row, render)
+        channel.send_bytes(json.dumps([kind, value]).encode())
         if kind == "fails":
             return
 
 
-def _rendered(row: Row, render: Callable[[Row], str]) -> tuple[str, str]:
+def _rendered(row: Row, render: Callable[[Row], JSON]) -> tuple[str, JSON]:
     try:
-        text = render(row)
-        json.dumps(text)
+        value = render(row)
+        characters = len(value) if isinstance(value, str) else len(json.dumps(value, ensure_ascii=False))
     except MemoryError:
         return "fails", _OUT_OF_MEMORY
+    except RowError as error:
+        return "refused", str(error)
     except jinja2.TemplateError as error:
-        return "refused", str(error)[:1000]
+        return "refused", f"{_REFUSES}: {error}"[:1000]
     except Exception as error:  # the edge of foreign code
-        return "refused", f"{type(error).__name__}: {error}"[:1000]
-    if len(text) > MAX_CHARACTERS:
-        return "fails", f"a prompt becomes {len(text):,} characters"
-    return "rendered", text
+        return "refused", f"{_REFUSES}: {type(error).__name__}: {error}"[:1000]
+    if characters > MAX_CHARACTERS:
+        return "fails", f"a prompt becomes {characters:,} characters"
+    return "rendered", value
 
 
 def _limit_memory() -> None:

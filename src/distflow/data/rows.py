@@ -7,6 +7,16 @@ from datetime import date, time
 from decimal import Decimal
 
 from distflow.config.errors import UserError, nearest
+from distflow.data.messages import (
+    Messages,
+    RowError,
+    check_unicode,
+    kind,
+    read_conversation,
+    read_prompt,
+    read_template_kwargs,
+    read_tools,
+)
 from distflow.observe.jsonlines import JSON, is_deep
 
 DEFAULT_DOMAIN = "default"
@@ -19,7 +29,7 @@ _USUAL_NAMES = {
 }
 """What data sets call these columns."""
 
-Messages = list[dict[str, JSON]]
+TEMPLATE_KWARGS_COLUMN = "chat_template_kwargs"
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,8 @@ class Columns:
     """Names of the columns. A dotted name reaches into nested values: `reward_model.ground_truth`.
 
     answer_required: a row without an answer is then bad. domain: may be missing where it has its default name.
-    response: the column to learn from (SFT), or None.
+    response: the column to learn from (SFT), or None. messages: of conversations to learn from, where a row has no
+    prompt and response; or None. tools: functions for the chat template. is_chat: texts go through it too.
     """
 
     prompt: str = "prompt"
@@ -35,6 +46,9 @@ class Columns:
     domain: str = _DEFAULT_DOMAIN_KEY
     response: str | None = None
     answer_required: bool = True
+    messages: str | None = None
+    tools: str = "tools"
+    is_chat: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,7 +62,10 @@ class Record:
 
 @dataclass(frozen=True)
 class RawRow:
-    """A good row. `origin` is its file and line."""
+    """A good row. `origin` is its file and line.
+
+    tools, template_kwargs: for the chat template. is_conversation: the assistant's turns of `prompt` are to be learnt.
+    """
 
     origin: str
     prompt: str | Messages
@@ -56,6 +73,9 @@ class RawRow:
     domain: str
     response: str | None
     extra_info: dict[str, JSON]
+    tools: list[JSON] = field(default_factory=list)
+    template_kwargs: dict[str, JSON] = field(default_factory=dict)
+    is_conversation: bool = False
 
 
 @dataclass
@@ -98,15 +118,19 @@ def read_rows(records: Iterator[Record], columns: Columns, bad_rows: BadRows, so
             continue
         num_read += 1
         seen.update(record.values)
-        missing = {key: name for key, name in missing.items() if find(record.values, name) is None}
-        row = _raw_row(record, columns)
-        if isinstance(row, str):
-            bad_rows.add(record.origin, row)
-        else:
-            yield row
+        found = {name for name in missing.values() if find(record.values, name) is not None}
+        if _is_conversation(record.values, columns):
+            found |= {columns.prompt, str(columns.response)}
+        missing = {key: name for key, name in missing.items() if name not in found}
+        try:
+            row = _raw_row(record, columns)
+        except RowError as error:
+            bad_rows.add(record.origin, str(error))
+            continue
+        yield row
     if num_read and missing:
         key, name = next(iter(missing.items()))
-        raise UserError(_no_column(key, name, source, seen))
+        raise UserError(_no_column(key, name, columns, source, seen))
 
 
 def find(values: Mapping[str, object], name: str) -> object:
@@ -130,7 +154,14 @@ def _required(columns: Columns) -> dict[str, str]:
     return required
 
 
-def _no_column(key: str, name: str, source: str, seen: set[str]) -> str:
+def _is_conversation(values: Mapping[str, object], columns: Columns) -> bool:
+    """Whether its turns are learnt: it has messages, and is not a prompt with its response."""
+    if columns.messages is None or columns.response is None or find(values, columns.messages) is None:
+        return False
+    return find(values, columns.prompt) is None or find(values, columns.response) is None
+
+
+def _no_column(key: str, name: str, columns: Columns, source: str, seen: set[str]) -> str:
     if name in seen:
         return f"the column '{name}' ({key}) of {source} is empty in every row"
     if len(seen) == 1 and (found := re.search(r"[;\t|]", next(iter(seen)))):
@@ -138,83 +169,62 @@ def _no_column(key: str, name: str, source: str, seen: set[str]) -> str:
     usual = next((other for other in _USUAL_NAMES.get(key, ()) if other.partition(".")[0] in seen), "")
     near = nearest(name, seen)
     meant = f"; did you mean '{near}'? Set {key}={near}" if near else f"; set {key}={usual}" if usual else ""
+    if columns.messages is not None and name in (columns.prompt, columns.response):
+        meant = f", nor one of conversations, '{columns.messages}' (data.messages_key){meant}"
     said = f"no row of {source} has the column '{name}' ({key}){meant}; columns: {', '.join(sorted(seen)) or 'none'}"
     if key == "data.answer_key" and not meant:
         said += "; without answers, judge by a function of your own: custom_reward_function.path=my_reward.py"
     return said
 
 
-def _raw_row(record: Record, columns: Columns) -> RawRow | str:
-    """The row, or what is wrong with it."""
+def _raw_row(record: Record, columns: Columns) -> RawRow:
+    """Raises RowError with what is wrong with the row."""
     values = record.values
-    prompt = find(values, columns.prompt)
-    wrong = _prompt_fault(prompt, columns.prompt)
-    if wrong is not None:
-        return wrong
+    is_conversation = _is_conversation(values, columns)
+    prompt: str | Messages
+    if is_conversation:
+        assert columns.messages is not None
+        prompt = read_conversation(plain(find(values, columns.messages)), columns.messages)
+    else:
+        prompt = read_prompt(plain(find(values, columns.prompt)), columns.prompt)
     answer = plain(find(values, columns.answer))
     if columns.answer_required and answer in (None, "", []):
-        return f"no answer in the column '{columns.answer}'"
-    response: str | None = None
-    if columns.response is not None:
-        found = find(values, columns.response)
-        if not isinstance(found, str) or not found:
-            return f"the response (column '{columns.response}') is {_kind(found)}, not a text"
-        if not _is_unicode(found):
-            return f"the response (column '{columns.response}') holds half a surrogate pair"
-        response = found
+        raise RowError(f"no answer in the column '{columns.answer}'")
     domain = find(values, columns.domain)
+    is_chat = columns.is_chat or not isinstance(prompt, str)
     return RawRow(
         origin=record.origin,
-        prompt=prompt if isinstance(prompt, str) else _messages(prompt),
+        prompt=prompt,
         answer=answer,
         domain=DEFAULT_DOMAIN if domain in (None, "") else str(domain),
-        response=response,
-        extra_info=_extra_info(values, columns),
+        response=None if is_conversation or columns.response is None else _response(values, columns.response),
+        extra_info=_extra_info(values, columns, is_conversation),
+        tools=read_tools(plain(find(values, columns.tools)), columns.tools) if is_chat else [],
+        template_kwargs=_template_kwargs(values) if is_chat else {},
+        is_conversation=is_conversation,
     )
 
 
-def _extra_info(values: Mapping[str, object], columns: Columns) -> dict[str, JSON]:
+def _response(values: Mapping[str, object], name: str) -> str:
+    found = find(values, name)
+    if not isinstance(found, str) or not found:
+        raise RowError(f"the response (column '{name}') is {kind(found)}, not a text")
+    check_unicode(found, f"the response (column '{name}')")
+    return found
+
+
+def _template_kwargs(values: Mapping[str, object]) -> dict[str, JSON]:
+    return read_template_kwargs(plain(values.get(TEMPLATE_KWARGS_COLUMN)), TEMPLATE_KWARGS_COLUMN)
+
+
+def _extra_info(values: Mapping[str, object], columns: Columns, is_conversation: bool) -> dict[str, JSON]:
     """The rest of the row; a column `extra_info` that is a mapping is spread, as reward functions expect it."""
     used = {columns.prompt, columns.answer, columns.domain, columns.response}
+    if is_conversation:
+        used.add(columns.messages)
     rest = {name: plain(value) for name, value in values.items() if name not in used and value is not None}
     spread = rest.pop("extra_info", {})
     return {**rest, **spread} if isinstance(spread, dict) else {**rest, "extra_info": spread}
-
-
-def _prompt_fault(prompt: object, name: str) -> str | None:
-    if isinstance(prompt, str):
-        if not prompt:
-            return f"the prompt (column '{name}') is empty"
-        return None if _is_unicode(prompt) else f"the prompt (column '{name}') holds half a surrogate pair"
-    if not isinstance(prompt, list):
-        return f"the prompt (column '{name}') is {_kind(prompt)}, neither a text nor a list of chat messages"
-    if not prompt:
-        return f"the prompt (column '{name}') is an empty list of chat messages"
-    for number, message in enumerate(prompt, 1):
-        if not isinstance(message, Mapping) or not all(
-            isinstance(message.get(key), str) for key in ("role", "content")
-        ):
-            return f"message {number} of the prompt (column '{name}') needs the texts 'role' and 'content'"
-        if not _is_unicode(message["content"]):
-            return f"message {number} of the prompt (column '{name}') holds half a surrogate pair"
-    return None
-
-
-def _messages(prompt: object) -> Messages:
-    assert isinstance(prompt, list), "found to be one"
-    return [{str(key): plain(entry) for key, entry in message.items()} for message in prompt]
-
-
-def _kind(value: object) -> str:
-    return "missing" if value is None else f"{type(value).__name__} {value!r:.40}"
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def plain(value: object) -> JSON:

@@ -61,12 +61,18 @@ def load_tokenizer(
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Ids that end a generation, ascending: the model's and the tokenizer's eos ids, and the ends of a chat turn
-    that the tokenizer's chat template writes."""
-    ids = {int(tokenizer.eos_token_id)}
+    """Ids that end a generation, ascending: the model's eos ids, and those of `end_token_ids`."""
+    ids = set(end_token_ids(tokenizer))
     for owner in (model.config, getattr(model, "generation_config", None)):
         found = getattr(owner, "eos_token_id", None)
         ids.update([found] if isinstance(found, int) else found or [])
+    return tuple(sorted(ids))
+
+
+def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids that end a turn, ascending: the tokenizer's eos id, and the ends of a chat turn that its chat template
+    writes."""
+    ids = {int(tokenizer.eos_token_id)}
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
     added = tokenizer.get_added_vocab()
     ids.update(added[token] for token in CHAT_END_TOKENS if token in added and token in template)

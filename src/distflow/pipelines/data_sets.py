@@ -11,6 +11,7 @@ from distflow.config.program import is_rl
 from distflow.data.prompts import PromptOptions, PromptSet, encode_rows
 from distflow.data.rows import BadRows, Columns, RawRow
 from distflow.data.sources import load_rows
+from distflow.models.tokenizer import end_token_ids
 
 Rows = tuple[list[RawRow], BadRows]
 
@@ -40,7 +41,7 @@ class DataSource:
     def encode(self, rows: Rows, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
         """Rows as token ids. Raises UserError for rows that cannot be encoded."""
         raw, bad = rows
-        return encode_rows(raw, tokenizer, self.options, bad)
+        return encode_rows(raw, tokenizer, self.options, bad, end_token_ids(tokenizer))
 
 
 def train_source(config: Config, judged: bool) -> DataSource:
@@ -63,6 +64,9 @@ def _source(config: Config, key: str, files: tuple[str, ...], max_samples: int, 
         domain=data.domain_key,
         response=data.response_key if learns_answers else None,
         answer_required=judged and _needs_answers(config),
+        messages=data.messages_key if learns_answers else None,
+        tools=data.tools_key,
+        is_chat=data.prompt_format == "chat",
     )
     options = PromptOptions(
         max_prompt_length=data.max_prompt_length,
@@ -71,6 +75,7 @@ def _source(config: Config, key: str, files: tuple[str, ...], max_samples: int, 
         prompt_template=data.prompt_template,
         system_prompt=data.system_prompt,
         enable_thinking=data.enable_thinking,
+        template_kwargs=data.apply_chat_template_kwargs,
         filter_overlong=data.filter_overlong_prompts,
         truncation=data.truncation,
         num_workers=data.num_loader_workers,

@@ -139,11 +139,9 @@ def held_out_loss(sets: Sequence[ValidationSet], actor: Scorer) -> dict[str, flo
     for chosen in sets:
         samples = []
         for i, row in enumerate(chosen.rows):
-            answer = tuple(row.response_ids or ())
-            zeros = (0.0,) * len(answer)
-            segment = Segment("policy", answer, zeros, zeros, (0,) * len(answer))
-            samples.append(Sample(f"{i}-0", i, [Segment("prompt", tuple(row.prompt_ids)), segment]))
-        scored = actor.forward(Batch.from_samples(samples), ("log_probs",))
-        total -= float(scored.flat("log_probs").double().sum())
-        tokens += float(scored.lengths("response").sum())
+            samples.append(Sample(f"{i}-0", i, [Segment("prompt", tuple(row.prompt_ids)), *row.answer(0)]))
+        batch = Batch.from_samples(samples)
+        learnt = batch.flat("response_mask") > 0
+        total -= float(actor.forward(batch, ("log_probs",)).flat("log_probs").double()[learnt].sum())
+        tokens += float(learnt.sum())
     return {"sft/val_loss": total / max(tokens, 1.0)}

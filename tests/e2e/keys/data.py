@@ -120,6 +120,28 @@ CASES = (
     prompts_case("prompt_key", "other_prompt", "prompts", text_of_second("say 1+2=", "what is 1?")),
     prompts_case("answer_key", "other_answer", "ground truths", rows_have("ground_truth", "3", "x1")),
     Case("data.response_key", "data.response_key=other_response", "responses", other_answer_to_learn, base="sft"),
+    prompts_case(
+        "messages_key",
+        "other_messages",
+        "conversations",
+        text_of_second("<bos>user: sayassistant: ", "<bos>user: whatassistant: "),
+        ("data.train_files={lab}/talks.jsonl", "data.max_prompt_length=64"),
+        base="sft",
+    ),
+    prompts_case(
+        "tools_key",
+        "other_tools",
+        "prompts",
+        text_of_second("<bos>user: say 1+2=assistant: ", '<bos>user: say 1+2=assistant: [{"name": "add"}]'),
+        (CHAT, "data.max_prompt_length=64"),
+    ),
+    prompts_case(
+        "apply_chat_template_kwargs",
+        "{date_string: today}",
+        "prompts",
+        text_of_second("<bos>user: say 1+2=assistant: ", "<bos>user: say 1+2=assistant: today"),
+        (CHAT, "data.max_prompt_length=64"),
+    ),
     prompts_case("domain_key", "other_source", "domains", rows_have("domain", "free", "elsewhere")),
     prompts_case(
         "prompt_format",

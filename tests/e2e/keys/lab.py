@@ -319,7 +319,8 @@ def _write_files(folder: Path) -> None:
     write_tiny_model(folder / "model", eos_token_id=2)
     write_tiny_model(folder / "other_model", seed=5, hidden_size=40)
     template = folder / "model" / "chat_template.jinja"
-    template.write_text(template.read_text() + "{% if enable_thinking %}<think>{% endif %}")
+    more = "{% if enable_thinking %}<think>{% endif %}{% if tools %}{{ tools | tojson }}{% endif %}{{ date_string }}"
+    template.write_text(template.read_text() + more)
     _write_swapped_tokenizer(folder / "swapped", folder / "model")
     (folder / "reward.py").write_text(REWARD)
     (folder / "half.py").write_text(REWARD.replace("compute_score", "unused").replace("constant", "compute_score"))
@@ -333,6 +334,7 @@ def _write_files(folder: Path) -> None:
             "other_answer": f"x{i}",
             "other_response": f"y{i}",
             "other_source": "elsewhere",
+            "other_tools": [{"name": "add"}],
             "format_regex": ".*[A-Z].*",
             "number": i,
         }
@@ -343,6 +345,8 @@ def _write_files(folder: Path) -> None:
     _write_rows(folder / "long.jsonl", [*rows, {**rows[0], "prompt": "0123456789" * 3}])
     _write_rows(folder / "bad.jsonl", [*rows, {"answer": "no prompt"}])
     _write_rows(folder / "many.jsonl", [{"prompt": f"{i}", "answer": "1"} for i in range(1600)])
+    talks = [[{"role": "user", "content": c}, {"role": "assistant", "content": "1"}] for c in ("say", "what")]
+    _write_rows(folder / "talks.jsonl", [{"messages": talks[0], "other_messages": talks[1], "answer": "1"}] * 4)
     _write_rows(folder / "unmarkable.jsonl", [{**row, "answer": "\\frac{1}{"} for row in rows])
 
 

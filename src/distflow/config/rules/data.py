@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from string import Formatter
 
+from distflow.config.names import TEMPLATE_PARAMETERS
 from distflow.config.program import is_rl
 from distflow.config.rules.finding import Finding
 from distflow.config.schema import Config
@@ -61,6 +62,19 @@ def prompts(config: Config) -> Iterator[Finding]:
             ("data.prompt_template",),
             f"'{data.prompt_template}' must hold {{prompt}} and no other field",
             'write e.g. "Question: {prompt} Answer:", with {{ and }} for plain braces',
+        )
+    for name in data.apply_chat_template_kwargs:
+        if name in TEMPLATE_PARAMETERS:
+            yield Finding(
+                ("data.apply_chat_template_kwargs",),
+                f"the template is called with '{name}' already",
+                "take it out" + (", and put tools into the rows (data.tools_key)" if name == "tools" else ""),
+            )
+    if data.enable_thinking and data.apply_chat_template_kwargs.get("enable_thinking", True) is not True:
+        yield Finding(
+            ("data.enable_thinking", "data.apply_chat_template_kwargs"),
+            "one switches thinking on and the other off",
+            "set data.enable_thinking alone",
         )
     if data.system_prompt is not None and data.prompt_format == "text":
         yield Finding(

@@ -1,6 +1,7 @@
 """Nodes of the experience plane: from a prompt to a judged, filtered group. They work on samples."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -52,10 +53,9 @@ async def generate(group: Group, rollout: RolloutEngine, tokenizer: PreTrainedTo
 async def load_answers(group: Group, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """The data set's own answers in place of sampled ones (supervised fine-tuning)."""
     assert group.row.response_ids is not None, "the data of a program that learns answers have them"
-    answer = tuple(group.row.response_ids)
-    zeros = (0.0,) * len(answer)
-    segment = Segment("policy", answer, zeros, zeros, (group.ticket.version,) * len(answer))
-    return [group.sample(0, segment, str(tokenizer.decode(list(answer), skip_special_tokens=True)), "stop")]
+    text = str(tokenizer.decode(list(group.row.response_ids), skip_special_tokens=True))
+    sample = group.sample(0, None, text, "stop")
+    return [replace(sample, segments=[*sample.segments, *group.row.answer(group.ticket.version)])]
 
 
 @node_factory

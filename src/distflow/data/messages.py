@@ -1,0 +1,155 @@
+"""What a row hands to the chat template: messages, tools and further arguments, checked and as templates expect them.
+
+Entries that are null count as absent: files with typed columns fill them in where other rows have a value.
+"""
+
+import json
+
+from distflow.config.errors import hint
+from distflow.config.names import TEMPLATE_PARAMETERS
+from distflow.observe.jsonlines import JSON
+
+Messages = list[dict[str, JSON]]
+
+ASSISTANT = "assistant"
+ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "ipython")
+_ROLES_ELSEWHERE = {"human": "user", **dict.fromkeys(("gpt", "bot", "ai", "model", "chatbot"), ASSISTANT)}
+
+
+class RowError(ValueError):
+    """What is wrong with a row."""
+
+
+def read_prompt(found: JSON, name: str) -> str | Messages:
+    """A text, or chat messages. name: of the column. Raises RowError."""
+    what = f"the prompt (column '{name}')"
+    if isinstance(found, list):
+        return _messages(found, what)
+    if not isinstance(found, str):
+        raise RowError(f"{what} is {kind(found)}, neither a text nor a list of chat messages")
+    if not found:
+        raise RowError(f"{what} is empty")
+    check_unicode(found, what)
+    return found
+
+
+def read_conversation(found: JSON, name: str) -> Messages:
+    """Messages, or their JSON text, whose last is the assistant's. name: of the column. Raises RowError."""
+    what = f"the conversation (column '{name}')"
+    found = _parsed(found, what)
+    if not isinstance(found, list):
+        raise RowError(f"{what} is {kind(found)}, not a list of chat messages")
+    messages = _messages(found, what)
+    roles = [message["role"] for message in messages]
+    if ASSISTANT not in roles:
+        raise RowError(f"{what} has no turn of the {ASSISTANT}, so there is nothing to learn")
+    if roles[-1] != ASSISTANT:
+        raise RowError(
+            f"{what} ends with a message of the {roles[-1]}, which nothing answers: end it with the {ASSISTANT}'s turn"
+        )
+    if roles[0] == ASSISTANT:
+        raise RowError(f"{what} begins with the {ASSISTANT}'s turn, which answers nothing: put a message before it")
+    for number, message in enumerate(messages, 1):
+        if message["role"] == ASSISTANT and not message.get("content") and "tool_calls" not in message:
+            raise RowError(f"message {number} of {what} is empty, so there is nothing to learn")
+    return messages
+
+
+def read_tools(found: JSON, name: str) -> list[JSON]:
+    """Functions as JSON schemas, given as a list or its JSON text; none is []. name: of the column. Raises RowError."""
+    what = f"the tools (column '{name}')"
+    found = _without_nulls(_parsed(found, what)) if found else []
+    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
+        raise RowError(f"{what} are {kind(found)}, not a list of JSON schemas; data.tools_key names another column")
+    check_unicode(found, what)
+    return found
+
+
+def read_template_kwargs(found: JSON, name: str) -> dict[str, JSON]:
+    """Further arguments of the chat template, given as a mapping or its JSON text. Raises RowError."""
+    what = f"the arguments of the chat template (column '{name}')"
+    found = _without_nulls(_parsed(found, what)) if found else {}
+    if not isinstance(found, dict):
+        raise RowError(f"{what} are {kind(found)}, not a mapping")
+    if taken := [key for key in found if key in TEMPLATE_PARAMETERS]:
+        raise RowError(f"{what} may not hold '{taken[0]}', which is set already")
+    check_unicode(found, what)
+    return found
+
+
+def check_unicode(value: JSON, what: str) -> None:
+    """Raises RowError for half a surrogate pair."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise RowError(f"{what} holds half a surrogate pair") from None
+
+
+def kind(value: object) -> str:
+    """A value for messages: its type and how it begins."""
+    return "missing" if value is None else f"{type(value).__name__} {value!r:.40}"
+
+
+def _messages(found: list[JSON], what: str) -> Messages:
+    if not found:
+        raise RowError(f"{what} is an empty list of chat messages")
+    return [_message(message, f"message {number} of {what}") for number, message in enumerate(found, 1)]
+
+
+def _message(message: JSON, what: str) -> dict[str, JSON]:
+    if not isinstance(message, dict):
+        raise RowError(f"{what} is {kind(message)}, not a mapping with 'role' and 'content'")
+    message = {key: value for key, value in message.items() if value is not None}
+    if "role" not in message and {"from", "value"} <= message.keys():
+        raise RowError(
+            f"{what} has 'from' and 'value': rename them to 'role' and 'content', and the roles to user and {ASSISTANT}"
+        )
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise RowError(f"{what} needs the texts 'role' and 'content'")
+    if role not in ROLES:
+        meant = _ROLES_ELSEWHERE.get(role.lower())
+        raise RowError(f"{what} has the role '{role}'" + (f"; did you mean '{meant}'?" if meant else hint(role, ROLES)))
+    if "tool_calls" in message:
+        message["tool_calls"] = _tool_calls(message["tool_calls"], what)
+        if not message["tool_calls"]:
+            del message["tool_calls"]
+    content = message.get("content")
+    if isinstance(content, list):
+        raise RowError(f"{what} has a list of parts as its content: make one text of it (only texts can be learnt)")
+    if not isinstance(content, str) and (content is not None or "tool_calls" not in message):
+        raise RowError(f"{what} needs the texts 'role' and 'content'; its content is {kind(content)}")
+    check_unicode(message, what)
+    return message
+
+
+def _tool_calls(found: JSON, what: str) -> list[JSON]:
+    """Calls with their arguments as an object, which is how templates write them; OpenAI's have them as JSON text."""
+    calls: list[JSON] = []
+    for call in found if isinstance(found, list) else [found]:
+        call = _without_nulls(call)
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RowError(f"{what} has a tool call without the name of a function: {kind(call)}")
+        if isinstance(text := function.get("arguments"), str):
+            arguments = _parsed(text, f"the arguments of '{function['name']}' in {what}")
+            function["arguments"] = arguments if isinstance(arguments, dict) else text
+        calls.append(call)
+    return calls
+
+
+def _parsed(value: JSON, what: str) -> JSON:
+    """What a JSON text holds; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        parsed: JSON = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"{what} is a text that is not JSON ({error})") from None
+    return parsed
+
+
+def _without_nulls(value: JSON) -> JSON:
+    if isinstance(value, dict):
+        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
