@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 from distflow import __version__
 from distflow.observe.text import harmless_output
+from distflow.runtime.stop import Interrupted, exit_status, interruptible
 
 USER_FAULT, OUR_FAULT = 2, 1
 
@@ -38,15 +40,16 @@ COMMANDS: dict[str, Command] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, 2 for a mistake of the user's, 1 for anything else."""
-    with harmless_output():
+    """Run a command; returns the exit status: 0, 2 for a mistake of the user's, 128 + the number of a signal that ended
+    it, 1 for anything else."""
+    with harmless_output(), interruptible():
         arguments = _parse(argv)
         if COMMANDS[arguments.command].runs_code or getattr(arguments, "trust_code", False):
             sys.path.insert(0, "")  # "module:function" of the user's is looked for in the current folder first
         try:
             return int(arguments.run(arguments))
-        except KeyboardInterrupt:
-            return 130
+        except KeyboardInterrupt as err:
+            return exit_status(err.number if isinstance(err, Interrupted) else signal.SIGINT)
         except BrokenPipeError:  # whoever read our output has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0

@@ -11,6 +11,7 @@ from distflow.flow.data_plan import DataPlan
 from distflow.flow.ledger import Ledger
 from distflow.flow.snapshot import Snapshot
 from distflow.observe.claim import claimed
+from distflow.observe.files import remove_asides
 from distflow.observe.report_summary import find_accuracy
 from distflow.observe.run_reader import read_damage, read_metrics
 from distflow.runtime.checkpoint import Checkpoint, CheckpointStore
@@ -45,6 +46,7 @@ def launch_local(
         keep_best = int(spec.options.keep_best is not None)
         store = CheckpointStore(spec.run_dir / CHECKPOINTS, spec.options.keep_last, keep_best)
         store.remove_leftovers()
+        remove_asides(spec.run_dir)
         checkpoint = _find_checkpoint(store, resume or spec.options.resume)
         resources = build_resources(spec.factories, spec.plan.ranks[0])
         say(_described(spec, resources))
@@ -66,7 +68,7 @@ def launch_local(
             ledger.close()
     before, after = _accuracy(spec.run_dir)
     # Written once the recorder is closed: the report also says how the run ended.
-    return Outcome(steps, recorder.status == "stopped", recorder.report(), before, after)
+    return Outcome(steps, stop.signal, recorder.status == "stopped", recorder.report(), before, after)
 
 
 def local_ports(coordinator: Coordinator, waits: Waits, live: Live | None = None, num_ranks: int = 1) -> Ports:

@@ -85,12 +85,14 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Outcome:
-    """steps: consumed in all. stopped: by a signal, before the end. report: the run's report.
+    """steps: consumed in all. signal: the number of the one that asked the run to end, None where none came. stopped:
+    by it, before the end. report: the run's report.
 
     accuracy_before, accuracy_after: on held-out problems, before the first step and at the end, where measured.
     """
 
     steps: int
+    signal: int | None
     stopped: bool
     report: Path
     accuracy_before: float | None
