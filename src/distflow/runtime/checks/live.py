@@ -1,7 +1,8 @@
 """The checks of a running worker, at the points where their evidence appears."""
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from distflow.data.batch import Batch
 from distflow.runtime.checks import TrustError
@@ -34,6 +35,7 @@ class LiveChecks:
     loss_terms: LossTerms
     stops_on_mismatch: bool = False
     _warned_at: float = 0.0
+    _num_empty: Counter[str] = field(default_factory=Counter)
 
     @staticmethod
     def of(spec: Spec, resources: Resources, note: Note) -> "LiveChecks":
@@ -63,6 +65,8 @@ class LiveChecks:
         bundle = self.nonfinite.updated(role, engine, batch, metrics, step)
         if bundle is not None:
             self.note("warning", f"an update of the {role} was skipped: loss or gradient is not finite ({bundle})")
+        if metrics.get("empty"):
+            self._tell_empty(role)
         still = self.movement[role].updated(engine, metrics)
         if still:
             self.note("finding", _unmoved(role, still, self.movement[role].after))
@@ -84,6 +88,18 @@ class LiveChecks:
             for name in self.loss_terms.updated(metrics):
                 self.note("finding", _dead_term(name, self.loss_terms.after))
         return found
+
+    def _tell_empty(self, role: str) -> None:
+        """When it appears, and each time there are twice as many."""
+        self._num_empty[role] += 1
+        number = self._num_empty[role]
+        if number & (number - 1) == 0:
+            what = "a mini-batch" if number == 1 else f"{number} mini-batches"
+            self.note(
+                "warning",
+                f"{what} of the {role} had no token that counts (loss_mask is 0 throughout: no verdicts, or a node or "
+                "a rejection masked all): no optimizer step was taken, and the learning rate's schedule waited",
+            )
 
     def _check_ratio(self, batch: Batch, metrics: dict[str, float]) -> None:
         gap = metrics.get("log_ratio_abs")

@@ -42,6 +42,8 @@ class NonFinite:
         Raises TrustError at the limit, and where an update left a weight that is not finite: such weights must not be
         published or saved.
         """
+        if metrics.get("empty"):
+            return None  # nothing was computed
         if not metrics.get("skipped"):
             self._in_a_row[role] = 0
             self._check_weights(role, engine, step)
