@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from distflow.data.batch import Batch
+from distflow.models.magnitude import magnitudes
 from distflow.runtime.checks import TrustError
 from distflow.runtime.checks.alignment import check_alignment
 from distflow.runtime.checks.mismatch import Tolerance, check_mismatch
@@ -40,13 +41,14 @@ class LiveChecks:
     @staticmethod
     def of(spec: Spec, resources: Resources, note: Note) -> "LiveChecks":
         """Those of a worker."""
-        options = spec.options
+        options, trained = spec.options, resources.trained()
+        start = {role: magnitudes(engine.state().trained_weights().items()) for role, engine in trained.items()}
         return LiveChecks(
             note,
             spec.tolerance,
             spec.ratio_limit,
-            NonFinite(spec.run_dir / "bundles", options.max_skipped, spec.text),
-            {role: Movement(options.unmoved_after) for role in resources.trained()},
+            NonFinite(spec.run_dir / "bundles", options.max_skipped, spec.text, start),
+            {role: Movement(options.unmoved_after) for role in trained},
             LossTerms(spec.loss_terms),
             options.on_mismatch == "stop",
         )
