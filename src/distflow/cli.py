@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from distflow import __version__
 from distflow.observe.text import harmless_output
-from distflow.runtime.stop import Interrupted, exit_status, interruptible
+from distflow.runtime.stop import Interrupted, exit_status, interruptible, leave_at_once
 
 USER_FAULT, OUR_FAULT = 2, 1
 
@@ -58,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 traceback.print_exc()
             else:
                 print(f"distflow: {_message(err)}", file=sys.stderr)
-            return USER_FAULT if _is_users(err) else OUR_FAULT
+            status = USER_FAULT if _is_users(err) else OUR_FAULT
+            _leave_what_hangs(err, status)
+            return status
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -88,6 +90,16 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _message(err: Exception) -> str:
     return str(err) if _is_users(err) else f"{type(err).__name__}: {err} (--debug shows where)"
+
+
+def _leave_what_hangs(err: BaseException, status: int) -> None:
+    """A thread that never ends would keep the process, which waits for it: it ends here."""
+    from distflow.runtime.loop_thread import LoopGivenUp
+
+    if isinstance(err, LoopGivenUp):
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        leave_at_once(status)
 
 
 def _is_users(err: BaseException) -> bool:
