@@ -63,7 +63,7 @@ def test_another_thread_sets_no_handler() -> None:
     ran = []
 
     def work() -> None:
-        with interruptible():
+        with interruptible(), StopRequest(lambda name: None):
             ran.append(True)
 
     thread = threading.Thread(target=work)

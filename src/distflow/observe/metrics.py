@@ -93,7 +93,11 @@ METRICS = (
     Metric("timing_s/*", "max", "time of this phase, without the phases inside it", "s"),
     Metric("throughput/tokens_per_s", "sum", "tokens trained on, prompts too, per second of the step", "tokens/s"),
     Metric("throughput/*", "sum", "work done per second", "1/s"),
-    Metric("memory/*", "max", "memory in use, by device and phase", "bytes"),
+    Metric("memory/process/peak", "max", "peak resident memory of the process since it started", "bytes"),
+    Metric("memory/process/*", "max", "the same in this phase alone; without verifiers, which are processes", "bytes"),
+    Metric("memory/cuda/peak", "max", "the most that torch had allocated on the accelerator since the start", "bytes"),
+    Metric("memory/cuda/*", "max", "the same in this phase alone", "bytes"),
+    Metric("memory/*", "max", "memory in use", "bytes"),
 )
 
 # What a line of text shows of a step: label, the names that may carry it (the first present one counts), the format.

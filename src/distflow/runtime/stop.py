@@ -30,7 +30,7 @@ def exit_status(number: int) -> int:
 @contextmanager
 def interruptible() -> Iterator[None]:
     """While it is entered, the first signal raises `Interrupted` in the main thread, so that what is open is closed,
-    and the second ends the process. Other threads may set no handler: there it changes nothing."""
+    and the second ends the process."""
     came: list[int] = []
 
     def interrupt(number: int) -> None:
@@ -39,15 +39,12 @@ def interruptible() -> Iterator[None]:
         came.append(number)
         raise Interrupted(number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     with _handled(interrupt):
         yield
 
 
 class StopRequest:
-    """While it is entered, the first signal is kept in `signal`, and the second ends the process. For the main thread.
+    """While it is entered, the first signal is kept in `signal`, and the second ends the process. In the main thread.
 
     on_first: told the signal's name, on a thread of its own: a handler interrupts the main thread anywhere, also where
     it holds the lock that writing a message needs.
@@ -96,13 +93,17 @@ def leave_at_once(status: int) -> None:
 
 @contextmanager
 def _handled(handler: Callable[[int], None]) -> Iterator[None]:
-    """Inside, the signals are told to `handler`. A hang-up that is ignored stays so: that is what `nohup` asks for."""
+    """Inside, the signals are told to `handler`. A hang-up that is ignored stays so: that is what `nohup` asks for.
+    Only the main thread may set handlers: in another nothing changes."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             _leave_dead_terminals()
         handler(number)
 
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     wanted = [number for number in SIGNALS if number != signal.SIGHUP or not ignored]
     previous = {number: signal.signal(number, handle) for number in wanted}

@@ -33,7 +33,7 @@ from distflow.runtime.saved import saved_parts
 from distflow.runtime.session import Session
 from distflow.runtime.spec import Spec
 from distflow.runtime.step import Step, compile_steps
-from distflow.runtime.step_metrics import batch_metrics, group_metrics, memory_metrics, over_ranks
+from distflow.runtime.step_metrics import batch_metrics, group_metrics, over_ranks
 from distflow.runtime.stop import StopRequest
 from distflow.runtime.validation import SampleRows, Validator, held_out_loss
 from distflow.training.engine import LossFn, TrainEngine
@@ -184,7 +184,7 @@ class Worker:
         compares = options.keep_best is not None and _is_due(step, options.save_freq, finished)
         validated = self._validate(step) if _is_due(step, options.test_freq, finished) or compares else {}
         metrics |= batch_metrics(batch) | group_metrics(released.account, batch, step - 1)
-        metrics |= memory_metrics() | self._recorder.phases.finish_step()
+        metrics |= self._recorder.phases.finish_step() | self._recorder.memory.finish_step()
         metrics["throughput/tokens_per_s"] = float(batch.lengths("sequence").sum()) / metrics["timing_s/step"]
         self._recorder.training_step(step, metrics, batch)
         self._recorder.keep_groups(step, batch)
