@@ -49,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return int(arguments.run(arguments))
         except KeyboardInterrupt as err:
-            return exit_status(err.number if isinstance(err, Interrupted) else signal.SIGINT)
+            number = err.number if isinstance(err, Interrupted) else signal.SIGINT
+            print(f"distflow: ended by {signal.Signals(number).name}", file=sys.stderr)
+            return exit_status(number)
         except BrokenPipeError:  # whoever read our output has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
