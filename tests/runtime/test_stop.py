@@ -49,6 +49,19 @@ def test_where_nothing_is_to_be_saved_a_signal_closes_what_is_open(number: signa
     assert signal.getsignal(number) == before
 
 
+@pytest.mark.parametrize("first", SIGNALS)
+def test_a_hang_up_insists_on_nothing(first: signal.Signals) -> None:
+    """Closing a terminal sends two."""
+    with StopRequest(lambda name: None) as stop:
+        for number in (first, signal.SIGHUP, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+        assert stop.signal == first
+    with StopRequest(lambda name: None) as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal == signal.SIGHUP
+
+
 def test_nohup_is_respected() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

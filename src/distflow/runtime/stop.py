@@ -1,5 +1,9 @@
 """Signals that ask a run to end: Ctrl-C, SIGTERM, the terminal's hang-up. Once finishes the step, saves and leaves;
-twice leaves at once. Whatever was saved, a process that was asked to end exits with 128 + the signal's number."""
+twice leaves at once. Whatever was saved, a process that was asked to end exits with 128 + the signal's number.
+
+A hang-up never counts as the second: whoever closes a terminal causes two, of the shell and of the system, and systemd
+sends one behind its SIGTERM.
+"""
 
 import os
 import signal
@@ -34,6 +38,8 @@ def interruptible() -> Iterator[None]:
     came: list[int] = []
 
     def interrupt(number: int) -> None:
+        if came and number == signal.SIGHUP:
+            return
         if came:
             leave_at_once(exit_status(number))
         came.append(number)
@@ -52,6 +58,7 @@ class StopRequest:
 
     def __init__(self, on_first: Callable[[str], None]) -> None:
         self.signal: int | None = None
+        self._insisted = False
         self._on_first = on_first
         self._handlers = _handled(self._asked)
 
@@ -74,10 +81,13 @@ class StopRequest:
         os.close(self._read)
 
     def _asked(self, number: int) -> None:
-        if self.wanted:
-            leave_at_once(exit_status(number))
-        self.signal = number
-        os.write(self._write, bytes([number]))
+        if number != signal.SIGHUP:
+            if self._insisted:
+                leave_at_once(exit_status(number))
+            self._insisted = True
+        if self.signal is None:
+            self.signal = number
+            os.write(self._write, bytes([number]))
 
     def _tell(self) -> None:
         for number in os.read(self._read, 1):
