@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 from distflow import __version__
 from distflow.observe.text import harmless_output
+from distflow.runtime.stop import Interrupted, exit_status, interruptible, leave_at_once
 
 USER_FAULT, OUR_FAULT = 2, 1
 
@@ -38,15 +40,18 @@ COMMANDS: dict[str, Command] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, 2 for a mistake of the user's, 1 for anything else."""
-    with harmless_output():
+    """Run a command; returns the exit status: 0, 2 for a mistake of the user's, 128 + the number of a signal that ended
+    it, 1 for anything else."""
+    with harmless_output(), interruptible():
         arguments = _parse(argv)
         if COMMANDS[arguments.command].runs_code or getattr(arguments, "trust_code", False):
             sys.path.insert(0, "")  # "module:function" of the user's is looked for in the current folder first
         try:
             return int(arguments.run(arguments))
-        except KeyboardInterrupt:
-            return 130
+        except KeyboardInterrupt as err:
+            number = err.number if isinstance(err, Interrupted) else signal.SIGINT
+            print(f"distflow: ended by {signal.Signals(number).name}", file=sys.stderr)
+            return exit_status(number)
         except BrokenPipeError:  # whoever read our output has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
@@ -55,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 traceback.print_exc()
             else:
                 print(f"distflow: {_message(err)}", file=sys.stderr)
-            return USER_FAULT if _is_users(err) else OUR_FAULT
+            status = USER_FAULT if _is_users(err) else OUR_FAULT
+            _leave_what_hangs(err, status)
+            return status
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -99,6 +106,16 @@ def _unrecognized(words: list[str], takes_keys: bool) -> str:
 
 def _message(err: Exception) -> str:
     return str(err) if _is_users(err) else f"{type(err).__name__}: {err} (--debug shows where)"
+
+
+def _leave_what_hangs(err: BaseException, status: int) -> None:
+    """A thread that never ends would keep the process, which waits for it: it ends here."""
+    from distflow.runtime.loop_thread import LoopGivenUp
+
+    if isinstance(err, LoopGivenUp):
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        leave_at_once(status)
 
 
 def _is_users(err: BaseException) -> bool:

@@ -150,7 +150,18 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     "the profiler": ("grpo", ["profiler.enable=true"], "profiler.enable", ("not there yet",)),
     "embodied": ("grpo", ["algorithm.workflow_type=EMBODIED"], "algorithm.workflow_type", ("not there yet",)),
     "apportioning": ("grpo", ["dag.apportion_strategy=even"], "dag.apportion_strategy", ("not there yet",)),
-    "the whole KL": ("grpo", ["algorithm.kl_penalty=full"], "algorithm.kl_penalty", ("not there yet",)),
+    "the whole KL": (
+        "grpo",
+        ["algorithm.kl_penalty=full"],
+        "algorithm.kl_penalty",
+        ("no choice", "whole distributions", "low_var_kl"),
+    ),
+    "the whole KL in the loss": (
+        "grpo",
+        ["actor_rollout_ref.actor.kl_loss_type=full"],
+        "actor_rollout_ref.actor.kl_loss_type",
+        ("no choice", "whole distributions", "low_var_kl"),
+    ),
     # the program
     "two programs": (
         "grpo",

@@ -147,6 +147,7 @@ actor_rollout_ref:
     repetition_penalty: 1.1
     stop: ["\\n\\n", "é: #"]
     max_num_seqs: 16
+    timeout_s: 60.0
     val_kwargs: {greedy: false, n: 4, temperature: 0.8, top_p: 0.9, top_k: 20}
   ref: {log_prob_max_token_len_per_gpu: 2000}
 critic:

@@ -4,8 +4,9 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ DEADLINE_S = 300.0
 class CliRun:
     """One start of `distflow`, with what it says going to `log`."""
 
-    def __init__(self, log: Path, arguments: list[str]) -> None:
+    def __init__(self, log: Path, arguments: list[str], environment: Mapping[str, str] | None = None) -> None:
         self.log = log
-        self._process = _forks.Process(target=_main, args=(str(log), arguments))
+        self._process = _forks.Process(target=_main, args=(str(log), arguments, environment or {}))
         self._process.start()
 
     @property
@@ -71,7 +72,9 @@ class CliRun:
             time.sleep(0.005)
 
 
-def _main(log: str, arguments: list[str]) -> None:
+def _main(log: str, arguments: list[str], environment: Mapping[str, str]) -> None:
+    os.environ.update(environment)
+    tempfile.tempdir = None  # asked for again: the process that was forked knew another one
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)

@@ -98,7 +98,7 @@ def test_masked_micro_batches_change_nothing(playground: Playground) -> None:
         torch.testing.assert_close(runs[1].weights(3)[name], weight, rtol=0, atol=1e-5)
 
 
-def test_a_batch_without_a_verdict_has_no_gradient_and_the_run_goes_on(playground: Playground) -> None:
+def test_a_batch_without_a_verdict_takes_no_step_and_the_run_goes_on(playground: Playground) -> None:
     playground.write_reward(PICKY)
     playground.write_rows([{"prompt": f"{i}", "answer": "x" if 4 <= i < 8 else "7"} for i in range(12)])
     options = ["data.shuffle=false", f"{ROLLOUT}.n=1", "actor_rollout_ref.actor.entropy_coef=0.1", *KEPT]
@@ -107,7 +107,7 @@ def test_a_batch_without_a_verdict_has_no_gradient_and_the_run_goes_on(playgroun
     first, second, third = run.metrics()
     assert second["reward/errors"] == 4 and "reward/mean_score" not in second
     assert second["actor/loss"] == second["actor/grad_norm"] == second["critic/loss"] == 0
-    assert second["actor/skipped"] == 0
+    assert [second[f"{role}/{why}"] for role in ("actor", "critic") for why in ("empty", "skipped")] == [1] * 4
     assert first["actor/grad_norm"] > 0 and third["actor/grad_norm"] > 0
     for step in run.metrics():
         assert [name for name, value in step.items() if not math.isfinite(value)] == []

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from distflow.observe.run_reader import read_events
+from distflow.runtime.stop import SIGNALS
 from tests.e2e.cli_runs import CliRun, Left, children_of, is_alive, same_run
 from tests.e2e.runs import Playground
 
@@ -47,14 +48,14 @@ def end_event(folder: Path) -> str:
     return [event for event in read_events(folder) if event.kind == "end"][-1].fields["status"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_once_finishes_the_step_saves_leaves_and_resumes_with_the_same_bits(
     ground: Playground, number: signal.Signals
 ) -> None:
     run = start(ground, "stopped")
     children = wait_for_verdicts(ground, run)
     run.send(number)
-    assert run.status() == 0, run.said()
+    assert run.status() == 128 + number, run.said()
     assert f"{number.name}: finishing this step, saving, then leaving" in run.said()
     assert end_event(ground.folder / "stopped") == "stopped"
     assert not any(is_alive(pid) for pid in children)
@@ -71,7 +72,7 @@ def test_a_run_that_never_saves_says_so_when_it_is_stopped(ground: Playground) -
     run = start(ground, "unsaved", "trainer.save_freq=-1")
     wait_for_verdicts(ground, run)
     run.send(signal.SIGINT)
-    assert run.status() == 0
+    assert run.status() == 130
     assert "not saving (trainer.save_freq is off)" in run.said()
     assert not (ground.folder / "unsaved" / "checkpoints").exists()
 
@@ -95,12 +96,70 @@ def test_killed_takes_all_its_processes_with_it(ground: Playground) -> None:
     assert start(ground, "killed", seconds=0.0).status() == 0
 
 
-def test_a_signal_while_the_run_starts_ends_it(ground: Playground) -> None:
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_while_the_run_starts_ends_it(ground: Playground, number: signal.Signals) -> None:
     run = start(ground, "early")
     run.wait_for(lambda: "distflow" in run.said())
-    run.send(signal.SIGINT)
-    assert run.status() in (0, 130)
+    run.send(number)
+    assert run.status() == 128 + number
     assert "Traceback" not in run.said()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_evaluation_ends_and_leaves_no_folder_behind(ground: Playground, number: signal.Signals) -> None:
+    ground.write_reward(SLOW_REWARD.format(folder=str(ground.folder), seconds=300))
+    (ground.folder / "tmp").mkdir()
+    data = (f"data.val_files={ground.folder}/rows.jsonl", "trust.certify_rewards=false")
+    environment = {"TMPDIR": str(ground.folder / "tmp")}
+    run = CliRun(ground.folder / "eval.log", ["eval", "grpo", *ground.overrides("eval", *data)], environment)
+    children = wait_for_verdicts(ground, run)
+    run.send(number)
+    assert run.status() == 128 + number, run.said()
+    assert "Traceback" not in run.said()
+    assert list((ground.folder / "tmp").iterdir()) == []
+    assert_gone(children)
+
+
+def test_supervised_training_has_the_signals_status_too(ground: Playground) -> None:
+    rows = ground.folder / "sft.jsonl"
+    rows.write_text('{"prompt": "ab", "response": "cd"}\n' * 8)
+    keys = [key for key in ground.overrides("sft") if key.startswith(("actor_rollout_ref.model", "trainer.default"))]
+    sizes = ("data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.total_epochs=100000")
+    run = CliRun(ground.folder / "sft.log", ["sft", *keys, f"data.train_files={rows}", *sizes, "trainer.num_threads=1"])
+    run.wait_for(lambda: "step 2/" in run.said())
+    run.send(signal.SIGTERM)
+    assert run.status() == 143, run.said()
+    assert Left(ground.folder / "sft").checkpoint.step >= 2
+
+
+def test_a_terminal_that_goes_away_stops_the_run_and_loses_nothing(ground: Playground) -> None:
+    """Closing a terminal hangs up, and nothing can be written to it any more."""
+    ground.write_reward(SLOW_REWARD.format(folder=str(ground.folder), seconds=0.02))
+    keys = ground.overrides("closed", "trust.certify_rewards=false", "trainer.save_freq=100", "trainer.total_epochs=50")
+    pid, terminal = os.forkpty()
+    if pid == 0:
+        command = [sys.executable, "-m", "distflow", "train", "grpo", *keys]
+        os.execve(command[0], command, {**os.environ, "TERM": "xterm-256color"})
+    deadline = time.monotonic() + 120
+    while not (ground.folder / "judging").exists():
+        assert time.monotonic() < deadline
+        _read_until(terminal, b"")
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 129
+    assert end_event(ground.folder / "closed") == "stopped"
+    assert Left(ground.folder / "closed").checkpoint.step >= 1
+    assert (ground.folder / "closed" / "report.html").exists()
+
+
+def test_what_a_hard_kill_left_half_written_is_swept_by_the_next_start(ground: Playground) -> None:
+    assert start(ground, "run", "trainer.save_freq=1", "trainer.total_epochs=1").status() == 0
+    partial = ground.folder / "run" / "checkpoints" / "step-000009.partial"
+    partial.mkdir()
+    left = (partial / ".tmpQnv85k", ground.folder / "run" / "samples" / "000001.jsonl.abcd_123.distflow-partial")
+    for path in (partial / ".distflow-begun", *left):
+        path.write_text("half")
+    assert start(ground, "run", "trainer.save_freq=1", "trainer.total_epochs=1").status() == 0
+    assert not any(path.exists() for path in (*left, partial))
 
 
 def test_the_second_signal_gives_the_cursor_back(ground: Playground) -> None:

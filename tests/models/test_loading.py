@@ -36,6 +36,18 @@ def test_weights_come_out_as_stored_in_the_dtype_asked_for(folder: Path, dtype: 
     assert not model.training
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [1e30, -1e30, 1e6, float("nan"), float("inf")])
+def test_garbage_in_a_file_of_weights_is_found(folder: Path, dtype: torch.dtype, value: float) -> None:
+    stored = load_file(folder / "model.safetensors")
+    name = next(name for name in stored if "down_proj" in name)
+    stored[name] = stored[name].to(dtype)
+    stored[name][0, 1] = value
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=f"weights are damaged: '{name}' holds"):
+        load_model(folder, dtype=dtype)
+
+
 def test_random_weights_depend_on_the_seed_alone(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.manual_seed(1)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.observe.files import write_atomically
+from distflow.observe.files import remove_asides, write_atomically
 
 
 def test_a_file_is_replaced_as_a_whole_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
@@ -26,3 +26,17 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path, monkeypatc
     with pytest.raises(OSError, match="No space left"):
         write_atomically(file, b"second")
     assert file.read_bytes() == b"first" and os.listdir(tmp_path) == ["run.json"]
+
+
+def test_what_a_kill_left_is_removed_at_any_depth_and_nothing_else(tmp_path: Path) -> None:
+    left = ("config.yaml.abcd_123.distflow-partial", "a/b/x.arrow.12345678.distflow-partial", "a/b/.tmpQnv85k")
+    others = ("config.yaml.distflow-partial", "a/.tmp", "a/.tmpQnv85k.txt", "a/notes.tmp", ".distflow-partial")
+    outside = tmp_path.parent / f"{tmp_path.name}-outside"
+    outside.mkdir()
+    for path in (*(tmp_path / name for name in (*left, *others)), outside / ".tmpQnv85k"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("half")
+    (tmp_path / "linked").symlink_to(outside)
+    remove_asides(tmp_path)
+    assert not any((tmp_path / name).exists() for name in left)
+    assert all((tmp_path / name).exists() for name in others) and (outside / ".tmpQnv85k").exists()

@@ -255,8 +255,8 @@ class Trainer:
         return {"loss": float(len(self.seen)), "skipped": float(len(self.seen) % 2)}
 
 
-def trained(step: int, warmup: int = 2) -> tuple[NodeOutput, Trainer, list[bool]]:
-    engine, first = Trainer(), list[bool]()
+def trained(step: int, warmup: int = 2, engine: Trainer | None = None) -> tuple[NodeOutput, Trainer, list[bool]]:
+    engine, first = engine or Trainer(), list[bool]()
     told = lambda engine, batch, metrics, is_first: first.append(is_first)  # noqa: E731
     ctx = NodeContext(Config(), step, None, after_update=told, tickets=(0, 1, 2))  # type: ignore[arg-type]
     batch = Batch.concat([columns_of(number) for number in range(3)])
@@ -273,6 +273,18 @@ def test_an_update_is_each_mini_batch_of_each_epoch_and_begins_behind_the_warm_u
     assert made.metrics == {"own/loss": 2.5, "own/skipped": 2.0} and made.batch is None
     made, engine, first = trained(step=1)
     assert engine.seen == [] and first == [] and made.metrics == {}
+
+
+def test_a_mini_batch_without_tokens_is_counted_and_is_in_no_mean() -> None:
+    class Half(Trainer):
+        def train_step(self, batch: Batch, objective: object) -> dict[str, float]:
+            empty = float(not super().train_step(batch, objective)["loss"] % 2)
+            told = {"loss": 0.0 if empty else 6.0, "skipped": empty, "empty": empty}
+            return told if empty else told | {"entropy": 1.0}
+
+    made, _, first = trained(step=2, engine=Half())
+    assert made.metrics == {"own/loss": 6.0, "own/entropy": 1.0, "own/skipped": 2.0, "own/empty": 2.0}
+    assert first == [True, False, False, False]
 
 
 def test_the_critic_has_mini_batches_and_epochs_of_its_own_and_no_warm_up() -> None:

@@ -133,6 +133,6 @@ def test_cancelling_ends_the_request() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await task
             await asyncio.wait_for(engine.generate(request_of(prompt_of(4))), 60)
-            assert engine.num_generated_tokens == 12
+            assert 12 < engine.num_generated_tokens < 500
 
     asyncio.run(run())

@@ -10,6 +10,7 @@ from torch import Tensor
 from distflow.flow.ticket import Version
 from distflow.rollout.engine import Receipt
 from distflow.runtime import publish
+from distflow.runtime.checks import TrustError
 from distflow.runtime.publish import Publisher, buckets, receiver
 
 
@@ -31,6 +32,20 @@ def weights(*sizes: int) -> list[tuple[str, Tensor]]:
 )
 def test_buckets_are_neighbours_up_to_a_size(sizes: tuple[int, ...], max_bytes: int, parts: list[list[str]]) -> None:
     assert [[name for name, _ in bucket] for bucket in buckets(weights(*sizes), max_bytes)] == parts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [1e30, -1e30, 3.4e38, float("nan"), float("-inf")])
+def test_garbage_is_not_served(value: float, dtype: torch.dtype) -> None:
+    class Broken:
+        def weights(self) -> Iterator[tuple[str, Tensor]]:
+            return iter([("w0", torch.ones(3)), ("w1", torch.tensor([0.0, value]))])
+
+    port: Any = Port()
+    publisher = Publisher(Broken(), port, dtype, sends=True, canary=None, session=None)  # type: ignore[arg-type]
+    with pytest.raises(TrustError, match=r"version 3 must not be served: 'w1' holds"):
+        publisher.publish(Version(0, 3))
+    assert "commit" not in port.log
 
 
 def test_no_more_than_a_bucket_is_made_ahead() -> None:

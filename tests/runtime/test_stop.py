@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from distflow.runtime.stop import StopRequest
+from distflow.runtime.stop import SIGNALS, Interrupted, StopRequest, interruptible
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_sets_wanted_and_is_told(number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_first_signal_is_kept_and_told(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     told, lock = [], threading.Lock()
     done = threading.Event()
@@ -24,7 +24,7 @@ def test_the_first_signal_sets_wanted_and_is_told(number: signal.Signals) -> Non
         assert not stop.wanted
         with lock:  # what a message needs is held just where the signal comes in
             os.kill(os.getpid(), number)
-            assert stop.wanted
+            assert stop.wanted and stop.signal == number
         assert done.wait(10)
     assert told == [number.name]
     assert signal.getsignal(number) == before
@@ -35,3 +35,51 @@ def test_without_a_signal_nothing_is_told() -> None:
     with StopRequest(told.append) as stop:
         pass
     assert not told and not stop.wanted
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_where_nothing_is_to_be_saved_a_signal_closes_what_is_open(number: signal.Signals) -> None:
+    before, closed = signal.getsignal(number), False
+    with pytest.raises(Interrupted) as raised, interruptible():
+        try:
+            os.kill(os.getpid(), number)
+        finally:
+            closed = True
+    assert raised.value.number == number and closed
+    assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize("first", SIGNALS)
+def test_a_hang_up_insists_on_nothing(first: signal.Signals) -> None:
+    """Closing a terminal sends two."""
+    with StopRequest(lambda name: None) as stop:
+        for number in (first, signal.SIGHUP, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+        assert stop.signal == first
+    with StopRequest(lambda name: None) as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal == signal.SIGHUP
+
+
+def test_nohup_is_respected() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest(lambda name: None) as stop, interruptible():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.wanted
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_another_thread_sets_no_handler() -> None:
+    ran = []
+
+    def work() -> None:
+        with interruptible(), StopRequest(lambda name: None):
+            ran.append(True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert ran

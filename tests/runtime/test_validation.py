@@ -72,6 +72,14 @@ def test_greedy_and_sampled_answers_by_data_source() -> None:
         "val_correct/all/pass@1": 0.25,
         "val_correct/all/pass@2": pytest.approx((5 / 6 + 0 + 3 / 6) / 3),
         "val_correct/all/pass@4": pytest.approx(2 / 3),
+        "val_correct/a/mean@4": 0.25,
+        "val_correct/a/pass@1": 0.25,
+        "val_correct/a/pass@2": pytest.approx((5 / 6 + 0) / 2),
+        "val_correct/a/pass@4": 0.5,
+        "val_correct/b/mean@4": 0.25,
+        "val_correct/b/pass@1": 0.25,
+        "val_correct/b/pass@2": 0.5,
+        "val_correct/b/pass@4": 1.0,
         "val/errors": 0.0,
     }
     assert [(s["set"], s["kind"]) for s in samples] == [("val", "greedy")] * 3 + [("val", "sampled")] * 12

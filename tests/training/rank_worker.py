@@ -24,8 +24,10 @@ SHARES = {
     2: [[], [0, 1, 2, 3, 4, 5, 6, 7]],
     4: [[6, 1, 2, 0, 7], [4], [], [3, 5]],
 }
-NUM_MINI_BATCHES = 5
+NUM_MINI_BATCHES = 7
 FAULTY = 3  # this mini-batch has an advantage that is not a number, on one rank
+EMPTY = 4  # no token of this one counts, on any rank
+ONE_SAMPLE = 5  # of this one those of a single sample, and so on one rank
 
 
 def mini_batch(number: int) -> Batch:
@@ -33,7 +35,9 @@ def mini_batch(number: int) -> Batch:
     generator = torch.Generator().manual_seed(100 + number)
     for name in ("old_log_probs", "ref_log_prob"):
         batch[name] = -4.6 + 0.3 * torch.randn(batch.flat("advantages").shape, generator=generator)
-    batch["response_mask"] = torch.ones_like(batch.flat("response_mask"))
+    sample = torch.arange(len(batch)).repeat_interleave(batch.lengths("response"))
+    counted = {EMPTY: sample < 0, ONE_SAMPLE: sample == 1}.get(number, sample >= 0)
+    batch["response_mask"] = counted.float()
     if number == FAULTY:
         batch["advantages"] = batch.flat("advantages").masked_fill(batch.flat("response_ids") < 20, float("nan"))
     return batch

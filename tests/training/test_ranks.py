@@ -10,7 +10,7 @@ import torch
 from distflow.models.loading import load_model
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny_model
-from tests.training.rank_worker import FAULTY, NUM_MINI_BATCHES, SHARES
+from tests.training.rank_worker import EMPTY, FAULTY, NUM_MINI_BATCHES, SHARES
 
 
 def test_weights_and_metrics_do_not_depend_on_the_ranks(tmp_path: Path) -> None:
@@ -20,7 +20,8 @@ def test_weights_and_metrics_do_not_depend_on_the_ranks(tmp_path: Path) -> None:
     start = {name: weight.detach() for name, weight in load_model(tmp_path / "model").named_parameters()}
     alone = torch.load(tmp_path / "1-0.pt")
     wanted = json.loads((tmp_path / "1-0.json").read_text())["metrics"]
-    assert [step["skipped"] for step in wanted] == [float(n == FAULTY) for n in range(NUM_MINI_BATCHES)]
+    assert [step["skipped"] for step in wanted] == [float(n in (FAULTY, EMPTY)) for n in range(NUM_MINI_BATCHES)]
+    assert [step["empty"] for step in wanted] == [float(n == EMPTY) for n in range(NUM_MINI_BATCHES)]
     assert all(step["grad_norm"] > 0.1 for step in wanted if not step["skipped"]), "clipping at 0.05 is to be active"
     moved = math.sqrt(sum(float((alone[name] - start[name]).norm() ** 2) for name in alone))
     for size in (2, 4):

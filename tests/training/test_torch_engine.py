@@ -180,16 +180,21 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(folder: Path, fault: s
 
 
 @pytest.mark.parametrize("batch", ["masked", "empty", "no responses"])
-def test_nothing_to_learn_from_is_a_zero_gradient(folder: Path, batch: str) -> None:
+def test_without_a_token_that_counts_no_step_is_taken(folder: Path, batch: str) -> None:
+    """Momentum and weight decay would else move the weights, and the rate go on."""
     lengths = {"masked": [(3, 4), (2, 2)], "empty": [], "no responses": [(3, 0), (2, 0)]}[batch]
     mini = ragged_batch(lengths)
     mini["response_mask"] = torch.zeros_like(mini.flat("response_mask"))
-    engine = make_engine(load_model(folder), optimizer="sgd")
-    engine.optimizer.param_groups[0]["weight_decay"] = 0.0
-    before = weights_of(engine)
+    schedule = make_schedule("constant_with_warmup", total_steps=10, warmup_steps=4)
+    engine = make_engine(load_model(folder), schedule=schedule)
+    for step in range(2):
+        engine.train_step(ragged_batch(seed=step), TokenMeanLoss())
+    before = {name: tensor.clone() for name, tensor in engine.state().tensors.items()}
     metrics = engine.train_step(mini, TokenMeanLoss())
-    assert (metrics["loss"], metrics["grad_norm"], metrics["skipped"]) == (0.0, 0.0, 0.0)
-    assert_same_bits(weights_of(engine), before)
+    assert metrics == {"loss": 0.0, "grad_norm": 0.0, "lr": 1e-2 * 2 / 4, "skipped": 1.0, "empty": 1.0}
+    assert_same_bits(dict(engine.state().tensors), before)
+    after = engine.train_step(ragged_batch(), TokenMeanLoss())
+    assert (after["lr"], after["skipped"], after["empty"]) == (metrics["lr"], 0.0, 0.0)
 
 
 def test_the_rate_follows_the_schedule_step_by_step(folder: Path) -> None:

@@ -8,6 +8,7 @@ from distflow import __version__
 from distflow.commands.config_arguments import add_config_arguments
 from distflow.config.functions import load
 from distflow.config.names import LAUNCHERS
+from distflow.runtime.stop import exit_status
 
 if TYPE_CHECKING:
     from distflow.runtime.spec import Launch
@@ -75,4 +76,4 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"accuracy before RL: {outcome.accuracy_before:.2f}")
         print(f"accuracy after RL: {outcome.accuracy_after:.2f}")
     print(f"report: {outcome.report}")
-    return 0
+    return 0 if outcome.signal is None else exit_status(outcome.signal)

@@ -6,6 +6,7 @@ from distflow.config.keys import group, key
 from distflow.config.names import (
     KL_TYPES,
     LOSS_AGG_MODES,
+    NO_FULL_KL,
     OPTIMIZERS,
     POLICY_LOSSES,
     SCHEDULERS,
@@ -52,7 +53,7 @@ class ActorConfig:
     entropy_coef: float = key(0.01, "coefficient of the entropy bonus; 0 is off")
     use_kl_loss: bool = key(False, "add the KL to the reference to the loss")
     kl_loss_coef: float = key(0.001, "coefficient of that KL", minimum=0)
-    kl_loss_type: str = key("low_var_kl", "estimator of that KL", choices=KL_TYPES, later=("full",))
+    kl_loss_type: str = key("low_var_kl", "estimator of that KL", choices=KL_TYPES, advice=NO_FULL_KL)
     ppo_epochs: int = key(1, "passes over a batch", minimum=1)
     ppo_mini_batch_size: int = key(256, "prompts an optimizer step", minimum=1)
     ppo_max_token_len_per_gpu: int = key(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distflow.config.keys import group, key
-from distflow.config.names import ESTIMATORS, KL_TYPES, ROLLOUT_RS
+from distflow.config.names import ESTIMATORS, KL_TYPES, NO_FULL_KL, ROLLOUT_RS
 from distflow.config.values import Mismatch, convert, show
 
 Bounds = tuple[float | None, float]
@@ -159,7 +159,7 @@ class AlgorithmConfig:
         False, "GAE continues a truncated response with the critic's last value, not with 0"
     )
     use_kl_in_reward: bool = key(False, "subtract the KL to the reference from the rewards of tokens")
-    kl_penalty: str = key("kl", "estimator of the KL in the reward", choices=KL_TYPES, later=("full",))
+    kl_penalty: str = key("kl", "estimator of the KL in the reward", choices=KL_TYPES, advice=NO_FULL_KL)
     kl_ctrl: KLControlConfig = group(KLControlConfig)
     rollout_correction: RolloutCorrectionConfig = group(RolloutCorrectionConfig)
     filter_groups: FilterGroupsConfig = group(FilterGroupsConfig)

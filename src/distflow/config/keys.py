@@ -20,7 +20,7 @@ class KeySpec:
     later: choices whose part is not there yet; True means any value but the default.
     minimum, maximum: inclusive bounds; above, below: exclusive ones.
     parse: makes the value from plain data, where the type alone does not say how; plain: the way back.
-    advice: what to do about a value out of bounds, where the bound alone does not say it.
+    advice: what to do about a value that is not allowed, where the bound or the choices alone do not say it.
     """
 
     description: str = ""

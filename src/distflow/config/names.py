@@ -203,8 +203,12 @@ LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "se
 
 VALUE_LOSSES = ("mse", "huber")
 
-_SAMPLED_KL_TYPES = ("kl", "abs", "mse", "low_var_kl")
-KL_TYPES = (*_SAMPLED_KL_TYPES, "full", *(f"{name}+" for name in _SAMPLED_KL_TYPES))
+_PLAIN_KL_TYPES = ("kl", "abs", "mse", "low_var_kl")
+KL_TYPES = (*_PLAIN_KL_TYPES, *(f"{name}+" for name in _PLAIN_KL_TYPES))
+NO_FULL_KL = (
+    "'full' would need the whole distributions of policy and reference, and only the log-probs of sampled tokens are "
+    "kept; low_var_kl is an unbiased estimate of the same KL"
+)
 
 CUSTOM_REWARD = "custom"
 REWARDS: dict[str, Reward] = {

@@ -33,4 +33,7 @@ class RolloutConfig:
     repetition_penalty: float = key(1.0, "penalty on tokens that occurred; 1 is off", above=0)
     stop: tuple[str, ...] = key((), "texts that end a response: one or a list")
     max_num_seqs: int = key(256, "responses generated at the same time", minimum=1)
+    timeout_s: float | None = key(
+        1800.0, "the run ends where the engine answers nothing and draws no token for so long; null is never", above=0
+    )
     val_kwargs: ValKwargsConfig = group(ValKwargsConfig)

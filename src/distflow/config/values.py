@@ -112,7 +112,8 @@ def _check_choice(name: object, info: KeyInfo) -> Iterator[Mismatch]:
     elif name not in spec.choices:
         guess = VALUES.get(info.name, {}).get(name) or nearest(str(name), spec.choices)
         meant = f"did you mean {guess}? " if guess else ""
-        yield Mismatch(f"is {show(name)}, which is no choice", f"{meant}the choices are {spec.allowed()}")
+        more = f". {spec.advice}" if spec.advice else ""
+        yield Mismatch(f"is {show(name)}, which is no choice", f"{meant}the choices are {spec.allowed()}{more}")
 
 
 def _inside(value: float, info: KeyInfo) -> bool:

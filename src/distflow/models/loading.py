@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from distflow.config.errors import UserError
+from distflow.models.magnitude import magnitudes, unsound
 from distflow.models.packed import choose_attention
 from distflow.models.packed_forward import attach_packed_forward
 from distflow.models.paths import WEIGHT_PATTERNS, is_local, require_files, resolve_path, why_not_loaded
@@ -173,8 +174,9 @@ def random_model(auto_class: Any, config: PreTrainedConfig, seed: int) -> PreTra
 
 def ready(model: Model, dtype: torch.dtype, device: torch.device | str) -> Model:
     """Move the model, switch dropout off, choose an attention that keeps packed sequences apart, and give it its
-    `packed_forward`."""
+    `packed_forward`. Raises UserError where a weight is no model's."""
     model = model.to(device=torch.device(device), dtype=dtype)
+    _refuse_garbage(model)
     _own_aligned_memory(model)
     disable_dropout(model)
     choose_attention(model)
@@ -189,6 +191,13 @@ def disable_dropout(model: nn.Module) -> None:
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0  # type: ignore[assignment]  # a number, as was just seen
+
+
+def _refuse_garbage(model: nn.Module) -> None:
+    wrong = unsound(magnitudes(model.named_parameters()))
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise UserError(f"the model's weights are damaged: {wrong[0]}{more}; take a whole copy of them")
 
 
 def _own_aligned_memory(model: nn.Module) -> None:

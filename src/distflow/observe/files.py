@@ -1,6 +1,7 @@
 """Files that are whole or not there: whatever is killed meanwhile, a reader finds the old one or the new one."""
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,8 @@ from typing import Final
 
 ASIDE: Final = ".distflow-partial"
 """How the names of files end that a kill may leave: `NAME.` and 8 characters stand before it."""
+
+_LEFT: Final = re.compile(rf".+\.[a-z0-9_]{{8}}{re.escape(ASIDE)}|\.tmp[A-Za-z0-9]{{6}}")
 
 
 @contextmanager
@@ -36,8 +39,15 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def is_aside(name: str) -> bool:
-    """Whether a file was left by a kill inside `replacing`."""
-    return name.endswith(ASIDE)
+    """Whether a file was left by a kill inside `replacing`, or inside safetensors, which has files of its own there."""
+    return _LEFT.fullmatch(name) is not None
+
+
+def remove_asides(folder: Path) -> None:
+    """Remove what a kill left anywhere below, for whoever alone writes there. Links are not followed."""
+    for root, _, names in os.walk(folder):
+        for name in filter(is_aside, names):
+            Path(root, name).unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -13,7 +13,8 @@ class PhaseTimer:
     """Times the phases of one thread: `with phases("rollout"): ...`, then `finish_step()` once a step.
 
     A phase inside another is taken out of the outer one, so the phases and `timing_s/other` add up to `timing_s/step`;
-    time between two steps belongs to the next one.
+    time between two steps belongs to the next one. on_charge: told, at each border of a phase, which one ran until
+    then ("other" where none did).
     """
 
     def __init__(
@@ -21,9 +22,11 @@ class PhaseTimer:
         on_phase: OnPhase | None = None,
         on_start: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        on_charge: Callable[[str], None] | None = None,
     ):
         self._on_phase = on_phase
         self._on_start = on_start
+        self._on_charge = on_charge
         self._clock = clock
         self._thread = threading.get_ident()
         self._open: list[str] = []
@@ -68,3 +71,5 @@ class PhaseTimer:
         name = self._open[-1] if self._open else "other"
         self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
         self._since = now
+        if self._on_charge:
+            self._on_charge(name)

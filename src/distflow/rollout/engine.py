@@ -94,9 +94,16 @@ class Receipt:
 
 
 class RolloutEngine(Protocol):
-    """Generates token ids. An async context manager: entering starts it, leaving ends its threads and processes."""
+    """Generates token ids. An async context manager: entering starts it, leaving ends its threads and processes.
 
-    version: Version
+    One that counts its tokens while it draws them in `num_generated_tokens` shows by it that a long request goes on;
+    without it an engine must answer some request within `actor_rollout_ref.rollout.timeout_s`.
+    """
+
+    @property
+    def version(self) -> Version:
+        """Of the weights that it serves."""
+        ...
 
     async def __aenter__(self) -> object: ...
 

@@ -107,7 +107,7 @@ class HFEngine:
         prompt = torch.tensor([request.prompt_ids] * num_samples, device=self._model.device)
         keys = [sample_key(request.stream, sample) for sample in request.samples]
         draw = _Draw(keys, request.num_drawn, params.greedy)
-        stop = _Stop(len(request.prompt_ids), params, self._tokenizer, cancelled)
+        stop = _Stop(len(request.prompt_ids), params, self._tokenizer, cancelled, self._drew)
         ids = self._model.generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
@@ -132,8 +132,10 @@ class HFEngine:
             versions = [self.version.step] * len(response)
             rollout = log_probs[row, : len(response)].tolist()
             generations.append(Generation(sample, response, rollout, sampling, versions, reason))
-        self.num_generated_tokens += sum(len(generation.token_ids) for generation in generations)
         return GenerateResult(tuple(generations))
+
+    def _drew(self, num_tokens: int) -> None:
+        self.num_generated_tokens += num_tokens
 
     def _log_probs(self, ids: Tensor, prompt_length: int, temperature: float) -> Tensor:
         """`(samples, response_length)` of a forward without cache; what follows a stop token is meaningless."""
@@ -190,15 +192,18 @@ class _Draw(LogitsProcessor):
 
 @dataclass
 class _Stop(StoppingCriteria):
-    """Ends a row at its own stop. lengths: response tokens of each finished row (rows go on as padding after it)."""
+    """Ends a row at its own stop. lengths: response tokens of each finished row (rows go on as padding after it).
+    drew: told the number of rows that have a token more."""
 
     prompt_length: int
     params: SamplingParams
     tokenizer: PreTrainedTokenizerBase
     cancelled: threading.Event
+    drew: Callable[[int], None]
     lengths: dict[int, int] = field(default_factory=dict)
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
+        self.drew(len(input_ids) - len(self.lengths))
         for row, response in enumerate(input_ids[:, self.prompt_length :].tolist()):
             if row not in self.lengths and finish_reason(response, self.params, self.tokenizer) is not None:
                 self.lengths[row] = len(response)

@@ -28,19 +28,23 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> dict[str, float]:
         raise UserError("nothing to evaluate on: set data.val_files")
     rank, program = spec.plan.ranks[0], spec.program()
     resources = build_resources(spec.factories, rank)
-    assert resources.actor is not None, "a program trains something"
+    actor = resources.actor
+    assert actor is not None, "a program trains something"
     if resources.rollout is None:
-        return held_out_loss(spec.validation, resources.actor)
+        return held_out_loss(spec.validation, actor)
+    session = Session.of(spec, resources, stacks=None)  # the folder of an evaluation goes away with it
+    resources, rollout = session.resources, session.resources.rollout
+    assert rollout is not None, "as was just seen"
     contexts = Contexts(spec.config, resources, {}, _no_update, _no_update)
     nodes = [program.node(name) for name in rank.experience]
     plane = ExperiencePlane.of(spec, nodes, resources, contexts, _ignore, Witness())
     validator = Validator(spec.validation, contexts, plane, resources.stop_token_ids, spec.options.seed, say)
-    with Session.of(spec, resources) as session:
+    with session:
         weights = LocalWeights(Waits())
-        weights.attach(receiver(resources.rollout, session))
+        weights.attach(receiver(rollout, session))
         canary = make_canary(spec, resources)
         sends, dtype = spec.sends_weights, spec.weight_dtype
-        publisher = Publisher(resources.actor, weights, dtype, sends=sends, canary=canary, session=session)
+        publisher = Publisher(actor, weights, dtype, sends=sends, canary=canary, session=session)
         publisher.publish(Version(0, 0), at_start=True)
         metrics, _ = session.call(validator.run(0))
         warn_of_errors(plane.tally.take(), say)

@@ -10,6 +10,7 @@ from distflow.flow.ledger import Ledger
 from distflow.flow.snapshot import Snapshot
 from distflow.observe.claim import claimed
 from distflow.observe.earlier import finish_moving, set_aside
+from distflow.observe.files import remove_asides
 from distflow.observe.report import write_report
 from distflow.observe.report_summary import find_accuracy
 from distflow.observe.run_reader import read_damage, read_metrics
@@ -53,6 +54,7 @@ def launch_local(
         keep_best = int(spec.options.keep_best is not None)
         store = CheckpointStore(spec.run_dir / CHECKPOINTS, spec.options.keep_last, keep_best)
         store.remove_leftovers()
+        remove_asides(spec.run_dir)
         finish_moving(spec.run_dir)
         mode = resume or spec.options.resume
         checkpoint = find_checkpoint(store, mode)
@@ -65,7 +67,7 @@ def launch_local(
         goes_on = goes_on_here(checkpoint, mode, spec.run_dir)
         if checkpoint and is_done(checkpoint, spec):
             say(told_done(checkpoint, spec, goes_on))
-            return Outcome(checkpoint.step, False, write_report(spec.run_dir), *_accuracy(spec.run_dir))
+            return Outcome(checkpoint.step, None, False, write_report(spec.run_dir), *_accuracy(spec.run_dir))
         if not goes_on and (moved := set_aside(spec.run_dir)):
             say(f"the run that was in {spec.run_dir} is in {moved} now")
         state, live = restore(checkpoint, resources) if checkpoint else ({}, None)
@@ -85,7 +87,7 @@ def launch_local(
             ledger.close()
     before, after = _accuracy(spec.run_dir)
     # Written once the recorder is closed: the report also says how the run ended.
-    return Outcome(steps, recorder.status == "stopped", recorder.report(), before, after)
+    return Outcome(steps, stop.signal, recorder.status == "stopped", recorder.report(), before, after)
 
 
 def local_ports(coordinator: Coordinator, waits: Waits, live: Live | None = None, num_ranks: int = 1) -> Ports:

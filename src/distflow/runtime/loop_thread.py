@@ -24,7 +24,11 @@ class LoopEnded(RuntimeError):
     """The thread ended while something ran there, or was to run: nobody would ever answer."""
 
 
-class LoopBlocked(LoopEnded, UserError):
+class LoopGivenUp(LoopEnded):
+    """The thread, or what it waits for, does not end: it is left behind, and the process must end around it."""
+
+
+class LoopBlocked(LoopGivenUp, UserError):
     """A function of the user runs on the thread without an end, and lets nothing else run there."""
 
 
@@ -55,7 +59,7 @@ class LoopThread:
         self.cancel_all()
         with suppress(RuntimeError):  # closed already, where the thread ended by itself
             self._loop.call_soon_threadsafe(self._loop.stop)
-        if not isinstance(self._ended, LoopBlocked):
+        if not isinstance(self._ended, LoopGivenUp):
             self._thread.join()
 
     def call(self, work: Coroutine[object, object, T]) -> T:
@@ -77,6 +81,10 @@ class LoopThread:
         """Cancel everything that runs there, and wait until it has ended."""
         with suppress(LoopEnded):
             self.call(self._cancel_all())
+
+    def give_up(self, error: LoopGivenUp) -> None:
+        """Nobody waits for the thread any more: what it owes an answer, and what is asked of it later, fails."""
+        self._end(error)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -109,7 +117,7 @@ class LoopThread:
                 if place is None:
                     since = time.monotonic()  # what runs is ours, and ends
                 elif time.monotonic() - since > self._blocked_after_s:
-                    self._end(LoopBlocked(_blocked(place, self._blocked_after_s)))
+                    self.give_up(LoopBlocked(_blocked(place, self._blocked_after_s)))
             time.sleep(_LOOKS_EVERY_S)
 
     async def _cancel_all(self) -> None:

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from distflow.flow.ticket import Version
+from distflow.models.magnitude import magnitudes, unsound
 from distflow.rollout.engine import Receipt, RolloutEngine
+from distflow.runtime.checks import TrustError
 from distflow.runtime.checks.canary import Canary
 from distflow.runtime.ports.weights import Bucket, Receive, WeightPort
 from distflow.runtime.session import Session
@@ -38,11 +40,12 @@ class Publisher:
     def publish(self, version: Version, at_start: bool = False) -> dict[str, float]:
         """Push a version and wait until every engine serves it; the metrics of the canary's comparison, if one was due.
 
-        at_start: the first of this process, before any step. Raises TrustError where weights did not arrive whole, or
-        the canary's answers mean other weights.
+        at_start: the first of this process, before any step. Raises TrustError where weights are garbage, did not
+        arrive whole, or the canary's answers mean other weights.
         """
         self._port.begin(version)
         for bucket in buckets(self._weights(), BUCKET_BYTES):
+            _refuse_garbage(version, bucket)
             self._port.put(bucket)
         self._port.commit()
         if self._canary is None or not self._canary.is_due(at_start):
@@ -62,6 +65,15 @@ def receiver(engine: RolloutEngine, session: Session) -> Receive:
         return session.call(engine.load_weights(version, weights))
 
     return receive
+
+
+def _refuse_garbage(version: Version, bucket: Bucket) -> None:
+    wrong = unsound(magnitudes(bucket))
+    if wrong:
+        raise TrustError(
+            f"the weights of version {version.step} must not be served: {wrong[0]}, {len(wrong)} tensors or more. "
+            "Something changed them between the last update, behind which they were sound, and now"
+        )
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:

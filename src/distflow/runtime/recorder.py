@@ -12,6 +12,7 @@ from distflow.observe.run_folder import RunFolder
 from distflow.observe.terminal import TerminalView
 from distflow.observe.timing import PhaseTimer
 from distflow.observe.trackers import TrackedRun, open_trackers
+from distflow.runtime.memory import MemoryPeaks
 from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import sample_rows, scores
 from distflow.runtime.waits import Wait, Waits
@@ -33,7 +34,8 @@ class Recorder:
             local={"console": self.view},
             on_failure=self.note,
         )
-        self.phases = PhaseTimer(self._on_phase, self.view.phase)
+        self.memory = MemoryPeaks()
+        self.phases = PhaseTimer(self._on_phase, self.view.phase, on_charge=self.memory.charge)
         self.waits = Waits(self._on_wait)
         self._step = 0
         self.status = "failed"

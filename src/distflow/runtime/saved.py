@@ -10,7 +10,9 @@ from distflow.config import changed_keys, config_from_dict, to_dict
 from distflow.config.errors import UserError
 from distflow.data import generators
 from distflow.data.batch import Batch
+from distflow.models.magnitude import magnitudes, unsound
 from distflow.runtime.checkpoint import Checkpoint
+from distflow.runtime.checkpoint_folder import CheckpointError
 from distflow.runtime.context import NodeState
 from distflow.runtime.ports.edge import Live, Released
 from distflow.runtime.resources import Resources
@@ -76,11 +78,16 @@ def check_same_facts(checkpoint: Checkpoint, spec: Spec, facts: Mapping[str, obj
 
 
 def restore(checkpoint: Checkpoint, resources: Resources) -> tuple[NodeState, Live]:
-    """Load weights and optimizer state; returns what the nodes keep, and the groups on the edge."""
+    """Load weights and optimizer state; returns what the nodes keep, and the groups on the edge.
+
+    Raises CheckpointError where it holds something else, or weights that training does not make of the model's own.
+    """
     with checkpoint.reading():
         run = checkpoint.load("run")
         for role, engine in resources.trained().items():
-            engine.load_state(TrainState(checkpoint.load(role), run["engines"][role]))
+            state = TrainState(checkpoint.load(role), run["engines"][role])
+            _refuse_garbage(checkpoint, role, engine.state(), state)
+            engine.load_state(state)
         batch = Batch.from_tensors(checkpoint.load("live")) if "live" in checkpoint.parts else None
         measured = {int(number): [(m, w) for m, w in parts] for number, parts in run["live_measured"].items()}
         return run["nodes"], Live(batch, measured)
@@ -103,6 +110,16 @@ def set_generators(checkpoint: Checkpoint | None, seed: int) -> None:
     for i in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
         if f"cuda.{i}" in tensors:
             torch.cuda.set_rng_state(tensors[f"cuda.{i}"], i)
+
+
+def _refuse_garbage(checkpoint: Checkpoint, role: str, now: TrainState, saved: TrainState) -> None:
+    start, found = (magnitudes(state.trained_weights().items()) for state in (now, saved))
+    wrong = unsound(found, start)
+    if wrong:
+        raise CheckpointError(
+            f"the checkpoint {checkpoint.path} holds garbage: of the {role}'s weights {wrong[0]}, {len(wrong)} tensors "
+            "in all. Go on from an earlier one with --resume PATH, or start anew with --resume never"
+        )
 
 
 def _numpy_state() -> list[object]:

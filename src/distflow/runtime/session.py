@@ -4,11 +4,14 @@ import concurrent.futures
 import math
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 from distflow.data.prompts import PromptRow
 from distflow.rewards.certify import certify, certify_answers
-from distflow.runtime.loop_thread import LoopBlocked, LoopThread
+from distflow.runtime.engine_watch import Deadline, WatchedEngine
+from distflow.runtime.loop_thread import LoopGivenUp, LoopThread
 from distflow.runtime.resources import Resources
 from distflow.runtime.spec import Spec
 
@@ -23,22 +26,38 @@ class Session:
     The engine's and the verifiers' futures and events belong to that thread's loop: they are entered, awaited and left
     there only, while the other thread waits in `call`.
 
-    certify_on: rows whose answers the verifiers are tried on before they are used; None trusts them.
-    blocked_after_s: how long a function of the user may hold the thread up.
+    resources: those that were given, with the engine watched.
     """
 
     def __init__(
-        self, resources: Resources, certify_on: Sequence[PromptRow] | None, blocked_after_s: float = math.inf
+        self,
+        resources: Resources,
+        certify_on: Sequence[PromptRow] | None,
+        blocked_after_s: float = math.inf,
+        engine_deadline: Deadline | None = None,
     ) -> None:
-        self._resources, self._certify_on = resources, certify_on
+        """certify_on: rows whose answers the verifiers are tried on before they are used; None trusts them.
+        blocked_after_s: how long a function of the user may hold the thread up. engine_deadline: None waits for the
+        rollout engine as long as it takes.
+        """
         self._thread = LoopThread("experience", blocked_after_s)
+        engine = resources.rollout
+        if engine is not None and engine_deadline is not None:
+            resources = replace(resources, rollout=WatchedEngine(engine, engine_deadline, self._thread.give_up))
+        self.resources, self._certify_on = resources, certify_on
         self._stack = AsyncExitStack()
 
     @staticmethod
-    def of(spec: Spec, resources: Resources) -> "Session":
-        """That of a worker, whose verifiers are tried on its first rows where `trust.certify_rewards` is on."""
-        certify_on = spec.rows[:NUM_CERTIFIED_ROWS] if spec.options.certify else None
-        return Session(resources, certify_on, spec.options.timeout_s * spec.data.group_size)
+    def of(spec: Spec, resources: Resources, stacks: Path | None) -> "Session":
+        """That of a worker, whose verifiers are tried on its first rows where `trust.certify_rewards` is on.
+
+        stacks: see `Deadline`.
+        """
+        options = spec.options
+        certify_on = spec.rows[:NUM_CERTIFIED_ROWS] if options.certify else None
+        timeout_s = options.engine_timeout_s
+        deadline = Deadline(timeout_s, stacks) if timeout_s is not None else None
+        return Session(resources, certify_on, options.timeout_s * spec.data.group_size, deadline)
 
     def __enter__(self) -> "Session":
         self._thread.__enter__()
@@ -55,8 +74,8 @@ class Session:
             self._thread.cancel_all()
             self._thread.call(self._stack.aclose())
         except Exception as failure:  # the edge: a service that cannot end, or the thread that had ended by itself
-            if isinstance(failure, LoopBlocked) and self._resources.judge is not None:
-                self._resources.judge.close()  # its processes must not outlive the run
+            if isinstance(failure, LoopGivenUp) and self.resources.judge is not None:
+                self.resources.judge.close()  # its processes must not outlive the run
             if error is None:
                 raise
         finally:
@@ -71,7 +90,7 @@ class Session:
         return self._thread.start(work)
 
     async def _enter(self) -> None:
-        judge, rollout = self._resources.judge, self._resources.rollout
+        judge, rollout = self.resources.judge, self.resources.rollout
         if judge is not None:
             self._stack.enter_context(judge)
             if self._certify_on is not None:

@@ -52,9 +52,10 @@ class RunOptions:
     in such sends. audit_freq: in steps. on_mismatch: "correct", "stop" or "warn". keep_last: checkpoints, None for
     all. keep_best: the metric of which the best one is kept besides.
     save_groups_last: steps whose groups are kept where `save_groups` is "last_k". timeout_s: of a plain node function
-    of the experience plane, for each sample. certify: verifiers are tried on known answers first. max_error_share: of a
-    step's verdicts, above which the run ends. max_skipped: updates
-    that are not finite in a row before the run ends. unmoved_after: updates after which a weight must have moved.
+    of the experience plane, for each sample. engine_timeout_s: how long a rollout engine that was asked for something
+    may give no sign of life; None is for ever. certify: verifiers are tried on known answers first. max_error_share: of
+    a step's verdicts, above which the run ends. max_skipped: updates that are not finite in a row before the run ends.
+    unmoved_after: updates after which a weight must have moved.
     """
 
     seed: int
@@ -74,6 +75,7 @@ class RunOptions:
     experiment: str
     enable_perf: bool
     timeout_s: float
+    engine_timeout_s: float | None
     canary_freq: int
     audit_freq: int
     on_mismatch: str
@@ -85,12 +87,14 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Outcome:
-    """steps: consumed in all. stopped: by a signal, before the end. report: the run's report.
+    """steps: consumed in all. signal: the number of the one that asked the run to end, None where none came. stopped:
+    by it, before the end. report: the run's report.
 
     accuracy_before, accuracy_after: on held-out problems, before the first step and at the end, where measured.
     """
 
     steps: int
+    signal: int | None
     stopped: bool
     report: Path
     accuracy_before: float | None

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from distflow.algorithms.advantages.group import sample_scores
@@ -100,16 +99,6 @@ def over_ranks(measured: Sequence[Measured], collective: Collective) -> dict[str
 def _is_maximum(name: str) -> bool:
     metric = find_metric(name)
     return metric is not None and metric.kind == "max"
-
-
-def memory_metrics() -> dict[str, float]:
-    """Peak resident memory of this process, and of the accelerator where there is one, in bytes."""
-    import resource
-
-    metrics = {"memory/process/peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0}
-    if torch.cuda.is_available():
-        metrics["memory/cuda/peak"] = float(torch.cuda.max_memory_allocated())
-    return metrics
 
 
 def sample_rows(batch: Batch) -> list[dict[str, object]]:

@@ -1,56 +1,132 @@
-"""Ctrl-C and SIGTERM: once finishes the step, saves and leaves; twice leaves at once."""
+"""Signals that ask a run to end: Ctrl-C, SIGTERM, the terminal's hang-up. Once finishes the step, saves and leaves;
+twice leaves at once. Whatever was saved, a process that was asked to end exits with 128 + the signal's number.
+
+A hang-up never counts as the second: whoever closes a terminal causes two, of the shell and of the system, and systemd
+sends one behind its SIGTERM.
+"""
 
 import os
 import signal
+import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Final
 
 SHOW_CURSOR = b"\x1b[?25h\n"
-Handler = Callable[[int, FrameType | None], object] | int | None
-"""What `signal.signal` takes and returns; None is a handler that was not set by Python."""
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal came where there is nothing to save. number: which."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def exit_status(number: int) -> int:
+    """Of a process that a signal asked to end, as shells have it."""
+    return 128 + number
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """While it is entered, the first signal raises `Interrupted` in the main thread, so that what is open is closed,
+    and the second ends the process."""
+    came: list[int] = []
+
+    def interrupt(number: int) -> None:
+        if came and number == signal.SIGHUP:
+            return
+        if came:
+            leave_at_once(exit_status(number))
+        came.append(number)
+        raise Interrupted(number)
+
+    with _handled(interrupt):
+        yield
 
 
 class StopRequest:
-    """While it is entered, the first signal sets `wanted`, and the second ends the process. For the main thread.
+    """While it is entered, the first signal is kept in `signal`, and the second ends the process. In the main thread.
 
     on_first: told the signal's name, on a thread of its own: a handler interrupts the main thread anywhere, also where
     it holds the lock that writing a message needs.
     """
 
     def __init__(self, on_first: Callable[[str], None]) -> None:
-        self.wanted = False
+        self.signal: int | None = None
+        self._insisted = False
         self._on_first = on_first
-        self._previous: dict[int, Handler] = {}
+        self._handlers = _handled(self._asked)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a signal came."""
+        return self.signal is not None
 
     def __enter__(self) -> "StopRequest":
         self._read, self._write = os.pipe()  # from handler to thread without a lock, which the main thread may hold
         self._teller = threading.Thread(target=self._tell, name="signals", daemon=True)
         self._teller.start()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._asked)
+        self._handlers.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        self._handlers.__exit__(None, None, None)
         os.close(self._write)
         self._teller.join()
         os.close(self._read)
 
-    def _asked(self, number: int, frame: FrameType | None) -> None:
-        if self.wanted:
-            _leave_at_once(128 + number)
-        self.wanted = True
-        os.write(self._write, bytes([number]))
+    def _asked(self, number: int) -> None:
+        if number != signal.SIGHUP:
+            if self._insisted:
+                leave_at_once(exit_status(number))
+            self._insisted = True
+        if self.signal is None:
+            self.signal = number
+            os.write(self._write, bytes([number]))
 
     def _tell(self) -> None:
         for number in os.read(self._read, 1):
             self._on_first(signal.Signals(number).name)
 
 
-def _leave_at_once(status: int) -> None:
+def leave_at_once(status: int) -> None:
     """No lock is taken and nothing is waited for; verifier processes die with this one."""
     if os.isatty(1):
         os.write(1, SHOW_CURSOR)  # the live view had hidden it
     os._exit(status)
+
+
+@contextmanager
+def _handled(handler: Callable[[int], None]) -> Iterator[None]:
+    """Inside, the signals are told to `handler`. A hang-up that is ignored stays so: that is what `nohup` asks for.
+    Only the main thread may set handlers: in another nothing changes."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _leave_dead_terminals()
+        handler(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    wanted = [number for number in SIGNALS if number != signal.SIGHUP or not ignored]
+    previous = {number: signal.signal(number, handle) for number in wanted}
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
+
+
+def _leave_dead_terminals() -> None:
+    """What is still said to a terminal that is gone would raise, and take the run with it before it has saved."""
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

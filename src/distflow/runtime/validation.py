@@ -24,6 +24,9 @@ from distflow.training.engine import Scorer
 SampleRows = list[dict[str, object]]
 """One row a sample, see `sample_rows`, and beside it its `set` and `kind` ("greedy" or "sampled")."""
 
+Outcomes = dict[str, list[list[bool]]]
+"""By domain, for each prompt whether each of its answers is right."""
+
 
 @dataclass(frozen=True)
 class Validator:
@@ -62,13 +65,13 @@ async def validate(sets: Sequence[ValidationSet], answer: Answer, step: int) -> 
     """`val_correct/*` and the samples.
 
     `mean` is the share of greedy answers that their verifier calls right (of sampled ones where none is greedy);
-    `mean@k` and `pass@k` are over k sampled answers a prompt. An answer without a verdict counts as wrong and is
-    counted in `val/errors`.
+    `mean@n` and `pass@k` are estimated from the n sampled answers of each prompt. An answer without a verdict counts as
+    wrong and is counted in `val/errors`.
     """
     metrics: dict[str, float] = {}
     rows: SampleRows = []
-    outcomes: dict[str, list[list[bool]]] = defaultdict(list)
-    sampled: dict[str, list[list[bool]]] = defaultdict(list)
+    outcomes: Outcomes = defaultdict(list)
+    sampled: Outcomes = defaultdict(list)
     errors = 0
     for chosen in sets:
         for params, count, into in ((chosen.greedy, 1, outcomes), (chosen.sampled, chosen.num_samples, sampled)):
@@ -106,26 +109,30 @@ def _right(group: Batch | Drop, count: int) -> list[bool | None]:
     ]
 
 
-def _accuracy(outcomes: dict[str, list[list[bool]]]) -> dict[str, float]:
-    flat = {tag: [right for group in groups for right in group] for tag, groups in outcomes.items()}
-    everything = [right for group in flat.values() for right in group]
+def _accuracy(outcomes: Outcomes) -> dict[str, float]:
+    return {
+        f"val_correct/{name}/mean": sum(map(sum, groups)) / sum(map(len, groups))
+        for name, groups in _everything_and_each(outcomes).items()
+    }
+
+
+def _at_k(sampled: Outcomes) -> dict[str, float]:
+    """`pass@k` for the powers of two up to n and for n, the number of answers a prompt; `mean@n`."""
+    metrics = {}
+    for name, groups in _everything_and_each(sampled).items():
+        n = len(groups[0])
+        metrics[f"val_correct/{name}/mean@{n}"] = sum(map(sum, groups)) / (n * len(groups))
+        for k in sorted({2**i for i in range(n.bit_length())} | {n}):
+            metrics[f"val_correct/{name}/pass@{k}"] = sum(pass_at_k(n, sum(g), k) for g in groups) / len(groups)
+    return metrics
+
+
+def _everything_and_each(outcomes: Outcomes) -> Outcomes:
+    """Under "all" those of every domain, and each domain's own where rows name any."""
+    everything = [group for groups in outcomes.values() for group in groups]
     if not everything:
         return {}
-    metrics = {"val_correct/all/mean": sum(everything) / len(everything)}
-    if set(flat) != {"default"}:
-        metrics |= {f"val_correct/{tag}/mean": sum(rights) / len(rights) for tag, rights in flat.items()}
-    return metrics
-
-
-def _at_k(sampled: dict[str, list[list[bool]]]) -> dict[str, float]:
-    groups = [group for by_tag in sampled.values() for group in by_tag]
-    if not groups:
-        return {}
-    n = len(groups[0])
-    metrics = {f"val_correct/all/mean@{n}": sum(sum(g) for g in groups) / (n * len(groups))}
-    for k in sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n}):
-        metrics[f"val_correct/all/pass@{k}"] = sum(pass_at_k(n, sum(g), k) for g in groups) / len(groups)
-    return metrics
+    return {"all": everything} | ({} if set(outcomes) == {"default"} else outcomes)
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

@@ -21,6 +21,7 @@ from distflow.runtime.checkpoint import CheckpointStore
 from distflow.runtime.checks.canary import make_canary
 from distflow.runtime.checks.live import LiveChecks
 from distflow.runtime.context import Contexts, NodeState
+from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.error_share import ErrorShare, warn_of_errors
 from distflow.runtime.experience import ExperiencePlane
 from distflow.runtime.ports import Ports
@@ -32,7 +33,7 @@ from distflow.runtime.saved import saved_parts
 from distflow.runtime.session import Session
 from distflow.runtime.spec import Spec
 from distflow.runtime.step import Step, compile_steps
-from distflow.runtime.step_metrics import batch_metrics, group_metrics, memory_metrics, over_ranks
+from distflow.runtime.step_metrics import batch_metrics, group_metrics, over_ranks
 from distflow.runtime.stop import StopRequest
 from distflow.runtime.validation import SampleRows, Validator, held_out_loss
 from distflow.training.engine import LossFn, TrainEngine
@@ -55,13 +56,14 @@ class Worker:
     ) -> None:
         """state: what nodes keep across steps. version: of the weights that the resources hold."""
         plan, program = spec.plan.ranks[rank], spec.program()
+        self._session = Session.of(spec, resources, spec.run_dir / STACKS)
+        resources = self._session.resources
         self._spec, self._resources, self._ports = spec, resources, ports
         self._rank = ports.collective.rank  # among those that learn
         self._recorder, self._store, self._stop, self._state = recorder, store, stop, state
         self._version, self._served = version, version.step
         self._errors = ErrorShare(spec.options.max_error_share, partial(recorder.note, "warning"))
         self._checks = LiveChecks.of(spec, resources, recorder.note)
-        self._session = Session.of(spec, resources)
         parts = {**resources.by_name(), "reduce": ports.collective}
         self._learning = compile_steps([program.node(name) for name in plan.learning], parts)
         self._auditor = make_auditor(spec, program, self._learning, resources, self._session, recorder, state, version)
@@ -182,7 +184,7 @@ class Worker:
         compares = options.keep_best is not None and _is_due(step, options.save_freq, finished)
         validated = self._validate(step) if _is_due(step, options.test_freq, finished) or compares else {}
         metrics |= batch_metrics(batch) | group_metrics(released.account, batch, step - 1)
-        metrics |= memory_metrics() | self._recorder.phases.finish_step()
+        metrics |= self._recorder.phases.finish_step() | self._recorder.memory.finish_step()
         metrics["throughput/tokens_per_s"] = float(batch.lengths("sequence").sum()) / metrics["timing_s/step"]
         self._recorder.training_step(step, metrics, batch)
         self._recorder.keep_groups(step, batch)

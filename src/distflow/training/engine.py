@@ -20,7 +20,8 @@ class LossFn(Protocol):
     outputs: tuple[str, ...]
 
     def counts(self, batch: Batch) -> Counts:
-        """Denominators of the loss. They add over micro-batches and ranks."""
+        """Denominators of the loss. They add over micro-batches and ranks. `tokens` are those that count: without any
+        in a mini-batch no optimizer step is taken."""
         ...
 
     def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Counts]:

@@ -74,10 +74,16 @@ class TorchTrainEngine:
         """One optimizer step over a mini-batch (this rank's part of it, which may be empty).
 
         A loss or gradient norm that is not finite skips the step: weights, optimizer and schedule stay as they were.
-        Returns `loss`, `grad_norm` (before clipping), `lr`, `skipped` (0 or 1), and the loss function's own metrics.
+        So does a mini-batch in which, over all ranks, no token counts: momentum and weight decay would move weights.
+        Returns `loss`, `grad_norm` (before clipping), `lr`, `skipped` (0 or 1), `empty` (1 where it was skipped for
+        want of tokens), and the loss function's own metrics, but of an empty mini-batch.
         """
         self.model.train()
         counts = self.group.sum(loss_fn.counts(batch))
+        factor = self.schedule(self.num_steps)
+        lrs = [base * factor for base in self._base_lrs]
+        if counts.get("tokens") == 0:
+            return {"loss": 0.0, "grad_norm": 0.0, "lr": lrs[0], "skipped": 1.0, "empty": 1.0}
         sums: Counts = {"loss": 0.0}
         for index in micro_batches(batch, self.scorer.max_tokens, self.group):
             micro = batch.select(index).to(self.scorer.device)
@@ -90,14 +96,12 @@ class TorchTrainEngine:
         sums = self.group.sum(sums)
         total = sums.pop("loss")
         grad_norm = self._reduce_and_clip()
-        factor = self.schedule(self.num_steps)
-        lrs = [base * factor for base in self._base_lrs]
         skipped = not (math.isfinite(total) and math.isfinite(grad_norm))
         if not skipped:
             self._step(lrs)
         self.optimizer.zero_grad(set_to_none=True)
         own = loss_fn.finish(sums, counts)
-        return {**own, "loss": total, "grad_norm": grad_norm, "lr": lrs[0], "skipped": float(skipped)}
+        return {**own, "loss": total, "grad_norm": grad_norm, "lr": lrs[0], "skipped": float(skipped), "empty": 0.0}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights by their Hugging Face names, tied ones once, LoRA merged; else the model's own storage."""

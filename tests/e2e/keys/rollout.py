@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 
 from distflow.rollout.hf import HFEngine
-from tests.e2e.keys.case import Case, close
+from distflow.runtime.spec import Spec
+from tests.e2e.keys.case import Case, close, the_spec
 from tests.e2e.keys.lab import ROLLOUT, Run
 
 ONE = "trainer.total_training_steps=1"
@@ -77,6 +78,13 @@ def stops_end(before: Run, after: Run) -> None:
     assert ended and all(row["finish_reason"] == "stop" for row in ended)
 
 
+def deadline_of(timeout_s: float) -> Callable[[Spec, Spec], None]:
+    def check(before: Spec, after: Spec) -> None:
+        assert (before.options.engine_timeout_s, after.options.engine_timeout_s) == (1800.0, timeout_s)
+
+    return check
+
+
 def rows_at_once(before: Run, after: Run) -> None:
     assert (before.decode_rows(), after.decode_rows()) == (16, 8)
 
@@ -144,6 +152,13 @@ CASES = (
         "where responses end",
         stops_end,
         given=(ONE, NO_STOPS),
+    ),
+    Case(
+        f"{ROLLOUT}.timeout_s",
+        f"{ROLLOUT}.timeout_s=7",
+        "how long an engine may be silent (tests/e2e/test_hanging_engine.py has one that hangs)",
+        deadline_of(7.0),
+        look=the_spec,
     ),
     Case(
         f"{ROLLOUT}.max_num_seqs",

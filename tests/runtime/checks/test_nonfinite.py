@@ -78,10 +78,19 @@ def test_what_somebody_put_among_the_bundles_stays(tmp_path: Path) -> None:
     assert sum((path / "weights.safetensors").exists() for path in tmp_path.iterdir()) == 2
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_weights_that_are_not_finite_go_no_further(tmp_path: Path, value: float) -> None:
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30, -1e30, 1e5, -1100.0])
+def test_weights_that_are_not_finite_or_garbage_go_no_further(tmp_path: Path, value: float) -> None:
     broken = WeightsOnly(fine=torch.ones(2), broken=torch.tensor([1.0, value]))
     with pytest.raises(
-        TrustError, match=r"after an update in step 4 .*1 tensors, broken first.*not published or saved"
+        TrustError, match=r"after an update in step 4 .*1 tensors, 'broken' holds .* first.*not published or saved"
     ):
-        NonFinite(tmp_path, 3, "").updated("actor", broken, sampled_batch(), TAKEN, step=3)
+        check = NonFinite(tmp_path, 3, "", {"actor": {"broken": 0.5, "fine": 0.5}})
+        check.updated("actor", broken, sampled_batch(), TAKEN, step=3)
+
+
+def test_weights_that_training_makes_raise_no_alarm(tmp_path: Path) -> None:
+    """Fresh zeros that have grown, a norm's large ones, a sum beyond float32."""
+    large = torch.full((2**20,), 900.0)
+    grown = WeightsOnly(zeros=torch.tensor([3.0, -40.0]), norm=torch.tensor([2000.0]), large=large)
+    check = NonFinite(tmp_path, 3, "", {"actor": {"zeros": 0.0, "norm": 1900.0, "large": 900.0}})
+    assert check.updated("actor", grown, sampled_batch(), TAKEN, step=3) is None

@@ -1,7 +1,7 @@
 """Nodes that train: one optimizer step for each mini-batch."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from distflow.config import Config
@@ -12,6 +12,7 @@ from distflow.runtime.context import NodeContext
 from distflow.training.engine import LossFn, TrainEngine
 
 _READS = ("prompt_ids", "response_ids")
+_COUNTED = {"skipped", "empty"}
 
 
 @node_factory
@@ -62,13 +63,23 @@ def update(
 ) -> NodeOutput:
     """One optimizer step for each mini-batch of `num_prompts` groups in each epoch, from step `warmup` on.
 
-    Metrics are means over the optimizer steps, named `name/...`; `skipped` is their number.
+    Metrics are means over the mini-batches in which a token counts, named `name/...`; `skipped` and `empty` are
+    numbers of mini-batches.
     """
-    rows: dict[str, list[float]] = defaultdict(list)
+    updates = list[dict[str, float]]()
     for epoch in range(epochs if ctx.step >= warmup else 0):
         for mini_batch in ctx.minibatches(batch, num_prompts, epoch):
             metrics = engine.train_step(mini_batch, ctx.before_update(engine, mini_batch, objective))
-            ctx.after_update(engine, mini_batch, metrics, not rows)
-            for metric, value in metrics.items():
-                rows[metric].append(value)
-    return NodeOutput(None, {f"{name}/{k}": sum(v) if k == "skipped" else sum(v) / len(v) for k, v in rows.items()})
+            ctx.after_update(engine, mini_batch, metrics, all(before.get("empty") for before in updates))
+            updates.append(metrics)
+    return NodeOutput(None, {f"{name}/{metric}": value for metric, value in _over(updates).items()})
+
+
+def _over(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of a step; none where no optimizer step was to be taken."""
+    rows: dict[str, list[float]] = defaultdict(list)
+    for update in [update for update in updates if not update.get("empty")] or updates:
+        for metric, value in update.items():
+            rows[metric].append(value)
+    totals = {metric: sum(update.get(metric, 0.0) for update in updates) for metric in rows.keys() & _COUNTED}
+    return {metric: sum(values) / len(values) for metric, values in rows.items()} | totals

@@ -23,7 +23,7 @@ def prove(evidence: Evidence) -> str | None:
         return f"the step has more than {MOST_TOKENS:,} tokens"
     if evidence.partial and (name in GLOBAL or evidence.config.algorithm.scale_rewards == "batch"):
         return f"'{name}' looks at the whole step"
-    if any(update.metrics.get("skipped") for update in evidence.updates):
+    if any(update.metrics.get("skipped") and not update.metrics.get("empty") for update in evidence.updates):
         return "an update of the step was skipped: something in it is not finite"
     settings = evidence.config.algorithm
     if is_on(settings.adv_norm) or is_on(settings.reward_norm):

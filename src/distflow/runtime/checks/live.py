@@ -1,9 +1,11 @@
 """The checks of a running worker, at the points where their evidence appears."""
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from distflow.data.batch import Batch
+from distflow.models.magnitude import magnitudes
 from distflow.runtime.checks import TrustError
 from distflow.runtime.checks.alignment import check_alignment
 from distflow.runtime.checks.mismatch import Tolerance, check_mismatch
@@ -34,17 +36,19 @@ class LiveChecks:
     loss_terms: LossTerms
     stops_on_mismatch: bool = False
     _warned_at: float = 0.0
+    _num_empty: Counter[str] = field(default_factory=Counter)
 
     @staticmethod
     def of(spec: Spec, resources: Resources, note: Note) -> "LiveChecks":
         """Those of a worker."""
-        options = spec.options
+        options, trained = spec.options, resources.trained()
+        start = {role: magnitudes(engine.state().trained_weights().items()) for role, engine in trained.items()}
         return LiveChecks(
             note,
             spec.tolerance,
             spec.ratio_limit,
-            NonFinite(spec.run_dir / "bundles", options.max_skipped, spec.text),
-            {role: Movement(options.unmoved_after) for role in resources.trained()},
+            NonFinite(spec.run_dir / "bundles", options.max_skipped, spec.text, start),
+            {role: Movement(options.unmoved_after) for role in trained},
             LossTerms(spec.loss_terms),
             options.on_mismatch == "stop",
         )
@@ -63,6 +67,8 @@ class LiveChecks:
         bundle = self.nonfinite.updated(role, engine, batch, metrics, step)
         if bundle is not None:
             self.note("warning", f"an update of the {role} was skipped: loss or gradient is not finite ({bundle})")
+        if metrics.get("empty"):
+            self._tell_empty(role)
         still = self.movement[role].updated(engine, metrics)
         if still:
             self.note("finding", _unmoved(role, still, self.movement[role].after))
@@ -84,6 +90,18 @@ class LiveChecks:
             for name in self.loss_terms.updated(metrics):
                 self.note("finding", _dead_term(name, self.loss_terms.after))
         return found
+
+    def _tell_empty(self, role: str) -> None:
+        """When it appears, and each time there are twice as many."""
+        self._num_empty[role] += 1
+        number = self._num_empty[role]
+        if number & (number - 1) == 0:
+            what = "a mini-batch" if number == 1 else f"{number} mini-batches"
+            self.note(
+                "warning",
+                f"{what} of the {role} had no token that counts (loss_mask is 0 throughout: no verdicts, or a node or "
+                "a rejection masked all): no optimizer step was taken, and the learning rate's schedule waited",
+            )
 
     def _check_ratio(self, batch: Batch, metrics: dict[str, float]) -> None:
         gap = metrics.get("log_ratio_abs")

@@ -1,9 +1,11 @@
-"""Claim: losses, gradients and weights are finite. An update that is not is skipped and can be run again elsewhere."""
+"""Claim: losses, gradients and weights are finite, and weights no garbage. An update that is not finite is skipped and
+can be run again elsewhere."""
 
 import json
 import os
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from distflow.data.batch import Batch
+from distflow.models.magnitude import magnitudes, unsound
 from distflow.observe.jsonlines import read_object
 from distflow.runtime.checks import TrustError
 from distflow.training.engine import TrainEngine
@@ -24,12 +27,13 @@ class NonFinite:
     """Saves a bundle for each skipped update and stops a run that only skips.
 
     folder: where bundles go; the newest `limit` are kept. limit: skipped updates in a row of one engine that end the
-    run. config_yaml: kept in each bundle.
+    run. config_yaml: kept in each bundle. start: by role, how large each trained weight was before the first update.
     """
 
     folder: Path
     limit: int
     config_yaml: str
+    start: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     _in_a_row: Counter[str] = field(default_factory=Counter)
     _last: dict[str, Path] = field(default_factory=dict)
     _num_saved: int = 0
@@ -39,9 +43,11 @@ class NonFinite:
     ) -> Path | None:
         """Call after each update; the bundle's folder where this one was skipped.
 
-        Raises TrustError at the limit, and where an update left a weight that is not finite: such weights must not be
-        published or saved.
+        Raises TrustError at the limit, and where an update left a weight that is not finite, or larger than training
+        makes one: such weights must not be published or saved.
         """
+        if metrics.get("empty"):
+            return None  # nothing was computed
         if not metrics.get("skipped"):
             self._in_a_row[role] = 0
             self._check_weights(role, engine, step)
@@ -57,12 +63,12 @@ class NonFinite:
         return bundle
 
     def _check_weights(self, role: str, engine: TrainEngine, step: int) -> None:
-        wrong = [n for n, weight in engine.state().trained_weights().items() if not bool(weight.sum().isfinite())]
+        wrong = unsound(magnitudes(engine.state().trained_weights().items()), self.start.get(role))
         if wrong:
             raise TrustError(
-                f"after an update in step {step + 1} weights of the {role} are not finite ({len(wrong)} tensors, "
-                f"{wrong[0]} first); they were not published or saved. Lower the learning rate, or resume from the "
-                "last checkpoint"
+                f"after an update in step {step + 1} weights of the {role} are not finite or garbage ({len(wrong)} "
+                f"tensors, {wrong[0]} first); they were not published or saved. Lower the learning rate, or resume "
+                "from the last checkpoint"
             )
 
     def _save(self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int) -> Path:

@@ -1,0 +1,195 @@
+"""A deadline for rollout engines: one that was asked for something and gives no sign of life for too long is given up.
+
+A sign of life is an answer, or a token where the engine counts them (`num_generated_tokens`), so that a long request
+is no hang. Time is counted in looks, each after a short sleep: a process that is stopped, or a machine that is
+suspended or overloaded, does not use the deadline up. Neither does a debugger's prompt.
+"""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from torch import Tensor
+
+from distflow.flow.ticket import Version
+from distflow.rollout.engine import GenerateRequest, GenerateResult, Receipt, RolloutEngine
+from distflow.runtime.loop_thread import LoopGivenUp
+
+STACKS: Final = "stacks.txt"
+_LOOKS_EVERY_S: Final = 0.5
+_DEBUGGERS: Final = ("bdb", "pydevd", "_pydevd_bundle", "debugpy")
+
+
+class EngineHangs(LoopGivenUp):
+    """A rollout engine was asked for something and does not answer."""
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """timeout_s: how long an engine may give no sign of life. stacks: the file to which those of all threads are
+    appended then; None is standard error."""
+
+    timeout_s: float
+    stacks: Path | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """What an engine was asked, and when (`time.time()`). while_paused: a paused engine answers it, too."""
+
+    what: str
+    since: float
+    while_paused: bool
+
+
+class WatchedEngine:
+    """A `RolloutEngine` that passes everything on to another, and watches it from entering to leaving.
+
+    hangs: told on a thread of its own, once.
+    """
+
+    def __init__(self, engine: RolloutEngine, deadline: Deadline, hangs: Callable[[EngineHangs], None]) -> None:
+        self._engine, self._deadline, self._hangs = engine, deadline, hangs
+        # Changed by the asyncio thread alone; `list()` of a set is one step for the thread that looks.
+        self._asked: set[_Asked] = set()
+        self._num_answers = 0
+        self._paused = False
+        self._left = threading.Event()
+
+    @property
+    def version(self) -> Version:
+        return self._engine.version
+
+    async def __aenter__(self) -> "WatchedEngine":
+        threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
+        try:
+            with self._asking("to start"):
+                await self._engine.__aenter__()
+        except BaseException:
+            self._left.set()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            with self._asking("to end"):
+                await self._engine.__aexit__(kind, error, trace)
+        finally:
+            self._left.set()
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """See `RolloutEngine`."""
+        with self._asking(_described(request), while_paused=False):
+            return await self._engine.generate(request)
+
+    async def pause(self, release: bool = False) -> None:
+        """See `RolloutEngine`."""
+        with self._asking("to pause"):
+            await self._engine.pause(release)
+        self._paused = True
+
+    async def resume(self) -> None:
+        """See `RolloutEngine`."""
+        with self._asking("to resume"):
+            await self._engine.resume()
+        self._paused = False
+
+    async def hashes(self) -> dict[str, str]:
+        """See `RolloutEngine`."""
+        with self._asking("for hashes of its weights"):
+            return await self._engine.hashes()
+
+    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> Receipt:
+        """See `RolloutEngine`."""
+        with self._asking(f"to take the weights of step {version.step}"):
+            return await self._engine.load_weights(version, weights)
+
+    @contextmanager
+    def _asking(self, what: str, while_paused: bool = True) -> Iterator[None]:
+        asked = _Asked(what, time.time(), while_paused)
+        self._asked.add(asked)
+        try:
+            yield
+            self._num_answers += 1
+        except Exception:  # an answer as well; that nobody waits any more is none
+            self._num_answers += 1
+            raise
+        finally:
+            self._asked.discard(asked)
+
+    def _watch(self) -> None:
+        timeout_s = self._deadline.timeout_s
+        looks_every_s = min(_LOOKS_EVERY_S, timeout_s / 4)
+        silent_s, seen = 0.0, self._signs_of_life()
+        while not self._left.wait(looks_every_s):
+            waiting, now = self._waiting(), self._signs_of_life()
+            silent_s = silent_s + looks_every_s if waiting and now == seen else 0.0
+            seen = now
+            if silent_s < timeout_s:
+                continue
+            if not _is_debugged():
+                self._hangs(self._given_up(waiting))
+                return
+            silent_s = 0.0
+
+    def _waiting(self) -> list[_Asked]:
+        """What the engine owes an answer, the oldest first."""
+        owed = [asked for asked in list(self._asked) if asked.while_paused or not self._paused]
+        return sorted(owed, key=lambda asked: asked.since)
+
+    def _signs_of_life(self) -> tuple[int, int]:
+        return self._num_answers, getattr(self._engine, "num_generated_tokens", 0)
+
+    def _given_up(self, waiting: list[_Asked]) -> EngineHangs:
+        oldest, more = waiting[0], len(waiting) - 1
+        since = time.strftime("%H:%M:%S", time.localtime(oldest.since))
+        others = f" and {more} more requests" if more else ""
+        return EngineHangs(
+            f"the rollout engine {type(self._engine).__name__} hangs: it was asked {oldest.what} at {since}{others}, "
+            f"and for {self._deadline.timeout_s:g} s has neither answered anything nor drawn a token. What every "
+            f"thread was at stands in {_write_stacks(self._deadline.stacks)}. If it is only slow, raise "
+            "actor_rollout_ref.rollout.timeout_s"
+        )
+
+
+def _described(request: GenerateRequest) -> str:
+    many = "a sample" if len(request.samples) == 1 else f"{len(request.samples)} samples"
+    return (
+        f"for {many} of row {request.stream.row} ({request.stream.name}, epoch {request.stream.epoch}; a prompt of "
+        f"{len(request.prompt_ids)} tokens, up to {request.params.max_tokens} new ones)"
+    )
+
+
+def _is_debugged() -> bool:
+    """Whether a thread is in a debugger, at whose prompt a person may think as long as it takes."""
+    modules = {
+        str(frame.f_globals.get("__name__")).partition(".")[0]
+        for top in sys._current_frames().values()
+        for frame, _ in traceback.walk_stack(top)
+    }
+    return not modules.isdisjoint(_DEBUGGERS)
+
+
+def _write_stacks(path: Path | None) -> str:
+    """Append those of all threads, below their names; returns where they stand."""
+    names = "".join(f"Thread 0x{thread.ident or 0:016x}: {thread.name}\n" for thread in threading.enumerate())
+    head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}\n{names}\n".encode()
+    with suppress(OSError):  # a full disk must not keep the hang from being told
+        descriptor = os.dup(2) if path is None else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.write(descriptor, head)
+            faulthandler.dump_traceback(descriptor, all_threads=True)
+        finally:
+            os.close(descriptor)
+    return "standard error" if path is None else str(path)

@@ -1,0 +1,63 @@
+"""An engine whose decode step never returns: one message in time, the stacks, and the process ends all the same."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.cli_runs import CliRun, children_of, is_alive
+from tests.e2e.runs import Playground
+
+# A program of the user's, whose file makes the engine's step hang after it has drawn some tokens.
+HANGS = """
+import time
+from distflow.pipelines.grpo import grpo_pipeline as make
+from distflow.rollout.embedded.engine import EmbeddedEngine
+from distflow.rollout.hf import _Draw
+
+decode, draw, steps = EmbeddedEngine._decode, _Draw.__call__, [0]
+
+
+def count():
+    steps[0] += 1
+    while steps[0] > 12:
+        time.sleep(0.05)
+
+
+def decode_and_hang(self, work):
+    count()
+    return decode(self, work)
+
+
+def draw_and_hang(self, input_ids, scores):
+    count()
+    return draw(self, input_ids, scores)
+
+
+EmbeddedEngine._decode, _Draw.__call__ = decode_and_hang, draw_and_hang
+"""
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+@pytest.mark.parametrize("engine", ["embedded", "hf"])
+def test_a_run_ends_in_time_and_names_the_engine(tmp_path: Path, engine: str, command: str) -> None:
+    ground = Playground(tmp_path, num_rows=8)
+    (tmp_path / "hangs.py").write_text(HANGS)
+    keys = (
+        *("trust.certify_rewards=false", "trainer.total_epochs=50", "~dag.pipeline"),
+        f"dag.custom_pipeline_fn={tmp_path}/hangs.py:make",
+        *(f"actor_rollout_ref.rollout.name={engine}", "actor_rollout_ref.rollout.timeout_s=2"),
+        f"data.val_files={tmp_path}/rows.jsonl",
+    )
+    run = CliRun(tmp_path / "log", [command, "grpo", *ground.overrides("run", *keys)])
+    children: list[int] = []
+    while run.running:
+        children += children_of(run.pid)
+        time.sleep(0.05)
+    said = run.said()
+    assert run.status() == 1, said
+    assert "Engine hangs: it was asked for " in said and "of row " in said and "for 2 s has neither" in said, said
+    stacks = said if command == "eval" else (tmp_path / "run" / "stacks.txt").read_text()
+    assert "hangs.py" in stacks and "in count" in stacks
+    assert "Traceback" not in said and said.count("distflow: ") == 1
+    assert not any(is_alive(pid) for pid in children)
