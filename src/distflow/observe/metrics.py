@@ -58,6 +58,9 @@ METRICS = (
     Metric("critic/skipped", "sum", "optimizer steps of the value model that were skipped", "steps"),
     Metric("reward/mean_score", "mean", "mean score of the samples of this step that have a verdict"),
     Metric("reward/std", "mean", "standard deviation of the scores of this step"),
+    Metric(
+        "reward/equal_groups", "mean", "share of groups whose answers all scored the same: they teach nothing", "share"
+    ),
     Metric("reward/errors", "sum", "verdicts that were errors: out of every mean, never a score of 0", "samples"),
     Metric("reward/timeouts", "sum", "verdicts that ran into their time limit", "samples"),
     Metric("reward/verdicts", "sum", "verdicts that were asked for, on groups that were dropped too", "samples"),

@@ -1,9 +1,12 @@
 """What a run tells: to its folder, to the terminal, to trackers. Nothing here can end a run."""
 
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from distflow.config import to_dict
+from distflow.config.errors import UserError
 from distflow.data.batch import Batch
 from distflow.flow.ticket import Ticket
 from distflow.observe.files import replacing
@@ -15,6 +18,8 @@ from distflow.observe.trackers import TrackedRun, open_trackers
 from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import sample_rows, scores
 from distflow.runtime.waits import Wait, Waits
+
+MAX_TRACEBACK = 10_000
 
 
 class Recorder:
@@ -46,7 +51,7 @@ class Recorder:
         self._trackers.close()
         try:
             if error is not None:
-                self.folder.event("error", f"{type(error).__name__}: {error}", step=self._step)
+                self.folder.event("error", f"{type(error).__name__}: {error}", step=self._step, **_raised(error))
             self.folder.event("end", f"the run {self.status}", step=self._step, status=self.status)
             self.folder.close()
         except OSError:
@@ -110,3 +115,24 @@ class Recorder:
 
     def _on_phase(self, started: float, ended: float, name: str) -> None:
         self.folder.span("learner", started, ended, "phase", name, self._step)
+
+
+@contextmanager
+def reported(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Writes the report of a run that fails inside, and says where. One that ends well has its `Recorder.report`."""
+    try:
+        yield
+    except BaseException:
+        try:
+            say(f"report: {write_report(run_dir)}")
+        except Exception as failure:  # whatever hinders the report, what the run failed of is the error to tell
+            say(f"the report cannot be written: {failure}")
+        raise
+
+
+def _raised(error: BaseException) -> dict[str, str]:
+    """The error's type, and where it is no mistake of the user's, the way that it came."""
+    fields = {"raised": type(error).__name__}
+    if not isinstance(error, UserError):
+        fields["traceback"] = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
+    return fields
