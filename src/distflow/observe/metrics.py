@@ -106,6 +106,7 @@ HEADLINES: tuple[tuple[str, tuple[str, ...], str], ...] = (
 _LEAF = "/"  # the key of a value at a name that is also the start of other names; no part of a name can be "/"
 
 
+@lru_cache(maxsize=4096)
 def find_metric(name: str) -> Metric | None:
     """The first entry of the table that fits a name."""
     return next((metric for metric in METRICS if _pattern(metric.name).fullmatch(name)), None)

@@ -131,8 +131,9 @@ def reported(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _raised(error: BaseException) -> dict[str, str]:
-    """The error's type, and where it is no mistake of the user's, the way that it came."""
-    fields = {"raised": type(error).__name__}
-    if not isinstance(error, UserError):
+    """raised: the error's type, where that is one of ours, whose message needs no type before it. traceback: the way
+    that it came; none of a mistake in what the user gave, but of one in code of the user's."""
+    fields = {"raised": type(error).__name__} if type(error).__module__.startswith("distflow.") else {}
+    if not isinstance(error, UserError) or error.__cause__ is not None:
         fields["traceback"] = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
     return fields
