@@ -11,6 +11,7 @@ from distflow.observe.run_reader import Timeline, read_samples, sample_splits, s
 
 MAX_STEPS = 40
 MAX_TEXT = 4000
+_LEAST_TEXT = 100
 _TEXT_KEYS = ("response", "errors", "reward_parts")
 _KEYS = ("score", "acc", "advantage", "response_length", "finish_reason", "versions", "kind")
 
@@ -44,7 +45,7 @@ def thin_samples(run_dir: Path, timeline: Timeline, max_bytes: int) -> Samples:
     """Whole groups of answers.
 
     From at most `MAX_STEPS` steps of each split, evenly chosen with the first and the last, as many evenly chosen
-    groups of each as fit into its share of `max_bytes`; one is shown whatever its size.
+    groups of each as fit into its share of `max_bytes`, the texts of large ones cut for that.
     """
     files = [(split, step) for split in sample_splits(run_dir) for step in sample_steps(run_dir, split)]
     chosen = [
@@ -54,16 +55,23 @@ def thin_samples(run_dir: Path, timeline: Timeline, max_bytes: int) -> Samples:
     num_groups = 0
     left_bytes = max_bytes
     for position, (split, step) in enumerate(chosen):
-        groups = sample_groups(read_samples(run_dir, step, split, timeline), step, split)
+        rows = read_samples(run_dir, step, split, timeline)
+        share = left_bytes // (len(chosen) - position)
+        groups = sample_groups(rows, step, split)
         num_groups += len(groups)
         sizes = [len(encode(group)) for group in groups]
-        fitting = _fitting(sizes, left_bytes // (len(chosen) - position))
+        if max(sizes, default=0) > share:
+            groups = sample_groups(rows, step, split, max(MAX_TEXT * share // max(sizes), _LEAST_TEXT))
+            sizes = [len(encode(group)) for group in groups]
+        fitting = _fitting(sizes, share)
         shown += [groups[i] for i in fitting]
         left_bytes -= sum(sizes[i] for i in fitting)
     return {"groups": shown, "num_groups": num_groups, "num_files": len(chosen), "all_files": len(files)}
 
 
-def sample_groups(rows: Sequence[Mapping[str, object]], step: int, split: str) -> list[SampleGroup]:
+def sample_groups(
+    rows: Sequence[Mapping[str, object]], step: int, split: str, max_text: int = MAX_TEXT
+) -> list[SampleGroup]:
     """The rows of a file by prompt group, as their `uid` says ("17-3" is answer 3 of group 17), else by prompt."""
     groups: dict[tuple[str, ...], list[Mapping[str, object]]] = {}
     for row in rows:
@@ -76,11 +84,11 @@ def sample_groups(rows: Sequence[Mapping[str, object]], step: int, split: str) -
             "step": step,
             "split": split,
             "name": key[1] if len(key) == 2 else "",
-            "prompt": _cut(answers[0].get("prompt"), MAX_TEXT),
-            "truth": _cut(answers[0].get("ground_truth"), MAX_TEXT),
+            "prompt": _cut(answers[0].get("prompt"), max_text),
+            "truth": _cut(answers[0].get("ground_truth"), max_text),
             "domain": _cut(answers[0].get("domain"), 200),
             "prompt_length": _cut(answers[0].get("prompt_length"), 200),
-            "answers": [cut_answer(answer) for answer in answers],
+            "answers": [cut_answer(answer, max_text) for answer in answers],
         }
         for key, answers in groups.items()
     ]

@@ -195,7 +195,7 @@ class Chart {
   bars(plot) {
     const { ctx } = plot;
     ctx.save();
-    ctx.lineWidth = 1.5 * devicePixelRatio;
+    ctx.lineWidth = 2 * devicePixelRatio;
     const half = 4 * devicePixelRatio;
     this.columns.bars.forEach((bars, s) => {
       if (!bars || !this.shown[s]) return;

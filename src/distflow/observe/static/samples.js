@@ -21,7 +21,7 @@ const COLUMNS = [
 const WHICH = {
   all: ["all groups", () => true],
   mixed: ["different rewards", (group) => new Set(rewards(group)).size > 1],
-  equal: ["all rewards equal", (group) => group.answers.length > 1 && new Set(rewards(group)).size === 1],
+  equal: ["all rewards equal", (group) => rewards(group).length > 1 && new Set(rewards(group)).size === 1],
   cut: ["an answer cut off", (group) => group.answers.some(isCut)],
   failed: ["an answer without a verdict", (group) => rewards(group).length < group.answers.length],
 };

@@ -64,7 +64,7 @@ function drawProgram(room) {
       svg("title", {}, node.name + columns(node.reads, "reads") + columns(node.writes, "writes")),
       svg("rect", { width: nodeWidth, height: NODE_HEIGHT, rx: 8 }),
       svg("rect", { class: "side", width: 4, height: NODE_HEIGHT - 16, x: 0, y: 8, rx: 2 }),
-      svg("text", { class: "name", x: 14, y: about(node) ? 19 : 27 }, node.name.slice(0, 32)),
+      svg("text", { class: "name", x: 14, y: about(node) ? 19 : 27 }, node.name.slice(0, 29)),
       svg("text", { class: "about", x: 14, y: 35 }, about(node).slice(0, 38)));
   });
   const head = svg("marker", { id: "head", viewBox: "0 0 8 8", refX: 1, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" },
