@@ -79,7 +79,7 @@ def read_config(run_dir: Path) -> dict[str, JSON]:
     return values if isinstance(values, dict) and not is_deep(values) else {}
 
 
-def read_spans(run_dir: Path, max_bytes: int = 8_000_000) -> dict[str, list[Span]]:
+def read_spans(run_dir: Path, max_bytes: int = 3_000_000) -> dict[str, list[Span]]:
     """What each actor recorded last, as much of it as the end of its file holds."""
     folder = run_dir / "spans"
     paths = sorted(folder.glob("*.jsonl")) if folder.is_dir() else []

@@ -32,10 +32,32 @@ function showProgram() {
 
 const planeColor = (plane) => (plane === "experience" ? "c1" : "c0");
 
+// The nodes by layer, with places for the edges that pass a layer; each stands near what it follows.
+function layered() {
+  const layers = [];
+  const items = new Map();
+  const put = (item) => {
+    (layers[item.layer] ??= []).push(item);
+    return item;
+  };
+  for (const node of data.program) items.set(node.name, put({ node, layer: node.layer, before: [] }));
+  for (const node of data.program) {
+    for (const dep of node.deps) {
+      let last = items.get(dep);
+      while (last.layer < node.layer - 1) last = put({ layer: last.layer + 1, before: [last] });
+      items.get(node.name).before.push(last);
+    }
+  }
+  for (const layer of layers.slice(1)) {
+    for (const item of layer) item.near = mean(item.before.map((other) => layers[other.layer].indexOf(other)));
+    layer.sort((a, b) => a.near - b.near);
+  }
+  return layers;
+}
+
 // Layers run from left to right where there is room, else downwards.
 function drawProgram(room) {
-  const layers = [];
-  for (const node of data.program) (layers[node.layer] ??= []).push(node);
+  const layers = layered();
   const longest = Math.max(...data.program.flatMap((node) => [node.name.length * 7.9, about(node).length * 6.6]));
   const nodeWidth = Math.min(Math.max(longest + 28, 120), 260);
   const most = Math.max(...layers.map((layer) => layer.length));
@@ -43,19 +65,22 @@ function drawProgram(room) {
   const width = isAcross ? layers.length * (nodeWidth + REACH) - REACH : most * (nodeWidth + GAP) - GAP;
   const height = isAcross ? most * (NODE_HEIGHT + GAP) - GAP : layers.length * (NODE_HEIGHT + REACH) - REACH;
   const at = new Map();
-  layers.forEach((layer, l) => layer.forEach((node, i) => {
-    const empty = most - layer.length;
-    at.set(node.name, isAcross
-      ? { x: l * (nodeWidth + REACH), y: (i + empty / 2) * (NODE_HEIGHT + GAP) }
-      : { x: (i + empty / 2) * (nodeWidth + GAP), y: l * (NODE_HEIGHT + REACH) });
+  layers.forEach((layer, l) => layer.forEach((item, i) => {
+    const place = i + (most - layer.length) / 2;
+    item.x = isAcross ? l * (nodeWidth + REACH) : place * (nodeWidth + GAP);
+    item.y = isAcross ? place * (NODE_HEIGHT + GAP) : l * (NODE_HEIGHT + REACH);
+    if (item.node) at.set(item.node.name, item);
   }));
-  const edges = data.program.flatMap((node) => node.deps.map((dep) => {
-    const [from, to] = [at.get(dep), at.get(node.name)];
-    const [x1, y1, x2, y2] = isAcross
-      ? [from.x + nodeWidth, from.y + NODE_HEIGHT / 2, to.x - 7, to.y + NODE_HEIGHT / 2]
-      : [from.x + nodeWidth / 2, from.y + NODE_HEIGHT, to.x + nodeWidth / 2, to.y - 7];
+  const start = ({ x, y }) => (isAcross ? [x, y + NODE_HEIGHT / 2] : [x + nodeWidth / 2, y]);
+  const end = ({ x, y }) => (isAcross ? [x + nodeWidth, y + NODE_HEIGHT / 2] : [x + nodeWidth / 2, y + NODE_HEIGHT]);
+  const edges = layers.flat().flatMap((item) => item.before.map((other) => {
+    const [x1, y1] = end(other);
+    let [x2, y2] = start(item);
+    if (item.node && isAcross) x2 -= 7;
+    else if (item.node) y2 -= 7;
     const bend = isAcross ? `${(x1 + x2) / 2} ${y1} ${(x1 + x2) / 2} ${y2}` : `${x1} ${(y1 + y2) / 2} ${x2} ${(y1 + y2) / 2}`;
-    return svg("path", { class: "edge", d: `M${x1} ${y1}C${bend} ${x2} ${y2}`, "marker-end": "url(#head)" });
+    const by = item.node ? "" : `L${end(item).join(" ")}`;
+    return svg("path", { class: "edge", d: `M${x1} ${y1}C${bend} ${x2} ${y2}${by}`, ...(item.node ? { "marker-end": "url(#head)" } : {}) });
   }));
   const boxes = data.program.map((node) => {
     const { x, y } = at.get(node.name);
