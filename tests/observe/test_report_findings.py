@@ -31,7 +31,7 @@ def steps(**columns: tuple[float, ...]) -> Steps:
 
 
 def texts(sentences: list[dict[str, str]]) -> str:
-    return "\n".join(sentence["text"] for sentence in sentences)
+    return "\n".join(f"{sentence['text']} {sentence['advice']}" for sentence in sentences)
 
 
 @pytest.mark.parametrize(
@@ -48,19 +48,19 @@ def test_truncation_is_judged_by_how_the_run_ended(shares: tuple[float, ...], to
     found = truncation(steps(rollout__truncated=shares), {"data": {"max_response_length": 64}})
     assert (found.tone if found else "") == tone and words in (found.text if found else "")
     if tone in ("bad", "flat"):
-        assert found is not None and "Raise data.max_response_length (now 64)" in found.text
+        assert found is not None and "raise data.max_response_length (now 64)" in found.advice
 
 
 def test_truncation_of_a_run_without_its_config_names_the_key_alone() -> None:
     found = truncation(steps(rollout__truncated=(1.0,)), {})
-    assert found is not None and "Raise data.max_response_length, or" in found.text
+    assert found is not None and "raise data.max_response_length, or" in found.advice
 
 
 @pytest.mark.parametrize(
     ("low", "high", "words"),
     [
-        ((0.0, 0.0), (0.0, 0.0), r"The reward was 0 for every answer of all 2 steps.*\(my\.py\)"),
-        ((0.5,), (0.5,), r"The reward was 0\.5 for every answer of 1 step, .*nothing told a better"),
+        ((0.0, 0.0), (0.0, 0.0), r"The reward was 0 for every answer of all 2 steps: .* \(my\.py\) does not see"),
+        ((0.5,), (0.5,), r"The reward was 0\.5 for every answer of 1 step: .*Nothing tells a better"),
         ((0.1 + 0.2,), (0.3,), r"The reward was 0\.3 "),
         ((-1.0, -1.0), (-1.0, -1.0), r"The reward was -1 "),
         ((0.0, 0.0), (0.0, 1.0), ""),
@@ -73,14 +73,14 @@ def test_a_reward_that_never_moved(low: tuple[float, ...], high: tuple[float, ..
         steps(reward__min=low, reward__max=high), {"custom_reward_function": {"path": "my.py", "name": "f"}}
     )
     assert (found is not None) == bool(words)
-    assert found is None or (found.hinders and found.tone == "bad" and re.search(words, found.text))
+    assert found is None or (found.hinders and found.tone == "bad" and re.search(words, f"{found.text} {found.advice}"))
 
 
 @pytest.mark.parametrize(("reward", "advice"), [(0.9, "harder prompts"), (0.1, "easier prompts, or more answers")])
 def test_groups_that_teach_nothing_are_counted_and_an_advice_given(reward: float, advice: str) -> None:
     spread = {"reward__min": (0.0,) * 4, "reward__max": (1.0,) * 4, "reward__mean_score": (reward,) * 4}
     found = equal_groups(steps(reward__equal_groups=(0.1, 0.2, 0.3, 0.78), **spread))
-    assert found is not None and "In 78% of the groups" in found.text and advice in found.text
+    assert found is not None and "In 78% of the groups" in found.text and advice in found.advice
     assert equal_groups(steps(reward__equal_groups=(0.9, 0.9, 0.9, 0.3), **spread)) is None
     assert equal_groups(steps(reward__equal_groups=(1.0,), reward__min=(0.0,), reward__max=(0.0,))) is None
 

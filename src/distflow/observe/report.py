@@ -169,26 +169,24 @@ def _sentences(
     events: Sequence[Event],
 ) -> list[dict[str, str]]:
     """The most important first: how it ended, what kept it from learning, whether it learned, what else there is."""
-    said: list[tuple[Tone, str]] = [end]
+    said: list[Finding] = [Finding(*end)]
     if not steps:
-        said.append(("unknown", "No step has been recorded yet."))
+        said.append(Finding("unknown", "No step has been recorded yet."))
     else:
-        hindered = [(finding.tone, finding.text) for finding in judged if finding.hinders]
-        others = [(finding.tone, finding.text) for finding in judged if not finding.hinders]
+        hindered = [finding for finding in judged if finding.hinders]
+        others = [finding for finding in judged if not finding.hinders]
         # Of a reward that never moved `hindered` says more than "no clear change"; only held-out problems add to that.
-        outcome = [learned(accuracy, steps)] if accuracy or not hindered else []
-        went_wrong, audited = problems(groups, steps), proven(events)
+        outcome = [Finding(*learned(accuracy, steps))] if accuracy or not hindered else []
+        rest = [Finding(*problems(groups, steps)), Finding(*proven(events))]
         if end[0] == "bad":  # beside a failure it is no matter what did not go wrong, or was not begun
-            outcome = [(tone, text) for tone, text in outcome if tone != "unknown"]
-            went_wrong = went_wrong if went_wrong[0] != "good" else ("good", "")
-            audited = audited if has_audits(events) else ("flat", "")
-        said += [*hindered, *outcome, *others, went_wrong, audited]
-        said.append(("unknown", time_sentence(steps)))
-    return [{"tone": tone, "text": text} for tone, text in said if text]
+            outcome = [finding for finding in outcome if finding.tone != "unknown"]
+            rest = [finding for finding, counts in zip(rest, (groups, has_audits(events)), strict=True) if counts]
+        said += [*hindered, *outcome, *others, *rest, Finding("unknown", time_sentence(steps))]
+    return [{"tone": tone, "text": text, "advice": advice} for tone, text, advice, _ in said if text]
 
 
 def _damage(run_dir: Path) -> list[dict[str, str]]:
-    return [{"tone": "flat", "text": f"{sentence}."} for sentence in read_damage(run_dir)]
+    return [{"tone": "flat", "text": f"{sentence}.", "advice": ""} for sentence in read_damage(run_dir)]
 
 
 def _facts(run: Mapping[str, JSON], keys: Sequence[str]) -> list[list[str]]:

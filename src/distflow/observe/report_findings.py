@@ -12,10 +12,11 @@ from distflow.observe.run_reader import Timeline, read_samples, sample_splits, s
 
 
 class Finding(NamedTuple):
-    """hinders: it kept the run from learning anything."""
+    """text: what was found. advice: what to do. hinders: it kept the run from learning anything."""
 
     tone: Tone
     text: str
+    advice: str = ""
     hinders: bool = False
 
 
@@ -50,8 +51,8 @@ def truncation(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
     if late >= MANY_CUT:
         return Finding(
             "bad" if late >= 0.5 else "flat",
-            f"{late:.0%} of answers were cut off{at} before they ended, {_over(shares)}: what they would have said was "
-            f"never judged. Raise data.max_response_length{now}, or ask for shorter answers.",
+            f"{late:.0%} of answers were cut off{at} before they ended, {_over(shares)}.",
+            f"The rest of them was never judged: raise data.max_response_length{now}, or ask for shorter answers.",
         )
     if overall >= MANY_CUT:
         return Finding("good", f"{shares[0]:.0%} of answers were cut off at first, {late:.0%} {_over(shares)}.")
@@ -67,20 +68,14 @@ def constant_reward(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
     path = _at(config, "custom_reward_function", "path")
     function = f"the reward function ({path})" if path else "the reward function"
     everything = f"every answer of {'all ' if len(highest) > 1 else ''}{_count(len(highest), 'step')}"
+    advice = f"Nothing tells a better answer from a worse one: look at what {function} returns for the answers below."
     if value == 0:
-        return Finding(
-            "bad",
-            f"The reward was 0 for {everything}, so there was nothing to learn from. Either the model never answers "
-            f"right (take easier prompts, a stronger model, or fine-tune it first), or {function} does not see it: "
-            "compare a few answers below with their ground truth.",
-            hinders=True,
+        advice = (
+            "Either the model never answers right: take easier prompts, a stronger model, or fine-tune it first. Or "
+            f"{function} does not see it: compare a few answers below with their ground truth."
         )
-    return Finding(
-        "bad",
-        f"The reward was {value:.4g} for {everything}, so there was nothing to learn from: nothing told a better "
-        f"answer from a worse one. Look at what {function} returns for the answers below.",
-        hinders=True,
-    )
+    text = f"The reward was {value:.4g} for {everything}: there was nothing to learn from."
+    return Finding("bad", text, advice, hinders=True)
 
 
 def no_answer_counts(steps: Steps) -> Finding | None:
@@ -91,7 +86,7 @@ def no_answer_counts(steps: Steps) -> Finding | None:
     return Finding(
         "flat",
         "The accuracy says nothing here: it counts answers with a reward of 1, and the highest was "
-        f"{max(highest):.3g}. "
+        f"{max(highest):.3g}.",
         'A reward function that returns {"score": ..., "acc": 0 or 1} says which answers are right.',
     )
 
@@ -108,7 +103,7 @@ def equal_groups(steps: Steps) -> Finding | None:
     advice = "harder prompts" if is_easy else "easier prompts, or more answers to each (actor_rollout_ref.rollout.n)"
     return Finding(
         "flat",
-        f"In {late:.0%} of the groups all answers got the same reward, {_over(shares)}: such groups teach nothing. "
+        f"In {late:.0%} of the groups all answers got the same reward, {_over(shares)}: such groups teach nothing.",
         f"Take {advice}, or let algorithm.filter_groups.enable=true put others in their place.",
     )
 

@@ -46,7 +46,12 @@ def page(data: Mapping[str, Any]) -> bytes:
 
 def _paragraphs(data: Mapping[str, Any]) -> list[str]:
     """The sentences on top; the whole error stands behind the first, which tells how the run ended."""
-    found = [f'<p class="{sentence["tone"]}">{_text(sentence["text"])}</p>' for sentence in data["sentences"]]
+    found = [
+        f'<p class="{sentence["tone"]}">{_text(sentence["text"])}'
+        + (f' <span class="advice">{_text(sentence["advice"])}</span>' if sentence["advice"] else "")
+        + "</p>"
+        for sentence in data["sentences"]
+    ]
     if data["failure"]:
         found.insert(1, f'<div id="failure">{html.escape(visible(data["failure"]["message"]))}</div>')
     return found
