@@ -116,6 +116,47 @@ def test_the_file_is_whole_and_its_data_cannot_leave_its_tag(make_run: Callable[
     assert not list(folder.glob(".*.tmp"))
 
 
+@pytest.mark.parametrize(
+    ("ends", "saved", "words"),
+    [
+        ([], False, "No end is recorded after 3 of 9 steps: it still runs, or it was killed."),
+        (["finished"], True, "The reward"),
+        (["stopped"], True, "It was stopped by SIGTERM after 3 of 9 steps; the same command goes on from there."),
+        (["stopped"], False, "It was stopped by SIGTERM after 3 of 9 steps; that step was not saved."),
+        (["failed"], False, "It failed after 3 of 9 steps:"),
+    ],
+)
+def test_how_a_run_ended_is_said_first(tmp_path: Path, ends: list[str], saved: bool, words: str) -> None:
+    with RunFolder(tmp_path, 0) as run:
+        run.write_json("run.json", {"total_steps": 9})
+        for step in (1, 2, 3):
+            run.metrics(step, "train", {"timing_s/step": 1.0, "reward/max": 1.0, "reward/min": 1.0})
+        if saved:
+            run.event("checkpoint", "saved step-000003", step=3)
+        if "stopped" in ends:
+            run.event("info", "SIGTERM: finishing this step", step=2)
+        if "failed" in ends:
+            run.event("error", "TooManyErrors: 9 of 9\nRepair it", step=3, raised="TooManyErrors")
+        for status in ends:
+            run.event("end", f"the run {status}", step=3, status=status)
+    data = report_data(tmp_path)
+    assert data["sentences"][0]["text"].startswith(words)
+    assert data["failure"] == ({"message": "9 of 9\nRepair it", "traceback": ""} if "failed" in ends else None)
+    assert not data["problems"], "what it failed of is told once"
+
+
+def test_a_failure_is_that_of_the_last_start(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, 0) as run:
+        run.event("error", "KeyError: 'a'", step=0)
+        run.event("end", "the run failed", status="failed")
+    assert report_data(tmp_path)["failure"] == {"message": "KeyError: 'a'", "traceback": ""}
+    with RunFolder(tmp_path, 1, resumed_at=0) as run:
+        run.metrics(1, "train", {"timing_s/step": 1.0})
+        run.event("end", "the run finished", status="finished")
+    data = report_data(tmp_path)
+    assert data["failure"] is None and [group["kind"] for group in data["problems"]] == ["error"]
+
+
 def test_a_report_of_nothing_and_of_no_folder(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     text = write_report(tmp_path / "empty").read_text(encoding="utf-8")

@@ -128,7 +128,8 @@ def report_data(run_dir: Path) -> ReportData:
     run, config = read_json(run_dir, "run.json"), read_config(run_dir)
     judged = findings(run_dir, timeline, steps, config)
     counted = None if no_answer_counts(steps) else accuracy
-    end = ending(events, failed, steps, run.get("total_steps"))
+    written = max([event.t for event in events[-1:]] + [record.t for record in records[-1:]], default=0.0)
+    end = ending(events, failed, steps, run.get("total_steps"), written)
     data: ReportData = {
         "title": str(run.get("experiment") or run.get("title") or run_dir.resolve().name),
         "head": _facts(run, HEAD),

@@ -257,8 +257,13 @@ def failure(events: Sequence[Event]) -> Failure | None:
     }
 
 
-def ending(events: Sequence[Event], failed: Failure | None, steps: Steps, planned: JSON) -> tuple[Tone, str]:
-    """How the run ended where it did not just finish; "" where it did. planned: its steps, None where unknown."""
+def ending(
+    events: Sequence[Event], failed: Failure | None, steps: Steps, planned: JSON, written: float
+) -> tuple[Tone, str]:
+    """How the run ended where it did not just finish; "" where it did.
+
+    planned: its steps, None where unknown. written: when it recorded something last, in seconds since the epoch.
+    """
     trained = [step for step, values in steps.items() if "timing_s/step" in values]
     done = max(trained, default=0)
     of = f" of {planned:,}" if isinstance(planned, int) else ""
@@ -275,8 +280,8 @@ def ending(events: Sequence[Event], failed: Failure | None, steps: Steps, planne
         then = "the same command goes on from there" if saved else "that step was not saved"
         return "flat", f"It was stopped{by} {after}; {then}."
     if word == "no end yet":
-        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(events[-1].t))
-        return "flat", f"No end is recorded {after}: it still runs, or it was killed. The last event is of {written}."
+        last = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written))
+        return "flat", f"No end is recorded {after}: it still runs, or it was killed. Last it wrote at {last}."
     return "good", ""
 
 

@@ -50,7 +50,7 @@ function showProblems() {
     if (group.rolled_back) where.push("rolled back");
     const item = el("li", { class: group.kind }, el("span", { class: "kind" }, group.kind), el("span", { class: "message" }, inert(group.message)), " ",
       el("span", { class: "where" }, where.join(", ")));
-    const fields = Object.entries(group.fields).map(([key, value]) =>
+    const fields = Object.entries(group.fields).filter(([key]) => key !== "raised" && key !== "traceback").map(([key, value]) =>
       [key, typeof value === "string" ? value : JSON.stringify(value)]);
     if (fields.length) item.append(facts(fields, true));
     byId("problems").querySelector("ul").append(item);
