@@ -84,7 +84,7 @@ def test_a_run_that_fails_leaves_a_report_with_its_error(spec: Spec, tmp_path: P
     said: list[str] = []
     with pytest.raises(type(error)), reported(tmp_path / "run", said.append), record(spec, tmp_path / "run"):
         raise error
-    assert said == [f"report: {tmp_path}/run/report.html"]
+    assert said == [f"report of the failed run: {tmp_path}/run/report.html"]
     data = report_data(tmp_path / "run")
     assert data["status"]["word"] == "failed" and data["failure"] is not None
     message = {

@@ -124,7 +124,7 @@ def reported(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
         yield
     except BaseException:
         try:
-            say(f"report: {write_report(run_dir)}")
+            say(f"report of the failed run: {write_report(run_dir)}")
         except Exception as failure:  # whatever hinders the report, what the run failed of is the error to tell
             say(f"the report cannot be written: {failure}")
         raise
