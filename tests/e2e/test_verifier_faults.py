@@ -152,7 +152,7 @@ def test_few_verdicts_that_fail_are_told_once_with_the_first_one_s_words(
     assert 1 <= len(told) < len([share for share in shares if share > 0.05])
     assert "custom: ValueError: \\x1b[2Jno luck (at reward.py:5) (domain 'default')" in told[0]
     assert "custom_reward_function.path" in told[0] and "\x1b[2J" not in out and "verdicts failed" in out
-    assert "of all verdicts failed" in (ground.folder / "run" / "report.html").read_text()
+    assert "The reward function failed on" in (ground.folder / "run" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("preset", ["grpo", "ppo", "dapo"])

@@ -83,3 +83,16 @@ def test_ids_cannot_break_the_drawing():
     label = text.splitlines()[1]
     assert label.count('"') == 2 and "<script>" not in label
     assert "#quot;" in label and "#lt;script#gt;" in label and "#amp;#35;" in label
+
+
+def test_a_program_as_plain_data_tells_what_each_node_is_and_reads(config):
+    nodes = {node["name"]: node for node in small().bind(config, ["prompt_ids"]).to_json()}
+    assert {name: (node["plane"], node["role"]) for name, node in nodes.items()} == {
+        "rollout_actor": ("experience", "ROLLOUT"),
+        "reward": ("experience", "REWARD"),
+        "log_probs": ("learning", "ACTOR"),
+        "actor_train": ("learning", "ACTOR"),
+    }
+    assert set(nodes["actor_train"]["deps"]) == {"reward", "log_probs"}
+    assert nodes["actor_train"]["reads"] == ["token_level_scores", "old_log_probs"]
+    assert nodes["actor_train"]["phase"] == "train_step" and nodes["log_probs"]["engines"] == ("actor",)

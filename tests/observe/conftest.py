@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,16 +35,41 @@ HOSTILE = (
 def write_run(folder: Path, leak: str = "http://127.0.0.1:1/leak", num_steps: int = 12) -> Path:
     """60 % of 20 problems are learned over the run; one gradient norm is NaN, one KL infinite."""
     with RunFolder(folder, 0) as run:
-        run.write_json("run.json", {"experiment": "<b>tiny</b> & co", "model": "tiny", "config": {"seed": 1}})
+        change = {"key": HOSTILE[0], "before": HOSTILE[1].replace("LEAK", leak), "now": HOSTILE[5], "where": HOSTILE[4]}
+        facts = {"experiment": "<b>tiny</b> & co", "model": "tiny", "config": {"seed": 1}}
+        run.write_json("run.json", {**facts, "preset": HOSTILE[0], "changed": [change], "total_steps": num_steps})
         run.write_text("config.yaml", "trainer:\n  seed: 1\n")
+        run.write_json("plan.json", {"nodes": _nodes(HOSTILE[1].replace("LEAK", leak))})
         _validate(run, 0, 4)
         for step in range(1, num_steps + 1):
+            _spans(run)
             run.metrics(step, "train", _metrics(step, num_steps))
             run.samples(step, [_sample(step, i, leak) for i in range(len(HOSTILE) + 4)])
         _validate(run, num_steps, 16)
         run.event("warning", "<script>document.documentElement.dataset.hacked = 1</script> is slow", step=3)
         run.event("end", "all steps done", status="finished")
     return folder
+
+
+def _nodes(name: str) -> list[dict[str, Any]]:
+    """rollout → judge → train, rollout → train, and a node with a hostile name beside the judge."""
+    node = {"role": "", "plane": "learning", "phase": "train_step", "engines": [], "reads": [], "writes": []}
+    return [
+        {**node, "name": "rollout", "plane": "experience", "deps": []},
+        {**node, "name": "judge", "plane": "experience", "deps": ["rollout"], "writes": [HOSTILE[0]]},
+        {**node, "name": name, "deps": ["rollout"], "reads": [HOSTILE[1]]},
+        {**node, "name": "train", "deps": ["judge", "rollout", name], "engines": ["actor"]},
+    ]
+
+
+def _spans(run: RunFolder) -> None:
+    """Of a step of one second that ends now."""
+    now = time.time()
+    run.span("learner", now - 0.9, now - 0.4, "phase", "rollout")
+    run.span("learner", now - 0.4, now - 0.15, "phase", "train_step")
+    run.span("learner", now - 0.9, now - 0.4, "wait", HOSTILE[0])
+    for i in range(6):
+        run.span("experience", now - 0.9, now - 0.5 + i / 100, "group", "complete")
 
 
 def _metrics(step: int, num_steps: int) -> dict[str, float]:
@@ -53,9 +79,11 @@ def _metrics(step: int, num_steps: int) -> dict[str, float]:
         "actor/entropy": 2.0 - step / num_steps,
         "actor/grad_norm": math.nan if step == 3 else 0.5,
         "actor/pg_clipfrac": 0.1,
+        "reward/equal_groups": 1 - step / num_steps,
+        "memory/process/peak": 2.0**30 * (1 + step / num_steps),
         "rollout/avg_response_length": 10.0 + step,
-        "timing_s/rollout": 0.5,
-        "timing_s/train_step": 0.25,
+        "timing_s/rollout": 0.5 + (0.1 if step % 2 else -0.1),
+        "timing_s/train_step": 0.25 - (0.1 if step % 2 else -0.1),
         "timing_s/other": 0.25,
         "timing_s/step": 1.0,
         "throughput/tokens_per_s": 1000.0,
@@ -66,11 +94,11 @@ def _metrics(step: int, num_steps: int) -> dict[str, float]:
 def _sample(step: int, i: int, leak: str) -> dict[str, Any]:
     text = HOSTILE[i].replace("LEAK", leak) if i < len(HOSTILE) else f"the answer is {i}"
     return {
-        "uid": f"{step}:{i}",
-        "prompt": text if i % 2 else f"question {i}",
+        "uid": f"{step}0{i // 4}-{i % 4}",
+        "prompt": HOSTILE[i // 4].replace("LEAK", leak) if i // 4 % 2 else f"question {i // 4}",
         "response": text,
         "ground_truth": str(i),
-        "score": None if i == 3 else float(i % 2),
+        "score": 0.0 if i == 3 else float(i % 2),
         "reward_parts": {text[:40]: float(i % 2)},
         "errors": ["math: out of time"] if i == 3 else [],
         "advantage": math.nan if i == 4 else i - 8.0,

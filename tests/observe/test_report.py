@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from distflow.observe.claim import RunFolderError
-from distflow.observe.report import MAX_BYTES, embed, report_data, write_report
+from distflow.observe.report import MAX_BYTES, report_data, write_report
 from distflow.observe.report_charts import choose_charts, series
-from distflow.observe.report_samples import before_and_after, cut_row, evenly
+from distflow.observe.report_page import embed
+from distflow.observe.report_samples import before_and_after, cut_answer, evenly
 from distflow.observe.report_summary import Accuracy, find_accuracy, learned, readable_s
 from distflow.observe.run_folder import RunFolder
 from distflow.observe.run_reader import MetricsRecord, Timeline
@@ -92,9 +93,10 @@ def test_the_report_of_a_run(make_run: Callable[..., Path]) -> None:
     assert third == "12 steps took 12.0 s; most of it was rollout (50%)."
     assert data["status"]["word"] == "finished" and data["title"] == "<b>tiny</b> & co"
     tiles = {tile["label"]: (tile["value"], tile["note"]) for tile in data["tiles"]}
-    assert tiles["accuracy before RL"] == ("0.20", "step 0")
-    assert tiles["accuracy after"] == ("0.80", "+0.60 at step 12")
-    assert tiles["steps"] == ("12", "12.0 s")
+    # Wilson: (p + z²/2n ± z √(p(1 − p)/n + z²/4n²)) / (1 + z²/n), n = 20, z = 1.96.
+    assert tiles["accuracy before RL"] == ("0.20", "95 %: 0.08 to 0.42")
+    assert tiles["accuracy at step 12"] == ("0.80", "95 %: 0.58 to 0.92")
+    assert tiles["steps"] == ("12", "in 12.0 s")
     compare = data["compare"]
     assert (compare["num_better"], compare["num_worse"], compare["num_same"]) == (12, 0, 8)
     assert compare["examples"][0]["before"] == {"response": "answer 4 of 0", "score": 0.0, "num_answers": 1}
@@ -108,10 +110,51 @@ def test_the_file_is_whole_and_its_data_cannot_leave_its_tag(make_run: Callable[
     assert page.count(b"<script") == 3 and page.count(b"</script>") == 3 and page.endswith(b"</html>\n")
     raw = re.search(rb'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert raw is not None and b"<" not in raw[1]
-    assert json.loads(raw[1])["samples"]["num_rows"] == 12 * 16 + 40
+    assert json.loads(raw[1])["samples"]["num_groups"] == 12 * 4 + 40
     assert not re.search(rb'(src|href)="(?!data:,|#)', page.split(b"<body>")[0] + page.split(b'id="data"')[0])
     assert "\\u003c!--" in embed("<!-- \u2028") and "\\u2028" in embed("\u2028")
     assert not list(folder.glob(".*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("ends", "saved", "words"),
+    [
+        ([], False, "No end is recorded after 3 of 9 steps: it still runs, or it was killed."),
+        (["finished"], True, "The reward"),
+        (["stopped"], True, "It was stopped by SIGTERM after 3 of 9 steps; the same command goes on from there."),
+        (["stopped"], False, "It was stopped by SIGTERM after 3 of 9 steps; that step was not saved."),
+        (["failed"], False, "It failed after 3 of 9 steps:"),
+    ],
+)
+def test_how_a_run_ended_is_said_first(tmp_path: Path, ends: list[str], saved: bool, words: str) -> None:
+    with RunFolder(tmp_path, 0) as run:
+        run.write_json("run.json", {"total_steps": 9})
+        for step in (1, 2, 3):
+            run.metrics(step, "train", {"timing_s/step": 1.0, "reward/max": 1.0, "reward/min": 1.0})
+        if saved:
+            run.event("checkpoint", "saved step-000003", step=3)
+        if "stopped" in ends:
+            run.event("info", "SIGTERM: finishing this step", step=2)
+        if "failed" in ends:
+            run.event("error", "TooManyErrors: 9 of 9\nRepair it", step=3, raised="TooManyErrors")
+        for status in ends:
+            run.event("end", f"the run {status}", step=3, status=status)
+    data = report_data(tmp_path)
+    assert data["sentences"][0]["text"].startswith(words)
+    assert data["failure"] == ({"message": "9 of 9\nRepair it", "traceback": ""} if "failed" in ends else None)
+    assert not data["problems"], "what it failed of is told once"
+
+
+def test_a_failure_is_that_of_the_last_start(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, 0) as run:
+        run.event("error", "KeyError: 'a'", step=0)
+        run.event("end", "the run failed", status="failed")
+    assert report_data(tmp_path)["failure"] == {"message": "KeyError: 'a'", "traceback": ""}
+    with RunFolder(tmp_path, 1, resumed_at=0) as run:
+        run.metrics(1, "train", {"timing_s/step": 1.0})
+        run.event("end", "the run finished", status="finished")
+    data = report_data(tmp_path)
+    assert data["failure"] is None and [group["kind"] for group in data["problems"]] == ["error"]
 
 
 def test_a_report_of_nothing_and_of_no_folder(tmp_path: Path) -> None:
@@ -131,21 +174,23 @@ def test_a_rolled_back_stretch_is_not_in_the_report(tmp_path: Path) -> None:
         run.metrics(5, "train", {"reward/mean_score": 1.0})
     data = report_data(tmp_path)
     assert data["series"]["x"] == [1, 2, 3, 4, 5] and data["series"]["y"]["reward/mean_score"] == [9, 9, 9, 9, 1]
-    assert {row["step"] for row in data["samples"]["rows"]} == {1, 2, 3, 4}
+    assert {group["step"] for group in data["samples"]["groups"]} == {1, 2, 3, 4}
 
 
 def test_a_large_run_stays_within_the_size_and_says_what_is_left_out(tmp_path: Path) -> None:
     with RunFolder(tmp_path, 0) as run:
         for step in range(120):
             run.metrics(step, "train", {f"m/{i}": step / 7 for i in range(330)})
-            run.samples(step, [{"prompt": "p" * 3000, "response": f"{i}" * 6000, "score": 0.5} for i in range(64)])
+            rows = [{"uid": f"{i // 8}-{i % 8}", "prompt": "p" * 3000, "response": f"{i}" * 6000} for i in range(64)]
+            run.samples(step, [{**row, "score": 0.5} for row in rows])
     data = report_data(tmp_path)
     assert len(data["series"]["y"]) == 300 and len(data["series"]["left_out"]) == 30
     samples = data["samples"]
-    steps = {row["step"] for row in samples["rows"]}
-    assert (samples["all_steps"], samples["num_steps"]) == (120, 40) and steps >= {0, 119} and len(steps) == 40
-    assert len(samples["rows"]) < samples["num_rows"] == 40 * 64
-    assert 0.5 * MAX_BYTES < write_report(tmp_path).stat().st_size < MAX_BYTES
+    steps = {group["step"] for group in samples["groups"]}
+    assert (samples["all_files"], samples["num_files"]) == (120, 40) and steps >= {0, 119} and len(steps) == 40
+    assert len(samples["groups"]) < samples["num_groups"] == 40 * 8
+    assert all(len(group["answers"]) == 8 for group in samples["groups"]), "groups are whole"
+    assert 0.5 * MAX_BYTES < write_report(tmp_path).stat().st_size < 1.1 * MAX_BYTES
 
 
 def test_thinned_curves_keep_extremes_order_and_nans() -> None:
@@ -203,7 +248,9 @@ def test_problems_are_matched_by_their_text_and_averaged(tmp_path: Path) -> None
 
 
 def test_long_texts_are_cut_in_the_middle() -> None:
-    row = cut_row({"response": "start" + "x" * 10_000 + "end", "secret": "not shown", "versions": [-1, 3, 3, 5]}, 100)
+    row = cut_answer(
+        {"response": "start" + "x" * 10_000 + "end", "secret": "not shown", "versions": [-1, 3, 3, 5]}, 100
+    )
     assert (
         row["response"].startswith("start")
         and row["response"].endswith("end")

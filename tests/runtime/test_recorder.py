@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from distflow.config.errors import UserError
+from distflow.observe.report import report_data
 from distflow.observe.run_reader import read_events
-from distflow.runtime.recorder import Recorder
+from distflow.runtime.checks import TrustError
+from distflow.runtime.recorder import Recorder, reported
 from distflow.runtime.spec import Spec
 from tests.e2e.runs import Playground
 from tests.runtime.groups import group
@@ -74,3 +77,35 @@ def test_every_wait_is_a_span_that_names_who_is_waited_for(spec: Spec, tmp_path:
         pass
     span = json.loads((tmp_path / "run" / "spans" / "learner.jsonl").read_text())
     assert (span["kind"], span["what"], span["on"]) == ("wait", "step 3", "experience")
+
+
+@pytest.mark.parametrize("error", [UserError("your\nmistake"), TrustError("a check"), KeyError("ours"), SystemExit(3)])
+def test_a_run_that_fails_leaves_a_report_with_its_error(spec: Spec, tmp_path: Path, error: BaseException) -> None:
+    said: list[str] = []
+    with pytest.raises(type(error)), reported(tmp_path / "run", said.append), record(spec, tmp_path / "run"):
+        raise error
+    assert said == [f"report of the failed run: {tmp_path}/run/report.html"]
+    data = report_data(tmp_path / "run")
+    assert data["status"]["word"] == "failed" and data["failure"] is not None
+    message = {
+        UserError: "your\nmistake",
+        TrustError: "a check",
+        KeyError: "KeyError: 'ours'",
+        SystemExit: "SystemExit: 3",
+    }
+    assert data["failure"]["message"] == message[type(error)]
+    assert ("test_recorder.py" in data["failure"]["traceback"]) == (type(error) is not UserError)
+    assert data["sentences"][0]["text"].startswith("A check stopped" if type(error) is TrustError else "It failed")
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_a_report_that_cannot_be_written_hides_no_error(spec: Spec, tmp_path: Path) -> None:
+    said: list[str] = []
+    with (
+        pytest.raises(KeyError, match="first"),
+        reported(tmp_path / "run", said.append),
+        record(spec, tmp_path / "run"),
+    ):
+        (tmp_path / "run" / "report.html").mkdir()
+        raise KeyError("first")
+    assert len(said) == 1 and said[0].startswith("the report cannot be written")

@@ -6,6 +6,7 @@ import torch
 from distflow.flow.account import Account
 from distflow.runtime.step_metrics import (
     batch_metrics,
+    equal_groups,
     group_metrics,
     over_ranks,
     part_metrics,
@@ -20,6 +21,15 @@ def test_scores_of_samples_without_a_verdict_are_left_out() -> None:
     metrics = score_metrics(torch.tensor([1.0, 100.0, 3.0]), torch.tensor([True, False, True]))
     assert metrics == {"reward/mean_score": 2.0, "reward/std": 1.0, "reward/max": 3.0, "reward/min": 1.0}
     assert score_metrics(torch.tensor([1.0]), torch.tensor([False])) == {}
+
+
+def test_groups_whose_answers_all_scored_the_same_are_counted() -> None:
+    values = torch.tensor([1.0, 1.0, 0.0, 1.0, 5.0, 2.0, 3.0, 3.0])
+    groups = torch.tensor([4, 4, 7, 7, 9, 9, 2, 2])
+    valid = torch.tensor([True, True, True, True, True, False, True, True])
+    # 4 and 2 are equal, 7 is not, and of 9 one verdict alone is there.
+    assert equal_groups(values, valid, groups) == {"reward/equal_groups": 2 / 3}
+    assert equal_groups(values[:1], valid[:1], groups[:1]) == {}
 
 
 def test_a_reward_on_a_token_that_no_policy_made_is_not_measured() -> None:

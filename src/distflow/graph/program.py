@@ -68,6 +68,22 @@ class Program:
         ids = [node.node_id for node in self.nodes]
         raise PipelineError(f"program '{self.graph_id}' has no node '{node_id}'{hint(node_id, ids)}")
 
+    def to_json(self) -> list[dict[str, object]]:
+        """Each node as plain data: what it is, behind what it runs, what it reads and writes."""
+        return [
+            {
+                "name": node.node_id,
+                "role": node.node_role.name,
+                "plane": node.plane,
+                "phase": node.phase,
+                "deps": node.deps,
+                "engines": node.engines,
+                "reads": [*node.contract.reads, *node.contract.optional],
+                "writes": node.contract.writes,
+            }
+            for node in self.nodes
+        ]
+
     def to_mermaid(self) -> str:
         """The program as a Mermaid flowchart with its planes; an edge shows the fields that go along it."""
         return flowchart([Box(n.node_id, n.node_role.name, n.contract, n.deps, n.plane, n.engines) for n in self.nodes])

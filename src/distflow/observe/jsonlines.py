@@ -116,13 +116,14 @@ def _ends_torn(fd: int) -> bool:
     return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
 
 
-def read_records(path: Path) -> tuple[list[dict[str, JSON]], int]:
+def read_records(path: Path, max_bytes: int | None = None) -> tuple[list[dict[str, JSON]], int]:
     """The objects of a JSON-lines file and the number of lines that could not be read; a missing file has none.
 
+    max_bytes: only the lines that lie whole in so much of the file's end.
     Raises UserError where it is no file, or may not be read.
     """
     try:
-        data = path.read_bytes()
+        data = path.read_bytes() if max_bytes is None else _end(path, max_bytes)
     except FileNotFoundError:
         return [], 0
     except OSError as error:
@@ -141,6 +142,16 @@ def read_records(path: Path) -> tuple[list[dict[str, JSON]], int]:
         else:
             num_unreadable += 1
     return records, num_unreadable
+
+
+def _end(path: Path, max_bytes: int) -> bytes:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size <= max_bytes:
+            file.seek(0)
+            return file.read()
+        file.seek(size - max_bytes)
+        return file.read().partition(b"\n")[2]
 
 
 def read_object(path: Path) -> dict[str, JSON]:

@@ -60,6 +60,9 @@ METRICS = (
     Metric("critic/empty", "sum", "of them those whose mini-batch had no token under the loss mask", "steps"),
     Metric("reward/mean_score", "mean", "mean score of the samples of this step that have a verdict"),
     Metric("reward/std", "mean", "standard deviation of the scores of this step"),
+    Metric(
+        "reward/equal_groups", "mean", "share of groups whose answers all scored the same: they teach nothing", "share"
+    ),
     Metric("reward/errors", "sum", "verdicts that were errors: out of every mean, never a score of 0", "samples"),
     Metric("reward/timeouts", "sum", "verdicts that ran into their time limit", "samples"),
     Metric("reward/verdicts", "sum", "verdicts that were asked for, on groups that were dropped too", "samples"),
@@ -114,6 +117,7 @@ HEADLINES: tuple[tuple[str, tuple[str, ...], str], ...] = (
 _LEAF = "/"  # the key of a value at a name that is also the start of other names; no part of a name can be "/"
 
 
+@lru_cache(maxsize=4096)
 def find_metric(name: str) -> Metric | None:
     """The first entry of the table that fits a name."""
     return next((metric for metric in METRICS if _pattern(metric.name).fullmatch(name)), None)

@@ -1,41 +1,66 @@
 """Writes `report.html`: one file with everything inside, which opens offline and runs nothing but our own script."""
 
-import base64
-import hashlib
-import html
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
-from string import Template
 from typing import NotRequired, TypedDict
 
 from distflow.observe.claim import RunFolderError, is_ours
 from distflow.observe.files import write_atomically
 from distflow.observe.jsonlines import JSON, encode
-from distflow.observe.report_charts import ChosenChart, Series, choose_charts, describe, series, tabulate
-from distflow.observe.report_samples import before_and_after, num_problems, thin_samples
+from distflow.observe.report_charts import (
+    ChosenChart,
+    Constant,
+    Series,
+    choose_charts,
+    describe,
+    series,
+    set_constants_apart,
+    tabulate,
+    unit_of,
+)
+from distflow.observe.report_findings import Finding, findings, no_answer_counts
+from distflow.observe.report_histograms import Histogram, histograms
+from distflow.observe.report_intervals import error_bars
+from distflow.observe.report_page import page
+from distflow.observe.report_program import DrawnNode, program_graph
+from distflow.observe.report_samples import Samples, before_and_after, num_problems, thin_samples
 from distflow.observe.report_summary import (
-    REWARD,
     Accuracy,
     EventGroup,
     Steps,
+    Tone,
+    ending,
+    failure,
     find_accuracy,
     group_events,
+    has_audits,
     learned,
     problems,
     proven,
-    readable_s,
     status,
     time_sentence,
 )
-from distflow.observe.run_reader import Event, read_damage, read_events, read_json, read_metrics, read_timeline
-from distflow.observe.text import visible
+from distflow.observe.report_tiles import tiles
+from distflow.observe.report_timeline import StepTimeline, timelines
+from distflow.observe.run_reader import (
+    Event,
+    read_config,
+    read_damage,
+    read_events,
+    read_json,
+    read_metrics,
+    read_timeline,
+)
 
-MAX_BYTES = 2_000_000
-SCRIPTS = ("text.js", "top.js", "curves.js", "samples.js", "report.js")
+MAX_BYTES = 1_300_000
+"""Of a usual report: metrics, log and config are in it whatever they take, and samples fill the rest."""
+
+HEAD = ("model", "data", "batch", "preset", "machine")
+HIDDEN = ("experiment", "title", "changed", "config")
+_PAGE_BYTES = 130_000
+_LEAST_SAMPLES_BYTES = 200_000
 _MAX_CONFIG = 100_000
 _MAX_LOG = 300
 
@@ -44,20 +69,30 @@ class ReportData(TypedDict):
     """Everything that the page shows, as JSON data. samples: as of `thin_samples`, in the room that the rest leaves."""
 
     title: str
-    run: list[list[str]]
+    head: list[list[str]]
+    facts: list[list[str]]
     status: dict[str, str]
     written: str
+    failure: dict[str, str] | None
     sentences: list[dict[str, str]]
     tiles: list[dict[str, str]]
     problems: list[EventGroup]
     log: list[dict[str, object]]
     compare: dict[str, object] | None
     series: Series
+    bars: dict[str, list[list[float] | None]]
     charts: list[ChosenChart]
     others: list[str]
+    constants: list[Constant]
+    units: dict[str, str]
     docs: dict[str, str]
+    histograms: list[Histogram]
+    program: list[DrawnNode]
+    timelines: list[StepTimeline]
+    preset: str
+    changed: list[dict[str, str]] | None
     config: str
-    samples: NotRequired[dict[str, object]]
+    samples: NotRequired[Samples]
 
 
 def write_report(run_dir: Path) -> Path:
@@ -71,9 +106,9 @@ def write_report(run_dir: Path) -> Path:
         raise RunFolderError(f"there is no run's folder at {run_dir}")
     if not is_ours(run_dir):
         raise RunFolderError(f"{run_dir} is no run's folder: what it holds is not of distflow, and nothing is written")
-    path, page = run_dir / "report.html", _page(report_data(run_dir))
+    path, content = run_dir / "report.html", page(report_data(run_dir))
     try:
-        write_atomically(path, page)
+        write_atomically(path, content)
     except OSError as error:
         raise RunFolderError(f"the report {path} cannot be written: {error.strerror}") from error
     return path
@@ -84,81 +119,90 @@ def report_data(run_dir: Path) -> ReportData:
     timeline = read_timeline(run_dir)
     records, events = read_metrics(run_dir, timeline), read_events(run_dir, timeline)
     steps = tabulate(records)
-    accuracy = find_accuracy(records, num_problems(run_dir, timeline))
-    groups = group_events(events)
+    trials = num_problems(run_dir, timeline)
+    accuracy = find_accuracy(records, trials.get("all"))
+    failed = failure(events)
+    groups = group_events([event for event in events if failed is None or event is not failed["event"]])
     columns = series(steps)
-    charts, others = choose_charts(columns["y"])
-    run = read_json(run_dir, "run.json")
+    charts, others, constants = set_constants_apart(*choose_charts(columns["y"]), columns["y"])
+    run, config = read_json(run_dir, "run.json"), read_config(run_dir)
+    judged = findings(run_dir, timeline, steps, config)
+    counted = None if no_answer_counts(steps) else accuracy
+    written = max([event.t for event in events[-1:]] + [record.t for record in records[-1:]], default=0.0)
+    end = ending(events, failed, steps, run.get("total_steps"), written)
     data: ReportData = {
         "title": str(run.get("experiment") or run.get("title") or run_dir.resolve().name),
-        "run": _facts(run),
+        "head": _facts(run, HEAD),
+        "facts": _facts(run, [key for key in run if key not in (*HEAD, *HIDDEN) and not key.endswith("fingerprint")]),
         "status": status(events),
         "written": time.strftime("%Y-%m-%d %H:%M"),
-        "sentences": [*_sentences(accuracy, groups, steps, events), *_damage(run_dir)],
-        "tiles": _tiles(accuracy, steps),
+        "failure": {"message": failed["message"], "traceback": failed["traceback"]} if failed else None,
+        "sentences": [*_sentences(end, judged, counted, groups, steps, events), *_damage(run_dir)],
+        "tiles": tiles(counted, steps),
         "problems": groups,
         "log": [_log_line(event) for event in events if event.kind not in ("warning", "error", "finding")][-_MAX_LOG:],
         "compare": before_and_after(run_dir, timeline),
         "series": columns,
+        "bars": error_bars(columns["y"], trials),
         "charts": charts,
         "others": others,
+        "constants": constants,
+        "units": {name: unit for name in others if (unit := unit_of(name))},
         "docs": describe(columns["y"]),
+        "histograms": histograms(run_dir, timeline),
+        "program": program_graph(run_dir, steps),
+        "timelines": timelines(run_dir, records),
+        "preset": str(run.get("preset", "")),
+        "changed": _changed(run),
         "config": _config_text(run_dir, run),
     }
     used = len(encode(data))
-    data["samples"] = thin_samples(run_dir, timeline, max(MAX_BYTES - used - 400_000, 200_000))
+    data["samples"] = thin_samples(run_dir, timeline, max(MAX_BYTES - used - _PAGE_BYTES, _LEAST_SAMPLES_BYTES))
     return data
 
 
 def _sentences(
-    accuracy: Accuracy | None, groups: Sequence[EventGroup], steps: Steps, events: Sequence[Event]
+    end: tuple[Tone, str],
+    judged: Sequence[Finding],
+    accuracy: Accuracy | None,
+    groups: Sequence[EventGroup],
+    steps: Steps,
+    events: Sequence[Event],
 ) -> list[dict[str, str]]:
+    """The most important first: how it ended, what kept it from learning, whether it learned, what else there is."""
+    said: list[Finding] = [Finding(*end)]
     if not steps:
-        return [{"tone": "unknown", "text": "No step has been recorded yet."}]
-    sentences = [learned(accuracy, steps), problems(groups, steps), proven(events), ("unknown", time_sentence(steps))]
-    return [{"tone": tone, "text": text} for tone, text in sentences if text]
+        said.append(Finding("unknown", "No step has been recorded yet."))
+    else:
+        hindered = [finding for finding in judged if finding.hinders]
+        others = [finding for finding in judged if not finding.hinders]
+        # Of a reward that never moved `hindered` says more than "no clear change"; only held-out problems add to that.
+        outcome = [Finding(*learned(accuracy, steps))] if accuracy or not hindered else []
+        rest = [Finding(*problems(groups, steps)), Finding(*proven(events))]
+        if end[0] == "bad":  # beside a failure it is no matter what did not go wrong, or was not begun
+            outcome = [finding for finding in outcome if finding.tone != "unknown"]
+            rest = [finding for finding, counts in zip(rest, (groups, has_audits(events)), strict=True) if counts]
+        said += [*hindered, *outcome, *others, *rest, Finding("unknown", time_sentence(steps))]
+    return [{"tone": tone, "text": text, "advice": advice} for tone, text, advice, _ in said if text]
 
 
 def _damage(run_dir: Path) -> list[dict[str, str]]:
-    return [{"tone": "flat", "text": f"{sentence}."} for sentence in read_damage(run_dir)]
+    return [{"tone": "flat", "text": f"{sentence}.", "advice": ""} for sentence in read_damage(run_dir)]
 
 
-def _tiles(accuracy: Accuracy | None, steps: Steps) -> list[dict[str, str]]:
-    """The few numbers to read first: label, value, and a line below."""
-    tiles = []
-    if accuracy:
-        (first_step, first), (last_step, last) = accuracy.points[0], accuracy.points[-1]
-        where = "before RL" if accuracy.before_training else f"at step {first_step}"
-        best_step, best = accuracy.best
-        tiles.append(_tile(f"accuracy {where}", f"{first:.2f}", f"step {first_step}"))
-        if len(accuracy.points) > 1:
-            tiles.append(
-                _tile("accuracy after", f"{last:.2f}", f"{round(last, 2) - round(first, 2):+.2f} at step {last_step}")
-            )
-            tiles.append(_tile("best accuracy", f"{best:.2f}", f"at step {best_step}"))
-    rewards = [(s, v[REWARD]) for s, v in sorted(steps.items()) if math.isfinite(v.get(REWARD, math.nan))]
-    if rewards:
-        tiles.append(_tile("reward", f"{rewards[-1][1]:.3g}", f"{rewards[0][1]:.3g} at step {rewards[0][0]}"))
-    speeds = sorted(
-        v for values in steps.values() if math.isfinite(v := values.get("throughput/tokens_per_s", math.nan))
-    )
-    if speeds:
-        tiles.append(_tile("tokens a second", f"{speeds[len(speeds) // 2]:,.0f}", "median of the steps"))
-    seconds = [values["timing_s/step"] for values in steps.values() if "timing_s/step" in values]
-    if seconds and math.isfinite(sum(seconds)):
-        tiles.append(_tile("steps", f"{len(seconds):,}", readable_s(sum(seconds))))
-    return tiles
+def _facts(run: Mapping[str, JSON], keys: Sequence[str]) -> list[list[str]]:
+    """The plain values of run.json, for people."""
+    shown = {key: value for key in keys if isinstance(value := run.get(key), str | int | float) and value != ""}
+    return [[key.replace("_", " "), str(value)[:500]] for key, value in shown.items()]
 
 
-def _tile(label: str, value: str, note: str) -> dict[str, str]:
-    return {"label": label, "value": value, "note": note}
-
-
-def _facts(run: Mapping[str, JSON]) -> list[list[str]]:
-    """The plain values of run.json, for the header."""
-    shown = {key: value for key, value in run.items() if isinstance(value, str | int | float) and value != ""}
-    hidden = ("experiment", "title", *(key for key in shown if key.endswith("fingerprint")))
-    return [[key.replace("_", " "), str(value)[:500]] for key, value in shown.items() if key not in hidden]
+def _changed(run: Mapping[str, JSON]) -> list[dict[str, str]] | None:
+    """What the config says differently from its preset; None where the run did not write that down."""
+    changed = run.get("changed")
+    if not isinstance(changed, list):
+        return None
+    keys = ("key", "before", "now", "where")
+    return [{key: str(change.get(key, ""))[:1000] for key in keys} for change in changed if isinstance(change, dict)]
 
 
 def _log_line(event: Event) -> dict[str, object]:
@@ -174,46 +218,3 @@ def _config_text(run_dir: Path, run: Mapping[str, JSON]) -> str:
     except OSError as error:
         text = f"(config.yaml cannot be read: {error.strerror})"
     return text[:_MAX_CONFIG]
-
-
-def _page(data: ReportData) -> bytes:
-    """The template filled in. Only the two scripts and the style with the hashes named in the policy may act."""
-    static = files("distflow.observe") / "static"
-
-    def read(name: str) -> str:
-        text = (static / name).read_text(encoding="utf-8")
-        assert "</script" not in text.lower() and "</style" not in text.lower(), f"{name} would end its own tag"
-        return text
-
-    plot = read("uplot/uPlot.iife.min.js")
-    script = "\n".join(read(name) for name in SCRIPTS)
-    style = read("uplot/uPlot.min.css") + "\n" + read("report.css")
-    policy = (
-        f"default-src 'none'; script-src {_hash(plot)} {_hash(script)}; style-src {_hash(style)}; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
-    )
-    filled = Template((static / "report.html").read_text(encoding="utf-8")).substitute(
-        policy=html.escape(policy, quote=True).replace("&#x27;", "'"),
-        title=_text(data["title"]),
-        status=_text(data["status"]["word"]),
-        sentences="\n".join(f'<p class="{s["tone"]}">{_text(s["text"])}</p>' for s in data["sentences"]),
-        style=style,
-        plot=plot,
-        script=script,
-        data=embed(data),
-    )
-    return filled.encode("utf-8", "backslashreplace")
-
-
-def embed(data: object) -> str:
-    """JSON that stays data inside a script tag: no "<" in it can end or open anything."""
-    return encode(data).decode("utf-8").replace("<", "\\u003c")
-
-
-def _hash(source: str) -> str:
-    digest = base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
-    return f"'sha256-{digest}'"
-
-
-def _text(text: str) -> str:
-    return html.escape(visible(text, one_line=True))

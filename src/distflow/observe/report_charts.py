@@ -33,6 +33,14 @@ class ChosenChart(TypedDict):
     names: list[str]
 
 
+class Constant(TypedDict):
+    """A metric that had one value throughout, or was measured once; a number or the name of one that is not finite."""
+
+    name: str
+    value: float | str
+    unit: str
+
+
 class Series(TypedDict):
     """The columns of the charts as the page takes them, one point a step, or two a bucket of steps where thinned.
 
@@ -54,6 +62,7 @@ CHARTS = (
     Chart("Does it still explore?", (r"actor/entropy",), unit="entropy, nats"),
     Chart("Do responses get longer?", (r"rollout/avg_response_length", r"rollout/response_length/.*"), unit="tokens"),
     Chart("How many responses are cut off?", (r"rollout/truncated",), unit="share"),
+    Chart("How many groups teach nothing?", (r"reward/equal_groups",), unit="share"),
     Chart("Are the gradients healthy?", (r"(actor|critic|sft)/grad_norm",), unit="norm"),
     Chart("How much of an update is clipped?", (r"actor/pg_clipfrac(_lower)?",), unit="share of tokens"),
     Chart("Does the value model fit?", (r"critic/vf_loss",), unit="loss"),
@@ -62,6 +71,7 @@ CHARTS = (
     Chart("How old is the data?", (r"async/version_diff/.*",), unit="versions"),
     Chart("Where does the time of a step go?", (r"timing_s/(?!step$|eval$|save$).*",), kind="stack", unit="seconds"),
     Chart("How fast is it?", (r"throughput/tokens_per_s",), unit="tokens a second"),
+    Chart("How much memory does it take?", (r"memory/.*",), unit="GiB"),
 )
 
 
@@ -83,16 +93,58 @@ def choose_charts(names: Iterable[str]) -> tuple[list[ChosenChart], list[str]]:
     return charts, left
 
 
+def set_constants_apart(
+    charts: Sequence[ChosenChart], others: Sequence[str], columns: Mapping[str, Sequence[float | str | None]]
+) -> tuple[list[ChosenChart], list[str], list[Constant]]:
+    """The charts with the lines that move, the other metrics that move, and what does not: of that a picture is no use.
+
+    A stack keeps all of its layers as long as one moves.
+    """
+    still = {name for name, column in columns.items() if _is_constant(column)}
+    moving: list[ChosenChart] = []
+    for chart in charts:
+        names = chart["names"] if chart["kind"] == "stack" else [name for name in chart["names"] if name not in still]
+        if not still.issuperset(names):
+            moving.append({**chart, "names": names})
+    drawn = {name for chart in moving for name in chart["names"]}
+    constants: list[Constant] = [
+        {"name": name, "value": _known(columns[name])[0], "unit": unit_of(name)}
+        for name in sorted(still - drawn)
+        if _known(columns[name])
+    ]
+    return moving, [name for name in others if name not in still], constants
+
+
+def unit_of(name: str) -> str:
+    """As the report shows the metric."""
+    metric = find_metric(name)
+    return "" if metric is None else "GiB" if metric.unit == "bytes" else metric.unit
+
+
+def _is_constant(column: Sequence[float | str | None]) -> bool:
+    """But for what differs by rounding alone."""
+    known = _known(column)
+    numbers = [value for value in known if isinstance(value, float)]
+    if len(numbers) < len(known):
+        return len(set(known)) == 1
+    return not numbers or max(numbers) - min(numbers) <= 1e-9 * max(abs(max(numbers)), abs(min(numbers)))
+
+
+def _known(column: Sequence[float | str | None]) -> list[float | str]:
+    return [value for value in column if value is not None]
+
+
 def describe(names: Iterable[str]) -> dict[str, str]:
     """The one-line description of each name that the table of metrics knows."""
     return {name: metric.doc for name in names if (metric := find_metric(name))}
 
 
 def tabulate(records: Sequence[MetricsRecord]) -> dict[int, dict[str, float]]:
-    """All metrics by step; records of several kinds (train, val) are merged, later ones win."""
+    """All metrics by step, bytes as GiB; records of several kinds (train, val) are merged, later ones win."""
     steps: dict[int, dict[str, float]] = {}
     for record in records:
-        steps.setdefault(record.step, {}).update(record.values)
+        values = {name: v / 2**30 if unit_of(name) == "GiB" else v for name, v in record.values.items()}
+        steps.setdefault(record.step, {}).update(values)
     return steps
 
 

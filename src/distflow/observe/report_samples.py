@@ -1,49 +1,105 @@
 """The samples that the report carries: thinned to fit, and matched before and after training."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypedDict
 
 from distflow.observe.jsonlines import JSON, encode
 from distflow.observe.run_reader import Timeline, read_samples, sample_splits, sample_steps
 
 MAX_STEPS = 40
 MAX_TEXT = 4000
-_SHOWN_KEYS = ("uid", "prompt", "response", "ground_truth", "score", "acc", "reward_parts", "errors", "advantage")
-_SHORT_KEYS = ("prompt_length", "response_length", "finish_reason", "versions", "domain")
+_LEAST_TEXT = 100
+_TEXT_KEYS = ("response", "errors", "reward_parts")
+_KEYS = ("score", "acc", "advantage", "response_length", "finish_reason", "versions", "kind")
 
 
-def thin_samples(run_dir: Path, timeline: Timeline, max_bytes: int) -> dict[str, object]:
-    """Samples for the table: `{"rows": [...], "num_rows", "num_steps", "all_steps"}`.
+class SampleGroup(TypedDict):
+    """The answers to one prompt in one step or validation: everything of it that the sample file held.
 
-    From at most `MAX_STEPS` steps of each split, evenly chosen with the first and the last, as many evenly chosen rows
-    of each as fit into its share of `max_bytes`. `num_rows` is the number in the files of the chosen steps.
+    answers: what `cut_answer` keeps of each.
     """
+
+    step: int
+    split: str
+    name: str
+    prompt: object
+    truth: object
+    domain: object
+    prompt_length: object
+    answers: list[dict[str, object]]
+
+
+class Samples(TypedDict):
+    """Whole groups for the table. num_groups: those in the files that were looked into, of `all_files` files."""
+
+    groups: list[SampleGroup]
+    num_groups: int
+    num_files: int
+    all_files: int
+
+
+def thin_samples(run_dir: Path, timeline: Timeline, max_bytes: int) -> Samples:
+    """Whole groups of answers.
+
+    From at most `MAX_STEPS` steps of each split, evenly chosen with the first and the last, as many evenly chosen
+    groups of each as fit into its share of `max_bytes`, the texts of large ones cut for that.
+    """
+    files = [(split, step) for split in sample_splits(run_dir) for step in sample_steps(run_dir, split)]
     chosen = [
         (split, step) for split in sample_splits(run_dir) for step in evenly(sample_steps(run_dir, split), MAX_STEPS)
     ]
-    all_steps = sum(len(sample_steps(run_dir, split)) for split in sample_splits(run_dir))
-    shown: list[dict[str, object]] = []
-    num_rows = 0
+    shown: list[SampleGroup] = []
+    num_groups = 0
     left_bytes = max_bytes
     for position, (split, step) in enumerate(chosen):
         rows = read_samples(run_dir, step, split, timeline)
-        num_rows += len(rows)
         share = left_bytes // (len(chosen) - position)
-        for row, size in _fitting(rows, share):
-            shown.append({"step": step, "split": split, **row})
-            left_bytes -= size
-    return {"rows": shown, "num_rows": num_rows, "num_steps": len(chosen), "all_steps": all_steps}
+        groups = sample_groups(rows, step, split)
+        num_groups += len(groups)
+        sizes = [len(encode(group)) for group in groups]
+        if max(sizes, default=0) > share:
+            groups = sample_groups(rows, step, split, max(MAX_TEXT * share // max(sizes), _LEAST_TEXT))
+            sizes = [len(encode(group)) for group in groups]
+        fitting = _fitting(sizes, share)
+        shown += [groups[i] for i in fitting]
+        left_bytes -= sum(sizes[i] for i in fitting)
+    return {"groups": shown, "num_groups": num_groups, "num_files": len(chosen), "all_files": len(files)}
 
 
-def _fitting(rows: Sequence[Mapping[str, object]], max_bytes: int) -> Iterator[tuple[dict[str, object], int]]:
-    cut = [cut_row(row) for row in rows]
-    sizes = [len(encode(row)) + 40 for row in cut]
-    number = len(rows)
-    # Halving ends at a number of evenly spread rows that fits; one row of a step is shown whatever its size.
-    while number > 1 and sum(sizes[i] for i in evenly(range(len(rows)), number)) > max_bytes:
+def sample_groups(
+    rows: Sequence[Mapping[str, object]], step: int, split: str, max_text: int = MAX_TEXT
+) -> list[SampleGroup]:
+    """The rows of a file by prompt group, as their `uid` says ("17-3" is answer 3 of group 17), else by prompt."""
+    groups: dict[tuple[str, ...], list[Mapping[str, object]]] = {}
+    for row in rows:
+        name, dash, number = str(row.get("uid", "")).rpartition("-")
+        in_group = dash and number.isdigit()
+        key = (str(row.get("set")), name) if in_group else ("", str(row.get("prompt")), str(row.get("ground_truth")))
+        groups.setdefault(key, []).append(row)
+    return [
+        {
+            "step": step,
+            "split": split,
+            "name": key[1] if len(key) == 2 else "",
+            "prompt": _cut(answers[0].get("prompt"), max_text),
+            "truth": _cut(answers[0].get("ground_truth"), max_text),
+            "domain": _cut(answers[0].get("domain"), 200),
+            "prompt_length": _cut(answers[0].get("prompt_length"), 200),
+            "answers": [cut_answer(answer, max_text) for answer in answers],
+        }
+        for key, answers in groups.items()
+    ]
+
+
+def _fitting(sizes: Sequence[int], max_bytes: int) -> list[int]:
+    """Evenly spread positions of parts that fit together, or of one."""
+    number = len(sizes)
+    while number > 1 and sum(sizes[i] for i in evenly(range(len(sizes)), number)) > max_bytes:
         number = max(number * 3 // 4, 1)
-    for i in evenly(range(len(rows)), number):
-        yield cut[i], sizes[i]
+    return evenly(range(len(sizes)), number) if sizes else []
 
 
 def evenly(items: Sequence[int], number: int) -> list[int]:
@@ -55,18 +111,23 @@ def evenly(items: Sequence[int], number: int) -> list[int]:
     return [items[round(i * (len(items) - 1) / (number - 1))] for i in range(number)]
 
 
-def cut_row(row: Mapping[str, object], max_text: int = MAX_TEXT) -> dict[str, object]:
-    """The keys that the report shows, with long texts cut in their middle (the end holds the answer)."""
-    cut: dict[str, object] = {}
-    for key in (*_SHOWN_KEYS, *_SHORT_KEYS):
-        value = row.get(key)
-        if value is None:
-            continue
-        if key == "versions" and isinstance(value, list):
-            known = [v for v in value if isinstance(v, int) and v >= 0]
-            value = sorted({min(known), max(known)}) if known else []
-        cut[key] = _cut(value, max_text if key in _SHOWN_KEYS else 200)
-    return cut
+def cut_answer(row: Mapping[str, object], max_text: int = MAX_TEXT) -> dict[str, object]:
+    """The keys that the report shows, with long texts cut in their middle (the end holds the answer).
+
+    A score that stands for a missing verdict is left out, and so is what is empty.
+    """
+    cut = {key: _cut(row.get(key), max_text if key in _TEXT_KEYS else 200) for key in (*_TEXT_KEYS, *_KEYS)}
+    if isinstance(versions := row.get("versions"), list):
+        known = [v for v in versions if isinstance(v, int) and v >= 0]
+        cut["versions"] = sorted({min(known), max(known)}) if known else []
+    if row.get("errors"):
+        cut["score"] = cut["acc"] = None
+    if cut["acc"] == cut["score"]:
+        cut["acc"] = None
+    for key in ("score", "advantage"):
+        if isinstance(value := cut[key], float) and math.isfinite(value):
+            cut[key] = float(f"{value:.5g}")
+    return {key: value for key, value in cut.items() if value is not None and value != [] and value != {}}
 
 
 def _cut(value: object, max_text: int) -> object:
@@ -120,14 +181,16 @@ def before_and_after(run_dir: Path, timeline: Timeline, num_examples: int = 6) -
     }
 
 
-def num_problems(run_dir: Path, timeline: Timeline) -> int | None:
-    """How many different problems the first validation that kept samples had."""
-    number = 0
+def num_problems(run_dir: Path, timeline: Timeline) -> dict[str, int]:
+    """How many different problems the first validation that kept samples had: in "all", and of each domain."""
+    counts: Counter[str] = Counter()
     for split in sample_splits(run_dir):
-        steps = sample_steps(run_dir, split) if split.startswith("val") else []
+        steps = _kept_steps(run_dir, split, timeline) if split.startswith("val") else []
         if steps:
-            number += len(_by_problem(read_samples(run_dir, steps[0], split, timeline)))
-    return number or None
+            problems = _by_problem(read_samples(run_dir, steps[0], split, timeline)).values()
+            counts.update(str(rows[0].get("domain", "")) for rows in problems)
+            counts["all"] += len(problems)
+    return dict(counts)
 
 
 def _kept_steps(run_dir: Path, split: str, timeline: Timeline) -> list[int]:

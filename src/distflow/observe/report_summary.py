@@ -1,6 +1,8 @@
 """What the report says in words: did it learn, did anything go wrong, where did the time go."""
 
 import math
+import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypedDict
@@ -29,6 +31,16 @@ class EventGroup(TypedDict):
     fields: dict[str, JSON]
     last: int | None
     rolled_back: bool
+
+
+class Failure(TypedDict):
+    """is_check: one of the checks stopped the run. traceback: the way that the error came, "" where that is no matter.
+    event: what recorded it."""
+
+    message: str
+    is_check: bool
+    traceback: str
+    event: Event
 
 
 @dataclass(frozen=True)
@@ -83,9 +95,9 @@ def learned(accuracy: Accuracy | None, steps: Steps) -> tuple[Tone, str]:
     if accuracy and len(accuracy.points) > 1:
         return _learned_by_accuracy(accuracy)
     for name, word, sign in ((REWARD, "reward", 1), ("sft/loss", "loss", -1), ("loss", "loss", -1)):
-        values = [values[name] for _, values in sorted(steps.items()) if math.isfinite(values.get(name, math.nan))]
+        values = known_values(steps, name)
         if len(values) >= 4:
-            return _learned_by_curve(values, word, sign)
+            return _learned_by_curve(values, word, sign, steps)
     return "unknown", "There are too few measurements to say whether it learned."
 
 
@@ -109,7 +121,7 @@ def _learned_by_accuracy(accuracy: Accuracy) -> tuple[Tone, str]:
     return "good", f"It learned: {moved}.{peak}"
 
 
-def _learned_by_curve(values: Sequence[float], word: str, sign: int) -> tuple[Tone, str]:
+def _learned_by_curve(values: Sequence[float], word: str, sign: int, steps: Steps) -> tuple[Tone, str]:
     """Compares the first and the last tenth of the steps (at least 2), with the spread inside the two."""
     size = min(max(len(values) // 10, 2), 50)
     first, last = values[:size], values[-size:]
@@ -117,12 +129,18 @@ def _learned_by_curve(values: Sequence[float], word: str, sign: int) -> tuple[To
     spread = sum((v - before) ** 2 for v in first) + sum((v - after) ** 2 for v in last)
     noise = 2 * math.sqrt(spread / max(2 * size - 2, 1) * 2 / size)
     moved = f"the {word} was {before:.3g} over the first {size} steps and is {after:.3g} over the last {size}"
-    caveat = " Nothing was measured on held-out problems." if word == "reward" else ""
+    held_out = any(name.startswith("val_correct/") for values in steps.values() for name in values)
+    caveat = " Nothing was measured on held-out problems." if word == "reward" and not held_out else ""
     if abs(after - before) <= noise:
         return "flat", f"No clear change: {moved}.{caveat}"
     if (after - before) * sign < 0:
         return "bad", f"It got worse: {moved}.{caveat}"
     return "good", f"The {word} {'rose' if sign > 0 else 'fell'}: {moved}.{caveat}"
+
+
+def known_values(steps: Steps, name: str) -> list[float]:
+    """A metric's finite values in the order of the steps."""
+    return [value for _, values in sorted(steps.items()) if math.isfinite(value := values.get(name, math.nan))]
 
 
 def problems(groups: Sequence[EventGroup], steps: Steps) -> tuple[Tone, str]:
@@ -132,29 +150,21 @@ def problems(groups: Sequence[EventGroup], steps: Steps) -> tuple[Tone, str]:
         number = sum(group["count"] for group in groups if group["kind"] == kind)
         if number:
             counts.append(f"{number:,} {kind}{'s' if number > 1 else ''}")
-    for name, one, many in (
-        ("actor/skipped", "skipped update", "skipped updates"),
-        ("reward/errors", "answer without a verdict", "answers without a verdict"),
-        ("reward/timeouts", "verdict out of time", "verdicts out of time"),
-    ):
-        number = round(sum(v for values in steps.values() if math.isfinite(v := values.get(name, 0.0))))
-        if number:
-            counts.append(f"{number:,} {one if number == 1 else many}")
-    failed = _error_share(steps)
-    if failed > 0.05:
-        counts.append(f"{failed:.0%} of all verdicts failed")
+    skipped = round(sum(known_values(steps, "actor/skipped")))
+    if skipped:
+        counts.append(f"{skipped:,} skipped update{'s' if skipped > 1 else ''}")
     bad = sorted({name for values in steps.values() for name, value in values.items() if not math.isfinite(value)})
     if bad:
         counts.append(f"values that are not finite in {', '.join(bad[:3])}{' and others' if len(bad) > 3 else ''}")
     if not counts:
-        return "good", "Nothing went wrong: no warnings, no skipped updates, no verdict that failed."
+        return "good", "No warnings, no errors, no skipped updates."
     tone: Tone = "bad" if any(group["kind"] == "error" for group in groups) else "flat"
-    return tone, f"Worth a look: {_and(counts)}."
+    return tone, f"Worth a look: {joined(counts)}."
 
 
 def proven(events: Sequence[Event]) -> tuple[Tone, str]:
     """Which claims the auditor proved again, in how many steps, and which it could not prove, with the reason."""
-    audits = [event.fields for event in events if event.kind == "audit" and not event.rolled_back]
+    audits = _audits(events)
     if not audits:
         return "flat", "No step was proven again: trust.audit_freq is 0, or the run ended before its first audit."
     names = _names(fields.get("proven") for fields in audits)
@@ -168,17 +178,17 @@ def proven(events: Sequence[Event]) -> tuple[Tone, str]:
     return "flat" if reasons else "good", text
 
 
+def has_audits(events: Sequence[Event]) -> bool:
+    """Whether any step was proven again."""
+    return bool(_audits(events))
+
+
+def _audits(events: Sequence[Event]) -> list[Mapping[str, JSON]]:
+    return [event.fields for event in events if event.kind == "audit" and not event.rolled_back]
+
+
 def _names(lists: Iterable[JSON]) -> list[str]:
     return list(dict.fromkeys(str(name) for names in lists if isinstance(names, list) for name in names))
-
-
-def _error_share(steps: Steps) -> float:
-    """Over all steps."""
-    asked = sum(values.get("reward/verdicts", 0.0) for values in steps.values())
-    failed = sum(
-        values.get("reward/verdicts", 0.0) * values.get("reward/error_share", 0.0) for values in steps.values()
-    )
-    return failed / asked if asked else 0.0
 
 
 def time_sentence(steps: Steps) -> str:
@@ -193,7 +203,8 @@ def time_sentence(steps: Steps) -> str:
         return ""
     longest = max(phases, key=lambda name: phases[name])
     num_steps = sum("timing_s/step" in values for values in steps.values())
-    return f"{num_steps:,} steps took {readable_s(total)}; most of it was {longest} ({phases[longest] / total:.0%})."
+    took = f"{num_steps:,} steps took" if num_steps > 1 else "One step took"
+    return f"{took} {readable_s(total)}; most of it was {longest} ({phases[longest] / total:.0%})."
 
 
 def group_events(events: Sequence[Event], max_groups: int = 200) -> list[EventGroup]:
@@ -229,6 +240,51 @@ def status(events: Sequence[Event]) -> dict[str, str]:
     return {"word": str(ends[-1].fields.get("status", "finished")), "detail": ends[-1].message}
 
 
+def failure(events: Sequence[Event]) -> Failure | None:
+    """What ended the last start of a run that failed; None where it did not fail."""
+    starts = [i for i, event in enumerate(events) if event.kind == "start"]
+    last = events[starts[-1] :] if starts else events
+    errors = [event for event in last if event.kind == "error"]
+    if status(events)["word"] != "failed" or not errors:
+        return None
+    error = errors[-1]
+    raised, way = error.fields.get("raised"), error.fields.get("traceback")
+    return {
+        "message": error.message.removeprefix(f"{raised}: "),
+        "is_check": raised == "TrustError",
+        "traceback": way if isinstance(way, str) else "",
+        "event": error,
+    }
+
+
+def ending(
+    events: Sequence[Event], failed: Failure | None, steps: Steps, planned: JSON, written: float
+) -> tuple[Tone, str]:
+    """How the run ended where it did not just finish; "" where it did.
+
+    planned: its steps, None where unknown. written: when it recorded something last, in seconds since the epoch.
+    """
+    trained = [step for step, values in steps.items() if "timing_s/step" in values]
+    done = max(trained, default=0)
+    of = f" of {planned:,}" if isinstance(planned, int) else ""
+    after = f"after {done:,}{of} step{'s' if done > 1 or of else ''}" if done else "before its first step was done"
+    word = status(events)["word"]
+    if failed:
+        return "bad", f"{'A check stopped it' if failed['is_check'] else 'It failed'} {after}:"
+    if word == "failed":
+        return "bad", f"It failed {after}."
+    if word == "stopped":
+        signals = [found[1] for event in events if (found := re.match(r"(SIG[A-Z]+): ", event.message))]
+        by = f" by {signals[-1]}" if signals else ""
+        saved = any(event.kind == "checkpoint" and event.step == done for event in events)
+        then = "the same command goes on from there" if saved else "that step was not saved"
+        return "flat", f"It was stopped{by} {after}; {then}."
+    if word == "no end yet":
+        last = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written))
+        return "flat", f"No end is recorded {after}: it still runs, or it was killed. Last it wrote at {last}."
+    return "good", ""
+
+
 def readable_s(seconds: float) -> str:
     """`8.2 s`, `4 min 12 s`, `3 h 5 min`."""
     if seconds < 60:
@@ -239,5 +295,6 @@ def readable_s(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def _and(parts: Sequence[str]) -> str:
+def joined(parts: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

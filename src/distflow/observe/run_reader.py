@@ -4,15 +4,19 @@ After a resume from step k, what earlier incarnations wrote about steps after k 
 on. Readers return the surviving timeline; events, being history, are all returned and marked.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from distflow.observe.jsonlines import JSON, read_object, read_records, to_number
+import yaml
+
+from distflow.observe.jsonlines import JSON, is_deep, read_object, read_records, to_number
 from distflow.observe.metrics import flatten
 from distflow.observe.run_folder import sample_file_name
 
+_MAX_CONFIG_BYTES = 1_000_000
 _NUMBERS_OF_A_SAMPLE = ("score", "acc", "advantage")
 
 
@@ -41,6 +45,16 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Span:
+    """What an actor did, or waited for, from `start` to `end` (seconds since the epoch)."""
+
+    start: float
+    end: float
+    kind: str
+    what: str
+
+
+@dataclass(frozen=True)
 class Timeline:
     """For each incarnation that resumed, the last step of earlier incarnations that it kept."""
 
@@ -54,6 +68,23 @@ class Timeline:
 def read_json(run_dir: Path, name: str) -> dict[str, JSON]:
     """A JSON object of the folder (e.g. "run.json"); empty when it is missing or unreadable."""
     return read_object(run_dir / name)
+
+
+def read_config(run_dir: Path) -> dict[str, JSON]:
+    """The resolved configuration of config.yaml; empty when it is missing or no mapping."""
+    try:
+        values = yaml.safe_load((run_dir / "config.yaml").read_bytes()[:_MAX_CONFIG_BYTES])
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return values if isinstance(values, dict) and not is_deep(values) else {}
+
+
+def read_spans(run_dir: Path, max_bytes: int = 3_000_000) -> dict[str, list[Span]]:
+    """What each actor recorded last, as much of it as the end of its file holds."""
+    folder = run_dir / "spans"
+    paths = sorted(folder.glob("*.jsonl")) if folder.is_dir() else []
+    spans = {path.stem: list(filter(None, map(_span, read_records(path, max_bytes)[0]))) for path in paths}
+    return {actor: found for actor, found in spans.items() if found}
 
 
 def read_timeline(run_dir: Path) -> Timeline:
@@ -157,6 +188,13 @@ def _metrics_record(record: dict[str, JSON]) -> MetricsRecord | None:
     values = {name: number for name, value in flat.items() if (number := to_number(value)) is not None}
     t = to_number(record.get("t")) or 0.0
     return MetricsRecord(step, t, _whole(record.get("inc")) or 0, str(record.get("kind", "train")), values)
+
+
+def _span(record: dict[str, JSON]) -> Span | None:
+    start, end = to_number(record.get("t0")), to_number(record.get("t1"))
+    if start is None or end is None or not -math.inf < start <= end < math.inf:
+        return None
+    return Span(start, end, str(record.get("kind", "")), str(record.get("what", "")))
 
 
 def _event(record: dict[str, JSON], timeline: Timeline) -> Event:

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from distflow.algorithms.objective import PolicyObjective
 from distflow.algorithms.registry import describe_estimator
 from distflow.config import Config, Loaded, Room, describe, fit_to
+from distflow.config.changes import changes
 from distflow.config.errors import UserError
 from distflow.config.functions import LoadError, load_modules
 from distflow.config.program import is_rl
@@ -221,7 +222,7 @@ def _spec(loaded: Loaded, program: Program, data: Data) -> Spec:
         validation=_validation(config, data.held_out, sampling),
         sampling=sampling,
         facts=_facts(data.train, data.tokenizer),
-        description=_description(config, data.train, data.held_out),
+        description=_description(loaded, data.train, data.held_out),
         **_settings(config, program, len(data.train)),
     )
 
@@ -379,8 +380,9 @@ def _estimator_options(program: Program) -> dict[str, object]:
     return {}
 
 
-def _description(config: Config, train: PromptSet, held_out: PromptSet | None) -> dict[str, object]:
-    """The head of the report."""
+def _description(loaded: Loaded, train: PromptSet, held_out: PromptSet | None) -> dict[str, object]:
+    """The head of the report, and what it says about the config."""
+    config, (preset, changed) = loaded.config, changes(loaded)
     return {
         "experiment": f"{config.trainer.project_name} / {config.trainer.experiment_name}",
         "model": str(config.actor_rollout_ref.model.path),
@@ -388,6 +390,8 @@ def _description(config: Config, train: PromptSet, held_out: PromptSet | None) -
         "batch": describe(config)[0],
         "command": shlex.join(sys.argv),
         "machine": f"{platform.node()}: {_cpu_name()}, {os.cpu_count()} cores",
+        "preset": preset,
+        "changed": changed,
     }
 
 

@@ -20,7 +20,7 @@ from distflow.runtime.ports import Ports
 from distflow.runtime.ports.edge import Live
 from distflow.runtime.ports.local_edge import LocalEdge
 from distflow.runtime.ports.local_weights import LocalWeights
-from distflow.runtime.recorder import Recorder
+from distflow.runtime.recorder import Recorder, reported
 from distflow.runtime.resources import Resources, build_resources
 from distflow.runtime.resume import (
     CHECKPOINTS,
@@ -73,7 +73,10 @@ def launch_local(
         state, live = restore(checkpoint, resources) if checkpoint else ({}, None)
         coordinator, ledger = _begin(spec, checkpoint, allow_change)
         resumed_at = checkpoint.step if checkpoint else _FROM_THE_START
-        with Recorder(spec, coordinator.plan.total_steps, ledger.incarnation, resumed_at) as recorder:
+        with (
+            reported(spec.run_dir, say),
+            Recorder(spec, coordinator.plan.total_steps, ledger.incarnation, resumed_at) as recorder,
+        ):
             _write_facts(spec, resources.facts, recorder, coordinator.plan.total_steps)
             if checkpoint:
                 _note_resume(recorder, checkpoint, differences)
@@ -147,7 +150,7 @@ def _write_facts(spec: Spec, model_facts: Mapping[str, object], recorder: Record
     }
     recorder.folder.write_json("run.json", facts)
     recorder.folder.write_text("config.yaml", spec.text)
-    recorder.folder.write_json("plan.json", spec.plan.to_json())
+    recorder.folder.write_json("plan.json", {**spec.plan.to_json(), "nodes": spec.program().to_json()})
 
 
 def _accuracy(run_dir: Path) -> tuple[float | None, float | None]:

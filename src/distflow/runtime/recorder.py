@@ -1,9 +1,12 @@
 """What a run tells: to its folder, to the terminal, to trackers. Nothing here can end a run."""
 
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from distflow.config import to_dict
+from distflow.config.errors import UserError
 from distflow.data.batch import Batch
 from distflow.flow.ticket import Ticket
 from distflow.observe.files import replacing
@@ -16,6 +19,8 @@ from distflow.runtime.memory import MemoryPeaks
 from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import sample_rows, scores
 from distflow.runtime.waits import Wait, Waits
+
+MAX_TRACEBACK = 10_000
 
 
 class Recorder:
@@ -48,7 +53,7 @@ class Recorder:
         self._trackers.close()
         try:
             if error is not None:
-                self.folder.event("error", f"{type(error).__name__}: {error}", step=self._step)
+                self.folder.event("error", f"{type(error).__name__}: {error}", step=self._step, **_raised(error))
             self.folder.event("end", f"the run {self.status}", step=self._step, status=self.status)
             self.folder.close()
         except OSError:
@@ -112,3 +117,25 @@ class Recorder:
 
     def _on_phase(self, started: float, ended: float, name: str) -> None:
         self.folder.span("learner", started, ended, "phase", name, self._step)
+
+
+@contextmanager
+def reported(run_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Writes the report of a run that fails inside, and says where. One that ends well has its `Recorder.report`."""
+    try:
+        yield
+    except BaseException:
+        try:
+            say(f"report of the failed run: {write_report(run_dir)}")
+        except Exception as failure:  # whatever hinders the report, what the run failed of is the error to tell
+            say(f"the report cannot be written: {failure}")
+        raise
+
+
+def _raised(error: BaseException) -> dict[str, str]:
+    """raised: the error's type, where that is one of ours, whose message needs no type before it. traceback: the way
+    that it came; none of a mistake in what the user gave, but of one in code of the user's."""
+    fields = {"raised": type(error).__name__} if type(error).__module__.startswith("distflow.") else {}
+    if not isinstance(error, UserError) or error.__cause__ is not None:
+        fields["traceback"] = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
+    return fields

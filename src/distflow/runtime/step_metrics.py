@@ -22,6 +22,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     }
     if "token_level_scores" in batch:
         metrics |= score_metrics(scores(batch), batch["valid"])
+        metrics |= equal_groups(scores(batch), batch["valid"], batch["group_index"])
     if "reward_parts" in batch:
         metrics |= part_metrics(batch["reward_parts"])
     return metrics
@@ -43,6 +44,19 @@ def score_metrics(values: Tensor, valid: Tensor) -> dict[str, float]:
         "reward/max": float(judged.max()),
         "reward/min": float(judged.min()),
     }
+
+
+def equal_groups(values: Tensor, valid: Tensor, groups: Tensor) -> dict[str, float]:
+    """The share of groups whose answers all scored the same, of those with two verdicts or more; none without such.
+
+    Compared within the group they have no advantage and teach nothing. values, valid, groups: `(bs,)`.
+    """
+    equal = []
+    for group in groups.unique().tolist():
+        judged = values[valid & (groups == group)]
+        if judged.numel() > 1:
+            equal.append(bool(judged.max() == judged.min()))
+    return {"reward/equal_groups": sum(equal) / len(equal)} if equal else {}
 
 
 def part_metrics(parts: list[Mapping[str, float]]) -> dict[str, float]:

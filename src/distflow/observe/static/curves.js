@@ -22,7 +22,8 @@ function columns(names) {
     }
     return value === null ? undefined : value;
   }));
-  return { x, y, marks };
+  const bars = names.map((name) => data.bars[name] && rows.map((i) => data.bars[name][i]));
+  return { x, y, marks, bars };
 }
 
 function smooth(values, weight) {
@@ -76,11 +77,14 @@ class Chart {
       return button;
     }));
     this.plotPlace = el("div", { class: "plot", tabindex: "0", role: "img", "aria-label": this.summary(), onkeydown: (event) => this.key(event) });
+    this.at = el("span", { class: "at" });
     const doc = data.docs[spec.names[0]];
+    const sure = this.columns.bars.some(Boolean) ? " Bars: 95 % Wilson interval, as of independent problems." : "";
     this.figure = el("figure", { class: "chart" },
       el("div", { class: "head" }, el("h3", {}, inert(spec.question)), el("span", { class: "unit" }, spec.unit)),
-      legend, this.plotPlace, el("figcaption", {}, spec.kind === "stack" ? "the phases on top of each other" : doc ? inert(`${this.labels[0]}: ${doc}`) : "",
+      this.plotPlace, legend, el("figcaption", {}, spec.kind === "stack" ? "the phases on top of each other" : doc ? inert(`${this.labels[0]}: ${doc}.`) : "", sure,
         this.columns.marks.length ? el("span", { class: "bad" }, ` × ${this.columns.marks.length} not finite`) : ""));
+    this.plotPlace.append(this.at);
     place.append(this.figure);
     this.redraw();
     new ResizeObserver(() => this.plot.setSize(this.size())).observe(this.plotPlace);
@@ -140,6 +144,9 @@ class Chart {
     const range = (plot, low, high) => {
       if (low === null || high === null) return [0, 1];
       if (isStack) return [0, high * 1.05 || 1];
+      for (const [s, bars] of this.columns.bars.entries()) {
+        for (const bar of this.shown[s] && bars ? bars : []) if (bar) [low, high] = [Math.min(low, bar[0]), Math.max(high, bar[1])];
+      }
       // What differs by rounding alone is a constant, and shown as one.
       const isConstant = high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high));
       const space = isConstant ? Math.abs(high) * 0.1 || 0.5 : (high - low) * 0.08;
@@ -160,7 +167,7 @@ class Chart {
         stroke: line.color, width: line.width, fill: line.fill ? line.color : undefined,
         points: { show: Boolean(line.points), size: 6, fill: line.color },
       }))],
-      hooks: { setCursor: [(plot) => this.readOut(plot)], draw: [(plot) => this.mark(plot)] },
+      hooks: { setCursor: [(plot) => this.readOut(plot)], draw: [(plot) => this.bars(plot), (plot) => this.mark(plot)] },
     };
     this.plot = new uPlot(options, drawn, this.plotPlace);
     this.readOut(this.plot);
@@ -176,8 +183,39 @@ class Chart {
       if (at === null || at === undefined) value = column.filter((v) => v !== undefined).pop() ?? undefined;
       place.textContent = number(value);
     });
-    const step = at === null || at === undefined ? "" : ` · step ${this.columns.x[at]}`;
-    this.figure.querySelector(".unit").textContent = this.spec.unit + step;
+    this.at.textContent = at === null || at === undefined ? "" : `step ${this.columns.x[at]}${this.interval(at)}`;
+  }
+
+  interval(at) {
+    const first = this.columns.bars.findIndex((bars, s) => bars && this.shown[s]);
+    const bar = first < 0 ? null : this.columns.bars[first][at];
+    return bar ? `, ${bar[0].toFixed(2)} to ${bar[1].toFixed(2)}` : "";
+  }
+
+  bars(plot) {
+    const { ctx } = plot;
+    ctx.save();
+    ctx.lineWidth = 2 * devicePixelRatio;
+    const half = 4 * devicePixelRatio;
+    this.columns.bars.forEach((bars, s) => {
+      if (!bars || !this.shown[s]) return;
+      ctx.strokeStyle = css(`--c${s % NUM_COLORS}`);
+      bars.forEach((bar, i) => {
+        if (!bar) return;
+        const x = plot.valToPos(this.columns.x[i], "x", true);
+        if (x < plot.bbox.left - 1 || x > plot.bbox.left + plot.bbox.width + 1) return;
+        const [low, high] = bar.map((value) => plot.valToPos(value, "y", true));
+        ctx.beginPath();
+        ctx.moveTo(x, low);
+        ctx.lineTo(x, high);
+        for (const y of [low, high]) {
+          ctx.moveTo(x - half, y);
+          ctx.lineTo(x + half, y);
+        }
+        ctx.stroke();
+      });
+    });
+    ctx.restore();
   }
 
   mark(plot) {
@@ -222,8 +260,10 @@ function showCharts() {
   if (data.series.thinned) note.push("Neighbouring steps are put together, each curve keeps its lowest and highest values.");
   if (data.series.left_out.length) note.push(`${data.series.left_out.length} more metrics are only in metrics.jsonl.`);
   if (data.series.x.length === 0) note.push("No metrics were recorded.");
+  else if (!data.charts.length) note.push("A curve needs two steps.");
   else note.push("Point at a chart to read all of them at one step; drag to zoom, double-click to zoom out.");
   byId("curves-note").textContent = note.join(" ");
+  document.querySelector(".tool").hidden = !data.charts.length;
   for (const spec of data.charts) new Chart(spec, byId("charts"));
   byId("smoothing").value = data.series.x.length > 40 ? "0.6" : "0";
   if (byId("smoothing").value !== "0") for (const chart of charts) chart.redraw();
@@ -231,10 +271,10 @@ function showCharts() {
   if (!data.others.length) return;
   const others = byId("others");
   others.hidden = false;
-  others.querySelector("summary").textContent = `${data.others.length} other metric${data.others.length > 1 ? "s" : ""}`;
+  others.querySelector("summary").textContent = `${data.others.length} more metric${data.others.length > 1 ? "s" : ""}, a curve each`;
   others.addEventListener("toggle", () => {
     for (const name of data.others) {
-      new Chart({ question: name, kind: "line", unit: "", names: [name] }, others.querySelector(".charts"));
+      new Chart({ question: name, kind: "line", unit: data.units[name] ?? "", names: [name] }, others.querySelector(".charts"));
     }
   }, { once: true });
 }

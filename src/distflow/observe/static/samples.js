@@ -1,31 +1,53 @@
-// The table of samples: sorted, filtered, opened.
+// The table of answers: a row for each prompt and step, opened to all answers to it.
 
-const PAGE_ROWS = 25;
+const PAGE_ROWS = 20;
+const MAX_DOTS = 32;
+
+const rewards = (group) => group.answers.map((answer) => answer.score).filter((score) => typeof score === "number");
+const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
+const isCut = (answer) => answer.finish_reason === "length";
 
 const COLUMNS = [
-  { key: "step", label: "step", width: "5.6rem", value: (row) => row.step },
-  { key: "split", label: "set", width: "4.6rem", value: (row) => row.split, wide: true },
-  { key: "score", label: "score", width: "5.2rem", value: (row) => row.score },
-  { key: "advantage", label: "adv.", width: "5rem", value: (row) => row.advantage, wide: true },
-  { key: "length", label: "tokens", width: "5rem", value: (row) => row.response_length, wide: true },
-  { key: "prompt", label: "prompt", value: (row) => row.prompt ?? "" },
-  { key: "response", label: "response", value: (row) => row.response ?? "" },
+  { key: "step", label: "step", width: "5.4rem", value: (group) => group.step },
+  { key: "split", label: "set", width: "4.4rem", value: (group) => group.split, wide: true },
+  { key: "mean", label: "reward", width: "5.6rem", judged: true, value: (group) => mean(rewards(group)) },
+  { key: "answers", label: "answers", width: "10.5rem", judged: true, value: (group) => group.answers.length, wide: true },
+  { key: "length", label: "tokens", width: "5.2rem", value: (group) => mean(group.answers.map((a) => a.response_length).filter((n) => typeof n === "number")), wide: true },
+  { key: "prompt", label: "prompt", value: (group) => String(group.prompt ?? "") },
+  { key: "response", label: "answer", value: (group) => String(group.answers[0]?.response ?? "") },
 ];
+
+// What the selection offers: label and which groups it takes.
+const WHICH = {
+  all: ["all groups", () => true],
+  mixed: ["different rewards", (group) => new Set(rewards(group)).size > 1],
+  equal: ["all rewards equal", (group) => rewards(group).length > 1 && new Set(rewards(group)).size === 1],
+  cut: ["an answer cut off", (group) => group.answers.some(isCut)],
+  failed: ["an answer without a verdict", (group) => rewards(group).length < group.answers.length],
+};
 
 class Samples {
   constructor() {
-    const { rows, num_rows, num_steps, all_steps } = data.samples;
-    if (!rows.length) return;
+    const { groups, num_groups, num_files, all_files } = data.samples;
+    if (!groups.length) return;
     this.section = byId("samples");
     this.section.hidden = false;
     this.form = this.section.querySelector("form");
     this.sort = { column: COLUMNS[0], down: true };
-    this.page = 0;
-    const all = rows.length === num_rows && num_steps === all_steps;
-    this.section.querySelector(".lead").textContent = all
-      ? "All samples of the run. Open one to read it whole."
-      : `${rows.length.toLocaleString("en")} samples, evenly taken from ${num_steps} of ${all_steps} sample files; all are in the folder samples.`;
-    this.steps();
+    const found = groups.flatMap(rewards);
+    // What was only read, as in supervised training, has no rewards.
+    this.isJudged = found.length > 0 || groups.some((group) => group.answers.some((answer) => answer.errors));
+    this.section.querySelector("h2").textContent = this.isJudged ? "What did it write?" : "What was it trained on?";
+    for (const label of this.form.querySelectorAll(".judged")) label.hidden = !this.isJudged;
+    this.columns = COLUMNS.filter((column) => this.isJudged || !column.judged);
+    this.lowest = Math.min(...found);
+    this.highest = Math.max(...found);
+    const all = groups.length === num_groups && num_files === all_files;
+    const files = num_files === all_files ? `${all_files} sample files` : `${num_files} of ${all_files} sample files`;
+    this.section.querySelector(".lead").textContent = `A row is a prompt with all its answers; open it to read them. ` + (all
+      ? "All groups of the run are here."
+      : `${groups.length.toLocaleString("en")} groups, evenly taken from ${files}; the folder samples holds all.`);
+    this.choices();
     this.head();
     this.form.addEventListener("input", () => this.show(0));
     this.form.addEventListener("submit", (event) => event.preventDefault());
@@ -33,17 +55,21 @@ class Samples {
     this.show(0);
   }
 
-  steps() {
-    const select = this.form.elements.step;
-    select.append(el("option", { value: "" }, "all"));
-    for (const name of new Set(data.samples.rows.map((row) => `${row.split} ${row.step}`))) {
-      select.append(el("option", { value: name }, inert(name)));
+  choices() {
+    const { step, which } = this.form.elements;
+    step.append(el("option", { value: "" }, "all"));
+    for (const name of new Set(data.samples.groups.map((group) => `${group.split} ${group.step}`))) {
+      step.append(el("option", { value: name }, inert(name)));
+    }
+    for (const [name, [label, takes]] of Object.entries(WHICH)) {
+      const number = data.samples.groups.filter(takes).length;
+      if (number) which.append(el("option", { value: name }, name === "all" ? label : `${label} (${number.toLocaleString("en")})`));
     }
   }
 
   head() {
     const row = el("tr");
-    for (const column of COLUMNS) {
+    for (const column of this.columns) {
       const button = el("button", { type: "button", onclick: () => this.sortBy(column) }, column.label);
       column.cell = el("th", { scope: "col", class: column.wide ? "wide-only" : "" }, button);
       if (column.width) column.cell.style.width = column.width;
@@ -53,66 +79,80 @@ class Samples {
   }
 
   sortBy(column) {
-    this.sort = { column, down: this.sort.column === column ? !this.sort.down : typeof data.samples.rows[0][column.key] === "number" };
+    this.sort = { column, down: this.sort.column === column ? !this.sort.down : typeof column.value(data.samples.groups[0]) === "number" };
     this.show(0);
   }
 
   chosen() {
-    const { text, step, low, high } = this.form.elements;
+    const { text, step, which, low, high } = this.form.elements;
     const words = text.value.toLowerCase();
-    const rows = data.samples.rows.filter((row) => {
-      if (step.value && `${row.split} ${row.step}` !== step.value) return false;
-      if (low.value !== "" && !(row.score >= Number(low.value))) return false;
-      if (high.value !== "" && !(row.score <= Number(high.value))) return false;
-      return !words || [row.prompt, row.response, row.ground_truth].some((t) => String(t ?? "").toLowerCase().includes(words));
+    const takes = WHICH[which.value || "all"][1];
+    const groups = data.samples.groups.filter((group) => {
+      if (step.value && `${group.split} ${group.step}` !== step.value) return false;
+      const average = mean(rewards(group));
+      if (low.value !== "" && !(average !== null && average >= Number(low.value))) return false;
+      if (high.value !== "" && !(average !== null && average <= Number(high.value))) return false;
+      if (!takes(group)) return false;
+      return !words || [group.prompt, group.truth, ...group.answers.map((answer) => answer.response)].some((t) => String(t ?? "").toLowerCase().includes(words));
     });
     const { column, down } = this.sort;
     const sign = down ? -1 : 1;
-    return rows.map((row) => [column.value(row), row]).sort(([a], [b]) => {
+    return groups.map((group) => [column.value(group), group]).sort(([a], [b]) => {
       const known = [a, b].map((v) => v !== null && v !== undefined);
       if (!known[0] || !known[1]) return known[1] - known[0];
       return a < b ? -sign : a > b ? sign : 0;
-    }).map(([, row]) => row);
+    }).map(([, group]) => group);
   }
 
   show(page) {
-    this.page = page;
-    const rows = this.chosen();
-    for (const column of COLUMNS) {
+    const groups = this.chosen();
+    for (const column of this.columns) {
       if (column === this.sort.column) column.cell.setAttribute("aria-sort", this.sort.down ? "descending" : "ascending");
       else column.cell.removeAttribute("aria-sort");
     }
     const from = page * PAGE_ROWS;
-    this.section.querySelector("tbody").replaceChildren(...rows.slice(from, from + PAGE_ROWS).map((row) => this.row(row)));
+    this.section.querySelector("tbody").replaceChildren(...groups.slice(from, from + PAGE_ROWS).map((group) => this.row(group)));
     this.section.querySelector(".count").textContent =
-      rows.length ? `${(from + 1).toLocaleString("en")} to ${Math.min(from + PAGE_ROWS, rows.length).toLocaleString("en")} of ${rows.length.toLocaleString("en")}` : "No sample fits these filters.";
+      groups.length ? `${(from + 1).toLocaleString("en")} to ${Math.min(from + PAGE_ROWS, groups.length).toLocaleString("en")} of ${groups.length.toLocaleString("en")}` : "No group fits these filters.";
     const turn = (label, to, possible) => {
       const button = el("button", { type: "button", onclick: () => this.show(to) }, label);
       button.disabled = !possible;
       return button;
     };
-    const more = from + PAGE_ROWS < rows.length;
-    this.section.querySelector(".pages").replaceChildren(...(page || more ? [turn("← earlier", page - 1, page > 0), turn("later →", page + 1, more)] : []));
+    const more = from + PAGE_ROWS < groups.length;
+    this.section.querySelector(".pages").replaceChildren(...(page || more ? [turn("← previous", page - 1, page > 0), turn("next →", page + 1, more)] : []));
   }
 
-  row(sample) {
+  row(group) {
     const line = (text) => textBox(String(text ?? "").slice(0, 160).replace(/\s*\n\s*/g, " ⏎ "), "span");
-    const open = el("button", { type: "button", class: "open", "aria-expanded": "false", "aria-label": "Read the whole sample" }, "▸");
+    const open = el("button", { type: "button", class: "open", "aria-expanded": "false", "aria-label": "Read all answers" }, "▸");
     const row = el("tr", { class: "sample", onclick: (event) => {
-      if (event.target.closest("button") || !String(getSelection())) this.expand(row, sample, open);
+      if (event.target.closest("button") || !String(getSelection())) this.expand(row, group, open);
     } },
-      el("td", { class: "number" }, open, number(sample.step)),
-      el("td", { class: "wide-only" }, inert(sample.split)),
-      el("td", { class: "number" }, scoreBadge(sample.score)),
-      el("td", { class: "number wide-only" }, number(sample.advantage)),
-      el("td", { class: "number wide-only" }, number(sample.response_length)),
-      el("td", {}, line(sample.prompt)),
-      el("td", {}, line(sample.response)),
+      el("td", { class: "number" }, open, number(group.step)),
+      el("td", { class: "wide-only" }, inert(group.split)),
+      ...(this.isJudged ? [el("td", { class: "number" }, scoreBadge(COLUMNS[2].value(group))), el("td", { class: "wide-only" }, this.dots(group))] : []),
+      el("td", { class: "number wide-only" }, number(COLUMNS[4].value(group))),
+      el("td", {}, line(group.prompt)),
+      el("td", {}, line(group.answers[0]?.response)),
     );
     return row;
   }
 
-  expand(row, sample, open) {
+  // A square for each answer, from the lowest reward of the run to its highest; hollow without a verdict.
+  dots(group) {
+    const squares = group.answers.slice(0, MAX_DOTS).map(({ score }) => {
+      const square = el("i", typeof score === "number" ? {} : { class: "none" });
+      const place = (score - this.lowest) / (this.highest - this.lowest);
+      if (typeof score === "number") square.style.setProperty("--q", `${Math.round((Number.isFinite(place) ? place : 0.5) * 100)}%`);
+      return square;
+    });
+    const more = group.answers.length - squares.length;
+    const known = rewards(group);
+    return el("span", { class: "dots", role: "img", "aria-label": `rewards ${known.map(number).join(", ") || "unknown"}` }, ...squares, more > 0 ? `+${more}` : "");
+  }
+
+  expand(row, group, open) {
     const isOpen = open.getAttribute("aria-expanded") === "true";
     open.setAttribute("aria-expanded", String(!isOpen));
     open.textContent = isOpen ? "▸" : "▾";
@@ -120,23 +160,33 @@ class Samples {
       row.nextSibling.remove();
       return;
     }
-    const part = (title, text) => el("div", {}, el("h4", {}, title), textBox(text));
-    const more = [];
-    if (sample.domain) more.push(["domain", sample.domain]);
-    for (const [name, value] of Object.entries(sample.reward_parts ?? {})) {
-      more.push([`reward ${name}`, value !== null && typeof value === "object" ? JSON.stringify(value) : number(value)]);
-    }
-    if (sample.errors && sample.errors.length !== 0) more.push(["errors", typeof sample.errors === "string" ? sample.errors : JSON.stringify(sample.errors)]);
-    if (sample.advantage !== undefined) more.push(["advantage", number(sample.advantage)]);
-    if (sample.prompt_length !== undefined) more.push(["prompt tokens", number(sample.prompt_length)]);
-    if (sample.response_length !== undefined) more.push(["response tokens", number(sample.response_length)]);
-    if (sample.finish_reason) more.push(["ended by", sample.finish_reason]);
-    if (sample.versions !== undefined) more.push(["weights of step", [].concat(sample.versions).join(" to ")]);
-    if (sample.uid) more.push(["uid", sample.uid]);
-    const cell = el("td", { colspan: [...row.cells].filter((cell) => cell.offsetWidth).length },
-      el("div", { class: "full" }, part("prompt", sample.prompt), part("response", sample.response)));
-    if (sample.ground_truth !== undefined) more.unshift(["ground truth", typeof sample.ground_truth === "string" ? sample.ground_truth : JSON.stringify(sample.ground_truth)]);
-    cell.append(facts(more, true));
+    const cell = el("td", { colspan: [...row.cells].filter((cell) => cell.offsetWidth).length });
+    const asked = el("div", { class: "asked" }, el("div", {}, el("h4", {}, "prompt"), textBox(group.prompt)));
+    if (group.truth !== null) asked.append(el("div", {}, el("h4", {}, "ground truth"), textBox(group.truth)));
+    const about = [];
+    if (group.name) about.push(["group", group.name]);
+    if (group.domain) about.push(["domain", group.domain]);
+    if (group.prompt_length !== null) about.push(["prompt tokens", number(group.prompt_length)]);
+    const versions = new Set(group.answers.flatMap((answer) => answer.versions ?? []));
+    if (versions.size) about.push(["weights of step", [...versions].join(", ")]);
+    cell.append(asked, facts(about, true), el("div", { class: "group" }, ...group.answers.map((answer) => this.answer(answer))));
     row.after(el("tr", { class: "more" }, cell));
+  }
+
+  answer(answer) {
+    const said = this.isJudged ? [el("span", {}, "reward ", scoreBadge(answer.score))] : [];
+    if (typeof answer.advantage === "number") said.push(el("span", {}, `advantage ${answer.advantage > 0 ? "+" : ""}${number(answer.advantage)}`));
+    else if (answer.advantage !== undefined) said.push(el("span", {}, `advantage ${number(answer.advantage)}`));
+    if (answer.acc !== undefined) said.push(el("span", {}, `right ${number(answer.acc)}`));
+    if (answer.response_length !== undefined) said.push(el("span", {}, `${number(answer.response_length)} tokens`));
+    if (isCut(answer)) said.push(el("span", { class: "warn" }, "cut off"));
+    else if (answer.finish_reason && answer.finish_reason !== "stop") said.push(el("span", {}, inert(`ended by ${answer.finish_reason}`)));
+    if (answer.kind) said.push(el("span", {}, inert(answer.kind)));
+    const parts = Object.entries(answer.reward_parts ?? {});
+    const shown = parts.length > 1 ? parts.map(([name, value]) => [name, value !== null && typeof value === "object" ? JSON.stringify(value) : number(value)]) : [];
+    const node = el("div", { class: "one" }, el("div", { class: "said" }, ...said), textBox(answer.response));
+    if (shown.length) node.append(facts(shown, true));
+    if (answer.errors) node.append(el("p", { class: "error" }, inert(typeof answer.errors === "string" ? answer.errors : answer.errors.join("\n"))));
+    return node;
   }
 }

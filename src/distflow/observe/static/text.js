@@ -14,6 +14,15 @@ function el(tag, attributes = {}, ...children) {
   return node;
 }
 
+const SVG = "http://www.w3.org/2000/svg";
+
+function svg(tag, attributes = {}, ...children) {
+  const node = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, name === "aria-label" ? numbered(value) : value);
+  node.append(...children.map((child) => (typeof child === "string" ? numbered(child) : child)));
+  return node;
+}
+
 const isRead = (name) => name === "title" || name === "aria-label";
 
 const byId = (id) => document.getElementById(id);
@@ -49,7 +58,7 @@ function number(value) {
   if (typeof value !== "number") return String(value);
   if (value === 0) return "0";
   const size = Math.abs(value);
-  if (size >= 1e6 || size < 1e-3) return value.toExponential(2);
+  if (size >= 1e6 || size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
   if (size >= 1000) return Math.round(value).toLocaleString("en");
   return String(Number(value.toPrecision(4)));
 }
@@ -62,4 +71,15 @@ function scoreBadge(score) {
 function facts(pairs, small) {
   const spans = pairs.map(([key, value]) => el("span", {}, el("b", {}, inert(key)), inert(value)));
   return el("div", { class: small ? "facts small" : "facts" }, ...spans);
+}
+
+// Seconds for people: three digits are enough to compare two phases.
+function seconds(value) {
+  return value >= 100 ? `${Math.round(value)} s` : `${Number(value.toPrecision(value < 1 ? 2 : 3))} s`;
+}
+
+function swatch(color, label, extra) {
+  const node = el("span", { class: "swatch" }, inert(label), extra ? el("b", {}, extra) : "");
+  node.style.setProperty("--c", color);
+  return node;
 }

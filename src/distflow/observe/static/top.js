@@ -5,6 +5,19 @@ function setTheme(theme) {
   for (const chart of charts) chart.redraw();
 }
 
+// The parts of the page that this run has.
+const CONTENTS = [["problems", "problems"], ["compare", "before and after"], ["curves", "curves"], ["samples", "answers"], ["step", "a step"], ["setup", "configuration"]];
+
+function showContents() {
+  const there = CONTENTS.filter(([id]) => !byId(id).hidden);
+  byId("contents").append(...there.map(([id, label]) => el("a", { href: `#${id}` }, label)));
+}
+
+function showFailure() {
+  if (!data.failure || !data.failure.traceback) return;
+  byId("failure").append(el("details", {}, el("summary", {}, "Where it was raised"), el("pre", { tabindex: "0" }, inert(data.failure.traceback))));
+}
+
 function startTheme() {
   const asked = /theme=(dark|light)/.exec(location.hash);
   const system = matchMedia("(prefers-color-scheme: dark)");
@@ -14,10 +27,10 @@ function startTheme() {
 }
 
 function showTop() {
-  const tone = { finished: "good", failed: "bad" }[data.status.word];
+  const tone = { finished: "good", failed: "bad", stopped: "flat" }[data.status.word];
   if (tone) byId("status").classList.add(tone);
   byId("status").title = numbered(data.status.detail);
-  byId("facts").replaceWith(facts(data.run));
+  byId("facts").replaceWith(facts(data.head));
   for (const tile of data.tiles) {
     byId("tiles").append(
       el("div", { class: "tile" }, el("p", { class: "label" }, tile.label), el("p", { class: "value" }, tile.value),
@@ -33,11 +46,11 @@ function showProblems() {
   for (const group of data.problems) {
     const where = [];
     if (group.count > 1) where.push(`${group.count.toLocaleString("en")} times`);
-    if (group.first !== null) where.push(group.count > 1 ? `steps ${group.first} to ${group.last}` : `step ${group.first}`);
+    if (group.first !== null) where.push(group.count > 1 ? `after steps ${group.first} to ${group.last}` : `after step ${group.first}`);
     if (group.rolled_back) where.push("rolled back");
-    const item = el("li", { class: group.kind }, el("span", { class: "kind" }, group.kind), inert(group.message), " ",
+    const item = el("li", { class: group.kind }, el("span", { class: "kind" }, group.kind), el("span", { class: "message" }, inert(group.message)), " ",
       el("span", { class: "where" }, where.join(", ")));
-    const fields = Object.entries(group.fields).map(([key, value]) =>
+    const fields = Object.entries(group.fields).filter(([key]) => key !== "raised" && key !== "traceback").map(([key, value]) =>
       [key, typeof value === "string" ? value : JSON.stringify(value)]);
     if (fields.length) item.append(facts(fields, true));
     byId("problems").querySelector("ul").append(item);

@@ -1,0 +1,251 @@
+"""The figures of the report against cases worked by hand: intervals, histograms, groups, the graph, the time line."""
+
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+
+from distflow.observe.report import report_data
+from distflow.observe.report_charts import choose_charts, set_constants_apart
+from distflow.observe.report_histograms import MAX_BINS, histogram, histograms
+from distflow.observe.report_intervals import Z_95, error_bars, wilson
+from distflow.observe.report_program import program_graph
+from distflow.observe.report_samples import num_problems, sample_groups, thin_samples
+from distflow.observe.report_timeline import timelines
+from distflow.observe.run_folder import RunFolder
+from distflow.observe.run_reader import MetricsRecord, Timeline, read_spans
+
+
+@pytest.mark.parametrize(("right", "number"), [(0, 10), (10, 10), (3, 20), (128, 256), (1, 400)])
+def test_wilson_intervals_end_where_the_score_test_rejects(right: int, number: int) -> None:
+    """Its ends solve (p̂ − p)² = z² p (1 − p) / n, which is what defines it."""
+    share = right / number
+    for end in wilson(share, number):
+        assert 0 <= end <= 1
+        assert math.isclose((share - end) ** 2, Z_95**2 * end * (1 - end) / number, abs_tol=1e-12)
+    low, high = wilson(share, number)
+    assert low - 1e-12 <= share <= high + 1e-12 and high - low > 0
+
+
+def test_error_bars_belong_to_accuracies_of_a_known_number_of_problems() -> None:
+    columns = {
+        "val_correct/all/mean": [0.5, None, "NaN"],
+        "val_correct/math/pass@4": [0.25],
+        "val_correct/code/mean": [0.5],
+        "reward/mean_score": [0.5],
+        "val_correct/all/odd": [3.0],
+    }
+    bars = error_bars(columns, {"all": 100, "math": 4})
+    assert set(bars) == {"val_correct/all/mean", "val_correct/math/pass@4", "val_correct/all/odd"}
+    assert bars["val_correct/all/mean"] == [[0.4038, 0.5962], None, None] and bars["val_correct/all/odd"] == [None]
+
+
+def test_problems_are_counted_by_domain(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}", "domain": "a" if i < 3 else "b", "kind": kind} for i in range(5) for kind in "gs"]
+    with RunFolder(tmp_path, 0) as run:
+        run.samples(0, rows, "val")
+        run.samples(4, rows[:2], "val")
+    assert num_problems(tmp_path, Timeline()) == {"all": 5, "a": 3, "b": 2}
+
+
+def test_few_values_have_a_bin_each_and_many_share_bins_of_one_width() -> None:
+    few = histogram("t", "u", {"early": [0.0, 1.0, 0.0, 0.5], "late": [1.0], "none": []})
+    assert few["bins"] == ["0", "0.5", "1"]
+    assert [(part["name"], part["number"], part["shares"]) for part in few["parts"]] == [
+        ("early", 4, [0.5, 0.25, 0.25]),
+        ("late", 1, [0.0, 0.0, 1.0]),
+    ]
+    # 1 to 200 in at most 24 bins: width 10, from 0.
+    many = histogram("t", "u", {"all": [float(i) for i in range(1, 201)]})
+    assert many["bins"][0] == "0 to 9" and many["bins"][-1] == "200 to 209" and len(many["bins"]) == 21
+    assert many["parts"][0]["shares"][:2] == [9 / 200, 0.05]
+    tenths = histogram("t", "u", {"all": [i / 10 for i in range(14)]})
+    assert tenths["parts"][0]["shares"].count(0.07143) == 14
+
+
+@pytest.mark.parametrize("span", [1e-9, 0.7, 13.0, 1e6])
+@pytest.mark.parametrize("offset", [0.0, -3.3, 1e5])
+def test_every_value_lies_in_a_bin(span: float, offset: float) -> None:
+    values = [offset + span * i / 40 for i in range(41)]
+    found = histogram("t", "u", {"all": values})
+    assert len(found["bins"]) <= MAX_BINS + 1 and math.isclose(sum(found["parts"][0]["shares"]), 1.0, abs_tol=0.01)
+
+
+def test_early_and_late_answers_are_compared(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, 0) as run:
+        for step in range(1, 31):
+            errors = "down" if step == 30 else None
+            run.samples(step, [{"response_length": step, "score": float(step > 15), "errors": errors}] * 2)
+    length, reward = histograms(tmp_path, Timeline())
+    assert [(part["name"], part["number"]) for part in length["parts"]] == [("steps 1 to 3", 6), ("steps 28 to 30", 6)]
+    assert length["bins"] == ["1", "2", "3", "28", "29", "30"]
+    # A verdict that failed is no reward of 0.
+    assert [(part["number"], part["shares"]) for part in reward["parts"]] == [(6, [1.0, 0.0]), (4, [0.0, 1.0])]
+
+
+def test_groups_are_whole_and_a_verdict_that_failed_has_no_score() -> None:
+    rows = [
+        {"uid": "7-0", "prompt": "p", "response": "a", "score": 1.0, "acc": 1.0, "advantage": 0.123456789},
+        {"uid": "8-0", "prompt": "q", "response": "c", "score": 0.0, "acc": 0.0},
+        {"uid": "7-1", "prompt": "p", "response": "b", "score": 0.0, "acc": 0.0, "errors": "down"},
+        {"uid": "odd", "prompt": "q", "response": "d"},
+        {"prompt": "q", "response": "e"},
+    ]
+    groups = sample_groups(rows, 3, "train")
+    assert [(group["name"], [answer["response"] for answer in group["answers"]]) for group in groups] == [
+        ("7", ["a", "b"]),
+        ("8", ["c"]),
+        ("", ["d", "e"]),
+    ]
+    first, failed = groups[0]["answers"]
+    assert first["advantage"] == 0.12346 and "score" not in failed and failed["errors"] == "down"
+
+
+def test_large_groups_stay_whole_with_shorter_texts(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, 0) as run:
+        for step in range(1, 5):
+            run.samples(step, [{"uid": f"0-{i}", "prompt": "p", "response": "r" * 9000} for i in range(16)])
+    found = thin_samples(tmp_path, Timeline(), 40_000)
+    assert [len(group["answers"]) for group in found["groups"]] == [16] * 4
+    assert len(json.dumps(found)) < 60_000
+
+
+def plan(tmp_path: Path, data: object) -> Path:
+    with RunFolder(tmp_path, 0) as run:
+        run.write_json("plan.json", data)
+    return tmp_path
+
+
+def test_the_graph_shows_direct_ways_alone_and_the_time_of_nodes_that_learn(tmp_path: Path) -> None:
+    nodes = [
+        {"name": "a", "plane": "experience", "phase": "rollout", "deps": []},
+        {"name": "b", "plane": "learning", "phase": "score", "deps": ["a"], "engines": ["actor"]},
+        {"name": "c", "plane": "learning", "phase": "train", "deps": ["a", "b", "gone"]},
+    ]
+    steps = {1: {"timing_s/rollout": 9.0, "timing_s/score": 1.0}, 2: {"timing_s/score": 2.0}}
+    found = {node["name"]: node for node in program_graph(plan(tmp_path, {"nodes": nodes}), steps)}
+    assert [(name, node["deps"], node["layer"]) for name, node in found.items()] == [
+        ("a", [], 0),
+        ("b", ["a"], 1),
+        ("c", ["b"], 2),
+    ]
+    assert [node["seconds"] for node in found.values()] == [None, 1.5, None] and found["b"]["engines"] == ["actor"]
+
+
+def test_the_graph_of_an_earlier_plan_is_that_of_its_channels(tmp_path: Path) -> None:
+    earlier = {
+        "ranks": [{"experience": ["a"], "learning": ["b", "c"]}],
+        "channels": [{"source": s, "target": t} for s, t in (("a", "b"), ("a", "c"), ("b", "c"))],
+    }
+    found = program_graph(plan(tmp_path, earlier), {})
+    assert [(node["name"], node["plane"], node["deps"]) for node in found] == [
+        ("a", "experience", []),
+        ("b", "learning", ["a"]),
+        ("c", "learning", ["b"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {},
+        {"nodes": 3},
+        {"nodes": [{"name": 1}, 2]},
+        {"ranks": {"a": 1}, "channels": [3]},
+        {"nodes": [{"name": "a", "deps": ["b"]}, {"name": "b", "deps": ["a"]}]},
+        {"nodes": [{"name": "a", "deps": []}, {"name": "a", "deps": []}]},
+        {"nodes": [{"name": f"{i}", "deps": []} for i in range(1000)]},
+    ],
+)
+def test_what_is_no_graph_is_not_drawn(tmp_path: Path, odd: object) -> None:
+    assert program_graph(plan(tmp_path, odd), {}) == []
+
+
+def test_the_time_line_has_what_lies_in_the_step(tmp_path: Path) -> None:
+    now = time.time()
+    with RunFolder(tmp_path, 0) as run:
+        run.span("learner", now - 12, now - 9, "phase", "rollout")  # reaches a second into the step
+        run.span("learner", now - 9, now - 1, "phase", "train_step")
+        run.span("learner", now - 8, now - 2, "wait", "step 3", on="experience")
+        run.span("learner", now - 1, now - 1 + 1e-5, "phase", "blink")
+        run.span("experience", now - 30, now - 20, "group", "complete")
+        run.span("experience", now - 10, now - 5, "group", "dropped")
+    records = [MetricsRecord(4, now, 0, "train", {"timing_s/step": 10.0})]
+    (found,) = timelines(tmp_path, records)
+    assert (found["step"], found["seconds"], found["left_out"]) == (4, 10.0, 1)
+    lanes = {lane["name"]: [(round(a), round(b), what) for a, b, what in lane["spans"]] for lane in found["lanes"]}
+    assert lanes == {
+        "learner": [(0, 1, "rollout"), (1, 9, "train_step")],
+        "experience: groups": [(0, 5, "dropped")],
+        "learner waits for": [(2, 8, "step 3")],
+    }
+
+
+def test_a_usual_step_the_slowest_and_the_last_are_shown(tmp_path: Path) -> None:
+    lengths = (5.0, 1.0, 3.0, 2.0)
+    end, records = time.time() - 100, []
+    with RunFolder(tmp_path, 0) as run:
+        for step, seconds in enumerate(lengths, 1):
+            run.span("learner", end, end + seconds, "phase", f"phase of {step}")
+            end += seconds
+            records.append(MetricsRecord(step, end, 0, "train", {"timing_s/step": seconds}))
+    found = timelines(tmp_path, records)
+    assert [(line["step"], line["why"]) for line in found] == [
+        (3, "a usual step"),
+        (1, "the slowest step"),
+        (4, "the last step"),
+    ]
+    assert [[span[2] for span in line["lanes"][0]["spans"]] for line in found] == [
+        ["phase of 3"],
+        ["phase of 1"],
+        ["phase of 4"],
+    ]
+    assert timelines(tmp_path / "nothing", records) == []
+
+
+def test_only_the_end_of_long_span_files_is_read(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, 0) as run:
+        for i in range(1000):
+            run.span("learner", float(i), i + 1.0, "phase", f"{i}")
+    (tmp_path / "spans" / "learner.jsonl").open("a").write('{"t0": "NaN", "t1": 3}\n{"t0": 5, "t1": 3}\n')
+    spans = read_spans(tmp_path, max_bytes=5000)["learner"]
+    assert 20 < len(spans) < 100 and spans[-1].what == "999"
+    assert [int(span.what) for span in spans] == list(range(1000 - len(spans), 1000)), "whole lines alone"
+
+
+def test_what_moves_nowhere_is_set_apart() -> None:
+    columns: dict[str, list[float | str | None]] = {
+        "reward/mean_score": [0.1, 0.2],
+        "reward/max": [1.0, 1.0],
+        "actor/grad_norm": [0.5, "NaN"],
+        "actor/entropy": [0.3, 0.1 + 0.2],
+        "timing_s/rollout": [1.0, 2.0],
+        "timing_s/other": [1.0, 1.0],
+        "odd": [None, 4.0],
+    }
+    charts, others, constants = set_constants_apart(*choose_charts(columns), columns)
+    assert [name for chart in charts for name in chart["names"]] == [
+        "reward/mean_score",
+        "actor/grad_norm",
+        "timing_s/other",
+        "timing_s/rollout",
+    ]
+    assert others == [] and {c["name"]: c["value"] for c in constants} == {
+        "actor/entropy": 0.3,
+        "odd": 4.0,
+        "reward/max": 1.0,
+    }
+
+
+def test_bytes_are_shown_as_gib_and_the_changes_of_a_config_as_they_were_written(tmp_path: Path) -> None:
+    change = {"key": "trainer.seed", "before": "1", "now": "3", "where": "command line"}
+    with RunFolder(tmp_path, 0) as run:
+        run.write_json("run.json", {"preset": "grpo", "changed": [change, "odd"]})
+        for step in (1, 2):
+            run.metrics(step, "train", {"memory/process/peak": step * 2.0**29})
+    data = report_data(tmp_path)
+    assert data["series"]["y"]["memory/process/peak"] == [0.5, 1.0]
+    assert [chart["unit"] for chart in data["charts"]] == ["GiB"]
+    assert data["changed"] == [change] and data["preset"] == "grpo"
