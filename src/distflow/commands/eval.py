@@ -30,15 +30,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _evaluated(arguments: argparse.Namespace, folder: str) -> dict[str, float]:
+    from distflow.commands.early import importing, verifiers_ahead
     from distflow.config import load_config
 
     overrides = [*arguments.overrides, *_EVAL_ONLY, f"trainer.default_local_dir={folder}"]
     loaded = load_config(arguments.preset, overrides)
-    from distflow.pipelines.code import named_code
-    from distflow.pipelines.spec import make_spec
-    from distflow.runtime.evaluate import evaluate
-
-    say = partial(print, flush=True)
-    for line in named_code(loaded.config):
-        say(f"your code: {line}")
-    return evaluate(make_spec(loaded, say=say), say)
+    with verifiers_ahead(loaded.config):
+        with importing():
+            from distflow.pipelines.code import named_code
+            from distflow.pipelines.spec import make_spec
+            from distflow.runtime.evaluate import evaluate
+        say = partial(print, flush=True)
+        for line in named_code(loaded.config):
+            say(f"your code: {line}")
+        return evaluate(make_spec(loaded, say=say), say)

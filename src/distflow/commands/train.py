@@ -28,6 +28,7 @@ def say(line: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from distflow.commands.early import importing, verifiers_ahead
     from distflow.config import describe, load_config
 
     if arguments.command == "sft" and "=" in arguments.preset:  # it was left out, and this is the first override
@@ -36,14 +37,16 @@ def run(arguments: argparse.Namespace) -> int:
     loaded = load_config(arguments.preset, arguments.overrides)
     for line in describe(loaded.config):
         say(line)
-    from distflow.pipelines.code import named_code
-    from distflow.pipelines.spec import make_spec
+    with verifiers_ahead(loaded.config):
+        with importing():
+            from distflow.pipelines.code import named_code
+            from distflow.pipelines.spec import make_spec
 
-    for line in named_code(loaded.config):
-        say(f"your code: {line}")
-    spec = make_spec(loaded, say)
-    launch = cast("Launch", load(LAUNCHERS[spec.options.launcher].target))
-    outcome = launch(spec, resume=arguments.resume, allow_change=tuple(arguments.allow_change), say=say)
+            launch = cast("Launch", load(LAUNCHERS[loaded.config.trainer.launcher].target))
+        for line in named_code(loaded.config):
+            say(f"your code: {line}")
+        spec = make_spec(loaded, say)
+        outcome = launch(spec, resume=arguments.resume, allow_change=tuple(arguments.allow_change), say=say)
     if outcome.accuracy_before is not None and outcome.accuracy_after is not None:
         print(f"accuracy before RL: {outcome.accuracy_before:.2f}")
         print(f"accuracy after RL: {outcome.accuracy_after:.2f}")
