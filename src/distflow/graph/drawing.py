@@ -37,7 +37,7 @@ def flowchart(boxes: Sequence[Box]) -> str:
 
 
 def text_drawing(boxes: Sequence[Box]) -> str:
-    """Rails on the left, from each node (●) down to those that run behind it; beside them the nodes, in the order given,
+    """Rails on the left, from each node (●) down to those that run behind it; beside them the nodes, in their order,
     and below each what it reads, of which node."""
     by_id, last_use = {box.node_id: box for box in boxes}, {dep: box.node_id for box in boxes for dep in box.deps}
     rails: list[str | None] = []  # by column, whose rail runs there
