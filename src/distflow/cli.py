@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from distflow import __version__
+from distflow.observe.quiet import quiet_libraries
 from distflow.observe.text import harmless_output
 
 USER_FAULT, OUR_FAULT = 2, 1
@@ -40,6 +41,7 @@ COMMANDS: dict[str, Command] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 2 for a mistake of the user's, 1 for anything else."""
     with harmless_output():
+        quiet_libraries()
         arguments = _parse(argv)
         if COMMANDS[arguments.command].runs_code or getattr(arguments, "trust_code", False):
             sys.path.insert(0, "")  # "module:function" of the user's is looked for in the current folder first
