@@ -1,42 +1,38 @@
 """Runs a module of the tests as several real gloo ranks, each a process of its own."""
 
 import os
-import subprocess
-import sys
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).parents[1]
+from tests.forks import forks
 
 
 def run_ranks(module: str, num_ranks: int, folder: Path) -> None:
-    """`python -m module` on every rank, which calls `run_as_rank`; fails with what a rank wrote where one fails."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, str(rank), str(num_ranks), str(folder)],
-            cwd=ROOT,
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
+    """`main(rank, folder)` of the module on every rank of one group; fails with what a rank wrote where one fails."""
+    workers = [forks.Process(target=_be_rank, args=(module, rank, num_ranks, folder)) for rank in range(num_ranks)]
+    for worker in workers:
+        worker.start()
     try:
-        errors = [worker.communicate(timeout=180)[1] for worker in workers]
+        for worker in workers:
+            worker.join(180)
+        errors = [_errors(folder, rank).read_text() for rank in range(num_ranks) if _errors(folder, rank).exists()]
+        assert [worker.exitcode for worker in workers] == [0] * num_ranks, "\n".join(errors)
     finally:
         for worker in workers:
             worker.kill()
-    assert [worker.returncode for worker in workers] == [0] * num_ranks, "\n".join(errors)
 
 
-def run_as_rank(main: Callable[[int, Path], None]) -> None:
-    """Join the group that the command line names, and call `main(rank, folder)`."""
-    rank, num_ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+def _errors(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.err"
+
+
+def _be_rank(module: str, rank: int, num_ranks: int, folder: Path) -> None:
+    with _errors(folder, rank).open("w") as file:
+        os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=num_ranks)
-    main(rank, folder)
+    import_module(module).main(rank, folder)
     dist.destroy_process_group()

@@ -83,11 +83,13 @@ def test_explain_of_no_key_names_the_nearest(capsys: pytest.CaptureFixture[str])
     assert (status, out) == (2, "") and "algorithm.gamma" in err
 
 
-def test_graph_prints_the_program_that_is_bound(capsys: pytest.CaptureFixture[str]) -> None:
+def test_graph_draws_the_program_that_is_bound(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "config", "grpo", *NEEDED, "--graph")
-    assert status == 0 and out.startswith(("flowchart", "graph", "---"))
+    assert status == 0 and out.splitlines()[1].startswith("●") and "rollout_actor" in out.splitlines()[1]
+    _, mermaid, _ = run(capsys, "config", "grpo", *NEEDED, "--mermaid")
+    assert mermaid.startswith("flowchart")
     for node in ("rollout_actor", "function_reward", "reference_log_prob", "calculate_advantages", "actor_train"):
-        assert node in out
+        assert node in out and node in mermaid
     _, ppo, _ = run(capsys, "config", "ppo", *NEEDED, "--graph")
     assert "critic_train" in ppo and "critic_train" not in out
 

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from distflow import __version__
+from distflow.observe.quiet import quiet_libraries
 from distflow.observe.text import harmless_output
 from distflow.runtime.stop import Interrupted, exit_status, interruptible, leave_at_once
 
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 2 for a mistake of the user's, 128 + the number of a signal that ended
     it, 1 for anything else."""
     with harmless_output(), interruptible():
+        quiet_libraries()
         arguments = _parse(argv)
         if COMMANDS[arguments.command].runs_code or getattr(arguments, "trust_code", False):
             sys.path.insert(0, "")  # "module:function" of the user's is looked for in the current folder first

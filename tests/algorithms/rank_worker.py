@@ -24,7 +24,6 @@ from distflow.config.names import POLICY_LOSSES
 from distflow.data.batch import Batch
 from distflow.runtime.ports.torch_collective import TorchCollective
 from tests.algorithms.toy_policy import LONGEST, gradient, toy_batch
-from tests.ranks import run_as_rank
 
 ROWS = 13
 # Rows of each rank: unequal, none for one of them.
@@ -189,7 +188,3 @@ def main(rank: int, folder: Path) -> None:
                 **compare_corrections(ranks, batch, mine, rows),
             }
     (folder / f"{rank}.json").write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    run_as_rank(main)

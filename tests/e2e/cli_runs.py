@@ -1,6 +1,5 @@
 """Runs of the command line in processes of their own, which tests kill, signal and start again."""
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -17,10 +16,7 @@ from distflow import cli
 from distflow.flow import ledger
 from distflow.observe.run_reader import read_metrics
 from distflow.runtime.checkpoint import CheckpointStore
-
-# A fork of a process that has imported everything starts in a tenth of the time that a fresh interpreter takes.
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["distflow.cli", "distflow.pipelines.spec", "distflow.runtime.local"])
+from tests.forks import forks
 
 DEADLINE_S = 300.0
 
@@ -30,7 +26,7 @@ class CliRun:
 
     def __init__(self, log: Path, arguments: list[str], environment: Mapping[str, str] | None = None) -> None:
         self.log = log
-        self._process = _forks.Process(target=_main, args=(str(log), arguments, environment or {}))
+        self._process = forks.Process(target=_main, args=(str(log), arguments, environment or {}))
         self._process.start()
 
     @property

@@ -13,7 +13,6 @@ from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
 from distflow.models.value_head import load_value_model
 from distflow.training.model_inputs import model_inputs
-from tests.ranks import run_as_rank
 from tests.training.batches import RAGGED, ragged_batch
 
 SHARES = (list(range(len(RAGGED))), [])  # the second rank runs an empty micro-batch
@@ -52,7 +51,3 @@ def main(rank: int, folder: Path) -> None:
                 module.set_force_sum_reduction_for_comms(True)  # gloo scales nothing
         register_fsdp_forward_method(model, "packed_forward")
         torch.save(run(model, kind, SHARES[rank]), folder / f"{kind}-{rank}.pt")
-
-
-if __name__ == "__main__":
-    run_as_rank(main)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distflow.observe.metrics import (
+    HEADLINES,
     METRICS,
     combine,
     distribution,
@@ -103,10 +104,13 @@ def test_distribution_by_hand() -> None:
 
 
 def test_headlines_take_the_first_name_that_is_there() -> None:
-    assert headlines({"actor/ppo_kl": 0.5, "actor/kl_loss": 0.25, "reward/mean_score": math.nan}) == {
-        "reward": "nan",
-        "kl": "0.2500",
-    }
+    found = headlines({"actor/ppo_kl": 0.5, "actor/kl_loss": 0.25, "reward/mean_score": math.nan})
+    assert {line.label: line.text(value) for line, value in found.items()} == {"reward": "   nan", "kl": " 0.2500"}
+
+
+@pytest.mark.parametrize("value", [0.0, -0.25, 1.0, 12.345, 99999.5, -1e7, 1e30, 1e-30, math.inf, -math.inf, math.nan])
+def test_a_headline_is_filled_up_to_its_width_and_never_long(value: float) -> None:
+    assert all(line.width <= len(line.text(value)) <= 9 for line in HEADLINES)
 
 
 def test_the_docs_hold_the_table_as_it_is() -> None:

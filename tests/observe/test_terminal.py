@@ -11,7 +11,8 @@ import threading
 
 import pytest
 
-from distflow.observe.terminal import TerminalView, can_redraw, duration, sparkline, step_line
+from distflow.observe.panel import duration, sparkline
+from distflow.observe.terminal import TerminalView, can_redraw, step_line
 from distflow.observe.text import visible
 
 VALUES = {
@@ -41,12 +42,40 @@ def test_plain_lines_without_a_terminal() -> None:
     view.close(["accuracy before RL: 0.41", "report: run/report.html"])
     lines = out.getvalue().splitlines()
     assert lines[0] == (
-        "step 1/4  reward 0.512  accuracy 0.750  kl 0.0012  entropy 1.250  length 23.1  "
-        "tokens/s 12,346  2.0 s  0:06 to go"
+        "step 1/4  reward  0.512  accuracy 0.750  kl  0.0012  entropy  1.250  length   23.1  "
+        "tokens/s  12,346    2.0 s  0:06 to go"
     )
     assert lines[1].startswith("warning: tracker \\x1b[2J") and "[bold red]markup[/]" in lines[1]
     assert lines[-3:] == ["a checkpoint", "accuracy before RL: 0.41", "report: run/report.html"]
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", out.getvalue())
+
+
+def test_plain_lines_are_few_and_stand_under_one_another() -> None:
+    out, now = io.StringIO(), [0.0]
+    view = TerminalView("run", 200, file=out, clock=lambda: now[0])
+    for step in range(1, 201):
+        now[0] += 1.0
+        if step == 50:
+            view.log(step, {"val_correct/all/mean": 0.5})
+        view.log(step, {"reward/mean_score": step / 100 - 1, "rollout/truncated": step / 200, "timing_s/step": 1.0})
+    view.close()
+    lines = out.getvalue().splitlines()
+    steps = [int(line[5:8]) for line in lines]
+    assert steps == [1, 6, 11, 16, 21, 26, 31, 36, 41, 46, 50, *range(51, 200, 5), 200]
+    rest = [line for line in lines if "accuracy" not in line]
+    assert len(rest) == len(lines) - 1
+    assert len({(line.index("reward"), line.index("cut off"), line.index(" s")) for line in rest}) == 1
+
+
+def test_the_last_step_has_a_line_however_the_run_ends() -> None:
+    out = io.StringIO()
+    view = TerminalView("run", 9, file=out, clock=lambda: 0.0)
+    for step in (1, 2, 3):
+        view.log(step, {"reward/mean_score": 0.5, "reward/verdicts": 8.0, "reward/error_share": 0.25})
+    view.close()
+    view.close()
+    assert [line[:8] for line in out.getvalue().splitlines()] == ["step 1/9", "step 3/9"]
+    assert "2 verdicts failed" in out.getvalue()
 
 
 def test_output_that_cannot_hold_the_text_is_escaped_not_raised() -> None:
@@ -105,7 +134,7 @@ def screen(output: str) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [(80, 24), (200, 60), (40, 10)])
-def test_live_view_fits_escapes_and_leaves_only_what_should_stay(
+def test_live_view_fits_escapes_and_stays_as_it_was_last(
     size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -126,9 +155,11 @@ def test_live_view_fits_escapes_and_leaves_only_what_should_stay(
     assert "\x1b[2J" not in output and "owned\x07" not in output
     left = [line for line in screen(output) if line]
     text = "".join(left)
-    assert not any(corner in text for corner in "╭╰│"), left
-    assert left[-2:] == ["accuracy after RL: 0.87", "report: x"]
-    assert text.count("warning: number") == 5 and text.count("[bold red]markup[/]") == 5
+    assert text.count("╭") == text.count("╰") == 1, left
+    assert left[-3].startswith("╰") and left[-2:] == ["accuracy after RL: 0.87", "report: x"]
+    assert "step 12/60" in text and "ended after" in text and " now " not in text
+    above = "".join(left[: next(i for i, line in enumerate(left) if line.startswith("╭"))])
+    assert above.count("warning: number") == 5 and above.count("[bold red]markup[/]") == 5
     frames = re.findall(r"╭[^╰]*╰[^╯]*╯", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output))
     assert len(frames) > 5 and frames[-1].count("╭") == 1
     for frame in frames:
@@ -147,6 +178,52 @@ def test_the_time_shown_is_that_of_the_last_step_alone(monkeypatch: pytest.Monke
     view.close()
     last = re.findall(r"╭[^╰]*╰", terminal.seen())[-1]
     assert "rollout 50%" in last and "eval" not in last and "0.500" in last
+
+
+def frames_of(output: str) -> list[list[str]]:
+    """The inner lines of each frame that was drawn."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
+    return [[line.strip() for line in frame.split("\n")[1:-1]] for frame in re.findall(r"╭[^╰]*╰", plain)]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_a_number_stays_at_its_place(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its size, and whatever is measured later for the first time."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal = Terminal(columns, 40)
+    view = TerminalView("run", 9, file=terminal.file)
+    for step, value in enumerate((0.5, -1234.5, float("nan"), 1e12, 3e-9), 1):
+        view.log(step, {"reward/mean_score": value, "actor/grad_norm": abs(value), "rollout/truncated": 0.25})
+        if step == 3:
+            view.log(step, {"val_correct/all/mean": 0.5})
+    view.close()
+    places = {
+        (label, number, line.index(label))
+        for frame in frames_of(terminal.seen())
+        for number, line in enumerate(frame[2:] if "now" in frame[1] else frame[1:])
+        for label in ("reward", "grad norm", "cut off", "accuracy")
+        if label in line
+    }
+    assert {label for label, *_ in places} == {"reward", "grad norm", "cut off", "accuracy"}
+    assert len(places) == 4, places
+
+
+def test_a_curve_stands_beside_its_range_and_verdicts_that_fail_beside_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal = Terminal(100, 40)
+    view = TerminalView("run", 9, file=terminal.file)
+    for step, reward in enumerate((0.25, 0.75, 0.5), 1):
+        view.log(step, {"reward/mean_score": reward, "reward/verdicts": 64.0, "reward/error_share": 3 / 64})
+    view.verdict_failed(f"ValueError: {EVIL} (at reward.py:3)")
+    view.audited(3, 15, 17)
+    view.note("warning", "look here")
+    view.close()
+    last = "\n".join(frames_of(terminal.seen())[-1])
+    assert re.search(r"reward +0\.500 +▁█▅ +0\.250…0\.750", last)
+    assert "3 of 64 failed: ValueError: \\x1b[2J" in last
+    assert "15 of 17 proven again at step 3 · 1 warning" in last
 
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb"), ("TERM", "")])

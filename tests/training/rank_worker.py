@@ -15,7 +15,6 @@ from distflow.runtime.ports.torch_collective import TorchCollective
 from distflow.training.optim import make_optimizer
 from distflow.training.schedule import make_schedule
 from distflow.training.torch_engine import TorchTrainEngine
-from tests.ranks import run_as_rank
 from tests.training.batches import RAGGED, ragged_batch
 
 # Samples of each rank: unequal, none for one of them.
@@ -81,7 +80,3 @@ def main(rank: int, folder: Path) -> None:
             weights, found = train(folder, TorchCollective(groups[size]), shares[rank])
             torch.save(weights, folder / f"{size}-{rank}.pt")
             (folder / f"{size}-{rank}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    run_as_rank(main)

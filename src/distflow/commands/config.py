@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument("--explain", metavar="KEY", help="what one key means, its default and where it was set")
-    parser.add_argument("--graph", action="store_true", help="the program as a Mermaid flowchart")
+    parser.add_argument("--graph", action="store_true", help="the program, drawn in text")
+    parser.add_argument("--mermaid", action="store_true", help="the program as a Mermaid flowchart")
     add_trust_argument(parser, "the config names, where it has groups or a program of its own")
 
 
@@ -29,13 +30,14 @@ def run(arguments: argparse.Namespace) -> int:
         loaded = _fitted(loaded, trusted)
     if arguments.explain:
         print(explain(arguments.explain, loaded))
-    elif arguments.graph:
+    elif arguments.graph or arguments.mermaid:
         from distflow.pipelines.code import only_if_trusted, program_code
         from distflow.pipelines.spec import bind, import_user_modules
 
         only_if_trusted(program_code(loaded.config), trusted, say=_note)
         import_user_modules(loaded.config)
-        print(bind(loaded.config).to_mermaid())
+        program = bind(loaded.config)
+        print(program.to_mermaid() if arguments.mermaid else program.to_text(), end="")
     else:
         print(loaded.text, end="")
     return 0

@@ -52,17 +52,19 @@ def _check_whole(config: "Config") -> None:
 
 
 def _evaluated(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
-    loaded = _load(arguments.preset, arguments.overrides, folder)
-    from distflow.pipelines.code import named_code
-    from distflow.pipelines.spec import make_spec
-    from distflow.runtime.evaluate import evaluate
+    from distflow.commands.early import importing, verifiers_ahead
 
-    say = partial(print, flush=True)
+    loaded, say = _load(arguments.preset, arguments.overrides, folder), partial(print, flush=True)
     for line in loaded.notes:
         say(line)
-    for line in named_code(loaded.config):
-        say(f"your code: {line}")
-    return evaluate(make_spec(loaded, say=say), say)
+    with verifiers_ahead(loaded.config):
+        with importing():
+            from distflow.pipelines.code import named_code
+            from distflow.pipelines.spec import make_spec
+            from distflow.runtime.evaluate import evaluate
+        for line in named_code(loaded.config):
+            say(f"your code: {line}")
+        return evaluate(make_spec(loaded, say=say), say)
 
 
 def _load(preset: str, overrides: list[str], folder: Path) -> "Loaded":

@@ -51,6 +51,7 @@ def _check_arguments(resume: str | None, allow_change: list[str]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from distflow.commands.early import importing, verifiers_ahead
     from distflow.config import describe, load_config
     from distflow.config.paths import NEEDED_TO_TRAIN
 
@@ -62,16 +63,18 @@ def run(arguments: argparse.Namespace) -> int:
     for line in loaded.notes:
         say(line)
     _check_arguments(arguments.resume, arguments.allow_change)
-    from distflow.pipelines.code import named_code
-    from distflow.pipelines.spec import make_spec
+    with verifiers_ahead(loaded.config):
+        with importing():
+            from distflow.pipelines.code import named_code
+            from distflow.pipelines.spec import make_spec
 
-    for line in named_code(loaded.config):
-        say(f"your code: {line}")
-    spec = make_spec(loaded, say)
-    for line in describe(spec.config):
-        say(line)
-    launch = cast("Launch", load(LAUNCHERS[spec.options.launcher].target))
-    outcome = launch(spec, allow_change=tuple(arguments.allow_change), say=say)
+            launch = cast("Launch", load(LAUNCHERS[loaded.config.trainer.launcher].target))
+        for line in named_code(loaded.config):
+            say(f"your code: {line}")
+        spec = make_spec(loaded, say)
+        for line in describe(spec.config):
+            say(line)
+        outcome = launch(spec, allow_change=tuple(arguments.allow_change), say=say)
     if outcome.accuracy_before is not None and outcome.accuracy_after is not None:
         print(f"accuracy before RL: {outcome.accuracy_before:.2f}")
         print(f"accuracy after RL: {outcome.accuracy_after:.2f}")

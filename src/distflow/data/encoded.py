@@ -3,7 +3,8 @@
 import json
 import zlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import overload
 
@@ -83,8 +84,8 @@ class EncodedRows(Sequence[PromptRow]):
 
     def _row(self, index: int) -> PromptRow:
         prompt, response, rest, crc32 = (column[index % CHUNK_ROWS] for column in self._batch(index // CHUNK_ROWS))
-        prompt_ids = tuple(prompt.values.to_numpy().tolist())
-        response_ids = tuple(response.values.to_numpy().tolist()) if response.is_valid else None
+        prompt_ids = _ids_of(prompt.values)
+        response_ids = _ids_of(response.values) if response.is_valid else None
         if crc32.as_py() != _crc32(prompt_ids, response_ids, rest.as_py()):
             raise self._damaged(f"row {index} is not as it was written")
         text, answer, domain, extra_info, origin, turns = json.loads(rest.as_py())
@@ -116,9 +117,50 @@ def _batches(prompts: PromptSet, schema: pyarrow.Schema) -> Iterator[pyarrow.Rec
         rows = prompts[start : start + CHUNK_ROWS]
         rest = [json.dumps([r.prompt_text, r.ground_truth, r.domain, r.extra_info, r.origin, r.turns]) for r in rows]
         checksums = [_crc32(row.prompt_ids, row.response_ids, text) for row, text in zip(rows, rest, strict=True)]
-        columns = [[row.prompt_ids for row in rows], [row.response_ids for row in rows], rest, checksums]
-        arrays = [pyarrow.array(values, field.type) for values, field in zip(columns, schema, strict=True)]
+        arrays = [
+            _id_lists([row.prompt_ids for row in rows]),
+            _id_lists([row.response_ids for row in rows]),
+            _texts(rest),
+            _numbers("I", checksums),
+        ]
         yield pyarrow.record_batch(arrays, schema=schema)
+
+
+# Arrays are made of their buffers, and read from them: `pyarrow.array` and `to_numpy` import pandas.
+
+
+def _ids_of(values: pyarrow.Array) -> tuple[int, ...]:
+    numbers = values.buffers()[1]
+    return tuple(memoryview(numbers).cast("i")[values.offset : values.offset + len(values)]) if numbers else ()
+
+
+def _id_lists(rows: Sequence[Sequence[int] | None]) -> pyarrow.Array:
+    ids = _numbers("i", chain.from_iterable(row or () for row in rows))
+    buffers = [_present(rows), _offsets(len(row or ()) for row in rows)]
+    return pyarrow.Array.from_buffers(_IDS, len(rows), buffers, children=[ids])
+
+
+def _texts(texts: Sequence[str]) -> pyarrow.Array:
+    encoded = [text.encode() for text in texts]
+    buffers = [None, _offsets(map(len, encoded)), pyarrow.py_buffer(b"".join(encoded))]
+    return pyarrow.Array.from_buffers(pyarrow.string(), len(texts), buffers)
+
+
+def _numbers(code: str, values: Iterable[int]) -> pyarrow.Array:
+    """code: of `array`, "i" for int32 and "I" for uint32."""
+    numbers = array(code, values)
+    kind = pyarrow.int32() if code == "i" else pyarrow.uint32()
+    return pyarrow.Array.from_buffers(kind, len(numbers), [None, pyarrow.py_buffer(numbers)])
+
+
+def _offsets(lengths: Iterable[int]) -> pyarrow.Buffer:
+    return pyarrow.py_buffer(array("i", accumulate(lengths, initial=0)))
+
+
+def _present(rows: Sequence[object]) -> pyarrow.Buffer:
+    """One bit a row, the first row's the lowest of the first byte."""
+    bits = sum(1 << i for i, row in enumerate(rows) if row is not None)
+    return pyarrow.py_buffer(bits.to_bytes(-(-len(rows) // 8), "little"))
 
 
 def _crc32(prompt_ids: Sequence[int], response_ids: Sequence[int] | None, rest: str) -> int:

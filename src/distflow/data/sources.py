@@ -129,8 +129,11 @@ def _hub_records(name: str, key: str) -> Iterator[Record]:
     try:
         if any((folder / state).exists() for state in ("state.json", "dataset_dict.json")):
             found = datasets.load_from_disk(folder)
+        elif folder.is_dir():
+            datasets.disable_progress_bars()  # a download's are of use, those of reading files are not
+            found = datasets.load_dataset(str(folder), configuration or None)
         else:
-            found = datasets.load_dataset(str(folder) if folder.is_dir() else path, configuration or None)
+            found = datasets.load_dataset(path, configuration or None)
         rows = _split_of(found, path, split, key)
         for number, values in enumerate(rows, 1):
             yield Record(f"{name}, row {number}", values)

@@ -1,6 +1,6 @@
-"""Drawing a graph as a Mermaid flowchart (https://mermaid.js.org)."""
+"""Drawing a graph: as a Mermaid flowchart (https://mermaid.js.org), and in text for a terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -36,6 +36,53 @@ def flowchart(boxes: Sequence[Box]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def text_drawing(boxes: Sequence[Box]) -> str:
+    """Rails on the left, from each node (●) down to those that run behind it; beside them the nodes, in their order,
+    and below each what it reads, of which node."""
+    by_id, last_use = {box.node_id: box for box in boxes}, {dep: box.node_id for box in boxes for dep in box.deps}
+    rails: list[str | None] = []  # by column, whose rail runs there
+    lines: list[tuple[str, str]] = []
+    plane = None
+    for box in boxes:
+        if box.plane != plane:
+            plane = box.plane
+            lines.append((_rails(rails), f"═══ {plane} plane ═══"))
+        engines = f" · {', '.join(box.engines)}" if box.engines else ""
+        lines.append((_joint(rails, box, last_use), f"{box.node_id}  ({box.role}{engines})"))
+        read = {dep: ", ".join(_passed(by_id[dep], box)) or "(order only)" for dep in box.deps}
+        lines += [(_rails(rails), f"    {fields}  ◀ {dep}") for dep, fields in read.items()]
+    width = max(len(drawn) for drawn, _ in lines)
+    return "".join(f"{drawn:<{width}} {text}\n" for drawn, text in lines)
+
+
+def _rails(rails: Sequence[str | None]) -> str:
+    return " ".join("│" if rail else " " for rail in rails)
+
+
+def _joint(rails: list[str | None], box: Box, last_use: Mapping[str, str]) -> str:
+    """The node's mark with the rails of its dependencies led to it; changes `rails` to those that go on below."""
+    joined = {i for i, rail in enumerate(rails) if rail in box.deps}
+    ended = {i for i in joined if last_use[str(rails[i])] == box.node_id}
+    own = min([*ended, *(i for i, rail in enumerate(rails) if rail is None), len(rails)])
+    first, last = min(joined | {own}), max(joined | {own})
+    rails += [None] * (own + 1 - len(rails))
+    drawn = ""
+    for i, rail in enumerate(rails):
+        if i == own:
+            mark = "●"
+        elif i in joined:
+            mark = ("├", "└")[i in ended] if i == first else ("┤", "┘")[i in ended] if i == last else "┼┴"[i in ended]
+        else:
+            mark = "│" if rail else "─" if first < i < last else " "
+        drawn += mark + ("─" if first <= i < last else " ")
+    for i in ended:
+        rails[i] = None
+    rails[own] = box.node_id if box.node_id in last_use else None
+    while rails and rails[-1] is None:
+        rails.pop()
+    return drawn.rstrip()
+
+
 def _label(box: Box) -> str:
     engines = f" · {', '.join(box.engines)}" if box.engines else ""
     return f'["{_text(box.node_id)}<br/><i>{_text(box.role)}{_text(engines)}</i>"]'
@@ -44,11 +91,16 @@ def _label(box: Box) -> str:
 def _arrow(start: Box, end: Box) -> str:
     """Thick across the experience edge."""
     line = "==>" if start.plane != end.plane else "-->"
+    passed = _passed(start, end)
+    return f'{line}|"{_text(", ".join(passed))}"|' if passed else line
+
+
+def _passed(start: Box, end: Box) -> list[str]:
+    """The fields that go along an edge."""
     read = [canonical(name) for name in (*end.contract.reads, *end.contract.optional)]
     for name in read:  # grows: what a derived column is made of is passed too
         read += (source for source in DERIVED.get(name, ()) if source not in read)
-    passed = [name for name in map(canonical, start.contract.writes) if name in read]
-    return f'{line}|"{_text(", ".join(passed))}"|' if passed else line
+    return [name for name in map(canonical, start.contract.writes) if name in read]
 
 
 def _text(text: str) -> str:

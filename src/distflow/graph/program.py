@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from distflow.config.errors import hint
 from distflow.graph.contract import Contract
-from distflow.graph.drawing import Box, flowchart
+from distflow.graph.drawing import Box, flowchart, text_drawing
 from distflow.graph.errors import PipelineError
 from distflow.graph.fields import Field
 from distflow.graph.roles import NodeRole, NodeType, Plane
@@ -86,4 +86,11 @@ class Program:
 
     def to_mermaid(self) -> str:
         """The program as a Mermaid flowchart with its planes; an edge shows the fields that go along it."""
-        return flowchart([Box(n.node_id, n.node_role.name, n.contract, n.deps, n.plane, n.engines) for n in self.nodes])
+        return flowchart(self._boxes())
+
+    def to_text(self) -> str:
+        """The same drawn with characters, for a terminal."""
+        return text_drawing(self._boxes())
+
+    def _boxes(self) -> list[Box]:
+        return [Box(n.node_id, n.node_role.name, n.contract, n.deps, n.plane, n.engines) for n in self.nodes]

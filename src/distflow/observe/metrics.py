@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 Kind = Literal["mean", "sum", "max", "min", "last", "percentile"]
 Nested: TypeAlias = dict[str, "float | Nested"]
@@ -103,15 +103,33 @@ METRICS = (
     Metric("memory/*", "max", "memory in use", "bytes"),
 )
 
-# What a line of text shows of a step: label, the names that may carry it (the first present one counts), the format.
-HEADLINES: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("reward", ("reward/mean_score",), ".3f"),
-    ("loss", ("sft/loss", "loss"), ".4f"),
-    ("accuracy", ("val_correct/all/mean",), ".3f"),
-    ("kl", ("actor/kl_loss", "actor/reward_kl_penalty"), ".4f"),
-    ("entropy", ("actor/entropy",), ".3f"),
-    ("length", ("rollout/avg_response_length",), ".1f"),
-    ("tokens/s", ("throughput/tokens_per_s",), ",.0f"),
+
+class Headline(NamedTuple):
+    """What a line of text shows of a step. names: of the metrics that may carry it, the first present one counts.
+    width: of the formatted value, which is filled up to it, so that lines stand under one another."""
+
+    label: str
+    names: tuple[str, ...]
+    form: str
+    width: int
+
+    def text(self, value: float) -> str:
+        """The value, of `width` characters where it is of a usual size, and never longer than 9."""
+        shown = format(value, self.form)
+        return format(shown if len(shown) <= 9 else format(value, ".2e"), f">{self.width}")
+
+
+HEADLINES = (
+    Headline("reward", ("reward/mean_score",), ".3f", 6),
+    Headline("loss", ("sft/loss", "loss"), ".4f", 7),
+    Headline("val loss", ("sft/val_loss",), ".4f", 7),
+    Headline("accuracy", ("val_correct/all/mean",), ".3f", 5),
+    Headline("kl", ("actor/kl_loss", "actor/reward_kl_penalty"), ".4f", 7),
+    Headline("entropy", ("actor/entropy",), ".3f", 6),
+    Headline("length", ("rollout/avg_response_length",), ".1f", 6),
+    Headline("cut off", ("rollout/truncated",), ".0%", 4),
+    Headline("grad norm", ("actor/grad_norm", "sft/grad_norm"), ".3f", 6),
+    Headline("tokens/s", ("throughput/tokens_per_s",), ",.0f", 7),
 )
 
 _LEAF = "/"  # the key of a value at a name that is also the start of other names; no part of a name can be "/"
@@ -128,14 +146,10 @@ def _pattern(name: str) -> re.Pattern[str]:
     return re.compile(".+".join(re.escape(part) for part in name.split("*")))
 
 
-def headlines(values: Mapping[str, float]) -> dict[str, str]:
-    """What a line of text shows of these metrics: label → formatted value."""
-    shown = {}
-    for label, names, form in HEADLINES:
-        present = next((name for name in names if name in values), None)
-        if present is not None:
-            shown[label] = format(values[present], form)
-    return shown
+def headlines(values: Mapping[str, float]) -> dict[Headline, float]:
+    """What a line of text shows of these metrics."""
+    present = {line: next((name for name in line.names if name in values), None) for line in HEADLINES}
+    return {line: values[name] for line, name in present.items() if name is not None}
 
 
 def nest(values: Mapping[str, float]) -> Nested:

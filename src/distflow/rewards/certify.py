@@ -2,15 +2,19 @@
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from typing import TYPE_CHECKING, cast
 
 from distflow.config.errors import UserError
 from distflow.config.functions import load, split_name
 from distflow.config.names import REWARDS
 from distflow.rewards.case import Case
 from distflow.rewards.pool import VerifierPool
-from distflow.rewards.router import RewardRouter
 from distflow.rewards.verdict import Error, Score, Timeout, Verdict
+
+if TYPE_CHECKING:  # it loads torch; this does not, so that it can begin before
+    from distflow.rewards.router import RewardRouter
 
 HANG_DEADLINE_S = 0.5
 _FAILURES = ("fail", "fail_by_key", "not_a_number", "nothing", "a_text", "leave")
@@ -19,7 +23,7 @@ _FAILURES = ("fail", "fail_by_key", "not_a_number", "nothing", "a_text", "leave"
 _PROBES = {name: f"distflow.rewards.probes:{name}" for name in (*_FAILURES, "hang")}
 
 
-async def certify(router: RewardRouter) -> None:
+async def certify(router: "RewardRouter") -> None:
     """Judge the `CASES` of every built-in that the router uses, and see a hang killed at its deadline.
 
     Raises RuntimeError naming the verifier, the case and the verdict: the machine's installation is at fault, not the
@@ -34,7 +38,17 @@ async def certify(router: RewardRouter) -> None:
                     f"should score {float(case.good)}, it got {verdict}; reinstall math-verify and its parts, "
                     "or set trust.certify_rewards=false"
                 )
-    await certify_faults()
+    await asyncio.wrap_future(faults_certified())
+
+
+@cache
+def faults_certified() -> "Future[None]":
+    """`certify_faults` once a process, whose machine it is that is tried: it runs from the first call on."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="distflow-certify")
+    try:
+        return thread.submit(asyncio.run, certify_faults())
+    finally:
+        thread.shutdown(wait=False)
 
 
 def known_cases(name: str) -> tuple[Case, ...]:
@@ -61,7 +75,7 @@ async def certify_faults() -> None:
         raise RuntimeError(f"a verifier that hangs was not killed after {HANG_DEADLINE_S} s on this machine: {hung}")
 
 
-async def certify_answers(router: RewardRouter, rows: Iterable[tuple[str, object, Mapping[str, object]]]) -> None:
+async def certify_answers(router: "RewardRouter", rows: Iterable[tuple[str, object, Mapping[str, object]]]) -> None:
     """Each row's own answer, put into a box, must score 1: a wrong data.answer_key would else be a reward of 0 for all.
 
     rows: (domain, ground truth, extra info) of some rows. Raises UserError naming the first answer that fails where

@@ -3,14 +3,30 @@
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from distflow.config.functions import LoadError, load_function
+from distflow.config.errors import UserError, hint
+from distflow.config.functions import LoadError, load_function, split_name
+from distflow.config.names import CUSTOM_REWARD, REWARDS
 from distflow.observe.jsonlines import JSON
 from distflow.rewards.correctness import ACC
 
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+FAILS = "(a probe that fails)"
+"""A function of every pool that must give no verdict, for the auditor to ask."""
+
+Functions = Mapping[str, Sequence[tuple[str, float]]]
+"""(name, weight) of its parts by domain."""
+
+
+def find_targets(functions: Functions, custom: tuple[str, str] | None) -> dict[str, str]:
+    """What a pool loads for them, by name. custom: path and name of the user's function, for the name "custom".
+
+    Raises UserError for a name that means no function.
+    """
+    names = sorted({name for parts in functions.values() for name, _ in parts})
+    return {**{name: _target(name, custom) for name in names}, FAILS: "distflow.rewards.probes:fail"}
 
 
 def custom_target(path: str, name: str) -> str:
@@ -92,3 +108,15 @@ def _plain(value: object) -> JSON:
     if isinstance(value, list | tuple | set):
         return [_plain(entry) for entry in value]
     return repr(value)[:1000]
+
+
+def _target(name: str, custom: tuple[str, str] | None) -> str:
+    if name == CUSTOM_REWARD:
+        if custom is None or not custom[0]:
+            raise UserError("reward.functions names 'custom': set custom_reward_function.path to its file or module")
+        return custom_target(*custom)
+    if name in REWARDS:
+        return REWARDS[name].target
+    if ":" in name:
+        return custom_target(*split_name(name))
+    raise UserError(f"reward.functions names '{name}', which is no reward{hint(name, REWARDS)}")

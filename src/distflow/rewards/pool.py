@@ -56,7 +56,7 @@ class VerifierPool:
         self._closed = False
         # Processes are started by these threads only: Linux kills a child when the thread that started it ends.
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="distflow-verifier")
-        self._idle: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()
+        self._idle: queue.LifoQueue[_Process | None] = queue.LifoQueue()  # one that is up comes first
         # Changed by those threads, copied by `close`: `add`, `discard` and `list()` of a set are one step each.
         self._living: set[_Process] = set()
         for _ in range(num_workers):

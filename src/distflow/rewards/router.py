@@ -10,20 +10,17 @@ import torch
 
 from distflow.algorithms.filters import overlong_penalty
 from distflow.config.errors import UserError, hint
-from distflow.config.functions import split_name
-from distflow.config.names import CUSTOM_REWARD, REWARDS
 from distflow.data.sample import Sample
 from distflow.observe.jsonlines import JSON
+from distflow.rewards.ahead import PoolSettings, take_pool
 from distflow.rewards.correctness import accuracy
-from distflow.rewards.functions import custom_target
-from distflow.rewards.pool import MEMORY_BYTES, VerifierPool
+from distflow.rewards.functions import Functions, find_targets
+from distflow.rewards.pool import MEMORY_BYTES
 from distflow.rewards.tally import Tally
 from distflow.rewards.verdict import Error, Score, Timeout, Verdict
 
 DEFAULT_DOMAIN = "default"
 OVERLONG = "overlong"
-
-Functions = Mapping[str, Sequence[tuple[str, float]]]
 
 
 class Overlong(NamedTuple):
@@ -48,10 +45,6 @@ class Judgement:
     def scores(self) -> dict[str, float]:
         """The parts that have a score."""
         return {name: part.value for name, part in self.parts.items() if isinstance(part, Score)}
-
-
-FAILS = "(a probe that fails)"
-"""A function of every pool that must give no verdict, for the auditor to ask."""
 
 
 class RewardRouter:
@@ -81,9 +74,7 @@ class RewardRouter:
         self.tally = Tally()
         self._counts: Counter[str] = Counter()
         self.names = sorted({name for parts in self._functions.values() for name, _ in parts})
-        targets = {name: _target(name, custom) for name in self.names}
-        targets[FAILS] = "distflow.rewards.probes:fail"
-        self.pool = VerifierPool(targets, num_workers=num_workers, timeout_s=timeout_s, memory_bytes=memory_bytes)
+        self.pool = take_pool(PoolSettings(find_targets(functions, custom), num_workers, timeout_s, memory_bytes))
 
     def __enter__(self) -> "RewardRouter":
         return self
@@ -174,15 +165,3 @@ def _combine(parts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Verd
         total += weights[name] * part.value
         extra.update({f"{name}/{key}": value for key, value in part.extra.items()})
     return Score(total, extra)
-
-
-def _target(name: str, custom: tuple[str, str] | None) -> str:
-    if name == CUSTOM_REWARD:
-        if custom is None or not custom[0]:
-            raise UserError("reward.functions names 'custom': set custom_reward_function.path to its file or module")
-        return custom_target(*custom)
-    if name in REWARDS:
-        return REWARDS[name].target
-    if ":" in name:
-        return custom_target(*split_name(name))
-    raise UserError(f"reward.functions names '{name}', which is no reward{hint(name, REWARDS)}")

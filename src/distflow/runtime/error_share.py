@@ -18,14 +18,20 @@ class TooManyErrors(UserError):
 
 @dataclass
 class ErrorShare:
-    """Judges the verdicts of each step. What lasts is told once, and again when the share has doubled."""
+    """Judges the verdicts of each step. What lasts is told once, and again when the share has doubled.
+
+    show: given why a verdict failed, in every step where one did.
+    """
 
     max_share: float
     warn: Callable[[str], None]
+    show: Callable[[str], None] = lambda reason: None
     _told: float = field(default=0.0, init=False)
 
     def step(self, verdicts: Verdicts, step: int) -> dict[str, float]:
         """After all verdicts of a step, dropped groups' too; its metrics. step: from 1. Raises TooManyErrors."""
+        if verdicts.first:
+            self.show(verdicts.first)
         if verdicts.share > self.max_share:
             raise TooManyErrors(
                 f"{described(verdicts)} at step {step}, more than reward.max_error_share={self.max_share:g} allows: "

@@ -65,6 +65,11 @@ class Recorder:
         self.folder.event(kind, message, step=self._step, **fields)
         self.view.note(kind, message)
 
+    def audited(self, message: str, proven: Sequence[str], unproven: Mapping[str, str]) -> None:
+        """The step under way was proven again. unproven: what of it could not be, and why."""
+        self.folder.event("audit", message, proven=proven, unproven=unproven)
+        self.view.audited(self._step + 1, len(proven), len(proven) + len(unproven))
+
     def group_ended(self, ticket: Ticket, outcome: str, started: float, ended: float) -> None:
         """A span for each prompt group; why it was dropped, where it was."""
         self.folder.span(

@@ -62,7 +62,8 @@ class Worker:
         self._rank = ports.collective.rank  # among those that learn
         self._recorder, self._store, self._stop, self._state = recorder, store, stop, state
         self._version, self._served = version, version.step
-        self._errors = ErrorShare(spec.options.max_error_share, partial(recorder.note, "warning"))
+        warn, show = partial(recorder.note, "warning"), recorder.view.verdict_failed
+        self._errors = ErrorShare(spec.options.max_error_share, warn, show)
         self._checks = LiveChecks.of(spec, resources, recorder.note)
         parts = {**resources.by_name(), "reduce": ports.collective}
         self._learning = compile_steps([program.node(name) for name in plan.learning], parts)

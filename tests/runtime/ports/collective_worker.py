@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 
 from distflow.runtime.ports.torch_collective import TorchCollective
-from tests.ranks import run_as_rank
 
 
 def main(rank: int, folder: Path) -> None:
@@ -31,7 +30,3 @@ def main(rank: int, folder: Path) -> None:
         found["refused"] = str(error)
     found["afterwards"] = ranks.sum(1.0)
     (folder / f"{rank}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    run_as_rank(main)

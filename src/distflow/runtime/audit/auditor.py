@@ -299,10 +299,12 @@ def make_auditor(
         ctx = NodeContext(spec.config, version.step, resources.tokenizer, kept)
         return estimator.fn, *estimator.inputs(batch, {"batch": batch, "ctx": ctx})
 
-    def note(kind: str, message: str, **fields: object) -> None:
-        """Warnings are shown; what was proven stands in the run's events."""
-        tell = recorder.note if kind == "warning" else recorder.folder.event
-        tell(kind, message, **fields)
+    def note(kind: str, message: str, **fields: Any) -> None:
+        """Of a warning, or of what was proven."""
+        if kind == "warning":
+            recorder.note(kind, message)
+        else:
+            recorder.audited(message, **fields)
 
     parts = Parts(
         config=spec.config,

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from distflow.rewards.router import FAILS
+from distflow.rewards.functions import FAILS
 from distflow.rewards.verdict import Score, Verdict
 from distflow.runtime.audit.check import Check, Wrong
 from distflow.runtime.audit.evidence import Evidence, Sample

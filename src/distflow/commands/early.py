@@ -1,0 +1,43 @@
+"""What a command that runs a program does while torch is imported, and how it imports it."""
+
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from distflow.config import Config
+from distflow.config.program import find_pipeline
+from distflow.rewards.ahead import PoolSettings, started_ahead
+from distflow.rewards.certify import faults_certified
+from distflow.rewards.functions import find_targets
+
+
+@contextmanager
+def verifiers_ahead(config: Config) -> Iterator[None]:
+    """Have the verifiers that a built-in program will ask for load and be tried meanwhile; a user's may ask for none.
+
+    Raises UserError for a reward that there is not.
+    """
+    program, settings, custom = find_pipeline(config), config.reward, config.custom_reward_function
+    with ExitStack() as stack:
+        if program is not None and program.generates:
+            targets = find_targets(settings.functions, (custom.path, custom.name) if custom.path else None)
+            stack.enter_context(started_ahead(PoolSettings(targets, settings.num_workers, settings.timeout_s)))
+            if config.trust.certify_rewards:
+                faults_certified()
+        yield
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Imports torch without the garbage collector, which would look through all that imports make ever again: an eighth
+    of their time. What they made stays, and is left out of its later rounds."""
+    if "torch" in sys.modules:
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
