@@ -20,6 +20,7 @@ from distflow.algorithms.registry import describe_estimator
 from distflow.config import Config, Loaded, describe
 from distflow.config.errors import UserError
 from distflow.config.functions import LoadError, load_modules
+from distflow.config.names import CUSTOM_REWARD, REWARDS
 from distflow.config.program import is_rl
 from distflow.config.watch import peek, watch
 from distflow.data.encoded import EncodedRows, write_encoded
@@ -35,7 +36,8 @@ from distflow.pipelines.objectives import loss_terms
 from distflow.pipelines.select import select_pipeline
 from distflow.pipelines.travel import check_importable, check_pickles
 from distflow.planning.plan import check_plan, plan_local
-from distflow.rewards.router import check_domains
+from distflow.rewards.fingerprint import fingerprint_target
+from distflow.rewards.router import check_domains, target_of
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.blame import is_ours
 from distflow.runtime.checks.mismatch import Tolerance
@@ -149,7 +151,7 @@ def _spec(
         rows=EncodedRows(write_encoded(prompts, run_dir, "train")),
         validation=_validation(config, held_out, sampling),
         sampling=sampling,
-        facts=_facts(prompts, tokenizer),
+        facts={**_facts(prompts, tokenizer), **_reward_facts(config)},
         description=_description(config, prompts, held_out),
         **_settings(config, program, len(prompts)),
     )
@@ -330,6 +332,15 @@ def _facts(prompts: PromptSet, tokenizer: PreTrainedTokenizerBase) -> dict[str, 
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
     }
+
+
+def _reward_facts(config: Config) -> dict[str, object]:
+    """The code of the user's reward functions, which may change on resume, and is then told."""
+    custom = config.custom_reward_function
+    names = {part.name for parts in config.reward.functions.values() for part in parts}
+    own = sorted(name for name in names if name == CUSTOM_REWARD or name not in REWARDS)
+    path = (custom.path, custom.name) if custom.path else None
+    return {f"code_of_reward_{name}": fingerprint_target(target_of(name, path)) for name in own}
 
 
 def _cpu_name() -> str:

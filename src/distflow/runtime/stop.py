@@ -12,22 +12,25 @@ Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 class StopRequest:
-    """While it is entered, the first signal sets `wanted`, and the second ends the process. For the main thread.
+    """While it is entered, the first signal sets `wanted`, and the second ends the process. On another thread than the
+    main one, which alone may handle signals, it hears of none.
 
+    ends_process: else the second signal raises KeyboardInterrupt, and the process goes on.
     on_first: told the signal's name, on a thread of its own: a handler interrupts the main thread anywhere, also where
     it holds the lock that writing a message needs.
     """
 
-    def __init__(self, on_first: Callable[[str], None]) -> None:
+    def __init__(self, on_first: Callable[[str], None], ends_process: bool = True) -> None:
         self.wanted = False
-        self._on_first = on_first
+        self._on_first, self._ends_process = on_first, ends_process
         self._previous: dict[int, Handler] = {}
 
     def __enter__(self) -> "StopRequest":
         self._read, self._write = os.pipe()  # from handler to thread without a lock, which the main thread may hold
         self._teller = threading.Thread(target=self._tell, name="signals", daemon=True)
         self._teller.start()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        is_main = threading.current_thread() is threading.main_thread()
+        for number in (signal.SIGINT, signal.SIGTERM) if is_main else ():
             self._previous[number] = signal.signal(number, self._asked)
         return self
 
@@ -39,6 +42,8 @@ class StopRequest:
         os.close(self._read)
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
+        if self.wanted and not self._ends_process:
+            raise KeyboardInterrupt
         if self.wanted:
             _leave_at_once(128 + number)
         self.wanted = True
