@@ -142,7 +142,7 @@ def test_a_missing_package_names_the_extra(name: str, tmp_path: Path, monkeypatc
 
 
 def test_an_unknown_tracker_is_refused_with_the_choice(tmp_path: Path) -> None:
-    with pytest.raises(TrackerError, match="'mlflow'.*known: console, tensorboard, wandb"):
+    with pytest.raises(TrackerError, match="'mlflow'.*known: console, file, jsonl, tensorboard, wandb"):
         open_some(["mlflow"], tmp_path, [])
 
 

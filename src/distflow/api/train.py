@@ -1,5 +1,6 @@
 """`distflow.train`: a run from Python, otherwise the one that the command line would start."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -56,9 +57,10 @@ def train(
     loaded = given.named_in(_load(preset, [*lines, *given.lines(lines)]))
     for line in describe(loaded.config):
         _say(line)
-    from distflow.pipelines.code import named_code
-    from distflow.pipelines.spec import make_spec
-
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's, of a notebook without its widgets
+        from distflow.pipelines.code import named_code
+        from distflow.pipelines.spec import make_spec
     for line in named_code(loaded.config):
         _say(f"your code: {line}")
     _keep(given, loaded, resume)

@@ -13,32 +13,21 @@ from distflow.data.given import MAX_ROWS, json_lines
 from distflow.data.rows import Record
 
 
-def from_function(target: str, key: str) -> Callable[[], Iterable[object]]:
-    """The function that "module:function" or "file.py:function" names. Raises UserError where there is none."""
-    try:
-        return cast(Callable[[], Iterable[object]], load_function(target))
-    except LoadError as error:
-        raise UserError(f"{key}: {error}") from error
-
-
-def keep(
-    make_rows: Callable[[], Iterable[object]],
-    file: Path,
-    *,
-    source: str,
-    key: str,
-    max_rows: int = MAX_ROWS,
-    wanted: int = -1,
-) -> Iterator[Record]:
-    """The rows of an iterator, read from `file`, which is written first unless it holds those of `source` already.
+def keep(target: str, file: Path, *, key: str, max_rows: int = MAX_ROWS, wanted: int = -1) -> Iterator[Record]:
+    """The rows of the function that "module:function" or "file.py:function" names, read from `file`, which is written
+    first unless it holds those already.
 
     wanted: stop after so many rows; -1 takes all, of which there may be `max_rows`.
-    Raises UserError for an iterator with more, for rows that are no mappings or that JSON cannot hold.
+    Raises UserError where there is no such function, and for rows that are none, as `json_lines` does.
     """
+    source = f"'{target}'"
     identity = source if wanted < 0 else f"{source}, first {wanted}"
+    try:
+        function = cast(Callable[[], object], load_function(target))
+    except LoadError as error:
+        raise UserError(f"{key}: {error}") from error
     if metadata_of(file).get(b"source") != identity.encode():
-        texts = json_lines(make_rows(), source=source, key=key, max_rows=max_rows, wanted=wanted)
-        _write(texts, file, identity)
+        _write(json_lines(function(), source=source, key=key, max_rows=max_rows, wanted=wanted), file, identity)
     return _read(file, source, key)
 
 
