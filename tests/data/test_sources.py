@@ -268,7 +268,8 @@ class TestRowsOfAFunction:
         endless = function_of(
             tmp_path,
             """
-        return ({"prompt": str(i), "answer": i} for i in itertools.count())""",
+    import itertools
+    return ({"prompt": str(i), "answer": i} for i in itertools.count())""",
         )
         text = message(endless, run_folder=tmp_path, max_iterator_rows=1000)
         assert "more than 1,000 rows" in text and "data.train_max_samples" in text

@@ -7,9 +7,10 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 
 from distflow.config.functions import split_name
+from distflow.graph.functions import innermost
 from distflow.rewards.given import SUFFIX, read_fingerprint
 
 _LENGTH = 12
@@ -31,51 +32,59 @@ def fingerprint_target(target: str) -> str:
 def fingerprint_function(function: Callable[..., object]) -> str:
     """The same for the same code and constants, in whatever cell or line it stands; with the helpers of its own module,
     without what it imports."""
-    return _digest("\n".join(_described(function, set())).encode("utf-8", "surrogatepass"))
+    return _digest("\n".join(_Lines(str(innermost(function).__module__)).of(function)).encode("utf-8", "surrogatepass"))
 
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:_LENGTH]
 
 
-def _described(value: object, seen: set[int]) -> Iterator[str]:
-    """Lines that say what the value is; an object that says nothing stable of itself is only its type."""
-    yield type(value).__name__
-    if isinstance(value, _PLAIN):
-        yield repr(value)
-    if isinstance(value, FunctionType | type | list | dict):  # which may hold themselves
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-    for part in _parts(value):
-        yield from _described(part, seen)
+class _Lines:
+    """Lines that say what a value is. module: of another one's functions and classes only the names are told."""
 
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._seen: set[int] = set()
 
-def _parts(value: object) -> Iterator[object]:
-    if isinstance(value, tuple | list):
-        yield from value
-    elif isinstance(value, frozenset | set):
-        yield from sorted(map(repr, value))
-    elif isinstance(value, dict):
-        yield from value.items()
-    elif isinstance(value, functools.partial):
-        yield from (value.func, value.args, value.keywords)
-    elif isinstance(value, MethodType):
-        yield from (value.__func__, vars(value.__self__) if hasattr(value.__self__, "__dict__") else None)
-    elif isinstance(value, CodeType):
-        yield from (value.co_code, value.co_names, value.co_varnames, value.co_consts)
-    elif isinstance(value, FunctionType):
-        found = inspect.getclosurevars(value)
-        yield from (value.__code__, value.__defaults__, value.__kwdefaults__)
-        for name, held in sorted({**found.nonlocals, **found.globals}.items()):
-            yield name
-            if getattr(held, "__module__", value.__module__) == value.__module__:
-                yield held
-    elif isinstance(value, type):
-        yield from (item for name, item in sorted(vars(value).items()) if isinstance(item, FunctionType | _PLAIN))
-    elif isinstance(value, re.Pattern):
-        yield value.pattern
-    elif hasattr(value, "__wrapped__"):
-        yield value.__wrapped__
-    elif hasattr(type(value), "__call__") and hasattr(value, "__dict__"):  # noqa: B004  its own class's, if any
-        yield from (type(value), vars(value))
+    def of(self, value: object) -> Iterator[str]:
+        yield type(value).__name__
+        if isinstance(value, _PLAIN):
+            yield repr(value)
+        elif isinstance(value, FunctionType | type) and value.__module__ != self._module:
+            yield f"{value.__module__}.{value.__qualname__}"
+        elif id(value) not in self._seen:
+            if isinstance(value, FunctionType | type | list | dict):  # which may hold themselves
+                self._seen.add(id(value))
+            for part in self._parts(value):
+                yield from self.of(part)
+
+    def _parts(self, value: object) -> Iterator[object]:
+        """An object that says nothing stable of itself has none."""
+        if isinstance(value, tuple | list):
+            yield from value
+        elif isinstance(value, frozenset | set):
+            yield from sorted(map(repr, value))
+        elif isinstance(value, dict):
+            yield from value.items()
+        elif isinstance(value, functools.partial):
+            yield from (value.func, value.args, value.keywords)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            yield value.__wrapped__
+        elif isinstance(value, re.Pattern):
+            yield value.pattern
+        elif isinstance(value, ModuleType):
+            yield value.__name__
+        elif isinstance(value, MethodType):
+            yield from (value.__func__, value.__self__)
+        elif isinstance(value, CodeType):
+            yield from (value.co_code, value.co_names, value.co_varnames, value.co_consts)
+        elif isinstance(value, FunctionType):
+            found = inspect.getclosurevars(value)
+            yield from (value.__code__, value.__defaults__, value.__kwdefaults__)
+            yield from sorted({**found.nonlocals, **found.globals}.items())
+        elif isinstance(value, type):
+            for name, item in sorted(vars(value).items()):
+                if isinstance(item, FunctionType) or (isinstance(item, _PLAIN) and not name.startswith("__")):
+                    yield item
+        elif type(value).__module__ == self._module:
+            yield from (type(value), getattr(value, "__dict__", None))
