@@ -15,18 +15,16 @@ ODD = (
     'say "x"',
     "back\\slash",
     "ends with \\",
-    "${",
     "{prompt}",
     "[x]",
     "a=b",
-    " ",
     "é ∑",
     "a\nb",
     "null",
 )
 
 
-@pytest.mark.parametrize("text", [text for text in ODD if text != "${"])
+@pytest.mark.parametrize("text", ODD)
 def test_texts_of_every_kind(text: str) -> None:
     assert load_config("grpo", to_lines({**OPEN, "trainer.project_name": text})).config.trainer.project_name == text
 
@@ -39,7 +37,7 @@ def test_texts_of_every_kind(text: str) -> None:
         ("actor_rollout_ref.actor.optim.lr", np.float64(0.5), 0.5),
         ("trainer.seed", np.int64(3), 3),
         ("trainer.seed", 3, 3),
-        ("trainer.val_before_train", True, True),
+        ("data.shuffle", False, False),
         ("trainer.total_training_steps", None, None),
         ("data.train_files", [Path("a.jsonl"), "b c.jsonl"], ("a.jsonl", "b c.jsonl")),
         ("actor_rollout_ref.actor.optim.betas", (0.8, 0.9), (0.8, 0.9)),

@@ -174,7 +174,7 @@ def endless() -> Iterator[dict]:
         ({"data": [{"prompt": "1+1=", "solution": "2"}], "reward": None}, "no row of .* has the column 'answer'"),
         ({"reward": lambda completion: 0}, r"reward: <lambda> takes \(completion\): a reward takes some of"),
         ({"reward": "math"}, "reward is 'math': give a function"),
-        ({"reward": threading.Lock().acquire}, "reward: "),
+        ({"reward": threading.Lock().acquire}, "reward: acquire does not say what it takes"),
         ({"on_step": lambda step: 0}, "on_step must be a plain function that is called with"),
         ({"overrides": {"data.trian_batch_size": 8}}, r"data.trian_batch_size \(given\)"),
         ({"overrides": {"trainer.seed": object()}}, "trainer.seed is <object"),

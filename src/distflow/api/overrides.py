@@ -49,8 +49,10 @@ def _text(value: Any, key: str) -> str:
 
     if value is None:
         return "null"
-    if isinstance(value, bool | int | float):
-        return str(value).lower() if isinstance(value, bool) else repr(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return str(value)
     if isinstance(value, str | Path):
         return QuotedString(str(value), Quote.single).with_quotes()
     if isinstance(value, Mapping):

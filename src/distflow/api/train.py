@@ -63,8 +63,8 @@ def train(
         from distflow.pipelines.spec import make_spec
     for line in named_code(loaded.config):
         _say(f"your code: {line}")
-    _keep(given, loaded, resume)
     with _settings_kept():
+        _keep(given, loaded, resume)
         spec = make_spec(loaded, _say)
         launch = cast("Launch", load(LAUNCHERS[spec.options.launcher].target))
         launch(spec, resume=resume, allow_change=tuple(allow_change), say=_say, callbacks=callbacks, embedded=True)

@@ -40,9 +40,13 @@ def load_reward(target: str) -> Callable[..., object]:
 
 def find_fault(function: Callable[..., object]) -> str:
     """What of its parameters no reward has; empty where they are those of one."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:
+        return "does not say what it takes: wrap it into a function of Python"
     required = [
         name
-        for name, parameter in inspect.signature(function).parameters.items()
+        for name, parameter in parameters.items()
         if parameter.default is parameter.empty
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
