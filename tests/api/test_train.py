@@ -5,7 +5,6 @@ import json
 import random
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -161,9 +160,9 @@ def write(folder: Path, rows: list[dict]) -> Path:
     return file
 
 
-def endless() -> Iterator[dict]:
-    while True:
-        yield from ROWS
+MODEL = {"actor_rollout_ref.model.path": "builtin:tiny-arithmetic", "data.train_batch_size": 2} | {
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 2
+}
 
 
 @pytest.mark.parametrize(
@@ -181,6 +180,7 @@ def endless() -> Iterator[dict]:
         ({"overrides": 3}, "overrides are 3: give a dict"),
         ({"overrides": ["data.train_files=x.jsonl"]}, "data.train_files is set, and data= says the same"),
         ({"overrides": ["custom_reward_function.path=x.py"]}, "reward= says the same"),
+        ({"preset_or_config": "sft", "overrides": MODEL}, "the program sft judges no answers"),
         ({"preset_or_config": "gpro"}, "did you mean grpo"),
         ({"preset_or_config": {"defaults": ["grpo", "ppo"]}}, "name the one preset"),
     ],

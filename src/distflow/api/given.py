@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from distflow.api.overrides import key_of, to_lines
-from distflow.config import Config, Loaded, to_yaml
+from distflow.config import Config, Loaded, program_name, to_yaml
 from distflow.config.errors import UserError
 from distflow.config.names import CUSTOM_REWARD
+from distflow.config.program import is_rl
 from distflow.config.reward import RewardPart
 from distflow.data.given import GivenRows, keep_rows
 
@@ -51,10 +52,12 @@ class Given:
         return lines
 
     def named_in(self, loaded: Loaded) -> Loaded:
-        """The checked config with the files to come."""
+        """The checked config with the files to come. Raises UserError for a reward that judges nothing."""
         from distflow.rewards.given import name_of
 
         config, keys = loaded.config, list[str]()
+        if self.reward is not None and not is_rl(config):
+            raise UserError(f"reward is given, and the program {program_name(config)} judges no answers: leave it out")
         for key, file, _ in self._files(config):
             files: dict[str, Any] = {f"{key}_files": (str(file),)}
             config = replace(config, data=replace(config.data, **files))
