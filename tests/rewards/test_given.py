@@ -186,4 +186,5 @@ def test_the_fingerprint_of_a_file_is_read_without_running_it(tmp_path: Path) ->
     one = fingerprint_target(f"{tmp_path / 'reward.py'}:f")
     (tmp_path / "reward.py").write_text("raise ValueError")
     assert one and fingerprint_target(f"{tmp_path / 'reward.py'}:f") not in ("", one)
-    assert fingerprint_target("no_such_module:f") == ""
+    assert fingerprint_target("no_such_module:f") == fingerprint_target(f"{tmp_path}/no.pkl:f") == ""
+    assert fingerprint_target("distflow.rewards.math_reward:compute_score") != ""

@@ -25,7 +25,9 @@ def keep_rows(given: GivenRows, file: Path, *, name: str, wanted: int, resuming:
     """
     if resuming and file.is_file() and not hasattr(given, "__len__"):
         return True
-    texts = json_lines(_iterable(given, name), source=_called(given), key=name, wanted=wanted)
+    rows: Any = _iterable(given, name)
+    max_rows = len(rows) if hasattr(rows, "__len__") else MAX_ROWS
+    texts = json_lines(rows, source=_called(given), key=name, wanted=wanted, max_rows=max_rows)
     if not texts:
         again = " (an iterator can be read once: make it anew)" if _is_iterator(given) else ""
         raise UserError(f"{name}: no rows in {_called(given)}{again}")

@@ -2,9 +2,9 @@
 
 import functools
 import hashlib
-import importlib.util
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -20,19 +20,28 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 def fingerprint_target(target: str) -> str:
     """Of the file behind a reward's "module:function" or "file:function"; empty where there is none to read."""
     path = split_name(target)[0]
-    if path.endswith(SUFFIX):
-        return read_fingerprint(Path(path))
+    files = [Path(path)] if path.endswith((".py", SUFFIX)) else _files_of(path)
+    read = read_fingerprint if path.endswith(SUFFIX) else _digest_of
     try:
-        found = None if path.endswith(".py") else importlib.util.find_spec(path)
-        return _digest(Path(str(found.origin) if found else path).read_bytes())
-    except (OSError, ImportError, ValueError):  # a module that is not there is told where it is loaded
+        return next((read(file) for file in files if file.is_file()), "")
+    except OSError:  # told where it is loaded
         return ""
+
+
+def _files_of(module: str) -> list[Path]:
+    """Where a module may lie, found without importing the packages above it."""
+    stem = module.replace(".", "/")
+    return [Path(folder, name) for folder in sys.path for name in (f"{stem}.py", f"{stem}/__init__.py")]
 
 
 def fingerprint_function(function: Callable[..., object]) -> str:
     """The same for the same code and constants, in whatever cell or line it stands; with the helpers of its own module,
     without what it imports."""
     return _digest("\n".join(_Lines(str(innermost(function).__module__)).of(function)).encode("utf-8", "surrogatepass"))
+
+
+def _digest_of(file: Path) -> str:
+    return _digest(file.read_bytes())
 
 
 def _digest(data: bytes) -> str:
