@@ -86,7 +86,8 @@ def quoted(page: Path) -> list[str]:
 
 
 @pytest.fixture
-def readers_folder(tmp_path: Path) -> Iterator[Path]:
+def readers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
     for module, text in READERS_MODULES.items():
         (tmp_path / f"{module}.py").write_text(text)
     with forgotten(*READERS_MODULES):

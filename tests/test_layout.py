@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "distflow"
 LAYERS = (
     {"__main__"},
     {"cli"},
-    {"commands"},
+    {"commands", "api"},
     {"pipelines"},
     {"runtime"},
     {"rollout", "training", "rewards"},

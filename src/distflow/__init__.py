@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from distflow.algorithms import AdvantageEstimator, register_adv_est, register_policy_loss
+    from distflow.api.run import Run, load_run
+    from distflow.api.train import train
     from distflow.graph import (
         Drop,
         NodeOutput,
@@ -27,21 +29,28 @@ __all__ = [
     "NodeType",
     "Pipeline",
     "PipelineError",
+    "Run",
     "TaskGraph",
+    "load_run",
     "node",
     "register_adv_est",
     "register_field",
     "register_policy_loss",
+    "train",
 ]
 
-_FROM_ALGORITHMS = ("AdvantageEstimator", "register_adv_est", "register_policy_loss")
+_ROOMS = {
+    "distflow.algorithms": ("AdvantageEstimator", "register_adv_est", "register_policy_loss"),
+    "distflow.api.run": ("Run", "load_run"),
+    "distflow.api.train": ("train",),
+}
 
 
 def __getattr__(name: str) -> Any:
     """The public names, imported when first asked for (PEP 562): those of the algorithms load torch."""
     if name not in __all__:
         raise AttributeError(f"module 'distflow' has no attribute '{name}'")
-    room = "distflow.algorithms" if name in _FROM_ALGORITHMS else "distflow.graph"
+    room = next((room for room, names in _ROOMS.items() if name in names), "distflow.graph")
     return getattr(import_module(room), name)
 
 

@@ -1,7 +1,6 @@
 """Data sets of every kind, and what each kind of damage is answered with."""
 
 import csv
-import itertools
 import json
 from datetime import date
 from decimal import Decimal
@@ -27,6 +26,11 @@ def write_jsonl(path: Path, rows: list) -> Path:
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def function_of(folder: Path, body: str) -> str:
+    (folder / "my_rows.py").write_text(f"def rows():\n    {body}\n")
+    return f"{folder / 'my_rows.py'}:rows"
 
 
 def load(source, columns=Columns(), **settings):  # noqa: B008  frozen
@@ -65,8 +69,7 @@ def test_the_same_rows_from_every_format(tmp_path):
     expected = seen(tmp_path / "a.jsonl")
     for name in ("a.json", "a.parquet", "a.csv", "bom.jsonl", "lines.json"):
         assert seen(tmp_path / name) == expected, name
-    assert seen(rows) == expected
-    assert seen(lambda: iter(rows)) == expected
+    assert seen(function_of(tmp_path, f"return iter({rows!r})")) == expected
 
 
 def test_several_files_in_their_order_up_to_max_samples(tmp_path):
@@ -244,58 +247,58 @@ def test_responses_to_learn_from(tmp_path):
     assert "(data.response_key)" in message(tmp_path / "c.jsonl", columns)
 
 
-class TestPythonRows:
+class TestRowsOfAFunction:
     def test_they_are_read_once_and_come_back_the_same_on_resume(self, tmp_path):
-        calls = itertools.count()
-
-        def rows():
-            call = next(calls)
-            return ({"prompt": f"{call}-{i}", "answer": i, "mixed": [1, "a", {"b": None}]} for i in range(3))
-
+        (tmp_path / "calls").write_text("")
+        body = f"""
+    with open({str(tmp_path / "calls")!r}, "a") as calls:
+        calls.write("x")
+    return ({{"prompt": f"{{i}}", "answer": i, "mixed": [1, "a", {{"b": None}}]}} for i in range(3))"""
+        rows = function_of(tmp_path, body)
         first = load(rows, run_folder=tmp_path)
         again = load(rows, run_folder=tmp_path)
-        assert first == again and next(calls) == 1
+        assert first == again and (tmp_path / "calls").read_text() == "x"
         assert [row.answer for row in first] == [0, 1, 2] and first[0].extra_info["mixed"] == [1, "a", {"b": None}]
         assert (tmp_path / "data" / "train_files-0.arrow").is_file()
 
-    def test_a_function_named_in_the_config(self, tmp_path):
-        (tmp_path / "my_rows.py").write_text("def rows():\n    yield {'prompt': 'a', 'answer': '1'}\n")
-        assert load(f"{tmp_path / 'my_rows.py'}:rows", run_folder=tmp_path)[0].prompt == "a"
+    def test_one_named_in_the_config(self, tmp_path):
+        assert load(function_of(tmp_path, "yield {'prompt': 'a', 'answer': '1'}"), run_folder=tmp_path)[0].prompt == "a"
 
     def test_endless_ones_are_refused_unless_a_number_is_asked_for(self, tmp_path):
-        def endless():
-            return ({"prompt": str(i), "answer": i} for i in itertools.count())
-
+        endless = function_of(
+            tmp_path,
+            """
+    import itertools
+    return ({"prompt": str(i), "answer": i} for i in itertools.count())""",
+        )
         text = message(endless, run_folder=tmp_path, max_iterator_rows=1000)
         assert "more than 1,000 rows" in text and "data.train_max_samples" in text
         assert len(load(endless, run_folder=tmp_path, max_iterator_rows=1000, max_samples=7)) == 7
 
     def test_a_damaged_copy_is_noticed(self, tmp_path):
-        def rows():
-            return [{"prompt": "abcdefgh", "answer": 1}]
-
+        rows = function_of(tmp_path, "return [{'prompt': 'abcdefgh', 'answer': 1}]")
         load(rows, run_folder=tmp_path)
         kept = tmp_path / "data" / "train_files-0.arrow"
         kept.write_bytes(kept.read_bytes().replace(b"abcdefgh", b"abcdefgX"))
         assert "is damaged: delete it" in message(rows, run_folder=tmp_path)
 
     def test_a_torn_copy_is_written_anew(self, tmp_path):
-        rows = [{"prompt": "abcdefgh", "answer": 1}]
+        rows = function_of(tmp_path, "return [{'prompt': 'abcdefgh', 'answer': 1}]")
         load(rows, run_folder=tmp_path)
         kept = tmp_path / "data" / "train_files-0.arrow"
         kept.write_bytes(kept.read_bytes()[:100])
         assert load(rows, run_folder=tmp_path)[0].prompt == "abcdefgh"
 
     @pytest.mark.parametrize(
-        ("rows", "said"),
+        ("body", "said"),
         [
-            (lambda: 3, "gives int, which cannot be iterated over"),
-            (lambda: ["a"], "row 1 of the function"),
-            (lambda: [], "no rows"),
+            ("return 3", "gives int, which cannot be iterated over"),
+            ("return ['a']", "my_rows.py:rows' is str"),
+            ("return []", "no rows"),
         ],
     )
-    def test_what_gives_no_rows_is_refused(self, tmp_path, rows, said):
-        assert said in message(rows, run_folder=tmp_path)
+    def test_what_gives_no_rows_is_refused(self, tmp_path, body, said):
+        assert said in message(function_of(tmp_path, body), run_folder=tmp_path)
 
-    def test_they_need_a_run_folder(self):
-        assert "run folder" in message(lambda: [])
+    def test_they_need_a_run_folder(self, tmp_path):
+        assert "run's folder" in message(function_of(tmp_path, "return []"))

@@ -40,7 +40,7 @@ def test_each_is_short() -> None:
 
 def test_each_is_in_the_table() -> None:
     table = (EXAMPLES / "README.md").read_text()
-    for path in (*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.yaml")):
+    for path in (*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.yaml"), *EXAMPLES.glob("*.ipynb")):
         assert f"[{path.name}]({path.name})" in table, path.name
 
 

@@ -141,8 +141,17 @@ def test_a_missing_package_names_the_extra(name: str, tmp_path: Path, monkeypatc
         open_some([name], tmp_path, [])
 
 
+@pytest.mark.parametrize("name", ["jsonl", "file"])
+def test_what_every_run_writes_may_be_named(name: str, tmp_path: Path) -> None:
+    events: list[str] = []
+    trackers = open_some([name], tmp_path, events)
+    trackers.log(1, {"x": 1.0})
+    trackers.close()
+    assert events == [] and list(tmp_path.iterdir()) == []
+
+
 def test_an_unknown_tracker_is_refused_with_the_choice(tmp_path: Path) -> None:
-    with pytest.raises(TrackerError, match="'mlflow'.*known: console, tensorboard, wandb"):
+    with pytest.raises(TrackerError, match="'mlflow'.*known: console, file, jsonl, tensorboard, wandb"):
         open_some(["mlflow"], tmp_path, [])
 
 

@@ -218,7 +218,6 @@ sys.stdin.read()
     [
         ("def compute_score(batch, config): return 0", "takes (batch, config)"),
         ("def other(solution_str): return 0", "the module has no 'compute_score'; known: other"),
-        ("async def compute_score(solution_str): return 0", "is async"),
         ("import no_such_module", "needs the module 'no_such_module', which is not installed"),
         ("raise RuntimeError('at import')", "at import"),
         ("def compute_score(:", "SyntaxError"),

@@ -1,7 +1,6 @@
 """`distflow train`: a run by a preset or a YAML file."""
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from distflow import __version__
@@ -29,40 +28,20 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def _resume_override(mode: str | None) -> list[str]:
-    """As a key it is checked with the others, before anything is read."""
-    return [] if mode is None else ["trainer.resume_mode='" + mode.replace("'", r"\'") + "'"]
-
-
-def _check_arguments(resume: str | None, allow_change: list[str]) -> None:
-    """Raises UserError for a folder that is not there, and for what is no key."""
-    from distflow.config.errors import UserError
-    from distflow.config.paths import missing_path
-    from distflow.config.schema import schema_keys
-    from distflow.config.unknown import suggest
-
-    if resume not in (None, "auto", "never") and not Path(resume).expanduser().is_dir():
-        path = Path(resume).expanduser()
-        what, advice = ("is a file", "name a run's folder, or a checkpoint's") if path.is_file() else missing_path(path)
-        raise UserError(f"--resume {resume}: {what}; {advice}, or say auto or never")
-    for key in allow_change:
-        if key not in schema_keys():
-            raise UserError(f"--allow-change {key}: there is no such key; {suggest(key, schema_keys())}")
-
-
 def run(arguments: argparse.Namespace) -> int:
     from distflow.commands.early import importing, verifiers_ahead
     from distflow.config import describe, load_config
     from distflow.config.paths import NEEDED_TO_TRAIN
+    from distflow.config.resuming import check_resume, resume_override
 
     if arguments.command == "sft" and "=" in arguments.preset:  # it was left out, and this is the first override
         arguments.preset, arguments.overrides = "sft", [arguments.preset, *arguments.overrides]
     say(f"distflow {__version__} · {arguments.preset}")
-    overrides = [*arguments.overrides, *_resume_override(arguments.resume)]
+    overrides = [*arguments.overrides, *resume_override(arguments.resume)]
     loaded = load_config(arguments.preset, overrides, needed=NEEDED_TO_TRAIN)
     for line in loaded.notes:
         say(line)
-    _check_arguments(arguments.resume, arguments.allow_change)
+    check_resume(arguments.resume, arguments.allow_change)
     with verifiers_ahead(loaded.config):
         with importing():
             from distflow.pipelines.code import named_code

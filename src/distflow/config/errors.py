@@ -11,6 +11,10 @@ _MAX_LISTED = 12
 class UserError(ValueError):
     """A mistake in what the user gave (config, data, model folder, reward); never a fault of ours."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the message, and not the way to where we found it."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 @dataclass(frozen=True)
 class Problem:

@@ -60,7 +60,8 @@ class BuiltinPipeline(Entry):
 
 @dataclass(frozen=True)
 class Tracker(Entry):
-    """A tracker. package: what must be installed; the extra of the tracker's name brings it."""
+    """A tracker. package: what must be installed; the extra of the tracker's name brings it. One without a target is
+    what every run writes, named or not."""
 
     package: str = ""
 
@@ -264,6 +265,8 @@ TRACKERS: dict[str, Tracker] = {
     "wandb": Tracker(
         "Weights & Biases, online or offline", "distflow.observe.tracker_wandb:WandbTracker", package="wandb"
     ),
+    "jsonl": Tracker("metrics.jsonl in the run's folder, which every run writes"),
+    "file": Tracker("the same, under its name in verl"),
 }
 
 LAUNCHERS: dict[str, Entry] = {

@@ -23,6 +23,7 @@ _PATHS = (
     "actor_rollout_ref.model.tokenizer_path",
     "critic.model.path",
     "custom_reward_function.path",
+    "custom_reward_function.name",
 )
 
 RESUMABLE: frozenset[str] = frozenset(
@@ -40,7 +41,7 @@ RESUMABLE: frozenset[str] = frozenset(
     )
 )
 """Keys that may change when a run is resumed: how long, how often, where things lie, time limits. What lies behind the
-paths of data is compared by fingerprint, not by name."""
+paths of data is compared by fingerprint, not by name; that a reward function has other code is told."""
 
 
 def flatten(config: Config) -> dict[str, object]:

@@ -1,68 +1,34 @@
-"""Data sets given as Python code: written once to an Arrow file in the run folder, so that a resume reads the same."""
+"""Functions that give rows, which are written once to an Arrow file in the run folder: a resume reads the same."""
 
 import hashlib
-import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import cast
 
 from distflow.config.errors import UserError
 from distflow.config.functions import LoadError, load_function
 from distflow.data.arrow import CHUNK_ROWS, metadata_of, write_arrow
-from distflow.data.rows import Record, plain
-
-MAX_ROWS = 1_000_000
-
-
-def from_function(target: str, key: str) -> Callable[[], Iterable[object]]:
-    """The function that "module:function" or "file.py:function" names. Raises UserError where there is none."""
-    try:
-        return cast(Callable[[], Iterable[object]], load_function(target))
-    except LoadError as error:
-        raise UserError(f"{key}: {error}") from error
+from distflow.data.given import MAX_ROWS, json_lines
+from distflow.data.rows import Record
 
 
-def keep(
-    make_rows: Callable[[], Iterable[object]],
-    file: Path,
-    *,
-    source: str,
-    key: str,
-    max_rows: int = MAX_ROWS,
-    wanted: int = -1,
-) -> Iterator[Record]:
-    """The rows of an iterator, read from `file`, which is written first unless it holds those of `source` already.
+def keep(target: str, file: Path, *, key: str, max_rows: int = MAX_ROWS, wanted: int = -1) -> Iterator[Record]:
+    """The rows of the function that "module:function" or "file.py:function" names, read from `file`, which is written
+    first unless it holds those already.
 
     wanted: stop after so many rows; -1 takes all, of which there may be `max_rows`.
-    Raises UserError for an iterator with more, for rows that are no mappings or that JSON cannot hold.
+    Raises UserError where there is no such function, and for rows that are none, as `json_lines` does.
     """
+    source = f"'{target}'"
     identity = source if wanted < 0 else f"{source}, first {wanted}"
-    if metadata_of(file).get(b"source") != identity.encode():
-        texts = _as_json(make_rows(), source=source, key=key, max_rows=max_rows, wanted=wanted)
-        _write(texts, file, identity)
-    return _read(file, source, key)
-
-
-def _as_json(rows: Iterable[object], *, source: str, key: str, max_rows: int, wanted: int) -> list[str]:
-    """Each row as one JSON text: exact, whatever its types."""
     try:
-        taken = itertools.islice(iter(rows), wanted if wanted >= 0 else max_rows + 1)
-    except TypeError:
-        raise UserError(f"{key}: {source} gives {type(rows).__name__}, which cannot be iterated over") from None
-    texts: list[str] = []
-    for row in taken:
-        if not isinstance(row, Mapping):
-            raise UserError(
-                f"{key}: row {len(texts) + 1} of {source} is {type(row).__name__}, not a mapping from columns to values"
-            )
-        texts.append(json.dumps(plain(row)))
-    if wanted < 0 and len(texts) > max_rows:
-        raise UserError(
-            f"{key}: {source} gave more than {max_rows:,} rows; is it endless? "
-            "Set data.train_max_samples (data.val_max_samples) to the number wanted"
-        )
-    return texts
+        function = cast(Callable[[], object], load_function(target))
+    except LoadError as error:
+        raise UserError(f"{key}: {error}") from error
+    if metadata_of(file).get(b"source") != identity.encode():
+        _write(json_lines(function(), source=source, key=key, max_rows=max_rows, wanted=wanted), file, identity)
+    return _read(file, source, key)
 
 
 def _write(texts: list[str], file: Path, identity: str) -> None:

@@ -1,7 +1,7 @@
 """From what `data.train_files` names to rows: files, data sets of Hugging Face `datasets`, built-in ones, Python."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -15,12 +15,12 @@ from distflow.data.rows import BadRows, Columns, RawRow, Record, read_rows
 BUILTIN_FOLDER = Path(__file__).parent / "builtin"
 _FUNCTION = re.compile(r"(?:[A-Za-z_][\w.]*|.*\.py):[A-Za-z_]\w*")
 
-Source = str | Path | Iterable[object] | Callable[[], Iterable[object]]
+Source = str | Path
 Rows = Iterable[Mapping[str, object]]
 
 
 def load_rows(
-    sources: Source | Sequence[str | Path],
+    sources: Source | Sequence[Source],
     columns: Columns,
     *,
     key: str = "data.train_files",
@@ -36,26 +36,27 @@ def load_rows(
       - a folder that `datasets` can read, or an id on the hub, with its configuration and split where there are
         several: `openai/gsm8k:main:train`, `folder::train`;
       - `builtin:NAME`, which ships with the package;
-      - "module:function" or "file.py:function" that gives mappings; or, from Python, such a function or an iterable.
+      - "module:function" or "file.py:function" that gives mappings.
     key: the config key that named them, for messages. bad_rows: "error" or "skip". max_samples: rows in all, -1 for
     all. run_folder: where the rows of Python code are kept; needed for them.
     Raises UserError for whatever cannot be read, for bad rows unless skipped, and for no rows at all.
     """
     bad = BadRows(bad_rows)
     rows: list[RawRow] = []
-    listed = sources if isinstance(sources, list | tuple) and _are_paths(sources) else [sources]
+    listed = [sources] if isinstance(sources, str | Path) else sources
     for number, source in enumerate(listed):
         wanted = -1 if max_samples < 0 else max_samples - len(rows)
         if wanted == 0:
             break
         file = run_folder / "data" / f"{key.rpartition('.')[2]}-{number}.arrow" if run_folder is not None else None
         records = _records(source, key, file, max_iterator_rows, wanted)
-        found = read_rows(records, columns, bad, name_of(source))
+        found = read_rows(records, columns, bad, f"'{source}'")
         rows.extend(found if wanted < 0 else islice(found, wanted))
     bad.check()
     if not rows:
         skipped = f" ({len(bad.reasons)} bad ones skipped, the first: {bad.reasons[0]})" if bad.reasons else ""
-        raise UserError(f"{key}: no rows in {', '.join(map(name_of, listed)) or 'an empty list'}{skipped}")
+        named = ", ".join(f"'{source}'" for source in listed)
+        raise UserError(f"{key}: no rows in {named or 'an empty list'}{skipped}")
     return rows, bad
 
 
@@ -65,13 +66,6 @@ def forget_rows(run_folder: Path) -> None:
         kept.unlink()
 
 
-def name_of(source: object) -> str:
-    """What messages and fingerprints call a source."""
-    if isinstance(source, str | Path):
-        return f"'{source}'"
-    return f"the {type(source).__name__} {getattr(source, '__qualname__', '')}".strip()
-
-
 def is_function(source: str) -> bool:
     """Whether `load_rows` imports and calls what that names: it is no data set with a name of that form."""
     if source.startswith("builtin:") or not _FUNCTION.fullmatch(source):
@@ -79,17 +73,12 @@ def is_function(source: str) -> bool:
     return not (Path(source).expanduser().is_file() or Path(source.partition(":")[0]).expanduser().is_dir())
 
 
-def _are_paths(sources: Sequence[object]) -> bool:
-    return all(isinstance(source, str | Path) for source in sources)
-
-
 def _records(source: Source, key: str, kept: Path | None, max_rows: int, wanted: int) -> Iterator[Record]:
-    if not isinstance(source, str | Path):
-        make_rows = source if callable(source) else lambda: source
-        return _kept_records(make_rows, source, key, kept, max_rows, wanted)
     text = str(source)
     if is_function(text):
-        return _kept_records(iterators.from_function(text, key), source, key, kept, max_rows, wanted)
+        if kept is None:
+            raise UserError(f"{key}: rows of a function need a run's folder (trainer.default_local_dir) to be kept in")
+        return iterators.keep(text, kept, key=key, max_rows=max_rows, wanted=wanted)
     if text.startswith("builtin:"):
         return read_file(_builtin(text.removeprefix("builtin:"), key), key)
     path = Path(text).expanduser()
@@ -101,14 +90,6 @@ def _records(source: Source, key: str, kept: Path | None, max_rows: int, wanted:
         return _hub_records(text, key)
     what, advice = missing_path(path)
     raise UserError(f"{key}: '{path}': {what}; {advice}")
-
-
-def _kept_records(
-    make_rows: Callable[[], Iterable[object]], source: object, key: str, kept: Path | None, max_rows: int, wanted: int
-) -> Iterator[Record]:
-    if kept is None:
-        raise UserError(f"{key}: rows from Python need a run folder (trainer.default_local_dir) to be kept in")
-    return iterators.keep(make_rows, kept, source=name_of(source), key=key, max_rows=max_rows, wanted=wanted)
 
 
 def _builtin(name: str, key: str) -> Path:

@@ -142,7 +142,7 @@ def open_trackers(
                 f"trainer.logger names {name!r}, which is no tracker (metrics.jsonl is always written)"
                 f"{hint(name, TRACKERS)}"
             )
-        if name not in local:
+        if name not in local and TRACKERS[name].target:
             _need(name, TRACKERS[name].package)
             remote[name] = partial(_build, TRACKERS[name].target, run)
     return Trackers([local[name] for name in asked if name in local], remote, on_failure)

@@ -21,6 +21,7 @@ from distflow.config import Config, Loaded, Room, describe, fit_to
 from distflow.config.changes import changes
 from distflow.config.errors import UserError
 from distflow.config.functions import LoadError, load_modules
+from distflow.config.names import CUSTOM_REWARD, REWARDS
 from distflow.config.program import is_rl
 from distflow.config.watch import peek, watch
 from distflow.data.encoded import EncodedRows, write_encoded
@@ -44,6 +45,8 @@ from distflow.pipelines.run_models import with_models_of_runs
 from distflow.pipelines.select import bound, select_pipeline
 from distflow.pipelines.travel import check_importable, check_pickles
 from distflow.planning.plan import check_plan, plan_local
+from distflow.rewards.fingerprint import fingerprint_target
+from distflow.rewards.functions import target_of
 from distflow.rewards.router import check_domains
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.blame import is_ours
@@ -221,7 +224,7 @@ def _spec(loaded: Loaded, program: Program, data: Data) -> Spec:
         rows=EncodedRows(write_encoded(data.train, run_dir, "train")),
         validation=_validation(config, data.held_out, sampling),
         sampling=sampling,
-        facts=_facts(data.train, data.tokenizer),
+        facts={**_facts(data.train, data.tokenizer), **_reward_facts(config)},
         description=_description(loaded, data.train, data.held_out),
         **_settings(config, program, len(data.train)),
     )
@@ -406,6 +409,15 @@ def _facts(prompts: PromptSet, tokenizer: PreTrainedTokenizerBase) -> dict[str, 
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
     }
+
+
+def _reward_facts(config: Config) -> dict[str, object]:
+    """The code of the user's reward functions, which may change on resume, and is then told."""
+    custom = config.custom_reward_function
+    names = {part.name for parts in config.reward.functions.values() for part in parts}
+    own = sorted(name for name in names if name == CUSTOM_REWARD or name not in REWARDS)
+    path = (custom.path, custom.name) if custom.path else None
+    return {f"code_of_reward_{name}": fingerprint_target(target_of(name, path)) for name in own}
 
 
 def _cpu_name() -> str:

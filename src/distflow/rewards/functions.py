@@ -9,12 +9,20 @@ from pathlib import Path
 from distflow.config.errors import UserError, hint
 from distflow.config.functions import LoadError, load_function, split_name
 from distflow.config.names import CUSTOM_REWARD, REWARDS
+from distflow.graph.functions import is_async
 from distflow.observe.jsonlines import JSON
 from distflow.rewards.correctness import ACC
+from distflow.rewards.given import SUFFIX, read_function
 
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 FAILS = "(a probe that fails)"
 """A function of every pool that must give no verdict, for the auditor to ask."""
+
+BATCHED = {"data_sources": "data_source", "solution_strs": "solution_str"} | {
+    "ground_truths": "ground_truth",
+    "extra_infos": "extra_info",
+}
+"""What a batched reward takes, as verl's do: lists with an entry for each answer."""
 
 Functions = Mapping[str, Sequence[tuple[str, float]]]
 """(name, weight) of its parts by domain."""
@@ -26,27 +34,79 @@ def find_targets(functions: Functions, custom: tuple[str, str] | None) -> dict[s
     Raises UserError for a name that means no function.
     """
     names = sorted({name for parts in functions.values() for name, _ in parts})
-    return {**{name: _target(name, custom) for name in names}, FAILS: "distflow.rewards.probes:fail"}
+    return {**{name: target_of(name, custom) for name in names}, FAILS: "distflow.rewards.probes:fail"}
 
 
 def custom_target(path: str, name: str) -> str:
     """`custom_reward_function.path` and `.name` as one "module:function" or "file.py:function", the file absolute."""
-    return f"{Path(path).expanduser().resolve()}:{name}" if path.endswith(".py") else f"{path}:{name}"
+    if path.endswith((".py", SUFFIX)):
+        return f"{Path(path).expanduser().resolve()}:{name}"
+    return f"{path}:{name}"
 
 
 def load_reward(target: str) -> Callable[..., object]:
-    """The function that "module:function" or "/path/file.py:function" names.
+    """The function that "module:function" or "/path/file.py:function" names, or that a run was given from Python.
 
-    Raises LoadError where there is none, or it takes other parameters than `compute_score` does, or it is async.
+    Raises LoadError where there is none, or it takes other parameters than a reward does.
     """
-    function = load_function(target)
-    _check_parameters(function, target)
+    path = split_name(target)[0]
+    function = read_function(Path(path)) if path.endswith(SUFFIX) else load_function(target)
+    fault = find_fault(function)
+    if fault:
+        raise LoadError(f"'{target}' {fault}")
     return function
+
+
+def find_fault(function: Callable[..., object]) -> str:
+    """What of its parameters no reward has; empty where they are those of one."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:
+        return "does not say what it takes: wrap it into a function of Python"
+    required = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    wanted = tuple(BATCHED) if is_batched(function) else PARAMETERS
+    if all(name in wanted for name in required) and _accepted(function, wanted):
+        return ""
+    return (
+        f"takes ({', '.join(required)}): a reward takes some of ({', '.join(PARAMETERS)}), or, for all answers to a "
+        f"prompt at once, of ({', '.join(BATCHED)}); one over columns of a batch is a node of a custom pipeline"
+    )
+
+
+def is_batched(function: Callable[..., object]) -> bool:
+    """Whether it takes lists, an entry for each answer to a prompt."""
+    return any(name in BATCHED for name in inspect.signature(function).parameters)
+
+
+def takes_groups(function: Callable[..., object]) -> bool:
+    """Whether it is handed all answers to a prompt at a time: batched, or async, of which many wait together."""
+    return is_batched(function) or is_async(function)
 
 
 def call(function: Callable[..., object], arguments: Mapping[str, object]) -> object:
     """Call it by keyword with those of `PARAMETERS` that it takes."""
-    return function(**{name: arguments[name] for name in _accepted(function)})
+    return function(**{name: arguments[name] for name in _accepted(function, PARAMETERS)})
+
+
+def call_batched(function: Callable[..., object], asked: Sequence[Mapping[str, object]]) -> object:
+    """Call it by keyword with lists of those of `PARAMETERS` whose plural it takes."""
+    lists = {name: [arguments[BATCHED[name]] for arguments in asked] for name in _accepted(function, tuple(BATCHED))}
+    return function(**lists)
+
+
+def split_batch(returned: object, length: int) -> list[object]:
+    """The entries of what a batched reward returned. Raises ValueError unless it is a sequence of that length."""
+    if callable(tolist := getattr(returned, "tolist", None)):
+        returned = tolist()  # tensors and arrays
+    if not isinstance(returned, list | tuple) or len(returned) != length:
+        what = f"{len(returned)} scores" if isinstance(returned, list | tuple) else f"{returned!r:.80}"
+        raise ValueError(f"it returned {what} for {length} answers: a batched reward returns a list of as many")
+    return list(returned)
 
 
 def read_score(returned: object) -> tuple[float, dict[str, JSON]]:
@@ -75,28 +135,11 @@ def _number(value: object, where: str = "") -> float:
     return float(value)
 
 
-def _check_parameters(function: Callable[..., object], target: str) -> None:
-    if inspect.iscoroutinefunction(function):
-        raise LoadError(f"'{target}' is async: a reward runs in a process of its own and may block")
-    required = [
-        name
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    unknown = [name for name in required if name not in PARAMETERS]
-    if unknown or not _accepted(function):
-        raise LoadError(
-            f"'{target}' takes ({', '.join(required)}): a reward takes some of ({', '.join(PARAMETERS)}); "
-            "one over a whole batch is a node of a custom pipeline"
-        )
-
-
-def _accepted(function: Callable[..., object]) -> tuple[str, ...]:
+def _accepted(function: Callable[..., object], names: tuple[str, ...]) -> tuple[str, ...]:
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return PARAMETERS
-    return tuple(name for name in PARAMETERS if name in parameters)
+        return names
+    return tuple(name for name in names if name in parameters)
 
 
 def _plain(value: object) -> JSON:
@@ -110,7 +153,7 @@ def _plain(value: object) -> JSON:
     return repr(value)[:1000]
 
 
-def _target(name: str, custom: tuple[str, str] | None) -> str:
+def target_of(name: str, custom: tuple[str, str] | None) -> str:
     if name == CUSTOM_REWARD:
         if custom is None or not custom[0]:
             raise UserError("reward.functions names 'custom': set custom_reward_function.path to its file or module")

@@ -9,9 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import cast
 
 from distflow.config.errors import UserError
 from distflow.observe.jsonlines import JSON
@@ -28,11 +29,13 @@ _CLOSING = "the run was closing its verifiers"
 
 
 class VerifierPool:
-    """`num_workers` processes, each with the same functions loaded, each judging one answer at a time.
+    """`num_workers` processes, each with the same functions loaded, each judging one answer at a time; by a function in
+    `takes_groups` (one that is batched or async) several.
 
     The deadline of a verdict runs from the moment its process takes it, not while it queues: n hangs cost at most
     n · timeout_s / num_workers. A process that crashed or ran out of memory is replaced and the answer judged once
-    more; one that passed its deadline is replaced and its answer is a `Timeout`.
+    more; one that passed its deadline is replaced and its answer is a `Timeout`. What happens to a process happens to
+    all that it was asked at once, whose deadline is that of one times their number.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class VerifierPool:
         self.timeout_s = timeout_s
         self._settings = (dict(functions), memory_bytes, start_timeout_s)
         self.told: Told = lambda name, arguments, verdict: None
+        self.takes_groups = frozenset[str]()
         self._closed = False
         # Processes are started by these threads only: Linux kills a child when the thread that started it ends.
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="distflow-verifier")
@@ -69,17 +73,26 @@ class VerifierPool:
 
     async def judge(self, name: str, arguments: Mapping[str, object], timeout_s: float | None = None) -> Verdict:
         """Call function `name` with `arguments` (by their names in `functions.PARAMETERS`; plain JSON values)."""
-        if self._closed:
-            return Error(_CLOSING)
-        try:
-            request = encode({"name": name, "arguments": dict(arguments)})
-        except (TypeError, ValueError) as error:
-            return Error(f"the sample cannot be sent to a verifier: {error}")
-        verdict = await asyncio.get_running_loop().run_in_executor(
-            self._threads, self._judge, request, timeout_s or self.timeout_s
-        )
-        self.told(name, arguments, verdict)
+        (verdict,) = await self.judge_group(name, [arguments], timeout_s)
         return verdict
+
+    async def judge_group(
+        self, name: str, asked: Sequence[Mapping[str, object]], timeout_s: float | None = None
+    ) -> list[Verdict]:
+        """The same for several at once, which one process takes; timeout_s: of each."""
+        if self._closed:
+            return [Error(_CLOSING)] * len(asked)
+        timeout_s = timeout_s or self.timeout_s
+        try:
+            request = encode({"name": name, "asked": [dict(arguments) for arguments in asked], "timeout_s": timeout_s})
+        except (TypeError, ValueError) as error:
+            return [Error(f"the sample cannot be sent to a verifier: {error}")] * len(asked)
+        verdicts = await asyncio.get_running_loop().run_in_executor(
+            self._threads, self._judge, request, timeout_s, len(asked)
+        )
+        for arguments, verdict in zip(asked, verdicts, strict=True):
+            self.told(name, arguments, verdict)
+        return verdicts
 
     def close(self) -> None:
         """Kill all processes, at once; verdicts under way, and those that queue, become errors."""
@@ -94,26 +107,28 @@ class VerifierPool:
         """Of the processes that are up."""
         return sorted(process.pid for process in self._living)
 
-    def _judge(self, request: bytes, timeout_s: float) -> Verdict:
+    def _judge(self, request: bytes, timeout_s: float, num_asked: int) -> list[Verdict]:
         """At most two attempts; what fails while the pool closes fails because of that."""
-        verdict = self._attempt(request, timeout_s)
-        if isinstance(verdict, _Crash):
-            verdict = self._attempt(request, timeout_s)
-        if self._closed and not isinstance(verdict, Score):
-            return Error(_CLOSING)
-        return Error(f"{verdict.reason}, twice") if isinstance(verdict, _Crash) else verdict
+        verdicts = self._attempt(request, timeout_s, num_asked)
+        if isinstance(verdicts, _Crash):
+            verdicts = self._attempt(request, timeout_s, num_asked)
+        if isinstance(verdicts, _Crash):
+            verdicts = [Error(f"{verdicts.reason}, twice")] * num_asked
+        if self._closed:
+            return [verdict if isinstance(verdict, Score) else Error(_CLOSING) for verdict in verdicts]
+        return verdicts
 
-    def _attempt(self, request: bytes, timeout_s: float) -> "Verdict | _Crash":
+    def _attempt(self, request: bytes, timeout_s: float, num_asked: int) -> "list[Verdict] | _Crash":
         """Judge in an idle process, started if need be; what is left of it goes back to its place."""
         process = self._idle.get()
         try:
             if process is None or not process.is_alive():
                 process = self._start(process)
-            return process.ask(request, timeout_s)
+            return process.ask(request, timeout_s, num_asked)
         except _StartFailed as error:
-            return Error(f"no verifier process could be started: {error}")
+            return [Error(f"no verifier process could be started: {error}")] * num_asked
         except TimeoutError:
-            return Timeout(timeout_s)
+            return [Timeout(timeout_s * num_asked)] * num_asked
         except PeerGone:
             assert process is not None
             return _Crash(process.cause_of_death())
@@ -152,7 +167,7 @@ class VerifierPool:
         try:
             if self._closed:  # asked after the process is known to `close`: one of the two kills it
                 raise _StartFailed(_CLOSING)
-            process.load(functions, start_timeout_s)
+            self.takes_groups = frozenset(process.load(functions, start_timeout_s))
         except _StartFailed:
             self._retire(process)
             raise
@@ -172,6 +187,19 @@ class _Crash:
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
+
+
+def _read_answer(answer: JSON, timeout_s: float) -> Verdict:
+    """Raises ValueError for nonsense."""
+    if isinstance(answer, dict):
+        score, extra = answer.get("score"), answer.get("extra")
+        if "error" in answer:
+            return Error(str(answer["error"]))
+        if "timeout" in answer:
+            return Timeout(timeout_s)
+        if isinstance(score, int | float) and isinstance(extra, dict):
+            return Score(float(score), extra)
+    raise ValueError("neither a score nor an error")
 
 
 class _Process:
@@ -204,7 +232,8 @@ class _Process:
         self.in_step = True
         self._killed = False
 
-    def load(self, functions: Mapping[str, str], timeout_s: float) -> None:
+    def load(self, functions: Mapping[str, str], timeout_s: float) -> list[str]:
+        """Returns those that take groups."""
         try:
             answer = self._exchange(encode({"functions": dict(functions)}), timeout_s)
         except TimeoutError:
@@ -213,17 +242,15 @@ class _Process:
             raise _StartFailed(self.cause_of_death()) from None
         if "error" in answer:
             raise _StartFailed(str(answer["error"]))
+        return cast(list[str], answer["ready"])
 
-    def ask(self, request: bytes, timeout_s: float) -> Verdict:
+    def ask(self, request: bytes, timeout_s: float, num_asked: int) -> list[Verdict]:
         """Raises TimeoutError, PeerGone; the process is then out of step and must go. ValueError for nonsense."""
         self._stderr.truncate(0)
-        answer = self._exchange(request, timeout_s)
-        if "error" in answer:
-            return Error(str(answer["error"]))
-        score, extra = answer.get("score"), answer.get("extra")
-        if not isinstance(score, int | float) or not isinstance(extra, dict):
-            raise ValueError("neither a score nor an error")
-        return Score(float(score), extra)
+        answers = self._exchange(request, timeout_s * num_asked).get("answers")
+        if not isinstance(answers, list) or len(answers) != num_asked:
+            raise ValueError("not an answer to each")
+        return [_read_answer(answer, timeout_s) for answer in answers]
 
     def is_alive(self) -> bool:
         return self._popen.poll() is None

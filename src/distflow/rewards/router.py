@@ -91,24 +91,46 @@ class RewardRouter:
         return _functions_of(self._functions, domain)
 
     async def __call__(self, samples: Sequence[Sample]) -> list[Judgement]:
-        """What the parameter `judge` of a node is called for: a judgement on each sample, in their order."""
-        return list(await asyncio.gather(*(self.score(sample) for sample in samples)))
-
-    async def score(self, sample: Sample) -> Judgement:
-        """The weighted sum of the parts and the overlong penalty. One part without a score leaves the sample without.
+        """What the parameter `judge` of a node is called for: a judgement on each sample, in their order.
 
         Raises UserError for a domain that no function judges.
         """
-        functions = self.functions_of(sample.domain)
-        arguments = {
-            "data_source": sample.domain,
-            "solution_str": sample.response,
-            "ground_truth": sample.ground_truth,
-            "extra_info": sample.extra_info,
+        asked: dict[str, list[int]] = {}
+        for i, sample in enumerate(samples):
+            for name, _ in self.functions_of(sample.domain):
+                asked.setdefault(name, []).append(i)
+        answered = await asyncio.gather(*(self._ask(name, [samples[i] for i in asked[name]]) for name in asked))
+        verdicts = {
+            name: dict(zip(asked[name], found, strict=True)) for name, found in zip(asked, answered, strict=True)
         }
-        verdicts = await asyncio.gather(*(self.pool.judge(name, arguments) for name, _ in functions))
-        parts: dict[str, Verdict] = {name: verdict for (name, _), verdict in zip(functions, verdicts, strict=True)}
-        weights = dict(functions)
+        return [
+            self._judgement(sample, {name: verdicts[name][i] for name, _ in self.functions_of(sample.domain)})
+            for i, sample in enumerate(samples)
+        ]
+
+    async def score(self, sample: Sample) -> Judgement:
+        """The same for one."""
+        (judgement,) = await self([sample])
+        return judgement
+
+    async def _ask(self, name: str, samples: Sequence[Sample]) -> list[Verdict]:
+        """Of one function, on each sample."""
+        asked = [
+            {
+                "data_source": sample.domain,
+                "solution_str": sample.response,
+                "ground_truth": sample.ground_truth,
+                "extra_info": sample.extra_info,
+            }
+            for sample in samples
+        ]
+        if name in self.pool.takes_groups:
+            return await self.pool.judge_group(name, asked)
+        return list(await asyncio.gather(*(self.pool.judge(name, arguments) for arguments in asked)))
+
+    def _judgement(self, sample: Sample, parts: dict[str, Verdict]) -> Judgement:
+        """The weighted sum of the parts and the overlong penalty. A part without a score leaves the sample without."""
+        weights = dict(self.functions_of(sample.domain))
         scores = {name: part for name, part in parts.items() if isinstance(part, Score)}
         right = accuracy(scores, weights) if len(scores) == len(parts) else 0.0
         if self._overlong.buffer_tokens > 0:

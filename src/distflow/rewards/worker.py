@@ -9,19 +9,17 @@ import resource
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Callable, Mapping
-from types import TracebackType
+from typing import cast
 
 from distflow.config.functions import LoadError
-from distflow.data import generators
 from distflow.observe.jsonlines import JSON
 from distflow.rewards.frames import PeerGone, encode, receive_frame, send_frame
-from distflow.rewards.functions import call, load_reward, read_score
+from distflow.rewards.functions import load_reward, takes_groups
+from distflow.rewards.judging import describe, judge
 
 EXIT_OUT_OF_MEMORY = 86
 _PR_SET_PDEATHSIG = 1
-_SHOWN_ERROR_CHARACTERS = 1000
 
 
 def main() -> None:
@@ -40,18 +38,20 @@ def main() -> None:
 
 
 def serve(channel: socket.socket) -> None:
-    """First the functions to load ({name: target}), then requests ({name, arguments}), each with one answer."""
+    """First the functions to load ({name: target}), then requests ({name, asked, timeout_s}), each with an answer to
+    each of the asked, which are the arguments of one."""
     try:
         targets = _entries(receive_frame(channel), "functions")
         functions = {name: load_reward(str(target)) for name, target in targets.items()}
     except LoadError as error:
         send_frame(channel, encode({"error": str(error)}))
         return
-    send_frame(channel, encode({"ready": sorted(functions)}))
+    send_frame(channel, encode({"ready": [name for name, function in functions.items() if takes_groups(function)]}))
     while True:
         request = receive_frame(channel)
-        name = str(request["name"])
-        send_frame(channel, _judge(name, functions[name], _entries(request, "arguments")))
+        name, asked = str(request["name"]), cast(list[Mapping[str, object]], request["asked"])
+        timeout_s = cast(float, request["timeout_s"])
+        send_frame(channel, _answers(name, functions[name], asked, timeout_s))
 
 
 def _entries(message: Mapping[str, JSON], key: str) -> dict[str, JSON]:
@@ -62,42 +62,12 @@ def _entries(message: Mapping[str, JSON], key: str) -> dict[str, JSON]:
     return found
 
 
-def _judge(name: str, function: Callable[..., object], arguments: Mapping[str, object]) -> bytes:
+def _answers(name: str, function: Callable[..., object], asked: list[Mapping[str, object]], timeout_s: float) -> bytes:
+    answers = judge(name, function, asked, timeout_s)
     try:
-        returned = _called(name, function, arguments)
-        try:
-            score, extra = read_score(returned)
-        except ValueError as error:  # said of what it returned: no line of ours is to blame
-            return encode({"error": str(error)})
-        return encode({"score": score, "extra": extra})
-    except MemoryError:
-        raise  # the heap of this process is no longer to be trusted: a fresh one judges again
-    except Exception as error:  # the edge of the process: an error is an answer
-        return encode({"error": _describe(error)})
-
-
-def _called(name: str, function: Callable[..., object], arguments: Mapping[str, object]) -> object:
-    """What the function draws follows from what it is asked, not from what else this process was asked.
-
-    A call that itself imports numpy or torch, whose generators could not be seeded before, is made once more.
-    """
-    while True:
-        loaded = generators.loaded()
-        generators.seed(name, sorted(arguments.items()))
-        returned = call(function, arguments)
-        if generators.loaded() == loaded:
-            return returned
-
-
-def _describe(error: Exception) -> str:
-    """The kind, the message, and the place nearest to where it was raised."""
-    place = _innermost(error.__traceback__)
-    return f"{type(error).__name__}: {error}"[:_SHOWN_ERROR_CHARACTERS] + f" (at {place})"
-
-
-def _innermost(trace: TracebackType | None) -> str:
-    frames = traceback.extract_tb(trace)
-    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "unknown place"
+        return encode({"answers": answers})
+    except (TypeError, ValueError) as error:  # more than a message may hold
+        return encode({"answers": [{"error": describe(error)}] * len(asked)})
 
 
 def _die_with(parent_pid: int) -> None:

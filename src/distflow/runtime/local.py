@@ -14,6 +14,7 @@ from distflow.observe.files import remove_asides
 from distflow.observe.report import write_report
 from distflow.observe.report_summary import find_accuracy
 from distflow.observe.run_reader import read_damage, read_metrics
+from distflow.runtime.callbacks import Callbacks
 from distflow.runtime.checkpoint import Checkpoint, CheckpointStore
 from distflow.runtime.disk import writing_to
 from distflow.runtime.ports import Ports
@@ -48,6 +49,8 @@ def launch_local(
     resume: str | None = None,
     allow_change: tuple[str, ...] = (),
     say: Callable[[str], None] = lambda line: None,
+    callbacks: Callbacks = Callbacks(),  # noqa: B008  immutable
+    embedded: bool = False,
 ) -> Outcome:
     """See `Launch`."""
     with writing_to(spec.run_dir), claimed(spec.run_dir):
@@ -75,13 +78,17 @@ def launch_local(
         resumed_at = checkpoint.step if checkpoint else _FROM_THE_START
         with (
             reported(spec.run_dir, say),
-            Recorder(spec, coordinator.plan.total_steps, ledger.incarnation, resumed_at) as recorder,
+            Recorder(spec, coordinator.plan.total_steps, ledger.incarnation, resumed_at, callbacks) as recorder,
         ):
             _write_facts(spec, resources.facts, recorder, coordinator.plan.total_steps)
             if checkpoint:
                 _note_resume(recorder, checkpoint, differences)
             ports = local_ports(coordinator, recorder.waits, live)
-            with StopRequest(lambda name: recorder.note("info", f"{name}: {_stopping(spec, recorder.waits)}")) as stop:
+
+            def asked_to_stop(name: str) -> None:
+                recorder.note("info", f"{name}: {_stopping(spec, recorder.waits)}")
+
+            with StopRequest(asked_to_stop, ends_process=not embedded) as stop:
                 with Worker(spec, 0, resources, ports, recorder, store, stop, state, coordinator.version) as worker:
                     set_generators(checkpoint, spec.options.seed)
                     steps = worker.learning_loop()

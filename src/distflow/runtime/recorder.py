@@ -3,6 +3,7 @@
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from distflow.config import to_dict
@@ -15,6 +16,7 @@ from distflow.observe.run_folder import RunFolder
 from distflow.observe.terminal import TerminalView
 from distflow.observe.timing import PhaseTimer
 from distflow.observe.trackers import TrackedRun, open_trackers
+from distflow.runtime.callbacks import Callbacks, Caller
 from distflow.runtime.memory import MemoryPeaks
 from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import sample_rows, scores
@@ -29,7 +31,14 @@ class Recorder:
     status: "finished" or "stopped", set by whoever runs; "failed" until then.
     """
 
-    def __init__(self, spec: Spec, total_steps: int, incarnation: int, resumed_at: int | None):
+    def __init__(
+        self,
+        spec: Spec,
+        total_steps: int,
+        incarnation: int,
+        resumed_at: int | None,
+        callbacks: Callbacks = Callbacks(),  # noqa: B008  immutable
+    ):
         self._options = options = spec.options
         self.folder = RunFolder(spec.run_dir, incarnation, resumed_at)
         self.view = TerminalView(f"{options.project} / {options.experiment}", total_steps)
@@ -39,6 +48,7 @@ class Recorder:
             local={"console": self.view},
             on_failure=self.note,
         )
+        self._callbacks = Caller(callbacks, partial(self.note, "warning"))
         self.memory = MemoryPeaks()
         self.phases = PhaseTimer(self._on_phase, self.view.phase, on_charge=self.memory.charge)
         self.waits = Waits(self._on_wait)
@@ -89,6 +99,7 @@ class Recorder:
         self.folder.samples(step, sample_rows(batch))
         self._trackers.log(step, metrics)
         self._show_one(batch)
+        self._callbacks.step(step, metrics)
 
     def validation(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, object]]) -> None:
         """Held-out problems after `step` steps."""
@@ -96,6 +107,12 @@ class Recorder:
         if rows:
             self.folder.samples(step, rows, split="val")
         self._trackers.log(step, metrics)
+        self._callbacks.validation(step, metrics)
+
+    def saved(self, step: int, path: Path) -> None:
+        """The checkpoint of the weights after `step` steps."""
+        self.folder.event("checkpoint", f"saved {path.name}", step=step)
+        self._callbacks.save(step, path)
 
     def keep_groups(self, step: int, batch: Batch) -> None:
         """Keep all columns of a step where `trainer.save_groups` says so: `Batch.load` reads them."""

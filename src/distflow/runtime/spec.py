@@ -13,6 +13,7 @@ from distflow.flow.coordinator import DataPlan
 from distflow.graph import Program
 from distflow.planning.plan import Plan
 from distflow.rollout.engine import SamplingParams
+from distflow.runtime.callbacks import Callbacks
 from distflow.runtime.checks.mismatch import Tolerance
 
 
@@ -150,12 +151,15 @@ class Launch(Protocol):
         resume: str | None = None,
         allow_change: tuple[str, ...] = (),
         say: Callable[[str], None] = lambda line: None,
+        callbacks: Callbacks = Callbacks(),  # noqa: B008  immutable
+        embedded: bool = False,
     ) -> Outcome:
         """Run to the end, or to the first signal.
 
         resume: "auto" (from the run's last whole checkpoint, if any), "never", or the folder of a checkpoint or a run;
         what `trainer.resume_mode` says, if not given. allow_change: config keys that may differ from the checkpoint's.
-        say: told one line at a time what is being loaded.
+        say: told one line at a time what is being loaded. embedded: in a process that goes on afterwards, a notebook's
+        say, which a second signal must not end: it raises KeyboardInterrupt.
         Raises UserError for a checkpoint that does not fit, for a folder that another run uses or that cannot be
         written; TrustError where a check fails; NoProgress, NodeError.
         """

@@ -50,16 +50,18 @@ def interruptible() -> Iterator[None]:
 
 
 class StopRequest:
-    """While it is entered, the first signal is kept in `signal`, and the second ends the process. In the main thread.
+    """While it is entered, the first signal is kept in `signal`, and the second ends the process. On another thread
+    than the main one, which alone may handle signals, it hears of none.
 
+    ends_process: else the second signal raises KeyboardInterrupt, and the process goes on.
     on_first: told the signal's name, on a thread of its own: a handler interrupts the main thread anywhere, also where
     it holds the lock that writing a message needs.
     """
 
-    def __init__(self, on_first: Callable[[str], None]) -> None:
+    def __init__(self, on_first: Callable[[str], None], ends_process: bool = True) -> None:
         self.signal: int | None = None
         self._insisted = False
-        self._on_first = on_first
+        self._on_first, self._ends_process = on_first, ends_process
         self._handlers = _handled(self._asked)
 
     @property
@@ -82,6 +84,8 @@ class StopRequest:
 
     def _asked(self, number: int) -> None:
         if number != signal.SIGHUP:
+            if self._insisted and not self._ends_process:
+                raise KeyboardInterrupt
             if self._insisted:
                 leave_at_once(exit_status(number))
             self._insisted = True

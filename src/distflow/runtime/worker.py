@@ -248,7 +248,7 @@ class Worker:
                 writing.write(name, part)
                 names.append(name)
             path = writing.commit(names, metric)
-        self._recorder.folder.event("checkpoint", f"saved {path.name}", step=step)
+        self._recorder.saved(step, path)
 
     def _make_publisher(self) -> Publisher | None:
         """None where nothing is trained here, or no worker generates."""

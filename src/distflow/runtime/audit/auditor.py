@@ -318,6 +318,7 @@ def make_auditor(
         critic=resources.critic,
         ref=resources.ref,
         judge=ask if judge is not None else None,
+        judged_in_groups=judge.pool.takes_groups if judge is not None else frozenset(),
         hashes=hashes if resources.rollout is not None else None,
         weight_dtype=spec.weight_dtype,
         exact=spec.weight_dtype is torch.float32,

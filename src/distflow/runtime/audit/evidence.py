@@ -1,7 +1,7 @@
 """What is known of an audited step, sample by sample: plain tensors of one sample each, never columns of many."""
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,8 @@ class Parts:
     """What the run has to ask.
 
     learning: the nodes of that plane on this worker. data: which row a ticket names. judge: a verifier by its name and
-    arguments, one at a time. hashes: of the tensors that the rollout engine computes with, None where it is not here.
+    arguments, one at a time. judged_in_groups: names of those that judge all answers to a prompt at a time.
+    hashes: of the tensors that the rollout engine computes with, None where it is not here.
     weight_dtype: of those. exact: models compute in float32. estimate: the function that writes the advantages, and
     what it is called with for a batch; None where there is none.
     """
@@ -50,6 +51,7 @@ class Parts:
     critic: TrainEngine | None
     ref: Scorer | None
     judge: Callable[[str, Mapping[str, object]], Verdict] | None
+    judged_in_groups: Collection[str]
     hashes: Callable[[], dict[str, str]] | None
     weight_dtype: torch.dtype
     exact: bool

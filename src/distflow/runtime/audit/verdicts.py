@@ -71,6 +71,8 @@ def _compare(evidence: Evidence, record: GroupRecord, sample: Sample, name: str)
         )
     if not valid and sample["reward_errors"] is None:
         raise Wrong(f"sample {sample['uid']} counts as without a verdict, and nothing says why")
+    if name in evidence.parts.judged_in_groups:
+        return None  # alone it may say something else than beside the others
     again = _ask(evidence, sample, name)
     if not valid or not isinstance(again, Score) or again.value == held:
         return None
@@ -139,7 +141,8 @@ CHECK = Check(
     "verdicts",
     "each verifier was shown the sample's own text and ground truth, its verdict sits on the sample, and comes out "
     "again",
-    "verifiers of reward.functions that answer the same when asked again",
+    "verifiers of reward.functions that answer the same when asked again; of those that judge a group at a time only "
+    "what they were shown",
     f"equal, {MOST} samples, as far as the time allows",
     prove,
 )

@@ -1,0 +1,1 @@
+"""distflow from Python, in a script or a notebook: `distflow.train`, `distflow.load_run`."""

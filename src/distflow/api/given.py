@@ -1,0 +1,114 @@
+"""Rows and a reward function given from Python: they become files of the run's folder, which its config names, so that
+a resumed run, its evaluation and its verifier processes find them there."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from distflow.api.overrides import key_of, to_lines
+from distflow.config import Config, Loaded, program_name, to_yaml
+from distflow.config.errors import UserError
+from distflow.config.program import is_rl
+from distflow.data.given import GivenRows, keep_rows
+
+Rows: TypeAlias = str | Path | GivenRows
+Reward: TypeAlias = Callable[..., object]
+
+# What the config names while it is checked, before anything is written.
+_ROWS_TO_COME = "builtin:arithmetic-rl"
+_REWARD_TO_COME = "distflow.rewards.format_reward"
+
+
+@dataclass(frozen=True)
+class Given:
+    """Each None where it was not given. A text in place of rows is what the key takes.
+
+    Raises UserError for a reward that is none.
+    """
+
+    data: Rows | None = None
+    val_data: Rows | None = None
+    reward: Reward | None = None
+
+    def __post_init__(self) -> None:
+        if self.reward is not None:
+            _check_reward(self.reward)
+
+    def lines(self, others: Sequence[str]) -> list[str]:
+        """What is set for the check of the config. Raises UserError where `others` set the same."""
+        lines = []
+        for name, key in (("data", "data.train_files"), ("val_data", "data.val_files")):
+            rows = getattr(self, name)
+            if rows is not None:
+                _check_free(key, name, others)
+                lines += to_lines({key: rows if isinstance(rows, str | Path) else _ROWS_TO_COME})
+        if self.reward is not None:
+            _check_free("custom_reward_function", "reward", others)
+            lines += [f"custom_reward_function.path={_REWARD_TO_COME}"]
+        return lines
+
+    def named_in(self, loaded: Loaded) -> Loaded:
+        """The checked config with the files to come. Raises UserError for a reward that judges nothing."""
+        from distflow.rewards.given import name_of
+
+        config, keys = loaded.config, list[str]()
+        if self.reward is not None and not is_rl(config):
+            raise UserError(f"reward is given, and the program {program_name(config)} judges no answers: leave it out")
+        for key, file, _ in self._files(config):
+            files: dict[str, Any] = {f"{key}_files": (str(file),)}
+            config = replace(config, data=replace(config.data, **files))
+            keys.append(f"data.{key}_files")
+        if self.reward is not None:
+            custom = replace(config.custom_reward_function, path=str(_reward_file(config)), name=name_of(self.reward))
+            config = replace(config, custom_reward_function=custom)
+            keys += ["custom_reward_function.path", "custom_reward_function.name"]
+        origins = {**loaded.origins, **dict.fromkeys(keys, "given in Python")}
+        return replace(loaded, config=config, origins=origins, text=to_yaml(config))
+
+    def keep(self, config: Config, resuming: bool, say: Callable[[str], None]) -> None:
+        """Write the files. Raises UserError for what cannot be written, and for other rows than a resumed run's."""
+        from distflow.rewards.fingerprint import fingerprint_function
+        from distflow.rewards.given import write_function
+
+        _folder(config).mkdir(mode=0o700, exist_ok=True)
+        for key, file, rows in self._files(config):
+            name = "data" if key == "train" else "val_data"
+            wanted = getattr(config.data, f"{key}_max_samples")
+            if keep_rows(rows, file, name=name, wanted=wanted, resuming=resuming):
+                say(f"{name}: going on with the rows that the run began with, in {file}; what was given is not read")
+        if self.reward is not None:
+            write_function(self.reward, fingerprint_function(self.reward), _reward_file(config))
+
+    def _files(self, config: Config) -> Iterator[tuple[str, Path, GivenRows]]:
+        """("train" or "val", file, rows) of what is written."""
+        for key, rows in (("train", self.data), ("val", self.val_data)):
+            if rows is not None and not isinstance(rows, str | Path):
+                yield key, _folder(config) / f"{key}.jsonl", rows
+
+
+def _folder(config: Config) -> Path:
+    return config.trainer.run_dir / "data"
+
+
+def _reward_file(config: Config) -> Path:
+    return _folder(config) / "reward.pkl"
+
+
+def _check_free(key: str, name: str, lines: Sequence[str]) -> None:
+    for line in lines:
+        if key_of(line).startswith(key):
+            raise UserError(f"{key_of(line)} is set, and {name}= says the same: leave one of them out")
+
+
+def _check_reward(reward: Reward) -> None:
+    from distflow.rewards.functions import find_fault
+    from distflow.rewards.given import name_of
+
+    if not callable(reward) or isinstance(reward, type):
+        raise UserError(
+            f"reward is {reward!r:.80}: give a function. Rewards with a name are set by reward.functions, e.g. "
+            'overrides={"reward.functions": {"default": ["math"]}}, and one in a file by custom_reward_function.path'
+        )
+    if fault := find_fault(reward):
+        raise UserError(f"reward: {name_of(reward)} {fault}")

@@ -1,0 +1,141 @@
+"""`distflow.load_run`: a run's folder as tables, while it is written and afterwards. Reads, and runs nothing."""
+
+from pathlib import Path
+from typing import cast
+
+import yaml
+
+from distflow.api.show import run_html
+from distflow.api.table import Table
+from distflow.config.errors import UserError
+from distflow.observe.jsonlines import JSON
+from distflow.observe.report_summary import find_accuracy, status
+from distflow.observe.run_reader import (
+    read_events,
+    read_json,
+    read_metrics,
+    read_samples,
+    read_timeline,
+    sample_splits,
+    sample_steps,
+)
+
+
+def load_run(folder: str | Path) -> "Run":
+    """The run in a folder. Raises UserError where there is none."""
+    return Run(folder)
+
+
+class Run:
+    """A run by its folder. Everything is read when it is asked for, so that a run that goes on shows where it is."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Raises UserError where the folder is no run's."""
+        self.folder = Path(folder).expanduser().resolve()
+        if not (self.folder / "events.jsonl").is_file():
+            where = "holds no file events.jsonl" if self.folder.is_dir() else "is not there"
+            raise UserError(f"{self.folder} is no run's folder: it {where}")
+
+    @property
+    def status(self) -> str:
+        """ "finished", "stopped" (by a signal, and saved), "failed", or "no end yet": it runs, or was killed."""
+        return status(read_events(self.folder))["word"]
+
+    @property
+    def config(self) -> dict[str, JSON]:
+        """The whole config as nested dicts, defaults too; `distflow.train` takes it with a changed key."""
+        return cast(dict[str, JSON], yaml.safe_load((self.folder / "config.yaml").read_text(encoding="utf-8")))
+
+    @property
+    def facts(self) -> dict[str, JSON]:
+        """What the run was made of: versions, model, data, machine."""
+        return read_json(self.folder, "run.json")
+
+    def metrics(self, kind: str | None = None) -> Table:
+        """A row for each step and kind ("train", "val"), with `step`, `kind`, `t` (seconds since the epoch) and the
+        metrics by their names. kind: only those. Steps that a resume took back are left out."""
+        return Table(
+            {"step": record.step, "kind": record.kind, "t": record.t, **record.values}
+            for record in read_metrics(self.folder)
+            if kind is None or record.kind == kind
+        )
+
+    def samples(self, step: int | None = None, split: str | None = None) -> Table:
+        """A row for each answer, with `step`, `split`, `prompt`, `response`, `score` and what else was kept of it.
+
+        step: -1 for the last that has any, None for all. split: "train", "val"; None for all.
+        """
+        timeline = read_timeline(self.folder)
+        rows = Table()
+        for name in sample_splits(self.folder) if split is None else [split]:
+            steps = sample_steps(self.folder, name)
+            for number in [n for n in steps if step is None or n == (steps[-1] if step == -1 else step)]:
+                found = read_samples(self.folder, number, name, timeline)
+                rows += [{"step": number, "split": name, **row} for row in found]
+        return rows
+
+    def events(self, kind: str | None = None) -> Table:
+        """A row for each thing that happened, with `t`, `kind`, `step`, `message`. kind: only those, e.g. "warning"."""
+        return Table(
+            {"t": event.t, "kind": event.kind, "step": event.step, "message": event.message, **event.fields}
+            for event in read_events(self.folder)
+            if kind is None or event.kind == kind
+        )
+
+    @property
+    def accuracy_before(self) -> float | None:
+        """On held-out problems before the first step; None where that was not measured."""
+        first = self._accuracy()[:1]
+        return first[0][1] if first and first[0][0] == 0 else None
+
+    @property
+    def accuracy_after(self) -> float | None:
+        """On held-out problems at the last validation; None where there was none after a step."""
+        last = self._accuracy()[-1:]
+        return last[0][1] if last and last[0][0] > 0 else None
+
+    @property
+    def num_steps(self) -> int:
+        """Training steps that are done."""
+        return max((record.step for record in read_metrics(self.folder) if record.kind == "train"), default=0)
+
+    @property
+    def report(self) -> Path:
+        """The page that shows the run, to open in a browser; written now if it is not there yet."""
+        from distflow.observe.report import write_report
+
+        file = self.folder / "report.html"
+        return file if file.is_file() else write_report(self.folder)
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Folders of checkpoints, the oldest first; the last is what `export` takes."""
+        from distflow.runtime.checkpoint_folder import by_age
+        from distflow.runtime.local import CHECKPOINTS
+
+        return by_age(self.folder / CHECKPOINTS)
+
+    def export(self, to: str | Path, checkpoint: Path | None = None) -> Path:
+        """Write the policy of the last checkpoint, or of that one, as a folder that `transformers` loads, and that
+        `actor_rollout_ref.model.path` takes. Raises UserError where nothing was saved, or `to` is not empty."""
+        from distflow.pipelines.export import export_checkpoint
+
+        return export_checkpoint(checkpoint or self.folder, Path(to))
+
+    def summary(self) -> list[str]:
+        """How it stands, in lines: what it reached, and where its report is."""
+        before, after = self.accuracy_before, self.accuracy_after
+        accuracy = [f"accuracy before RL: {before:.2f}"] if before is not None and after is not None else []
+        accuracy += [f"accuracy after RL: {after:.2f}"] if accuracy else []
+        return [*accuracy, f"report: {self.report}"]
+
+    def __repr__(self) -> str:
+        return f"<Run {self.folder}: {self.status}, {self.num_steps} steps>"
+
+    def _repr_html_(self) -> str:
+        return run_html(self)
+
+    def _accuracy(self) -> tuple[tuple[int, float], ...]:
+        """(step, value) of each validation."""
+        found = find_accuracy(read_metrics(self.folder), None)
+        return found.points if found else ()

@@ -1,0 +1,99 @@
+"""What tells one reward function from another: for files what they hold, for functions their code and its constants."""
+
+import functools
+import hashlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType
+
+from distflow.config.functions import split_name
+from distflow.graph.functions import innermost
+from distflow.rewards.given import SUFFIX, read_fingerprint
+
+_LENGTH = 12
+_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+
+
+def fingerprint_target(target: str) -> str:
+    """Of the file behind a reward's "module:function" or "file:function"; empty where there is none to read."""
+    path = split_name(target)[0]
+    files = [Path(path)] if path.endswith((".py", SUFFIX)) else _files_of(path)
+    read = read_fingerprint if path.endswith(SUFFIX) else _digest_of
+    try:
+        return next((read(file) for file in files if file.is_file()), "")
+    except OSError:  # told where it is loaded
+        return ""
+
+
+def _files_of(module: str) -> list[Path]:
+    """Where a module may lie, found without importing the packages above it."""
+    stem = module.replace(".", "/")
+    return [Path(folder, name) for folder in sys.path for name in (f"{stem}.py", f"{stem}/__init__.py")]
+
+
+def fingerprint_function(function: Callable[..., object]) -> str:
+    """The same for the same code and constants, in whatever cell or line it stands; with the helpers of its own module,
+    without what it imports."""
+    return _digest("\n".join(_Lines(str(innermost(function).__module__)).of(function)).encode("utf-8", "surrogatepass"))
+
+
+def _digest_of(file: Path) -> str:
+    return _digest(file.read_bytes())
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:_LENGTH]
+
+
+class _Lines:
+    """Lines that say what a value is. module: of another one's functions and classes only the names are told."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._seen: set[int] = set()
+
+    def of(self, value: object) -> Iterator[str]:
+        yield type(value).__name__
+        if isinstance(value, _PLAIN):
+            yield repr(value)
+        elif isinstance(value, FunctionType | type) and value.__module__ != self._module:
+            yield f"{value.__module__}.{value.__qualname__}"
+        elif id(value) not in self._seen:
+            if isinstance(value, FunctionType | type | list | dict):  # which may hold themselves
+                self._seen.add(id(value))
+            for part in self._parts(value):
+                yield from self.of(part)
+
+    def _parts(self, value: object) -> Iterator[object]:
+        """An object that says nothing stable of itself has none."""
+        if isinstance(value, tuple | list):
+            yield from value
+        elif isinstance(value, frozenset | set):
+            yield from sorted(map(repr, value))
+        elif isinstance(value, dict):
+            yield from value.items()
+        elif isinstance(value, functools.partial):
+            yield from (value.func, value.args, value.keywords)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            yield value.__wrapped__
+        elif isinstance(value, re.Pattern):
+            yield value.pattern
+        elif isinstance(value, ModuleType):
+            yield value.__name__
+        elif isinstance(value, MethodType):
+            yield from (value.__func__, value.__self__)
+        elif isinstance(value, CodeType):
+            yield from (value.co_code, value.co_names, value.co_varnames, value.co_consts)
+        elif isinstance(value, FunctionType):
+            found = inspect.getclosurevars(value)
+            yield from (value.__code__, value.__defaults__, value.__kwdefaults__)
+            yield from sorted({**found.nonlocals, **found.globals}.items())
+        elif isinstance(value, type):
+            for name, item in sorted(vars(value).items()):
+                if isinstance(item, FunctionType) or (isinstance(item, _PLAIN) and not name.startswith("__")):
+                    yield item
+        elif type(value).__module__ == self._module:
+            yield from (type(value), getattr(value, "__dict__", None))

@@ -1,0 +1,78 @@
+"""A run's folder as tables: what was written is what comes back, without torch."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import distflow
+from distflow.api.table import Table
+from distflow.config.errors import UserError
+from distflow.observe.run_folder import RunFolder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three steps, of which the second incarnation took back the last."""
+    for inc, steps in ((0, (1, 2)), (1, (2, 3))):
+        with RunFolder(tmp_path / "run", inc, resumed_at=-1 if inc == 0 else 1) as run:
+            if inc == 0:
+                run.metrics(0, "val", {"val_correct/all/mean": 0.25})
+            for step in steps:
+                run.metrics(step, "train", {"reward/mean_score": step / 2 + inc, "actor/entropy": math.nan})
+                rows = [{"uid": "0-0", "prompt": "<b>1+1=</b>", "response": "2\x1b[2J", "score": 1.0}]
+                run.samples(step, rows)
+            run.event("warning", "look <here>", step=2)
+            run.event("end", "the run finished", status="finished")
+    with (tmp_path / "run" / "config.yaml").open("w") as file:
+        file.write("trainer:\n  seed: 3\n")
+    return tmp_path / "run"
+
+
+def test_metrics_samples_and_events(folder: Path) -> None:
+    run = distflow.load_run(folder)
+    assert (run.status, run.num_steps, run.config, run.facts) == ("finished", 3, {"trainer": {"seed": 3}}, {})
+    assert [(row["step"], row["reward/mean_score"]) for row in run.metrics("train")] == [(1, 0.5), (2, 2.0), (3, 2.5)]
+    assert [row["kind"] for row in run.metrics()] == ["val", "train", "train", "train"]
+    assert math.isnan(run.metrics("train")[0]["actor/entropy"])  # type: ignore[arg-type]
+    assert [row["step"] for row in run.samples()] == [1, 2, 3]
+    assert [row["response"] for row in run.samples(step=-1)] == ["2\x1b[2J"]
+    assert run.samples(split="val") == [] and run.samples(step=9) == []
+    assert [row["message"] for row in run.events("warning")] == ["look <here>"] * 2
+    assert (run.accuracy_before, run.accuracy_after, run.checkpoints) == (0.25, None, [])
+
+
+def test_a_table_as_pandas_and_as_html(folder: Path) -> None:
+    run = distflow.load_run(folder)
+    frame = run.metrics().to_pandas()
+    assert list(frame["step"]) == [0, 1, 2, 3] and math.isnan(frame["reward/mean_score"][0])
+    shown = run.samples()._repr_html_()
+    assert "&lt;b&gt;1+1=" in shown and "<b>" not in shown and "\x1b" not in shown and "3 rows" in shown
+    assert Table([])._repr_html_().endswith("<p>0 rows × 0 columns</p>")
+    many = Table({"i": i} for i in range(100))._repr_html_()
+    assert "<td>9</td>" in many and "<td>90</td>" in many and "<td>50</td>" not in many and "⋮" in many
+
+
+def test_a_run_shows_itself(folder: Path) -> None:
+    run = distflow.load_run(str(folder))
+    assert repr(run) == f"<Run {folder}: finished, 3 steps>"
+    shown = run._repr_html_()
+    assert "finished, 3 steps" in shown and "0.250 before" not in shown and "<polyline" in shown
+    assert run.report == folder / "report.html" and run.report.is_file()
+
+
+@pytest.mark.parametrize(("name", "said"), [("nothing", "is not there"), (".", "holds no file events.jsonl")])
+def test_what_is_no_run_is_refused(name: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        distflow.load_run(tmp_path / name)
+
+
+def test_reading_a_run_loads_no_torch(folder: Path) -> None:
+    code = (
+        f"import sys, distflow; run = distflow.load_run({str(folder)!r}); run.metrics(), run.samples(), run.events()\n"
+        "run._repr_html_(); print([name for name in ('torch', 'transformers', 'pandas') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

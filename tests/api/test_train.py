@@ -1,0 +1,199 @@
+"""`distflow.train`: rows, a reward and callbacks of Python make the run that files would make."""
+
+import asyncio
+import json
+import random
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import distflow
+from distflow.cli import main
+from distflow.config.errors import ConfigError, UserError
+from tests.api.small import ROWS, TINY, small
+
+
+def lengths(solution_str: str, ground_truth: str) -> dict:
+    return {"score": len(solution_str) / 8 + (solution_str == ground_truth), "acc": solution_str == ground_truth}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs") / "run"
+
+
+@pytest.fixture(scope="module")
+def told() -> list[tuple]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path, told: list[tuple]) -> distflow.Run:
+    """Trained as from a notebook, whose loop runs while it trains."""
+
+    def failing(step: int, metrics: dict) -> None:
+        random.random()
+        told.append(("step", step, metrics))
+        raise RuntimeError("no such plot")
+
+    async def cell() -> distflow.Run:
+        return distflow.train(
+            TINY,
+            small(folder, trainer__val_before_train=True, trainer__test_freq=1),
+            data=iter(ROWS),
+            val_data=ROWS[:2],
+            reward=lambda solution_str, ground_truth: lengths(solution_str, ground_truth),
+            on_step=failing,
+            on_validation=lambda step, metrics: told.append(("validation", step, metrics)),
+            on_save=lambda step, path: told.append(("save", step, path)),
+        )
+
+    before = (signal.getsignal(signal.SIGINT), random.getstate(), torch.get_rng_state())
+    made = asyncio.run(cell())
+    assert (signal.getsignal(signal.SIGINT), random.getstate()) == before[:2]
+    assert torch.equal(torch.get_rng_state(), before[2])
+    return made
+
+
+def test_what_was_given_is_what_it_trained_on(run: distflow.Run, folder: Path) -> None:
+    assert run.folder == folder.resolve() and run.status == "finished" and run.num_steps == 2
+    answers = {row["prompt"]: row["answer"] for row in ROWS}
+    samples = run.samples(split="train")
+    assert len(samples) == 2 * 2 * 2
+    for sample in samples:
+        assert sample["ground_truth"] == answers[sample["prompt"]]
+        assert sample["score"] == lengths(sample["response"], sample["ground_truth"])["score"]
+
+
+def test_callbacks_are_told_and_one_that_raises_ends_nothing(run: distflow.Run, told: list[tuple]) -> None:
+    assert [entry[:2] for entry in told] == [
+        ("validation", 0),
+        *[(kind, step) for step in (1, 2) for kind in ("validation", "step", "save")],
+    ]
+    assert all(entry[2]["reward/mean_score"] >= 0 for entry in told if entry[0] == "step")
+    assert all("val_correct/all/mean" in entry[2] for entry in told if entry[0] == "validation")
+    assert [entry[2] for entry in told if entry[0] == "save"] == run.checkpoints
+    (first, second) = [event["message"] for event in run.events("warning")]
+    assert first == second and "on_step: failing raised RuntimeError: no such plot (at test_train.py:" in first
+
+
+def test_the_command_line_goes_on_with_it(run: distflow.Run, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(folder / "config.yaml"), "trainer.total_training_steps=3"]) == 0
+    assert run.num_steps == 3 and "resumed from step-000002" in capsys.readouterr().out
+    evaluated = ["eval", str(folder / "config.yaml"), "data.val_max_samples=1"]
+    assert main(evaluated) == 0
+
+
+def test_a_resume_reads_the_rows_it_began_with_and_tells_of_another_reward(run: distflow.Run, folder: Path) -> None:
+    def other(solution_str: str) -> float:
+        return float(len(solution_str))
+
+    steps = run.num_steps + 1
+    with pytest.raises(UserError, match="other rows than those that the run began with"):
+        distflow.train(TINY, small(folder), data=ROWS[:3], reward=other)
+    assert distflow.load_run(folder).num_steps == steps - 1
+    again = distflow.train(
+        TINY,
+        small(folder, trainer__total_training_steps=steps, trainer__val_before_train=True, trainer__test_freq=1),
+        data=iter([]),
+        val_data=ROWS[:2],
+        reward=other,
+    )
+    assert again.num_steps == steps
+    (changed,) = [event["message"] for event in again.events("warning") if "code_of_reward" in event["message"]]
+    assert "code_of_reward_custom was" in changed
+    assert {row["score"] for row in again.samples(step=steps, split="train")} <= {0.0, 1.0, 2.0, 3.0, 4.0}
+
+
+def test_a_signal_saves_and_the_process_goes_on(tmp_path: Path) -> None:
+    stopped = distflow.train(
+        TINY,
+        small(tmp_path / "run", trainer__total_training_steps=9, trainer__save_freq=9),
+        data=ROWS,
+        reward=lengths,
+        on_step=lambda step, metrics: signal.raise_signal(signal.SIGINT),
+    )
+    assert stopped.status == "stopped" and stopped.num_steps == 1
+    assert [path.name for path in stopped.checkpoints] == ["step-000001"]
+
+
+def test_a_second_signal_is_a_keyboard_interrupt(tmp_path: Path) -> None:
+    def impatient(step: int, metrics: dict) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        distflow.train(TINY, small(tmp_path / "run"), data=ROWS, reward=lengths, on_step=impatient)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert distflow.load_run(tmp_path / "run").status == "failed"
+
+
+def test_it_trains_on_another_thread_than_the_main_one(tmp_path: Path) -> None:
+    made: list[distflow.Run] = []
+
+    def work() -> None:
+        lines = [
+            "trainer.total_training_steps=1",
+            f"trainer.default_local_dir={tmp_path / 'run'}",
+            "trust.audit_freq=0",
+        ]
+        made.append(distflow.train(str(TINY), lines, data=str(write(tmp_path, ROWS)), reward=batched))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert made[0].status == "finished"
+    assert {row["score"] for row in made[0].samples()} <= {float(i) for i in range(8)}
+
+
+def batched(solution_strs: list[str]) -> list[float]:
+    return [float(sorted(solution_strs).index(text)) for text in solution_strs]
+
+
+def write(folder: Path, rows: list[dict]) -> Path:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return file
+
+
+MODEL = {"actor_rollout_ref.model.path": "builtin:tiny-arithmetic", "data.train_batch_size": 2} | {
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 2
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"data": ["1+1="]}, "data: row 1 of the list is str"),
+        ({"val_data": {"prompt": ["1+1="]}}, "val_data is a dict, no rows"),
+        ({"data": [{"prompt": "1+1=", "solution": "2"}], "reward": None}, "no row of .* has the column 'answer'"),
+        ({"reward": lambda completion: 0}, r"reward: <lambda> takes \(completion\): a reward takes some of"),
+        ({"reward": "math"}, "reward is 'math': give a function"),
+        ({"reward": threading.Lock().acquire}, "reward: acquire does not say what it takes"),
+        ({"on_step": lambda step: 0}, "on_step must be a plain function that is called with"),
+        ({"overrides": {"data.trian_batch_size": 8}}, r"data.trian_batch_size \(given\)"),
+        ({"overrides": {"trainer.seed": object()}}, "trainer.seed is <object"),
+        ({"overrides": 3}, "overrides are 3: give a dict"),
+        ({"overrides": ["data.train_files=x.jsonl"]}, "data.train_files is set, and data= says the same"),
+        ({"overrides": ["custom_reward_function.path=x.py"]}, "reward= says the same"),
+        ({"preset_or_config": "sft", "overrides": MODEL}, "the program sft judges no answers"),
+        ({"preset_or_config": "gpro"}, "did you mean grpo"),
+        ({"preset_or_config": {"defaults": ["grpo", "ppo"]}}, "name the one preset"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_written(
+    arguments: dict, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    overrides = arguments.get("overrides", small(tmp_path / "run"))
+    call = {"preset_or_config": TINY, "data": ROWS, "reward": lengths, **arguments, "overrides": overrides}
+    with pytest.raises(UserError, match=said) as raised:
+        distflow.train(**call)
+    assert not list(tmp_path.glob("run/checkpoints/*")) and not (tmp_path / "run" / "metrics.jsonl").exists()
+    if isinstance(raised.value, ConfigError):
+        assert not list(tmp_path.iterdir())
+    assert raised.value._render_traceback_() == [f"{type(raised.value).__name__}: {raised.value}"]

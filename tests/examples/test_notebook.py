@@ -1,0 +1,71 @@
+"""In a real kernel: the example notebook, and the interrupt button."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.api.run import load_run
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 240
+
+pytest.importorskip("ipykernel")
+nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+
+
+def test_the_notebook_runs_and_shows_what_it_made(tmp_path: Path) -> None:
+    notebook = nbformat.read(ROOT / "examples" / "notebook.ipynb", as_version=4)
+    client = nbclient.NotebookClient(
+        notebook, timeout=LIMIT_S, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    )
+    client.execute()  # raises what a cell raises
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    texts = "".join(output["text"] for output in outputs if output.output_type == "stream")
+    assert "step 10/10" in texts and "\x1b" not in texts and "Warning" not in texts
+    (shown, metrics, samples, report) = [output["data"] for output in outputs if "data" in output]
+    assert "finished, 10 steps" in shown["text/html"] and "<svg" in shown["text/html"]
+    assert "reward/mean_score" in metrics["text/html"] and "digits" in samples["text/html"]
+    assert (tmp_path / "runs/notebook/digits/report.html").is_file() and "report.html" in report["text/plain"]
+
+
+CELL = """
+import signal, distflow
+before = signal.getsignal(signal.SIGINT)
+run = distflow.train(
+    {tiny!r},
+    {{"trainer.default_local_dir": {folder!r}, "trainer.total_training_steps": 500, "trust.audit_freq": 0}},
+    data=[{{"prompt": "1+1=", "answer": "2"}}] * 8,
+    reward=lambda solution_str: float(len(solution_str)),
+)
+print(run.status, signal.getsignal(signal.SIGINT) is before)
+"""
+
+
+@pytest.fixture
+def kernel() -> Iterator[tuple[Any, Any]]:
+    from jupyter_client.manager import start_new_kernel
+
+    manager, client = start_new_kernel(kernel_name="python3")
+    yield manager, client
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+
+
+def test_the_interrupt_button_saves_and_the_kernel_lives_on(kernel: tuple[Any, Any], tmp_path: Path) -> None:
+    (manager, client), folder = kernel, tmp_path / "run"
+    client.execute(CELL.format(tiny=str(ROOT / "examples" / "tiny.yaml"), folder=str(folder)))
+    deadline = time.monotonic() + LIMIT_S
+    while not (metrics := folder / "metrics.jsonl").is_file() or not metrics.stat().st_size:
+        assert time.monotonic() < deadline and manager.is_alive()
+        time.sleep(0.1)
+    manager.interrupt_kernel()
+    printed = ""
+    while "stopped" not in printed:
+        message = client.get_iopub_msg(timeout=LIMIT_S)
+        assert message["msg_type"] != "error", message["content"]
+        printed += message["content"].get("text", "")
+    assert "SIGINT: finishing this step, saving" in printed and "stopped True" in printed
+    assert load_run(folder).status == "stopped" and load_run(folder).checkpoints

@@ -1,0 +1,139 @@
+"""Async and batched rewards: handed all answers to a prompt at a time, judged as one by one."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distflow.data.sample import Sample, Segment
+from distflow.rewards.functions import find_fault
+from distflow.rewards.pool import VerifierPool
+from distflow.rewards.router import RewardRouter
+from distflow.rewards.verdict import Error, Score, Timeout, Verdict
+
+SOURCE = """
+import asyncio, os, time
+
+async def waiting(solution_str, extra_info):
+    await asyncio.sleep(extra_info.get("sleeps", 0))
+    if solution_str == "raise":
+        raise KeyError("no such answer")
+    return {"score": float(len(solution_str)), "acc": 0}
+
+async def blocking(solution_str):
+    time.sleep(30)
+
+def ranked(solution_strs, ground_truths, extra_infos):
+    assert len(solution_strs) == len(ground_truths) == len(extra_infos)
+    order = sorted(solution_strs)
+    return [float(order.index(text)) for text in solution_strs]
+
+async def ranked_async(solution_strs):
+    await asyncio.sleep(0)
+    return ranked(solution_strs, solution_strs, solution_strs)
+
+def mixed(solution_strs):
+    return [1.0, {"score": 0.5, "why": "so"}, None, float("nan")][: len(solution_strs)]
+
+def short(solution_strs):
+    return [1.0]
+
+def tensor(solution_strs, **kwargs):
+    import torch
+    return torch.arange(len(solution_strs), dtype=torch.float32)
+
+def leaves(solution_strs):
+    os._exit(3)
+"""
+NAMES = ("waiting", "blocking", "ranked", "ranked_async", "mixed", "short", "tensor", "leaves")
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rewards") / "rewards.py"
+    path.write_text(SOURCE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def pool(file: Path) -> Iterator[VerifierPool]:
+    pool = VerifierPool({name: f"{file}:{name}" for name in NAMES}, num_workers=1, timeout_s=20.0)
+    yield pool
+    pool.close()
+
+
+def ask(pool: VerifierPool, name: str, texts: list[str], timeout_s: float | None = None, **extra) -> list[Verdict]:
+    asked = [{"data_source": "d", "solution_str": t, "ground_truth": "g", "extra_info": extra} for t in texts]
+    return asyncio.run(pool.judge_group(name, asked, timeout_s))
+
+
+def test_the_pool_knows_which_take_groups(pool: VerifierPool) -> None:
+    assert pool.takes_groups == set(NAMES)
+
+
+def test_async_ones_wait_together_and_fail_alone(pool: VerifierPool) -> None:
+    ask(pool, "waiting", ["a"])  # the process is up
+    began = time.monotonic()
+    verdicts = ask(pool, "waiting", ["a", "raise", "abc", *["abcd"] * 20], sleeps=0.3)
+    assert time.monotonic() - began < 3
+    assert verdicts[0] == Score(1.0, {"acc": 0.0}) and verdicts[2] == Score(3.0, {"acc": 0.0})
+    assert isinstance(verdicts[1], Error) and "KeyError: 'no such answer' (at rewards.py:" in verdicts[1].reason
+
+
+def test_an_async_one_has_a_deadline_of_its_own(pool: VerifierPool) -> None:
+    assert ask(pool, "waiting", ["a", "b"], 0.2, sleeps=60) == [Timeout(0.2), Timeout(0.2)]
+    assert ask(pool, "waiting", ["a"]) == [Score(1.0, {"acc": 0.0})]
+
+
+def test_one_that_blocks_is_killed(pool: VerifierPool) -> None:
+    assert ask(pool, "blocking", ["a", "b"], 0.2) == [Timeout(0.4), Timeout(0.4)]
+    assert ask(pool, "waiting", ["a"]) == [Score(1.0, {"acc": 0.0})]
+
+
+@pytest.mark.parametrize("name", ["ranked", "ranked_async"])
+def test_a_batched_one_sees_all_answers_to_a_prompt(pool: VerifierPool, name: str) -> None:
+    assert ask(pool, name, ["c", "a", "b"]) == [Score(2.0), Score(0.0), Score(1.0)]
+
+
+def test_what_a_batched_one_may_return(pool: VerifierPool) -> None:
+    first, second, third, fourth = ask(pool, "mixed", ["a", "b", "c", "d"])
+    assert (first, second) == (Score(1.0), Score(0.5, {"why": "so"}))
+    assert isinstance(third, Error) and "None" in third.reason
+    assert isinstance(fourth, Error) and "nan" in fourth.reason
+    assert ask(pool, "tensor", ["a", "b"]) == [Score(0.0), Score(1.0)]
+    for verdict in ask(pool, "short", ["a", "b"]):
+        assert isinstance(verdict, Error) and "it returned 1 scores for 2 answers" in verdict.reason
+
+
+def test_a_crash_is_an_error_for_the_whole_group(pool: VerifierPool) -> None:
+    verdicts = ask(pool, "leaves", ["a", "b"])
+    assert [isinstance(v, Error) and "exited with 3, twice" in v.reason for v in verdicts] == [True, True]
+
+
+def test_the_router_hands_them_the_samples_of_their_domain(file: Path) -> None:
+    functions = {"default": [(f"{file}:ranked", 1.0), ("exact_match", 10.0)], "other": [(f"{file}:waiting", 1.0)]}
+
+    def sample(response: str, domain: str = "default") -> Sample:
+        segments = [Segment("prompt", (1,)), Segment("environment", (1,))]
+        return Sample("0-0", 0, segments, response=response, ground_truth="b", domain=domain, extra_info={})
+
+    with RewardRouter(functions, timeout_s=20.0, num_workers=1, max_response_length=8) as router:
+        judged = asyncio.run(router([sample("c"), sample("zz", "other"), sample("b"), sample("a")]))
+    assert [judgement.verdict.value for judgement in judged if isinstance(judgement.verdict, Score)] == [2, 2, 11, 0]
+
+
+@pytest.mark.parametrize(
+    ("function", "is_one"),
+    [
+        (lambda solution_str: 0, True),
+        (lambda solution_strs, ground_truths: 0, True),
+        (lambda solution_strs, **kwargs: 0, True),
+        (lambda completions, **kwargs: 0, False),
+        (lambda solution_strs, solution_str: 0, False),
+        (lambda response: 0, False),
+    ],
+)
+def test_a_reward_is_known_by_its_parameters(function, is_one: bool) -> None:
+    assert (find_fault(function) == "") is is_one
