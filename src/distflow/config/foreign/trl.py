@@ -104,7 +104,7 @@ NAMES: dict[str, Name] = {
     "dataset_text_field": Name(note=_TEXT),
     "dataset_kwargs": Name(note=_TEXT, harmless=(None,)),
     "formatting_func": Name("data.prompt_template", harmless=(None,)),
-    "chat_template_kwargs": Name(note="data.enable_thinking is handed to the chat template", harmless=(None,)),
+    "chat_template_kwargs": Name("data.apply_chat_template_kwargs", harmless=(None,)),
     "chat_template_path": Name(f"{_M}.tokenizer_path", "the template is the tokenizer's", harmless=(None,)),
     "eos_token": Name(note="the end token is the tokenizer's", harmless=(None,)),
     "pad_token": Name(note="nothing is padded", harmless=ANY),

@@ -224,14 +224,17 @@ NAMES: dict[str, Name] = {
     "data.custom_cls.*": Name(note="rows are read as docs/data.md says", harmless=(None,)),
     "data.sampler.*": Name(note="rows come in the order of data.shuffle and data.seed", harmless=(None,)),
     "data.datagen.*": Name(note="rows are read from data.train_files", harmless=(None,)),
-    "data.apply_chat_template_kwargs.enable_thinking": Name("data.enable_thinking"),
-    "data.messages_key": Name("data.prompt_key"),
     # supervised fine-tuning
     "model.partial_pretrain": Name(f"{_M}.path"),
     "data.max_length": Name(
         note="prompt and response have a limit each: data.max_prompt_length, data.max_response_length"
     ),
-    "data.multiturn.*": _ONE_TURN_OPTION,
+    "data.multiturn.enable": Name(note="conversations are known by their column: data.messages_key", harmless=ANY),
+    "data.multiturn.messages_key": Name("data.messages_key"),
+    "data.multiturn.tools_key": Name("data.tools_key"),
+    "data.multiturn.enable_thinking_key": Name(
+        note="a row's column chat_template_kwargs holds what its template is handed, e.g. enable_thinking"
+    ),
     "data.prompt_dict_keys": Name("data.prompt_key", "a dotted name reaches into nested values"),
     "data.response_dict_keys": Name("data.response_key", "a dotted name reaches into nested values"),
     "engine": Name(f"{_A}.strategy", "the train engine is torch"),
