@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_docs import ROOT, Block, blocks, save_if_file
+from tests.test_docs import OF_QUICKSTART, ROOT, Block, blocks, save_if_file
 
 NEEDS = {
     "# needs the Hugging Face hub": "the hub cannot be reached",
@@ -46,6 +46,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tools.mkdir(parents=True)
     python = f"PYTHONPATH={shlex.quote(str(ROOT / 'src'))} exec {shlex.quote(sys.executable)}"
     write_tool(tools / "distflow", f'{python} -m distflow "$@"')
+    write_tool(tools / "python", f'{python} "$@"')
     write_tool(tools / "pip", "echo not installing: $@")
     (tools / "activate").write_text(f"export PATH={shlex.quote(str(tools))}:$PATH\n")
     for command in made_by_quickstart():
@@ -70,7 +71,7 @@ def run(code: str, folder: Path) -> tuple[int, str]:
 
 
 def fault(block: Block, folder: Path) -> str | None:
-    status, said = run(block.code, folder)
+    status, said = run(f"python - <<'END'\n{block.code}\nEND" if block.language == "python" else block.code, folder)
     needed = next((told for line, told in NEEDS.items() if block.code.startswith(line)), None)
     works = status == 0 or (needed is not None and status == 2 and needed in said)
     return None if works else f"{block.page}:{block.line} exits {status}\n{block.code}{said[-3000:]}"
@@ -82,7 +83,7 @@ def test_every_command_works_in_the_order_of_reading(checkout: Path) -> None:
     faults, num_run = [], 0
     for block in (block for page in pages_in_order() for block in blocks(page) if block.runs):
         save_if_file(block, checkout)
-        if block.language == "bash":
+        if block.language == "bash" or (block.language == "python" and OF_QUICKSTART in block.code):
             num_run += 1
             faults.append(fault(block, checkout))
     assert num_run > 20

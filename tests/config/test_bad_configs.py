@@ -129,7 +129,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     "a device misspelt": ("grpo", ["trainer.device=gpu"], "trainer.device", ("auto, cpu, cuda",)),
     "a program misspelt": ("grpo", ["dag.pipeline=dappo"], "dag.pipeline", ("dapo?",)),
     "a reward misspelt": ("grpo", ["reward.functions={default: [maths]}"], "reward.functions.default", ("math?",)),
-    "a resume mode misspelt": ("grpo", ["trainer.resume_mode=nevr"], "trainer.resume_mode", ("no folder", "never")),
+    "a resume mode misspelt": (
+        "grpo",
+        ["trainer.resume_mode=nevr"],
+        "trainer.resume_mode",
+        ("no such file or folder", "did you mean 'never'"),
+    ),
     # parts that are not there yet
     "ray": ("grpo", ["trainer.launcher=ray"], "trainer.launcher", ("not there yet", "local")),
     "two machines": ("grpo", ["trainer.nnodes=2"], "trainer.nnodes", ("not there yet",)),

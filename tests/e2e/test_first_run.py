@@ -86,7 +86,7 @@ def test_a_mistake_is_refused_with_its_fix(name: str, bare: Path, capsys: pytest
 def test_what_is_no_checkpoint_is_not_called_damaged(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "model", "--to", "out"]) == 2
     said = capsys.readouterr().err
-    assert "model is no checkpoint" in said and "damaged" not in said
+    assert "model is no run's folder and no checkpoint" in said and "damaged" not in said
 
 
 def test_eval_names_its_own_key(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:

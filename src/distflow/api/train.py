@@ -15,7 +15,7 @@ from distflow.config import ConfigError, Loaded, Problem, UserError, describe, l
 from distflow.config.functions import load
 from distflow.config.names import LAUNCHERS
 from distflow.config.paths import NEEDED_TO_TRAIN
-from distflow.config.resuming import check_resume, resume_override
+from distflow.config.resuming import check_keys, resume_override
 from distflow.config.sources import COMMAND_LINE
 from distflow.observe.claim import claimed
 from distflow.observe.text import visible
@@ -57,7 +57,7 @@ def train(
     preset, lines = _preset_and_lines(preset_or_config, overrides)
     _say(f"distflow {__version__} · {preset}")
     loaded = given.named_in(_load(preset, [*lines, *given.lines(lines), *resume_override(resume)]))
-    check_resume(resume, allow_change)
+    check_keys(allow_change)
     for line in loaded.notes:
         _say(line)
     with warnings.catch_warnings():

@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     from distflow.commands.early import importing, verifiers_ahead
     from distflow.config import describe, load_config
     from distflow.config.paths import NEEDED_TO_TRAIN
-    from distflow.config.resuming import check_resume, resume_override
+    from distflow.config.resuming import check_keys, resume_override
 
     if arguments.command == "sft" and "=" in arguments.preset:  # it was left out, and this is the first override
         arguments.preset, arguments.overrides = "sft", [arguments.preset, *arguments.overrides]
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     loaded = load_config(arguments.preset, overrides, needed=NEEDED_TO_TRAIN)
     for line in loaded.notes:
         say(line)
-    check_resume(arguments.resume, arguments.allow_change)
+    check_keys(arguments.allow_change)
     with verifiers_ahead(loaded.config):
         with importing():
             from distflow.pipelines.code import named_code

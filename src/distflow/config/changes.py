@@ -44,7 +44,7 @@ def _chain(name: str) -> list[str]:
 
 def _preset_values(name: str) -> dict[str, object]:
     # Read without Hydra, which would cost every start a tenth of a second.
-    values = OmegaConf.to_container(OmegaConf.merge(*map(_read, _chain(name))))
+    values = OmegaConf.to_container(OmegaConf.merge(*map(_read, _chain(name))), resolve=True)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items() if key != "defaults"}
 

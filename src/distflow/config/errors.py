@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 
 _LEAST_SIMILARITY = 0.6  # of `difflib`: below it a guess is noise
 _MAX_LISTED = 12
@@ -49,6 +50,18 @@ def nearest(name: str, known: Iterable[str]) -> str:
     by_lower = {other.lower(): other for other in known}
     close = get_close_matches(name.lower(), by_lower, n=1, cutoff=_LEAST_SIMILARITY)
     return by_lower[close[0]] if close else ""
+
+
+def missing_path(path: Path) -> tuple[str, str]:
+    """That it is not there, and what may be meant: the nearest name beside it, or the first folder that is missing."""
+    if not path.parent.is_dir():
+        absent = next(folder for folder in reversed(path.parents) if not folder.is_dir())
+        looked = "" if path.is_absolute() else f" in {Path.cwd()}"
+        return f"there is no folder '{absent}'{looked}", "look at the path, or start where it begins"
+    stems = {entry.stem: entry.name for entry in path.parent.iterdir() if entry.suffix == path.suffix}
+    near = stems.get(nearest(path.stem, stems), "")
+    meant = f"did you mean '{path.with_name(near)}'?" if near else f"look what there is in '{path.parent.resolve()}'"
+    return "there is no such file or folder", meant
 
 
 def hint(name: str, known: Iterable[str]) -> str:

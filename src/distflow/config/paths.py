@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from distflow.config.check import where
-from distflow.config.errors import Problem, nearest
+from distflow.config.errors import Problem, missing_path, nearest
 from distflow.config.functions import split_name
 from distflow.config.program import is_rl, may_have_critic
 from distflow.config.schema import Config
@@ -109,23 +109,13 @@ def model_fault(text: str) -> tuple[str, str] | None:
     return None
 
 
-def missing_path(path: Path) -> tuple[str, str]:
-    """That it is not there, and what may be meant: the nearest name beside it, or the first folder that is missing."""
-    if not path.parent.is_dir():
-        absent = next(folder for folder in reversed(path.parents) if not folder.is_dir())
-        looked = "" if path.is_absolute() else f" in {Path.cwd()}"
-        return f"there is no folder '{absent}'{looked}", "look at the path, or start where it begins"
-    stems = {entry.stem: entry.name for entry in path.parent.iterdir() if entry.suffix == path.suffix}
-    near = stems.get(nearest(path.stem, stems), "")
-    meant = f"did you mean '{path.with_name(near)}'?" if near else f"look what there is in '{path.parent.resolve()}'"
-    return "there is no such file or folder", meant
-
-
 def _reward_fault(function: str, path: str) -> tuple[str, str] | None:
     """Of a file or module whose function has a key of its own."""
     if ".py:" in path:
         file, name = split_name(path)
         return "names a function too", f"write {file}, and its function as custom_reward_function.name={name}"
+    if path.endswith(".pkl") and Path(path).is_file():  # what a reward given from Python is kept as
+        return None
     fault = _code_fault(path)
     if fault is None and path.endswith(".py"):
         return _content_fault(Path(path).expanduser(), function, "set custom_reward_function.name={}")

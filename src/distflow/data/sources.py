@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
-from distflow.config.errors import UserError
-from distflow.config.paths import HUB_DATA, missing_path
+from distflow.config.errors import UserError, missing_path
+from distflow.config.paths import HUB_DATA
 from distflow.data import iterators
 from distflow.data.files import READERS, read_file
 from distflow.data.hub import unreachable

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from distflow.config.errors import missing_path, nearest
 from distflow.config.program import is_rl
 from distflow.config.rules.finding import ROLLOUT, Finding
 from distflow.config.schema import Config
@@ -56,9 +57,13 @@ def keep_best(config: Config) -> Iterator[Finding]:
 def resume(config: Config) -> Iterator[Finding]:
     """A checkpoint to resume from exists."""
     mode = config.trainer.resume_mode
-    if mode not in ("auto", "never") and not Path(mode).expanduser().is_dir():
-        advice = "write auto, never (verl's disable), or the folder of a checkpoint"
-        yield Finding(("trainer.resume_mode",), f"there is no folder '{mode}'", advice)
+    path = Path(mode).expanduser()
+    if mode not in ("auto", "never") and not path.is_dir():
+        what, advice = ("is a file", "name its folder") if path.is_file() else missing_path(path)
+        if near := nearest(mode, ("auto", "never")):
+            advice = f"did you mean '{near}'"
+        ways = "auto, never (verl's disable), or the folder of a run or a checkpoint"
+        yield Finding(("trainer.resume_mode",), what, f"{advice}; it takes {ways}")
 
 
 def run_folder(config: Config) -> Iterator[Finding]:
