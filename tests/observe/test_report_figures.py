@@ -249,3 +249,13 @@ def test_bytes_are_shown_as_gib_and_the_changes_of_a_config_as_they_were_written
     assert data["series"]["y"]["memory/process/peak"] == [0.5, 1.0]
     assert [chart["unit"] for chart in data["charts"]] == ["GiB"]
     assert data["changed"] == [change] and data["preset"] == "grpo"
+
+
+def test_the_phases_that_take_most_memory_are_on_its_chart_however_many_there_are() -> None:
+    small = ["audit", "compute_advantage", "eval", "my_node", "other", "peak", "ref_logp", "save"]
+    large = ["recompute_logp", "rollout", "train_step", "update_weights"]
+    names = [f"memory/{where}/{phase}" for where in ("cuda", "process") for phase in small + large]
+    charts, left = choose_charts(names)
+    assert [chart["unit"] for chart in charts] == ["GiB", "GiB"] and len(left) == len(names) - 16
+    for chart, where in zip(charts, ("cuda", "process"), strict=True):
+        assert {f"memory/{where}/{phase}" for phase in large} < set(chart["names"])
