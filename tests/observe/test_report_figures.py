@@ -183,6 +183,17 @@ def test_the_time_line_has_what_lies_in_the_step(tmp_path: Path) -> None:
     }
 
 
+def test_the_first_step_is_the_slowest_where_its_start_took_most_of_it(tmp_path: Path) -> None:
+    now = time.time()
+    with RunFolder(tmp_path, 0) as run:
+        for start in (now - 11, now - 10, now - 9):
+            run.span("learner", start, start + 1, "phase", "rollout")
+    timed = ((1, now - 10, 5.0), (2, now - 9, 1.0), (3, now - 8, 1.0))
+    records = [MetricsRecord(step, end, 0, "train", {"timing_s/step": seconds}) for step, end, seconds in timed]
+    records.insert(0, MetricsRecord(0, now - 14, 0, "val", {"val_correct/all/mean": 0.5}))
+    assert (1, "the slowest step") in [(line["step"], line["why"]) for line in timelines(tmp_path, records)]
+
+
 def test_a_usual_step_the_slowest_and_the_last_are_shown(tmp_path: Path) -> None:
     lengths = (5.0, 1.0, 3.0, 2.0)
     end, records = time.time() - 100, []
