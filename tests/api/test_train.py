@@ -68,6 +68,13 @@ def test_what_was_given_is_what_it_trained_on(run: distflow.Run, folder: Path) -
         assert sample["score"] == lengths(sample["response"], sample["ground_truth"])["score"]
 
 
+def test_its_report_says_that_python_set_what_it_set(run: distflow.Run) -> None:
+    changed = json.loads((run.folder / "run.json").read_text())["changed"]
+    where = {change["key"]: change["where"] for change in changed}
+    assert where["trainer.save_freq"] == where["data.train_files"] == "given in Python"
+    assert "command line" not in where.values()
+
+
 def test_callbacks_are_told_and_one_that_raises_ends_nothing(run: distflow.Run, told: list[tuple]) -> None:
     assert [entry[:2] for entry in told] == [
         ("validation", 0),

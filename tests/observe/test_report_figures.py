@@ -183,6 +183,17 @@ def test_the_time_line_has_what_lies_in_the_step(tmp_path: Path) -> None:
     }
 
 
+def test_the_first_step_is_the_slowest_where_its_start_took_most_of_it(tmp_path: Path) -> None:
+    now = time.time()
+    with RunFolder(tmp_path, 0) as run:
+        for start in (now - 11, now - 10, now - 9):
+            run.span("learner", start, start + 1, "phase", "rollout")
+    timed = ((1, now - 10, 5.0), (2, now - 9, 1.0), (3, now - 8, 1.0))
+    records = [MetricsRecord(step, end, 0, "train", {"timing_s/step": seconds}) for step, end, seconds in timed]
+    records.insert(0, MetricsRecord(0, now - 14, 0, "val", {"val_correct/all/mean": 0.5}))
+    assert (1, "the slowest step") in [(line["step"], line["why"]) for line in timelines(tmp_path, records)]
+
+
 def test_a_usual_step_the_slowest_and_the_last_are_shown(tmp_path: Path) -> None:
     lengths = (5.0, 1.0, 3.0, 2.0)
     end, records = time.time() - 100, []
@@ -249,3 +260,13 @@ def test_bytes_are_shown_as_gib_and_the_changes_of_a_config_as_they_were_written
     assert data["series"]["y"]["memory/process/peak"] == [0.5, 1.0]
     assert [chart["unit"] for chart in data["charts"]] == ["GiB"]
     assert data["changed"] == [change] and data["preset"] == "grpo"
+
+
+def test_the_phases_that_take_most_memory_are_on_its_chart_however_many_there_are() -> None:
+    small = ["audit", "compute_advantage", "eval", "my_node", "other", "peak", "ref_logp", "save"]
+    large = ["recompute_logp", "rollout", "train_step", "update_weights"]
+    names = [f"memory/{where}/{phase}" for where in ("cuda", "process") for phase in small + large]
+    charts, left = choose_charts(names)
+    assert [chart["unit"] for chart in charts] == ["GiB", "GiB"] and len(left) == len(names) - 16
+    for chart, where in zip(charts, ("cuda", "process"), strict=True):
+        assert {f"memory/{where}/{phase}" for phase in large} < set(chart["names"])

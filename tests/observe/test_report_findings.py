@@ -107,7 +107,7 @@ def test_verdicts_that_failed_are_told_with_their_exception(tmp_path: Path) -> N
         run.metrics(2, "val", {"val/errors": 1.0, "val_correct/all/mean": 0.0})
         run.samples(2, [row("0-0", errors="custom: ValueError: no")], "val")
     said = texts(report_data(tmp_path)["sentences"])
-    assert "The reward function failed on 6 of 200 answers in training, which are left out and on 1 answer" in said
+    assert "The reward function failed on 6 of 200 answers in training, which are left out, and on 1 answer" in said
     assert "“custom: KeyError: 'answer' (at r.py:3)” (4 times in the samples)" in said
 
 

@@ -10,6 +10,7 @@ from distflow.api.overrides import key_of, to_lines
 from distflow.config import Config, Loaded, program_name, to_yaml
 from distflow.config.errors import UserError
 from distflow.config.program import is_rl
+from distflow.config.sources import COMMAND_LINE
 from distflow.data.given import GivenRows, keep_rows
 
 Rows: TypeAlias = str | Path | GivenRows
@@ -18,6 +19,7 @@ Reward: TypeAlias = Callable[..., object]
 # What the config names while it is checked, before anything is written.
 _ROWS_TO_COME = "builtin:arithmetic-rl"
 _REWARD_TO_COME = "distflow.rewards.format_reward"
+_HERE = "given in Python"
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,9 @@ class Given:
             custom = replace(config.custom_reward_function, path=str(_reward_file(config)), name=name_of(self.reward))
             config = replace(config, custom_reward_function=custom)
             keys += ["custom_reward_function.path", "custom_reward_function.name"]
-        origins = {**loaded.origins, **dict.fromkeys(keys, "given in Python")}
+        # Overrides were read as lines of a command line, which there is none of.
+        origins = {key: _HERE if where == COMMAND_LINE else where for key, where in loaded.origins.items()}
+        origins |= dict.fromkeys(keys, _HERE)
         return replace(loaded, config=config, origins=origins, text=to_yaml(config))
 
     def keep(self, config: Config, resuming: bool, say: Callable[[str], None]) -> None:

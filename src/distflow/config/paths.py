@@ -114,8 +114,9 @@ def _reward_fault(function: str, path: str) -> tuple[str, str] | None:
     if ".py:" in path:
         file, name = split_name(path)
         return "names a function too", f"write {file}, and its function as custom_reward_function.name={name}"
-    if path.endswith(".pkl") and Path(path).is_file():  # what a reward given from Python is kept as
-        return None
+    if path.endswith(".pkl"):  # a function given from Python, as distflow.rewards.given keeps it
+        kept = Path(path).expanduser()
+        return None if kept.is_file() else missing_path(kept)
     fault = _code_fault(path)
     if fault is None and path.endswith(".py"):
         return _content_fault(Path(path).expanduser(), function, "set custom_reward_function.name={}")

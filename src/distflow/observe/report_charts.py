@@ -12,6 +12,7 @@ from distflow.observe.run_reader import MetricsRecord
 MAX_POINTS = 1500
 MAX_SERIES = 300
 _MAX_LINES = 8
+_LARGE = r"(rollout|train_step|update_weights|recompute_logp)"  # the phases whose memory is looked for first
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ CHARTS = (
     Chart("How old is the data?", (r"async/version_diff/.*",), unit="versions"),
     Chart("Where does the time of a step go?", (r"timing_s/(?!step$|eval$|save$).*",), kind="stack", unit="seconds"),
     Chart("How fast is it?", (r"throughput/tokens_per_s",), unit="tokens a second"),
-    Chart("How much memory does it take?", (r"memory/.*",), unit="GiB"),
+    Chart("How much memory does it take on the GPU?", (rf"memory/cuda/{_LARGE}", r"memory/cuda/.*"), unit="GiB"),
+    Chart("How much memory does it take?", (rf"memory/process/{_LARGE}", r"memory/(?!cuda/).*"), unit="GiB"),
 )
 
 

@@ -120,7 +120,8 @@ def verdict_errors(run_dir: Path, timeline: Timeline, steps: Steps) -> Finding |
         if split != "train":
             said.update(_messages(run_dir, timeline, split, held_out))
     of = f" of {asked:,.0f}" if asked else ""
-    parts = [f"on {sum(errors.values()):,.0f}{of} answers in training, which are left out"] if errors else []
+    end = "," if held_out else ""
+    parts = [f"on {sum(errors.values()):,.0f}{of} answers in training, which are left out{end}"] if errors else []
     parts += (
         [f"on {sum(held_out.values()):,.0f} answers to held-out problems, which count as wrong"] if held_out else []
     )

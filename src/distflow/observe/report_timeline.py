@@ -32,10 +32,12 @@ def timelines(run_dir: Path, records: Sequence[MetricsRecord]) -> list[StepTimel
     """Of a usual step, the slowest one and the last one; none where nothing was timed. records: that survive."""
     spans = read_spans(run_dir)
     earliest = min((span.start for part in spans.values() for span in part), default=float("inf"))
+    timed = [(record, seconds) for record in records if (seconds := record.values.get("timing_s/step", 0.0)) > 0]
     steps = [
         (record.step, record.t - seconds, record.t)
-        for record in records
-        if (seconds := record.values.get("timing_s/step", 0.0)) > 0 and record.t - seconds / 2 >= earliest
+        for i, (record, seconds) in enumerate(timed)
+        # Of a step whose spans were lost there is nothing to draw; the first one begins with a start that has none.
+        if record.t - (seconds / 2 if i else 0.0) >= earliest
     ]
     if not steps:
         return []

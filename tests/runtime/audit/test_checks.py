@@ -194,6 +194,28 @@ def test_what_users_bring_is_audited_for_what_holds_for_any(
     assert ("loss" if "loss" in name else "advantages") in dict(audits(run)[0].fields["unproven"])
 
 
+# A program that asks nobody for old log-probs: the ratio to them is 1.
+SHORT = """
+from distflow import NodeRole, Pipeline
+
+def short():
+    nodes, pipeline = "distflow.pipelines.nodes:", Pipeline("short", "")
+    pipeline.add_node("answer", func=nodes + "generate", deps=[], node_role=NodeRole.ROLLOUT)
+    pipeline.add_node("judge", func=nodes + "compute_reward", deps=["answer"], node_role=NodeRole.REWARD)
+    pipeline.add_node("compare", func=nodes + "compute_advantage", deps=["judge"], node_role=NodeRole.ADVANTAGE)
+    pipeline.add_node("train", func=nodes + "train_actor", deps=["compare"], node_role=NodeRole.ACTOR)
+    return pipeline.build()
+"""
+
+
+def test_the_loss_of_a_program_without_old_log_probs_is_proven(playground: Playground) -> None:
+    (playground.folder / "short.py").write_text(SHORT)
+    program = ("~dag.pipeline", f"dag.custom_pipeline_fn={playground.folder}/short.py:short")
+    run = playground.run("grpo", *program, *ALWAYS, *TWO, f"{ACTOR}.use_kl_loss=false")
+    assert run.notes("warning") == []
+    assert all({"loss", "gradients"} <= set(audit.fields["proven"]) for audit in audits(run))
+
+
 def apart(monkeypatch: pytest.MonkeyPatch, by: float) -> None:
     """Have the engine give log-probs that are off by a little."""
     original: Any = embedded.sample

@@ -135,7 +135,7 @@ function drawTimeline(figure, line) {
   const width = tracks[0].clientWidth;
   line.lanes.forEach((lane, i) => tracks[i].append(drawLane(lane, line.seconds, width)));
   tracks.at(-1).append(drawAxis(line.seconds, width));
-  const left = line.left_out ? ` ${line.left_out} spans are too short to be seen, or too many.` : "";
+  const left = line.left_out ? ` ${line.left_out} ${line.left_out > 1 ? "spans are" : "span is"} too short to be seen, or too many.` : "";
   figure.querySelector("figcaption").textContent = `Time in seconds since the step began. A bar of the groups is one prompt with all its answers.${left}`;
 }
 

@@ -51,9 +51,13 @@ async def generate(group: Group, rollout: RolloutEngine, tokenizer: PreTrainedTo
 
 @node(writes=ANSWER_FIELDS, scope="group")
 async def load_answers(group: Group, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """The data set's own answers in place of sampled ones (supervised fine-tuning)."""
+    """The data set's own answers in place of sampled ones (supervised fine-tuning).
+
+    The text of a conversation keeps its special tokens: they tell where whose turn begins.
+    """
     assert group.row.response_ids is not None, "the data of a program that learns answers have them"
-    text = str(tokenizer.decode(list(group.row.response_ids), skip_special_tokens=True))
+    is_plain = group.row.turns is None
+    text = str(tokenizer.decode(list(group.row.response_ids), skip_special_tokens=is_plain))
     sample = group.sample(0, None, text, "stop")
     return [replace(sample, segments=[*sample.segments, *group.row.answer(group.ticket.version)])]
 

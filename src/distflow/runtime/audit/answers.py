@@ -44,7 +44,8 @@ def prove(evidence: Evidence) -> str | None:
             raise Wrong(
                 f"the engine was never asked for sample {sample['uid']} (number {index_of(sample)} of its group)"
             )
-        text = evidence.parts.tokenizer.decode(sample["response_ids"].tolist(), skip_special_tokens=True)
+        # A conversation of the data keeps its special tokens: they tell where whose turn begins.
+        text = evidence.parts.tokenizer.decode(sample["response_ids"].tolist(), skip_special_tokens=row.turns is None)
         _same(sample, "responses", sample["responses"], text, "its tokens decoded")
         seen += 1
     return None if seen else "no sample of this step was made by this process"

@@ -28,7 +28,8 @@ class Tokens:
 
     @property
     def old(self) -> Tensor:
-        return self.columns["old_log_probs"]
+        """Those of the policy itself, without gradient, in a program that writes no others: the ratio is 1."""
+        return self.columns.get("old_log_probs", self.now.detach())
 
     def sum(self, values: Tensor) -> Tensor:
         """Over each token's own sample."""
