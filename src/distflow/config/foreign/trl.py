@@ -420,7 +420,7 @@ PAGES: tuple[tuple[str, str], ...] = (
         "`TrainerCallback`",
         "`on_step`, `on_validation`, `on_save` of [`distflow.train`](python.md#callbacks)",
     ),
-    ("`trainer.evaluate()`", "`distflow eval RUN`"),
+    ("`GRPOTrainer(...).evaluate()`", "`distflow eval RUN`"),
     ("`trl vllm-serve`, `accelerate launch`", "one process so far"),
 )
 """What is no key: there, here."""
