@@ -98,6 +98,15 @@ def test_eval_names_its_own_key(bare: Path, capsys: pytest.CaptureFixture[str]) 
     assert "data.val_files = 'row.jsonl'" in said and "data.train_files" not in said
 
 
+def test_tools_that_no_template_shows_are_noted(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (bare / "tools.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "tools": []}\n')
+    assert main(["train", "grpo", MODEL, "data.train_files=tools.jsonl", REWARD, "trainer.total_training_steps=1"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "note: rows have the column 'tools', which only a chat template" in said and "chat_template_kwargs" not in said
+    )
+
+
 def test_a_program_of_ones_own_runs_with_a_preset(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (bare / "pipe.py").write_text(
         "from distflow.pipelines.grpo import grpo_pipeline\n\n\ndef prog(config):\n    return grpo_pipeline(config)\n"
