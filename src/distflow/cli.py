@@ -15,6 +15,8 @@ from distflow.observe.text import harmless_output
 from distflow.runtime.stop import Interrupted, exit_status, interruptible, leave_at_once
 
 USER_FAULT, OUR_FAULT = 2, 1
+HYDRA_OPTIONS = ("config-path", "config-name", "config-dir", "multirun")
+"""Commands of systems whose programs are Hydra's have them."""
 
 
 class Command(NamedTuple):
@@ -98,6 +100,8 @@ def _unrecognized(words: list[str], takes_keys: bool) -> str:
     name, _, value = words[0].lstrip("-").partition("=")
     if not (takes_keys and words[0].startswith("-") and name):
         return message
+    if name in HYDRA_OPTIONS:
+        return f"{message}\n--{name} is Hydra's: leave it out; the config is the preset or file behind the command"
     from distflow.config.schema import schema_keys
     from distflow.config.unknown import suggest
 

@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,21 @@ def test_metrics_samples_and_events(folder: Path) -> None:
     assert run.samples(split="val") == [] and run.samples(step=9) == []
     assert [row["message"] for row in run.events("warning")] == ["look <here>"] * 2
     assert (run.accuracy_before, run.accuracy_after, run.checkpoints) == (0.25, None, [])
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda run: run.metrics("training"), "kind='training': write one of 'train', 'val'"),
+        (lambda run: run.samples(split="test"), "split='test': write one of 'train', 'val'"),
+        (lambda run: run.samples(step="last"), "step='last': write a step's number, or -1 for the last"),
+    ],
+)
+def test_what_a_run_does_not_have_is_no_empty_table(
+    ask: Callable[[distflow.Run], Table], said: str, folder: Path
+) -> None:
+    with pytest.raises(UserError, match=said):
+        ask(distflow.load_run(folder))
 
 
 def test_a_table_as_pandas_and_as_html(folder: Path) -> None:

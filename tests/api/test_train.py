@@ -179,6 +179,8 @@ MODEL = {"actor_rollout_ref.model.path": "builtin:tiny-arithmetic", "data.train_
         ({"val_data": {"prompt": ["1+1="]}}, "val_data is a dict, no rows"),
         ({"data": [{"prompt": "1+1=", "solution": "2"}], "reward": None}, "no row of .* has the column 'answer'"),
         ({"reward": lambda completion: 0}, r"reward: <lambda> takes \(completion\): a reward takes some of"),
+        ({"data": 5}, "data is of type int, no rows: give a list"),
+        ({"resume": True}, "resume=True: write 'auto', 'never'"),
         ({"reward": "math"}, "reward is 'math': give a function"),
         ({"reward": threading.Lock().acquire}, "reward: acquire does not say what it takes"),
         ({"on_step": lambda step: 0}, "on_step must be a plain function that is called with"),

@@ -53,6 +53,12 @@ def test_every_name_says_something():
     assert all(name.answer(value) for _, name in ENTRIES for value in (NOT_GIVEN, "x"))
 
 
+def test_a_value_that_has_no_name_here_is_answered_with_those_that_have():
+    said = find_names("loss_type")["TRL"].answer("dft")
+    assert "dft" not in said and f"`dr_grpo` is `{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm`" in said
+    assert find_names("save_strategy")["TRL"].answer("epoch").startswith("trainer.save_freq counts steps; `no` is")
+
+
 def test_none_of_them_is_a_key_here():
     assert not {key for key, _ in ENTRIES} & set(schema_keys())
 

@@ -130,7 +130,7 @@ def test_the_columns_are_named_where_none_is_found(tmp_path: Path) -> None:
         load(tmp_path, {"conversations": []})
     assert str(found.value).endswith(
         "has the column 'prompt' (data.prompt_key), nor one of conversations, 'messages' (data.messages_key); "
-        "columns: conversations"
+        "set data.messages_key=conversations; columns: conversations"
     )
     with pytest.raises(UserError, match=r"'response' \(data.response_key\), nor one of conversations"):
         load(tmp_path, {"prompt": "a"})

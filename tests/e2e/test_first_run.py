@@ -65,6 +65,7 @@ REFUSED = {
     ),
     "a path that is no hub id": (("actor_rollout_ref.model.path=model/no",), ("model/no", "no such file or folder")),
     "a key as an option": (("--trainer.seed=3",), ("write trainer.seed=3",)),
+    "an option of Hydra's": (("--config-name=ppo_trainer", "--config-path=config"), ("Hydra's: leave it out",)),
     "a short key as an option": (("--lr", "3"), ("actor_rollout_ref.actor.optim.lr",)),
     "no key to change": (("--allow-change", "nosuch.key"), ("nosuch.key", "no such key")),
     "no checkpoint to resume": (("--resume", "model"), ("model is no checkpoint",)),
@@ -95,6 +96,15 @@ def test_eval_names_its_own_key(bare: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["eval", "grpo", MODEL, "data.val_files=row.jsonl"]) == 2
     said = capsys.readouterr().err
     assert "data.val_files = 'row.jsonl'" in said and "data.train_files" not in said
+
+
+def test_tools_that_no_template_shows_are_noted(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (bare / "tools.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "tools": []}\n')
+    assert main(["train", "grpo", MODEL, "data.train_files=tools.jsonl", REWARD, "trainer.total_training_steps=1"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "note: rows have the column 'tools', which only a chat template" in said and "chat_template_kwargs" not in said
+    )
 
 
 def test_a_program_of_ones_own_runs_with_a_preset(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:

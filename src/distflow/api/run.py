@@ -20,6 +20,8 @@ from distflow.observe.run_reader import (
     sample_steps,
 )
 
+SPLITS = ("train", "val")
+
 
 def load_run(folder: str | Path) -> "Run":
     """The run in a folder. Raises UserError where there is none."""
@@ -53,7 +55,9 @@ class Run:
 
     def metrics(self, kind: str | None = None) -> Table:
         """A row for each step and kind ("train", "val"), with `step`, `kind`, `t` (seconds since the epoch) and the
-        metrics by their names. kind: only those. Steps that a resume took back are left out."""
+        metrics by their names. kind: only those. Steps that a resume took back are left out. Raises UserError for
+        another kind."""
+        _check_one_of("kind", kind)
         return Table(
             {"step": record.step, "kind": record.kind, "t": record.t, **record.values}
             for record in read_metrics(self.folder)
@@ -63,8 +67,12 @@ class Run:
     def samples(self, step: int | None = None, split: str | None = None) -> Table:
         """A row for each answer, with `step`, `split`, `prompt`, `response`, `score` and what else was kept of it.
 
-        step: -1 for the last that has any, None for all. split: "train", "val"; None for all.
+        step: -1 for the last that has any, None for all. split: "train", "val"; None for all. Raises UserError for
+        another split, and for a step that is no number.
         """
+        _check_one_of("split", split)
+        if step is not None and not isinstance(step, int):
+            raise UserError(f"step={step!r}: write a step's number, or -1 for the last")
         timeline = read_timeline(self.folder)
         rows = Table()
         for name in sample_splits(self.folder) if split is None else [split]:
@@ -139,3 +147,8 @@ class Run:
         """(step, value) of each validation."""
         found = find_accuracy(read_metrics(self.folder), None)
         return found.points if found else ()
+
+
+def _check_one_of(name: str, value: str | None) -> None:
+    if value not in (None, *SPLITS):
+        raise UserError(f"{name}={value!r}: write one of {', '.join(map(repr, SPLITS))}, or leave it out for all")

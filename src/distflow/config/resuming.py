@@ -8,7 +8,9 @@ from distflow.config.unknown import suggest
 
 
 def resume_override(mode: str | None) -> list[str]:
-    """As a key it is checked with the others, before anything is read."""
+    """As a key it is checked with the others, before anything is read. Raises UserError for what is no text."""
+    if not isinstance(mode, str | None):
+        raise UserError(f"resume={mode!r}: write 'auto', 'never', or the folder of a checkpoint as a text")
     return [] if mode is None else ["trainer.resume_mode='" + mode.replace("'", r"\'") + "'"]
 
 

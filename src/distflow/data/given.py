@@ -72,6 +72,8 @@ def _iterable(given: Any, name: str) -> object:
         what = f"the splits {', '.join(map(str, splits))}" if splits else f"a {type(given).__name__}"
         how = f"give one, e.g. {name}=dataset[{splits[0]!r}]" if splits else "give a list of rows, each a dict"
         raise UserError(f"{name} is {what}, no rows: {how}")
+    if not (callable(given) or hasattr(given, "__iter__")):
+        raise UserError(f"{name} is of type {type(given).__name__}, no rows: give a list of rows, each a dict")
     if callable(given) and not hasattr(given, "__iter__"):
         given = given()
     if hasattr(given, "notna") and hasattr(given, "to_dict"):  # pandas, whose cells without a value are NaN

@@ -26,6 +26,7 @@ _USUAL_NAMES = {
     "data.prompt_key": ("question", "problem", "instruction", "query", "messages", "input", "text"),
     "data.answer_key": ("ground_truth", "reward_model.ground_truth", "solution", "label", "target", "final_answer"),
     "data.response_key": ("completion", "output", "answer", "target", "chosen"),
+    "data.messages_key": ("conversations", "conversation", "dialog", "chat"),
 }
 """What data sets call these columns."""
 
@@ -168,8 +169,10 @@ def _no_column(key: str, name: str, columns: Columns, source: str, seen: set[str
         return f"{source} has one column, {next(iter(seen))!r}: separate columns by commas, not by {found[0]!r}"
     usual = next((other for other in _USUAL_NAMES.get(key, ()) if other.partition(".")[0] in seen), "")
     near = nearest(name, seen)
+    conversation = next((other for other in _USUAL_NAMES["data.messages_key"] if other in seen), "")
     meant = f"; did you mean '{near}'? Set {key}={near}" if near else f"; set {key}={usual}" if usual else ""
     if columns.messages is not None and name in (columns.prompt, columns.response):
+        meant = meant or (f"; set data.messages_key={conversation}" if conversation else "")
         meant = f", nor one of conversations, '{columns.messages}' (data.messages_key){meant}"
     said = f"no row of {source} has the column '{name}' ({key}){meant}; columns: {', '.join(sorted(seen)) or 'none'}"
     if key == "data.answer_key" and not meant:

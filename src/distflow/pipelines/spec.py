@@ -26,6 +26,7 @@ from distflow.config.program import is_rl
 from distflow.config.watch import peek, watch
 from distflow.data.encoded import EncodedRows, write_encoded
 from distflow.data.prompts import PromptSet
+from distflow.data.rows import TEMPLATE_KWARGS_COLUMN
 from distflow.data.sources import forget_rows
 from distflow.flow.data_plan import DataPlan
 from distflow.flow.order import total_steps
@@ -55,6 +56,7 @@ from distflow.runtime.disk import writing_to
 from distflow.runtime.spec import Factory, RunOptions, Spec, ValidationSet
 
 _MAX_THREADS = 1024
+_NUM_LOOKED_AT = 100  # rows
 Say = Callable[[str], None]
 
 
@@ -155,6 +157,13 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
             "note: the model has a chat template, and prompts go to it as plain text: an instruction-tuned model wants "
             "data.prompt_format=chat"
         )
+    is_text = config.data.prompt_format == "text" and not data.train.has_messages
+    for name in (config.data.tools_key, TEMPLATE_KWARGS_COLUMN) if is_text else ():
+        if any(name in (row.extra_info or {}) for row in data.train[:_NUM_LOOKED_AT]):
+            yield (
+                f"note: rows have the column '{name}', which only a chat template is handed, and prompts are plain "
+                "text: see data.prompt_format"
+            )
     if "judge" in reading.program.services and all(row.ground_truth is None for row in data.train):
         yield (
             f"note: no row has the column '{config.data.answer_key}' (data.answer_key): the reward is called with "

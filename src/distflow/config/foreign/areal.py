@@ -154,7 +154,7 @@ NAMES: dict[str, Name] = {
         values={"sequence": f"{_A}.policy_loss=gspo"}, note="by token is the loss vanilla", harmless=("token",)
     ),
     "actor.dynamic_sampling": Name("algorithm.filter_groups.enable"),
-    "actor.log_agent_stats*": Name(note="there is no such key", harmless=ANY),
+    "actor.log_agent_stats*": Name(note="nothing here does that: leave it out", harmless=ANY),
     # reference and critic
     "ref.path": Name(note="the reference is the model before the first step", harmless=(None,)),
     "ref.mb_spec.max_tokens_per_mb": Name("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"),

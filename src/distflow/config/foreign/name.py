@@ -46,8 +46,8 @@ class Name:
     def answer(self, value: object) -> str:
         """What to do instead of setting it."""
         write = self.overrides(value)
-        parts = [f"write {write}" if write else "", self.note]
-        return "; ".join(part for part in parts if part) or self.in_words()
+        parts = [self.note, self.in_words()] if not write else [f"write {write}", self.note]
+        return "; ".join(part for part in parts if part)
 
     def in_words(self) -> str:
         """What its values are called here."""

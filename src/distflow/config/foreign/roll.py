@@ -11,7 +11,7 @@ _OPTIM = f"{_A}.optim"
 
 _SPEED = Name(note="it changes speed and memory, not what is trained", harmless=ANY)
 _ONE_PROCESS = Name(note="one process so far, so that it does nothing", harmless=ANY)
-_ABSENT = Name(note="there is no such key", harmless=(None, False, 0, 0.0))
+_ABSENT = Name(note="nothing here does that: leave it out", harmless=(None, False, 0, 0.0))
 _STEPS = Name(
     note=f"it counts answers of an optimizer step; {_A}.ppo_mini_batch_size counts its prompts, and "
     f"{_A}.ppo_max_token_len_per_gpu bounds memory"

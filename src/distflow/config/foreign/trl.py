@@ -15,7 +15,8 @@ _KL_REWARD = "algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef={}"
 _BATCH = (
     "TRL counts completions: per_device_train_batch_size × gradient_accumulation_steps × devices make an optimizer "
     f"step. Here data.train_batch_size and {_A}.ppo_mini_batch_size count prompts: both are that product / "
-    f"num_generations, unless steps_per_generation is larger; {_A}.ppo_max_token_len_per_gpu bounds memory"
+    f"num_generations, unless steps_per_generation is larger (in fine-tuning, examples: that product); "
+    f"{_A}.ppo_max_token_len_per_gpu bounds memory"
 )
 
 _SPEED = Name(note="it changes speed and memory, not what is trained", harmless=ANY)
@@ -25,10 +26,14 @@ _ONE_PROCESS_OPTION = Name(note="one process on one device so far, so that it do
 _VLLM_OPTION = Name(note="vLLM is not there yet, so that it does nothing", harmless=ANY)
 _HUB = Name(note="`distflow export` writes a Hugging Face folder that you can upload", harmless=OFF)
 _MOVING_REFERENCE = Name(note="the reference stays the model before the first step", harmless=OFF)
-_ABSENT = Name(note="there is no such key", harmless=OFF)
-_TOOLS = Name(note="tools and conversations of several turns are not there yet", harmless=OFF)
+_ABSENT = Name(note="nothing here does that: leave it out", harmless=OFF)
+_TOOLS = Name(
+    note="tools are not called, and conversations of several turns not generated yet; a chat template is shown those "
+    "of a row (data.tools_key)",
+    harmless=OFF,
+)
 _REWARD_MODEL = Name(note="reward models are not there yet; reward.functions judge", harmless=(None,))
-_TEXT = "its columns are named: data.prompt_key and data.response_key"
+_TEXT = "columns are named: data.prompt_key and data.response_key, or data.messages_key of whole conversations"
 
 NAMES: dict[str, Name] = {
     # the model
@@ -215,10 +220,13 @@ NAMES: dict[str, Name] = {
     "ref_model_mixup_alpha": Name(note="an option of sync_ref_model, which is not there", harmless=ANY),
     "ref_model_sync_steps": Name(note="an option of sync_ref_model, which is not there", harmless=ANY),
     "ref_model": Name(note="the reference is the model before the first step", harmless=(None,)),
-    "completion_only_loss": Name(note="only the response is learnt", harmless=(None, True)),
-    "assistant_only_loss": Name(note="the prompt is never learnt", harmless=(None, True)),
+    "completion_only_loss": Name(note="only the response is learnt: leave it out", harmless=(None, True)),
+    "assistant_only_loss": Name(
+        note="of a conversation (data.messages_key) only the assistant's turns are learnt: leave it out",
+        harmless=(None, True),
+    ),
     "neftune_noise_alpha": _ABSENT,
-    "label_smoothing_factor": Name(note="there is no such key", harmless=(None, 0, 0.0)),
+    "label_smoothing_factor": Name(note="nothing here does that: leave it out", harmless=(None, 0, 0.0)),
     # rewards
     "reward_funcs": Name(
         note="reward.functions name them by domain, e.g. reward.functions={default:[math,format]}; a function of your "
@@ -351,7 +359,7 @@ NAMES: dict[str, Name] = {
     "overwrite_output_dir": Name(note="`distflow train --resume never` starts afresh in a used folder", harmless=OFF),
     "push_to_hub*": _HUB,
     "hub_*": _HUB,
-    "callbacks": Name(note="a node of your own: docs/programs.md", harmless=(None,)),
+    "callbacks": Name(note="on_step, on_validation and on_save of distflow.train: docs/python.md", harmless=(None,)),
     "do_train": Name(note="`distflow train` trains", harmless=(True,)),
     "do_eval": Name(note="data.val_files are validated every trainer.test_freq steps", harmless=(True,)),
     "use_cpu": Name(values={True: "trainer.device=cpu"}, harmless=OFF),
@@ -394,7 +402,25 @@ PAGES: tuple[tuple[str, str], ...] = (
         "a data set whose `prompt` is a text or chat messages",
         "the same; `data.answer_key` names the column of the answer",
     ),
-    ("`GRPOTrainer(...).train()`", "`distflow train grpo ...`"),
+    (
+        "`GRPOTrainer(model, reward_funcs, args, train_dataset).train()`",
+        "`distflow train grpo ...`, or [`distflow.train`](python.md) with `data=` and `reward=` from Python",
+    ),
+    ("`SFTTrainer(...).train()`, `trl sft`", '`distflow sft ...`, or `distflow.train("sft", ..., data=rows)`'),
+    (
+        "an SFT data set with `messages`",
+        "the same; of a conversation [the assistant's turns](training.md#conversations) are learnt",
+    ),
+    (
+        "an SFT data set with `prompt` and `completion`",
+        "the same with `data.response_key=completion`",
+    ),
+    ("the columns `tools` and `chat_template_kwargs`", "the same: the chat template is handed both"),
+    (
+        "`TrainerCallback`",
+        "`on_step`, `on_validation`, `on_save` of [`distflow.train`](python.md#callbacks)",
+    ),
+    ("`GRPOTrainer(...).evaluate()`", "`distflow eval RUN`"),
     ("`trl vllm-serve`, `accelerate launch`", "one process so far"),
 )
 """What is no key: there, here."""

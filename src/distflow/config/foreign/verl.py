@@ -47,7 +47,7 @@ def _optimizer(group: str, owner: str) -> dict[str, Name]:
         f"{group}.total_training_steps": Name(note="the run knows it", harmless=ANY),
         f"{group}.num_cycles": Name(note="a cosine falls once, over half a period", harmless=(0.5,)),
         f"{group}.optimizer_impl": Name(f"{group}.optimizer", harmless=("torch.optim",)),
-        f"{group}.override_optimizer_config": Name(note="there is no such key", harmless=(None,)),
+        f"{group}.override_optimizer_config": Name(note="nothing here does that: leave it out", harmless=(None,)),
     }
 
 
@@ -144,12 +144,12 @@ NAMES: dict[str, Name] = {
     f"{_R}.data_parallel_size": _ONE_DEVICE,
     f"{_R}.expert_parallel_size": _ONE_DEVICE,
     f"{_R}.pipeline_model_parallel_size": _ONE_DEVICE,
-    f"{_R}.over_sample_rate": Name(note="there is no such key", harmless=(None, 0)),
+    f"{_R}.over_sample_rate": Name(note="nothing here does that: leave it out", harmless=(None, 0)),
     f"{_R}.max_model_len": Name(
         note="the longest sample is data.max_prompt_length + data.max_response_length", harmless=ANY
     ),
-    f"{_R}.skip_rollout": Name(note="there is no such key", harmless=OFF),
-    f"{_R}.use_fire_sampling": Name(note="there is no such key", harmless=OFF),
+    f"{_R}.skip_rollout": Name(note="nothing here does that: leave it out", harmless=OFF),
+    f"{_R}.use_fire_sampling": Name(note="nothing here does that: leave it out", harmless=OFF),
     f"{_R}.quantization": Name(note="weights are not quantised for the rollout", harmless=(None,)),
     f"{_R}.chat_scheduler": _ONE_TURN,
     f"{_R}.multi_turn.enable": _ONE_TURN,
@@ -280,7 +280,7 @@ NAMES: dict[str, Name] = {
     "algorithm.gdpo_reward_keys": Name(note="the parts of a reward are its functions: reward.functions"),
     "algorithm.gdpo_reward_weights": Name(note="they are the weights of reward.functions"),
     "algorithm.norm_adv_by_std": Name("algorithm.norm_adv_by_std_in_grpo"),
-    "algorithm.use_pf_ppo": Name(note="there is no such key", harmless=OFF),
+    "algorithm.use_pf_ppo": Name(note="nothing here does that: leave it out", harmless=OFF),
     "algorithm.pf_ppo*": Name(note="an option of use_pf_ppo, which is not there", harmless=ANY),
     # the run
     "trainer.max_actor_ckpt_to_keep": Name("trainer.keep_last", values={None: "1000"}),
@@ -293,7 +293,7 @@ NAMES: dict[str, Name] = {
     "trainer.val_only": Name(note="`distflow eval` only validates", harmless=OFF),
     "trainer.default_hdfs_dir": Name(note="checkpoints lie in trainer.default_local_dir", harmless=(None,)),
     "trainer.del_local_ckpt_after_load": Name(note="a checkpoint stays when it was read", harmless=OFF),
-    "trainer.esi_redundant_time": Name(note="there is no such key", harmless=(None, 0)),
+    "trainer.esi_redundant_time": Name(note="nothing here does that: leave it out", harmless=(None, 0)),
     "trainer.ray_wait_register_center_timeout": _RAY,
     "trainer.use_legacy_worker_impl": _RAY,
     "ray_init*": _RAY,
