@@ -186,6 +186,7 @@ MODEL = {"actor_rollout_ref.model.path": "builtin:tiny-arithmetic", "data.train_
         ({"on_step": lambda step: 0}, "on_step must be a plain function that is called with"),
         ({"overrides": {"data.trian_batch_size": 8}}, r"data.trian_batch_size \(given\)"),
         ({"overrides": {"trainer.seed": object()}}, "trainer.seed is <object"),
+        ({"overrides": {"reward.functions": {"default": ["math"]}}}, r"(?m)^  reward \(given\)$"),
         ({"overrides": 3}, "overrides are 3: give a dict"),
         ({"overrides": ["data.train_files=x.jsonl"]}, "data.train_files is set, and data= says the same"),
         ({"overrides": ["custom_reward_function.path=x.py"]}, "reward= says the same"),

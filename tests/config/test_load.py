@@ -241,6 +241,14 @@ def test_an_unknown_preset_or_file_is_named(name, said):
     assert said in str(problem)
 
 
+def test_a_folder_in_place_of_a_file(tmp_path):
+    (problem,) = problems_of(str(tmp_path))
+    assert "is a folder" in str(problem) and "no such file" not in str(problem)
+    (tmp_path / "config.yaml").write_text(BASE)
+    (problem,) = problems_of(str(tmp_path))
+    assert f"name its config: {tmp_path / 'config.yaml'}" in str(problem)
+
+
 def test_a_file_that_is_no_yaml_file(write):
     (problem,) = problems_of(write(BASE, "run.yml"))
     assert "rename it to run.yaml" in str(problem)

@@ -50,6 +50,13 @@ class Given:
             lines += [f"custom_reward_function.path={_REWARD_TO_COME}"]
         return lines
 
+    def shown(self, what: str) -> str:
+        """A place of a problem, by the argument where it names what is set for the check."""
+        key = what.partition(" = ")[0]
+        if self.reward is not None and key == "custom_reward_function.path":
+            return "reward"
+        return what
+
     def named_in(self, loaded: Loaded) -> Loaded:
         """The checked config with the files to come. Raises UserError for a reward that judges nothing."""
         from distflow.rewards.given import name_of

@@ -56,7 +56,7 @@ def train(
     given = Given(data, val_data, reward)
     preset, lines = _preset_and_lines(preset_or_config, overrides)
     _say(f"distflow {__version__} · {preset}")
-    loaded = given.named_in(_load(preset, [*lines, *given.lines(lines), *resume_override(resume)]))
+    loaded = given.named_in(_load(preset, [*lines, *given.lines(lines), *resume_override(resume)], given))
     check_keys(allow_change)
     for line in loaded.notes:
         _say(line)
@@ -91,16 +91,16 @@ def _preset_and_lines(config: str | Path | Mapping[str, object], overrides: Over
     return presets[0], [*to_lines(values), *to_lines(overrides)]
 
 
-def _load(preset: str, lines: Sequence[str]) -> Loaded:
+def _load(preset: str, lines: Sequence[str], given: Given) -> Loaded:
     try:
         return load_config(preset, lines, needed=NEEDED_TO_TRAIN)
     except ConfigError as error:
-        raise ConfigError([_in_python(problem) for problem in error.problems]) from None
+        raise ConfigError([_in_python(problem, given) for problem in error.problems]) from None
 
 
-def _in_python(problem: Problem) -> Problem:
-    """There is no command line here."""
-    places = tuple((what, "given" if where == COMMAND_LINE else where) for what, where in problem.places)
+def _in_python(problem: Problem, given: Given) -> Problem:
+    """There is no command line here, and the files of what was given are still to come."""
+    places = tuple((given.shown(what), "given" if where == COMMAND_LINE else where) for what, where in problem.places)
     return replace(problem, places=places)
 
 

@@ -29,6 +29,7 @@ from distflow.config.sources import (
 )
 
 _RUN = "distflow_run"
+_CONFIG_OF_A_RUN = "config.yaml"  # in its folder
 
 
 @dataclass
@@ -64,6 +65,10 @@ def find_source(preset_or_file: str) -> Path:
             "is no .yaml file",
             f"name one, or a preset ({names}); data are data.train_files={preset_or_file}",
         )
+    elif (path / _CONFIG_OF_A_RUN).is_file():
+        what, advice = "is the folder of a run", f"name its config: {Path(preset_or_file) / _CONFIG_OF_A_RUN}"
+    elif path.is_dir() and "/" in preset_or_file:
+        what, advice = "is a folder", f"name a .yaml file, or a preset: {names}"
     elif path.suffix in (".yaml", ".yml") or "/" in preset_or_file:
         what, advice = "there is no such file", f"look at its path, or use a preset: {names}"
     else:

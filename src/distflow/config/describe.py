@@ -71,7 +71,9 @@ def _kl(config: Config) -> str:
         terms.append(f"in the reward ({algorithm.kl_penalty} × {control.kl_coef:g}{follows})")
     if actor.use_kl_loss:
         terms.append(f"in the loss ({actor.kl_loss_type} × {actor.kl_loss_coef:g})")
-    return f"KL to the reference {' and '.join(terms)}" if terms else "no KL term: no reference is built"
+    if not terms:  # a program of the user's may have a reference for what else it likes
+        return "no KL term" if program_name(config) == CUSTOM else "no KL term: no reference is built"
+    return f"KL to the reference {' and '.join(terms)}"
 
 
 def _tokens(config: Config) -> str:
