@@ -104,9 +104,15 @@ def model_fault(text: str) -> tuple[str, str] | None:
         gguf = f", and its name as {_MODEL}.gguf_file={path.name}" if path.suffix == ".gguf" else ""
         return "is a file", f"give its folder, {path.parent}{gguf}"
     looks_like_a_path = text.startswith((".", "/", "~")) or not HUB_MODEL.fullmatch(text)
-    if looks_like_a_path or ("/" in text and path.parent.is_dir()):
+    if looks_like_a_path or ("/" in text and path.parent.is_dir() and not _is_cached(text)):
         return missing_path(path)
     return None
+
+
+def _is_cached(hub_id: str) -> bool:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE, f"models--{hub_id.replace('/', '--')}").is_dir()
 
 
 def _reward_fault(function: str, path: str) -> tuple[str, str] | None:
