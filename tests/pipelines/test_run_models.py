@@ -33,14 +33,14 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
     return ground
 
 
-def start(ground: Playground, *overrides: str, name: str, resume: str | None = None) -> list[str]:
+def start(ground: Playground, *overrides: str, name: str) -> list[str]:
     """What was said."""
     from distflow.config import load_config
     from distflow.pipelines.spec import make_spec
 
     said: list[str] = []
     loaded = load_config("grpo", ground.overrides(name, *SAVED, *overrides))
-    launch_local(make_spec(loaded, said.append), resume=resume, say=said.append)
+    launch_local(make_spec(loaded, said.append), say=said.append)
     return said
 
 

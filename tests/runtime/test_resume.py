@@ -23,8 +23,9 @@ def ground(tmp_path: Path) -> Playground:
 def launch(ground: Playground, *overrides: str, resume: str | None = None, name: str = "run") -> tuple[Outcome, str]:
     """And what was said."""
     said: list[str] = []
-    _, spec = ground.spec("grpo", *CHEAP, *overrides, name=name)
-    return launch_local(spec, resume=resume, say=said.append), "\n".join(said)
+    mode = [] if resume is None else [f"trainer.resume_mode='{resume}'"]
+    _, spec = ground.spec("grpo", *CHEAP, *overrides, *mode, name=name)
+    return launch_local(spec, say=said.append), "\n".join(said)
 
 
 def steps(folder: Path) -> list[int]:

@@ -46,7 +46,6 @@ _FROM_THE_START = -1
 def launch_local(
     spec: Spec,
     *,
-    resume: str | None = None,
     allow_change: tuple[str, ...] = (),
     say: Callable[[str], None] = lambda line: None,
     callbacks: Callbacks = Callbacks(),  # noqa: B008  immutable
@@ -59,7 +58,7 @@ def launch_local(
         store.remove_leftovers()
         remove_asides(spec.run_dir)
         finish_moving(spec.run_dir)
-        mode = resume or spec.options.resume
+        mode = spec.options.resume
         checkpoint = find_checkpoint(store, mode)
         if checkpoint:
             check_same_config(checkpoint, spec, allow_change)

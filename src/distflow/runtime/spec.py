@@ -148,7 +148,6 @@ class Launch(Protocol):
         self,
         spec: Spec,
         *,
-        resume: str | None = None,
         allow_change: tuple[str, ...] = (),
         say: Callable[[str], None] = lambda line: None,
         callbacks: Callbacks = Callbacks(),  # noqa: B008  immutable
@@ -156,8 +155,7 @@ class Launch(Protocol):
     ) -> Outcome:
         """Run to the end, or to the first signal.
 
-        resume: "auto" (from the run's last whole checkpoint, if any), "never", or the folder of a checkpoint or a run;
-        what `trainer.resume_mode` says, if not given. allow_change: config keys that may differ from the checkpoint's.
+        Where from, `spec.options.resume` says. allow_change: config keys that may differ from the checkpoint's.
         say: told one line at a time what is being loaded. embedded: in a process that goes on afterwards, a notebook's
         say, which a second signal must not end: it raises KeyboardInterrupt.
         Raises UserError for a checkpoint that does not fit, for a folder that another run uses or that cannot be
