@@ -1,9 +1,10 @@
 """Alarms of healthy runs: the checks of a run, and its auditor, must stay silent where nothing is wrong.
 
-    python benchmarks/healthy.py [--seeds 20 --steps 200 --audit-freq 20 --only grpo,ppo]
+    python benchmarks/healthy.py [--seeds 20 --steps 200 --audit-freq 20 --only grpo,ppo --staleness 2]
 
 Each run trains a tiny random decoder (32 wide, 2 layers) by another seed, through the path that ships, with all checks
-on: GRPO with a KL term and 2 mini-batches x 2 epochs, PPO, DAPO, LoRA, bfloat16, the `hf` engine. The table counts the
+on: GRPO with a KL term and 2 mini-batches x 2 epochs, PPO, DAPO, decoupled PPO, LoRA, bfloat16, the `hf` engine; where
+staleness is allowed with answers of up to 40 tokens, so that updates fall into them. The table counts the
 warnings, findings and errors of all runs, and shows what share of their time the audits took. An alarm is printed with
 its message. Findings that are true of these runs are no alarm: a tiny random policy may stop moving.
 """
@@ -23,6 +24,7 @@ SETUPS = {
     "grpo": ("grpo", *TWO_BY_TWO),
     "ppo": ("ppo", *TWO_BY_TWO),
     "dapo": ("dapo", "reward.overlong.buffer_tokens=4", "actor_rollout_ref.actor.optim.lr=1e-4", *TWO_BY_TWO),
+    "decoupled": ("grpo", "actor_rollout_ref.actor.policy_loss=decoupled", *TWO_BY_TWO),
     "lora": ("grpo", "actor_rollout_ref.model.lora_rank=4"),
     "bfloat16": ("grpo", "actor_rollout_ref.model.dtype=bfloat16"),
     "hf": ("grpo", "actor_rollout_ref.rollout.name=hf"),
@@ -36,6 +38,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--audit-freq", type=int, default=20)
     parser.add_argument("--only", default=",".join(SETUPS))
+    parser.add_argument("--staleness", type=int, default=0)
     options = parser.parse_args()
     print("| set-up | runs | steps | audits | not proven | warnings | findings | ended early | audit's share of time |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
@@ -58,7 +61,10 @@ def row(name: str, options: argparse.Namespace) -> str:
                 f"trainer.total_training_steps={options.steps}",
                 f"trust.audit_freq={options.audit_freq}",
                 "trainer.logger=[]",
+                f"async.max_staleness={options.staleness}",
             ]
+            if options.staleness:
+                overrides.append("data.max_response_length=40")
             try:
                 with contextlib.redirect_stdout(io.StringIO()):
                     playground.run(preset, *overrides)

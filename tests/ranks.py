@@ -1,6 +1,7 @@
 """Runs a module of the tests as several real gloo ranks, each a process of its own."""
 
 import os
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -10,8 +11,11 @@ import torch.distributed as dist
 from tests.forks import forks
 
 
-def run_ranks(module: str, num_ranks: int, folder: Path) -> None:
-    """`main(rank, folder)` of the module on every rank of one group; fails with what a rank wrote where one fails."""
+def run_ranks(module: str, num_ranks: int, folder: Path, exit_codes: Sequence[int] | None = None) -> None:
+    """`main(rank, folder)` of the module on every rank of one group; fails with what a rank wrote where one fails.
+
+    exit_codes: how they are to end, by rank; all well without it.
+    """
     workers = [forks.Process(target=_be_rank, args=(module, rank, num_ranks, folder)) for rank in range(num_ranks)]
     for worker in workers:
         worker.start()
@@ -19,7 +23,7 @@ def run_ranks(module: str, num_ranks: int, folder: Path) -> None:
         for worker in workers:
             worker.join(180)
         errors = [_errors(folder, rank).read_text() for rank in range(num_ranks) if _errors(folder, rank).exists()]
-        assert [worker.exitcode for worker in workers] == [0] * num_ranks, "\n".join(errors)
+        assert [worker.exitcode for worker in workers] == list(exit_codes or [0] * num_ranks), "\n".join(errors)
     finally:
         for worker in workers:
             worker.kill()

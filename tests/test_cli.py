@@ -37,7 +37,9 @@ def test_a_command_that_is_none_or_not_whole_exits_2(
 
 def test_an_unknown_command_is_answered_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     _, _, err = run(capsys, "trian", "grpo")
-    assert all(name in err for name in ("train", "sft", "eval", "export", "config", "doctor", "replay", "report"))
+    assert all(
+        name in err for name in ("train", "sft", "eval", "export", "config", "doctor", "replay", "why", "report")
+    )
 
 
 def test_config_prints_what_loads_as_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -124,7 +126,10 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 2 and "Traceback" in err
 
 
-def test_doctor_tells_of_machine_packages_extras_and_faults(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_tells_of_machine_packages_extras_and_faults(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     status, out, _ = run(capsys, "doctor")
     headings = [line for line in out.splitlines() if line and not line.startswith(" ")]
     assert headings == [f"distflow {__version__}", "machine", "packages", "extras", "wrong"]

@@ -16,6 +16,7 @@ LAYERS = (
     {"__main__"},
     {"cli"},
     {"commands", "api"},
+    {"selftest"},
     {"pipelines"},
     {"runtime"},
     {"rollout", "training", "rewards"},

@@ -116,3 +116,8 @@ def test_it_trains_and_evaluates(bare: Path, tmp_path: Path) -> None:
     page = (tmp_path / "runs" / "my_project" / "grpo_training" / "report.html").read_text()
     assert "finished" in page and "uPlot" in page
     assert "val_correct/all/mean" in distflow(bare, tmp_path, "eval", "runs/my_project/grpo_training")
+
+
+def test_it_proves_itself(bare: Path, tmp_path: Path) -> None:
+    said = distflow(bare, tmp_path, "selftest")
+    assert [line.split()[-1] for line in said.splitlines() if line.startswith(("grpo", "ppo"))] == ["ok"] * 6

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from distflow.algorithms import AdvantageEstimator, register_adv_est, register_policy_loss
+    from distflow.api.rollouts import Rollouts, rollouts
     from distflow.api.run import Run, load_run
     from distflow.api.train import train
     from distflow.graph import (
@@ -29,6 +30,7 @@ __all__ = [
     "NodeType",
     "Pipeline",
     "PipelineError",
+    "Rollouts",
     "Run",
     "TaskGraph",
     "load_run",
@@ -36,12 +38,14 @@ __all__ = [
     "register_adv_est",
     "register_field",
     "register_policy_loss",
+    "rollouts",
     "train",
 ]
 
 _ROOMS = {
     "distflow.algorithms": ("AdvantageEstimator", "register_adv_est", "register_policy_loss"),
     "distflow.api.run": ("Run", "load_run"),
+    "distflow.api.rollouts": ("Rollouts", "rollouts"),
     "distflow.api.train": ("train",),
 }
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distflow.algorithms import LOSS_AGG_MODES, PolicyObjective, ValueObjective, find_adv_est, find_policy_loss
-from distflow.algorithms.corrections import LEVELS, compute_rollout_weights
+from distflow.algorithms.corrections import LEVELS, compute_rollout_weights, mismatch_statistics
 from distflow.algorithms.kl import apply_kl_penalty
 from distflow.algorithms.masking import Reduce
 from distflow.algorithms.normalization import Normalization
@@ -130,6 +130,8 @@ def compare_corrections(ranks: TorchCollective, batch: Batch, mine: Batch, rows:
             ),
             *(ranks, batch, mine, rows),
         )
+    measured, wanted = mismatch_statistics(*_mismatch(mine), ranks), mismatch_statistics(*_mismatch(batch))
+    deviations["mismatch"] = max(abs(measured[name] - wanted[name]) for name in wanted)
     names, bounds = ["token_k1", "seq_mean_k3"], [(0.5, 2.0), (None, 0.2)]
     deviations["rejection"] = _deviation(
         lambda b, reduce: compute_rejection_mask(*_mismatch(b), rollout_rs=names, bounds=bounds, reduce=reduce),

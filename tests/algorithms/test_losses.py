@@ -465,6 +465,7 @@ def test_a_score_a_sample_serves_topr_as_well_as_one_a_token(case: Any) -> None:
     ("name", "options"),
     [
         ("decoupled", {"behav_imp_weight_mode": "drop"}),
+        ("decoupled", {"rejection_sampling": {"upper": 2.0}, "behav_imp_weight_mode": "disabled"}),
         ("decoupled", {"clip_ratio_c": 0.5}),
         ("decoupled", {"rejection_sampling": {"upper": 0.5}}),
         ("sapo", {"tau_pos": 0.0}),

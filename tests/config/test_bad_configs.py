@@ -1,8 +1,11 @@
 """A hundred bad configs: each is refused with the key to change, what is wrong with it, and what to do."""
 
+from dataclasses import replace
+
 import pytest
 
 from distflow.config import ConfigError, load_config
+from distflow.config.check import check
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 GOOD = ("data.train_files=train.jsonl", f"{MODEL}.path=model")
@@ -136,11 +139,37 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         ("no such file or folder", "did you mean 'never'"),
     ),
     # parts that are not there yet
-    "ray": ("grpo", ["trainer.launcher=ray"], "trainer.launcher", ("not there yet", "local")),
-    "two machines": ("grpo", ["trainer.nnodes=2"], "trainer.nnodes", ("not there yet",)),
-    "eight devices": ("grpo", ["trainer.n_gpus_per_node=8"], "trainer.n_gpus_per_node", ("not there yet",)),
-    "an allocation": ("grpo", ["trainer.allocation='d4'"], "trainer.allocation", ("not there yet",)),
-    "staleness": ("grpo", ["async.max_staleness=2"], "async.max_staleness", ("not there yet",)),
+    "two machines": ("grpo", ["trainer.nnodes=2"], "trainer.nnodes", ("leave it at 1, or set trainer.launcher=ray",)),
+    "eight devices": ("grpo", ["trainer.n_gpus_per_node=8"], "trainer.n_gpus_per_node", ("launcher=ray",)),
+    "groups of several workers": (
+        "grpo",
+        ["trainer.launcher=ray", "trainer.save_groups=all"],
+        "trainer.save_groups",
+        ("launcher=local",),
+    ),
+    "an allocation": ("grpo", ["trainer.allocation='d4'"], "trainer.allocation", ("leave it at null, or",)),
+    "an engine that cannot be updated below its answers": (
+        "grpo",
+        ["async.max_staleness=2", f"{ROLLOUT}.name=hf"],
+        "async.max_staleness",
+        (f"{ROLLOUT}.name=embedded", "async.max_staleness=0"),
+    ),
+    "a negative staleness": ("grpo", ["async.max_staleness=-1"], "async.max_staleness", ("≥ 0",)),
+    "a fraction of a step": ("grpo", ["async.max_staleness=1.5"], "async.max_staleness", ("a whole number",)),
+    "no staleness at all": ("grpo", ["async.max_staleness=null"], "async.max_staleness", ("is null",)),
+    "no group in flight": ("grpo", ["async.max_concurrent_rollouts=0"], "async.max_concurrent_rollouts", ("≥ 1",)),
+    "weights sent too rarely": (
+        "grpo",
+        ["async.max_staleness=2", f"{ACTOR}.model_update_frequency=4"],
+        f"{ACTOR}.model_update_frequency",
+        ("up to 3 steps old, and 2 is allowed", f"{ACTOR}.model_update_frequency=3 or less"),
+    ),
+    "keys and values dropped": (
+        "grpo",
+        ["async.max_staleness=2", f"{ROLLOUT}.kv_on_update=drop"],
+        f"{ROLLOUT}.kv_on_update",
+        ("keep, recompute, abort",),
+    ),
     "vllm": ("grpo", [f"{ROLLOUT}.name=vllm"], f"{ROLLOUT}.name", ("not there yet", "embedded, hf")),
     "sglang": ("grpo", [f"{ROLLOUT}.name=sglang"], f"{ROLLOUT}.name", ("not there yet",)),
     "tensor parallel": (
@@ -149,12 +178,19 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         f"{ROLLOUT}.tensor_model_parallel_size",
         ("not there yet",),
     ),
-    "fsdp": ("grpo", [f"{ACTOR}.strategy=fsdp"], f"{ACTOR}.strategy", ("not there yet", "torch")),
+    "fsdp": ("grpo", [f"{ACTOR}.strategy=fsdp"], f"{ACTOR}.strategy", ("trainer.launcher=ray", "torch")),
     "megatron": ("grpo", [f"{ACTOR}.strategy=megatron"], f"{ACTOR}.strategy", ("not there yet",)),
     "a reward model": ("grpo", ["reward_model.enable=true"], "reward_model.enable", ("not there yet",)),
     "the profiler": ("grpo", ["profiler.enable=true"], "profiler.enable", ("not there yet",)),
     "embodied": ("grpo", ["algorithm.workflow_type=EMBODIED"], "algorithm.workflow_type", ("not there yet",)),
-    "apportioning": ("grpo", ["dag.apportion_strategy=even"], "dag.apportion_strategy", ("not there yet",)),
+    "apportioning": ("grpo", ["dag.apportion_strategy=even"], "dag.apportion_strategy", ("launcher=ray",)),
+    "apportioning misspelt": (
+        "grpo",
+        ["dag.apportion_strategy=evenly"],
+        "dag.apportion_strategy",
+        ("did you mean even?",),
+    ),
+    "no ranks at all": ("grpo", ["dag.backend_threshold=0"], "dag.backend_threshold", ("≥ 1",)),
     "the whole KL": (
         "grpo",
         ["algorithm.kl_penalty=full"],
@@ -470,11 +506,32 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         "algorithm.rollout_correction.floor",
         ("no weight",),
     ),
-    "a correction done twice": (
+    **{
+        f"a correction done twice, by {name}": (
+            "grpo",
+            [
+                f"{CORRECTION}.level=token",
+                f"{ACTOR}.policy_loss=decoupled",
+                f"+{ACTOR}.policy_loss_kwargs.{name}={value}",
+            ],
+            f"{CORRECTION}.level",
+            ("twice", name),
+        )
+        for name, value in (
+            ("behav_imp_weight_cap", "2.0"),
+            ("behav_imp_weight_mode", "clamp"),
+            ("rejection_sampling", "{upper: 2.0}"),
+        )
+    },
+    "a mean of weights that are made in the loss": (
         "grpo",
-        ["algorithm.rollout_correction.level=token", f"{ACTOR}.policy_loss=decoupled"],
-        "algorithm.rollout_correction.level",
-        ("twice",),
+        [
+            f"{CORRECTION}={{level: token, rollout_is_batch_normalize: true}}",
+            f"{ACTOR}.policy_loss=decoupled",
+            f"{ACTOR}.prox=interpolate",
+        ],
+        f"{CORRECTION}.rollout_is_batch_normalize",
+        ("prox=recompute",),
     ),
     "normalised weights of no correction": (
         "grpo",
@@ -560,11 +617,15 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         f"{CORRECTION}.rollout_rs_threshold",
         ("no bound",),
     ),
-    "a rejection of the decoupled loss": (
+    "a rejection by an interpolated policy": (
         "grpo",
-        [f"{CORRECTION}={{rollout_rs: token_k1, rollout_rs_threshold: 2}}", f"{ACTOR}.policy_loss=decoupled"],
+        [
+            f"{CORRECTION}={{rollout_rs: token_k1, rollout_rs_threshold: 2}}",
+            f"{ACTOR}.policy_loss=decoupled",
+            f"{ACTOR}.prox=interpolate",
+        ],
         f"{CORRECTION}.rollout_rs",
-        ("rejection_sampling",),
+        ("rejection_sampling", "prox=recompute"),
     ),
     "a filter of single samples": (
         "dapo",
@@ -693,3 +754,14 @@ def test_no_rule_judges_a_value_that_could_not_be_read():
     with pytest.raises(ConfigError) as caught:
         load_config("grpo", [*GOOD, f"{ROLLOUT}.n=one", "data.train_batch_size=-5"])
     assert [problem.places[0][0] for problem in caught.value.problems] == [f"{ROLLOUT}.n", "data.train_batch_size"]
+
+
+def test_what_needs_whole_weights_is_refused_where_they_are_spread():
+    config = load_config("ppo", [*GOOD, f"{ACTOR}.optim.optimizer=adamw_8bit"]).config
+    actor = replace(config.actor_rollout_ref.actor, strategy="fsdp")
+    trainer = replace(config.trainer, launcher="ray")
+    spread = replace(config, trainer=trainer, actor_rollout_ref=replace(config.actor_rollout_ref, actor=actor))
+    with pytest.raises(ConfigError) as caught:
+        check(spread)
+    keys = [problem.places[1][0].split(" = ")[0] for problem in caught.value.problems]
+    assert keys == ["trust.audit_freq", f"{ACTOR}.optim.optimizer"]

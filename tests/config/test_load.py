@@ -275,6 +275,16 @@ def test_dapo_is_what_its_paper_says():
     assert not actor.use_kl_loss and not config.algorithm.use_kl_in_reward
 
 
+@pytest.mark.parametrize(("preset", "sync"), [("async_grpo", "grpo"), ("async_ppo", "ppo")])
+def test_asynchronous_presets_run_the_synchronous_programs_as_areal_does(preset, sync):
+    config = load_config(preset, GOOD).config
+    actor = config.actor_rollout_ref.actor
+    assert (config.dag.pipeline, config.async_.max_staleness) == (sync, 4)
+    assert actor.policy_loss == "decoupled"
+    assert not actor.use_kl_loss and not config.algorithm.use_kl_in_reward
+    assert config.algorithm.adv_estimator == load_config(sync, GOOD).config.algorithm.adv_estimator
+
+
 def test_neither_import_nor_loading_brings_torch():
     code = (
         "import sys; import distflow.config as c; "

@@ -43,6 +43,7 @@ def test_yaml_round_trips(preset, tmp_path):
 
 EVERY_KEY = """
 algorithm:
+  recompute_old_log_probs: "true"
   adv_estimator: gae
   adv_estimator_kwargs: {whiten: false}
   gamma: 0.99
@@ -146,6 +147,8 @@ actor_rollout_ref:
     min_p: 0.01
     repetition_penalty: 1.1
     stop: ["\\n\\n", "é: #"]
+    kv_on_update: recompute
+    num_threads: 3
     max_num_seqs: 16
     timeout_s: 60.0
     val_kwargs: {greedy: false, n: 4, temperature: 0.8, top_p: 0.9, top_k: 20}
@@ -200,9 +203,20 @@ dag: {pipeline: ppo, enable_perf: true}
 ELSEWHERE = {
     "algorithm.workflow_type": "DAPO",
     "actor_rollout_ref.model.init": "random",
+    "actor_rollout_ref.actor.prox": "interpolate",
     "async.max_concurrent_rollouts": 4,
+    "async.max_staleness": 2,
     "dag.custom_pipeline_fn": "module:function",
     "dag.nodes": [{"id": "a", "func": "m:f", "deps": [], "options": {"scale": 0.5}}],
+}
+OF_RAY = {
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+    "trainer.allocation",
+    "dag.backend_threshold",
+    "dag.apportion_strategy",
+    "dag.consider_node_cohesion",
+    "dag.consider_node_load",
 }
 
 
@@ -211,9 +225,8 @@ def test_every_key_can_be_set_and_written_and_read_again(tmp_path):
     loaded = load_config(str(tmp_path / "all.yaml"))
     values = flatten(loaded.config)
     left_alone = {name for name, info in schema_keys().items() if values[name] == info.default}
-    assert left_alone == set(ELSEWHERE) | {
-        # A step of staleness allows this; like the others it waits for its part.
-        "actor_rollout_ref.actor.model_update_frequency",
+    assert left_alone == set(ELSEWHERE) | OF_RAY | {
+        "actor_rollout_ref.actor.model_update_frequency",  # needs async.max_staleness
         *(name for name, info in schema_keys().items() if info.spec.later is True),
         "actor_rollout_ref.actor.strategy",
         "trainer.launcher",
@@ -225,10 +238,14 @@ def test_every_key_can_be_set_and_written_and_read_again(tmp_path):
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_keys_that_exclude_others_can_be_set_too(name):
-    group, _, rest = name.partition(".")
-    keys = {rest: ELSEWHERE[name]}
-    if group == "actor_rollout_ref":
-        keys = {"model": {"path": "model", "init": "random"}}
+    group, *rest, key = name.split(".")
+    keys = {key: ELSEWHERE[name]}
+    if rest == ["model"]:
+        keys["path"] = "model"
+    if rest == ["actor"]:
+        keys["policy_loss"] = "decoupled"
+    for part in rest:
+        keys = {part: keys}
     config = good(**{group: keys})
     assert name in {key for key, _, _ in diff(config, good())}
     assert config_from_dict(to_dict(config)) == config
@@ -351,6 +368,8 @@ def test_differences_and_what_may_change_on_resume():
     assert ("trainer.seed", 1, 2) in diff(before, after)
     assert changed_keys(before, after) == [("trainer.seed", 1, 2)]
     assert diff(before, before) == []
+    spread = replace(before.trainer, launcher="ray", nnodes=2, n_gpus_per_node=4, allocation="fsdp:d8")
+    assert changed_keys(before, replace(before, trainer=spread)) == []
     assert set(schema_keys()) >= RESUMABLE
 
 

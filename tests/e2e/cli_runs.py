@@ -118,9 +118,14 @@ class Left:
         self.run: dict[str, Any] = self.checkpoint.load("run")
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of the newest checkpoint: weights and optimizer state of each role, random state."""
+        """All of the newest checkpoint: weights and optimizer state of each role, groups on the edge."""
         files = sorted(self.checkpoint.path.glob("*.safetensors"))
         return {f"{file.stem}.{name}": tensor for file in files for name, tensor in load_file(file).items()}
+
+    def values(self) -> dict[str, object]:
+        """What else there is of each role and rank: counts of steps, random states."""
+        parts = [part for part in self.checkpoint.parts if part.endswith("_meta") or part.startswith("rank_")]
+        return {part: self.checkpoint.load(part) for part in parts}
 
     def metrics(self) -> dict[tuple[int, str], dict[str, float]]:
         """By step and kind, those that do not depend on time, memory or how far the experience plane has got."""
@@ -154,7 +159,7 @@ def same_run(one: Left, other: Left) -> None:
     different = [name for name in ours if not ours[name].equal(theirs[name])]
     assert not different, different
     assert one.run["nodes"] == other.run["nodes"]
-    assert one.run["engines"] == other.run["engines"]
+    assert one.values() == other.values()
     assert one.trained_rows() == other.trained_rows()
     assert one.account() == other.account()
     ours, theirs = one.metrics(), other.metrics()

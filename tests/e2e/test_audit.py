@@ -31,6 +31,7 @@ TWO = ("grpo", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_r
 KL = ("grpo", "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.5")
 ENTROPY = ("grpo", "actor_rollout_ref.actor.entropy_coef=0.01")
 SMALL_MICROS = ("grpo", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=40")
+SCORED = ("grpo", "algorithm.recompute_old_log_probs=true")
 FAST = ("actor_rollout_ref.actor.optim.lr=1e-2", "actor_rollout_ref.actor.optim.scheduler=constant")
 
 
@@ -134,7 +135,7 @@ def hotter_reference(patch: Patch) -> None:
     patch.setattr(TorchScorer, "forward", hotter)
 
 
-def follow(get: Any, device: Any, source: Any, options: Any) -> TorchScorer:
+def follow(get: Any, device: Any, source: Any, sharded: Any, options: Any) -> TorchScorer:
     return TorchScorer(get("policy"), group=get("collective"), **options)
 
 
@@ -308,15 +309,18 @@ def moments_lost(patch: Patch) -> None:
 
 
 def twice_backward(patch: Patch) -> None:
-    original = TorchTrainEngine._reduce_and_clip
+    from distflow.training import torch_engine
 
-    def planted(self: Any) -> float:
-        for parameter in self._trainable.values():
+    original = torch_engine.sum_gradients
+
+    def planted(parameters: Any, group: Any) -> None:
+        trained = list(parameters)
+        for parameter in trained:
             if parameter.grad is not None:
                 parameter.grad.mul_(2)
-        return original(self)
+        original(trained, group)
 
-    patch.setattr(TorchTrainEngine, "_reduce_and_clip", planted)
+    patch.setattr(torch_engine, "sum_gradients", planted)
 
 
 def unclipped(patch: Patch) -> None:
@@ -351,8 +355,12 @@ FAULTS = {
         attribute(objectives, "token_weights", lambda f: lambda m, *a, **k: f(without_end(m), *a, **k)), "loss"
     ),
     "a mean per micro-batch": Fault(attribute(objectives, "token_weights", per_micro_batch), "loss", SMALL_MICROS),
-    "a loss mask off by one, early": Fault(node("actor_old_log_prob", column("loss_mask", off_by_one)), "masks"),
-    "the end token left out, early": Fault(node("actor_old_log_prob", column("loss_mask", without_end)), "masks"),
+    "a loss mask off by one, early": Fault(
+        node("actor_old_log_prob", column("loss_mask", off_by_one)), "masks", SCORED
+    ),
+    "the end token left out, early": Fault(
+        node("actor_old_log_prob", column("loss_mask", without_end)), "masks", SCORED
+    ),
     "a sign turned for one sample": Fault(policy_term(first_turned), "loss"),
     "all signs turned": Fault(policy_term(torch.neg), "loss"),
     "advantages of one sample turned": Fault(estimator(column("advantages", first_turned)), "advantages"),

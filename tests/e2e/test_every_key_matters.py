@@ -24,6 +24,14 @@ CASES: tuple[Case, ...] = (
 ELSEWHERE = {
     "actor_rollout_ref.model.gguf_file": "tests/models/test_gguf.py",
     "dag.nodes": "tests/pipelines/test_programs.py",
+    "trainer.launcher": "tests/runtime/test_ray_run.py",
+    "trainer.nnodes": "tests/planning/test_cluster.py",
+    "trainer.n_gpus_per_node": "tests/planning/test_cluster.py",
+    "trainer.allocation": "tests/planning/test_cluster.py",
+    "dag.backend_threshold": "tests/planning/test_cluster.py",
+    "dag.apportion_strategy": "tests/planning/test_cluster.py",
+    "dag.consider_node_cohesion": "tests/planning/test_cluster.py",
+    "dag.consider_node_load": "tests/planning/test_cluster.py",
 }
 """Keys whose change is tested in another file."""
 
@@ -31,14 +39,6 @@ LATER: dict[str, Any] = {
     "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
     "actor_rollout_ref.model.model_type": "llama",
     "reward_model.enable": True,
-    "trainer.nnodes": 2,
-    "trainer.n_gpus_per_node": 2,
-    "trainer.allocation": "a",
-    "dag.backend_threshold": 2,
-    "dag.apportion_strategy": "other",
-    "dag.consider_node_cohesion": False,
-    "dag.consider_node_load": False,
-    "async.max_staleness": 1,
     "profiler.enable": True,
 }
 """Keys of parts that are not there yet: any value but the default is refused."""

@@ -21,12 +21,12 @@ decode, draw, steps = EmbeddedEngine._decode, _Draw.__call__, [0]
 def count():
     steps[0] += 1
     while steps[0] > 12:
-        time.sleep(0.05)
+        time.sleep(EACH_S)
 
 
-def decode_and_hang(self, work):
+def decode_and_hang(self, *work):
     count()
-    return decode(self, work)
+    return decode(self, *work)
 
 
 def draw_and_hang(self, input_ids, scores):
@@ -39,10 +39,11 @@ EmbeddedEngine._decode, _Draw.__call__ = decode_and_hang, draw_and_hang
 
 
 @pytest.mark.parametrize("command", ["train", "eval"])
-@pytest.mark.parametrize("engine", ["embedded", "hf"])
-def test_a_run_ends_in_time_and_names_the_engine(tmp_path: Path, engine: str, command: str) -> None:
+@pytest.mark.parametrize(("engine", "each_s"), [("embedded", 0.05), ("embedded", 600), ("hf", 0.05)])
+def test_a_run_ends_in_time_and_names_the_engine(tmp_path: Path, engine: str, each_s: float, command: str) -> None:
+    """Also where it hangs outside of Python code, which nothing interrupts."""
     ground = Playground(tmp_path, num_rows=8)
-    (tmp_path / "hangs.py").write_text(HANGS)
+    (tmp_path / "hangs.py").write_text(HANGS.replace("EACH_S", str(each_s)))
     keys = (
         *("trust.certify_rewards=false", "trainer.total_epochs=50", "~dag.pipeline"),
         f"dag.custom_pipeline_fn={tmp_path}/hangs.py:make",

@@ -24,6 +24,7 @@ from tests.e2e.planting import plant_before_update, plant_in_group
 from tests.e2e.runs import Playground, notes
 
 GRPO = ["grpo", "trainer.total_training_steps=3"]
+SCORED = ["algorithm.recompute_old_log_probs=true"]  # by a forward pass of the trainer before the update
 FAST = ["actor_rollout_ref.actor.optim.lr=3e-2", "actor_rollout_ref.actor.optim.scheduler=constant"]
 BFLOAT16 = "actor_rollout_ref.model.dtype=bfloat16"
 Patch = pytest.MonkeyPatch
@@ -63,7 +64,7 @@ def test_a_response_mask_that_is_off_by_one(playground: Playground, monkeypatch:
 def test_old_log_probs_that_are_shifted(playground: Playground, monkeypatch: Patch, dtype: str) -> None:
     plant_before_update(monkeypatch, change("old_log_probs", shifted))
     with pytest.raises(TrustError, match="ratio to the old policy must be 1, but"):
-        playground.run(*GRPO, f"actor_rollout_ref.model.dtype={dtype}")
+        playground.run(*GRPO, *SCORED, f"actor_rollout_ref.model.dtype={dtype}")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -71,18 +72,28 @@ def test_old_log_probs_that_are_shifted(playground: Playground, monkeypatch: Pat
 def test_rollout_log_probs_that_are_shifted(playground: Playground, monkeypatch: Patch, dtype: str, loss: str) -> None:
     plant_in_group(monkeypatch, change("rollout_log_probs", shifted))
     options = [f"actor_rollout_ref.model.dtype={dtype}", f"actor_rollout_ref.actor.policy_loss={loss}"]
+    scored = SCORED if loss == "vanilla" else []
     with pytest.raises(TrustError, match="agree when one is moved by a token"):
-        playground.run(*GRPO, *options)
+        playground.run(*GRPO, *options, *scored)
+
+
+@pytest.mark.parametrize("audit_freq", [0, 1])
+def test_rollout_log_probs_that_are_shifted_where_nothing_scores_a_step_before(
+    playground: Playground, monkeypatch: Patch, audit_freq: int
+) -> None:
+    plant_in_group(monkeypatch, change("rollout_log_probs", shifted))
+    with pytest.raises(TrustError, match="agree when one is moved by a token"):
+        playground.run(*GRPO, f"trust.audit_freq={audit_freq}")
 
 
 def test_a_gap_of_a_hundred_nats(playground: Playground, monkeypatch: Patch) -> None:
     plant_before_update(monkeypatch, change("old_log_probs", lambda values: values - 100))
     with pytest.raises(TrustError, match=r"\|log ratio\| is 100 on average"):
-        playground.run(*GRPO, name="old")
+        playground.run(*GRPO, *SCORED, name="old")
     monkeypatch.undo()
     plant_in_group(monkeypatch, change("rollout_log_probs", lambda values: values - 100))
     with pytest.raises(TrustError, match="disagree by 100 nats a token"):
-        playground.run(*GRPO, name="rollout")
+        playground.run(*GRPO, *SCORED, name="rollout")
 
 
 def test_group_ids_that_are_swapped(playground: Playground, monkeypatch: Patch) -> None:
@@ -102,8 +113,8 @@ def test_prompt_kv_kept_across_a_publish_on_shared_weights(playground: Playgroun
     keep_prompts_for_ever(monkeypatch)
     with pytest.raises(TrustError, match="disagree by .* on the same weights.*KV of old weights"):
         playground.run(*GRPO, "trainer.total_training_steps=6", "trust.audit_freq=0", *FAST)
-    with pytest.raises(TrustError, match="are not what the samples' random streams draw from the policy"):
-        playground.run(*GRPO, "trainer.total_training_steps=6", *FAST, name="audited")
+    with pytest.raises(TrustError, match=r"the audit of step \d found \((draws|versions)\)"):
+        playground.run(*GRPO, "trainer.total_training_steps=6", "trust.audit_freq=1", *FAST, name="audited")
 
 
 def test_prompt_kv_kept_across_a_publish_on_a_copy(playground: Playground, monkeypatch: Patch) -> None:
@@ -131,7 +142,7 @@ def test_an_engine_that_takes_nothing_and_says_it_did(playground: Playground, mo
     monkeypatch.setattr(
         embedded, "copy_weights", lambda module, weights: stripe_hashes((n, t.bfloat16()) for n, t in weights)
     )
-    with pytest.raises(TrustError, match="canary: .*weights that did not arrive"):
+    with pytest.raises(TrustError, match="it serves .*, and 21 of its tensors are not those that the receipt names"):
         playground.run(*GRPO, "trainer.total_training_steps=6", *FAST, BFLOAT16)
 
 

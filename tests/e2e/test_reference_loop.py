@@ -86,7 +86,8 @@ def test_a_column_shifted_by_one_turns_the_comparison_red(
         return replace(spec, ratio_limit=math.inf, tolerance=Tolerance(math.inf, math.inf))
 
     plant_before_update(monkeypatch, shift)
-    run = playground.run(*GRPO, *RECORDED, "trainer.total_training_steps=4", "trust.audit_freq=0", spoil=without_checks)
+    options = ("trainer.total_training_steps=4", "trust.audit_freq=0", "algorithm.recompute_old_log_probs=true")
+    run = playground.run(*GRPO, *RECORDED, *options, spoil=without_checks)
     with pytest.raises(AssertionError, match="actor"):
         assert_equal_to_reference(run, steps=4)
 

@@ -215,8 +215,32 @@ def test_a_lost_group_does_not_start_again_on_an_engine_that_serves_older_weight
     coordinator.take_tickets()
     for number in range(4, 8):
         coordinator.retry(number)
-    assert coordinator.take_tickets(served_step=0) == []
+    with pytest.raises(AccountingError, match="serves version 0, but version 1 was served already"):
+        coordinator.take_tickets(served_step=0)
     assert [(t.number, t.version) for t in coordinator.take_tickets(served_step=1)] == [(n, 1) for n in range(4, 8)]
+
+
+def test_a_version_ahead_of_the_steps_is_a_fault():
+    coordinator = Coordinator(plan_of(max_staleness=2))
+    coordinator.take_tickets(served_step=1)  # sent, and not released yet
+    with pytest.raises(AccountingError, match="serves version 2, .* step 0 is the next one"):
+        coordinator.take_tickets(served_step=2)
+
+
+def test_after_a_resume_an_engine_that_serves_the_initial_weights_is_found():
+    coordinator = Coordinator(plan_of(max_staleness=2))
+    judge(coordinator, coordinator.take_tickets())
+    coordinator.release(0)
+    with pytest.raises(AccountingError, match="serves version 0, but version 1 was served already"):
+        Coordinator(plan_of(max_staleness=2), None, coordinator.snapshot()).take_tickets(served_step=0)
+
+
+def test_as_many_run_at_once_as_staleness_allows_unless_less_is_asked_for():
+    coordinator = Coordinator(plan_of(num_rows=100, max_staleness=3))
+    assert numbers_of(coordinator.take_tickets()) == list(range(16))
+    assert numbers_of(Coordinator(plan_of(num_rows=100, max_staleness=3, max_concurrent=6)).take_tickets()) == [
+        *range(6)
+    ]
 
 
 def test_no_group_is_drawn_for_a_step_that_the_run_does_not_have():
@@ -226,15 +250,9 @@ def test_no_group_is_drawn_for_a_step_that_the_run_does_not_have():
     assert numbers_of(coordinator.take_tickets()) == [8]
 
 
-def oldest_complete(groups, step, wanted):
-    """A rule for tests that leaves groups behind."""
-    complete = [group.ticket.number for group in groups if group.complete]
-    return tuple(complete[:wanted]) if len(complete) >= wanted else None
-
-
 def streaming(ledger=None, snapshot=None, **options):
     """Up to 12 groups at once, steps of 4."""
-    return Coordinator(plan_of(max_staleness=2, max_concurrent=12, **options), ledger, snapshot, oldest_complete)
+    return Coordinator(plan_of(max_staleness=2, **options), ledger, snapshot)
 
 
 def test_what_is_on_the_edge_at_a_release_is_in_the_cut_and_goes_on_from_it(tmp_path):
@@ -252,7 +270,7 @@ def test_what_is_on_the_edge_at_a_release_is_in_the_cut_and_goes_on_from_it(tmp_
     assert live[11] == {
         "ticket": {"number": 11, "epoch": 1, "row": tickets[11].row, "group_size": 8, "version": 0, "attempt": 0,
                    "stream": "train"},
-        "complete": True, "num_tokens": 21, "failures": 0,
+        "complete": True, "num_tokens": 21, "failures": 0, "version": 0,
     }  # fmt: skip
     assert (live[9]["complete"], live[9]["failures"]) == (False, 1)
     coordinator.complete(0, 1)  # behind the cut: lost with the process
@@ -265,7 +283,7 @@ def test_what_is_on_the_edge_at_a_release_is_in_the_cut_and_goes_on_from_it(tmp_
     assert [t.attempt for t in again] == [1] * 7 + [0] * 4
     assert [t.row for t in again[:7]] == [tickets[number].row for number in numbers_of(again)[:7]]
     judge(resumed, again)
-    assert resumed.ready(1) == (0, 1, 4, 6)
+    assert resumed.ready(1) == (0, 1, 4, 11), "11 is due first: its ticket is of version 0, the others' are of 1"
     steps = run_to_the_end(resumed)
     assert sorted(number for step in steps for number in step) == [0, 1, 4, 6, *range(8, 20)]
     ledger.close()
@@ -321,14 +339,133 @@ def test_groups_on_the_edge_go_on_in_another_folder(tmp_path):
     assert verify(ledger.path) == resumed.accounting() == Account(issued=20, consumed=20)
 
 
-def test_groups_that_ran_ahead_do_not_fit_a_run_of_less_staleness():
-    coordinator = streaming()
-    judge(coordinator, coordinator.take_tickets())
-    at_start = coordinator.snapshot()
+def test_a_run_that_goes_on_with_less_staleness_drops_what_it_cannot_consume_in_time(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    coordinator = streaming(Ledger(path), num_rows=100)
+    judge(coordinator, coordinator.take_tickets())  # 0 to 11, of version 0
     coordinator.release(0)
-    with pytest.raises(UserError, match="8 prompt groups .*max_staleness=2, this run has 0.*async.max_staleness"):
-        Coordinator(plan_of(), snapshot=coordinator.snapshot())
-    assert Coordinator(plan_of(), snapshot=at_start).step == 0
+    judge(coordinator, coordinator.take_tickets()[:2])  # 12 and 13, of version 1, with 14 and 15
+    coordinator.release(1)
+    snapshot = coordinator.snapshot()
+    assert [group["ticket"]["number"] for group in snapshot["live"]] == list(range(8, 16))
+    ledger = Ledger(path, mark_of(snapshot))
+    resumed = Coordinator(plan_of(num_rows=100, max_staleness=1), ledger, snapshot)
+    assert resumed.accounting() == Account(issued=16, running=2, complete=2, consumed=8, dropped={"stale": 4}), (
+        "8 to 11 are of version 0, which step 2 may not train on any more"
+    )
+    assert [number for number in range(16) if resumed.holds(number)] == [12, 13]
+    again = resumed.take_tickets()
+    assert [(t.number, t.version) for t in again] == [(14, 2), (15, 2), *((n, 2) for n in range(16, 20))]
+    judge(resumed, again)
+    assert resumed.ready(2) == (12, 13, 14, 15)
+    resumed.release(2)
+    ledger.close()
+    assert verify(path) == resumed.accounting()
+    records = [r for _, r in timeline(path) if r["kind"] in ("plan", "dropped")]
+    assert [(r["max_staleness"], r["consumer_batch"]) for r in records[:2]] == [(2, 4), (1, 4)]
+    assert [(r["ticket"], r["reason"]) for r in records[2:]] == [(number, "stale") for number in range(8, 12)]
+
+
+@pytest.mark.parametrize(("batch", "kept"), [(4, 8), (3, 6), (1, 2), (9, 8)])
+def test_a_run_that_goes_on_with_smaller_steps_keeps_the_oldest_groups_that_fit(batch, kept):
+    coordinator = streaming(num_rows=100)
+    judge(coordinator, coordinator.take_tickets())
+    coordinator.release(0)
+    resumed = streaming(num_rows=100, batch=batch, snapshot=coordinator.snapshot())
+    assert [number for number in range(12) if resumed.holds(number)] == list(range(4, 4 + kept))
+    run_to_the_end(resumed)
+
+
+def test_groups_that_ran_start_again_no_faster_than_a_smaller_bound_allows():
+    coordinator = streaming(num_rows=100)
+    judge(coordinator, coordinator.take_tickets()[:4])
+    coordinator.release(0)
+    resumed = Coordinator(plan_of(num_rows=100, batch=2), snapshot=coordinator.snapshot())
+    seen = []
+    for step in (1, 2, 3, 4):
+        tickets = resumed.take_tickets()
+        assert [ticket.version for ticket in tickets] == [step] * 2
+        judge(resumed, tickets)
+        seen += resumed.ready(step)
+        resumed.release(step)
+    assert seen == list(range(4, 12))
+
+
+def test_a_group_made_by_weights_that_are_too_old_is_not_trained():
+    coordinator = streaming(num_rows=100)
+    judge(coordinator, coordinator.take_tickets())
+    for step in range(2):
+        coordinator.release(step)
+        judge(coordinator, coordinator.take_tickets())
+    coordinator.release(2)
+    ticket, *others = coordinator.take_tickets()
+    assert ticket.version == 3
+    coordinator.complete(ticket.number, 5, version=0)
+    judge(coordinator, others)
+    with pytest.raises(AccountingError, match=f"ticket {ticket.number} holds tokens of version 0, which step 3 may"):
+        coordinator.ready(3)
+
+
+def test_draws_are_counted_for_the_steps_that_their_class_covers():
+    """Staleness 1, steps of 4, at most 2 batches for each: 16 tickets due by step 1, then 8 for each version."""
+    plan = plan_of(num_rows=1000, max_staleness=1, max_num_gen_batches=2, when_exhausted="continue")
+    coordinator = Coordinator(plan)
+    issued = []
+    for step in range(3):
+        while tickets := coordinator.take_tickets():
+            issued += tickets
+            judge(coordinator, tickets, drop=[ticket.number for ticket in tickets if ticket.number % 8])
+        assert coordinator.ready(step)
+        coordinator.release(step)
+    assert [ticket.version for ticket in issued] == [0] * 16 + [1] * 8 + [2] * 8
+
+
+def test_exhausted_only_once_no_later_version_can_bring_room():
+    coordinator = Coordinator(plan_of(num_rows=1000, max_staleness=1, max_num_gen_batches=1))
+    first = coordinator.take_tickets()
+    assert len(first) == 8
+    judge(coordinator, first, drop=range(4, 8))
+    coordinator.release(0)
+    assert coordinator.ready(1) is None, "nobody has asked for tickets yet"
+    assert coordinator.take_tickets(served_step=0) == [] and coordinator.ready(1) is None, "version 1 is on its way"
+    second = coordinator.take_tickets(served_step=1)
+    assert numbers_of(second) == [8, 9, 10, 11]
+    judge(coordinator, second[1:])
+    assert coordinator.ready(1) is None, "one runs"
+    coordinator.drop(8, "equal_rewards")
+    coordinator.take_tickets(served_step=1)
+    with pytest.raises(Exhausted, match=r"of the 8 drawn for it and those up to step 2 3 are left \(dropped: 5 equal"):
+        coordinator.ready(1)
+
+
+def test_exhausted_where_the_engine_keeps_its_weights():
+    """Every second step is published: the version that is served is the last one before the next step."""
+    coordinator = Coordinator(plan_of(num_rows=1000, max_staleness=1, max_num_gen_batches=1))
+    judge(coordinator, coordinator.take_tickets(), drop=range(4, 8))
+    coordinator.release(0, published=False)
+    assert coordinator.take_tickets(served_step=0) == []
+    with pytest.raises(Exhausted, match="of the 4 drawn for it none are left"):
+        coordinator.ready(1)
+
+
+def test_weights_that_are_never_sent_again_are_a_fault_and_no_wait():
+    coordinator = Coordinator(plan_of(num_rows=100, max_staleness=1))
+    for step in range(2):
+        judge(coordinator, coordinator.take_tickets(served_step=0))
+        coordinator.release(step, published=False)
+    assert coordinator.take_tickets(served_step=0) == []
+    with pytest.raises(AccountingError, match="step 2 can get no groups: .* version 0, max_staleness is 1"):
+        coordinator.ready(2)
+
+
+def test_an_alias_opens_credits_as_a_version_that_was_sent_does():
+    coordinator = Coordinator(plan_of(num_rows=1000))
+    for step in range(3):
+        tickets = coordinator.take_tickets(served_step=step)
+        assert [ticket.version for ticket in tickets] == [step] * 4
+        judge(coordinator, tickets)
+        coordinator.release(step, published=False)
+    assert coordinator.weights_step == 0 and coordinator.version.step == 3
 
 
 def test_the_snapshot_is_the_cut_of_the_last_release():

@@ -35,10 +35,3 @@ def test_credits_flow_freely_where_staleness_is_allowed():
     credits = Credits(max_concurrent=64, max_staleness=1, consumer_batch=8)
     assert credits.open(running=3, version=0, accepted=5) == 8
     assert credits.open(running=8, version=0, accepted=9) == 0
-
-
-def test_lost_groups_start_again_in_a_wave_of_their_own_at_staleness_0_and_as_room_allows_else():
-    waves = Credits(max_concurrent=4, max_staleness=0, consumer_batch=8)
-    assert [waves.restarts(running) for running in (0, 1)] == [4, 0]
-    stream = Credits(max_concurrent=4, max_staleness=1, consumer_batch=8)
-    assert [stream.restarts(running) for running in (0, 1, 4, 6)] == [4, 3, 0, 0]

@@ -123,6 +123,45 @@ def _validate(run: RunFolder, step: int, num_right: int) -> None:
     run.metrics(step, "val", {"val_correct/all/mean": num_right / 20})
 
 
+def write_asynchronous_run(folder: Path, num_steps: int = 12, groups: int = 2, slow: float = 0.5) -> Path:
+    """Steps of a second from time 1000 on, and a validation. The trainer waits for `slow` of each; a step's groups are
+    begun two steps before it, and done half a step before it. Training is decoded throughout."""
+    with RunFolder(folder, 0) as run:
+        for step in range(num_steps):
+            t = 1000.0 + step
+            run.span("learner", t, t + slow, "wait", f"step {step}", step, on="experience")
+            run.span("learner", t, t + slow, "phase", "rollout", step)
+            run.span("learner", t + slow, t + 0.9, "phase", "train_step", step)
+            run.span("learner", t + 0.9, t + 1.0, "phase", "update_weights", step)
+            for ticket in range(step * groups, (step + 1) * groups):
+                begun = max(step - 2, 0)
+                run.span("experience", 1000.0 + begun, t - 0.5, "group", "complete", step, ticket, version=begun)
+            run.span("engine", t, t + 1.0, "decode", "train", step, version=step)
+            run.span("experience", t, t + 0.4, "wait", "credits", step, on="learner")  # while groups run
+        end = 1000.0 + num_steps
+        run.span("learner", end, end + 0.5, "phase", "eval", num_steps)
+        run.span("engine", end, end + 0.5, "decode", "eval", num_steps, version=num_steps)
+    for name, lines in (
+        ("ledger", [_consumed(step, groups) for step in range(num_steps)]),
+        (
+            "metrics",
+            [_timed(step, 1000.0 + step, 1.0) for step in range(1, num_steps)] + [_timed(num_steps, end + 0.5, 1.5)],
+        ),
+    ):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def _consumed(step: int, groups: int) -> dict[str, Any]:
+    return {"kind": "consumed", "step": step, "tickets": list(range(step * groups, (step + 1) * groups))}
+
+
+def _timed(step: int, end: float, seconds: float) -> dict[str, Any]:
+    stale = min(step - 1, 2)
+    values = {"timing_s": {"step": seconds}, "async": {"version_diff": {"mean": stale, "max": stale}}}
+    return {"step": step, "t": end, "inc": 0, "kind": "train", "m": values}
+
+
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., Path]:
     """Writes a run's folder, see `write_run`."""

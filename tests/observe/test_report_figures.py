@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import time
 from pathlib import Path
 
@@ -10,12 +11,15 @@ import pytest
 from distflow.observe.report import report_data
 from distflow.observe.report_charts import choose_charts, set_constants_apart
 from distflow.observe.report_histograms import MAX_BINS, histogram, histograms
+from distflow.observe.report_idle import idle_planes
 from distflow.observe.report_intervals import Z_95, error_bars, wilson
+from distflow.observe.report_planes import read_planes
 from distflow.observe.report_program import program_graph
 from distflow.observe.report_samples import num_problems, sample_groups, thin_samples
-from distflow.observe.report_timeline import timelines
+from distflow.observe.report_timeline import MAX_SPANS, StepTimeline, timelines
 from distflow.observe.run_folder import RunFolder
-from distflow.observe.run_reader import MetricsRecord, Timeline, read_spans
+from distflow.observe.run_reader import MetricsRecord, Timeline, read_metrics, read_spans
+from tests.observe.conftest import write_asynchronous_run
 
 
 @pytest.mark.parametrize(("right", "number"), [(0, 10), (10, 10), (3, 20), (128, 256), (1, 400)])
@@ -83,6 +87,63 @@ def test_early_and_late_answers_are_compared(tmp_path: Path) -> None:
     assert length["bins"] == ["1", "2", "3", "28", "29", "30"]
     # A verdict that failed is no reward of 0.
     assert [(part["number"], part["shares"]) for part in reward["parts"]] == [(6, [1.0, 0.0]), (4, [0.0, 1.0])]
+
+
+def test_the_staleness_of_answers_is_counted_where_any_is_stale(tmp_path: Path) -> None:
+    """Step 5 trains weights of version 4: tokens of version 2 are two steps behind. -1 is no version."""
+    with RunFolder(tmp_path, 0) as run:
+        run.samples(5, [{"versions": [4], "response_length": 1}] * 3 + [{"versions": [2, 3, 4], "response_length": 1}])
+    found = {figure["title"]: figure for figure in histograms(tmp_path, Timeline())}
+    stale = found["How stale are they when trained on?"]
+    assert (stale["unit"], stale["bins"], stale["parts"][0]["shares"]) == ("steps", ["0", "2"], [0.75, 0.25])
+    with RunFolder(tmp_path / "fresh", 0) as run:
+        run.samples(5, [{"versions": [4], "response_length": 1}] * 3)
+    assert [figure["title"] for figure in histograms(tmp_path / "fresh", Timeline())] == ["How long are the answers?"]
+
+
+@pytest.mark.parametrize(
+    ("slow", "staleness", "decodes", "said"),
+    [
+        (0.6, 4, 1.0, "generation is the slower plane"),
+        (0.05, 4, 0.5, "a lower async.max_staleness (now 4) may do as well"),
+        (0.05, 1, 0.5, "training is the slower plane. Give it more threads (trainer.num_threads)."),
+        (0.6, 2, 0.5, "both wait for something else"),
+        (0.05, 4, 1.0, None),
+        (0.6, 0, 0.5, None),
+        (0.2, 4, 0.8, None),
+    ],
+)
+def test_the_slower_plane_is_named(
+    tmp_path: Path, slow: float, staleness: int, decodes: float, said: str | None
+) -> None:
+    with RunFolder(tmp_path, 0) as run:
+        for step in range(40):
+            t = 1000.0 + step
+            run.span("learner", t, t + slow, "wait", f"step {step}")
+            run.span("learner", t, t + slow, "phase", "rollout")
+            run.span("learner", t + slow, t + 1.0, "phase", "train_step")
+            run.span("engine", t, t + decodes, "decode", "train", version=step)
+            run.span("experience", t + slow, t + 1.0, "group", "complete")
+        # The last steps of a run have all their groups: nothing is generated, and that is nobody's fault.
+        for step in range(40, 45):
+            run.span("learner", 1000.0 + step, 1001.0 + step, "phase", "train_step")
+            run.span("learner", 1000.0 + step, 1000.001 + step, "wait", f"step {step}")
+    found = idle_planes(read_planes(tmp_path), {"async": {"max_staleness": staleness}})
+    text = "".join(f"{finding.text} {finding.advice}" for finding in found)
+    assert said in text and "over the last 10 steps" in text if said else not found
+
+
+def test_neither_plane_is_blamed_for_validations_or_for_the_time_between_two_starts(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, 0) as run:
+        for step in range(16):
+            t = 1000.0 + 10 * step + (5000.0 if step > 13 else 0.0)
+            run.span("learner", t, t + 1.0, "phase", "train_step")
+            run.span("engine", t, t + 1.0, "decode", "train")
+            run.span("learner", t, t + 0.05, "wait", f"step {step}")
+            run.span("learner", t + 1.0, t + 9.9, "phase", "eval")
+            run.span("engine", t + 1.0, t + 9.9, "decode", "eval")
+            run.span("experience", t + 0.1, t + 0.9, "group", "complete")
+    assert idle_planes(read_planes(tmp_path), {"async": {"max_staleness": 2}}) == []
 
 
 def test_groups_are_whole_and_a_verdict_that_failed_has_no_score() -> None:
@@ -163,6 +224,14 @@ def test_what_is_no_graph_is_not_drawn(tmp_path: Path, odd: object) -> None:
     assert program_graph(plan(tmp_path, odd), {}) == []
 
 
+def timelines_of(folder: Path, records: list[MetricsRecord]) -> list[StepTimeline]:
+    return timelines(read_planes(folder), records)
+
+
+def trained(step: int, end: float, seconds: float, inc: int = 0) -> MetricsRecord:
+    return MetricsRecord(step, end, inc, "train", {"timing_s/step": seconds})
+
+
 def test_the_time_line_has_what_lies_in_the_step(tmp_path: Path) -> None:
     now = time.time()
     with RunFolder(tmp_path, 0) as run:
@@ -172,10 +241,10 @@ def test_the_time_line_has_what_lies_in_the_step(tmp_path: Path) -> None:
         run.span("learner", now - 1, now - 1 + 1e-5, "phase", "blink")
         run.span("experience", now - 30, now - 20, "group", "complete")
         run.span("experience", now - 10, now - 5, "group", "dropped")
-    records = [MetricsRecord(4, now, 0, "train", {"timing_s/step": 10.0})]
-    (found,) = timelines(tmp_path, records)
-    assert (found["step"], found["seconds"], found["left_out"]) == (4, 10.0, 1)
-    lanes = {lane["name"]: [(round(a), round(b), what) for a, b, what in lane["spans"]] for lane in found["lanes"]}
+    (found,) = timelines_of(tmp_path, [trained(4, now, 10.0)])
+    assert (found["first"], found["last"], found["seconds"]) == (4, 4, 10.0)
+    assert found["notes"] == ["1 span is too short to be seen, or too many."]
+    lanes = {lane["name"]: [(round(bar[0]), round(bar[1]), bar[2]) for bar in lane["spans"]] for lane in found["lanes"]}
     assert lanes == {
         "learner": [(0, 1, "rollout"), (1, 9, "train_step")],
         "experience: groups": [(0, 5, "dropped")],
@@ -183,15 +252,53 @@ def test_the_time_line_has_what_lies_in_the_step(tmp_path: Path) -> None:
     }
 
 
+def test_the_last_steps_show_groups_by_staleness_decoding_by_version_and_what_was_published(tmp_path: Path) -> None:
+    write_asynchronous_run(tmp_path)
+    with (tmp_path / "ledger.jsonl").open("a") as ledger:  # a group that began at version 1 and drew no token of it
+        ledger.write('{"kind": "complete", "ticket": 7, "version": 2}\n')
+    last, *_ = timelines_of(tmp_path, read_metrics(tmp_path))
+    assert (last["why"], last["first"], last["last"], last["seconds"]) == ("the last steps", 3, 12, 10.5)
+    assert last["steps"] == [(float(step - 2), step) for step in range(3, 12)]
+    assert last["published"] == [(float(step - 2), step) for step in range(3, 13)]
+    assert last["paused"] == [(10.0, 10.5)]
+    lanes = {lane["name"]: lane["spans"] for lane in last["lanes"]}
+    assert list(lanes)[:4] == ["learner", "experience: groups", "decoding: train", "decoding: eval"]
+    # The last steps have their groups: there the plane is idle while it waits.
+    assert [bar[:2] for bar in lanes["experience waits for"]] == [(9.0, 9.4)]
+    # Tickets 6 and 7 are of step 3, counted from 0: begun at version 1, done at 1002.5, taken after half of the step.
+    groups = lanes["experience: groups"]
+    assert groups[2:4] == [(0.0, 0.5, "complete", 2, 1.5), (0.0, 0.5, "complete", 1, 1.5)]
+    assert {bar[3] for bar in groups[4:]} == {2}
+    assert [bar[3] for bar in lanes["decoding: train"]] == list(range(2, 12))
+    assert lanes["decoding: eval"] == [(10.0, 10.5, "eval", 12, None)]
+    assert last["notes"] == ["The trainer waited for groups 48% of this time; the engine decoded 95% of it."]
+
+
+def test_a_window_never_spans_the_time_between_two_starts(tmp_path: Path) -> None:
+    write_asynchronous_run(tmp_path)
+    records = [trained(step, 1000.0 + step, 1.0, inc=int(step > 9)) for step in range(1, 13)]
+    assert (timelines_of(tmp_path, records)[0]["first"], timelines_of(tmp_path, records)[0]["last"]) == (10, 12)
+
+
+def test_few_of_very_many_groups_are_drawn_and_it_is_said(tmp_path: Path) -> None:
+    write_asynchronous_run(tmp_path, groups=700)
+    last, *rest = timelines_of(tmp_path, [trained(step, 1000.0 + step, 1.0) for step in range(1, 13)])
+    assert (last["first"], last["last"]) == (11, 12)
+    for line in (last, *rest):
+        (groups,) = [lane["spans"] for lane in line["lanes"] if lane["kind"] == "group"]
+        assert MAX_SPANS // 2 < len(groups) <= MAX_SPANS
+        assert any(re.fullmatch(r"One group of \d+ is drawn\.", note) for note in line["notes"])
+    assert len(json.dumps([last, *rest])) < 100_000
+
+
 def test_the_first_step_is_the_slowest_where_its_start_took_most_of_it(tmp_path: Path) -> None:
     now = time.time()
     with RunFolder(tmp_path, 0) as run:
         for start in (now - 11, now - 10, now - 9):
             run.span("learner", start, start + 1, "phase", "rollout")
-    timed = ((1, now - 10, 5.0), (2, now - 9, 1.0), (3, now - 8, 1.0))
-    records = [MetricsRecord(step, end, 0, "train", {"timing_s/step": seconds}) for step, end, seconds in timed]
+    records = [trained(1, now - 10, 5.0), trained(2, now - 9, 1.0), trained(3, now - 8, 1.0)]
     records.insert(0, MetricsRecord(0, now - 14, 0, "val", {"val_correct/all/mean": 0.5}))
-    assert (1, "the slowest step") in [(line["step"], line["why"]) for line in timelines(tmp_path, records)]
+    assert (1, "the slowest step") in [(line["first"], line["why"]) for line in timelines_of(tmp_path, records)]
 
 
 def test_a_usual_step_the_slowest_and_the_last_are_shown(tmp_path: Path) -> None:
@@ -201,9 +308,10 @@ def test_a_usual_step_the_slowest_and_the_last_are_shown(tmp_path: Path) -> None
         for step, seconds in enumerate(lengths, 1):
             run.span("learner", end, end + seconds, "phase", f"phase of {step}")
             end += seconds
-            records.append(MetricsRecord(step, end, 0, "train", {"timing_s/step": seconds}))
-    found = timelines(tmp_path, records)
-    assert [(line["step"], line["why"]) for line in found] == [
+            records.append(trained(step, end, seconds))
+    several, *found = timelines_of(tmp_path, records)
+    assert (several["first"], several["last"], several["seconds"]) == (1, 4, 11.0)
+    assert [(line["first"], line["why"]) for line in found] == [
         (3, "a usual step"),
         (1, "the slowest step"),
         (4, "the last step"),
@@ -213,7 +321,7 @@ def test_a_usual_step_the_slowest_and_the_last_are_shown(tmp_path: Path) -> None
         ["phase of 1"],
         ["phase of 4"],
     ]
-    assert timelines(tmp_path / "nothing", records) == []
+    assert timelines_of(tmp_path / "nothing", records) == []
 
 
 def test_only_the_end_of_long_span_files_is_read(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from distflow.observe.report import write_report
 from distflow.observe.run_folder import RunFolder
+from tests.observe.conftest import write_asynchronous_run
 
 pytestmark = pytest.mark.slow
 
@@ -284,6 +285,24 @@ def test_a_step_is_drawn_as_a_graph_and_a_time_line(browser: Any, make_run: Call
     browser.script("document.querySelector('#timeline .choices button:last-child').click()")
     spans = "document.querySelectorAll('#timeline .track:nth-of-type(1) rect').length"
     assert browser.script(spans) >= 2 and browser.complaints() == []
+
+
+@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (400, "dark")])
+def test_both_planes_are_drawn_with_staleness_versions_and_publishes(
+    browser: Any, tmp_path: Path, width: int, theme: str
+) -> None:
+    browser.open(write_report(write_asynchronous_run(tmp_path / "run")).as_uri(), width=width, height=3000, theme=theme)
+    lanes = browser.script("[...document.querySelectorAll('#timeline .lane-name')].map((n) => n.textContent)")
+    assert lanes[:4] == ["learner", "experience: groups", "decoding: train", "decoding: eval"]
+    said = browser.script("[...document.querySelectorAll('#timeline .legend .swatch')].map((n) => n.textContent)")
+    assert said == ["2 steps stale", "weights published", "validation"]
+    assert browser.script("document.querySelectorAll('#timeline .track:first-of-type line.publish').length") == 10
+    titles = browser.script("[...document.querySelectorAll('#timeline g title')].map((n) => n.textContent)")
+    assert "complete 0.5 s, then 1 s until its step, 2 steps stale" in titles
+    assert "train, weights of version 11, 1 s" in titles
+    assert "48% of this time" in browser.script("document.querySelector('#timeline figcaption').textContent")
+    assert browser.script("document.documentElement.scrollWidth") <= width
+    assert browser.script(CONTRAST) == [] and browser.complaints() == []
 
 
 def test_the_error_stands_on_top_whole_and_as_text(browser: Any, tmp_path: Path) -> None:

@@ -226,6 +226,35 @@ def test_a_curve_stands_beside_its_range_and_verdicts_that_fail_beside_why(monke
     assert "15 of 17 proven again at step 3 · 1 warning" in last
 
 
+def test_the_queue_is_shown_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told by several threads at once, as often as groups end."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal = Terminal(80, 24)
+    view = TerminalView("run", 9, file=terminal.file)
+    threads = [threading.Thread(target=lambda: [view.queue(i, 2 * i, 0) for i in range(1000)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    view.queue(1234, 16, 3)
+    view.serves(12)
+    view.log(1, {"async/version_diff/mean": 1.25, "async/version_diff/max": 3.0})
+    view.close()
+    last = frames_of(terminal.seen())[-1]
+    assert any(re.search(r"queue +1,234 groups running +16 waiting +3 dropped", line) for line in last), last
+    assert any("engine    serves version 12; trained on 1.2 steps stale, 3 at most" in line for line in last), last
+
+
+def test_a_view_that_draws_keeps_nobody_who_tells_of_the_queue() -> None:
+    view = TerminalView("run", 9, file=io.StringIO())
+    with view._lock:
+        teller = threading.Thread(target=lambda: (view.queue(1, 2, 3), view.serves(4)), daemon=True)
+        teller.start()
+        teller.join(5)
+        assert not teller.is_alive()
+
+
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb"), ("TERM", "")])
 def test_a_terminal_that_asks_for_plain_text_gets_it(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)

@@ -1,12 +1,14 @@
 """Engines from a config: which class, with which of its keys, on whose weights, for how many optimizer steps."""
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from torch import nn
 
 from distflow.config import Config, load_config
+from distflow.config.errors import UserError
 from distflow.pipelines.factories import make_factories
 from distflow.planning.plan import RankPlan
 from distflow.rollout.embedded.engine import EmbeddedEngine
@@ -75,6 +77,16 @@ def test_only_what_the_plan_names_is_built() -> None:
     built = build(config("grpo"), "actor")
     assert isinstance(built.actor, TorchTrainEngine)
     assert built.rollout is built.ref is built.critic is built.judge is None
+
+
+@pytest.mark.parametrize("engine", ["actor", "critic", "ref"])
+def test_weights_are_spread_over_ranks_only_where_there_are_several(engine: str) -> None:
+    settings = config("ppo")
+    actor = replace(settings.actor_rollout_ref.actor, strategy="fsdp")
+    sharded = replace(settings, actor_rollout_ref=replace(settings.actor_rollout_ref, actor=actor))
+    with pytest.raises(UserError, match="trainer.launcher=ray"):
+        build(sharded, engine)
+    assert build(sharded, "rollout").rollout is not None, "what only generates has whole weights"
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,15 @@ def test_it_is_named_with_its_origin(preset: str, inert: str, given: tuple[str, 
     assert lines[1:-1] == [f"  {inert.partition('=')[0]} (command line)"]
 
 
+@pytest.mark.parametrize("inert", [f"{ROLLOUT}.kv_on_update=recompute", f"{ROLLOUT}.num_threads=1"])
+def test_what_matters_to_two_planes_at_once_is_refused_where_they_take_turns(inert: str) -> None:
+    with pytest.raises(UserError, match=rf"{inert.partition('=')[0]} \(command line\): with async.max_staleness=0"):
+        refuse("grpo", inert)
+    refuse("grpo", inert, "async.max_staleness=1")
+    with pytest.raises(UserError, match=inert.partition("=")[0]):
+        refuse("sft", inert)
+
+
 def test_the_file_and_line_are_the_origin(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("defaults: [grpo, _self_]\ncritic:\n  ppo_epochs: 3\n")

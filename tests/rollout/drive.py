@@ -1,7 +1,7 @@
 """What the tests of the rollout room share: tiny decoders, requests, and running an engine to the end."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation,
 from tests.tiny_models import tiny_config, tiny_tokenizer
 
 FIRST = Version(0, 0)
+DEADLINE_S = 60
 
 
 def make_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
@@ -64,3 +65,18 @@ def forward_log_probs(
     ids = torch.tensor([[*prompt, *generation.token_ids]])
     log_probs = (model(input_ids=ids, use_cache=False).logits[0].double() / temperature).log_softmax(-1)
     return log_probs[len(prompt) - 1 : -1].gather(-1, ids[0, len(prompt) :, None])[:, 0].tolist()
+
+
+def with_engine(engine: EmbeddedEngine, story: Callable[[EmbeddedEngine], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with engine:
+            await asyncio.wait_for(story(engine), DEADLINE_S)
+
+    asyncio.run(run())
+
+
+async def tokens_after(engine: EmbeddedEngine, count: int) -> None:
+    """Wait until `count` more tokens are there."""
+    start = engine.num_generated_tokens
+    while engine.num_generated_tokens < start + count:
+        await asyncio.sleep(0.001)

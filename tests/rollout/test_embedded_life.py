@@ -3,17 +3,19 @@
 import asyncio
 import random
 import threading
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from distflow.flow.ticket import Version
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.engine import GenerateResult
+from distflow.rollout.embedded import engine as embedded_engine
+from distflow.rollout.engine import GenerateResult, Stretch
 from distflow.rollout.receipts import stripe_hashes
 from tests.rollout.drive import (
+    DEADLINE_S,
     FIRST,
     forward_log_probs,
     generate_all,
@@ -22,26 +24,12 @@ from tests.rollout.drive import (
     prompt_of,
     request_of,
     run_all,
+    tokens_after,
     tokens_of,
+    with_engine,
 )
 
 NEXT = Version(0, 1)
-DEADLINE_S = 60
-
-
-def with_engine(engine: EmbeddedEngine, story: Callable[[EmbeddedEngine], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with engine:
-            await asyncio.wait_for(story(engine), DEADLINE_S)
-
-    asyncio.run(run())
-
-
-async def tokens_after(engine: EmbeddedEngine, count: int) -> None:
-    """Wait until `count` more tokens are there."""
-    start = engine.num_generated_tokens
-    while engine.num_generated_tokens < start + count:
-        await asyncio.sleep(0.001)
 
 
 def test_a_pause_stops_decoding_and_resume_goes_on_as_if_nothing_happened() -> None:
@@ -172,8 +160,8 @@ def test_cached_prompts_are_dropped_with_the_weights_that_made_them() -> None:
     with_engine(make_engine(model), story)
 
 
-@pytest.mark.parametrize("recompute_kv", [False, True])
-def test_running_sequences_take_new_weights_in_flight(recompute_kv: bool) -> None:
+@pytest.mark.parametrize("kv_on_update", ["keep", "recompute"])
+def test_running_sequences_take_new_weights_in_flight(kv_on_update: str) -> None:
     model, old, other = make_model(), make_model(), changed(make_model())
     request = request_of(prompt_of(12), (0, 1), max_tokens=300)
 
@@ -189,9 +177,9 @@ def test_running_sequences_take_new_weights_in_flight(recompute_kv: bool) -> Non
             got = generation.rollout_log_probs
             assert got[:count] == pytest.approx(before[:count], abs=1e-4)
             difference = max(abs(a - b) for a, b in zip(got[count:], after[count:], strict=True))
-            assert (difference < 1e-4) == recompute_kv
+            assert (difference < 1e-4) == (kv_on_update == "recompute")
 
-    with_engine(make_engine(model, recompute_kv=recompute_kv), story)
+    with_engine(make_engine(model, kv_on_update=kv_on_update), story)
 
 
 def test_shared_storage_copies_nothing_and_follows_updates_in_place() -> None:
@@ -237,6 +225,31 @@ def test_versions_never_go_back_and_bad_weights_change_nothing() -> None:
         assert stripe_hashes(model.named_parameters()) == before
 
     with_engine(make_engine(model), story)
+
+
+def test_a_copy_that_fails_in_the_middle_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    request, others = request_of(prompt_of(4)), list(make_model(seed=1).named_parameters())
+
+    def failing(module: nn.Module, weights: Any) -> dict[str, str]:
+        with torch.no_grad():
+            next(module.parameters()).zero_()
+        raise MemoryError("no room for the second tensor")
+
+    async def story(engine: EmbeddedEngine) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(embedded_engine, "copy_weights", failing)
+            with pytest.raises(MemoryError):
+                await engine.load_weights(NEXT, others)
+        assert engine.version == FIRST
+        with pytest.raises(RuntimeError, match="took a part of its last weights only"):
+            await engine.generate(request)
+        await engine.load_weights(NEXT, None)
+        with pytest.raises(RuntimeError, match="took a part of its last weights only"):
+            await engine.generate(request)
+        await engine.load_weights(Version(0, 2), others)
+        assert (await engine.generate(request)).generations[0].versions[0] == 2
+
+    with_engine(make_engine(make_model()), story)
 
 
 def test_closing_fails_what_still_waits() -> None:
@@ -320,3 +333,27 @@ def test_no_thread_computes_while_there_is_nothing_to_do() -> None:
 
     with_engine(make_engine(make_model()), story)
     assert "embedded-rollout" not in {thread.name for thread in threading.enumerate()}
+
+
+class BeginsToWait:
+    """A host whose thread begins to wait the moment after it was asked for."""
+
+    waits = False
+
+    def compute(self, stretch: Stretch) -> bool:
+        waited, self.waits = self.waits, True
+        if waited:
+            stretch(lambda: False)
+        return waited
+
+
+def test_a_command_is_done_though_the_thread_that_was_to_do_it_is_wanted_elsewhere() -> None:
+    engine = make_engine(make_model())
+    engine.host = BeginsToWait()
+    requests = [request_of(prompt_of(4))]
+
+    async def ask() -> list[GenerateResult]:
+        async with engine:
+            return await asyncio.wait_for(generate_all(engine, requests), DEADLINE_S)
+
+    assert tokens_of(asyncio.run(ask())) == tokens_of(run_all(make_engine(make_model()), requests))

@@ -21,16 +21,22 @@ FIELDS = (*PROMPT_FIELDS, "responses", "response_ids", "response_mask", "valid",
 PARAMS = SamplingParams(4)
 
 
-def group(number: int = 0, lengths: tuple[int, ...] = (2, 4), valid: tuple[bool, ...] | None = None) -> Batch:
+def group(
+    number: int = 0, lengths: tuple[int, ...] = (2, 4), valid: tuple[bool, ...] | None = None, version: int = 0
+) -> Batch:
     """The columns of `samples`."""
-    return Batch.from_samples(samples(number, lengths, valid))
+    return Batch.from_samples(samples(number, lengths, valid, version))
 
 
-def samples(number: int = 0, lengths: tuple[int, ...] = (2, 4), valid: tuple[bool, ...] | None = None) -> list[Sample]:
-    """One sample for each response length, behind prompts of 3 tokens."""
+def samples(
+    number: int = 0, lengths: tuple[int, ...] = (2, 4), valid: tuple[bool, ...] | None = None, version: int = 0
+) -> list[Sample]:
+    """One sample for each response length, behind prompts of 3 tokens. version: of the weights of each token."""
     made = []
     for i, length in enumerate(lengths):
-        policy = Segment("policy", tuple(range(10, 10 + length)), (-1.0,) * length, (-1.0,) * length, (0,) * length)
+        policy = Segment(
+            "policy", tuple(range(10, 10 + length)), (-1.0,) * length, (-1.0,) * length, (version,) * length
+        )
         made.append(
             Sample(
                 f"{number}-{i}", number, [Segment("prompt", (1, 2, 3)), policy], prompt="p", response=f"r{i}",

@@ -55,5 +55,5 @@ def test_a_run_records_the_phases_of_each_step(tmp_path: Path) -> None:
     for metrics in run.metrics():
         phases = {name.removeprefix("timing_s/") for name in metrics if name.startswith("timing_s/")} - {"step"}
         measured = {name.removeprefix("memory/process/") for name in metrics if name.startswith("memory/process/")}
-        assert measured == phases | {"peak"} and {"rollout", "train_step", "recompute_logp"} <= phases
+        assert measured == phases | {"peak"} and {"rollout", "train_step", "update_weights"} <= phases
         assert all(0 < metrics[f"memory/process/{phase}"] <= metrics["memory/process/peak"] for phase in phases)

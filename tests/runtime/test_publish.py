@@ -1,6 +1,7 @@
 """Weights on their way to an engine: in buckets, in its dtype, compared where the canary's turn has come."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from distflow.flow.ticket import Version
 from distflow.rollout.engine import Receipt
+from distflow.rollout.receipts import stripe_hashes
 from distflow.runtime import publish
 from distflow.runtime.checks import TrustError
 from distflow.runtime.publish import Publisher, buckets, receiver
@@ -70,7 +72,7 @@ class Port:
     def put(self, bucket: Any) -> None:
         self.log.append([(name, tensor.dtype) for name, tensor in bucket])
 
-    def commit(self) -> None:
+    def commit(self, hashes: Mapping[str, str]) -> None:
         self.log.append("commit")
 
 
@@ -127,10 +129,46 @@ def test_the_canary_sings_when_it_is_due() -> None:
     assert made.publish(Version(0, 1)) == {}
 
 
-def test_a_receiver_waits_for_the_engine_s_receipt() -> None:
-    class Engine:
-        async def load_weights(self, version: Version, weights: Any) -> Receipt:
-            return Receipt(version, {name: "hash" for name, _ in weights})
+class Engine:
+    """Takes weights as it should, but for what a case makes wrong."""
 
-    receive = receiver(Engine(), Session())  # type: ignore[arg-type]
-    assert receive(Version(0, 2), weights(1)) == Receipt(Version(0, 2), {"w0": "hash"})
+    def __init__(self, skipped: str = "", claimed: str = "", behind: int = 0) -> None:
+        self.version, self._skipped, self._claimed, self._behind = Version(0, 0), skipped, claimed, behind
+        self._held: dict[str, str] = {"w0": "old", "w1": "old"}
+
+    async def hashes(self) -> dict[str, str]:
+        return self._held
+
+    async def load_weights(self, version: Version, weights: Any) -> Receipt:
+        if weights is None:
+            self.version = version
+            return Receipt(version, alias=True)
+        sent = stripe_hashes(weights)
+        self._held = self._held | {name: own for name, own in sent.items() if name != self._skipped}
+        self.version = replace(version, step=version.step - self._behind)
+        return Receipt(version, self._held | {name: sent[name] for name in sent if name == self._claimed})
+
+
+def receive_from(engine: Engine) -> Any:
+    return receiver(engine, Session())  # type: ignore[arg-type]
+
+
+def test_a_receiver_asks_the_engine_what_it_holds() -> None:
+    engine, sent = Engine(), stripe_hashes(weights(1, 2))
+    receive = receive_from(engine)
+    assert receive(Version(0, 2), weights(1, 2)) == Receipt(Version(0, 2), sent)
+    assert receive(Version(0, 3), None) == Receipt(Version(0, 3), sent, alias=True)
+
+
+@pytest.mark.parametrize("engine", [Engine(skipped="w1", claimed="w1"), Engine(behind=1)])
+def test_an_engine_that_claims_what_it_does_not_hold_is_refused(engine: Engine) -> None:
+    with pytest.raises(TrustError, match="receipt is for Version"):
+        receive_from(engine)(Version(0, 2), weights(1, 2))
+
+
+def test_versions_are_published_in_their_order() -> None:
+    made = publisher(Port())
+    made.publish(Version(1, 3))
+    for older in (Version(0, 4), Version(1, 3), Version(1, 2)):
+        with pytest.raises(TrustError, match="are to be published behind those of"):
+            made.publish(older)

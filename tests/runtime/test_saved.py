@@ -92,7 +92,7 @@ def test_weights_data_or_tokens_that_are_not_those_of_before_are_refused_and_ano
     released = Released(coordinator.version, False, coordinator.accounting(), coordinator.snapshot(), Live(None, {}))
     store = CheckpointStore(tmp_path / "checkpoints")
     writing, parts = store.begin(1), dict(saved_parts(spec, resources, released, {}))
-    assert set(parts) == {"actor", "critic", "rng", "run"}
+    assert set(parts) == {"actor", "actor_meta", "critic", "critic_meta", "rank_0", "run"}
     for name, part in parts.items():
         writing.write(name, part)
     writing.commit(parts)

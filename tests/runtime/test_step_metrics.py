@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from distflow.data.batch import Batch
 from distflow.flow.account import Account
 from distflow.runtime.step_metrics import (
+    Figures,
     batch_metrics,
     equal_groups,
     group_metrics,
@@ -12,6 +14,7 @@ from distflow.runtime.step_metrics import (
     part_metrics,
     sample_rows,
     score_metrics,
+    staleness_shares,
 )
 from distflow.training.collective import OneRank
 from tests.runtime.groups import group
@@ -36,7 +39,7 @@ def test_a_reward_on_a_token_that_no_policy_made_is_not_measured() -> None:
     batch = group(lengths=(2, 3))
     batch["response_mask"] = torch.tensor([[1.0, 0, 0], [1, 1, 0]])
     batch["token_level_scores"] = torch.tensor([[1.0, 5, 0], [0, 2, float("nan")]])
-    assert batch_metrics(batch)["reward/mean_score"] == 1.5
+    assert batch_metrics(Figures.of(batch))["reward/mean_score"] == 1.5
     assert [row["score"] for row in sample_rows(batch)] == [1.0, 2.0]
 
 
@@ -51,7 +54,7 @@ def test_a_batch() -> None:
     batch = group(lengths=(2, 4), valid=(True, False))
     batch["token_level_scores"] = torch.tensor([[0.0, 1.0, 0, 0], [0, 0, 0, 9.0]])
     batch["reward_parts"] = [{"math": 1.0}, {}]
-    metrics = batch_metrics(batch)
+    metrics = batch_metrics(Figures.of(batch))
     assert metrics["rollout/avg_response_length"] == 3 and metrics["rollout/max_response_length"] == 4
     assert metrics["rollout/avg_prompt_length"] == 3 and metrics["rollout/truncated"] == 0
     assert metrics["reward/mean_score"] == 1.0 and metrics["reward/math/mean"] == 1.0
@@ -59,10 +62,15 @@ def test_a_batch() -> None:
 
 def test_counters_and_ages() -> None:
     account = Account(issued=9, running=1, complete=2, consumed=3, dropped={"all_equal": 2, "stale": 1})
-    metrics = group_metrics(account, group(), step=2)
+    metrics = group_metrics(account, Figures.of(group()).versions, step=2)
     assert metrics["async/enqueued"] == 9 and metrics["async/accepted"] == 5 and metrics["async/rejected"] == 3
     assert metrics["async/stale_data_count"] == 1 and metrics["async/dropped/all_equal"] == 2
     assert metrics["async/version_diff/max"] == 2 and metrics["async/version_diff/mean"] == 2
+
+
+def test_shares_of_tokens_by_how_many_versions_they_are_behind() -> None:
+    shares = staleness_shares({0: 2, 2: 3})
+    assert shares == {"async/staleness/0": 0.4, "async/staleness/1": 0.0, "async/staleness/2": 0.6}
 
 
 def test_a_row_for_each_sample() -> None:
@@ -75,21 +83,32 @@ def test_a_row_for_each_sample() -> None:
 
 
 class OtherRank(OneRank):
-    """Sums with what a second rank has, which this one's numbers say nothing of."""
+    """Gathers what a second rank has."""
 
     size = 2
 
-    def __init__(self, *others: dict[str, float]) -> None:
-        self.others = list(others)
+    def __init__(self, other: dict[str, tuple[float, float]]) -> None:
+        self.other = other
 
-    def sum(self, value):  # type: ignore[no-untyped-def]
-        other = self.others.pop(0)
-        assert set(value) == set(other)
-        return {name: number + other[name] for name, number in value.items()}
+    def gather(self, value):  # type: ignore[no-untyped-def]
+        return [value, self.other]
 
 
 def test_what_nodes_measured_are_means_over_ranks_by_their_weights() -> None:
     measured = [({"a": 1.0, "b": 8.0}, 3.0), ({"b": 2.0, "c": float("nan")}, 0.0)]
     assert over_ranks(measured[:1], OneRank()) == {"a": 1.0, "b": 8.0}
-    other = OtherRank({"a": 5.0, "b": 4.0, "c": 0.0}, {"a": 1.0, "b": 2.0, "c": 0.0})
-    assert over_ranks(measured, other) == {"a": 2.0, "b": 2.0, "c": 0.0}
+    other = OtherRank({"a": (5.0, 1.0), "b": (4.0, 2.0), "c": (7.0, 0.0), "d": (3.0, 1.0)})
+    assert over_ranks(measured, other) == {"a": 2.0, "b": 4.0, "c": 0.0, "d": 3.0}
+
+
+def test_the_figures_of_ranks_joined_are_those_of_the_whole_step() -> None:
+    groups = [group(number, lengths=(2, 3 + number)) for number in range(3)]
+    for number, each in enumerate(groups):
+        each["token_level_scores"] = torch.ones(2, 3 + number) * number
+        each["reward_parts"] = [{"math": float(number)}, {}]
+    whole = Figures.of(Batch.concat(groups))
+    parts = [Figures.of(Batch.concat(groups[:2])), Figures.of(groups[2]), Figures.of(groups[0].select([]))]
+    account = Account(issued=3, running=0, complete=0, consumed=3, dropped={})
+    for figures in (Figures.joined([Figures.of(Batch.concat(groups))]), Figures.joined(parts)):
+        assert batch_metrics(figures) == batch_metrics(whole) and figures.num_tokens == whole.num_tokens
+        assert group_metrics(account, figures.versions, 1) == group_metrics(account, whole.versions, 1)

@@ -22,7 +22,7 @@ from distflow.runtime.group import Group
 from distflow.runtime.resources import Resources
 from distflow.runtime.spec import ValidationSet
 from distflow.runtime.step import compile_steps
-from distflow.runtime.validation import Validator, held_out_loss, pass_at_k, validate
+from distflow.runtime.validation import Answers, Validator, held_out_loss, pass_at_k, validate
 from tests.runtime.groups import bound, group, samples, waiting_group
 
 GREEDY, SAMPLED = SamplingParams(4, greedy=True), SamplingParams(4)
@@ -57,7 +57,10 @@ def answers(score: Callable[[Ticket, int], float | None]) -> Callable[..., objec
 
 
 def run(chosen: ValidationSet, answer: Callable[..., object]) -> tuple[dict[str, float], list[dict[str, object]]]:
-    return asyncio.run(validate([chosen], answer, 7))  # type: ignore[arg-type]
+    whole = asyncio.run(validate([chosen], answer, 7))  # type: ignore[arg-type]
+    parts = [asyncio.run(validate([chosen], answer, 7, part, 2)) for part in range(2)]  # type: ignore[arg-type]
+    assert Answers.joined(parts).metrics() == whole.metrics()
+    return whole.metrics(), whole.rows
 
 
 def test_greedy_and_sampled_answers_by_data_source() -> None:
@@ -128,7 +131,8 @@ def test_held_out_prompts_are_answered_as_they_are_to_be_by_the_nodes_that_valid
     plane = ExperiencePlane(steps, waiting_group, contexts.experience, None, 10.0, lambda *ended: None, Witness())
     prompts = [PromptRow(i, (1, 2, 3), f"p{i}", "", "default", {}) for i in range(2)]
     chosen = ValidationSet("own", prompts, GREEDY, SAMPLED, 2)
-    metrics, rows = asyncio.run(Validator([chosen], contexts, plane, (3, 7), 9, print).run(5))
+    found = asyncio.run(Validator([chosen], contexts, plane, (3, 7), 9, print).run(5))
+    metrics, rows = found.metrics(), found.rows
     assert metrics["val_correct/all/mean"] == metrics["val_correct/all/mean@2"] == 0.5 and len(rows) == 6
     assert [row["score"] for row in rows] == [0.0, 1.0, 0.0, 0.0, 1.0, 1.0]
     assert all(validating for _, validating in asked), "a fault drops no group here"
@@ -155,7 +159,8 @@ def test_a_prompt_on_which_a_node_fails_costs_its_own_answers_only() -> None:
     prompts = [PromptRow(i, (1, 2, 3), f"p{i}", "", "default", {}) for i in range(2)]
     said: list[str] = []
     validator = Validator([ValidationSet("own", prompts, GREEDY, None, 0)], contexts, plane, (), 9, said.append)
-    metrics, rows = asyncio.run(validator.run(5))
+    found = asyncio.run(validator.run(5))
+    metrics, rows = found.metrics(), found.rows
     assert metrics == {"val_correct/all/mean": 0.5, "val/errors": 1.0} and len(rows) == 1
     assert len(said) == 1 and said[0].startswith("held-out prompt 0 of 'own': ") and "division by zero" in said[0]
 

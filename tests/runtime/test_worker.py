@@ -133,8 +133,8 @@ def test_weights_are_published_as_often_as_the_run_says(ground: Playground, monk
 
     publish = Publisher.publish
     monkeypatch.setattr(Publisher, "publish", noted)
-    every_second = lambda spec: replace(spec, options=replace(spec.options, update_frequency=2))  # noqa: E731
-    run = ground.run("grpo", *CHEAP, "trainer.total_epochs=1", spoil=every_second)
+    keys = ("async.max_staleness=1", "actor_rollout_ref.actor.model_update_frequency=2")
+    run = ground.run("grpo", *CHEAP, *keys, "trainer.total_epochs=1")
     assert published == [(0, True), (2, False)]
     journal = [record for _, record in timeline(run.folder / "ledger.jsonl")]
     versions = [(record["step"], record["weights"]) for record in journal if record["kind"] == "version"]

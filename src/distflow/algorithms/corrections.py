@@ -4,6 +4,7 @@ Truncated weights per token: "Your efficient RL framework secretly brings you of
 A band outside of which tokens do not count: IcePop (Ling team, arXiv:2510.18855).
 """
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -21,6 +22,29 @@ _SMALLEST_MEAN = 1e-8
 
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "mask"]
+
+
+@dataclass(frozen=True)
+class Correction:
+    """How weights are made: see `compute_rollout_weights`."""
+
+    level: Level
+    mode: Mode = "truncate"
+    cap: float = 2.0
+    floor: float | None = None
+
+    def weights(self, old_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """(weights before the correction, weights after it), float64 `(bs, response_length)`, 0 outside the mask.
+
+        A row is a whole sequence. Without gradient. Raises ValueError as `compute_rollout_weights`.
+        """
+        _check(self.level, self.mode, self.cap, self.floor)
+        raw = _raw_weights(old_log_probs.detach(), rollout_log_probs.detach(), loss_mask, self.level)
+        weights = raw.clamp(max=self.cap)
+        if self.mode == "mask":
+            inside = (raw <= self.cap) & (raw >= (0.0 if self.floor is None else self.floor))
+            weights = torch.where(inside, raw, torch.zeros_like(raw))
+        return under_mask(raw, loss_mask), under_mask(weights, loss_mask)
 
 
 def compute_rollout_weights(
@@ -45,13 +69,7 @@ def compute_rollout_weights(
     effective sample size after it (0 where nothing is left), and the mean that it was divided by (`batch_norm_factor`).
     Raises ValueError for an unknown level or mode, or bounds that make no sense.
     """
-    _check(level, mode, cap, floor)
-    raw = _raw_weights(old_log_probs.detach(), rollout_log_probs.detach(), loss_mask, level)
-    weights = raw.clamp(max=cap)
-    if mode == "mask":
-        inside = (raw <= cap) & (raw >= (0.0 if floor is None else floor))
-        weights = torch.where(inside, raw, torch.zeros_like(raw))
-    raw, weights = under_mask(raw, loss_mask), under_mask(weights, loss_mask)
+    raw, weights = Correction(level, mode, cap, floor).weights(old_log_probs, rollout_log_probs, loss_mask)
     stats = {
         "weight_mean": float(masked_mean(raw, loss_mask, reduce)),
         "weight_max": _global_max(raw, reduce),

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.aggregate import check_scale, loss_counts, token_weights, weighted_sum
+from distflow.algorithms.corrections import Correction
 from distflow.algorithms.kl import check_token_kl_type, kl_estimate
-from distflow.algorithms.losses.ratio import raw_log_ratio
+from distflow.algorithms.losses.ratio import as_stat, raw_log_ratio
 from distflow.algorithms.masking import under_mask
 from distflow.algorithms.off_policy_mask import check_threshold, off_policy_sequence_mask
+from distflow.algorithms.proximal import interpolate
 from distflow.algorithms.registry import PolicyLoss, find_policy_loss
 from distflow.algorithms.seed_loss import SeedLoss
 from distflow.algorithms.value_loss import ValueLoss, compute_value_loss
@@ -48,11 +50,17 @@ class PolicyObjective:
         kl_loss_coef: float = 0.0,
         weights_field: str | None = None,
         weights_optional: bool = False,
+        interpolates: bool = False,
+        derives_old: bool = False,
+        correction: Correction | None = None,
         off_policy_mask_threshold: float | None = None,
         actor: Mapping[str, object] | None = None,
     ) -> None:
         """options: of the loss. kl_loss_type: None leaves the KL term out. weights_field: the column of rollout
         correction weights, None for none. weights_optional: a batch without the column is not corrected.
+        interpolates: `prox_log_probs` are no column, but made of `old_log_probs` and `prox_alpha` (see
+        `algorithms/proximal.py`). derives_old: a batch without `old_log_probs` takes the current ones, detached, in
+        their place. correction: weighs the loss by proximal (or current) log-probs over `rollout_log_probs`.
         off_policy_mask_threshold: of `off_policy_sequence_mask`, None for none. actor: the numbers that a seed-style
         loss sees as its `config`.
 
@@ -66,6 +74,7 @@ class PolicyObjective:
         self.entropy_coef, self.kl_loss_coef = entropy_coef, kl_loss_coef
         self.kl_loss_type = None if kl_loss_type is None else check_token_kl_type(kl_loss_type)
         self.weights_field, self.weights_optional = weights_field, weights_optional
+        self.interpolates, self.derives_old, self.correction = interpolates, derives_old, correction
         self.off_policy_mask_threshold = off_policy_mask_threshold
         check_threshold(off_policy_mask_threshold)
         self._anchor = "prox_log_probs" if "prox_log_probs" in self.loss.reads else "old_log_probs"
@@ -86,12 +95,20 @@ class PolicyObjective:
         extra = ("ref_log_prob",) if self.kl_loss_type else ()
         weights = (self.weights_field,) if self.weights_field and not self.weights_optional else ()
         masked = ("advantages", "rollout_log_probs") if self.off_policy_mask_threshold is not None else ()
-        return tuple(dict.fromkeys((*self.loss.reads, "loss_mask", *extra, *weights, *masked)))
+        weighed = ("rollout_log_probs",) if self.correction is not None else ()
+        own = self.loss.reads
+        if self.interpolates:
+            own = ("old_log_probs", "prox_alpha", *(name for name in own if name != "prox_log_probs"))
+        if self.derives_old:
+            own = tuple(name for name in own if name != "old_log_probs")
+        return tuple(dict.fromkeys((*own, "loss_mask", *extra, *weights, *masked, *weighed)))
 
     @property
     def optional(self) -> tuple[str, ...]:
         """The columns that it takes where a mini-batch has them."""
-        return (*self.loss.optional, *((self.weights_field,) if self.weights_field and self.weights_optional else ()))
+        weights = (self.weights_field,) if self.weights_field and self.weights_optional else ()
+        old = ("old_log_probs",) if self.derives_old else ()
+        return tuple(dict.fromkeys((*self.loss.optional, *weights, *old)))
 
     def counts(self, batch: Batch) -> Counts:
         """Tokens and sequences under `loss_mask`, and rows."""
@@ -104,11 +121,15 @@ class PolicyObjective:
         """
         log_probs, mask = outputs["log_probs"], micro["loss_mask"]
         weights = token_weights(mask, self.loss_agg_mode, counts, self.loss_scale_factor)
-        loss, sums = self._policy_term(log_probs, micro, mask, counts)
+        fields = self._fields(micro, log_probs, mask)
+        loss, sums = self._policy_term(log_probs, micro, fields, counts)
         sums["pg_loss"] = loss
-        if self._anchor in micro:
-            ratio = raw_log_ratio(log_probs.detach(), micro[self._anchor], mask)
+        anchored = fields if self._anchor in fields else micro
+        if self._anchor in anchored:
+            ratio = raw_log_ratio(log_probs.detach(), anchored[self._anchor], mask)
             sums[_PER_TOKEN + "log_ratio_abs"] = ratio.abs().double().sum()
+        elif self.derives_old:
+            sums[_PER_TOKEN + "log_ratio_abs"] = torch.zeros(())
 
         entropy = under_mask(outputs["entropy"], mask)
         sums[_PER_TOKEN + "entropy"] = entropy.detach().double().sum()
@@ -128,22 +149,22 @@ class PolicyObjective:
         return _finish(sums, counts)
 
     def _policy_term(
-        self, log_probs: Tensor, micro: Batch, mask: Tensor, counts: Counts
+        self, log_probs: Tensor, micro: Batch, fields: Mapping[str, Tensor], counts: Counts
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The policy loss's share, and its sums."""
-        fields = self._fields(micro) | {"loss_mask": mask}
-        field, correction = self.weights_field, None
-        if field is not None and not (self.weights_optional and field not in micro):
-            correction = under_mask(micro[field], mask)
+        mask = fields["loss_mask"]
+        correction, measured = self._weights(log_probs, micro, fields)
         if self._seed_loss is not None:
             loss, stats = self._seed_loss(log_probs, fields, correction, counts)
             sums = {_PER_TOKEN + name: torch.tensor(value) for name, value in stats.items()}
+            sums |= {_PER_TOKEN + name: value.double().sum() for name, value in measured.items()}
             return loss, sums | {"loss_term/pg": loss.abs()}
         # A user's loss need not mind what stands outside the mask.
         current = under_mask(log_probs, mask)
         per_token, token_stats = self._per_token(current, fields)
         if correction is not None:
             per_token = per_token * correction
+            token_stats = {**token_stats, **measured}
         if self.off_policy_mask_threshold is not None:
             kept = off_policy_sequence_mask(
                 current, micro["rollout_log_probs"], micro["advantages"], mask, self.off_policy_mask_threshold
@@ -152,6 +173,20 @@ class PolicyObjective:
         weights = token_weights(mask, self.loss_agg_mode, counts, self.loss_scale_factor, every_row=self.loss.every_row)
         sums = {_PER_TOKEN + name: under_mask(value, mask).double().sum() for name, value in token_stats.items()}
         return weighted_sum(per_token, weights), sums | {"loss_term/pg": weighted_sum(per_token.abs(), weights)}
+
+    def _weights(
+        self, log_probs: Tensor, micro: Batch, fields: Mapping[str, Tensor]
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """(correction weights or None, statistics per token of those that are made here)."""
+        field, mask = self.weights_field, fields["loss_mask"]
+        if self.correction is not None:
+            trainer = fields.get("prox_log_probs", log_probs)
+            raw, weights = self.correction.weights(trainer, micro["rollout_log_probs"], mask)
+            changed = as_stat(weights != raw, weights)
+            return weights.to(log_probs.dtype), {"rollout_is_weight": weights, "rollout_is_corrected": changed}
+        if field is None or (self.weights_optional and field not in micro):
+            return None, {}
+        return under_mask(micro[field], mask), {}
 
     def _per_token(self, log_probs: Tensor, fields: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
         """(loss, statistics) per token of a loss in our own signature. Raises ValueError if it returns others."""
@@ -170,9 +205,16 @@ class PolicyObjective:
                     f"{tuple(log_probs.shape)}, and leave their mean to loss_agg_mode"
                 )
 
-    def _fields(self, micro: Batch) -> dict[str, Tensor]:
+    def _fields(self, micro: Batch, log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        """The columns that the loss takes; those that are made of the current log-probs too."""
+        made = {"loss_mask": mask}
+        if self.interpolates:
+            given = (log_probs, micro["old_log_probs"], micro["prox_alpha"])
+            made["prox_log_probs"] = interpolate(*(under_mask(values, mask) for values in given))
+        if self.derives_old and "old_log_probs" in (*self.loss.reads, *self.loss.optional):
+            made["old_log_probs"] = micro["old_log_probs"] if "old_log_probs" in micro else log_probs.detach()
         names = [*self.loss.reads, *(name for name in self.loss.optional if name in micro)]
-        return {name: micro[name] for name in names if name != "loss_mask"}
+        return {name: micro[name] for name in names if name not in made} | made
 
 
 def _kind(returned: object) -> str:

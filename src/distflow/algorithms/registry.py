@@ -183,6 +183,12 @@ def selects_tokens(name: str) -> bool:
     return name in POLICY_LOSSES and POLICY_LOSSES[name].selects is not None
 
 
+def is_decoupled(name: str) -> bool:
+    """Whether the loss of that name reads the log-probs of a proximal policy; no unknown one does."""
+    _import_builtin(name, names.POLICY_LOSSES)
+    return name in POLICY_LOSSES and "prox_log_probs" in POLICY_LOSSES[name].reads
+
+
 def takes_weights(name: str) -> bool:
     """Whether correction weights reach the loss of that name: one in the seed's form must ask for them; no unknown one
     does."""

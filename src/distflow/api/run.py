@@ -119,7 +119,7 @@ class Run:
     def checkpoints(self) -> list[Path]:
         """Folders of checkpoints, the oldest first; the last is what `export` takes."""
         from distflow.runtime.checkpoint_folder import by_age
-        from distflow.runtime.local import CHECKPOINTS
+        from distflow.runtime.resume import CHECKPOINTS
 
         return by_age(self.folder / CHECKPOINTS)
 

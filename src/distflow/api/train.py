@@ -1,31 +1,23 @@
 """`distflow.train`: a run from Python, otherwise the one that the command line would start."""
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from distflow import __version__
 from distflow.api.given import Given, Reward, Rows
-from distflow.api.overrides import Overrides, to_lines
+from distflow.api.overrides import Overrides
+from distflow.api.reading import PresetOrConfig, make_spec_of, read, say, settings_kept
 from distflow.api.run import Run
-from distflow.config import ConfigError, Loaded, Problem, UserError, describe, load_config
 from distflow.config.functions import load
 from distflow.config.names import LAUNCHERS
-from distflow.config.paths import NEEDED_TO_TRAIN
-from distflow.config.resuming import check_keys, resume_override
-from distflow.config.sources import COMMAND_LINE
-from distflow.observe.claim import claimed
-from distflow.observe.text import visible
+from distflow.config.resuming import check_keys
 
 if TYPE_CHECKING:
     from distflow.runtime.spec import Launch
 
 
 def train(
-    preset_or_config: str | Path | Mapping[str, object],
+    preset_or_config: PresetOrConfig,
     overrides: Overrides = (),
     *,
     data: Rows | None = None,
@@ -54,82 +46,13 @@ def train(
 
     callbacks = Callbacks(on_step, on_validation, on_save)
     given = Given(data, val_data, reward)
-    preset, lines = _preset_and_lines(preset_or_config, overrides)
-    _say(f"distflow {__version__} · {preset}")
-    loaded = given.named_in(_load(preset, [*lines, *given.lines(lines), *resume_override(resume)], given))
+    loaded = read(preset_or_config, overrides, given, resume)
     check_keys(allow_change)
-    for line in loaded.notes:
-        _say(line)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="IProgress not found")  # tqdm's, of a notebook without its widgets
-        from distflow.pipelines.code import named_code
-        from distflow.pipelines.spec import make_spec
-    for line in named_code(loaded.config):
-        _say(f"your code: {line}")
-    with _settings_kept():
-        _keep(given, loaded)
-        spec = make_spec(loaded, _say)
-        for line in describe(spec.config):
-            _say(line)
+    with settings_kept():
+        spec = make_spec_of(given, loaded)
         launch = cast("Launch", load(LAUNCHERS[spec.options.launcher].target))
-        launch(spec, allow_change=tuple(allow_change), say=_say, callbacks=callbacks, embedded=True)
+        launch(spec, allow_change=tuple(allow_change), say=say, callbacks=callbacks, embedded=True)
     run = Run(spec.run_dir)
     for line in run.summary():
-        _say(line)
+        say(line)
     return run
-
-
-def _preset_and_lines(config: str | Path | Mapping[str, object], overrides: Overrides) -> tuple[str, list[str]]:
-    """Raises UserError for a dict that builds on no preset, or on several."""
-    if not isinstance(config, Mapping):
-        return str(config), to_lines(overrides)
-    values = dict(config)
-    named = values.pop("defaults", "grpo")
-    presets = [name for name in (named if isinstance(named, list | tuple) else [named]) if name != "_self_"]
-    if len(presets) != 1 or not isinstance(presets[0], str):
-        raise UserError(f"defaults is {named!r}: name the one preset that the config builds on")
-    return presets[0], [*to_lines(values), *to_lines(overrides)]
-
-
-def _load(preset: str, lines: Sequence[str], given: Given) -> Loaded:
-    try:
-        return load_config(preset, lines, needed=NEEDED_TO_TRAIN)
-    except ConfigError as error:
-        raise ConfigError([_in_python(problem, given) for problem in error.problems]) from None
-
-
-def _in_python(problem: Problem, given: Given) -> Problem:
-    """There is no command line here, and the files of what was given are still to come."""
-    places = tuple((given.shown(what), "given" if where == COMMAND_LINE else where) for what, where in problem.places)
-    return replace(problem, places=places)
-
-
-def _keep(given: Given, loaded: Loaded) -> None:
-    """Write what was given into the run's folder."""
-    from distflow.runtime.checkpoint import CheckpointStore
-    from distflow.runtime.disk import writing_to
-    from distflow.runtime.local import CHECKPOINTS
-
-    trainer = loaded.config.trainer
-    with claimed(trainer.run_dir), writing_to(trainer.run_dir):
-        resuming = trainer.resume_mode != "never" and CheckpointStore(trainer.run_dir / CHECKPOINTS).exists()
-        given.keep(loaded.config, resuming, _say)
-
-
-@contextmanager
-def _settings_kept() -> Iterator[None]:
-    """What a run sets for the whole process is its caller's again behind it: random generators, threads of torch."""
-    import torch
-
-    from distflow.data import generators
-
-    threads = torch.get_num_threads()
-    try:
-        with generators.lent(generators.states()):
-            yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _say(line: str) -> None:
-    print(visible(line), flush=True)

@@ -1,4 +1,4 @@
-"""`distflow doctor`: what this machine has, what each extra would add, and what is wrong."""
+"""`distflow doctor`: what this machine has, what each extra would add, which ports a run has open, what is wrong."""
 
 import argparse
 import importlib.metadata
@@ -10,6 +10,10 @@ import tempfile
 from pathlib import Path
 
 from distflow import __version__
+from distflow.commands.run_argument import add_run_argument, find_run, newest_run
+from distflow.observe.claim import writer_of
+from distflow.observe.listening import family, listeners
+from distflow.observe.text import visible
 
 EXTRAS = {
     "lora": (("peft",), "training of low-rank adapters (actor_rollout_ref.model.lora_rank)"),
@@ -23,14 +27,15 @@ MIN_FREE_BYTES = 2 * 1024**3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None of its own."""
+    add_run_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Look at this machine; 1 where something would keep a run from working. Loads torch."""
+    ports = _ports(arguments.run_dir)
     faults = [*_missing_packages(), *_disk_faults(), *_thread_faults()]
     lines = [f"distflow {__version__}", "", "machine", *_indent(_machine()), "", "packages", *_indent(_packages())]
-    lines += ["", "extras", *_indent(_extras()), "", "wrong", *_indent(faults or ["nothing found"])]
+    lines += ["", "extras", *_indent(_extras()), *ports, "", "wrong", *_indent(faults or ["nothing found"])]
     print("\n".join(lines))
     return 1 if faults else 0
 
@@ -38,11 +43,16 @@ def run(arguments: argparse.Namespace) -> int:
 def _machine() -> list[str]:
     import torch
 
+    from distflow.planning.threads import share_threads, usable_cores
+
+    trainer, rollout = share_threads(usable_cores(), None, None)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return [
         f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         f"{os.cpu_count()} cores, {torch.get_num_threads()} threads for torch, {memory / 1024**3:.0f} GiB memory",
+        f"threads where training and generation take turns (async.max_staleness=0): {torch.get_num_threads()}",
+        f"threads where they run at once (async.max_staleness=1 or more): {trainer} to train, {rollout} to generate",
         f"accelerators: {', '.join(devices) or 'none'}",
         f"{shutil.disk_usage(Path.cwd()).free / 1024**3:.0f} GiB free on the disk of {Path.cwd()}",
     ]
@@ -59,6 +69,29 @@ def _extras() -> list[str]:
         state = f"pip install 'distflow[{name}]'" if missing else "installed"
         lines.append(f"{name}: {adds} — {state}")
     return lines
+
+
+def _ports(given: str | None) -> list[str]:
+    """A section on the run that was given, or that the current folder's newest is, if it runs."""
+    run_dir = newest_run() if given is None else find_run(given)
+    writer = writer_of(run_dir) if run_dir else None
+    if run_dir is None or (writer is None and given is None):
+        return []
+    return ["", f"ports of {visible(str(run_dir), one_line=True)}", *_indent(_listening(writer))]
+
+
+def _listening(writer: int | None) -> list[str]:
+    """A line a process and place."""
+    if not writer:
+        return ["no process of this machine writes to it" if writer == 0 else "it does not run"]
+    ports: dict[tuple[int, str, str], list[int]] = {}
+    for listener in listeners(family(writer)):
+        ports.setdefault((listener.pid, listener.process, listener.where), []).append(listener.port)
+    lines = [
+        f"{visible(process, one_line=True)} ({pid}): {', '.join(map(str, numbers))} on {where}"
+        for (pid, process, where), numbers in ports.items()
+    ]
+    return lines or ["none"]
 
 
 def _missing_packages() -> list[str]:

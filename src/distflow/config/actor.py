@@ -37,6 +37,12 @@ class ActorConfig:
     strategy: str = key("torch", "train engine", choices=tuple(TRAIN_ENGINES), later=not_there_yet(TRAIN_ENGINES))
     policy_loss: str = key("vanilla", "policy loss", choices=tuple(POLICY_LOSSES), open_names=True)
     policy_loss_kwargs: dict[str, object] = key({}, "options of the chosen loss by name")
+    prox: str = key(
+        "recompute",
+        "proximal log-probs of decoupled PPO: by a forward pass before the update, or interpolated between old and "
+        "current ones by version",
+        choices=("recompute", "interpolate"),
+    )
     loss_agg_mode: str = key("token-mean", "how losses of tokens become one number", choices=LOSS_AGG_MODES)
     loss_scale_factor: float | None = key(
         None, "divisor of seq-mean-token-sum-norm; null is data.max_response_length", above=0

@@ -18,6 +18,11 @@ def parse_statistics(value: object) -> object:
     return convert(names, tuple[str, ...])
 
 
+def parse_switch(value: object) -> object:
+    """A word, or YAML's true and false as such. Raises Mismatch."""
+    return str(value).lower() if isinstance(value, bool) else convert(value, str)
+
+
 def parse_bounds(value: object) -> tuple[Bounds, ...]:
     """`upper` or `[lower, upper]` for each statistic; also verl's text, e.g. "0.5_2.0,0.1". Raises Mismatch."""
     if value is None:
@@ -161,5 +166,12 @@ class AlgorithmConfig:
     use_kl_in_reward: bool = key(False, "subtract the KL to the reference from the rewards of tokens")
     kl_penalty: str = key("kl", "estimator of the KL in the reward", choices=KL_TYPES, advice=NO_FULL_KL)
     kl_ctrl: KLControlConfig = group(KLControlConfig)
+    recompute_old_log_probs: str = key(
+        "auto",
+        "a forward pass of the trainer before the update gives the old log-probs; auto leaves it out where the ratio "
+        "is 1 anyhow; false takes the rollout's",
+        choices=("auto", "true", "false"),
+        parse=parse_switch,
+    )
     rollout_correction: RolloutCorrectionConfig = group(RolloutCorrectionConfig)
     filter_groups: FilterGroupsConfig = group(FilterGroupsConfig)

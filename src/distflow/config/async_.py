@@ -9,7 +9,7 @@ from distflow.config.keys import key
 class AsyncConfig:
     """The experience edge."""
 
-    max_staleness: int = key(0, "steps that a sample's weights may be behind; 0 is synchronous", minimum=0, later=True)
+    max_staleness: int = key(0, "steps that a sample's weights may be behind; 0 is synchronous", minimum=0)
     max_concurrent_rollouts: int | None = key(
-        None, "prompt groups in flight at once; null is a whole step of them", minimum=1
+        None, "prompt groups in flight at once; null is max_staleness + 1 steps of them", minimum=1
     )

@@ -67,7 +67,13 @@ class DagConfig:
         (), f"a program as a list of nodes ({', '.join(NODE_KEYS)})", parse=parse_nodes
     )
     enable_perf: bool = key(False, "time each node in the metrics")
-    backend_threshold: int = key(32, "ranks from which object traffic has a group of its own", later=True)
-    apportion_strategy: str = key("param_aware", "how devices are shared among parallel parts", later=True)
-    consider_node_cohesion: bool = key(True, "keep a part on one machine where it fits", later=True)
-    consider_node_load: bool = key(True, "spread parts by the load of machines", later=True)
+    backend_threshold: int = key(
+        32, "ranks from which objects have a gloo group of their own beside nccl (launcher=ray)", minimum=1
+    )
+    apportion_strategy: str = key(
+        "param_aware",
+        "how independent parts of a program share the devices: by the parameters of their models, or evenly",
+        choices=("param_aware", "even"),
+    )
+    consider_node_cohesion: bool = key(True, "a part that fits on one machine is on one machine")
+    consider_node_load: bool = key(True, "of machines that suit a part alike, the one with fewer busy devices")

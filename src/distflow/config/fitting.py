@@ -1,7 +1,7 @@
 """What nobody chose shrinks to what fits: a batch to the data, a mini-batch to the batch, lengths to the model's
 context. What somebody chose stays, for the rules to judge."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,10 +42,24 @@ def fit(config: Config, origins: Mapping[str, str], room: Room) -> tuple[Config,
     """
     changes = []
     for step in _STEPS:
-        for key, value, why in list(step(config, lambda key: _is_free(key, origins), room)):
-            changes.append(Fitted(key, _shown(_value(config, key)), _shown(value), why))
-            config = _with(config, key.split("."), value)
+        config, made = apply_changes(config, list(step(config, lambda key: is_free(key, origins), room)))
+        changes += made
     return config, changes
+
+
+def apply_changes(config: Config, changes: Iterable[Change]) -> tuple[Config, list[Fitted]]:
+    """The config with these values, and what was there."""
+    made = []
+    for key, value, why in changes:
+        made.append(Fitted(key, _shown(_value(config, key)), _shown(value), why))
+        config = _with(config, key.split("."), value)
+    return config, made
+
+
+def is_free(key: str, origins: Mapping[str, str]) -> bool:
+    """Whether nobody but a preset of ours set that key."""
+    origin = where(key, origins)
+    return origin == "default" or is_preset(origin)
 
 
 def _reward(config: Config, is_free: IsFree, room: Room) -> Iterator[Change]:
@@ -115,11 +129,6 @@ def _warm_ups(config: Config, is_free: IsFree, room: Room) -> Iterator[Change]:
 
 
 _STEPS = (_reward, _lengths, _overlong_zone, _batch, _mini_batches, _warm_ups)
-
-
-def _is_free(key: str, origins: Mapping[str, str]) -> bool:
-    origin = where(key, origins)
-    return origin == "default" or is_preset(origin)
 
 
 def _uses_custom(functions: Mapping[str, Sequence[RewardPart]]) -> bool:

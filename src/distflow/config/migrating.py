@@ -133,7 +133,9 @@ def _refusals(overrides: Sequence[str]) -> Iterable[tuple[str, str]]:
     try:
         load_config("verl_grpo", overrides, complete=False)
     except ConfigError as error:
-        return [(problem.places[0][0], f"{problem.what}; {problem.advice}") for problem in error.problems]
+        return [
+            (problem.places[0][0].partition(" ")[0], f"{problem.what}; {problem.advice}") for problem in error.problems
+        ]
     return []
 
 

@@ -59,6 +59,21 @@ class BuiltinPipeline(Entry):
 
 
 @dataclass(frozen=True)
+class TrainEngineEntry(Entry):
+    """A train engine. sizes: the letters of trainer.allocation that may be above 1 with it."""
+
+    sizes: str = "d"
+
+
+@dataclass(frozen=True)
+class RolloutEngineEntry(Entry):
+    """A rollout engine. in_flight: it takes new weights below running answers. sizes: as of a train engine."""
+
+    in_flight: bool = False
+    sizes: str = "d"
+
+
+@dataclass(frozen=True)
 class Tracker(Entry):
     """A tracker. package: what must be installed; the extra of the tracker's name brings it. One without a target is
     what every run writes, named or not."""
@@ -242,18 +257,24 @@ PIPELINES: dict[str, BuiltinPipeline] = {
     ),
 }
 
-TRAIN_ENGINES: dict[str, Entry] = {
-    "torch": Entry("one device, packed micro-batches", "distflow.training.torch_engine:TorchTrainEngine"),
-    "fsdp": Entry("weights sharded over devices (not there yet)"),
-    "megatron": Entry("tensor and pipeline parallel (not there yet)"),
+TRAIN_ENGINES: dict[str, TrainEngineEntry] = {
+    "torch": TrainEngineEntry("one device, packed micro-batches", "distflow.training.torch_engine:TorchTrainEngine"),
+    "fsdp": TrainEngineEntry(
+        "weights sharded over the ranks (FSDP2)", "distflow.training.torch_engine:TorchTrainEngine"
+    ),
+    "megatron": TrainEngineEntry("tensor and pipeline parallel (not there yet)", sizes="dtpce"),
 }
 
-ROLLOUT_ENGINES: dict[str, Entry] = {
-    "embedded": Entry("continuous batching in this process", "distflow.rollout.embedded.engine:EmbeddedEngine"),
-    "hf": Entry("transformers' generate, for any causal language model", "distflow.rollout.hf:HFEngine"),
-    "vllm": Entry("vLLM (not there yet)"),
-    "sglang": Entry("SGLang (not there yet)"),
+ROLLOUT_ENGINES: dict[str, RolloutEngineEntry] = {
+    "embedded": RolloutEngineEntry(
+        "continuous batching in this process", "distflow.rollout.embedded.engine:EmbeddedEngine", in_flight=True
+    ),
+    "hf": RolloutEngineEntry("transformers' generate, for any causal language model", "distflow.rollout.hf:HFEngine"),
+    "vllm": RolloutEngineEntry("vLLM (not there yet)", in_flight=True, sizes="dtp"),
+    "sglang": RolloutEngineEntry("SGLang (not there yet)", in_flight=True, sizes="dtp"),
 }
+
+KV_ON_UPDATE = ("keep", "recompute", "abort")
 
 TRACKERS: dict[str, Tracker] = {
     "console": Tracker("lines or a live view in the terminal", "distflow.observe.terminal:TerminalView"),
@@ -271,7 +292,7 @@ TRACKERS: dict[str, Tracker] = {
 
 LAUNCHERS: dict[str, Entry] = {
     "local": Entry("one process, no Ray", "distflow.runtime.local:launch_local"),
-    "ray": Entry("one worker a device, over Ray"),
+    "ray": Entry("one worker a device, over Ray", "distflow.runtime.ray_entry:launch_ray"),
 }
 
 TEMPLATE_PARAMETERS = (

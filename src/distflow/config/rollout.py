@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from distflow.config.keys import group, key
-from distflow.config.names import ROLLOUT_ENGINES, not_there_yet
+from distflow.config.names import KV_ON_UPDATE, ROLLOUT_ENGINES, not_there_yet
 
 _NO_ZERO = "greedy answers belong to validation: actor_rollout_ref.rollout.val_kwargs.greedy=true"
 
@@ -33,6 +33,18 @@ class RolloutConfig:
     repetition_penalty: float = key(1.0, "penalty on tokens that occurred; 1 is off", above=0)
     stop: tuple[str, ...] = key((), "texts that end a response: one or a list")
     max_num_seqs: int = key(256, "responses generated at the same time", minimum=1)
+    kv_on_update: str = key(
+        "keep",
+        "answers that run when new weights come (async.max_staleness > 0) go on over their old keys and values, over "
+        "recomputed ones, or are ended and asked for again",
+        choices=KV_ON_UPDATE,
+    )
+    num_threads: int | None = key(
+        None,
+        "threads that generate while the trainer trains (async.max_staleness > 0); null is half of the cores, or what "
+        "trainer.num_threads leaves",
+        minimum=1,
+    )
     timeout_s: float | None = key(
         1800.0, "the run ends where the engine answers nothing and draws no token for so long; null is never", above=0
     )

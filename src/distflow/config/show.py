@@ -26,6 +26,14 @@ _PATHS = (
     "custom_reward_function.name",
 )
 
+_DEVICES = (
+    "trainer.launcher",
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+    "trainer.allocation",
+    "actor_rollout_ref.actor.strategy",
+)
+
 RESUMABLE: frozenset[str] = frozenset(
     (
         "trainer.total_epochs",
@@ -34,14 +42,15 @@ RESUMABLE: frozenset[str] = frozenset(
         "trainer.test_freq",
         "trainer.logger",
         "trainer.resume_mode",
-        "trainer.allocation",
+        *_DEVICES,
         "reward.timeout_s",
         "reward.max_error_share",
         *_PATHS,
     )
 )
-"""Keys that may change when a run is resumed: how long, how often, where things lie, time limits. What lies behind the
-paths of data is compared by fingerprint, not by name; that a reward function has other code is told."""
+"""Keys that may change when a run is resumed: how long, how often, on which devices, where things lie,
+time limits. What lies behind the paths of data is compared by fingerprint, not by name; that a reward function has
+other code is told."""
 
 
 def flatten(config: Config) -> dict[str, object]:

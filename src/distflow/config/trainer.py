@@ -35,14 +35,20 @@ class TrainerConfig:
     )
     seed: int = key(1, "seed of fresh weights and of sampling", minimum=0)
     device: str = key("auto", "device to run on", choices=("auto", "cpu", "cuda"))
-    num_threads: int | None = key(None, "threads of torch; null is what the machine has", minimum=1)
+    num_threads: int | None = key(
+        None, "threads of torch; null is what the machine has, or what rollout.num_threads leaves", minimum=1
+    )
     imports: tuple[str, ...] = key(
         (), "user modules to import first: they register estimators, losses, rewards, groups"
     )
     launcher: str = key("local", "what starts the workers", choices=tuple(LAUNCHERS), later=not_there_yet(LAUNCHERS))
-    nnodes: int = key(1, "machines", minimum=1, later=True)
-    n_gpus_per_node: int = key(1, "devices of any kind on each", minimum=1, later=True)
-    allocation: str | None = key(None, "which devices do what, as an expression", later=True)
+    nnodes: int = key(1, "machines (launcher=ray)", minimum=1)
+    n_gpus_per_node: int = key(1, "devices of any kind on each, CPU workers too (launcher=ray)", minimum=1)
+    allocation: str | None = key(
+        None,
+        "which devices do what (launcher=ray), e.g. embedded[rollout]:d2+torch[actor]:d2; null leaves it to the "
+        "scheduler",
+    )
 
     @property
     def run_dir(self) -> Path:

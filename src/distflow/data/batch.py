@@ -259,12 +259,22 @@ class Batch:
     @staticmethod
     def from_tensors(tensors: Mapping[str, Tensor]) -> "Batch":
         """The batch behind what `to_tensors` gave."""
-        batch = Batch(tensors["lengths.prompt"], tensors["lengths.response"])
+        columns: list[tuple[Field, Column]] = []
         for name, dtype, axis in _from_json_bytes(tensors["fields"]):
             column: Column = tensors[f"column.{name}"]
             if axis == Axis.OBJECT.value:
                 column = _from_json_bytes(tensors[f"column.{name}"])
-            batch._columns[name], batch._fields[name] = column, Field(name, dtype, Axis(axis))
+            columns.append((Field(name, dtype, Axis(axis)), column))
+        return Batch.from_columns(tensors["lengths.prompt"], tensors["lengths.response"], columns)
+
+    @staticmethod
+    def from_columns(
+        prompt_lengths: Tensor, response_lengths: Tensor, columns: Iterable[tuple[Field, Column]]
+    ) -> "Batch":
+        """A batch of columns as another one stored them: nothing is guessed, copied or checked."""
+        batch = Batch(prompt_lengths, response_lengths)
+        for field, column in columns:
+            batch._columns[field.name], batch._fields[field.name] = column, field
         return batch
 
     def _stored(self, field: Field, value: Written) -> Column:

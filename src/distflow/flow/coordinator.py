@@ -1,17 +1,22 @@
 """The coordinator: hands out tickets on credits, knows where every group is, and says when a step may be consumed."""
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import asdict
 from typing import cast
 
 from distflow.flow.account import Account, AccountingError
 from distflow.flow.credits import Credits
 from distflow.flow.data_plan import DataPlan
-from distflow.flow.edge import Choose, ExperienceEdge, smallest_prefix
+from distflow.flow.draws import Draws
+from distflow.flow.edge import ExperienceEdge, Group, still_consumable
 from distflow.flow.ledger import Ledger, Mark
 from distflow.flow.order import place
 from distflow.flow.snapshot import SavedMark, Snapshot, at_start, check_resumable, restored, saved, saved_plan
+from distflow.flow.tally import STALE
 from distflow.flow.ticket import Ticket, Version
+
+LOST = "lost"
+"""Why a group of an offered row is dropped: its process ended before it did, and the row with it."""
 
 
 class Coordinator:
@@ -19,25 +24,26 @@ class Coordinator:
 
     A group goes take_tickets → complete | drop | retry; a step goes ready → release, which makes its groups consumed
     and ends in a new version. Every move is journaled; one that cannot be made raises AccountingError naming the
-    ticket. At staleness 0 every step consumes all that was drawn for it, so a release leaves nothing behind, and a run
-    that goes on from one repeats what an uninterrupted run would do. Otherwise groups stay on the edge, and the cut
-    lists them.
+    ticket. At staleness 0 every step consumes all that was drawn for it, so a release leaves nothing behind (but what a
+    run of more staleness had begun), and a run that goes on from one repeats what an uninterrupted run would do.
+    Otherwise groups stay on the edge, and the cut lists them.
+
+    Tickets are of rows of the data set, and of rows that somebody offers: these have the row numbers behind the data
+    set's, and go first. data_open: whether tickets of the data set are handed out; they may not be wanted yet.
+
+    Versions here are steps: version v are the weights after v steps, or those before under a new number where nothing
+    was updated. A step that sent no weights although it changed them leaves the engines where they were.
     """
 
-    def __init__(
-        self,
-        plan: DataPlan,
-        ledger: Ledger | None = None,
-        snapshot: Snapshot | None = None,
-        choose: Choose = smallest_prefix,
-    ) -> None:
+    def __init__(self, plan: DataPlan, ledger: Ledger | None = None, snapshot: Snapshot | None = None) -> None:
         """snapshot: goes on from it, with a ledger that was rolled back to `mark_of(snapshot)`. Groups that were
         complete at its cut are complete (whoever calls has their batches), those that ran then are handed out first,
         and those drawn after it are drawn again, all under the same tickets. Being killed with the process is no
         failure of a group: of its three attempts it uses up none.
 
-        choose: the rule by which complete groups form a step.
-        Raises UserError where the data, their order or the staleness are not those of the snapshot.
+        Staleness and batch size may be others than the snapshot's: complete groups that no step can consume in time any
+        more are dropped as stale, and `holds` is false of them. Raises UserError where the data or their order are not
+        those of the snapshot.
         """
         start = snapshot or at_start(plan)
         check_resumable(plan, start)
@@ -45,23 +51,30 @@ class Coordinator:
         self._ledger = ledger
         self._incarnation = ledger.incarnation if ledger else start["incarnation"] + 1
         self.version = Version(self._incarnation, start["step"])
-        self.weights_step = start["weights_step"]
+        self.weights_step = start["step"]  # a run that goes on begins by sending what it goes on from
         self._issued = start["issued"]
+        self._num_offered = self._num_drawn_offered = start.get("offered", 0)
+        self._offered = deque[int]()  # rows that wait for a credit
+        self.data_open = True
         self._consumed = start["consumed"]
         self._dropped = Counter(start["dropped"])
-        self._credits = Credits(plan.max_concurrent or plan.consumer_batch, plan.max_staleness, plan.consumer_batch)
+        max_concurrent = plan.max_concurrent or (plan.max_staleness + 1) * plan.consumer_batch
+        self._credits = Credits(max_concurrent, plan.max_staleness, plan.consumer_batch)
+        batches = plan.max_num_gen_batches
+        self._draws = None if batches is None else Draws(batches * plan.consumer_batch, self.step)
+        self._served = self.step
+        self._asked = False  # for tickets, since the last release
         self._edge = ExperienceEdge(
             plan.consumer_batch,
+            max_staleness=plan.max_staleness,
             next_step=self.step,
-            max_tickets=plan.max_num_gen_batches and plan.max_num_gen_batches * plan.consumer_batch,
             when_exhausted=plan.when_exhausted,
-            choose=choose,
         )
-        for group in start["live"]:
-            self._edge.restore(restored(group))
-        self._close_at_end()
+        self._journal("plan", max_staleness=plan.max_staleness, consumer_batch=plan.consumer_batch)
         if ledger and ledger.inherits:
             self._journal_inheritance(start)
+        self._restore([restored(group) for group in start["live"]])
+        self._close_at_end()
         self._check()
         self._cut = self._describe()
 
@@ -73,32 +86,54 @@ class Coordinator:
     @property
     def finished(self) -> bool:
         """Whether no step is left: all were consumed, or the data ended and nothing of it is left on the edge."""
-        return self.step >= self.plan.total_steps or (self._edge.closed and not self._edge.live)
+        return self.step >= self.plan.total_steps or (self._edge.closed and not self._edge.num_live)
 
     def take_tickets(self, served_step: int | None = None) -> list[Ticket]:
         """The groups to start now: those that were lost and wait for another attempt, then new ones, each in ticket
         order. At staleness 0 they come in waves, empty while the last one runs or the step is full.
 
-        served_step: the lowest step that an engine serves, where one lags behind the last released step.
+        served_step: the lowest version that an engine serves, None for that of the last release. One whose step is not
+        released yet counts as the one before. Raises AccountingError where versions go backwards, or ahead of the
+        steps.
         """
+        served = self._see(self.step if served_step is None else served_step)
         if self.finished:
             return []
-        served = self.step if served_step is None else served_step
         tickets = [self._edge.reissue(number, served) for number in self._lost_to_start(served)]
         for number in range(self._issued, self._issued + self._num_new(served)):
-            epoch, row = place(number, self.plan.num_rows, self.plan.seed, self.plan.shuffle)
+            epoch, row = self._next_row()
             tickets.append(Ticket(number, epoch, row, self.plan.group_size, served))
             self._edge.issue(tickets[-1])
             self._issued += 1
+            if self._draws is not None:
+                self._draws.issue(served + self.plan.max_staleness)
         for ticket in tickets:
             self._journal_issue(ticket)
         self._close_at_end()
         return tickets
 
-    def complete(self, number: int, num_tokens: int) -> None:
-        """A group has passed its rewards and filters. num_tokens: of all its samples, prompts included."""
-        self._edge.complete(number, num_tokens)
-        self._journal("complete", ticket=number, tokens=num_tokens)
+    def assign(self, number: int, worker: str) -> None:
+        """`worker` works on the group from now on: it is journaled, and nothing else follows from it."""
+        self._journal("assigned", ticket=number, worker=worker)
+
+    def offer(self) -> int:
+        """Somebody has a row of his own to be answered; the number that its ticket will name it by."""
+        row = self.plan.num_rows + self._num_offered
+        self._num_offered += 1
+        self._offered.append(row)
+        self._edge.close(False)
+        return row
+
+    @property
+    def num_offered(self) -> int:
+        """Rows that were offered and have no ticket yet."""
+        return len(self._offered)
+
+    def complete(self, number: int, num_tokens: int, version: int | None = None) -> None:
+        """A group has passed its rewards and filters. num_tokens: of all its samples, prompts included. version: the
+        lowest of any of their tokens, None for that of its ticket."""
+        group = self._edge.complete(number, num_tokens, version)
+        self._journal("complete", ticket=number, tokens=num_tokens, version=group.version)
 
     def drop(self, number: int, reason: str) -> None:
         """A group leaves without being trained on. Its ticket is spent, its credit comes back."""
@@ -119,20 +154,57 @@ class Coordinator:
 
     def ready(self, step: int) -> tuple[int, ...] | None:
         """Numbers of the tickets that form `step`, ascending, or None while it waits for groups; see
-        `ExperienceEdge.ready` for short steps. Raises Exhausted."""
-        return self._edge.ready(step)
+        `ExperienceEdge.ready` for short steps. Raises Exhausted, and AccountingError where a group of it is staler than
+        the plan allows."""
+        numbers = self._edge.ready(step, exhausted=self._is_spent())
+        if numbers is None and self._is_stuck():
+            raise AccountingError(
+                f"step {step} can get no groups: the weights that are served are of version {self._served}, "
+                f"max_staleness is {self.plan.max_staleness}, and no later version was sent"
+            )
+        return numbers
+
+    def part(self, step: int, wanted: int) -> tuple[int, ...] | None:
+        """Numbers of `wanted` more tickets of a step that is taken in parts, ascending; see `ExperienceEdge.part`.
+
+        A step that is taken so must have taken all that it owes (`num_owed`) when it is released.
+        """
+        return self._edge.part(step, wanted, exhausted=self._edge.num_taken == 0 and self._is_spent())
+
+    def num_owed(self) -> int:
+        """See `ExperienceEdge.num_owed`."""
+        return self._edge.num_owed()
+
+    @property
+    def num_untaken(self) -> int:
+        """Complete groups that no step has taken yet."""
+        return self._edge.num_untaken
+
+    @property
+    def stalled(self) -> bool:
+        """Whether no group runs, and none will start before a step is released or a row is offered."""
+        return self._asked and not self._edge.num_running and not self._num_new(min(self._served, self.step))
+
+    def holds(self, number: int) -> bool:
+        """Whether the group is complete and waits for its step: its batch is to be kept."""
+        return self._edge.holds(number)
 
     def release(self, step: int, published: bool = True) -> Version:
         """The step is consumed and ends in a new version, on the disk when this returns. The account is checked.
 
-        published: whether new weights were sent; if not, the version is an alias of the last ones that were.
+        published: whether new weights were sent; if not, the version is an alias of the last ones that were, or the
+        engines go on serving an older one. What they serve then is told to `take_tickets`; whoever gives them the alias
+        does so before this.
         """
+        self.ready(step)
         groups = self._edge.release(step)
-        assert self.plan.max_staleness or not self._edge.live, "at staleness 0 a step leaves nothing behind"
+        left = self._edge.num_live - self._edge.num_waiting
+        assert self.plan.max_staleness or not left, "at staleness 0 a step leaves nothing behind that has started"
         numbers = [group.ticket.number for group in groups]
         self._consumed += len(numbers)
         self.version = Version(self._incarnation, step + 1)
         self.weights_step = step + 1 if published else self.weights_step
+        self._asked = False
         self._journal("consumed", step=step, tickets=numbers, tokens=sum(group.num_tokens for group in groups))
         self._journal("version", step=step + 1, weights=self.weights_step)
         if self._ledger:
@@ -155,34 +227,93 @@ class Coordinator:
         return self._cut
 
     def _close_at_end(self) -> None:
-        if self._left() == 0:
+        if self.data_open and self._left() == 0:
             self._edge.close()
 
     def _left(self) -> int | None:
         """Tickets that may still be issued, None for no bound."""
-        return None if self.plan.total_tickets is None else max(0, self.plan.total_tickets - self._issued)
+        if not self.data_open:
+            return len(self._offered)
+        if self.plan.total_tickets is None:
+            return None
+        return len(self._offered) + max(0, self.plan.total_tickets - self._num_drawn)
 
-    def _lost_to_start(self, served_step: int) -> list[int]:
-        """Lost groups that may start now, never on weights older than those that they were to have."""
-        waiting = self._edge.waiting
-        num_free = self._credits.restarts(self._edge.num_running - len(waiting))
-        return [ticket.number for ticket in waiting if ticket.version <= served_step][:num_free]
+    @property
+    def _num_drawn(self) -> int:
+        """Tickets of rows of the data set."""
+        return self._issued - self._num_drawn_offered
 
-    def _num_new(self, served_step: int) -> int:
-        """Tickets to issue now: none for steps that the run does not have."""
-        plan, complete = self.plan, self._edge.num_complete
-        served_step = min(served_step, plan.total_steps - 1 - plan.max_staleness)
-        opened = self._credits.open(self._edge.num_running, served_step, self.step * plan.consumer_batch + complete)
-        left = self._left()
-        return self._edge.room(opened if left is None else min(opened, left))
+    def _next_row(self) -> tuple[int, int]:
+        """Epoch and row of the next ticket."""
+        if self._offered:
+            self._num_drawn_offered += 1
+            return 0, self._offered.popleft()
+        return place(self._num_drawn, self.plan.num_rows, self.plan.seed, self.plan.shuffle)
+
+    def _see(self, served_step: int) -> int:
+        """Take note of the version that is served now; the one to issue tickets with."""
+        if not self._served <= served_step <= self.step + 1:
+            raise AccountingError(
+                f"an engine serves version {served_step}, but version {self._served} was served already and step "
+                f"{self.step} is the next one: versions never go backwards, nor ahead of the steps"
+            )
+        self._served, self._asked = served_step, True
+        return min(served_step, self.step)
+
+    def _is_spent(self) -> bool:
+        """Whether no ticket can be drawn before the next step is consumed: all were that may be at the version served,
+        and no later version is on its way."""
+        if self._draws is None or not self._knows_last_version():
+            return False
+        return self._draws.room(min(self._served, self.step) + self.plan.max_staleness) == 0
+
+    def _is_stuck(self) -> bool:
+        """Whether nothing runs and nothing may start before the next step is consumed, for want of newer weights."""
+        if self._edge.num_running or self._edge.closed or not self._knows_last_version():
+            return False
+        return self._open(0, self._served) == 0
+
+    def _knows_last_version(self) -> bool:
+        """Whether the version seen last is the last one before the next step is consumed."""
+        return self._asked and self._served >= self.weights_step
+
+    def _lost_to_start(self, served: int) -> list[int]:
+        num_credits = self._open(self._edge.num_running - self._edge.num_waiting, served)
+        return self._edge.waiting[:num_credits] if num_credits else []
+
+    def _num_new(self, served: int) -> int:
+        """Tickets to issue now."""
+        bounds = [self._open(self._edge.num_running, served)]
+        if (left := self._left()) is not None:
+            bounds.append(left)
+        if self._draws is not None:
+            bounds.append(self._draws.room(served + self.plan.max_staleness))
+        return min(bounds)
+
+    def _open(self, running: int, served: int) -> int:
+        """Credits: none for steps that the run does not have."""
+        plan = self.plan
+        version = min(served, plan.total_steps - 1 - plan.max_staleness)
+        return self._credits.open(running, version, self.step * plan.consumer_batch + self._edge.num_complete)
+
+    def _restore(self, groups: list[Group]) -> None:
+        complete = [group for group in groups if group.complete]
+        fit, stale = still_consumable(complete, self.step, self.plan.max_staleness, self.plan.consumer_batch)
+        running = [group for group in groups if not group.complete]
+        lost = [group for group in running if group.ticket.row >= self.plan.num_rows]
+        for group in [*fit, *(group for group in running if group not in lost)]:
+            self._edge.restore(group)
+        for group, reason in [*((group, STALE) for group in stale), *((group, LOST) for group in lost)]:
+            self._journal("dropped", ticket=group.ticket.number, reason=reason)
+            self._dropped[reason] += 1
 
     def _describe(self) -> Snapshot:
         return {
             "plan": saved_plan(self.plan),
             "incarnation": self._incarnation,
             "step": self.step,
-            "weights_step": self.weights_step,
             "issued": self._issued,
+            "offered": self._num_drawn_offered,
             "consumed": self._consumed,
             "dropped": dict(self._dropped),
             "live": [saved(group) for group in self._edge.live],
@@ -205,8 +336,13 @@ class Coordinator:
 
     def _journal_inheritance(self, start: Snapshot) -> None:
         live = [
-            {"ticket": group["ticket"]["number"], "attempt": group["ticket"]["attempt"], "complete": group["complete"]}
-            for group in start["live"]
+            {
+                "ticket": group.ticket.number,
+                "attempt": group.ticket.attempt,
+                "complete": group.complete,
+                "version": group.ticket.version if group.version is None else group.version,
+            }
+            for group in map(restored, start["live"])
         ]
         counts = {key: start[key] for key in ("step", "issued", "consumed", "dropped")}
         self._journal("inherited", **counts, **({"live": live} if live else {}))

@@ -28,15 +28,9 @@ class Credits:
     max_staleness: int
     consumer_batch: int
 
-    def restarts(self, running: int) -> int:
-        """How many lost groups may start again now, of which none is counted in `running`; at staleness 0 in a wave
-        of their own, as below."""
-        if self.max_staleness == 0 and running:
-            return 0
-        return max(0, max(1, self.max_concurrent) - running)
-
     def open(self, running: int, version: int, accepted: int) -> int:
-        """Credits to give out now.
+        """Credits to give out now: for lost groups, with none of them counted in `running`; then for new ones, with
+        all of them counted there.
 
         At staleness 0 they open in waves: none while a group of the last wave runs. What shares a batch in the
         engine is then decided by the ledger alone, never by who finished first, and a resumed run repeats it.

@@ -11,7 +11,8 @@ class DataPlan:
 
     group_size: samples a prompt. consumer_batch: prompt groups a step.
     max_staleness: steps by which weights that made a token may be older than the step that trains on it.
-    max_concurrent: groups that may run at once. max_num_gen_batches: bound on the tickets of a step, in batches.
+    max_concurrent: groups that may run at once, None for as many as staleness allows. max_num_gen_batches: bound on
+    the tickets drawn for a step, in batches.
     """
 
     num_rows: int

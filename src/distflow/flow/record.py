@@ -9,6 +9,7 @@ class InheritedGroup(TypedDict):
     ticket: int
     attempt: int
     complete: bool
+    version: int
 
 
 class Record(TypedDict, total=False):
@@ -27,9 +28,12 @@ class Record(TypedDict, total=False):
     reason: str
     step: int
     tickets: list[int]
+    max_staleness: int
+    consumer_batch: int
     weights: int
     issued: int
     consumed: int
     dropped: dict[str, int]
     live: list[InheritedGroup]
+    worker: str
     to: int

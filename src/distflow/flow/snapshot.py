@@ -1,7 +1,6 @@
 """What a coordinator goes on from: JSON, cut at the last release."""
 
-from dataclasses import asdict
-from typing import TypedDict, cast
+from typing import NotRequired, TypedDict, cast
 
 from distflow.config.errors import UserError
 from distflow.flow.data_plan import DataPlan
@@ -24,13 +23,15 @@ class SavedTicket(TypedDict):
 class LiveGroup(TypedDict):
     """A group that was on the edge at the cut: complete ones keep their batch, the others start again.
 
-    num_tokens: 0 until complete. failures: times that it was lost and tried again.
+    num_tokens: 0 until complete. failures: times that it was lost and tried again. version: the lowest of its tokens,
+    None until complete.
     """
 
     ticket: SavedTicket
     complete: bool
     num_tokens: int
     failures: int
+    version: int | None
 
 
 class SavedPlan(TypedDict):
@@ -39,7 +40,6 @@ class SavedPlan(TypedDict):
     num_rows: int
     seed: int
     shuffle: bool
-    max_staleness: int
 
 
 class SavedMark(TypedDict):
@@ -51,14 +51,14 @@ class SavedMark(TypedDict):
 
 
 class Snapshot(TypedDict):
-    """issued, consumed, dropped: tickets, as in `Account`. live: groups on the edge, in ticket order. ledger: where it
-    stood, None without one."""
+    """issued, consumed, dropped: tickets, as in `Account`. offered: issued for rows that are not of the data set. live:
+    groups on the edge, in ticket order. ledger: where it stood, None without one."""
 
     plan: SavedPlan
     incarnation: int
     step: int
-    weights_step: int
     issued: int
+    offered: NotRequired[int]
     consumed: int
     dropped: dict[str, int]
     live: list[LiveGroup]
@@ -71,7 +71,6 @@ def at_start(plan: DataPlan) -> Snapshot:
         "plan": saved_plan(plan),
         "incarnation": -1,
         "step": 0,
-        "weights_step": 0,
         "issued": 0,
         "consumed": 0,
         "dropped": {},
@@ -81,27 +80,26 @@ def at_start(plan: DataPlan) -> Snapshot:
 
 
 def saved_plan(plan: DataPlan) -> SavedPlan:
-    return {
-        "num_rows": plan.num_rows,
-        "seed": plan.seed,
-        "shuffle": plan.shuffle,
-        "max_staleness": plan.max_staleness,
-    }
+    return {"num_rows": plan.num_rows, "seed": plan.seed, "shuffle": plan.shuffle}
 
 
 def saved(group: Group) -> LiveGroup:
     """A group on the edge as JSON."""
     return {
-        "ticket": cast(SavedTicket, asdict(group.ticket)),
+        "ticket": cast(SavedTicket, dict(vars(group.ticket))),
         "complete": group.complete,
         "num_tokens": group.num_tokens,
         "failures": group.failures,
+        "version": group.version,
     }
 
 
 def restored(group: LiveGroup) -> Group:
     """The inverse of `saved`."""
-    return Group(Ticket(**group["ticket"]), group["complete"], group["num_tokens"], group["failures"])
+    ticket = Ticket(**group["ticket"])
+    # Checkpoints of earlier releases do not have it; they were synchronous.
+    version = group.get("version", ticket.version if group["complete"] else None)
+    return Group(ticket, group["complete"], group["num_tokens"], group["failures"], version)
 
 
 def check_resumable(plan: DataPlan, snapshot: Snapshot) -> None:
@@ -118,10 +116,3 @@ def check_resumable(plan: DataPlan, snapshot: Snapshot) -> None:
                 f"skipped. Restore {option}, or start anew with trainer.resume_mode=never and another "
                 "trainer.default_local_dir"
             )
-    if snapshot["live"] and now["max_staleness"] < before["max_staleness"]:
-        raise UserError(
-            f"the checkpoint holds {len(snapshot['live'])} prompt groups drawn with max_staleness="
-            f"{before['max_staleness']}, this run has {now['max_staleness']}: they would be staler than it allows. "
-            "Restore async.max_staleness, or start anew with trainer.resume_mode=never and another "
-            "trainer.default_local_dir"
-        )

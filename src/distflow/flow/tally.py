@@ -7,6 +7,9 @@ from enum import IntEnum
 from distflow.flow.account import Account, AccountingError
 from distflow.flow.record import Record
 
+STALE = "stale"
+"""Why a complete group is dropped: the run goes on with a bound that it would break."""
+
 
 class _State(IntEnum):
     UNKNOWN = 0
@@ -68,7 +71,8 @@ class Tally:
         self._attempts[number] = attempt
 
     def _dropped_one(self, record: Record) -> None:
-        self._move(record["ticket"], _State.RUNNING, _State.DROPPED)
+        source = _State.COMPLETE if record["reason"] == STALE else _State.RUNNING
+        self._move(record["ticket"], source, _State.DROPPED)
         self._dropped[record["reason"]] += 1
 
     def _consumed(self, record: Record) -> None:

@@ -65,6 +65,14 @@ def context_length(
     return found if isinstance(found, int) else None
 
 
+def model_config(
+    path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False, gguf_file: str | None = None
+) -> dict[str, Any]:
+    """What a model's config says of the text part. Loads no weights. Raises UserError as `load_model` does."""
+    config = ModelSource(path, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file).config()
+    return dict(config.get_text_config().to_dict())
+
+
 class ModelSource:
     """Where a model comes from, and how to read it. `str()` names it in messages."""
 
@@ -93,7 +101,7 @@ class ModelSource:
 
     def config(self) -> PreTrainedConfig:
         """The model's config. Raises UserError if it cannot be read, is of an unknown architecture, or brings code."""
-        with self._readable():
+        with self.readable():
             config = AutoConfig.from_pretrained(self.path, **self.options)
         kernel = getattr(config, "_attn_implementation", None)
         if isinstance(kernel, str) and "/" in kernel:
@@ -111,7 +119,7 @@ class ModelSource:
         """
         if self.gguf_file is None:
             require_files(self.path, WEIGHT_PATTERNS, "weights")
-        with self._readable(), quiet_transformers():
+        with self.readable(), quiet_transformers():
             model, info = auto_class.from_pretrained(
                 self.path, config=config, dtype=dtype, output_loading_info=True, **self.options
             )
@@ -129,7 +137,7 @@ class ModelSource:
             raise UserError(f"{self} lacks weights of its architecture: {_few(missing)}; the folder is incomplete")
 
     @contextmanager
-    def _readable(self) -> Iterator[None]:
+    def readable(self) -> Iterator[None]:
         """Turns what `transformers` raises about a user's files into one message."""
         try:
             yield
@@ -176,11 +184,11 @@ def ready(model: Model, dtype: torch.dtype, device: torch.device | str) -> Model
     """Move the model, switch dropout off, choose an attention that keeps packed sequences apart, and give it its
     `packed_forward`. Raises UserError where a weight is no model's."""
     model = model.to(device=torch.device(device), dtype=dtype)
-    _refuse_garbage(model)
+    refuse_garbage(model)
     _own_aligned_memory(model)
     disable_dropout(model)
-    choose_attention(model)
     attach_packed_forward(model)
+    choose_attention(model)
     return model.eval()
 
 
@@ -193,7 +201,8 @@ def disable_dropout(model: nn.Module) -> None:
             module.attention_dropout = 0.0  # type: ignore[assignment]  # a number, as was just seen
 
 
-def _refuse_garbage(model: nn.Module) -> None:
+def refuse_garbage(model: nn.Module) -> None:
+    """Raises UserError where a weight is no model's; of a sharded one each rank looks at its part."""
     wrong = unsound(magnitudes(model.named_parameters()))
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""

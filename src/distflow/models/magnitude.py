@@ -6,6 +6,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from distflow.models.shards import own_part
+
 LARGEST: Final = 65504.0
 """The largest number of float16, into which the weights of published models fit; healthy ones stay below 1,000."""
 
@@ -15,8 +17,9 @@ which moves an element by about the learning rate a step."""
 
 
 def magnitudes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
-    """The largest absolute value of each tensor; NaN where it has one."""
-    return {name: _magnitude(tensor.detach()) for name, tensor in tensors if tensor.numel()}
+    """The largest absolute value of each tensor, of a sharded one of this rank's part; NaN where it has one."""
+    parts = ((name, own_part(tensor.detach())) for name, tensor in tensors)
+    return {name: _magnitude(part) for name, part in parts if part.numel()}
 
 
 def unsound(found: Mapping[str, float], start: Mapping[str, float] | None = None) -> list[str]:

@@ -37,8 +37,14 @@ def packed_hidden_states(model: nn.Module, input_ids: Tensor, lengths: Tensor) -
         return decoder(**call, packing=Packing.of(lengths, input_ids.device)).last_hidden_state[0]
 
 
+def packed_logits(model: nn.Module, input_ids: Tensor, lengths: Tensor) -> Tensor:
+    """Logits `(tokens, vocabulary)`, or values `(tokens, 1)`; arguments as `packed_hidden_states`."""
+    return output_head(model)(packed_hidden_states(model, input_ids, lengths))
+
+
 def choose_attention(model: nn.Module) -> str:
-    """Set and return the fastest attention that keeps packed sequences apart in this model.
+    """Set and return the fastest attention that keeps packed sequences apart in this model, which has its
+    `packed_logits`.
 
     Raises UserError if none does.
     """
@@ -46,22 +52,23 @@ def choose_attention(model: nn.Module) -> str:
     errors = {}
     for name in _candidates(causal.config):
         causal.set_attn_implementation(name)
-        errors[name] = packed_error(model)
-        if errors[name] <= _tolerance(model):
+        errors[name], allowed = packed_error(model)
+        if errors[name] <= allowed:
             return name
     raise UserError(_refusal(model, errors))
 
 
 def check_packed_forward(model: nn.Module) -> None:
     """Raise UserError if the model's packed forward is not, sequence by sequence, its plain forward."""
-    error = packed_error(model)
-    if not error <= _tolerance(model):
+    error, allowed = packed_error(model)
+    if not error <= allowed:
         raise UserError(_refusal(model, {unwrapped(model).config._attn_implementation: error}))
 
 
 @torch.no_grad()
-def packed_error(model: nn.Module) -> float:
-    """Largest difference of a logit between packed sequences and each alone, relative to the largest logit.
+def packed_error(model: nn.Module) -> tuple[float, float]:
+    """Largest difference of a logit between packed sequences and each alone, relative to the largest logit, and how
+    large rounding may make it.
 
     `inf` if the attention that is set cannot run the model.
     """
@@ -72,15 +79,15 @@ def packed_error(model: nn.Module) -> float:
     was_training = model.training
     model.eval()
     try:
-        packed = output_head(model)(packed_hidden_states(model, ids, lengths))
+        packed: Tensor = model.packed_logits(ids, lengths)  # type: ignore[operator]  # nn.Module declares no methods
         alone = [model(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(lengths.tolist())]
     except (TypeError, ValueError):  # a keyword that the family's layers do not take, softcap under sdpa, ...
-        return float("inf")
+        return float("inf"), 0.0
     finally:
         model.train(was_training)
     expected = torch.cat(alone)
     error = (packed - expected).abs().max() / expected.abs().max()
-    return float("inf") if error.isnan() else float(error)
+    return float("inf") if error.isnan() else float(error), _TOLERANCE[packed.dtype]
 
 
 def _candidates(config: PreTrainedConfig) -> tuple[str, ...]:
@@ -90,10 +97,6 @@ def _candidates(config: PreTrainedConfig) -> tuple[str, ...]:
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return ("eager",)
     return ("sdpa", "eager") if windowed else (PACKED_ATTENTION, "sdpa", "eager")
-
-
-def _tolerance(model: nn.Module) -> float:
-    return _TOLERANCE[unwrapped(model).get_input_embeddings().weight.dtype]
 
 
 def _refusal(model: nn.Module, errors: dict[str, float]) -> str:

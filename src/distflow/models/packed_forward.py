@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from distflow.models.heads import output_head, token_values, unwrapped
 from distflow.models.log_probs import token_log_probs
-from distflow.models.packed import packed_hidden_states
+from distflow.models.packed import packed_hidden_states, packed_logits
 from distflow.models.rows import take_rows
 
 
@@ -36,9 +36,14 @@ class PackedForward(Protocol):
     def __call__(self, inputs: ModelInputs, outputs: tuple[str, ...], *, temperature: float) -> dict[str, Tensor]: ...
 
 
+PACKED_METHODS = ("packed_forward", "packed_logits")
+
+
 def attach_packed_forward(model: nn.Module) -> None:
-    """Give the model its method `packed_forward`; an adapter's wrapper hands it on, a copy of the model has its own."""
+    """Give the model its methods `packed_forward` and `packed_logits`; an adapter's wrapper hands them on, a copy of
+    the model has its own."""
     model.packed_forward = MethodType(packed_forward, model)  # type: ignore[assignment]  # nn.Module declares no methods
+    model.packed_logits = MethodType(packed_logits, model)  # type: ignore[assignment]  # likewise
 
 
 def packed_forward(

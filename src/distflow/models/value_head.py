@@ -8,6 +8,10 @@ from transformers import AutoModelForTokenClassification, PreTrainedConfig, PreT
 
 from distflow.config.errors import UserError
 from distflow.models.loading import Init, ModelSource, random_model, ready
+from distflow.models.shards import fill
+
+VALUE_HEAD = "score."
+"""How the names of a value head's weights begin."""
 
 
 def load_value_model(
@@ -26,14 +30,14 @@ def load_value_model(
     A folder without a value head (`score`) gets a fresh one by `seed`, small enough that values start near 0.
     """
     source = ModelSource(path, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
-    config = _value_config(source)
+    config = value_config(source)
     if init == "random":
-        model, missing = random_model(AutoModelForTokenClassification, config, seed), ["score.weight"]
+        model, missing = random_model(AutoModelForTokenClassification, config, seed), [f"{VALUE_HEAD}weight"]
     else:
         model, missing = source.pretrained(AutoModelForTokenClassification, config, dtype, surplus=("lm_head.",))
     if not hasattr(model, "score"):
         raise _no_critic(source, config)
-    source.require_all([name for name in missing if not name.startswith("score.")])
+    source.require_all([name for name in missing if not name.startswith(VALUE_HEAD)])
     if missing:
         fresh_value_head(model, seed)
     return ready(model, dtype, device)
@@ -43,13 +47,13 @@ def fresh_value_head(model: nn.Module, seed: int) -> None:
     """Normal weights of deviation 1 / (width + 1) and a zero bias: values of normalised states start near 0."""
     score: nn.Linear = model.score  # type: ignore[assignment]  # found by its name
     weights = torch.randn(score.weight.shape, generator=torch.Generator().manual_seed(seed))
-    with torch.no_grad():
-        score.weight.copy_(weights / (score.in_features + 1))
-        if score.bias is not None:
-            score.bias.zero_()
+    fill(score.weight, weights / (score.in_features + 1))
+    if score.bias is not None:
+        fill(score.bias, torch.zeros(score.bias.shape))
 
 
-def _value_config(source: ModelSource) -> PreTrainedConfig:
+def value_config(source: ModelSource) -> PreTrainedConfig:
+    """The config of a critic with one label. Raises UserError for a family without such a classifier."""
     config = source.config()
     if type(config) not in AutoModelForTokenClassification._model_mapping:
         raise _no_critic(source, config)

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,9 @@ FOLDERS: Final = (
     "models",
     "earlier",
 )
+_LOCK: Final = "hhqqi4x"
+"""`struct flock` of Linux on 64 bits: type, whence, start, length, process."""
+
 _OTHER: Final = "set trainer.default_local_dir or trainer.experiment_name to another folder"
 
 
@@ -89,6 +93,21 @@ def own(path: Path) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def writer_of(path: Path) -> int | None:
+    """The process that holds the lock of a run's folder, None where none does: no run writes there. 0: one that this
+    machine does not see, such as another machine's.
+
+    Not for the process itself, which would give up its own lock by looking.
+    """
+    try:
+        with (path / WRITER).open("rb+") as file:
+            asked = struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, _, _, _, pid = struct.unpack(_LOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+    except OSError:
+        return None
+    return None if kind == fcntl.F_UNLCK else int(pid)
 
 
 def _open(path: Path) -> int:

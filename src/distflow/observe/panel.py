@@ -5,6 +5,7 @@ A number stands at its place from the first step on: labels, values, curves and 
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
@@ -19,6 +20,15 @@ _BARS = "▁▂▃▄▅▆▇█"
 _LABEL, _VALUE, _RANGE, _CURVE = 10, 9, 15, 40
 _TWO_ABREAST = 96
 """Columns from which numbers stand in two columns."""
+
+
+class Queue(NamedTuple):
+    """Prompt groups of the experience edge: that run, that are complete and wait for a step, and those dropped since
+    the start."""
+
+    running: int
+    complete: int
+    dropped: int
 
 
 class Panel:
@@ -36,6 +46,8 @@ class Panel:
         self.notes: deque[tuple[str, str]] = deque(maxlen=3)
         self.num_notes = 0
         self.audit = ""
+        self.queue: Queue | None = None
+        self.served: int | None = None
         self.failure = ""
         self.sample: tuple[str, str, str] | None = None
 
@@ -62,7 +74,7 @@ class Panel:
         top = self._progress(now)
         urgent = self._verdicts()
         numbers = self._numbers(columns)[: max(rows - len(top) - len(urgent), 0)]
-        below = [*self._checks(), *self._times()]
+        below = [*self._queue(), *self._checks(), *self._times()]
         below += [_row(kind, message, style=TONES[kind]) for kind, message in self.notes]
         if self.num_notes > len(self.notes):
             below.append(_row("", f"and {self.num_notes - len(self.notes)} earlier ones, in events.jsonl", style="dim"))
@@ -118,6 +130,20 @@ class Panel:
         if not share:
             return [_row("verdicts", f"{asked:,}, none failed")]
         return [_row("verdicts", f"{round(share * asked):,} of {asked:,} failed: {self.failure}", style="red")]
+
+    def _queue(self) -> list[RenderableType]:
+        """What the experience edge holds; the weights that the engine serves, and how stale the last step was."""
+        rows = []
+        if self.queue is not None:
+            running, complete, dropped = self.queue
+            rows.append(_row("queue", f"{running:>4,} groups running {complete:>5,} waiting {dropped:>5,} dropped"))
+        if self.served is not None:
+            stale = ""
+            if mean := self.values.get("async/version_diff/mean", 0.0):
+                most = self.values.get("async/version_diff/max", mean)
+                stale = f"; trained on {mean:.1f} steps stale, {most:.0f} at most"
+            rows.append(_row("engine", f"serves version {self.served:,}{stale}"))
+        return rows
 
     def _checks(self) -> list[RenderableType]:
         warnings = f"{self.num_notes} warning{'s' if self.num_notes != 1 else ''}" if self.num_notes else "no warnings"

@@ -22,8 +22,10 @@ from distflow.observe.report_charts import (
 )
 from distflow.observe.report_findings import Finding, findings, no_answer_counts
 from distflow.observe.report_histograms import Histogram, histograms
+from distflow.observe.report_idle import idle_planes
 from distflow.observe.report_intervals import error_bars
 from distflow.observe.report_page import page
+from distflow.observe.report_planes import read_planes
 from distflow.observe.report_program import DrawnNode, program_graph
 from distflow.observe.report_samples import Samples, before_and_after, num_problems, thin_samples
 from distflow.observe.report_summary import (
@@ -126,7 +128,8 @@ def report_data(run_dir: Path) -> ReportData:
     columns = series(steps)
     charts, others, constants = set_constants_apart(*choose_charts(columns["y"]), columns["y"])
     run, config = read_json(run_dir, "run.json"), read_config(run_dir)
-    judged = findings(run_dir, timeline, steps, config)
+    planes = read_planes(run_dir)
+    judged = [*findings(run_dir, timeline, steps, config), *idle_planes(planes, config)]
     counted = None if no_answer_counts(steps) else accuracy
     written = max([event.t for event in events[-1:]] + [record.t for record in records[-1:]], default=0.0)
     end = ending(events, failed, steps, run.get("total_steps"), written)
@@ -151,7 +154,7 @@ def report_data(run_dir: Path) -> ReportData:
         "docs": describe(columns["y"]),
         "histograms": histograms(run_dir, timeline),
         "program": program_graph(run_dir, steps),
-        "timelines": timelines(run_dir, records),
+        "timelines": timelines(planes, records),
         "preset": str(run.get("preset", "")),
         "changed": _changed(run),
         "config": _config_text(run_dir, run),

@@ -12,6 +12,7 @@ from distflow.observe.run_reader import Timeline, read_samples, sample_steps
 MAX_BINS = 24
 _FEW_VALUES = 12
 _MAX_STEPS = 5
+_STALENESS = "staleness of the oldest token"
 
 
 class Part(TypedDict):
@@ -32,12 +33,18 @@ class Histogram(TypedDict):
 
 
 def histograms(run_dir: Path, timeline: Timeline) -> list[Histogram]:
-    """Of the lengths and of the rewards in training, over the first and the last tenth of the steps, at most 5 each."""
+    """Of the lengths and of the rewards in training, and of the staleness where any answer is stale, over the first and
+    the last tenth of the steps, at most 5 each."""
     ends = _ends(run_dir, timeline)
     lengths = {name: _numbers(rows, "response_length") for name, rows in ends.items()}
     judged = {name: [row for row in rows if not row.get("errors")] for name, rows in ends.items()}
     rewards = {name: _numbers(rows, "score") for name, rows in judged.items()}
-    asked = (("How long are the answers?", "tokens", lengths), ("Which rewards do they get?", "reward", rewards))
+    stale = {name: _numbers(rows, _STALENESS) for name, rows in ends.items()}
+    asked = (
+        ("How long are the answers?", "tokens", lengths),
+        ("Which rewards do they get?", "reward", rewards),
+        ("How stale are they when trained on?", "steps", stale if any(map(any, stale.values())) else {}),
+    )
     return [histogram(title, unit, values) for title, unit, values in asked if any(values.values())]
 
 
@@ -87,11 +94,20 @@ def _ends(run_dir: Path, timeline: Timeline) -> dict[str, list[dict[str, JSON]]]
     size = min(max(len(steps) // 10, 1), _MAX_STEPS)
     chosen = [steps[:size], steps[-size:]] if len(steps) > size else [steps]
     rows = {
-        _steps(part): [row for step in part for row in read_samples(run_dir, step, "train", timeline)]
+        _steps(part): [
+            _with_staleness(row, step) for step in part for row in read_samples(run_dir, step, "train", timeline)
+        ]
         for part in chosen
         if part
     }
     return {name: found for name, found in rows.items() if found}
+
+
+def _with_staleness(row: dict[str, JSON], step: int) -> dict[str, JSON]:
+    """In steps; the step that is counted from 1 trains weights of the version before it."""
+    versions = row.get("versions")
+    made = [v for v in versions if isinstance(v, int)] if isinstance(versions, list) else []
+    return {**row, _STALENESS: step - 1 - min(made)} if made else row
 
 
 def _steps(steps: Sequence[int]) -> str:

@@ -1,79 +1,185 @@
-"""The time line of a step: what learner and experience plane did and waited for, from the spans of the run's folder."""
+"""The time line of a step, or of several: what learner and experience plane did and waited for."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
-from distflow.observe.run_reader import MetricsRecord, Span, read_spans
+from distflow.observe.report_planes import Planes
+from distflow.observe.run_reader import MetricsRecord, Span
 
 MAX_SPANS = 300
+MAX_STEPS = 10
 _LEAST_SHARE = 0.0005
+
+Bar = tuple[float, float, str, int | None, float | None]
+"""Start and end in seconds since the window began, and what it is. For a group the steps by which it was stale when it
+was trained on, and when that was; for decoding the version of the weights; else None."""
 
 
 class Lane(TypedDict):
-    """kind: of its spans. spans: [start, end, what], in seconds since the step began."""
+    """kind: of its spans."""
 
     name: str
     kind: str
-    spans: list[tuple[float, float, str]]
+    spans: list[Bar]
 
 
 class StepTimeline(TypedDict):
-    """why: what makes the step one to look at. left_out: spans that are too many, or too short to be seen."""
+    """first, last: its steps. why: what makes them ones to look at. steps, published: when each step ended, and when
+    weights were published, with the number of their step. paused: when validations ran. notes: sentences on it."""
 
-    step: int
+    first: int
+    last: int
     why: str
     seconds: float
     lanes: list[Lane]
-    left_out: int
+    steps: list[tuple[float, int]]
+    published: list[tuple[float, int]]
+    paused: list[tuple[float, float]]
+    notes: list[str]
 
 
-def timelines(run_dir: Path, records: Sequence[MetricsRecord]) -> list[StepTimeline]:
-    """Of a usual step, the slowest one and the last one; none where nothing was timed. records: that survive."""
-    spans = read_spans(run_dir)
-    earliest = min((span.start for part in spans.values() for span in part), default=float("inf"))
+class _Step(NamedTuple):
+    number: int
+    start: float
+    end: float
+    inc: int
+
+
+def timelines(planes: Planes, records: Sequence[MetricsRecord]) -> list[StepTimeline]:
+    """Of the last steps together, of a usual step, the slowest one and the last one; none where nothing was timed.
+
+    records: that survive.
+    """
+    steps = _timed(planes, records)
+    if not steps:
+        return []
+    by_length = sorted(steps, key=lambda step: step.end - step.start)
+    chosen: dict[tuple[int, int], tuple[str, list[_Step]]] = {}
+    for why, part in (
+        ("the last steps", _last(planes, steps)),
+        ("a usual step", [by_length[len(by_length) // 2]]),
+        ("the slowest step", [by_length[-1]]),
+        ("the last step", [steps[-1]]),
+    ):
+        if part:
+            chosen.setdefault((part[0].number, part[-1].number), (why, part))
+    found = [_timeline(planes, why, part) for why, part in chosen.values()]
+    return [line for line in found if line["lanes"]]
+
+
+def _timed(planes: Planes, records: Sequence[MetricsRecord]) -> list[_Step]:
+    earliest = min((span.start for part in planes.spans.values() for span in part), default=float("inf"))
     timed = [(record, seconds) for record in records if (seconds := record.values.get("timing_s/step", 0.0)) > 0]
-    steps = [
-        (record.step, record.t - seconds, record.t)
+    return [
+        _Step(record.step, record.t - seconds, record.t, record.inc)
         for i, (record, seconds) in enumerate(timed)
         # Of a step whose spans were lost there is nothing to draw; the first one begins with a start that has none.
         if record.t - (seconds / 2 if i else 0.0) >= earliest
     ]
-    if not steps:
+
+
+def _last(planes: Planes, steps: Sequence[_Step]) -> list[_Step]:
+    """As many as their groups can be drawn of, at least two and at most `MAX_STEPS`, since the run was last resumed."""
+    part = [step for step in steps if step.inc == steps[-1].inc][-MAX_STEPS:]
+    starts = [span.start for spans in planes.spans.values() for span in spans if span.kind == "group"]
+    while len(part) > 2 and sum(part[0].start <= start < part[-1].end for start in starts) > MAX_SPANS:
+        part = part[1:]
+    return part if len(part) > 1 else []
+
+
+def _timeline(planes: Planes, why: str, part: Sequence[_Step]) -> StepTimeline:
+    start, end = part[0].start, part[-1].end
+    learner = [span for span in planes.spans.get("learner", ()) if start < span.end and span.start < end]
+    lanes, notes = _lanes(planes, start, end)
+    return {
+        "first": part[0].number,
+        "last": part[-1].number,
+        "why": why,
+        "seconds": round(end - start, 4),
+        "lanes": lanes,
+        "steps": [(round(step.end - start, 4), step.number) for step in part[:-1]],
+        "published": [
+            (round(span.end - start, 4), span.step + 1)
+            for span in learner
+            if span.what == "update_weights" and span.step is not None and span.end <= end
+        ],
+        "paused": [
+            (round(max(span.start, start) - start, 4), round(min(span.end, end) - start, 4))
+            for span in learner
+            if span.what == "eval"
+        ],
+        "notes": [*_shares(planes, start, end), *notes],
+    }
+
+
+def _shares(planes: Planes, start: float, end: float) -> list[str]:
+    if not planes.decodes:
         return []
-    by_length = sorted(steps, key=lambda step: step[2] - step[1])
-    chosen: dict[int, str] = {}
-    for why, (number, _, _) in (
-        ("a usual step", by_length[len(by_length) // 2]),
-        ("the slowest step", by_length[-1]),
-        ("the last step", steps[-1]),
-    ):
-        chosen.setdefault(number, why)
-    found = {number: _timeline(number, why, window, spans) for number, why, window in _windows(steps, chosen)}
-    return [found[number] for number in chosen if found[number]["lanes"]]
+    waited, decoded = planes.waited(start, end) / (end - start), planes.decoded(start, end) / (end - start)
+    return [f"The trainer waited for groups {waited:.0%} of this time; the engine decoded {decoded:.0%} of it."]
 
 
-def _windows(
-    steps: Sequence[tuple[int, float, float]], chosen: Mapping[int, str]
-) -> list[tuple[int, str, tuple[float, float]]]:
-    return [(number, chosen[number], (start, end)) for number, start, end in steps if number in chosen]
-
-
-def _timeline(step: int, why: str, window: tuple[float, float], spans: Mapping[str, Sequence[Span]]) -> StepTimeline:
-    start, end = window
+def _lanes(planes: Planes, start: float, end: float) -> tuple[list[Lane], list[str]]:
+    """With sentences on what is left out."""
     lanes: list[Lane] = []
-    left_out = 0
-    for actor, all_spans in spans.items():
-        for kind in dict.fromkeys(span.kind for span in all_spans):
-            inside = [s for s in all_spans if s.kind == kind and s.end > start and s.start < end]
-            seen = [s for s in inside if s.end - s.start >= _LEAST_SHARE * (end - start)]
-            # Longer ones first where two begin together: what lies within another is drawn upon it.
-            seen.sort(key=lambda s: (s.start, -s.end))
-            left_out += len(inside) - len(seen[:MAX_SPANS])
-            clipped = [(max(s.start, start) - start, min(s.end, end) - start, s.what) for s in seen[:MAX_SPANS]]
-            if clipped:
-                name = {"phase": actor, "wait": f"{actor} waits for"}.get(kind, f"{actor}: {kind}s")
-                rounded = [(round(a, 4), round(b, 4), what) for a, b, what in clipped]
-                lanes.append({"name": name, "kind": kind, "spans": rounded})
-    lanes.sort(key=lambda lane: (lane["kind"] != "phase", lane["kind"] == "wait"))
-    return {"step": step, "why": why, "seconds": round(end - start, 4), "lanes": lanes, "left_out": left_out}
+    left_out, notes = 0, []
+    for actor, spans in planes.spans.items():
+        for (kind, name), own in _by_lane(actor, spans).items():
+            inside = [span for span in own if _until(planes, span) > start and span.start < end]
+            if kind == "wait":
+                inside = _idle(inside, spans)
+            if kind == "group":
+                drawn, every = _sampled(inside)
+                notes += [f"One group of {every} is drawn."] if every > 1 else []
+            else:
+                drawn = _longest(inside, _LEAST_SHARE * (end - start))
+                left_out += len(inside) - len(drawn)
+            bars = [_bar(planes, span, start, end) for span in drawn]
+            if bars:
+                lanes.append({"name": name, "kind": kind, "spans": bars})
+    order = ("phase", "group", "decode", "wait")
+    lanes.sort(key=lambda lane: order.index(lane["kind"]) if lane["kind"] in order else 1)
+    if left_out:
+        notes.append(f"{left_out} {'spans are' if left_out > 1 else 'span is'} too short to be seen, or too many.")
+    return lanes, notes
+
+
+def _by_lane(actor: str, spans: Sequence[Span]) -> Mapping[tuple[str, str], list[Span]]:
+    lanes: dict[tuple[str, str], list[Span]] = {}
+    for span in spans:
+        name = {"phase": actor, "wait": f"{actor} waits for", "decode": f"decoding: {span.what}"}.get(span.kind)
+        lanes.setdefault((span.kind, name or f"{actor}: {span.kind}s"), []).append(span)
+    return lanes
+
+
+def _idle(waits: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
+    """The waits in which none of the actor's groups ran all the time: it only waited to start another one."""
+    groups = [span for span in spans if span.kind == "group"]
+    return [wait for wait in waits if not any(g.start <= wait.start and wait.end <= g.end for g in groups)]
+
+
+def _sampled(groups: Sequence[Span]) -> tuple[list[Span], int]:
+    """Every so many of the groups, such that they can be drawn."""
+    every = -(-len(groups) // MAX_SPANS) or 1
+    in_order = sorted(groups, key=lambda span: (span.start, -1 if span.ticket is None else span.ticket))
+    return in_order[::every], every
+
+
+def _longest(spans: Sequence[Span], least_s: float) -> list[Span]:
+    """Those that can be seen, by their start; longer ones first where two begin together, so that what lies within
+    another is drawn upon it."""
+    seen = sorted((span for span in spans if span.end - span.start >= least_s), key=lambda span: span.start - span.end)
+    return sorted(seen[:MAX_SPANS], key=lambda span: (span.start, -span.end))
+
+
+def _until(planes: Planes, span: Span) -> float:
+    """When a group left the experience edge to be trained on; of other spans their end."""
+    step = planes.trained_at.get(span.ticket) if span.kind == "group" and span.ticket is not None else None
+    return max(span.end, planes.taken.get(step, span.end)) if step is not None else span.end
+
+
+def _bar(planes: Planes, span: Span, start: float, end: float) -> Bar:
+    level = {"group": planes.staleness(span), "decode": span.version}.get(span.kind)
+    until = round(min(_until(planes, span), end) - start, 4) if span.kind == "group" else None
+    begin, finish = max(span.start, start), max(min(span.end, end), start)
+    return (round(begin - start, 4), round(finish - start, 4), span.what, level, until)

@@ -42,19 +42,24 @@ class RunFolder:
     resumed_at: the step whose checkpoint this incarnation goes on from; what earlier incarnations wrote about later
     steps was rolled back, and readers leave it out (-1: it starts anew, so all of it was). Without it that is taken
     from the first step that is written.
+    part: 0 owns the folder. Others join it: their spans and samples are in files of their own, and of events they
+    append whole lines.
 
     Raises RunFolderError when the folder is in use by another process, or is somebody's.
     """
 
-    def __init__(self, path: Path, incarnation: int, resumed_at: int | None = None):
+    def __init__(self, path: Path, incarnation: int, resumed_at: int | None = None, part: int = 0):
         self.path = Path(path)
         self.incarnation = incarnation
+        self._part = part
         self._lock = threading.Lock()  # the lines of two threads would mix, and those that wait for a flush be lost
-        self._owner = own(self.path)
+        self._owner = None if part else own(self.path)
         self._metrics = LineFile(self.path / "metrics.jsonl")
         self._events = LineFile(self.path / "events.jsonl")
         self._spans: dict[str, LineFile] = {}
         self._closed = False
+        if part:
+            return
         where = {} if resumed_at is None else {"resumed_at": resumed_at}
         self.event("start", f"incarnation {incarnation} started", schema=SCHEMA_VERSION, pid=os.getpid(), **where)
 
@@ -105,6 +110,7 @@ class RunFolder:
         record = {"t0": t0, "t1": t1, "kind": kind, "what": what, "inc": self.incarnation}
         given = {"step": step, "ticket": ticket, "version": version, "on": on}
         record.update({key: value for key, value in given.items() if value is not None})
+        actor = f"{actor}-{self._part}" if self._part else actor
         with self._lock:
             if actor not in self._spans:
                 (self.path / "spans").mkdir(mode=0o700, exist_ok=True)
@@ -116,7 +122,7 @@ class RunFolder:
         folder = self.path / "samples"
         folder.mkdir(mode=0o700, exist_ok=True)
         lines = [encode({**_in_order(row), "inc": self.incarnation}) for row in rows]
-        write_atomically(folder / sample_file_name(step, split), b"".join(line + b"\n" for line in lines))
+        write_atomically(folder / sample_file_name(step, split, self._part), b"".join(line + b"\n" for line in lines))
 
     def close(self) -> None:
         """Flush and close everything; a second call does nothing."""
@@ -126,7 +132,8 @@ class RunFolder:
             self._closed = True
             for file in (self._metrics, self._events, *self._spans.values()):
                 file.close()
-            os.close(self._owner)
+            if self._owner is not None:
+                os.close(self._owner)
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -139,10 +146,11 @@ class RunFolder:
         return self.path / name
 
 
-def sample_file_name(step: int, split: str) -> str:
-    """ "000012.jsonl" for training samples, "val-000012.jsonl" for those of the split "val"."""
+def sample_file_name(step: int, split: str, part: int = 0) -> str:
+    """ "000012.jsonl" for training samples, "val-000012.jsonl" for those of the split "val", "000012.3.jsonl" for those
+    that part 3 of the run wrote."""
     prefix = "" if split == "train" else f"{_file_name(split)}-"
-    return f"{prefix}{step:06d}.jsonl"
+    return f"{prefix}{step:06d}{f'.{part}' if part else ''}.jsonl"
 
 
 def _file_name(name: str) -> str:

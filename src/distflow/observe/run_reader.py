@@ -6,8 +6,8 @@ on. Readers return the surviving timeline; events, being history, are all return
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml
@@ -46,12 +46,16 @@ class Event:
 
 @dataclass(frozen=True)
 class Span:
-    """What an actor did, or waited for, from `start` to `end` (seconds since the epoch)."""
+    """What an actor did, or waited for, from `start` to `end` (seconds since the epoch). step: that the learner had
+    finished by then. ticket, version: of a group, and of the weights that it began with; else as its kind has it."""
 
     start: float
     end: float
     kind: str
     what: str
+    step: int | None = None
+    ticket: int | None = None
+    version: int | None = None
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,17 @@ def read_metrics(run_dir: Path, timeline: Timeline | None = None) -> list[Metric
         key = (record.step, record.kind)
         newest[key] = max(record.inc, newest.get(key, record.inc))
     kept = [record for record in records if record.inc == newest[(record.step, record.kind)]]
-    return sorted(kept, key=lambda record: record.step)
+    return sorted(_merged(kept), key=lambda record: record.step)
+
+
+def _merged(records: Sequence[MetricsRecord]) -> list[MetricsRecord]:
+    """One record for what several of the run's processes wrote of one step; the first counts."""
+    merged: dict[tuple[int, str, int], MetricsRecord] = {}
+    for record in records:
+        key = (record.step, record.kind, record.inc)
+        first = merged.get(key, record)
+        merged[key] = replace(first, values={**record.values, **first.values})
+    return list(merged.values())
 
 
 def read_events(run_dir: Path, timeline: Timeline | None = None) -> list[Event]:
@@ -158,7 +172,9 @@ def read_samples(
     run_dir: Path, step: int, split: str = "train", timeline: Timeline | None = None
 ) -> list[dict[str, JSON]]:
     """The samples of a step; empty when there are none or the step was rolled back. Non-finite scores are floats."""
-    rows, _ = read_records(run_dir / "samples" / sample_file_name(step, split))
+    first = run_dir / "samples" / sample_file_name(step, split)
+    parts = sorted(first.parent.glob(f"{first.stem}.*.jsonl"), key=lambda path: (len(path.name), path.name))
+    rows = [row for path in (first, *parts) for row in read_records(path)[0]]
     timeline = timeline or read_timeline(run_dir)
     return [_sample(row) for row in rows if timeline.survives(_whole(row.get("inc")) or 0, step)]
 
@@ -194,7 +210,8 @@ def _span(record: dict[str, JSON]) -> Span | None:
     start, end = to_number(record.get("t0")), to_number(record.get("t1"))
     if start is None or end is None or not -math.inf < start <= end < math.inf:
         return None
-    return Span(start, end, str(record.get("kind", "")), str(record.get("what", "")))
+    step, ticket, version = (_whole(record.get(key)) for key in ("step", "ticket", "version"))
+    return Span(start, end, str(record.get("kind", "")), str(record.get("what", "")), step, ticket, version)
 
 
 def _event(record: dict[str, JSON], timeline: Timeline) -> Event:

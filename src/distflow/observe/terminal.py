@@ -17,7 +17,7 @@ from rich.panel import Panel as Frame
 from rich.text import Text
 
 from distflow.observe.metrics import headlines
-from distflow.observe.panel import TONES, Panel, duration
+from distflow.observe.panel import TONES, Panel, Queue, duration
 from distflow.observe.text import Harmless, visible
 
 _REDRAWS_PER_S = 4
@@ -95,6 +95,18 @@ class TerminalView:
         """Why the last verdict that failed did."""
         with self._lock:
             self._panel.failure = visible(reason, 300, one_line=True)
+
+    def queue(self, running: int, complete: int, dropped: int) -> None:
+        """How many prompt groups run, are complete and wait for a step, and were dropped since the start; shown only by
+        the live view.
+
+        From any thread, as often as it changes: it is drawn when the view is, and nobody waits for a view that draws.
+        """
+        self._panel.queue = Queue(running, complete, dropped)
+
+    def serves(self, version: int) -> None:
+        """The version that the engine serves, as `queue`."""
+        self._panel.served = version
 
     def audited(self, step: int, num_proven: int, num_checks: int) -> None:
         """A step was proven again."""

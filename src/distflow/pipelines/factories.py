@@ -11,6 +11,7 @@ from typing import NotRequired, TypedDict, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config import Config
@@ -20,10 +21,14 @@ from distflow.config.functions import load
 from distflow.config.names import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.config.program import is_rl, optimizer_steps
 from distflow.flow.ticket import Version
-from distflow.models.loading import Init, context_length, load_model
+from distflow.models.loading import Init, context_length, load_model, model_config
 from distflow.models.lora import add_lora
+from distflow.models.sharded_loading import load_sharded_model
+from distflow.models.sharding import Sharding, shard_model
 from distflow.models.tokenizer import load_tokenizer, stop_token_ids
 from distflow.models.value_head import load_value_model
+from distflow.planning.model_size import count_parameters
+from distflow.planning.threads import share_threads, usable_cores
 from distflow.rewards.router import Overlong, RewardRouter
 from distflow.rollout.engine import RolloutEngine
 from distflow.runtime.spec import Factory, Get
@@ -33,6 +38,7 @@ from distflow.training.schedule import make_schedule
 from distflow.training.scorer import TorchScorer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_AT_ONCE = {"kv_on_update", "num_threads"}
 Options = dict[str, object]
 """Keyword arguments of a constructor that is found by name, plain values."""
 
@@ -89,7 +95,7 @@ class ScorerOptions(TypedDict):
 
     max_tokens_per_micro_batch: int
     temperature: float
-    compute_dtype: torch.dtype
+    compute_dtype: torch.dtype | None
 
 
 class Trainer(TypedDict):
@@ -105,17 +111,19 @@ def make_factories(
 ) -> dict[str, Factory]:
     """Of these, and of what they are made of. steps: training steps of the whole run."""
     factories: dict[str, Factory] = {
-        "policy": partial(_policy, source=_policy_source(config), lora=_lora(config)),
+        "policy": partial(_policy, source=_policy_source(config), lora=_lora(config), sharded=_sharded(config)),
         "tokenizer": partial(_alone, make=_tokenizer_loader(config)),
         "stop_token_ids": _stop_token_ids,
     }
     if "actor" in engines:
         factories["actor"] = partial(_actor, **_actor_trainer(config, steps))
     if "critic" in engines:
-        factories["critic"] = partial(_critic, source=_critic_source(config), **_critic_trainer(config, steps))
+        factories["critic"] = partial(
+            _critic, source=_critic_source(config), sharded=_sharded(config), **_critic_trainer(config, steps)
+        )
     if "ref" in engines:
         source = None if config.actor_rollout_ref.model.lora_rank else _policy_source(config)
-        factories["ref"] = partial(_reference, source=source, options=_scorer_options(config))
+        factories["ref"] = partial(_reference, source=source, sharded=_sharded(config), options=_scorer_options(config))
     if "rollout" in engines:
         factories["rollout"] = _rollout_factory(config)
     if "judge" in services:
@@ -128,6 +136,14 @@ def compute_dtype(config: Config) -> torch.dtype:
     return DTYPES[config.actor_rollout_ref.model.dtype]
 
 
+def shares_weights(config: Config) -> bool:
+    """Whether the rollout engine may compute on the trainer's own storage: whole weights, both in the stored dtype, and
+    nothing is generated while the trainer updates it."""
+    if compute_dtype(config) is not torch.float32 or _sharded(config) is not None:
+        return False
+    return not is_rl(config) or config.async_.max_staleness == 0
+
+
 def choose_device(config: Config) -> torch.device:
     """The device that `trainer.device` means on this machine. Raises UserError where it has none of that kind."""
     wanted = config.trainer.device
@@ -136,8 +152,17 @@ def choose_device(config: Config) -> torch.device:
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
 
 
+def planes_threads(config: Config) -> tuple[int | None, int | None]:
+    """Threads of (training, generation). None: as many as torch takes by itself, and those of the thread that trains,
+    which generates while it waits."""
+    if not is_rl(config) or config.async_.max_staleness == 0:
+        return config.trainer.num_threads, None
+    trainer, rollout = config.trainer.num_threads, config.actor_rollout_ref.rollout.num_threads
+    return share_threads(usable_cores(), trainer, rollout)
+
+
 def load_policy(config: Config, device: torch.device) -> nn.Module:
-    """The model that is trained, with its adapter where one is asked for. Raises UserError naming the key."""
+    """The model that is trained, whole, with its adapter where one is asked for. Raises UserError naming the key."""
     return _load_policy(_policy_source(config), _lora(config), device)
 
 
@@ -152,6 +177,13 @@ def policy_context(config: Config) -> int | None:
             trust_remote_code=source["trust_remote_code"],
             gguf_file=source["gguf_file"],
         )
+
+
+def model_sizes(config: Config, engines: Collection[str]) -> dict[str, int]:
+    """Parameters of the model of each engine, as its config says. Raises UserError naming the key."""
+    sources = {engine: _critic_source(config) if engine == "critic" else _policy_source(config) for engine in engines}
+    with _blaming("actor_rollout_ref.model.path"):
+        return {engine: _num_parameters(source) for engine, source in sources.items()}
 
 
 def load_policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
@@ -178,6 +210,16 @@ def _source(config: Config, path: str | None) -> Source:
         "trust_remote_code": settings.trust_remote_code,
         "gguf_file": settings.gguf_file,
     }
+
+
+def _num_parameters(source: Source) -> int:
+    config = model_config(
+        source["path"],
+        revision=source["revision"],
+        trust_remote_code=source["trust_remote_code"],
+        gguf_file=source["gguf_file"],
+    )
+    return count_parameters(config)
 
 
 def _lora(config: Config) -> Lora | None:
@@ -247,8 +289,13 @@ def _scorer_options(config: Config, max_tokens: int | None = None) -> ScorerOpti
     return {
         "max_tokens_per_micro_batch": max_tokens,
         "temperature": settings.rollout.temperature if is_rl(config) else 1.0,
-        "compute_dtype": compute_dtype(config),
+        "compute_dtype": None if _sharded(config) else compute_dtype(config),
     }
+
+
+def _sharded(config: Config) -> torch.dtype | None:
+    """What sharded models are gathered and computed in; None where no model is sharded."""
+    return compute_dtype(config) if config.actor_rollout_ref.actor.strategy == "fsdp" else None
 
 
 def _optim(optim: OptimConfig, updates: int) -> Optim:
@@ -264,16 +311,23 @@ def _optim(optim: OptimConfig, updates: int) -> Optim:
 
 
 def _rollout_factory(config: Config) -> Factory:
-    """The engine's class says by its keyword-only parameters which keys of `rollout` it takes."""
+    """The engine's class says by its keyword-only parameters which keys of `rollout` it takes. Those that matter where
+    generation and training run at once are read there only."""
     settings, target = config.actor_rollout_ref.rollout, ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name].target
     parameters = signature(cast(Callable[..., object], load(target))).parameters.values()
-    taken = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in dir(settings)]
+    taken = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in dir(settings)}
+    if config.async_.max_staleness == 0:
+        taken -= _AT_ONCE
+    options = {name: getattr(settings, name) for name in sorted(taken)}
+    if "num_threads" in options:
+        options["num_threads"] = planes_threads(config)[1]
     return partial(
         _rollout,
         engine=target,
         dtype=compute_dtype(config),
-        source=_policy_source(config) if config.actor_rollout_ref.model.lora_rank else None,
-        options={name: getattr(settings, name) for name in taken},
+        source=_policy_source(config) if config.actor_rollout_ref.model.lora_rank or _sharded(config) else None,
+        shares=shares_weights(config),
+        options=options,
     )
 
 
@@ -298,8 +352,29 @@ def _alone(get: Get, device: torch.device, make: Callable[[], object]) -> object
     return make()
 
 
-def _policy(get: Get, device: torch.device, source: Source, lora: Lora | None) -> nn.Module:
-    return _load_policy(source, lora, device)
+def _policy(
+    get: Get, device: torch.device, source: Source, lora: Lora | None, sharded: torch.dtype | None
+) -> nn.Module:
+    """Sharded where it is trained; what only generates has it whole."""
+    if sharded is None or not get.planned("actor"):
+        return _load_policy(source, lora, device)
+    sharding = _sharding(get, sharded)
+    if lora is None:
+        with _blaming("actor_rollout_ref.model.path"):
+            return load_sharded_model(**source, sharding=sharding, device=device)
+    model = _load_policy(source, lora, device)
+    shard_model(model, sharding)
+    return model
+
+
+def _sharding(get: Get, compute_dtype: torch.dtype) -> Sharding:
+    mesh: DeviceMesh | None = get("mesh")
+    if mesh is None:
+        raise UserError(
+            "actor.strategy=fsdp spreads weights over the processes that train, and this run has one: set "
+            "trainer.launcher=ray, or actor.strategy=torch"
+        )
+    return Sharding(mesh, compute_dtype)
 
 
 def _load_policy(source: Source, lora: Lora | None, device: torch.device) -> nn.Module:
@@ -323,9 +398,20 @@ def _actor(get: Get, device: torch.device, engine: str, optim: Optim, options: O
     return _train_engine(get, get("policy"), engine, optim, options)
 
 
-def _critic(get: Get, device: torch.device, source: Source, engine: str, optim: Optim, options: Options) -> TrainEngine:
+def _critic(
+    get: Get,
+    device: torch.device,
+    source: Source,
+    sharded: torch.dtype | None,
+    engine: str,
+    optim: Optim,
+    options: Options,
+) -> TrainEngine:
     with _blaming("critic.model.path"):
-        model = load_value_model(**source, device=device)
+        if sharded is None:
+            model = load_value_model(**source, device=device)
+        else:
+            model = load_sharded_model(**source, sharding=_sharding(get, sharded), critic=True, device=device)
     return _train_engine(get, model, engine, optim, options)
 
 
@@ -339,21 +425,35 @@ def _train_engine(get: Get, model: nn.Module, engine: str, optim: Optim, options
     )
 
 
-def _reference(get: Get, device: torch.device, source: Source | None, options: ScorerOptions) -> TorchScorer:
+def _reference(
+    get: Get, device: torch.device, source: Source | None, sharded: torch.dtype | None, options: ScorerOptions
+) -> TorchScorer:
     """The policy as it was before training; with an adapter that is the policy with the adapter switched off."""
-    model = get("policy") if source is None else load_model(**source, device=device).requires_grad_(False)
+    if source is None:
+        model: nn.Module = get("policy")
+    elif sharded is None:
+        model = load_model(**source, device=device).requires_grad_(False)
+    else:
+        model = load_sharded_model(**source, sharding=_sharding(get, sharded), device=device).requires_grad_(False)
     return TorchScorer(model, without_adapter=source is None, group=get("collective"), **options)
 
 
 def _rollout(
-    get: Get, device: torch.device, engine: str, dtype: torch.dtype, source: Source | None, options: Options
+    get: Get,
+    device: torch.device,
+    engine: str,
+    dtype: torch.dtype,
+    source: Source | None,
+    shares: bool,
+    options: Options,
 ) -> RolloutEngine:
-    """On the trainer's own storage where that is on this worker and both compute in the stored dtype (float32); else on
-    a copy, without an adapter: its weights arrive merged.
+    """On the trainer's own storage where that is on this worker, and it may be shared; else on a copy, without an
+    adapter: its weights arrive merged.
 
-    source: of the model without the adapter, None where there is none.
+    source: of the model whole and without an adapter, None where the policy is just that. shares: both compute in the
+    stored dtype (float32), and nothing is decoded while weights change.
     """
-    shares = dtype is torch.float32 and get.planned("actor")
+    shares = shares and get.planned("actor")
     if shares:
         model: nn.Module = get("policy")
     else:

@@ -9,7 +9,7 @@ from distflow.config import Config, preset_config
 from distflow.config.algorithm import is_on
 from distflow.graph import Pipeline, TaskGraph
 from distflow.pipelines import nodes
-from distflow.pipelines.objectives import mends_mismatch
+from distflow.pipelines.objectives import interpolates_prox, mends_mismatch
 
 
 def grpo_pipeline(config: Config | None = None) -> TaskGraph:
@@ -39,12 +39,12 @@ def answer_and_judge(pipeline: Pipeline, config: Config) -> None:
 
 def score(pipeline: Pipeline, config: Config) -> None:
     """What the trainer finds out about a step before it is trained on."""
-    pipeline.add_node("actor_old_log_prob", nodes.compute_old_log_prob, only_forward_compute=True)
+    pipeline.add_node("actor_old_log_prob", nodes.compute_old_log_prob, plane="learning", only_forward_compute=True)
     # Without a KL term against the reference it is not even built.
     if config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss:
         pipeline.add_node("reference_log_prob", nodes.compute_ref_log_prob, only_forward_compute=True)
     correction = config.algorithm.rollout_correction
-    if correction.level:
+    if correction.level and not interpolates_prox(config):  # which is known within the loss only
         pipeline.add_node("mismatch_weights", nodes.correct_mismatch, phase="mismatch_weights")
     elif mends_mismatch(config):
         pipeline.add_node("mismatch_weights", nodes.mend_mismatch, phase="mismatch_weights")

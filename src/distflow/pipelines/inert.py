@@ -7,6 +7,8 @@ from distflow.config.sources import is_preset
 from distflow.graph import Program
 from distflow.runtime.blame import is_ours
 
+_WAITS = "with async.max_staleness=0 the trainer's thread generates, and no answer runs while weights change"
+_REASONS = {f"actor_rollout_ref.rollout.{name}": _WAITS for name in ("kv_on_update", "num_threads")}
 # Of terms that a program may leave out: 0 says the same as leaving it out.
 _COEFFICIENTS = ("algorithm.kl_ctrl.kl_coef", "actor_rollout_ref.actor.kl_loss_coef")
 
@@ -23,7 +25,7 @@ def refuse_inert_keys(loaded: Loaded, reads: set[str], program: Program) -> list
     groups = {*loaded.config.user_groups, *(node.config_key for node in handed if node.config_key)} if handed else ()
     values = flatten(loaded.config)
     inert = {
-        key: f"{key} ({origin})"
+        key: f"{key} ({origin})" + (f": {_REASONS[key]}" if key in _REASONS and program.experience else "")
         for key, origin in loaded.set_keys.items()
         if key not in reads and not any(key == group or key.startswith(f"{group}.") for group in groups)
         if not is_verls(origin) and not (key in _COEFFICIENTS and values[key] == 0)

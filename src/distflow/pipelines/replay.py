@@ -58,7 +58,7 @@ def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
     yield f"update of the {role} in step {step + 1}: {len(batch)} samples"
     yield from _non_finite_columns(batch)
     yield from _non_finite_weights(weights)
-    engine = _engine(_on_cpu(config), role)
+    engine = _engine(_in_one_process(config), role)
     _load_weights(engine.model, weights)
     with _reading(bundle):
         objective = _objective(config, role, batch)
@@ -102,8 +102,15 @@ def _samples_alone(
         yield "each sample alone is finite: the sum of them is not, or the device of the run computes differently"
 
 
-def _on_cpu(config: Config) -> Config:
-    return replace(config, trainer=replace(config.trainer, device="cpu"))
+def _in_one_process(config: Config) -> Config:
+    """On the CPU, whatever devices and ranks the run had."""
+    settings = config.actor_rollout_ref
+    actor = replace(settings.actor, strategy="torch")
+    return replace(
+        config,
+        trainer=replace(config.trainer, device="cpu"),
+        actor_rollout_ref=replace(settings, actor=actor),
+    )
 
 
 def _non_finite_columns(batch: Batch) -> Iterator[str]:

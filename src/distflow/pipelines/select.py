@@ -2,8 +2,10 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
+from distflow.algorithms.objective import PolicyObjective
 from distflow.config import Config
 from distflow.config.errors import UserError
 from distflow.config.functions import LoadError, load_function
@@ -11,8 +13,13 @@ from distflow.config.names import PIPELINES
 from distflow.config.places import users_place
 from distflow.config.program import CUSTOM, program_name
 from distflow.data.prompts import PROMPT_FIELDS
-from distflow.graph import Pipeline, PipelineError, Program, TaskGraph, pipeline_from_config
+from distflow.graph import BoundNode, Pipeline, PipelineError, Program, TaskGraph, pipeline_from_config
 from distflow.graph.errors import MissingColumn
+from distflow.graph.functions import innermost
+from distflow.pipelines.nodes.scoring import score_policy, weigh_once_apart
+from distflow.pipelines.nodes.updates import train_unscored_actor, update
+from distflow.pipelines.objectives import may_derive_old
+from distflow.runtime.blame import is_ours
 
 _WRITERS = {
     "ref_log_prob": "compute_ref_log_prob writes it; actor_rollout_ref.actor.use_kl_loss=false trains without",
@@ -38,11 +45,37 @@ def bound(graph: TaskGraph, config: Config) -> Program:
     """The program with the config's options and the columns of data sets. Raises PipelineError, which says of a column
     that nothing writes which of the standard nodes would."""
     try:
-        return graph.bind(config, PROMPT_FIELDS)
+        program = graph.bind(config, PROMPT_FIELDS)
+        return _unscored(graph, program, config) if may_derive_old(config) else program
     except MissingColumn as err:
         if err.column not in _WRITERS:
             raise
         raise PipelineError(f"{err}. A node with distflow.pipelines.nodes:{_WRITERS[err.column]}") from err
+
+
+def _unscored(graph: TaskGraph, program: Program, config: Config) -> Program:
+    """The program without the forward pass for old log-probs, where the built-in update alone reads them.
+
+    A function of the user's that is handed the whole batch may read them.
+    """
+    scoring = [node for node in program.nodes if innermost(node.fn) in (score_policy, weigh_once_apart)]
+    updates = [node for node in program.nodes if innermost(node.fn) is update and _takes_policy_loss(node)]
+    columns = {"old_log_probs", "rollout_is_weights"}
+    for node in program.nodes:
+        is_handed = not is_ours(node) and "batch" in node.contract.reserved and node.plane == "learning"
+        reads = columns & {*node.contract.reads, *node.contract.optional}
+        if node not in scoring and node not in updates and (reads or is_handed):
+            return program
+    if not scoring or len(updates) != 1:
+        return program
+    for node in scoring:
+        graph.remove_node(node.node_id)
+    graph.update_node(updates[0].node_id, func=train_unscored_actor)
+    return graph.bind(config, PROMPT_FIELDS)
+
+
+def _takes_policy_loss(node: BoundNode) -> bool:
+    return isinstance(node.fn, partial) and isinstance(node.fn.keywords["objective"], PolicyObjective)
 
 
 def _custom(path: str, config: Config) -> TaskGraph:

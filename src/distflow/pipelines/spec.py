@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import platform
 import shlex
@@ -38,14 +39,19 @@ from distflow.pipelines.factories import (
     compute_dtype,
     load_policy_tokenizer,
     make_factories,
+    model_sizes,
+    planes_threads,
     policy_context,
+    shares_weights,
 )
 from distflow.pipelines.inert import refuse_inert_keys
-from distflow.pipelines.objectives import loss_terms
+from distflow.pipelines.objectives import is_anchored, loss_terms
 from distflow.pipelines.run_models import with_models_of_runs
 from distflow.pipelines.select import bound, select_pipeline
 from distflow.pipelines.travel import check_importable, check_pickles
-from distflow.planning.plan import check_plan, plan_local
+from distflow.planning.agreement import follow_allocation
+from distflow.planning.cluster import plan_ray
+from distflow.planning.plan import Plan, check_plan, plan_local
 from distflow.rewards.fingerprint import fingerprint_target
 from distflow.rewards.functions import target_of
 from distflow.rewards.router import check_domains
@@ -62,6 +68,7 @@ Say = Callable[[str], None]
 
 def make_spec(loaded: Loaded, say: Say) -> Spec:
     """say: told one line at a time what is being loaded. Raises UserError or PipelineError."""
+    loaded = follow_allocation(loaded)
     reading = read_config(loaded)
     with claimed(loaded.config.trainer.run_dir):  # first: rows from Python code are kept there; it may be somebody's
         loaded = with_models_of_runs(loaded, say)
@@ -145,10 +152,18 @@ def _told(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
 def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
     """What runs, and is probably not what was meant."""
     config, cores = loaded.config, os.cpu_count() or 1
-    if (config.trainer.num_threads or 0) > cores:
+    trainer, rollout = planes_threads(config)
+    if (trainer or 0) + (rollout or 0) > cores:
+        beside = f" beside actor_rollout_ref.rollout.num_threads={rollout}" if rollout else ""
         yield (
-            f"note: trainer.num_threads={config.trainer.num_threads}, and this machine has {cores} cores: threads will "
+            f"note: trainer.num_threads={trainer}{beside}, and this machine has {cores} cores: threads will "
             "wait for one another"
+        )
+    staleness = config.async_.max_staleness if is_rl(config) else 0
+    if staleness and not _weighs_staleness(config):
+        yield (
+            f"note: answers are up to {staleness} steps old, and are trained on as if the policy of today had given "
+            "them: actor_rollout_ref.actor.policy_loss=decoupled weighs them"
         )
     is_default = loaded.origin("data.prompt_format") == "default"
     has_template = bool(getattr(data.tokenizer, "chat_template", None))
@@ -171,6 +186,13 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
         )
 
 
+def _weighs_staleness(config: Config) -> bool:
+    """Whether the loss knows of the policy that drew the tokens."""
+    algorithm, loss = config.algorithm, config.actor_rollout_ref.actor.policy_loss
+    corrects = algorithm.rollout_correction.level or algorithm.recompute_old_log_probs == "false"
+    return bool(corrects) or loss == "decoupled"
+
+
 def read_config(loaded: Loaded) -> Reading:
     """Bind the program, and read every key that the run uses. Raises UserError for one that was set and is not read.
 
@@ -185,7 +207,6 @@ def read_config(loaded: Loaded) -> Reading:
     _settings(config, program, num_rows=1)
     _run_options(config, program)
     _validation_params(config, _sampling(config))
-    choose_device(config)
     unused = refuse_inert_keys(loaded, reads, program)
     check_importable(loaded.config)
     return Reading(program, unused, train, held_out)
@@ -204,13 +225,15 @@ def rebuild(config: Config) -> Program:
 
 
 def fix_threads(config: Config) -> None:
-    """Once, before any thread starts: results are bit-equal for one number of threads only."""
-    threads = config.trainer.num_threads
-    if threads is None:
-        return
-    if threads > _MAX_THREADS:
-        raise UserError(f"trainer.num_threads={threads}: set it to at most the cores of this machine, {os.cpu_count()}")
-    torch.set_num_threads(threads)
+    """Once, before any thread starts: results are bit-equal for one number of threads only. Raises UserError for more
+    than can be meant."""
+    trainer, rollout = planes_threads(config)
+    for key, threads in (("trainer", trainer), ("actor_rollout_ref.rollout", rollout)):
+        if (threads or 0) > _MAX_THREADS:
+            most = f"set it to at most the cores of this machine, {os.cpu_count()}"
+            raise UserError(f"{key}.num_threads={threads}: {most}")
+    if trainer is not None:
+        torch.set_num_threads(trainer)
 
 
 def import_user_modules(config: Config) -> None:
@@ -229,19 +252,26 @@ def _spec(loaded: Loaded, program: Program, data: Data) -> Spec:
         text=loaded.text,
         options=_run_options(config, program),
         program=partial(rebuild, config),
-        plan=plan_local(program, str(choose_device(config))),
         rows=EncodedRows(write_encoded(data.train, run_dir, "train")),
         validation=_validation(config, data.held_out, sampling),
         sampling=sampling,
-        facts={**_facts(data.train, data.tokenizer), **_reward_facts(config)},
+        facts={**_facts(data.train, data.tokenizer), **_reward_facts(config), **_rollout_facts(config)},
         description=_description(loaded, data.train, data.held_out),
         **_settings(config, program, len(data.train)),
     )
 
 
+def _plan(config: Config, program: Program) -> Plan:
+    device = str(choose_device(config))
+    if config.trainer.launcher == "local":
+        return plan_local(program, device)
+    return plan_ray(program, config, device, model_sizes(config, program.engines))
+
+
 class _Settings(TypedDict):
     """Fields of the spec that need nothing but the config and the number of rows."""
 
+    plan: Plan
     data: DataPlan
     factories: Mapping[str, Factory]
     weight_dtype: torch.dtype
@@ -253,16 +283,17 @@ class _Settings(TypedDict):
 
 
 def _settings(config: Config, program: Program, num_rows: int) -> _Settings:
-    exact = compute_dtype(config) is torch.float32
+    exact, shares = compute_dtype(config) is torch.float32, shares_weights(config)
     data = data_plan(config, num_rows)
     return {
+        "plan": _plan(config, program),
         "data": data,
         "factories": make_factories(config, program.engines, program.services, data.total_steps),
         "weight_dtype": compute_dtype(config),
-        "shares_weights": exact,
-        "sends_weights": not (exact and config.actor_rollout_ref.model.lora_rank > 0),
+        "shares_weights": shares,
+        "sends_weights": not (shares and config.actor_rollout_ref.model.lora_rank > 0),
         "tolerance": Tolerance.of(exact),
-        "ratio_limit": 1e-4 if exact else 0.05,
+        "ratio_limit": math.inf if not is_anchored(config) else 1e-4 if exact else 0.05,
         "loss_terms": loss_terms(config) if _trains_by_policy_loss(program) else (),
     }
 
@@ -344,7 +375,7 @@ def _canary_freq(config: Config, program: Program) -> int:
     if "rollout" not in program.engines:
         return 0
     plain = peek(config).trust.canary_freq
-    return 1 if plain > 0 and compute_dtype(config) is torch.float32 else config.trust.canary_freq
+    return 1 if plain > 0 and shares_weights(config) else config.trust.canary_freq
 
 
 def _sampling(config: Config) -> SamplingParams:
@@ -418,6 +449,12 @@ def _facts(prompts: PromptSet, tokenizer: PreTrainedTokenizerBase) -> dict[str, 
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
     }
+
+
+def _rollout_facts(config: Config) -> dict[str, object]:
+    """What is a plane of its own has threads of its own."""
+    threads = planes_threads(config)[1]
+    return {} if threads is None else {"rollout_threads": threads}
 
 
 def _reward_facts(config: Config) -> dict[str, object]:

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from distflow.config.errors import UserError
+from distflow.config.errors import UserError, hint
 from distflow.graph import Program
+from distflow.planning.groups import ProcessGroup
+from distflow.planning.layout import Layout
 
 ChannelKind = Literal["local", "stream", "exchange"]
 
@@ -22,7 +24,10 @@ class Channel:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one worker builds and runs: its nodes by plane, in order, and the engines and services that they need."""
+    """What one worker builds and runs: its nodes by plane, in order, and the engines and services that they need.
+
+    node: the machine that it is on.
+    """
 
     rank: int
     device: str
@@ -30,15 +35,35 @@ class RankPlan:
     learning: tuple[str, ...]
     engines: tuple[str, ...]
     services: tuple[str, ...]
+    node: int = 0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Placement of a program."""
+    """Placement of a program.
+
+    layouts: of each role's model, where there are several ranks. groups: the process groups that they make, in the
+    order in which every rank creates them. backends: what these speak over, that of tensors first.
+    """
 
     program: str
     ranks: tuple[RankPlan, ...]
     channels: tuple[Channel, ...]
+    layouts: tuple[Layout, ...] = ()
+    groups: tuple[ProcessGroup, ...] = ()
+    backends: tuple[str, ...] = ()
+
+    def layout(self, role: str) -> Layout:
+        """Raises UserError for a role that the plan does not place."""
+        for layout in self.layouts:
+            if layout.role == role:
+                return layout
+        raise UserError(f"the plan of '{self.program}' places no '{role}'{hint(role, [x.role for x in self.layouts])}")
+
+    def group_of(self, role: str, axis: str, rank: int) -> ProcessGroup | None:
+        """The group of a rank along an axis of a role, `all` for all its ranks; None where the rank is alone in it."""
+        found = (group for group in self.groups if (role, axis) in group.uses and rank in group.ranks)
+        return next(found, None)
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
@@ -48,20 +73,22 @@ def plan_local(program: Program, device: str) -> Plan:
     """Everything on one worker; the experience edge is where the planes meet."""
     experience = [node.node_id for node in program.experience]
     rank = rank_plan(program, 0, device, experience, [node.node_id for node in program.learning])
-    return Plan(program.graph_id, (rank,), tuple(_channels(program, experience)))
+    return Plan(program.graph_id, (rank,), make_channels(program, (rank,)))
 
 
-def rank_plan(program: Program, rank: int, device: str, experience: Sequence[str], learning: Sequence[str]) -> RankPlan:
+def rank_plan(
+    program: Program, rank: int, device: str, experience: Sequence[str], learning: Sequence[str], node: int = 0
+) -> RankPlan:
     """A worker that runs these nodes, with the engines and services that they name."""
     nodes = [program.node(node_id) for node_id in (*experience, *learning)]
     engines = dict.fromkeys(engine for node in nodes for engine in node.engines)
     services = dict.fromkeys(service for node in nodes for service in node.contract.services)
-    return RankPlan(rank, device, tuple(experience), tuple(learning), tuple(engines), tuple(services))
+    return RankPlan(rank, device, tuple(experience), tuple(learning), tuple(engines), tuple(services), node)
 
 
 def check_plan(plan: Plan, program: Program) -> None:
-    """Raises UserError for a node that the program has not or that no rank runs, for one without its engine, and for an
-    engine that no node of its rank uses."""
+    """Raises UserError for a node that the program has not or that no rank runs, for one without its engine, for an
+    engine that no node of its rank uses, and for a layout of other ranks than those that hold the engine."""
     for rank in plan.ranks:
         wanted = rank_plan(program, rank.rank, rank.device, rank.experience, rank.learning)
         pairs = (("engine", rank.engines, wanted.engines), ("service", rank.services, wanted.services))
@@ -81,12 +108,26 @@ def check_plan(plan: Plan, program: Program) -> None:
     idle = [node.node_id for node in program.nodes if node.node_id not in placed]
     if idle:
         raise UserError(f"no rank of the plan runs node '{idle[0]}' of program '{program.graph_id}'")
+    for layout in plan.layouts:
+        holders = tuple(rank.rank for rank in plan.ranks if layout.role in rank.engines)
+        if holders != layout.ranks:
+            raise UserError(
+                f"the plan lays the {layout.role} over ranks {layout.ranks}, and ranks {holders} use it: "
+                "make them the same"
+            )
 
 
-def _channels(program: Program, experience: Sequence[str]) -> list[Channel]:
+def make_channels(program: Program, ranks: Sequence[RankPlan]) -> tuple[Channel, ...]:
+    """How each node gets what another writes: by reference where every rank that runs it runs the other too."""
+    homes: dict[str, set[int]] = {node.node_id: set() for node in program.nodes}
+    for rank in ranks:
+        for node_id in (*rank.experience, *rank.learning):
+            homes[node_id].add(rank.rank)
+    experience = {node.node_id for node in program.experience}
     found = []
     for node in program.nodes:
         for dep in node.deps:
             crosses = dep in experience and node.plane == "learning"
-            found.append(Channel(dep, node.node_id, "stream" if crosses else "local"))
-    return found
+            inside: ChannelKind = "local" if homes[node.node_id] <= homes[dep] else "exchange"
+            found.append(Channel(dep, node.node_id, "stream" if crosses else inside))
+    return tuple(found)

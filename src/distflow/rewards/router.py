@@ -1,6 +1,7 @@
 """Which reward functions judge a sample: those of its domain, weighted, each verdict kept by name."""
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from distflow.rewards.ahead import PoolSettings, take_pool
 from distflow.rewards.correctness import accuracy
 from distflow.rewards.functions import Functions, find_targets
 from distflow.rewards.pool import MEMORY_BYTES
-from distflow.rewards.tally import Tally
+from distflow.rewards.tally import TRAINING, Tally, counted_for
 from distflow.rewards.verdict import Error, Score, Timeout, Verdict
 
 DEFAULT_DOMAIN = "default"
@@ -73,6 +74,7 @@ class RewardRouter:
         self._overlong, self._max_response_length = overlong, max_response_length
         self.tally = Tally()
         self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()  # the asyncio thread counts, the learner takes the counts
         self.names = sorted({name for parts in self._functions.values() for name, _ in parts})
         self.pool = take_pool(PoolSettings(find_targets(functions, custom), num_workers, timeout_s, memory_bytes))
 
@@ -143,8 +145,9 @@ class RewardRouter:
         return judgement
 
     def take_counts(self) -> dict[str, float]:
-        """Metrics since the last call: verdicts that failed, in all and by part."""
-        counts, self._counts = self._counts, Counter()
+        """Metrics of training since the last call: verdicts that failed, in all and by part."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
         totals = {f"reward/{kind}": float(counts.pop(kind, 0)) for kind in ("verdicts", "errors", "timeouts")}
         return totals | {f"reward/{name}": float(number) for name, number in sorted(counts.items())}
 
@@ -153,12 +156,15 @@ class RewardRouter:
         return float(overlong_penalty(torch.tensor([length]), self._max_response_length, *self._overlong))
 
     def _count(self, parts: Mapping[str, Verdict]) -> None:
-        self._counts["verdicts"] += 1
-        for name, verdict in parts.items():
-            kind = {Error: "errors", Timeout: "timeouts"}.get(type(verdict))
-            if kind is not None:
-                self._counts[kind] += 1
-                self._counts[f"{kind}/{name}"] += 1
+        if counted_for.get() != TRAINING:
+            return
+        kinds = {name: {Error: "errors", Timeout: "timeouts"}.get(type(part)) for name, part in parts.items()}
+        with self._lock:
+            self._counts["verdicts"] += 1
+            for name, kind in kinds.items():
+                if kind is not None:
+                    self._counts[kind] += 1
+                    self._counts[f"{kind}/{name}"] += 1
 
 
 def check_domains(functions: Functions, domains: Iterable[str]) -> None:

@@ -1,7 +1,25 @@
 """How many verdicts were asked for, and how many failed: counted where they happen, whatever becomes of the group."""
 
 import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
+
+TRAINING, VALIDATION = "training", "validation"
+counted_for: ContextVar[str] = ContextVar("counted_for", default=TRAINING)
+"""Whose verdicts the running task asks for; tasks that it starts inherit it. Both may go on at the same time."""
+
+
+@contextmanager
+def validating() -> Iterator[None]:
+    """Inside, verdicts are a validation's."""
+    token = counted_for.set(VALIDATION)
+    try:
+        yield
+    finally:
+        counted_for.reset(token)
 
 
 class Verdicts(NamedTuple):
@@ -17,23 +35,42 @@ class Verdicts(NamedTuple):
         return self.failed / self.asked if self.asked else 0.0
 
 
+class Judged(NamedTuple):
+    """What a worker's verdicts came to: of rewards, and of the verifiers the counts that are metrics."""
+
+    verdicts: Verdicts = Verdicts()
+    counts: Mapping[str, float] = {}
+
+    @staticmethod
+    def joined(parts: Sequence["Judged"]) -> "Judged":
+        """Of several workers together."""
+        counts = Counter[str]()
+        for part in parts:
+            counts.update(part.counts)
+        return Judged(joined([part.verdicts for part in parts]), dict(counts))
+
+
+def joined(parts: Iterable[Verdicts]) -> Verdicts:
+    """Of several scopes or workers together."""
+    known = list(parts)
+    first = next((part.first for part in known if part.first), "")
+    return Verdicts(sum(part.asked for part in known), sum(part.failed for part in known), first)
+
+
 class Tally:
-    """Counts on the asyncio thread; the learner takes the counts."""
+    """Counts on the asyncio thread, training and validation apart; the learner takes the counts."""
 
     def __init__(self) -> None:
-        self._counted = Verdicts()
+        self._counted: dict[str, Verdicts] = defaultdict(Verdicts)
         self._lock = threading.Lock()
 
     def add(self, asked: int, failed: int, first: str = "") -> None:
         """first: told where some failed."""
         with self._lock:
-            known = self._counted
-            self._counted = Verdicts(
-                known.asked + asked, known.failed + failed, known.first or (failed and first) or ""
-            )
+            scope = counted_for.get()
+            self._counted[scope] = joined([self._counted[scope], Verdicts(asked, failed, first if failed else "")])
 
-    def take(self) -> Verdicts:
+    def take(self, scope: str = TRAINING) -> Verdicts:
         """What was counted since the last call."""
         with self._lock:
-            taken, self._counted = self._counted, Verdicts()
-        return taken
+            return self._counted.pop(scope, Verdicts())

@@ -1,15 +1,20 @@
 """The protocol of rollout engines: tokens in, tokens out."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from distflow.flow.ticket import Version
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort"]
+"""A stop token or text; the last token that it may have; or new weights ended it (`KVOnUpdate`), as far as it was."""
+
+KVOnUpdate = Literal["keep", "recompute", "abort"]
+"""What new weights mean for sequences that have begun: they go on over the old keys and values; these are made again;
+the sequences end."""
 
 
 @dataclass(frozen=True)
@@ -85,19 +90,47 @@ class GenerateResult:
 class Receipt:
     """What an engine holds after a weight update: for each tensor a hash of a stripe of it.
 
-    shared: the engine computes on the trainer's own storage, so nothing was copied.
+    shared: the engine computes on the trainer's own storage, so nothing was copied. alias: no weights came, those that
+    it holds have a new number; there are no hashes then.
     """
 
     version: Version
     hashes: dict[str, str] = field(default_factory=dict)
     shared: bool = False
+    alias: bool = False
+
+
+Stretch = Callable[[Callable[[], bool]], None]
+"""Computes until there is nothing left to do, or what it is called with says that the thread is wanted back."""
+
+
+class Host(Protocol):
+    """Lends a thread that else would only wait."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has one to lend."""
+        ...
+
+    def compute(self, stretch: Stretch) -> bool:
+        """Have a stretch computed there, and return when that thread has left it; False where there is none to lend."""
+        ...
+
+
+@runtime_checkable
+class Hosted(Protocol):
+    """An engine that computes on the thread of a host, if one is set before it is entered; on one of its own as long as
+    that has none to lend."""
+
+    host: Host | None
 
 
 class RolloutEngine(Protocol):
     """Generates token ids. An async context manager: entering starts it, leaving ends its threads and processes.
 
     One that counts its tokens while it draws them in `num_generated_tokens` shows by it that a long request goes on;
-    without it an engine must answer some request within `actor_rollout_ref.rollout.timeout_s`.
+    without it an engine must answer some request within `actor_rollout_ref.rollout.timeout_s`. One that keeps account
+    of what it decoded when has `take_activity` (see `activity.py`).
     """
 
     @property
@@ -127,6 +160,9 @@ class RolloutEngine(Protocol):
         """Of a stripe of each tensor that it computes with, as in a receipt, by Hugging Face name."""
         ...
 
-    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> Receipt:
-        """Take new weights between two decode steps; drops cached KV of finished prompts."""
+    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
+        """Take new weights between two decode steps; drops cached KV of finished prompts.
+
+        None: an alias. The weights stay, and all that was made with them; from now on they are those of `version`.
+        """
         ...

@@ -93,8 +93,9 @@ class HFEngine:
         """See `RolloutEngine`."""
         return stripe_hashes(self._model.named_parameters(remove_duplicate=False))
 
-    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> Receipt:
-        """Take weights between two requests; raises ValueError as the embedded engine does."""
+    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
+        """Take weights between two requests, never below a running one; raises ValueError as the embedded engine
+        does."""
         return await self._call(partial(self._take_weights, version, weights))
 
     async def _call(self, work: Callable[[], T]) -> T:
@@ -143,8 +144,11 @@ class HFEngine:
         policy = (logits / temperature).log_softmax(dim=-1)
         return policy.gather(-1, ids[:, prompt_length:, None]).squeeze(-1)
 
-    def _take_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> Receipt:
+    def _take_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
         check_version(self.version, version)
+        if weights is None:
+            self.version = version
+            return Receipt(version, shared=self._shares_weights, alias=True)
         hashes: dict[str, str] = {}
         if self._shares_weights:
             check_shared(self._model, weights)

@@ -113,13 +113,13 @@ def ours() -> Iterator[None]:
 class _Exit:
     """Returned in place of what a task must not raise: it would take the loop with it."""
 
-    error: SystemExit
+    error: SystemExit | KeyboardInterrupt
 
 
 async def _awaited(function: Callable[[], Awaitable[T]]) -> T | _Exit:
     try:
         return await function()
-    except SystemExit as err:
+    except (SystemExit, KeyboardInterrupt) as err:
         return _Exit(err)
 
 
@@ -143,8 +143,8 @@ def _task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asynci
 async def _with_its_draws(work: Work[T], strand: _Strand) -> T:
     try:
         return await _steps(work, strand)
-    except SystemExit as err:  # of a task that the user's function started
-        raise RuntimeError(f"it asked to exit ({err})") from err
+    except (SystemExit, KeyboardInterrupt) as err:  # of a task that the user's function started
+        raise RuntimeError(f"it asked to exit ({err!r})") from err
 
 
 @coroutine

@@ -1,9 +1,11 @@
 """Checkpoints: whole or not there. A kill at any point, a full disk or a flipped bit leaves one that loads.
 
-FOLDER/step-000012/   one file a part, and manifest.json with their sizes and checksums
+FOLDER/step-000012/   one file a part, or one for each rank that has shards of it, and manifest.json with their sizes
+                      and checksums
 FOLDER/latest         the name of the newest, moved last
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +15,7 @@ from typing import Any, Literal
 from safetensors import SafetensorError
 
 from distflow.config.errors import UserError
-from distflow.runtime.checkpoint_files import MANIFEST, DamagedError, read_manifest, read_part, verify
+from distflow.runtime.checkpoint_files import MANIFEST, DamagedError, part_of, read_manifest, read_part, verify
 from distflow.runtime.checkpoint_folder import (
     LATEST,
     CheckpointError,
@@ -24,6 +26,7 @@ from distflow.runtime.checkpoint_folder import (
     remove_leftovers,
     serial_of,
 )
+from distflow.runtime.checkpoint_shards import Layout
 from distflow.runtime.checkpoint_writing import Retention, Writing, or_give_up
 
 _MAX_NAME = 256
@@ -31,25 +34,33 @@ _MAX_NAME = 256
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was found whole. message: what to tell the user where it is not the one that was asked for."""
+    """A checkpoint that was found whole.
+
+    files: by part. message: what to tell the user where it is not the one that was asked for.
+    """
 
     step: int
     path: Path
     metric: float | None
-    files: Mapping[str, Path]
+    files: Mapping[str, tuple[Path, ...]]
     message: str = ""
 
     @property
     def parts(self) -> tuple[str, ...]:
         return tuple(self.files)
 
-    def load(self, part: str) -> Any:
-        """Tensors by name, or the JSON value. Raises KeyError where the checkpoint has no such part, CheckpointError
-        where the part is of another kind than its name says."""
+    def load(self, part: str, layout: Layout | None = None) -> Any:
+        """Tensors by name, or the JSON value.
+
+        layout: how the tensors are to lie over the ranks, each of which reads its own shards alone, however they lay
+        when they were saved. Without it they are whole. Raises KeyError where the checkpoint has no such part,
+        CheckpointError where the part is of another kind than its name says.
+        """
+        files = self.files[part]
         try:
-            return read_part(self.files[part])
+            return read_part(files, layout)
         except (ValueError, RecursionError, SafetensorError) as err:
-            raise CheckpointError(f"the checkpoint {self.path} cannot be read: {self.files[part].name}: {err}") from err
+            raise CheckpointError(f"the checkpoint {self.path} cannot be read: {files[0].name}: {err}") from err
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -101,7 +112,10 @@ class CheckpointStore:
         """Join the checkpoint that another process began. Raises CheckpointError where there is none."""
         partial = partial_of(self.folder, step)
         if partial is None:
-            raise CheckpointError(f"no checkpoint of step {step} is being written to {self.folder}")
+            raise CheckpointError(
+                f"no checkpoint of step {step} is being written to {self.folder}: where a run has several machines, "
+                "all must see that folder (trainer.default_local_dir)"
+            )
         return Writing(step, partial, self._retention, self._on_point)
 
     def load(self, which: Literal["latest"] | int | Path = LATEST) -> Checkpoint:
@@ -181,5 +195,7 @@ class CheckpointStore:
 
 def _open(path: Path) -> Checkpoint:
     manifest = verify(path)
-    files = {Path(name).stem: path / name for name in manifest.files}
-    return Checkpoint(manifest.step, path, manifest.metric, files)
+    files = defaultdict[str, tuple[Path, ...]](tuple)
+    for name in manifest.files:
+        files[part_of(name)] += (path / name,)
+    return Checkpoint(manifest.step, path, manifest.metric, dict(files))

@@ -2,15 +2,17 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from distflow.observe.files import replacing, write_atomically
+from distflow.runtime.checkpoint_shards import Layout, Shards, read_shards
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -29,7 +31,7 @@ class FileEntry:
 @dataclass(frozen=True)
 class Manifest:
     """What a checkpoint folder holds. serial: orders checkpoints by when they were made, which steps do not after a
-    rollback. metric: what `keep_best` compares, more is better. files: by name; a part is the name's stem."""
+    rollback. metric: what `keep_best` compares, more is better. files: by name; see `part_of`."""
 
     step: int
     serial: int
@@ -40,21 +42,41 @@ class Manifest:
 def write_part(folder: Path, name: str, part: object) -> None:
     """Write a part to its file and the disk; a kill leaves no half of it under its name.
 
-    part: tensors by name (a mapping of nothing else, and not empty), or a value that JSON can hold, whose keys are
-    strings. Tensors may share storage or be strided; each is stored whole.
+    part: tensors by name (a mapping of nothing else, and not empty), a rank's shards of such, or a value that JSON can
+    hold, whose keys are strings. Tensors may share storage or be strided; each is stored whole.
     """
-    is_tensors = isinstance(part, Mapping) and part and all(isinstance(value, Tensor) for value in part.values())
-    path = folder / f"{name}{'.safetensors' if is_tensors else '.json'}"
-    with replacing(path) as aside:
-        if isinstance(part, Mapping) and is_tensors:
+    is_tensors = isinstance(part, Shards) or is_all_tensors(part)
+    with replacing(folder / f"{name}{'.safetensors' if is_tensors else '.json'}") as aside:
+        if isinstance(part, Shards):
+            save_file(_separate(part.tensors), aside, part.file_metadata)
+        elif is_all_tensors(part):
             save_file(_separate(part), aside)
         else:
             aside.write_text(json.dumps(part))
 
 
-def read_part(path: Path) -> object:
-    """The part in a file; tensors are on the CPU."""
-    return load_file(path) if path.suffix == ".safetensors" else json.loads(path.read_text())
+def is_all_tensors(part: object) -> TypeGuard[Mapping[str, Tensor]]:
+    return isinstance(part, Mapping) and bool(part) and all(isinstance(value, Tensor) for value in part.values())
+
+
+def shard_name(part: str, rank: int) -> str:
+    """What a rank writes its shards of a part as."""
+    return f"{part}-rank{rank}"
+
+
+def part_of(file: str) -> str:
+    """The part that a file holds, whole or a rank's shards of it."""
+    return Path(file).stem.partition("-")[0]
+
+
+def read_part(files: Sequence[Path], layout: Layout | None = None) -> object:
+    """The part in its files. layout: how its tensors are to lie over the ranks; without it they are whole, on the
+    CPU."""
+    if files[0].suffix == ".json":
+        return json.loads(files[0].read_text())
+    if layout is None and files[0].stem == part_of(files[0].name):
+        return load_file(files[0])
+    return read_shards(files, layout or (lambda name: None))
 
 
 def describe(path: Path) -> FileEntry:

@@ -22,7 +22,7 @@ REMOVED: Final = ".removed"
 BEGUN: Final = ".distflow-begun"
 
 _CHECKPOINT: Final = re.compile(r"step-(\d{6,})(-\d+)?")
-_PART: Final = re.compile(r"\w+\.(safetensors|json)")
+_PART: Final = re.compile(r"\w+(-rank\d+)?\.(safetensors|json)")
 
 
 class CheckpointError(UserError):
@@ -81,18 +81,21 @@ def remove_leftovers(folder: Path) -> None:
     for path in _folders(folder, PARTIAL):
         remove_partial(path)
     for path in _folders(folder, REMOVED):
-        remove_checkpoint(path)
+        if _is_begun(path):
+            _remove_begun(path)
+        else:
+            remove_checkpoint(path)
     _unlink(path for path in _entries(folder) if path.name.startswith(f"{LATEST}.") and is_aside(path.name))
 
 
 def remove_partial(partial: Path) -> None:
-    """Remove a checkpoint that was not committed. What is not ours stays."""
-    if (partial / BEGUN).exists() and not partial.is_symlink():
-        _unlink(path for path in _entries(partial) if _PART.fullmatch(path.name) or is_aside(path.name))
-        (partial / BEGUN).unlink()
-        _remove_empty(partial)
-    else:
+    """Remove a checkpoint that was not committed. What is not ours stays. Another process that still writes to it
+    fails, and adds nothing."""
+    if not _is_begun(partial):
         remove_checkpoint(partial)
+        return
+    aside = partial.with_name(partial.name.removesuffix(PARTIAL) + REMOVED)
+    _remove_begun(partial if aside.exists() else partial.rename(aside))
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -104,6 +107,16 @@ def remove_checkpoint(path: Path) -> None:
         _unlink(path / name for name in read_manifest(path).files)
         (path / MANIFEST).unlink()
     _remove_empty(path)
+
+
+def _is_begun(folder: Path) -> bool:
+    return (folder / BEGUN).exists() and not folder.is_symlink()
+
+
+def _remove_begun(folder: Path) -> None:
+    _unlink(path for path in _entries(folder) if _PART.fullmatch(path.name) or is_aside(path.name))
+    (folder / BEGUN).unlink()
+    _remove_empty(folder)
 
 
 def _remove_empty(folder: Path) -> None:

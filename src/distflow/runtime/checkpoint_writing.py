@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from distflow.runtime.checkpoint_folder import (
     remove_partial,
 )
 
+_NAME: Final = re.compile(r"\w+(-rank\d+)?")
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -59,24 +61,34 @@ class Writing:
     on_point: Callable[[str], None]
 
     def write(self, name: str, part: object) -> None:
-        """One part: tensors by name, or a value that JSON can hold. It is on the disk when this returns.
+        """One part: tensors by name, this rank's shards of them, or a value that JSON can hold. It is on the disk when
+        this returns.
 
-        name: also the file's; no two processes write the same. Raises CheckpointError where the disk is full or cannot
-        be written: the checkpoint is given up, and those before it are still there.
+        name: also the file's; no two processes write the same, and `shard_name` makes it for shards. Raises
+        CheckpointError where the disk is full or cannot be written, or another process gave the checkpoint up: it is
+        given up, and those before it are still there.
         """
-        assert name != "manifest" and name.replace("_", "").isalnum(), f"a part's name becomes a file's: {name!r}"
-        with or_give_up(self.step, self.partial.parent):
+        assert name != "manifest" and _NAME.fullmatch(name), f"a part's name becomes a file's: {name!r}"
+        with or_give_up(self.step, self.partial.parent, self._given_up):
             write_part(self.partial, name, part)
         self.on_point(f"part {name}")
 
-    def commit(self, expected: Collection[str], metric: float | None = None) -> Path:
+    def commit(
+        self,
+        expected: Collection[str],
+        metric: float | None = None,
+        keep_waiting: Callable[[], bool] = lambda: False,
+    ) -> Path:
         """Make it the latest checkpoint, then let old ones go. For one process, when the others have written.
 
         expected: the names of all parts. metric: higher is better; one that is not finite counts as none.
+        keep_waiting: asked again and again while parts of other processes are missing; it takes its time to answer.
         Returns its folder once it is on the disk. Raises CheckpointError where a part is missing, or as `write`: then
         nothing is committed.
         """
         with or_give_up(self.step, self.partial.parent):
+            while self._missing(expected) and not self._given_up() and keep_waiting():
+                pass
             files = self._files(expected)
             folder = self.partial.parent
             score = metric if metric is not None and math.isfinite(metric) else None
@@ -93,8 +105,9 @@ class Writing:
             return final
 
     def _files(self, expected: Collection[str]) -> dict[str, FileEntry]:
-        files = {path.name: describe(path) for path in parts_in(self.partial)}
-        missing = sorted(set(expected) - {Path(name).stem for name in files})
+        missing = self._missing(expected)
+        if missing and self._given_up():
+            raise CheckpointError(_given_up_by_another(self.step, self.partial.parent))
         if missing:
             with suppress(OSError):
                 remove_partial(self.partial)
@@ -102,7 +115,14 @@ class Writing:
                 f"the checkpoint of step {self.step} was not written to {self.partial.parent}: {', '.join(missing)} "
                 "missing, as the process that was to write it failed or is gone. Those before it are whole"
             )
-        return files
+        return {path.name: describe(path) for path in parts_in(self.partial)}
+
+    def _missing(self, expected: Collection[str]) -> list[str]:
+        return sorted(set(expected) - {path.stem for path in parts_in(self.partial)})
+
+    def _given_up(self) -> bool:
+        """Whether a process that could not write took the checkpoint away."""
+        return not (self.partial / BEGUN).exists()
 
     def _retain(self, folder: Path) -> None:
         """Only the newest few and the best few stay. The newest, which was just written, always does."""
@@ -122,15 +142,25 @@ class Writing:
 
 
 @contextmanager
-def or_give_up(step: int, folder: Path) -> Iterator[None]:
-    """A write that fails takes what was written of its checkpoint with it, which also frees the disk."""
+def or_give_up(step: int, folder: Path, given_up: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """A write that fails takes what was written of its checkpoint with it, which also frees the disk.
+
+    given_up: whether another process did so already, on whose failure the write failed.
+    """
     try:
         yield
     except (OSError, SafetensorError) as err:
-        message = _failure(step, folder, err)
+        message = _given_up_by_another(step, folder) if given_up() else _failure(step, folder, err)
         with suppress(OSError):  # the failure of the write itself is the one to tell
             remove_leftovers(folder)
         raise CheckpointError(message) from err
+
+
+def _given_up_by_another(step: int, folder: Path) -> str:
+    return (
+        f"the checkpoint of step {step} was not written to {folder}: another process could not write its part of it, "
+        "and says why. Those before it are whole"
+    )
 
 
 def _failure(step: int, folder: Path, err: Exception) -> str:

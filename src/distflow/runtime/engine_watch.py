@@ -21,6 +21,7 @@ from typing import Final
 from torch import Tensor
 
 from distflow.flow.ticket import Version
+from distflow.rollout.activity import Activity, take_activity
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Receipt, RolloutEngine
 from distflow.runtime.loop_thread import LoopGivenUp
 
@@ -110,10 +111,15 @@ class WatchedEngine:
         with self._asking("for hashes of its weights"):
             return await self._engine.hashes()
 
-    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> Receipt:
+    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
         """See `RolloutEngine`."""
-        with self._asking(f"to take the weights of step {version.step}"):
+        what = "to take the weights of" if weights is not None else "to call its weights those of"
+        with self._asking(f"{what} step {version.step}"):
             return await self._engine.load_weights(version, weights)
+
+    def take_activity(self) -> list[Activity]:
+        """What the engine decoded since this was called last; empty where it keeps no account."""
+        return take_activity(self._engine)
 
     @contextmanager
     def _asking(self, what: str, while_paused: bool = True) -> Iterator[None]:
@@ -158,7 +164,7 @@ class WatchedEngine:
         return EngineHangs(
             f"the rollout engine {type(self._engine).__name__} hangs: it was asked {oldest.what} at {since}{others}, "
             f"and for {self._deadline.timeout_s:g} s has neither answered anything nor drawn a token. What every "
-            f"thread was at stands in {_write_stacks(self._deadline.stacks)}. If it is only slow, raise "
+            f"thread was at stands in {write_stacks(self._deadline.stacks)}. If it is only slow, raise "
             "actor_rollout_ref.rollout.timeout_s"
         )
 
@@ -181,7 +187,7 @@ def _is_debugged() -> bool:
     return not modules.isdisjoint(_DEBUGGERS)
 
 
-def _write_stacks(path: Path | None) -> str:
+def write_stacks(path: Path | None) -> str:
     """Append those of all threads, below their names; returns where they stand."""
     names = "".join(f"Thread 0x{thread.ident or 0:016x}: {thread.name}\n" for thread in threading.enumerate())
     head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}\n{names}\n".encode()

@@ -5,6 +5,7 @@ from typing import NoReturn
 
 from distflow.config.errors import UserError
 from distflow.flow.ticket import Version
+from distflow.rewards.tally import VALIDATION
 from distflow.runtime.audit.witness import Witness
 from distflow.runtime.checks.canary import make_canary
 from distflow.runtime.context import Contexts
@@ -46,8 +47,8 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> dict[str, float]:
         sends, dtype = spec.sends_weights, spec.weight_dtype
         publisher = Publisher(actor, weights, dtype, sends=sends, canary=canary, session=session)
         publisher.publish(Version(0, 0), at_start=True)
-        metrics, _ = session.call(validator.run(0))
-        warn_of_errors(plane.tally.take(), say)
+        metrics = session.call(validator.run(0)).metrics()
+        warn_of_errors(plane.tally.take(VALIDATION), say)
     return metrics
 
 

@@ -2,15 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from distflow.algorithms.filters import TOO_FEW_VERDICTS
 from distflow.config.errors import UserError
+from distflow.data.sample import Sample
 from distflow.flow.ticket import Ticket, Version
 from distflow.graph import BoundNode, Drop, NodeRole
+from distflow.rewards.router import Judgement, RewardRouter
 from distflow.rewards.tally import Tally
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine
 from distflow.runtime.async_calls import ours
@@ -23,6 +25,7 @@ from distflow.runtime.ports.edge import EdgePort, Failure
 from distflow.runtime.resources import Resources
 from distflow.runtime.spec import Spec
 from distflow.runtime.step import Step, compile_steps
+from distflow.runtime.waits import Waits
 
 MakeContext = Callable[[Group, str], NodeContext]
 OnGroup = Callable[[Ticket, str, float, float], None]
@@ -30,6 +33,10 @@ OnGroup = Callable[[Ticket, str, float, float], None]
 
 _group_task: ContextVar[asyncio.Task[None] | None] = ContextVar("group_task", default=None)
 """The task of the group that is running; tasks that a node starts (`gather`, `wait_for`) inherit it."""
+
+
+class PlaneFailed(RuntimeError):
+    """Something other than a node failed in the experience plane: groups would be waited for that nobody makes."""
 
 
 class SubmissionGate:
@@ -46,7 +53,7 @@ class SubmissionGate:
         self._waiting: set[asyncio.Task[None] | None] = set()
         self._all_in = asyncio.Event()
 
-    def expect(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+    def expect(self, tasks: Collection[asyncio.Task[None]]) -> None:
         """Begin a wave of these group tasks. None of them has run yet: they were created without an await since."""
         self._waiting = set(tasks)
         self._all_in = asyncio.Event()
@@ -54,17 +61,25 @@ class SubmissionGate:
             task.add_done_callback(self._arrived)  # one that ends without a request must not be waited for
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """The engine's `generate`; its request is in the engine's queue before this yields for the first time."""
+        """The engine's `generate`; its request is in the engine's queue before this yields for the first time. Answers
+        that a weight update cut off are begun again."""
         with ours():
-            pending = asyncio.ensure_future(self._engine.generate(request))
-            try:
-                await asyncio.sleep(0)  # `pending` runs to its first await, behind which its request is queued
-                self._arrived(_group_task.get() or asyncio.current_task())
-                result = await pending
-                self._witness.generated(request, result)
-                return result
-            finally:
-                pending.cancel()  # nothing to one that is done; else this group was cancelled, and its request with it
+            result = await self._ask(request)
+            while aborted := tuple(made.sample for made in result.generations if made.finish_reason == "abort"):
+                again = await self._ask(replace(request, samples=aborted))
+                redone = {made.sample: made for made in again.generations}
+                result = GenerateResult(tuple(redone.get(made.sample, made) for made in result.generations))
+            self._witness.generated(request, result)
+            return result
+
+    async def _ask(self, request: GenerateRequest) -> GenerateResult:
+        pending = asyncio.ensure_future(self._engine.generate(request))
+        try:
+            await asyncio.sleep(0)  # `pending` runs to its first await, behind which its request is queued
+            self._arrived(_group_task.get() or asyncio.current_task())
+            return await pending
+        finally:
+            pending.cancel()  # nothing to one that is done; else this group was cancelled, and its request with it
 
     async def all_in(self) -> None:
         """Wait until every group of the wave has arrived."""
@@ -88,14 +103,19 @@ class SubmissionGate:
             self._all_in.set()
 
 
+async def _judged(router: RewardRouter, waits: Waits, samples: Sequence[Sample]) -> list[Judgement]:
+    with waits("reward", "verdicts", on="verifiers"):
+        return await judged(router, samples)
+
+
 @dataclass
 class ExperiencePlane:
     """Runs steps on groups.
 
     make_group: the group of a training ticket, not answered yet. gate: in front of the rollout engine, None where the
     program generates nothing. witness: records what engine and verifiers did for each group. timeout_s: what a plain
-    function may take for each sample. ended: told of every group. tally: of the verdicts on all groups, whatever became
-    of them.
+    function may take for each sample. ended: told of every group, before the edge is. in_waves: groups start together,
+    and the next ones when these have ended. tally: of the verdicts on all groups, whatever became of them.
     """
 
     steps: Sequence[Step]
@@ -105,6 +125,7 @@ class ExperiencePlane:
     timeout_s: float
     ended: OnGroup
     witness: Witness
+    in_waves: bool = True
     plain_calls: PlainCalls = field(default_factory=PlainCalls)
     tally: Tally = field(default_factory=Tally)
 
@@ -116,12 +137,13 @@ class ExperiencePlane:
         contexts: Contexts,
         ended: OnGroup,
         witness: Witness,
+        waits: Waits | None = None,
     ) -> "ExperiencePlane":
-        """The plane of a worker that has these nodes."""
+        """The plane of a worker that has these nodes. waits: told how long each group waits for its verdicts."""
         gate = SubmissionGate(resources.rollout, witness) if resources.rollout is not None else None
         parts = {**resources.by_name(), **({"rollout": gate} if gate else {})}
         if resources.judge is not None:
-            parts["judge"] = partial(judged, resources.judge)
+            parts["judge"] = partial(_judged, resources.judge, waits or Waits())
         sampling = replace(spec.sampling, stop_token_ids=resources.stop_token_ids)
 
         def make_group(ticket: Ticket) -> Group:
@@ -135,6 +157,7 @@ class ExperiencePlane:
             spec.options.timeout_s,
             ended,
             witness,
+            in_waves=spec.data.max_staleness == 0,
             tally=resources.judge.tally if resources.judge is not None else Tally(),
         )
 
@@ -168,24 +191,46 @@ class ExperiencePlane:
         self.tally.add(len(batch), num_failed, f"{first} (node '{node.node_id}')")
 
     async def loop(self, edge: EdgePort) -> None:
-        """consumes tickets · waits for credits · unblocked by released steps and dropped groups · produces groups
+        """consumes tickets · waits for credits · unblocked by released steps and ended groups · produces groups
 
-        What the edge hands out at once is submitted in ticket order to a paused engine that then resumes, so that what
-        shares a decode step never depends on timing.
+        At staleness 0 what the edge hands out at once is a wave: submitted in ticket order to a paused engine that then
+        resumes, so that what shares a decode step never depends on timing, and ended before the next is asked for.
+        Else it is a stream: groups start as their credits open. Raises PlaneFailed, or the user's error.
         """
-        async for wave in edge.tickets():
-            if self.gate is not None:
-                await self.gate.pause()
-            tasks = [asyncio.create_task(self._run_group(ticket, edge)) for ticket in wave]
-            try:
-                if self.gate is not None:
-                    self.gate.expect(tasks)
-                    await self.gate.all_in()
-                    await self.gate.resume()
-                await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
+        running = set[asyncio.Task[None]]()
+        try:
+            async with asyncio.TaskGroup() as groups:  # a task that fails ends them all: no step waits for its group
+                async for tickets in edge.tickets(self._served):
+                    if self.in_waves:
+                        await self._wave(tickets, edge)
+                    else:
+                        started = {groups.create_task(self._run_group(ticket, edge)) for ticket in tickets}
+                        running = {task for task in running if not task.done()} | started
+                for task in running:
                     task.cancel()
+        except BaseExceptionGroup as failures:
+            first = failures.exceptions[0]
+            if isinstance(first, UserError):
+                raise first from None
+            raise PlaneFailed(f"the experience plane has failed: {type(first).__name__}: {first}") from first
+
+    async def _wave(self, tickets: Sequence[Ticket], edge: EdgePort) -> None:
+        if self.gate is not None:
+            await self.gate.pause()
+        tasks = {asyncio.create_task(self._run_group(ticket, edge)) for ticket in tickets}
+        try:
+            if self.gate is not None:
+                self.gate.expect(tasks)
+                await self.gate.all_in()
+                await self.gate.resume()
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _served(self) -> int | None:
+        """The step whose weights the engine serves."""
+        return self.gate.version.step if self.gate is not None else None
 
     async def _run_group(self, ticket: Ticket, edge: EdgePort) -> None:
         """Never raises: whatever a node does costs its own group only, and is recorded."""
@@ -197,16 +242,15 @@ class ExperiencePlane:
             batch = group.batch()
         except NodeError as err:
             users = isinstance(err, UserError)
+            self.ended(ticket, f"error: {err}", started, time.time())
             edge.drop(ticket, "error", Failure(str(err), users), lost=not users)
-            outcome = f"error: {err}"
+            return
+        detail = f": {drop.detail}" if drop is not None and drop.reason == TOO_FEW_VERDICTS else ""
+        self.ended(ticket, "complete" if drop is None else f"{drop.reason}{detail}", started, time.time())
+        if drop is None:
+            self.witness.keep()
+            edge.put(ticket, batch, group.measured)
+        elif drop.reason == TOO_FEW_VERDICTS:
+            edge.drop(ticket, drop.reason, Failure(drop.detail, users=True))
         else:
-            outcome = "complete" if drop is None else drop.reason
-            if drop is None:
-                self.witness.keep()
-                edge.put(ticket, batch, group.measured)
-            elif drop.reason == TOO_FEW_VERDICTS:
-                edge.drop(ticket, drop.reason, Failure(drop.detail, users=True))
-                outcome += f": {drop.detail}"
-            else:
-                edge.drop(ticket, drop.reason)
-        self.ended(ticket, outcome, started, time.time())
+            edge.drop(ticket, drop.reason)

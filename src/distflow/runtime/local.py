@@ -1,38 +1,31 @@
 """The local launcher: a whole run in this process, resumed where its folder holds a checkpoint."""
 
-import platform
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
-from distflow import __version__
-from distflow.flow.coordinator import Coordinator, mark_of
-from distflow.flow.ledger import Ledger
-from distflow.flow.snapshot import Snapshot
-from distflow.observe.claim import claimed
-from distflow.observe.earlier import finish_moving, set_aside
-from distflow.observe.files import remove_asides
-from distflow.observe.report import write_report
-from distflow.observe.report_summary import find_accuracy
-from distflow.observe.run_reader import read_damage, read_metrics
+from distflow.flow.account import Account
+from distflow.flow.coordinator import Coordinator
+from distflow.runtime.begin import (
+    Start,
+    begin_account,
+    done_before,
+    find_accuracies,
+    model_line,
+    note_early_end,
+    note_resume,
+    starting,
+    write_facts,
+)
 from distflow.runtime.callbacks import Callbacks
-from distflow.runtime.checkpoint import Checkpoint, CheckpointStore
-from distflow.runtime.disk import writing_to
 from distflow.runtime.ports import Ports
 from distflow.runtime.ports.edge import Live
+from distflow.runtime.ports.intake import IntakePort
 from distflow.runtime.ports.local_edge import LocalEdge
 from distflow.runtime.ports.local_weights import LocalWeights
 from distflow.runtime.recorder import Recorder, reported
 from distflow.runtime.resources import Resources, build_resources
-from distflow.runtime.resume import (
-    CHECKPOINTS,
-    LEDGER,
-    find_checkpoint,
-    goes_on_here,
-    is_done,
-    remaining,
-    told_done,
-)
-from distflow.runtime.saved import check_same_config, check_same_facts, restore, set_generators
+from distflow.runtime.saved import check_same_facts, restore, set_generators
 from distflow.runtime.spec import Outcome, Spec
 from distflow.runtime.stop import StopRequest
 from distflow.runtime.waits import Waits
@@ -40,7 +33,6 @@ from distflow.runtime.worker import Worker
 from distflow.training.collective import OneRank
 
 LASTING_S = 5.0
-_FROM_THE_START = -1
 
 
 def launch_local(
@@ -52,117 +44,126 @@ def launch_local(
     embedded: bool = False,
 ) -> Outcome:
     """See `Launch`."""
-    with writing_to(spec.run_dir), claimed(spec.run_dir):
-        keep_best = int(spec.options.keep_best is not None)
-        store = CheckpointStore(spec.run_dir / CHECKPOINTS, spec.options.keep_last, keep_best)
-        store.remove_leftovers()
-        remove_asides(spec.run_dir)
-        finish_moving(spec.run_dir)
-        mode = spec.options.resume
-        checkpoint = find_checkpoint(store, mode)
-        if checkpoint:
-            check_same_config(checkpoint, spec, allow_change)
-        resources = build_resources(spec.factories, spec.plan.ranks[0])
-        say(_described(spec, resources))
-        facts = {**spec.facts, **resources.facts}
-        differences = check_same_facts(checkpoint, spec, facts) if checkpoint else []
-        goes_on = goes_on_here(checkpoint, mode, spec.run_dir)
-        if checkpoint and is_done(checkpoint, spec):
-            say(told_done(checkpoint, spec, goes_on))
-            return Outcome(checkpoint.step, None, False, write_report(spec.run_dir), *_accuracy(spec.run_dir))
-        if not goes_on and (moved := set_aside(spec.run_dir)):
-            say(f"the run that was in {spec.run_dir} is in {moved} now")
-        state, live = restore(checkpoint, resources) if checkpoint else ({}, None)
-        coordinator, ledger = _begin(spec, checkpoint, allow_change)
-        resumed_at = checkpoint.step if checkpoint else _FROM_THE_START
-        with (
-            reported(spec.run_dir, say),
-            Recorder(spec, coordinator.plan.total_steps, ledger.incarnation, resumed_at, callbacks) as recorder,
-        ):
-            _write_facts(spec, resources.facts, recorder, coordinator.plan.total_steps)
-            if checkpoint:
-                _note_resume(recorder, checkpoint, differences)
-            ports = local_ports(coordinator, recorder.waits, live)
+    with starting(spec, allow_change) as start:
+        built = _build(spec, start, say)
+        if done := done_before(spec, start, say):
+            return done
 
+        def make_stop(recorder: Recorder) -> StopRequest:
             def asked_to_stop(name: str) -> None:
                 recorder.note("info", f"{name}: {_stopping(spec, recorder.waits)}")
 
-            with StopRequest(asked_to_stop, ends_process=not embedded) as stop:
-                with Worker(spec, 0, resources, ports, recorder, store, stop, state, coordinator.version) as worker:
-                    set_generators(checkpoint, spec.options.seed)
-                    steps = worker.learning_loop()
-                _note_early_end(recorder, coordinator, stop)
-                recorder.status = "stopped" if stop.wanted and not coordinator.finished else "finished"
-            ledger.close()
-    before, after = _accuracy(spec.run_dir)
+            return StopRequest(asked_to_stop, ends_process=not embedded)
+
+        with _running(spec, start, built, allow_change, say, callbacks, make_stop) as running:
+            steps = running.worker.learning_loop()
+    before, after = find_accuracies(spec.run_dir)
     # Written once the recorder is closed: the report also says how the run ended.
+    stop, recorder = running.stop, running.recorder
     return Outcome(steps, stop.signal, recorder.status == "stopped", recorder.report(), before, after)
 
 
-def local_ports(coordinator: Coordinator, waits: Waits, live: Live | None = None, num_ranks: int = 1) -> Ports:
-    """Ports for workers of this process."""
-    edge = LocalEdge(coordinator, waits, num_ranks, live)
-    return Ports(edge, LocalWeights(waits), OneRank(), edge.fail)
+@contextmanager
+def open_local(spec: Spec, say: Callable[[str], None], callbacks: Callbacks) -> Iterator["Running"]:
+    """The same run, driven by whoever enters it in place of `Worker.learning_loop`. Signals are his own."""
+    with (
+        starting(spec, ()) as start,
+        _running(spec, start, _build(spec, start, say), (), say, callbacks, _never_stopped, own_loop=True) as running,
+    ):
+        yield running
+    running.recorder.report()
 
 
-def _described(spec: Spec, resources: Resources) -> str:
-    return f"model: {spec.description['model']}, {resources.num_parameters:,} parameters"
+@dataclass(frozen=True)
+class Running:
+    """The parts of a run under way."""
+
+    worker: Worker
+    ports: Ports
+    recorder: Recorder
+    stop: StopRequest
+
+    @property
+    def intake(self) -> IntakePort:
+        assert self.ports.intake is not None, "the edge is of this process"
+        return self.ports.intake
 
 
-def _note_resume(recorder: Recorder, checkpoint: Checkpoint, differences: list[str]) -> None:
-    recorder.note("info", f"resumed from {checkpoint.path.name}")
-    for warning in filter(None, [checkpoint.message, *differences, *read_damage(recorder.folder.path)]):
-        recorder.note("warning", warning)
+@dataclass(frozen=True)
+class _Built:
+    """Engines and services, and what differs from the checkpoint without harm."""
+
+    resources: Resources
+    differences: list[str]
 
 
-def _note_early_end(recorder: Recorder, coordinator: Coordinator, stop: StopRequest) -> None:
-    """Groups that were dropped leave their steps to others, and so a run may have fewer than were planned."""
-    done, planned = coordinator.step, coordinator.plan.total_steps
-    if done < planned and not stop.wanted:
-        dropped = ", ".join(f"{n} {reason}" for reason, n in coordinator.accounting().dropped.items())
-        recorder.note("info", f"the data ended after {done} of {planned} steps: groups were dropped ({dropped})")
+def _build(spec: Spec, start: Start, say: Callable[[str], None]) -> _Built:
+    """Raises UserError where the checkpoint is of another model, tokenizer or data."""
+    resources = build_resources(spec.factories, spec.plan.ranks[0])
+    say(model_line(spec, resources.num_parameters))
+    facts = {**spec.facts, **resources.facts}
+    return _Built(resources, check_same_facts(start.checkpoint, spec, facts) if start.checkpoint else [])
+
+
+@contextmanager
+def _running(
+    spec: Spec,
+    start: Start,
+    built: _Built,
+    allow_change: tuple[str, ...],
+    say: Callable[[str], None],
+    callbacks: Callbacks,
+    make_stop: Callable[[Recorder], AbstractContextManager[StopRequest]],
+    own_loop: bool = False,
+) -> Iterator[Running]:
+    """Inside, the worker is entered. What is recorded of the end is written when it is left.
+
+    own_loop: no row of the data set is wanted yet.
+    """
+    checkpoint, resources = start.checkpoint, built.resources
+    start.set_aside(spec, say)
+    state, live = restore(checkpoint, resources) if checkpoint else ({}, None)
+    coordinator, ledger = begin_account(spec, checkpoint, allow_change)
+    total_steps = coordinator.plan.total_steps
+    with (
+        reported(spec.run_dir, say),
+        Recorder(spec, total_steps, ledger.incarnation, start.resumed_at, callbacks) as recorder,
+        ledger,
+    ):
+        write_facts(spec, resources.facts, recorder, total_steps)
+        if checkpoint:
+            note_resume(recorder, checkpoint, built.differences)
+        ports = local_ports(coordinator, recorder.waits, live, changed=recorder.queue)
+        coordinator.data_open = not own_loop
+        with make_stop(recorder) as stop:
+            with Worker(spec, 0, resources, ports, recorder, start.store, stop, state, coordinator.version) as worker:
+                set_generators(checkpoint, spec.options.seed)
+                yield Running(worker, ports, recorder, stop)
+            if coordinator.finished and not stop.wanted:
+                note_early_end(recorder, coordinator.accounting(), coordinator.step, total_steps)
+            recorder.status = "stopped" if stop.wanted and not coordinator.finished else "finished"
+
+
+def _never_stopped(recorder: Recorder) -> AbstractContextManager[StopRequest]:
+    """Signals do what they do elsewhere in the user's program."""
+    return nullcontext(StopRequest(lambda name: None))
+
+
+def local_ports(
+    coordinator: Coordinator,
+    waits: Waits,
+    live: Live | None = None,
+    num_ranks: int = 1,
+    changed: Callable[[Account], None] = lambda account: None,
+) -> Ports:
+    """Ports for workers of this process. changed: told how many groups are where whenever that changes."""
+    edge = LocalEdge(coordinator, waits, num_ranks, live, changed)
+    return Ports(edge, edge.shared, LocalWeights(waits), OneRank(), OneRank(), edge.shared.fail)
 
 
 def _stopping(spec: Spec, waits: Waits) -> str:
     """What the first signal leads to, and what the run waits for meanwhile, if that lasts."""
     saving = "saving" if spec.options.save_freq > 0 else "not saving (trainer.save_freq is off)"
-    lasting = [f"; {wait}" for wait in waits.now()[:1] if wait.seconds() >= LASTING_S]
+    longest = {wait.who: wait for wait in reversed(waits.now()) if wait.on != "learner"}  # which goes on by itself
+    lasting = [f"; {wait}" for wait in longest.values() if wait.seconds() >= LASTING_S]
     return f"finishing this step, {saving}, then leaving; a second time leaves at once{''.join(lasting)}"
-
-
-def _begin(spec: Spec, checkpoint: Checkpoint | None, allowed: tuple[str, ...]) -> tuple[Coordinator, Ledger]:
-    path = spec.run_dir / LEDGER
-    if checkpoint is None:
-        ledger = Ledger(path)
-        return Coordinator(spec.data, ledger), ledger
-    with checkpoint.reading():
-        snapshot: Snapshot = checkpoint.load("run")["coordinator"]
-        ledger = Ledger(path, mark_of(snapshot))
-        coordinator = Coordinator(remaining(spec.data, snapshot), ledger, snapshot)
-    if allowed:
-        ledger.append("allowed_change", keys=list(allowed))
-    return coordinator, ledger
-
-
-def _write_facts(spec: Spec, model_facts: Mapping[str, object], recorder: Recorder, total_steps: int) -> None:
-    facts: Mapping[str, object] = {
-        "distflow": __version__,
-        "python": platform.python_version(),
-        "program": spec.plan.program,
-        "total_steps": total_steps,
-        **spec.description,
-        **spec.facts,
-        **model_facts,
-    }
-    recorder.folder.write_json("run.json", facts)
-    recorder.folder.write_text("config.yaml", spec.text)
-    recorder.folder.write_json("plan.json", {**spec.plan.to_json(), "nodes": spec.program().to_json()})
-
-
-def _accuracy(run_dir: Path) -> tuple[float | None, float | None]:
-    """The first and last of the whole run, this incarnation's or an earlier one's."""
-    found = find_accuracy(read_metrics(run_dir), None)
-    if found is None:
-        return None, None
-    first, last = found.points[0], found.points[-1]
-    return first[1] if first[0] == 0 else None, last[1] if last[0] > 0 else None

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from distflow.config.errors import UserError
@@ -72,10 +73,12 @@ class LoopThread:
             if self._ended is not None:
                 work.close()
                 raise self._ended
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-            self._owed.add(future)
-        future.add_done_callback(self._owed.discard)
-        return future
+            done = asyncio.run_coroutine_threadsafe(work, self._loop)
+            answer: concurrent.futures.Future[T] = concurrent.futures.Future()
+            self._owed.add(answer)
+        answer.add_done_callback(self._owed.discard)
+        done.add_done_callback(partial(_answer, answer))
+        return answer
 
     def cancel_all(self) -> None:
         """Cancel everything that runs there, and wait until it has ended."""
@@ -126,6 +129,17 @@ class LoopThread:
             task.cancel()
         if others:
             await asyncio.wait(others, timeout=LEAVES_WITHIN_S)
+
+
+def _answer(answer: "concurrent.futures.Future[T]", done: "concurrent.futures.Future[T]") -> None:
+    """Hand on how it ended, unless nobody waits any more."""
+    with suppress(concurrent.futures.InvalidStateError):
+        if done.cancelled():
+            answer.cancel()
+        elif (error := done.exception()) is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(done.result())
 
 
 def _leave(task: "asyncio.Task[Any]") -> None:

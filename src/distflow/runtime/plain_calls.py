@@ -52,8 +52,9 @@ async def _in_a_thread(function: Callable[[], T], deadline_s: float) -> T:
             outcome = partial(future.set_result, context.run(function))
         except StopIteration as err:  # no future takes one
             outcome = partial(future.set_exception, RuntimeError(f"StopIteration: {err}"))
-        except SystemExit as err:
-            outcome = partial(future.set_exception, RuntimeError(f"it asked to exit ({err})"))
+        except (SystemExit, KeyboardInterrupt) as err:
+            told = RuntimeError(f"it asked to exit ({err!r})").with_traceback(err.__traceback__)  # names the place
+            outcome = partial(future.set_exception, told)
         except Exception as err:  # the edge of a user's code
             outcome = partial(future.set_exception, err)
         if not loop.is_closed():  # a future is its loop's own: only the loop's thread may settle it

@@ -1,15 +1,18 @@
 """Publishes the trainer's weights in buckets, and compares the canary's answers where its turn has come."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distflow.flow.ticket import Version
 from distflow.models.magnitude import magnitudes, unsound
 from distflow.rollout.engine import Receipt, RolloutEngine
+from distflow.rollout.receipts import stripe_hashes
 from distflow.runtime.checks import TrustError
 from distflow.runtime.checks.canary import Canary
+from distflow.runtime.checks.sent import check_sent
 from distflow.runtime.ports.weights import Bucket, Receive, WeightPort
 from distflow.runtime.session import Session
 from distflow.training.engine import TrainEngine
@@ -36,6 +39,22 @@ class Publisher:
     ) -> None:
         self._actor, self._port, self._dtype, self._sends = actor, port, dtype, sends
         self._canary, self._session = canary, session
+        self._last: dict[str, str] = {}  # hashes of what was pushed last
+        self._version: Version | None = None
+
+    def publish_changed(self, version: Version, updated: bool) -> tuple[bool, dict[str, float]]:
+        """As `publish`, but weights that are those of the last version get its number, and nothing is pushed.
+
+        updated: whether an optimizer step was taken since; a node may change weights without one. Returns whether they
+        were pushed as well.
+        """
+        if self._sends and not updated:
+            now = stripe_hashes(self._weights())
+            if now == self._last:
+                self._follow(version)
+                self._port.alias(version, now)
+                return False, {}
+        return True, self.publish(version)
 
     def publish(self, version: Version, at_start: bool = False) -> dict[str, float]:
         """Push a version and wait until every engine serves it; the metrics of the canary's comparison, if one was due.
@@ -43,14 +62,29 @@ class Publisher:
         at_start: the first of this process, before any step. Raises TrustError where weights are garbage, did not
         arrive whole, or the canary's answers mean other weights.
         """
+        self._follow(version)
         self._port.begin(version)
+        self._last, model = {}, getattr(self._actor, "model", None)
         for bucket in buckets(self._weights(), BUCKET_BYTES):
             _refuse_garbage(version, bucket)
+            if isinstance(model, nn.Module):
+                check_sent(bucket, model, version.step)
+            self._last |= stripe_hashes(bucket)
             self._port.put(bucket)
-        self._port.commit()
+        self._port.commit(self._last)
         if self._canary is None or not self._canary.is_due(at_start):
             return {}
         return self._canary.compare(self._session.call(self._canary.answer()), at_start)
+
+    @property
+    def hashes(self) -> Mapping[str, str]:
+        """Of the weights that were pushed last, by name."""
+        return self._last
+
+    def _follow(self, version: Version) -> None:
+        if self._version is not None and version <= self._version:
+            raise TrustError(f"weights of {version} are to be published behind those of {self._version}")
+        self._version = version
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         """In the engine's dtype: the trainer's own are float32."""
@@ -59,12 +93,29 @@ class Publisher:
 
 
 def receiver(engine: RolloutEngine, session: Session) -> Receive:
-    """Hands a version to the engine on its own thread, and waits for the receipt."""
+    """Hands a version to the engine on its own thread, and waits for the receipt.
 
-    def receive(version: Version, weights: Bucket) -> Receipt:
-        return session.call(engine.load_weights(version, weights))
+    Its hashes are those that the engine gives when asked afterwards, whatever it says that it took. Raises TrustError
+    where it serves another version than the receipt says, or holds other weights.
+    """
+
+    def receive(version: Version, weights: Bucket | None) -> Receipt:
+        receipt, held = session.call(_load(engine, version, weights))
+        claimed = {name: held.get(name) for name in receipt.hashes}
+        if engine.version != receipt.version or claimed != receipt.hashes:
+            raise TrustError(
+                f"the rollout engine's receipt is for {receipt.version}, but it serves {engine.version}, and "
+                f"{sum(held.get(name) != own for name, own in receipt.hashes.items())} of its tensors are not those "
+                "that the receipt names: weights that were not taken, or a version that is counted ahead of them"
+            )
+        return replace(receipt, hashes=held)
 
     return receive
+
+
+async def _load(engine: RolloutEngine, version: Version, weights: Bucket | None) -> tuple[Receipt, dict[str, str]]:
+    receipt = await engine.load_weights(version, weights)
+    return receipt, await engine.hashes()
 
 
 def _refuse_garbage(version: Version, bucket: Bucket) -> None:

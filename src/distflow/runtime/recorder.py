@@ -9,13 +9,15 @@ from pathlib import Path
 from distflow.config import to_dict
 from distflow.config.errors import UserError
 from distflow.data.batch import Batch
-from distflow.flow.ticket import Ticket
+from distflow.flow.account import Account
+from distflow.flow.ticket import Ticket, Version
 from distflow.observe.files import replacing
 from distflow.observe.report import write_report
 from distflow.observe.run_folder import RunFolder
 from distflow.observe.terminal import TerminalView
 from distflow.observe.timing import PhaseTimer
 from distflow.observe.trackers import TrackedRun, open_trackers
+from distflow.rollout.activity import Activity
 from distflow.runtime.callbacks import Callbacks, Caller
 from distflow.runtime.memory import MemoryPeaks
 from distflow.runtime.spec import Spec
@@ -38,12 +40,19 @@ class Recorder:
         incarnation: int,
         resumed_at: int | None,
         callbacks: Callbacks = Callbacks(),  # noqa: B008  immutable
+        part: int = 0,
+        view: TerminalView | None = None,
+        speaks: bool = True,
     ):
+        """part: this one's number among the run's processes; 0 leads, and tells what is true of all. view: None makes
+        one here. speaks: False where another process notes the same.
+        """
         self._options = options = spec.options
-        self.folder = RunFolder(spec.run_dir, incarnation, resumed_at)
-        self.view = TerminalView(f"{options.project} / {options.experiment}", total_steps)
+        self._leads, self._speaks = part == 0, speaks
+        self.folder = RunFolder(spec.run_dir, incarnation, resumed_at, part)
+        self.view = view or TerminalView(f"{options.project} / {options.experiment}", total_steps)
         self._trackers = open_trackers(
-            options.logger,
+            options.logger if self._leads else (),
             TrackedRun(spec.run_dir, options.project, options.experiment, to_dict(spec.config)),
             local={"console": self.view},
             on_failure=self.note,
@@ -64,7 +73,8 @@ class Recorder:
         try:
             if error is not None:
                 self.folder.event("error", f"{type(error).__name__}: {error}", step=self._step, **_raised(error))
-            self.folder.event("end", f"the run {self.status}", step=self._step, status=self.status)
+            if self._leads:
+                self.folder.event("end", f"the run {self.status}", step=self._step, status=self.status)
             self.folder.close()
         except OSError:
             if error is None:
@@ -72,6 +82,8 @@ class Recorder:
 
     def note(self, kind: str, message: str, **fields: object) -> None:
         """Something that happened: shown, and kept in events.jsonl."""
+        if not self._speaks:
+            return
         self.folder.event(kind, message, step=self._step, **fields)
         self.view.note(kind, message)
 
@@ -86,26 +98,45 @@ class Recorder:
             "experience", started, ended, "group", outcome, self._step, ticket.number, version=ticket.version
         )
 
+    def queue(self, account: Account) -> None:
+        """What the experience edge holds now. From any thread; it costs next to nothing."""
+        self.view.queue(account.running, account.complete, sum(account.dropped.values()))
+
+    def serves(self, version: Version) -> None:
+        """What the engine serves from now on. From any thread."""
+        self.view.serves(version.step)
+
+    def decoded(self, stretches: Sequence[Activity]) -> None:
+        """A span for each stretch in which the engine decoded without a gap."""
+        for stretch in stretches:
+            self.folder.span(
+                "rollout", stretch.t0, stretch.t1, "decode", stretch.lane, self._step, version=stretch.version
+            )
+
     def started(self, step: int, compared: Mapping[str, float]) -> None:
         """How engine and trainer compared before this start went on behind `step` steps. No metric of the run: a run
         that was never interrupted has it once."""
-        if compared:
+        if compared and self._leads:
             self.folder.event("canary", "engine and trainer were compared at the start", step=step, **compared)
 
     def training_step(self, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
-        """A finished step, counted from 1."""
+        """A finished step, counted from 1. metrics: of all ranks. batch: this one's share."""
         self._step = step
-        self.folder.metrics(step, "train", metrics)
         self.folder.samples(step, sample_rows(batch))
+        if not self._leads:
+            return
+        self.folder.metrics(step, "train", metrics)
         self._trackers.log(step, metrics)
         self._show_one(batch)
         self._callbacks.step(step, metrics)
 
     def validation(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, object]]) -> None:
-        """Held-out problems after `step` steps."""
-        self.folder.metrics(step, "val", metrics)
+        """Held-out problems after `step` steps. metrics: of all ranks. rows: this one's."""
         if rows:
             self.folder.samples(step, rows, split="val")
+        if not metrics or not self._leads:
+            return
+        self.folder.metrics(step, "val", metrics)
         self._trackers.log(step, metrics)
         self._callbacks.validation(step, metrics)
 
@@ -131,6 +162,8 @@ class Recorder:
         return write_report(self.folder.path)
 
     def _show_one(self, batch: Batch) -> None:
+        if not len(batch):
+            return
         score = float(scores(batch)[0]) if "token_level_scores" in batch and bool(batch["valid"][0]) else None
         self.view.sample(batch["prompts"][0], batch["responses"][0], score)
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
+from distflow.models.shards import whole
 from distflow.planning.plan import RankPlan
 from distflow.rewards.router import RewardRouter
 from distflow.rollout.engine import RolloutEngine
@@ -48,10 +50,16 @@ class Resources:
 
 
 def build_resources(
-    factories: Mapping[str, Factory], rank: RankPlan, collective: Collective | None = None
+    factories: Mapping[str, Factory],
+    rank: RankPlan,
+    collective: Collective | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Resources:
-    """collective: of the ranks that train together. Raises UserError where a part cannot be built, naming the key."""
-    get = _Builder(factories, rank, collective or OneRank())
+    """collective: of the ranks that train together. mesh: of the same ranks, where their weights are to be sharded.
+
+    Raises UserError where a part cannot be built, naming the key.
+    """
+    get = _Builder(factories, rank, {"collective": collective or OneRank(), "mesh": mesh})
     policy: nn.Module = get("policy")
     facts = {"model_fingerprint": _fingerprint(policy)}
     parts = {name: get(name) for name in (*rank.engines, *rank.services) if name != "tokenizer"}
@@ -67,10 +75,10 @@ def build_resources(
 class _Builder:
     """Parts by name, each built once, when it is first asked for."""
 
-    def __init__(self, factories: Mapping[str, Factory], rank: RankPlan, collective: Collective) -> None:
+    def __init__(self, factories: Mapping[str, Factory], rank: RankPlan, given: Mapping[str, object]) -> None:
         self._factories, self._rank = factories, rank
         self._device = torch.device(rank.device)
-        self._built: dict[str, object] = {"collective": collective}
+        self._built: dict[str, object] = dict(given)
 
     def __call__(self, name: str) -> Any:
         if name not in self._built:
@@ -82,6 +90,10 @@ class _Builder:
 
 
 def _fingerprint(model: nn.Module) -> str:
-    """The reference and an adapter's base are the model as it was loaded, whatever a checkpoint holds."""
-    hashes = sorted(stripe_hashes(model.named_parameters()).items())
+    """The reference and an adapter's base are the model as it was loaded, whatever a checkpoint holds.
+
+    The same however the weights are spread: each is gathered for it in turn.
+    """
+    weights = ((name, whole(parameter.detach())) for name, parameter in model.named_parameters())
+    hashes = sorted(stripe_hashes(weights).items())
     return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()

@@ -48,7 +48,8 @@ def remaining(plan: DataPlan, snapshot: Snapshot) -> DataPlan:
     """Epochs that were raised go on behind a step that was short because they had ended: that takes a step more."""
     if plan.total_tickets is None:
         return plan
-    tickets = max(plan.total_tickets - snapshot["issued"], 0) + len(snapshot["live"])
+    drawn = snapshot["issued"] - snapshot.get("offered", 0)
+    tickets = max(plan.total_tickets - drawn, 0) + len(snapshot["live"])
     return replace(plan, total_steps=snapshot["step"] + -(-tickets // plan.consumer_batch))
 
 

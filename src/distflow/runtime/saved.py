@@ -1,5 +1,6 @@
 """What a checkpoint holds besides weights, and how a run goes on from it."""
 
+import copy
 import random
 from collections.abc import Iterator, Mapping
 
@@ -12,7 +13,9 @@ from distflow.data import generators
 from distflow.data.batch import Batch
 from distflow.models.magnitude import magnitudes, unsound
 from distflow.runtime.checkpoint import Checkpoint
+from distflow.runtime.checkpoint_files import shard_name
 from distflow.runtime.checkpoint_folder import CheckpointError
+from distflow.runtime.checkpoint_shards import is_sharded, own_shards
 from distflow.runtime.context import NodeState
 from distflow.runtime.ports.edge import Live, Released
 from distflow.runtime.resources import Resources
@@ -21,29 +24,31 @@ from distflow.runtime.spec import Spec
 from distflow.training.engine import TrainState
 
 
-def saved_parts(spec: Spec, resources: Resources, released: Released, state: NodeState) -> Iterator[tuple[str, object]]:
-    """The parts of a checkpoint by name: tensors, or values that JSON can hold."""
-    meta = {}
+def saved_parts(
+    spec: Spec, resources: Resources, released: Released, state: NodeState, rank: int = 0
+) -> Iterator[tuple[str, object]]:
+    """The parts of a checkpoint that one rank writes, by name: tensors, shards of them, or values that JSON can hold.
+
+    rank: among those that learn. Of tensors that lie over ranks each writes its own; the first rank that trains a model
+    writes what all of them have, and the first of all what is the run's. Each has random generators of its own, whose
+    part comes last: with it, what the rank writes is whole.
+    """
     for role, engine in resources.trained().items():
-        saved = engine.state()
-        meta[role] = saved.meta
-        yield role, saved.tensors
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    yield "rng", {"torch": torch.get_rng_state(), **{f"cuda.{i}": state for i, state in enumerate(cuda)}}
-    if released.live.batch is not None:
-        yield "live", released.live.batch.to_tensors()
-    yield (
-        "run",
-        {
-            "config": to_dict(spec.config),
-            "facts": {**spec.facts, **resources.facts},
-            "coordinator": released.cut,
-            "live_measured": {str(number): list(parts) for number, parts in released.live.measured.items()},
-            "engines": meta,
-            "nodes": state,
-            "rng": {"python": random.getstate(), "numpy": _numpy_state()},
-        },
-    )
+        saved, leads = engine.state(), rank == _first_with(role, spec)
+        if is_sharded(saved.tensors):
+            yield shard_name(role, rank), own_shards(saved.tensors, leads)
+        elif leads:
+            yield role, saved.tensors
+        if leads:
+            yield f"{role}_meta", saved.meta
+    if rank == 0:
+        yield from _parts_of_the_run(spec, resources, released, state)
+    yield part_of_rank(rank), _generator_states()
+
+
+def part_of_rank(rank: int) -> str:
+    """The last part that a rank writes."""
+    return f"rank_{rank}"
 
 
 def check_same_config(checkpoint: Checkpoint, spec: Spec, allowed: tuple[str, ...]) -> None:
@@ -80,36 +85,82 @@ def check_same_facts(checkpoint: Checkpoint, spec: Spec, facts: Mapping[str, obj
 def restore(checkpoint: Checkpoint, resources: Resources) -> tuple[NodeState, Live]:
     """Load weights and optimizer state; returns what the nodes keep, and the groups on the edge.
 
+    Where an engine's state lies over ranks, each loads its own shards, however many ranks saved them.
+
     Raises CheckpointError where it holds something else, or weights that training does not make of the model's own.
     """
     with checkpoint.reading():
         run = checkpoint.load("run")
         for role, engine in resources.trained().items():
-            state = TrainState(checkpoint.load(role), run["engines"][role])
-            _refuse_garbage(checkpoint, role, engine.state(), state)
+            now = engine.state()
+            layout = now.layout if is_sharded(now.tensors) else None
+            state = TrainState(checkpoint.load(role, layout), checkpoint.load(f"{role}_meta"))
+            _refuse_garbage(checkpoint, role, now, state)
             engine.load_state(state)
+        return run["nodes"], load_live(checkpoint)
+
+
+def load_live(checkpoint: Checkpoint) -> Live:
+    """The groups that were on the edge. Raises CheckpointError where it holds something else."""
+    with checkpoint.reading():
         batch = Batch.from_tensors(checkpoint.load("live")) if "live" in checkpoint.parts else None
-        measured = {int(number): [(m, w) for m, w in parts] for number, parts in run["live_measured"].items()}
-        return run["nodes"], Live(batch, measured)
+        saved = checkpoint.load("run")["live_measured"]
+        return Live(batch, {int(number): [(m, w) for m, w in parts] for number, parts in saved.items()})
 
 
-def set_generators(checkpoint: Checkpoint | None, seed: int) -> None:
-    """Give the global random generators the states of the checkpoint; at a run's start those of its seed.
+def set_generators(checkpoint: Checkpoint | None, seed: int, rank: int = 0) -> None:
+    """Give the global random generators the states that this rank saved; at a run's start those of its seed.
 
-    Last of all before the run goes on: modules and programs of the user may seed them while they are loaded.
+    rank: among those that learn. One that the checkpoint does not know, as the run had fewer, is seeded by the run's
+    seed, the step and its number. Last of all before the run goes on: modules and programs of the user may seed them
+    while they are loaded.
     """
-    generators.seed("run", seed)
-    if checkpoint is None:
+    generators.seed("run", seed, *((checkpoint.step if checkpoint else 0, rank) if rank else ()))
+    if checkpoint is None or (rank and part_of_rank(rank) not in checkpoint.parts):
         return
-    saved, tensors = checkpoint.load("run")["rng"], checkpoint.load("rng")
-    version, internal, gauss = saved["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, *rest = saved["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(tensors["torch"])
-    for i in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
-        if f"cuda.{i}" in tensors:
-            torch.cuda.set_rng_state(tensors[f"cuda.{i}"], i)
+    with checkpoint.reading():
+        saved = checkpoint.load(part_of_rank(rank))
+        version, internal, gauss = saved["python"]
+        random.setstate((version, tuple(internal), gauss))
+        name, keys, *rest = saved["numpy"]
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+        torch.set_rng_state(torch.tensor(saved["torch"], dtype=torch.uint8))
+        devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+        for i, device_state in zip(devices, saved["cuda"], strict=False):
+            torch.cuda.set_rng_state(torch.tensor(device_state, dtype=torch.uint8), i)
+
+
+def _first_with(role: str, spec: Spec) -> int:
+    """The first of the ranks that learn which trains this model."""
+    learning = [plan for plan in spec.plan.ranks if plan.learning]
+    return next(rank for rank, plan in enumerate(learning) if role in plan.engines)
+
+
+def _parts_of_the_run(
+    spec: Spec, resources: Resources, released: Released, state: NodeState
+) -> Iterator[tuple[str, object]]:
+    if released.live.batch is not None:
+        yield "live", released.live.batch.to_tensors()
+    yield (
+        "run",
+        {
+            "config": to_dict(spec.config),
+            "facts": {**spec.facts, **resources.facts},
+            "coordinator": released.cut,
+            "live_measured": {str(number): list(parts) for number, parts in released.live.measured.items()},
+            "nodes": _as_it_stands(state),
+        },
+    )
+
+
+def _generator_states() -> dict[str, object]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {
+        "python": random.getstate(),
+        "numpy": _numpy_state(),
+        "torch": torch.get_rng_state().tolist(),
+        "cuda": [device_state.tolist() for device_state in cuda],
+    }
 
 
 def _refuse_garbage(checkpoint: Checkpoint, role: str, now: TrainState, saved: TrainState) -> None:
@@ -125,3 +176,13 @@ def _refuse_garbage(checkpoint: Checkpoint, role: str, now: TrainState, saved: T
 def _numpy_state() -> list[object]:
     name, keys, *rest = np.random.get_state()
     return [name, np.asarray(keys).tolist(), *rest]
+
+
+def _as_it_stands(state: NodeState) -> NodeState:
+    """A copy. Nodes of the experience plane may run meanwhile; what one of them is just changing is copied again."""
+    while True:
+        try:
+            return copy.deepcopy(state)
+        except RuntimeError as err:
+            if "changed size" not in str(err):
+                raise

@@ -2,7 +2,9 @@
 
 import concurrent.futures
 import math
-from collections.abc import Coroutine, Sequence
+import os
+import threading
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +12,13 @@ from typing import TypeVar
 
 from distflow.data.prompts import PromptRow
 from distflow.rewards.certify import certify, certify_answers
-from distflow.runtime.engine_watch import Deadline, WatchedEngine
-from distflow.runtime.loop_thread import LoopGivenUp, LoopThread
+from distflow.rollout.engine import Hosted
+from distflow.runtime.engine_watch import Deadline, EngineHangs, WatchedEngine
+from distflow.runtime.host_thread import HostThread
+from distflow.runtime.loop_thread import LEAVES_WITHIN_S, LoopGivenUp, LoopThread
 from distflow.runtime.resources import Resources
 from distflow.runtime.spec import Spec
+from distflow.runtime.stop import leave_at_once
 
 T = TypeVar("T")
 
@@ -21,7 +26,8 @@ NUM_CERTIFIED_ROWS = 16
 
 
 class Session:
-    """A context manager. While it is entered, coroutines run on its thread. For one other thread, which enters it.
+    """A context manager. While it is entered, coroutines run on its thread. For one other thread, which makes it and
+    enters it.
 
     The engine's and the verifiers' futures and events belong to that thread's loop: they are entered, awaited and left
     there only, while the other thread waits in `call`.
@@ -35,15 +41,21 @@ class Session:
         certify_on: Sequence[PromptRow] | None,
         blocked_after_s: float = math.inf,
         engine_deadline: Deadline | None = None,
+        takes_turns: bool = False,
     ) -> None:
         """certify_on: rows whose answers the verifiers are tried on before they are used; None trusts them.
         blocked_after_s: how long a function of the user may hold the thread up. engine_deadline: None waits for the
-        rollout engine as long as it takes.
+        rollout engine as long as it takes. takes_turns: the thread that enters only waits while the engine generates,
+        so the engine computes there, if it is one that can.
         """
         self._thread = LoopThread("experience", blocked_after_s)
         engine = resources.rollout
+        self._host: HostThread | None = None
+        if takes_turns and isinstance(engine, Hosted):
+            self._host = HostThread()
+            engine.host = self._host
         if engine is not None and engine_deadline is not None:
-            resources = replace(resources, rollout=WatchedEngine(engine, engine_deadline, self._thread.give_up))
+            resources = replace(resources, rollout=WatchedEngine(engine, engine_deadline, self._give_up))
         self.resources, self._certify_on = resources, certify_on
         self._stack = AsyncExitStack()
 
@@ -57,12 +69,15 @@ class Session:
         certify_on = spec.rows[:NUM_CERTIFIED_ROWS] if options.certify else None
         timeout_s = options.engine_timeout_s
         deadline = Deadline(timeout_s, stacks) if timeout_s is not None else None
-        return Session(resources, certify_on, options.timeout_s * spec.data.group_size, deadline)
+        blocked_after_s = options.timeout_s * spec.data.group_size
+        # By the config: the selftest has the engine of a run at some staleness, and an edge at none.
+        takes_turns = spec.config.async_.max_staleness == 0
+        return Session(resources, certify_on, blocked_after_s, deadline, takes_turns)
 
     def __enter__(self) -> "Session":
         self._thread.__enter__()
         try:
-            self._thread.call(self._enter())
+            self.call(self._enter())
         except BaseException as err:  # Python calls no `__exit__` for what fails here: services may run already
             self.__exit__(type(err), err)
             raise
@@ -72,7 +87,7 @@ class Session:
         """Cancel what runs, then leave the services. Their failure to end is told only where nothing failed before."""
         try:
             self._thread.cancel_all()
-            self._thread.call(self._stack.aclose())
+            self.call(self._stack.aclose())
         except Exception as failure:  # the edge: a service that cannot end, or the thread that had ended by itself
             if isinstance(failure, LoopGivenUp) and self.resources.judge is not None:
                 self.resources.judge.close()  # its processes must not outlive the run
@@ -83,11 +98,27 @@ class Session:
 
     def call(self, work: Coroutine[object, object, T]) -> T:
         """Run to the end on the session's thread."""
-        return self._thread.call(work)
+        return self._wait(lambda: self._thread.start(work))
 
     def start(self, work: Coroutine[object, object, T]) -> "concurrent.futures.Future[T]":
         """Begin on the session's thread and return at once."""
         return self._thread.start(work)
+
+    def wait_for(self, blocking: Callable[[], T]) -> T:
+        """What a function returns that waits for others, or raises what it raised. It is called on a thread of its own,
+        which ends with it, where this one has an engine to compute for meanwhile."""
+        return blocking() if self._host is None else self._wait(lambda: _on_a_thread(blocking))
+
+    def _wait(self, begin: "Callable[[], concurrent.futures.Future[T]]") -> T:
+        return begin().result() if self._host is None else self._host.wait(begin)
+
+    def _give_up(self, error: EngineHangs) -> None:
+        """Whoever waits is told. The thread that entered may itself be where the engine hangs, and not in Python code:
+        then nothing but the end of the process gets it out."""
+        self._thread.give_up(error)
+        if self._host is not None and not self._host.abandon(LEAVES_WITHIN_S):
+            os.write(2, f"distflow: {error}\n".encode())
+            leave_at_once(1)
 
     async def _enter(self) -> None:
         judge, rollout = self.resources.judge, self.resources.rollout
@@ -99,3 +130,19 @@ class Session:
                 await certify_answers(judge, rows)
         if rollout is not None:
             await self._stack.enter_async_context(rollout)
+
+
+def _on_a_thread(blocking: Callable[[], T]) -> "concurrent.futures.Future[T]":
+    """Call it on a thread of its own. One that is left waiting there does not keep the process."""
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def wait() -> None:
+        try:
+            result = blocking()
+        except BaseException as err:  # the edge of the thread: whoever waits gets it
+            future.set_exception(err)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=wait, name="waits", daemon=True).start()
+    return future

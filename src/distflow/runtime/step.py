@@ -64,7 +64,7 @@ class Step:
                 break
             except (NodeError, UserError):
                 raise
-            except (Exception, SystemExit) as err:  # the edge of a user's code
+            except (Exception, SystemExit, KeyboardInterrupt) as err:  # the edge of a user's code
                 if not retries_left:
                     raise self._error(err) from err
         with self._fitting():

@@ -1,7 +1,10 @@
 """What is measured of every step's batch, and each sample's row in the samples file."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from distflow.algorithms.advantages.group import sample_scores
@@ -11,20 +14,71 @@ from distflow.observe.metrics import Measured, find_metric
 from distflow.training.collective import Collective
 
 
-def batch_metrics(batch: Batch) -> dict[str, float]:
+@dataclass(frozen=True)
+class Figures:
+    """What a step's metrics are made of: one value a sample, of one rank or of several joined.
+
+    scores, valid: None where nothing judges. parts: of the reward. versions: how many of the policy's tokens each
+    version made. num_tokens: prompts included.
+    """
+
+    prompt_lengths: Tensor
+    response_lengths: Tensor
+    truncated: Tensor
+    groups: Tensor
+    scores: Tensor | None
+    valid: Tensor | None
+    parts: list[Mapping[str, float]] | None
+    versions: Counter[int]
+    num_tokens: int
+
+    @staticmethod
+    def of(batch: Batch) -> "Figures":
+        judged, versions = "token_level_scores" in batch, batch.flat("versions")
+        return Figures(
+            batch.lengths("prompt"),
+            batch.lengths("response"),
+            batch["truncated"],
+            batch["group_index"],
+            scores(batch) if judged else None,
+            batch["valid"] if judged else None,
+            batch["reward_parts"] if "reward_parts" in batch else None,  # noqa: SIM401  no dict
+            Counter(versions[versions >= 0].tolist()),
+            int(batch.lengths("sequence").sum()),
+        )
+
+    @staticmethod
+    def joined(ranks: Sequence["Figures"]) -> "Figures":
+        """Of all ranks, in their order."""
+        return Figures(
+            torch.cat([rank.prompt_lengths for rank in ranks]),
+            torch.cat([rank.response_lengths for rank in ranks]),
+            torch.cat([rank.truncated for rank in ranks]),
+            torch.cat([rank.groups for rank in ranks]),
+            torch.cat([rank.scores for rank in ranks if rank.scores is not None])
+            if ranks[0].scores is not None
+            else None,
+            torch.cat([rank.valid for rank in ranks if rank.valid is not None]) if ranks[0].valid is not None else None,
+            [part for rank in ranks for part in rank.parts or ()] if ranks[0].parts is not None else None,
+            sum((rank.versions for rank in ranks), Counter[int]()),
+            sum(rank.num_tokens for rank in ranks),
+        )
+
+
+def batch_metrics(figures: Figures) -> dict[str, float]:
     """Scores over samples with a verdict, lengths over all."""
-    lengths = batch.lengths("response").double()
+    lengths = figures.response_lengths.double()
     metrics = {
         "rollout/avg_response_length": float(lengths.mean()),
-        "rollout/avg_prompt_length": float(batch.lengths("prompt").double().mean()),
+        "rollout/avg_prompt_length": float(figures.prompt_lengths.double().mean()),
         "rollout/max_response_length": float(lengths.max()),
-        "rollout/truncated": float(batch["truncated"].double().mean()),
+        "rollout/truncated": float(figures.truncated.double().mean()),
     }
-    if "token_level_scores" in batch:
-        metrics |= score_metrics(scores(batch), batch["valid"])
-        metrics |= equal_groups(scores(batch), batch["valid"], batch["group_index"])
-    if "reward_parts" in batch:
-        metrics |= part_metrics(batch["reward_parts"])
+    if figures.scores is not None and figures.valid is not None:
+        metrics |= score_metrics(figures.scores, figures.valid)
+        metrics |= equal_groups(figures.scores, figures.valid, figures.groups)
+    if figures.parts is not None:
+        metrics |= part_metrics(figures.parts)
     return metrics
 
 
@@ -69,10 +123,11 @@ def part_metrics(parts: list[Mapping[str, float]]) -> dict[str, float]:
     return means
 
 
-def group_metrics(account: Account, batch: Batch, step: int) -> dict[str, float]:
-    """Counters of prompt groups since the start of the run, and the age of this step's tokens in versions."""
-    versions = batch.flat("versions")
-    versions = versions[versions >= 0]
+def group_metrics(account: Account, versions: Mapping[int, int], step: int) -> dict[str, float]:
+    """Counters of prompt groups since the start of the run, and the age of this step's tokens in versions.
+
+    versions: how many tokens each made.
+    """
     metrics = {
         "async/enqueued": float(account.issued),
         "async/submitted": float(account.issued),
@@ -82,32 +137,49 @@ def group_metrics(account: Account, batch: Batch, step: int) -> dict[str, float]
         "async/stale_data_count": float(account.dropped.get("stale", 0)),
     }
     metrics |= {f"async/dropped/{reason}": float(count) for reason, count in account.dropped.items()}
-    if versions.numel():
+    if versions:
+        shares = staleness_shares({step - version: count for version, count in versions.items()})
+        total = sum(versions.values())
         metrics |= {
-            "async/version_start": float(versions.min()),
-            "async/version_end": float(versions.max()),
-            "async/version_diff/mean": float((step - versions.double()).mean()),
-            "async/version_diff/max": float(step - versions.min()),
+            "async/version_start": float(min(versions)),
+            "async/version_end": float(max(versions)),
+            "async/version_diff/mean": sum((step - version) * n for version, n in versions.items()) / total,
+            "async/version_diff/max": float(step - min(versions)),
         }
+        metrics |= shares
     return metrics
 
 
+def staleness_shares(behind: Mapping[int, int]) -> dict[str, float]:
+    """`async/staleness/N`, the share of tokens that are N versions behind, for each N up to the largest.
+
+    behind: number of tokens by the versions that they are behind, of one token or more.
+    """
+    counts = Counter[int]()
+    for age, count in behind.items():
+        counts[max(age, 0)] += count
+    return {f"async/staleness/{age}": counts[age] / counts.total() for age in range(max(counts) + 1)}
+
+
 def over_ranks(measured: Sequence[Measured], collective: Collective) -> dict[str, float]:
-    """What nodes measured, over all ranks: means by their weights, but for a maximum. Where two measure one thing the
-    later counts.
+    """What nodes measured, over all ranks: means by their weights, but for a maximum. Where two of a rank measure one
+    thing the later counts; what some ranks did not measure is of the others.
 
     A number that is the same on every rank (of an update, say) stays what it is.
     """
     own = {name: (value, weight) for metrics, weight in measured for name, value in metrics.items()}
     if collective.size == 1:
         return {name: value for name, (value, _) in own.items()}
-    totals = collective.sum({name: value * weight if weight else 0.0 for name, (value, weight) in own.items()})
-    weights = collective.sum({name: weight for name, (_, weight) in own.items()})
-    largest = collective.max({name: value for name, (value, _) in own.items()})
-    return {
-        name: largest[name] if _is_maximum(name) else total / weights[name] if weights[name] else 0.0
-        for name, total in totals.items()
-    }
+    ranks = collective.gather(own)
+    names = dict.fromkeys(name for rank in ranks for name in rank)
+    return {name: _over_ranks(name, [rank[name] for rank in ranks if name in rank]) for name in names}
+
+
+def _over_ranks(name: str, pairs: Sequence[tuple[float, float]]) -> float:
+    if _is_maximum(name):
+        return max(value for value, _ in pairs)
+    total = sum(weight for _, weight in pairs)
+    return sum(value * weight for value, weight in pairs if weight) / total if total else 0.0
 
 
 def _is_maximum(name: str) -> bool:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Final
+from typing import Final, Protocol
 
 SHOW_CURSOR = b"\x1b[?25h\n"
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -47,6 +47,15 @@ def interruptible() -> Iterator[None]:
 
     with _handled(interrupt):
         yield
+
+
+class Stop(Protocol):
+    """Asked between two steps."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the run is to end, on all its ranks."""
+        ...
 
 
 class StopRequest:

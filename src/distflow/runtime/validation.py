@@ -1,7 +1,6 @@
 """Answers held-out prompts and says how many answers are right, by data source."""
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +11,7 @@ from distflow.data.sample import Sample, Segment
 from distflow.flow.ticket import Ticket
 from distflow.graph import Drop
 from distflow.rewards.correctness import is_right
+from distflow.rewards.tally import validating
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.blame import NodeError
 from distflow.runtime.context import Contexts
@@ -42,16 +42,17 @@ class Validator:
     seed: int
     say: Callable[[str], None]
 
-    async def run(self, step: int) -> tuple[dict[str, float], SampleRows]:
-        """Metrics and sample rows after `step` steps."""
-        return await validate(self.sets, self._answer, step)
+    async def run(self, step: int, part: int = 0, num_parts: int = 1) -> "Answers":
+        """After `step` steps, on every `num_parts`-th prompt from number `part` on."""
+        return await validate(self.sets, self._answer, step, part, num_parts)
 
     async def _answer(self, chosen: ValidationSet, ticket: Ticket, params: SamplingParams) -> Batch | Drop:
         params = replace(params, stop_token_ids=self.stop_token_ids)
         group = new_group(ticket, chosen.rows[ticket.row], params, self.seed)
         steps = [step for step in self.plane.steps if step.node.validates]
         try:
-            drop = await self.plane.run(group, steps, partial(self.contexts.experience, validating=True))
+            with validating():
+                drop = await self.plane.run(group, steps, partial(self.contexts.experience, validating=True))
         except NodeError as err:
             self.say(f"held-out prompt {ticket.row} of '{chosen.name}': {err}")
             return Drop("error", str(err))
@@ -61,42 +62,70 @@ class Validator:
 Answer = Callable[[ValidationSet, Ticket, SamplingParams], Awaitable[Batch | Drop]]
 
 
-async def validate(sets: Sequence[ValidationSet], answer: Answer, step: int) -> tuple[dict[str, float], SampleRows]:
-    """`val_correct/*` and the samples.
+@dataclass(frozen=True)
+class Answers:
+    """What came of held-out prompts. errors: answers without a verdict, which count as wrong."""
 
-    `mean` is the share of greedy answers that their verifier calls right (of sampled ones where none is greedy);
-    `mean@n` and `pass@k` are estimated from the n sampled answers of each prompt. An answer without a verdict counts as
-    wrong and is counted in `val/errors`.
-    """
-    metrics: dict[str, float] = {}
+    greedy: Outcomes
+    sampled: Outcomes
+    errors: int
+    rows: SampleRows
+
+    @staticmethod
+    def joined(parts: Sequence["Answers"]) -> "Answers":
+        """Of parts of the same prompts."""
+        greedy, sampled = _joined([part.greedy for part in parts]), _joined([part.sampled for part in parts])
+        rows = [row for part in parts for row in part.rows]
+        return Answers(greedy, sampled, sum(part.errors for part in parts), rows)
+
+    def metrics(self) -> dict[str, float]:
+        """`val_correct/*` and `val/errors`.
+
+        `mean` is the share of greedy answers that their verifier calls right (of sampled ones where none is greedy);
+        `mean@n` and `pass@k` are estimated from the n sampled answers of each prompt.
+        """
+        shares = _accuracy(self.greedy or self.sampled) | _at_k(self.sampled)
+        return shares | {"val/errors": float(self.errors)}
+
+
+async def validate(
+    sets: Sequence[ValidationSet], answer: Answer, step: int, part: int = 0, num_parts: int = 1
+) -> Answers:
+    """Answers every `num_parts`-th prompt from number `part` on."""
     rows: SampleRows = []
-    outcomes: Outcomes = defaultdict(list)
-    sampled: Outcomes = defaultdict(list)
+    greedy: Outcomes = {}
+    sampled: Outcomes = {}
     errors = 0
     for chosen in sets:
-        for params, count, into in ((chosen.greedy, 1, outcomes), (chosen.sampled, chosen.num_samples, sampled)):
+        numbers = range(part, len(chosen.rows), num_parts)
+        for params, count, into in ((chosen.greedy, 1, greedy), (chosen.sampled, chosen.num_samples, sampled)):
             if params is None or count == 0:
                 continue
-            groups = await _answer_all(chosen, params, count, answer, step)
-            for row, group in zip(chosen.rows, groups, strict=True):
+            groups = await _answer_all(chosen, numbers, params, count, answer, step)
+            for number, group in zip(numbers, groups, strict=True):
                 right = _right(group, count)
                 errors += sum(1 for r in right if r is None)
-                into[row.domain].append([bool(r) for r in right])
+                into.setdefault(chosen.rows[number].domain, []).append([bool(r) for r in right])
                 if isinstance(group, Batch):
                     kind = "greedy" if params.greedy else "sampled"
                     rows += [{**r, "set": chosen.name, "kind": kind} for r in sample_rows(group)]
-    metrics |= _accuracy(outcomes or sampled)
-    metrics |= _at_k(sampled)
-    metrics["val/errors"] = float(errors)
-    return metrics, rows
+    return Answers(greedy, sampled, errors, rows)
 
 
 async def _answer_all(
-    chosen: ValidationSet, params: SamplingParams, count: int, answer: Answer, step: int
+    chosen: ValidationSet, numbers: range, params: SamplingParams, count: int, answer: Answer, step: int
 ) -> list[Batch | Drop]:
     kind = "greedy" if params.greedy else "sampled"
-    tickets = [Ticket(i, step, i, count, step, stream=f"val/{chosen.name}/{kind}") for i in range(len(chosen.rows))]
+    tickets = [Ticket(i, step, i, count, step, stream=f"val/{chosen.name}/{kind}") for i in numbers]
     return await asyncio.gather(*(answer(chosen, ticket, params) for ticket in tickets))
+
+
+def _joined(parts: Sequence[Outcomes]) -> Outcomes:
+    whole: Outcomes = {}
+    for part in parts:
+        for domain, groups in part.items():
+            whole.setdefault(domain, []).extend(groups)
+    return whole
 
 
 def _right(group: Batch | Drop, count: int) -> list[bool | None]:

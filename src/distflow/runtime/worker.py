@@ -2,25 +2,28 @@
 plane on this one."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 
 from distflow.config.errors import UserError
 from distflow.data.batch import Batch
 from distflow.flow.edge import Exhausted
-from distflow.flow.ticket import Version
+from distflow.flow.ticket import Ticket, Version
 from distflow.graph import NodeStatus
 from distflow.observe.metrics import Measured
 from distflow.observe.timing import PhaseTimer
+from distflow.rewards.tally import VALIDATION, Judged
+from distflow.rollout.activity import take_activity
 from distflow.runtime.audit.auditor import Auditor, make_auditor
 from distflow.runtime.checkpoint import CheckpointStore
 from distflow.runtime.checks.canary import make_canary
 from distflow.runtime.checks.live import LiveChecks
-from distflow.runtime.context import Contexts, NodeState
+from distflow.runtime.checks.replicas import check_replicas
+from distflow.runtime.context import Contexts, NodeContext, NodeState
 from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.error_share import ErrorShare, warn_of_errors
 from distflow.runtime.experience import ExperiencePlane
@@ -29,13 +32,14 @@ from distflow.runtime.ports.edge import Released, Share
 from distflow.runtime.publish import Publisher, receiver
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources
-from distflow.runtime.saved import saved_parts
+from distflow.runtime.saved import part_of_rank, saved_parts
+from distflow.runtime.saver import Saver
 from distflow.runtime.session import Session
 from distflow.runtime.spec import Spec
 from distflow.runtime.step import Step, compile_steps
-from distflow.runtime.step_metrics import batch_metrics, group_metrics, over_ranks
-from distflow.runtime.stop import StopRequest
-from distflow.runtime.validation import SampleRows, Validator, held_out_loss
+from distflow.runtime.step_metrics import Figures, batch_metrics, group_metrics, over_ranks
+from distflow.runtime.stop import Stop
+from distflow.runtime.validation import Answers, Validator, held_out_loss
 from distflow.training.engine import LossFn, TrainEngine
 
 
@@ -50,7 +54,7 @@ class Worker:
         ports: Ports,
         recorder: Recorder,
         store: CheckpointStore,
-        stop: StopRequest,
+        stop: Stop,
         state: NodeState,
         version: Version,
     ) -> None:
@@ -60,7 +64,8 @@ class Worker:
         resources = self._session.resources
         self._spec, self._resources, self._ports = spec, resources, ports
         self._rank = ports.collective.rank  # among those that learn
-        self._recorder, self._store, self._stop, self._state = recorder, store, stop, state
+        self._recorder, self._stop, self._state = recorder, stop, state
+        self._saver = Saver(store, ports.everyone, recorder.saved)
         self._version, self._served = version, version.step
         warn, show = partial(recorder.note, "warning"), recorder.view.verdict_failed
         self._errors = ErrorShare(spec.options.max_error_share, warn, show)
@@ -68,15 +73,16 @@ class Worker:
         parts = {**resources.by_name(), "reduce": ports.collective}
         self._learning = compile_steps([program.node(name) for name in plan.learning], parts)
         self._auditor = make_auditor(spec, program, self._learning, resources, self._session, recorder, state, version)
-        updates = _Updates(self._checks, self._auditor, recorder.phases)
+        self._updates = updates = _Updates(self._checks, self._auditor, recorder.phases)
         self._contexts = Contexts(spec.config, resources, state, updates.before, updates.after)
         self._experience = ExperiencePlane.of(
             spec,
             [program.node(name) for name in plan.experience],
             resources,
             self._contexts,
-            recorder.group_ended,
+            self._group_ended,
             self._auditor.witness,
+            recorder.waits,
         )
         stop_token_ids, say = resources.stop_token_ids, partial(recorder.note, "warning")
         self._validator = Validator(
@@ -92,15 +98,16 @@ class Worker:
         """Start services and engine, publish the first version, validate if asked, let the experience plane run."""
         with ExitStack() as stack:
             stack.enter_context(self._session)
+            stack.enter_context(self._saver)
             if self._resources.rollout is not None:
                 self._ports.weights.attach(receiver(self._resources.rollout, self._session))
             if self._learning:
-                self._recorder.started(self._version.step, self._publish(self._version, at_start=True))
+                self._recorder.started(self._version.step, self._publish_first())
                 if self._spec.options.val_before_train and self._version.step == 0:
                     self._validate(0)
             if self._experience.steps:
-                experience = self._session.start(self._experience.loop(self._ports.edge))
-                experience.add_done_callback(self._experience_ended)
+                self._generating = self._session.start(self._experience.loop(self._ports.edge))
+                self._generating.add_done_callback(self._experience_ended)
             self._leave = stack.pop_all()
         return self
 
@@ -114,66 +121,108 @@ class Worker:
 
         Returns the steps consumed in all.
         """
-        step, edge = self._version.step, self._ports.edge
         while not self._stop.wanted:
-            share = self._take(step)
-            judged = self._errors.step(self._experience.tally.take(), step + 1)
+            share = self.take()
+            judged = self.judged(share)
             if share is None:
-                self._end(step)
-                return step
+                self._end(self.step)
+                break
             batch, times, measured = share.batch, dict[str, float](), list[Measured]()
-            self._checks.taken(batch, self._served if self._generates else None)
-            self._auditor.took(step, share.tickets, batch)
-            for compiled in self._learning:
-                with self._running(compiled, times):
-                    ctx = self._contexts.learning(step, share.tickets, compiled.node.node_id)
-                    batch, part = compiled(batch, ctx)
+            for node, ctx in self._nodes(share.tickets, times):
+                batch, part = node(batch, ctx)
                 measured.append(part)
                 self._auditor.scored(batch)
-            metrics = {
-                **share.metrics,
-                **over_ranks(measured, self._ports.collective),
-                **times,
-                **self._take_reward_counts(),
-                **judged,
-            }
-            metrics |= self._checks.learned(batch, metrics, step)
-            with self._recorder.phases("audit"):
-                self._auditor.end(metrics)
-            published = (step + 1) % self._spec.options.update_frequency == 0
-            if published:
-                with self._recorder.phases("update_weights"):
-                    metrics |= self._publish(Version(self._version.incarnation, step + 1))
-            released = edge.release(step, self._rank, published)
-            self._after_step(released, batch, metrics)
-            self._released, step = released, released.version.step
-        return step
+            self.finish(batch, {**share.metrics, **over_ranks(measured, self._ports.collective), **times, **judged})
+        return self.step
 
-    def _take(self, step: int) -> Share | None:
-        """This rank's share of the step, or None where there is none."""
+    def serve(self) -> int:
+        """For a worker that does not learn: until the edge has nothing more to hand out. Returns the version that it
+        served last."""
+        self._generating.result()
+        assert self._resources.rollout is not None, "who only serves has an engine"
+        return self._resources.rollout.version.step
+
+    @property
+    def step(self) -> int:
+        """Steps consumed in all: the step that is to be consumed next."""
+        return self._released.version.step if self._released is not None else self._version.step
+
+    @property
+    def resources(self) -> Resources:
+        """Its engines and services."""
+        return self._resources
+
+    def take(self, wanted: int | None = None, deadline: float | None = None) -> Share | None:
+        """This rank's share of the next step, or of a part of it: see `EdgePort.take`. None where there is none."""
         try:
             with self._recorder.phases("rollout"):
-                return self._ports.edge.take(step, self._rank)
+                take = partial(self._ports.edge.take, self.step, self._rank, wanted, deadline)
+                share = self._session.wait_for(take)
         except Exhausted:
-            self._errors.step(self._experience.tally.take(), step + 1)  # which may be why
+            self.judged()  # which may be why
             raise
+        if share is not None:
+            served = self._served if self._generates else None
+            self._checks.taken(share.batch, self.step, served)
+            self._auditor.took(self.step, share.tickets, share.batch, served)
+        return share
 
-    @contextmanager
-    def _running(self, compiled: Step, times: dict[str, float]) -> Iterator[None]:
-        """Its status, and its time in seconds (`perf/NODE`) where `dag.enable_perf` is on."""
-        name, started = compiled.node.node_id, time.perf_counter()
-        if compiled is self._learning[0]:
-            self.status = dict.fromkeys(self.status, NodeStatus.PENDING)
-        self.status[name] = NodeStatus.RUNNING
-        try:
-            with self._recorder.phases(compiled.node.phase):
-                yield
-        except BaseException:
-            self.status[name] = NodeStatus.FAILED
-            raise
-        self.status[name] = NodeStatus.COMPLETED
-        if self._spec.options.enable_perf:
-            times[f"perf/{name}"] = time.perf_counter() - started
+    def judged(self, share: Share | None = None) -> dict[str, float]:
+        """Metrics of the verdicts of all workers since this was asked last. Raises TooManyErrors, on every rank."""
+        own = Judged.joined([self._judged(), *([share.judged] if share is not None else [])])
+        every = Judged.joined(self._ports.collective.gather(own))
+        return {**self._errors.step(every.verdicts, self.step + 1), **every.counts}
+
+    def learn(self, tickets: Sequence[int], batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """Run the learning plane on this rank's share of a step, for whoever has a loop of his own. tickets: of all
+        ranks. Returns the batch with what nodes wrote, and what they measured."""
+        times, measured = dict[str, float](), list[Measured]()
+        for node, ctx in self._nodes(tickets, times):
+            batch, part = node(batch, ctx)
+            measured.append(part)
+            self._auditor.scored(batch)
+        return batch, {**over_ranks(measured, self._ports.collective), **times}
+
+    def train_step(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> dict[str, float]:
+        """An optimizer step outside of the nodes, checked as theirs are."""
+        with self._recorder.phases(f"update_{role}"):
+            metrics = engine.train_step(batch, self._updates.before(role, engine, batch, loss))
+        self._updates.after(role, engine, batch, metrics, self.step, first=False)
+        return metrics
+
+    def finish(self, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The step is trained on: publish its weights, release it, then validate, record and save as is due. All of its
+        metrics."""
+        step, metrics = self.step, dict(metrics)
+        metrics |= self._checks.learned(batch, metrics, step, self._ports.collective)
+        with self._recorder.phases("audit"):
+            self._auditor.end(metrics)
+        sent = False
+        if (step + 1) % self._spec.options.update_frequency == 0:
+            with self._recorder.phases("update_weights"):
+                sent, compared = self._send(Version(self._version.incarnation, step + 1))
+            metrics |= compared
+        released = self._ports.edge.release(step, self._rank, sent)
+        self._after_step(released, batch, metrics)
+        self._released = released
+        return metrics
+
+    def _nodes(self, tickets: Sequence[int], times: dict[str, float]) -> Iterator[tuple[Step, NodeContext]]:
+        """The learning plane, one node after another, each to be run before the next is asked for. Keeps its status,
+        and its time in seconds (`perf/NODE`) where `dag.enable_perf` is on."""
+        self.status = dict.fromkeys(self.status, NodeStatus.PENDING)
+        for compiled in self._learning:
+            name, started = compiled.node.node_id, time.perf_counter()
+            self.status[name] = NodeStatus.RUNNING
+            try:
+                with self._recorder.phases(compiled.node.phase):
+                    yield compiled, self._contexts.learning(self.step, tickets, name)
+            except GeneratorExit:  # it raised
+                self.status[name] = NodeStatus.FAILED
+                raise
+            self.status[name] = NodeStatus.COMPLETED
+            if self._spec.options.enable_perf:
+                times[f"perf/{name}"] = time.perf_counter() - started
 
     def _after_step(self, released: Released, batch: Batch, metrics: dict[str, float]) -> None:
         """Validate, record and save a step; nothing is generated meanwhile, so that a validation has the engine to
@@ -184,13 +233,17 @@ class Worker:
         options, step, finished = self._spec.options, released.version.step, released.finished
         compares = options.keep_best is not None and _is_due(step, options.save_freq, finished)
         validated = self._validate(step) if _is_due(step, options.test_freq, finished) or compares else {}
-        metrics |= batch_metrics(batch) | group_metrics(released.account, batch, step - 1)
+        figures = Figures.joined(self._ports.collective.gather(Figures.of(batch)))
+        metrics |= batch_metrics(figures) | group_metrics(released.account, figures.versions, step - 1)
         metrics |= self._recorder.phases.finish_step() | self._recorder.memory.finish_step()
-        metrics["throughput/tokens_per_s"] = float(batch.lengths("sequence").sum()) / metrics["timing_s/step"]
+        metrics["throughput/tokens_per_s"] = figures.num_tokens / metrics["timing_s/step"]
+        self._recorder.decoded(take_activity(self._resources.rollout))
         self._recorder.training_step(step, metrics, batch)
         self._recorder.keep_groups(step, batch)
-        if _is_due(step, options.save_freq, finished or self._stop.wanted):
-            self._save(released, validated)
+        self._saver.check()
+        last = finished or self._stop.wanted
+        if _is_due(step, options.save_freq, last):
+            self._save(released, validated, last)
 
     def _end(self, step: int) -> None:
         """No group of the last rows came through, so that the step before, the run's `step`-th, had been the last."""
@@ -198,11 +251,31 @@ class Worker:
         validated = self._validate(step) if options.test_freq > 0 and self._validated_at < step else {}
         if options.save_freq > 0 and self._saved_at < step:
             assert self._released is not None, "a step that is not saved yet was released"
-            self._save(self._released, validated)
+            self._save(self._released, validated, last=True)
 
-    def _publish(self, version: Version, at_start: bool = False) -> dict[str, float]:
-        self._served = version.step
-        return self._publisher.publish(version, at_start) if self._publisher is not None else {}
+    def _send(self, version: Version) -> tuple[bool, dict[str, float]]:
+        """The weights of a step's end to the engines. Whether they had changed, and the canary's metrics."""
+        self._served, updated = version.step, self._updates.since_sent()
+        if self._publisher is None:
+            return updated, {}
+        outcome = self._publisher.publish_changed(version, updated)
+        check_replicas(self._publisher.hashes, version.step, self._ports.collective)
+        self._recorder.serves(version)
+        return outcome
+
+    def _publish_first(self) -> dict[str, float]:
+        """The weights that this process begins with; the canary's metrics."""
+        self._served = self._version.step
+        if self._publisher is None:
+            return {}
+        compared = self._publisher.publish(self._version, at_start=True)
+        self._recorder.serves(self._version)
+        return compared
+
+    def _group_ended(self, ticket: Ticket, outcome: str, started: float, ended: float) -> None:
+        self._recorder.group_ended(ticket, outcome, started, ended)
+        if not self._learning:
+            self._ports.edge.count(self._judged())
 
     def _experience_ended(self, experience: "Future[None]") -> None:
         """Whatever ends that plane must wake the learner, which else waits for groups that nobody makes.
@@ -214,41 +287,54 @@ class Worker:
         if error is not None:
             self._ports.abort(error)
 
+    def validate(self, step: int, part: int, num_parts: int) -> Answers:
+        """Answer every `num_parts`-th held-out prompt from number `part` on; on any thread."""
+        answers = self._session.call(self._validator.run(step, part, num_parts))
+        self._recorder.validation(step, {}, answers.rows)
+        warn_of_errors(self._experience.tally.take(VALIDATION), partial(self._recorder.note, "warning"))
+        return replace(answers, rows=[])
+
     def _validate(self, step: int) -> dict[str, float]:
-        """The metrics; none where there is nothing to validate on, or another worker generates."""
+        """The metrics, on the rank that leads; none where there is nothing to validate on."""
         self._validated_at = step
-        if not self._spec.validation or (self._generates and self._resources.rollout is None):
+        if not self._spec.validation:
             return {}
-        rows: SampleRows = []
         with self._recorder.phases("eval"):
             if not self._generates:
                 assert self._resources.actor is not None, "who validates has an engine"
                 metrics = held_out_loss(self._spec.validation, self._resources.actor)
+            elif answers := self._answers(step):
+                metrics = Answers.joined(answers).metrics()
             else:
-                metrics, rows = self._session.call(self._validator.run(step))
-                self._take_reward_counts()  # not of the next step: `val/errors` has them
-                warn_of_errors(self._experience.tally.take(), partial(self._recorder.note, "warning"))
+                return {}
         if self._spec.options.keep_best is not None:
             _score(self._spec.options.keep_best, metrics)
-        self._recorder.validation(step, metrics, rows)
+        self._recorder.validation(step, metrics, ())
         return metrics
 
-    def _take_reward_counts(self) -> dict[str, float]:
-        return self._resources.judge.take_counts() if self._resources.judge is not None else {}
+    def _answers(self, step: int) -> Sequence[Answers]:
+        """Of all workers that have an engine. None where others have them, and another rank asks."""
+        if self._resources.rollout is None:
+            return self._ports.validate(step)
+        ranks = self._ports.collective
+        return ranks.gather(self.validate(step, ranks.rank, ranks.size))
 
-    def _save(self, released: Released, validated: Mapping[str, float]) -> None:
-        """validated: the metrics of these very weights, of which `keep_best` compares one."""
+    def _judged(self) -> Judged:
+        """By this worker since it was asked last."""
+        judge = self._resources.judge
+        return Judged(self._experience.tally.take(), judge.take_counts() if judge is not None else {})
+
+    def _save(self, released: Released, validated: Mapping[str, float], last: bool) -> None:
+        """validated: the metrics of these very weights, of which `keep_best` compares one. last: wait until it is
+        whole."""
         step, best = released.version.step, self._spec.options.keep_best
         self._saved_at = step
         metric = _score(best, validated) if best is not None and validated else None
+        everyone = self._ports.everyone
+        parts = saved_parts(self._spec, self._resources, released, self._state, everyone.rank)
+        others = [part_of_rank(rank) for rank in range(1, everyone.size)]
         with self._recorder.phases("save"):
-            writing = self._store.begin(step)
-            names = []
-            for name, part in saved_parts(self._spec, self._resources, released, self._state):
-                writing.write(name, part)
-                names.append(name)
-            path = writing.commit(names, metric)
-        self._recorder.saved(step, path)
+            self._saver.save(step, parts, others, metric, wait=last)
 
     def _make_publisher(self) -> Publisher | None:
         """None where nothing is trained here, or no worker generates."""
@@ -260,13 +346,14 @@ class Worker:
         return Publisher(actor, self._ports.weights, dtype, sends=sends, canary=canary, session=self._session)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Updates:
     """What is done before and after each optimizer step; it holds no worker, which so goes with its last user."""
 
     checks: LiveChecks
     auditor: Auditor
     phases: PhaseTimer
+    _num_unsent: int = 0
 
     def before(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
         with self.phases("audit"):
@@ -276,8 +363,14 @@ class _Updates:
         self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int, first: bool
     ) -> None:
         self.checks.updated(role, engine, batch, metrics, step, first)
+        self._num_unsent += int(role == "actor" and not metrics.get("skipped"))
         with self.phases("audit"):
             self.auditor.after_update(role, metrics)
+
+    def since_sent(self) -> bool:
+        """Whether the policy was updated since this was asked last."""
+        unsent, self._num_unsent = self._num_unsent, 0
+        return unsent > 0
 
 
 def _score(name: str, validated: Mapping[str, float]) -> float:

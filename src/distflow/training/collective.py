@@ -1,4 +1,4 @@
-"""Sums and maxima over the ranks of a group."""
+"""What the ranks of a group compute together."""
 
 from typing import Protocol, TypeVar
 
@@ -8,10 +8,11 @@ Named = dict[str, float]
 
 # What goes in comes out: a tensor, a number, or numbers by name.
 Reducible = TypeVar("Reducible", Tensor, float, Named)
+Plain = TypeVar("Plain")
 
 
 class Collective(Protocol):
-    """Sums and maxima over the ranks of a group, elementwise; the result is the same on every rank.
+    """Sums and maxima over the ranks of a group, elementwise, and what each gave; the result is the same on every rank.
 
     All ranks make the same calls in the same order, with tensors of one shape and numbers of the same names. The
     argument is left as it is.
@@ -31,6 +32,10 @@ class Collective(Protocol):
 
     def max(self, value: Reducible) -> Reducible: ...
 
+    def gather(self, value: Plain) -> list[Plain]:
+        """What every rank gave, in their order: plain data and small tensors."""
+        ...
+
 
 class OneRank:
     """The collective of one rank: sums and maxima over a group of one are the value itself."""
@@ -43,3 +48,6 @@ class OneRank:
 
     def max(self, value: Reducible) -> Reducible:
         return value
+
+    def gather(self, value: Plain) -> list[Plain]:
+        return [value]

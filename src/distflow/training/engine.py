@@ -35,13 +35,15 @@ class LossFn(Protocol):
 
 
 MODEL_PREFIX = "model."
+OPTIMIZER_PREFIX = "optimizer."
 
 
 @dataclass(frozen=True)
 class TrainState:
     """All that a train engine needs to go on: tensors by name, and plain data that JSON can hold.
 
-    The names of weights that are trained begin with `MODEL_PREFIX`.
+    The names of weights that are trained begin with `MODEL_PREFIX`, those of the optimizer's entries for a weight are
+    `OPTIMIZER_PREFIX`, the entry, "/" and the weight. Tensors that lie over ranks are DTensors.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -50,6 +52,12 @@ class TrainState:
     def trained_weights(self) -> dict[str, Tensor]:
         """The weights that training changes, by the names of the model's parameters."""
         return {n.removeprefix(MODEL_PREFIX): t for n, t in self.tensors.items() if n.startswith(MODEL_PREFIX)}
+
+    def layout(self, name: str) -> Tensor | None:
+        """A tensor that lies over the ranks as the one of that name does: an optimizer's entries lie as their weight,
+        before the first step too, when there are none."""
+        weight = MODEL_PREFIX + name.partition("/")[2] if name.startswith(OPTIMIZER_PREFIX) else name
+        return self.tensors.get(weight)
 
 
 class Scorer(Protocol):
@@ -74,3 +82,9 @@ class TrainEngine(Scorer, Protocol):
     def state(self) -> TrainState: ...
 
     def load_state(self, state: TrainState) -> None: ...
+
+    def offload(self) -> None:
+        """Free the device until `onload`; nothing else is called between."""
+        ...
+
+    def onload(self) -> None: ...

@@ -4,6 +4,9 @@ from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from distflow.models.shards import fill
 
 # "class" is a word of the language: such a key needs this form.
 Meta = TypedDict("Meta", {"class": str, "plain": dict[str, dict[str, object]]})
@@ -42,11 +45,24 @@ def load_optimizer_state(
     for path, tensor in tensors.items():
         key, _, name = path.partition("/")
         parameter = _find(parameters, name)
-        # A step counter lies on the CPU, whatever the parameter's device; everything else beside its parameter.
-        device = torch.device("cpu") if tensor.dim() == 0 else parameter.device
-        states.setdefault(parameter, {})[key] = tensor.detach().to(device, copy=True)
+        states.setdefault(parameter, {})[key] = _beside(parameter, tensor.detach())
     optimizer.state.clear()
     optimizer.state.update(states)
+
+
+def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Everything but the step counters, which lie on the CPU whatever the parameters' device."""
+    for entries in optimizer.state.values():
+        entries.update({key: v.to(device) for key, v in entries.items() if isinstance(v, Tensor) and v.dim() > 0})
+
+
+def _beside(parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+    """A copy of one of the parameter's moments where its step takes place, spread as it is; counters on the CPU."""
+    if isinstance(parameter, DTensor) and not isinstance(tensor, DTensor) and tensor.shape == parameter.shape:
+        spread = torch.empty_like(parameter, dtype=tensor.dtype)
+        fill(spread, tensor)
+        return spread
+    return tensor.to(torch.device("cpu") if tensor.dim() == 0 else parameter.device, copy=True)
 
 
 def _find(parameters: dict[str, nn.Parameter], name: str) -> nn.Parameter:

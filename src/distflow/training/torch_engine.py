@@ -1,32 +1,33 @@
-"""The train engine of one device: packed micro-batches, exact accumulation, one optimizer step a mini-batch."""
+"""The train engine: packed micro-batches, exact accumulation, one optimizer step a mini-batch."""
 
 import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from distflow.config.errors import UserError
 from distflow.data.batch import Batch
 from distflow.graph.fields import Axis
 from distflow.models.activations import checkpoint_activations
 from distflow.models.lora import named_weights
+from distflow.models.shards import fill, whole
 from distflow.training.collective import Collective, OneRank
-from distflow.training.engine import MODEL_PREFIX, Counts, LossFn, TrainState
-from distflow.training.optim_state import load_optimizer_state, optimizer_state
+from distflow.training.engine import MODEL_PREFIX, OPTIMIZER_PREFIX, Counts, LossFn, TrainState
+from distflow.training.gradients import clip_gradients, sum_gradients
+from distflow.training.optim_state import load_optimizer_state, move_optimizer_state, optimizer_state
 from distflow.training.packing import micro_batches
 from distflow.training.schedule import Schedule
 from distflow.training.scorer import TorchScorer
-
-OPTIMIZER_PREFIX = "optimizer."
 
 
 class TorchTrainEngine:
     """Trains `model`, whose parameters are float32, with `optimizer` over its trainable ones.
 
     Losses and gradients of micro-batches add up: the loss function weighs each by the counts of the whole mini-batch,
-    so the gradient does not depend on how the mini-batch was divided, over micro-batches or over ranks.
+    so the gradient does not depend on how the mini-batch was divided, over micro-batches or over ranks. The model's
+    weights are whole on every rank, or spread over the ranks (`models/sharding.py`); then all ranks of the mesh make
+    the same calls, and what is done to weights and moments each does to its own part.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class TorchTrainEngine:
             group=self.group,
         )
         self.num_steps = 0
+        self._device = self.scorer.device
         self._trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         _refuse_low_precision(self._trainable)
@@ -95,7 +97,8 @@ class TorchTrainEngine:
                 sums[name] = sums.get(name, 0.0) + value
         sums = self.group.sum(sums)
         total = sums.pop("loss")
-        grad_norm = self._reduce_and_clip()
+        sum_gradients(self._trainable.values(), self.group)
+        grad_norm = clip_gradients(self._trainable.values(), self.max_grad_norm)
         skipped = not (math.isfinite(total) and math.isfinite(grad_norm))
         if not skipped:
             self._step(lrs)
@@ -104,13 +107,17 @@ class TorchTrainEngine:
         return {**own, "loss": total, "grad_norm": grad_norm, "lr": lrs[0], "skipped": float(skipped), "empty": 0.0}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights by their Hugging Face names, tied ones once, LoRA merged; else the model's own storage."""
-        return named_weights(self.model)
+        """The weights by their Hugging Face names, tied ones once, LoRA merged; else the model's own storage.
+
+        One that is spread over ranks is gathered when it is asked for, on all of them: they go on together.
+        """
+        return ((name, whole(tensor)) for name, tensor in named_weights(self.model))
 
     def state(self) -> TrainState:
         """All that changes by training: trainable weights, the optimizer's state, the number of steps taken.
 
-        The tensors are the live ones: copy or write them before the next step.
+        The tensors are the live ones: copy or write them before the next step. Where weights are spread over ranks
+        they are `DTensor`s, of which each rank has its part.
         """
         tensors = {MODEL_PREFIX + name: p.detach() for name, p in self._trainable.items()}
         moments, meta = optimizer_state(self.optimizer, self._trainable)
@@ -120,26 +127,30 @@ class TorchTrainEngine:
     def load_state(self, state: TrainState) -> None:
         """Go on, bit for bit, from what `state` gave. Rates and other options stay those of this engine.
 
+        Where weights are spread over ranks, tensors are spread in the same way, or whole: each rank takes its part.
         Raises ValueError, with nothing changed, if the weights' names or shapes or the optimizer differ.
         """
         weights = state.trained_weights()
         _check_same_weights(self._trainable, weights)
         moments = _with_prefix(state.tensors, OPTIMIZER_PREFIX)
         load_optimizer_state(self.optimizer, self._trainable, moments, state.meta["optimizer"])
-        with torch.no_grad():
-            for name, parameter in self._trainable.items():
-                parameter.copy_(weights[name])
+        for name, parameter in self._trainable.items():
+            fill(parameter, weights[name])
         self.num_steps = int(state.meta["num_steps"])
 
-    def _reduce_and_clip(self) -> float:
-        """Sum the gradients over the group and clip them; returns their global norm before clipping."""
-        for parameter in self._trainable.values():
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = self.group.sum(grad)
-        norm = get_total_norm([p.grad for p in self._trainable.values() if p.grad is not None])
-        if self.max_grad_norm is not None and bool(norm.isfinite()):
-            clip_grads_with_norm_(self._trainable.values(), self.max_grad_norm, norm)
-        return float(norm)
+    def offload(self) -> None:
+        """Free the device: weights and moments wait in the host's memory until `onload`."""
+        self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        """Back from `offload`, bit for bit."""
+        self._move(self._device)
+
+    def _move(self, device: torch.device) -> None:
+        self.model.to(device)
+        move_optimizer_state(self.optimizer, device)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _step(self, lrs: list[float]) -> None:
         for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):

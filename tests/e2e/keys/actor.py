@@ -66,6 +66,14 @@ def soft_gate(before: Config, after: Config) -> None:
         close(loss_of(config, 1.0), -float(gate.mean()))
 
 
+def proximal_is_not_scored(before: Run, after: Run) -> None:
+    """In a synchronous run no token is stale: the proximal policy is the one that made it."""
+    assert "prox_log_probs" in before.batch() and "prox_alpha" not in before.batch()
+    assert "prox_log_probs" not in after.batch() and not after.batch()["prox_alpha"].any()
+    close(after.batch()["trainer_log_probs"], before.batch()["prox_log_probs"])
+    close(after.steps[0]["mismatch/k3"], before.steps[0]["mismatch/k3"])
+
+
 def plain_gradient(before: Run, after: Run) -> None:
     batch = after.batch()
     close(
@@ -165,6 +173,13 @@ CASES = (
         look=the_config,
     ),
     Case(
+        f"{ACTOR}.prox",
+        f"{ACTOR}.prox=interpolate",
+        "prox_log_probs are no column: prox_alpha says how they are made",
+        proximal_is_not_scored,
+        given=(*ONE, f"{ACTOR}.policy_loss=decoupled"),
+    ),
+    Case(
         f"{ACTOR}.loss_agg_mode",
         f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
         "actor/pg_loss",
@@ -206,7 +221,9 @@ CASES = (
         "refused while a sample may not be a step old",
         refused("model_update_frequency", "async.max_staleness"),
     ),
-    Case(f"{ACTOR}.strategy", f"{ACTOR}.strategy=fsdp", "refused: not there yet", refused(f"{ACTOR}.strategy", "fsdp")),
+    Case(
+        f"{ACTOR}.strategy", f"{ACTOR}.strategy=fsdp", "refused: one process", refused(f"{ACTOR}.strategy", "launcher")
+    ),
     Case(
         "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
         "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=40",

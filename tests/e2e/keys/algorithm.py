@@ -175,6 +175,13 @@ def weights_have_the_mean_one(before: Run, after: Run) -> None:
     close(after.steps[0]["correction/batch_norm_factor"], mean, 1e-6)
 
 
+def the_rollouts_are_the_old_ones(before: Run, after: Run) -> None:
+    """In bfloat16 the trainer's own are others."""
+    for run, equal in ((before, False), (after, True)):
+        assert torch.equal(run.batch()["old_log_probs"], run.batch()["rollout_log_probs"]) is equal
+    close(before.batch()["old_log_probs"], after.batch()["trainer_log_probs"])
+
+
 def far_tokens_leave_the_loss(before: Run, after: Run) -> None:
     batch = after.batch()
     mask = batch["response_mask"]
@@ -318,6 +325,13 @@ CASES = (
         the_kl_shown_is_the_mean_of_means,
         base="ppo",
         given=(*ADAPTIVE, f"{ACTOR}.optim.lr=0.01"),
+    ),
+    Case(
+        "algorithm.recompute_old_log_probs",
+        "algorithm.recompute_old_log_probs=false",
+        "old_log_probs: the rollout's",
+        the_rollouts_are_the_old_ones,
+        given=BFLOAT16,
     ),
     Case(
         "algorithm.rollout_correction.level",

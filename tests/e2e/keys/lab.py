@@ -89,10 +89,11 @@ BASES: dict[str, tuple[str, dict[str, str]]] = {
 
 @dataclass(frozen=True)
 class Forward:
-    """One forward of a role's model. thread: where it ran. learns: with gradients. shape: of its input ids."""
+    """One forward of a role's model. generates: it is the rollout engine's. learns: with gradients. shape: of its input
+    ids."""
 
     role: str
-    thread: str
+    generates: bool
     learns: bool
     shape: tuple[int, ...]
 
@@ -182,12 +183,11 @@ class Run:
 
     def largest_forward(self, role: str, learns: bool = False) -> int:
         """Tokens of the largest forward of a role that scores, or that learns."""
-        scoring = [f for f in self.forwards if not f.thread.startswith("embedded")]
-        return max(f.tokens for f in scoring if f.role == role and f.learns == learns)
+        return max(f.tokens for f in self.forwards if not f.generates and f.role == role and f.learns == learns)
 
     def decode_rows(self) -> int:
         """Rows of the rollout engine's largest decode step: one token each."""
-        shapes = [f.shape for f in self.forwards if f.thread.startswith("embedded")]
+        shapes = [f.shape for f in self.forwards if f.generates]
         return max(prod(shape) for shape in shapes if len(shape) == 1 or shape[-1] == 1)
 
     def _must_have_ended(self) -> None:
@@ -284,8 +284,8 @@ def _watched(factories: Mapping[str, Factory], run: Run) -> dict[str, Factory]:
 
 def _note(run: Run, role: str) -> Any:
     def note(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        name, learns = threading.current_thread().name, torch.is_grad_enabled()
-        run.forwards.append(Forward(role, name, learns, tuple(arguments[0].shape)))
+        generates = torch.is_inference_mode_enabled()  # nothing else runs in it
+        run.forwards.append(Forward(role, generates, torch.is_grad_enabled(), tuple(arguments[0].shape)))
 
     return note
 

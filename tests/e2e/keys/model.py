@@ -63,8 +63,8 @@ def computed_in_bfloat16(before: Run, after: Run) -> None:
 
 
 def layers_twice(before: Run, after: Run) -> None:
-    """One layer's forwards: scoring once, learning twice instead of once; the same gradient."""
-    assert before.layer_calls == 3 and after.layer_calls == 4, (before.layer_calls, after.layer_calls)
+    """One layer's forwards: learning twice instead of once; the same gradient."""
+    assert after.layer_calls == before.layer_calls + 1, (before.layer_calls, after.layer_calls)
     close(after.column("actor/grad_norm")[0], before.column("actor/grad_norm")[0])
 
 

@@ -85,8 +85,22 @@ def deadline_of(timeout_s: float) -> Callable[[Spec, Spec], None]:
     return check
 
 
+def kv_is(before: Spec, after: Spec) -> None:
+    kinds = [spec.factories["rollout"].keywords["options"]["kv_on_update"] for spec in (before, after)]  # type: ignore[attr-defined]
+    assert kinds == ["keep", "recompute"]
+
+
+def rollout_threads_are(before: Spec, after: Spec) -> None:
+    threads = [spec.factories["rollout"].keywords["options"]["num_threads"] for spec in (before, after)]  # type: ignore[attr-defined]
+    assert threads[1] == after.facts["rollout_threads"] == 3 != threads[0] == before.facts["rollout_threads"]
+
+
 def rows_at_once(before: Run, after: Run) -> None:
     assert (before.decode_rows(), after.decode_rows()) == (16, 8)
+
+
+def steps_behind(before: Run, after: Run) -> None:
+    assert [max(run.column("async/version_diff/max")) for run in (before, after)] == [0, 1]
 
 
 def groups_at_once(before: Run, after: Run) -> None:
@@ -161,6 +175,22 @@ CASES = (
         look=the_spec,
     ),
     Case(
+        f"{ROLLOUT}.kv_on_update",
+        f"{ROLLOUT}.kv_on_update=recompute",
+        "what the engine does with begun answers (tests/rollout/test_in_flight.py looks at their tokens)",
+        kv_is,
+        given=("async.max_staleness=1",),
+        look=the_spec,
+    ),
+    Case(
+        f"{ROLLOUT}.num_threads",
+        f"{ROLLOUT}.num_threads=3",
+        "threads that generate (tests/runtime/test_taking_turns.py counts them)",
+        rollout_threads_are,
+        given=("async.max_staleness=1",),
+        look=the_spec,
+    ),
+    Case(
         f"{ROLLOUT}.max_num_seqs",
         f"{ROLLOUT}.max_num_seqs=8",
         "rows of a decode step",
@@ -184,6 +214,7 @@ CASES = (
     val_case("temperature", "0.001"),
     val_case("top_p", "0.001"),
     val_case("top_k", "1"),
+    Case("async.max_staleness", "async.max_staleness=1", "the age of a step's oldest token", steps_behind),
     Case(
         "async.max_concurrent_rollouts",
         "async.max_concurrent_rollouts=1",

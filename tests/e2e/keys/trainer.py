@@ -313,7 +313,6 @@ TRAINER = (
     Case("trainer.device", "trainer.device=cuda", "the device, or an error", other_device, look=the_policy),
     Case("trainer.num_threads", "trainer.num_threads=2", "threads of torch", threads_are, look=the_spec),
     Case("trainer.imports", IMPORTED, "names of a user", allowed("trainer.imports"), given=(ONE, *NEVER_FINITE)),
-    Case("trainer.launcher", "trainer.launcher=ray", "refused: not there yet", refused("trainer.launcher", "ray")),
 )
 TRUST = (
     Case("trust.audit_freq", "trust.audit_freq=0", "audited steps", audits_are(2, 0)),
@@ -322,6 +321,7 @@ TRUST = (
         "trust.on_mismatch=warn",
         "whether the program can weigh a mismatch out",
         weighs_when_apart,
+        given=("algorithm.recompute_old_log_probs=true",),
         look=the_spec,
     ),
     Case(

@@ -7,7 +7,7 @@ import torch
 
 from distflow.data.batch import Batch
 from distflow.runtime.checks import TrustError
-from distflow.runtime.checks.mismatch import Tolerance, check_mismatch, mismatch
+from distflow.runtime.checks.mismatch import Tolerance, causes, check_mismatch, mismatch
 from tests.runtime.checks.batches import sampled_batch
 
 EXACT, ROUNDED = Tolerance.of(exact=True), Tolerance.of(exact=False)
@@ -57,17 +57,67 @@ def test_small_gaps_pass_larger_ones_warn_and_large_ones_hold_the_run(
 
 
 def test_tokens_of_older_weights_may_differ_more() -> None:
-    metrics, warning = check_mismatch(moved(sampled_batch(version=3), 0.6), 4, EXACT)
-    assert warning is not None and "(cause: staleness)" in warning and metrics["mismatch/mean_abs"] > 0.5
+    metrics, warning = check_mismatch(moved(sampled_batch(version=3), 0.6), 4, EXACT, stops=True)
+    assert warning is None and metrics["mismatch/older_version/mean_abs"] == metrics["mismatch/mean_abs"] > 0.5
+    assert metrics["mismatch/older_version/share"] == 1 and "mismatch/same_version/mean_abs" not in metrics
 
 
-def test_answers_that_span_an_update_may_have_stale_kv() -> None:
-    batch = moved(sampled_batch(version=3), 0.6)
+def spans_an_update(by: float, of_now: float = 0.0) -> Batch:
+    """Step 4: in the first answer the last tokens were made by version 4 behind those of 3; the last is of 4 alone."""
+    batch = moved(sampled_batch(version=3), by)
     versions = batch["versions"]
-    versions[0, 3:] = 4
+    versions[0, 3:5] = versions[3, :6] = 4
     batch["versions"] = versions
-    _, warning = check_mismatch(batch, 4, EXACT)
-    assert warning is not None and "KV of older weights in answers that span an update" in warning
+    trainer = batch["old_log_probs"]
+    trainer[3] = batch["rollout_log_probs"][3] + of_now
+    batch["old_log_probs"] = trainer
+    return batch
+
+
+def test_each_token_has_one_cause() -> None:
+    metrics, warning = check_mismatch(spans_an_update(0.6), 4, EXACT)
+    shares = {name: metrics[f"mismatch/{name}/share"] for name in ("same_version", "older_version", "older_kv")}
+    assert shares == pytest.approx({"same_version": 6 / 16, "older_version": 8 / 16, "older_kv": 2 / 16})
+    assert warning is None and metrics["mismatch/same_version/mean_abs"] < 1e-7
+    assert metrics["mismatch/older_kv/max_abs"] == pytest.approx(0.6)
+    weights = [math.exp(0.6), math.exp(-0.6)]
+    ess = sum(weights) ** 2 / sum(w * w for w in weights) / 2
+    assert metrics["mismatch/older_kv/ess"] == pytest.approx(ess, rel=1e-5)
+
+
+def test_keys_and_values_that_were_made_anew_are_no_cause() -> None:
+    metrics, _ = check_mismatch(spans_an_update(0.0), 4, EXACT, keeps_kv=False)
+    shares = {name: metrics.get(f"mismatch/{name}/share") for name in ("same_version", "older_version", "older_kv")}
+    assert shares == {"same_version": 0.5, "older_version": 0.5, "older_kv": None}
+
+
+def test_the_limits_are_those_of_the_trainers_own_version() -> None:
+    _, warning = check_mismatch(spans_an_update(0.6, of_now=5e-4), 4, EXACT)
+    assert warning is not None and "differ by 0.0005" in warning and "older weights: 0.6" in warning
+    assert "KV of older weights: 0.6" in warning
+    with pytest.raises(TrustError, match=r"disagree by 0\.002 .* on the same weights"):
+        check_mismatch(spans_an_update(0.0, of_now=2e-3), 4, EXACT)
+
+
+def test_what_was_read_anew_between_two_turns_is_over_no_older_kv() -> None:
+    made, versions = torch.tensor([[1, 1, 0, 1, 1, 1]]), torch.tensor([[3, 3, -1, 4, 4, 5]])
+    found = causes(versions, made, 5)
+    assert found["older_version"].tolist() == [[True, True, False, True, True, False]]
+    assert found["older_kv"].tolist() == [[False, False, False, False, False, True]]
+    assert not found["same_version"].any()
+
+
+def test_samples_that_were_not_scored_are_in_no_figure() -> None:
+    batch = moved(sampled_batch(), 5e-5)
+    scored = batch["old_log_probs"].clone()
+    scored[1:] = math.nan
+    batch["trainer_log_probs"] = scored
+    batch["old_log_probs"] = batch.flat("rollout_log_probs")
+    metrics, warning = check_mismatch(batch, 0, EXACT)
+    assert warning is None and metrics["mismatch/mean_abs"] == pytest.approx(5e-5, rel=0.01)
+    scored[0, 1] = math.nan
+    batch["trainer_log_probs"] = scored
+    assert check_mismatch(batch, 0, EXACT)[1] == "1 tokens have no finite log-prob by the trainer (trainer_log_probs)"
 
 
 def test_truncated_sampling_is_named() -> None:

@@ -3,19 +3,22 @@
 import asyncio
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from distflow.config.errors import UserError
 from distflow.data.batch import Batch
+from distflow.data.sample import Segment
+from distflow.flow.account import AccountingError
 from distflow.flow.coordinator import Coordinator
 from distflow.flow.edge import Exhausted
 from distflow.flow.ticket import Ticket
 from distflow.runtime.ports.edge import Failure, NoProgress, Released, Share, UserNoProgress
 from distflow.runtime.ports.local_edge import LocalEdge
 from distflow.runtime.waits import Waits
-from tests.runtime.groups import coordinator, group
+from tests.runtime.groups import coordinator, group, samples
 
 BROKEN = Failure("custom: KeyError: 'x' (at reward.py:3)", users=True)
 LOST = Failure("node 'rollout' raised MemoryError", users=False)
@@ -34,7 +37,7 @@ class Driven:
         return self.coordinator.take_tickets()
 
     def put(self, ticket: Ticket, batch: Batch | None = None, **metrics: float) -> None:
-        batch = group(ticket.number) if batch is None else batch
+        batch = group(ticket.number, version=ticket.version) if batch is None else batch
         self.edge.put(ticket, batch, [(metrics, float(len(batch)))])
 
     def fill(self) -> None:
@@ -87,7 +90,7 @@ def test_tickets_are_handed_out_only_while_a_step_is_waited_for() -> None:
 
     async def run() -> None:
         driven = Driven()
-        edge, waves = driven.edge, driven.edge.tickets()
+        edge, waves = driven.edge, driven.edge.tickets(lambda: None)
         early = asyncio.ensure_future(anext(waves))
         for _ in range(5):
             await asyncio.sleep(0)
@@ -103,7 +106,7 @@ def test_tickets_are_handed_out_only_while_a_step_is_waited_for() -> None:
         assert not second.done(), "a validation may have the engine now"
         taking = asyncio.ensure_future(asyncio.to_thread(edge.take, 1, 0))
         assert [ticket.number for ticket in await second] == [2, 3]
-        edge.fail(RuntimeError("end"))
+        edge.shared.fail(RuntimeError("end"))
         with pytest.raises(RuntimeError, match="end"):
             await taking
         with pytest.raises(StopAsyncIteration):
@@ -114,7 +117,7 @@ def test_tickets_are_handed_out_only_while_a_step_is_waited_for() -> None:
 
 def test_with_staleness_tickets_are_handed_out_before_any_step_is_waited_for() -> None:
     async def run() -> list[int]:
-        waves = Driven(max_staleness=1).edge.tickets()
+        waves = Driven(max_staleness=1).edge.tickets(lambda: None)
         return [ticket.number for ticket in await anext(waves)]
 
     assert asyncio.run(run())
@@ -165,7 +168,7 @@ def test_a_rank_that_is_gone_wakes_those_that_wait_for_it() -> None:
     for rank in (0, 1):
         driven.edge.take(0, rank)
     thread, outcome = on_thread(lambda: driven.edge.release(0, 0, True))
-    driven.edge.fail(RuntimeError("rank 1 is gone"))
+    driven.edge.shared.fail(RuntimeError("rank 1 is gone"))
     assert ended(thread) and str(outcome[0]) == "rank 1 is gone"
 
 
@@ -225,6 +228,41 @@ def test_groups_of_later_steps_are_in_the_checkpoint_and_go_on_from_it() -> None
     assert rows(share) == [2, 2, 3, 3] and share is not None and share.metrics == {"mine": 2.5}
 
 
+def test_groups_that_a_smaller_bound_made_stale_are_forgotten_with_their_batches() -> None:
+    driven = Driven(max_staleness=1)
+    driven.fill()
+    driven.edge.take(0, 0)
+    released = driven.edge.release(0, 0, published=True)
+    plan = replace(driven.coordinator.plan, max_staleness=0)
+    resumed = Coordinator(plan, None, released.cut)
+    edge = LocalEdge(resumed, Waits(), live=released.live)
+    assert resumed.accounting().dropped == {"stale": 2}
+    for ticket in resumed.take_tickets():
+        edge.put(ticket, group(ticket.number, version=1), [])
+    assert rows(edge.take(1, 0)) == [4, 4, 5, 5]
+    live = edge.release(1, 0, published=True).live
+    assert live.batch is None and live.measured == {}
+
+
+def test_the_lowest_version_of_any_token_is_told_to_the_ledger_s_keeper() -> None:
+    driven = Driven(max_staleness=1, total_tickets=100, total_steps=50)
+    driven.fill()
+    driven.edge.take(0, 0)
+    driven.edge.release(0, 0, published=True)
+    driven.edge.take(1, 0)
+    driven.edge.release(1, 0, published=True)
+    first, *others = driven.issue()
+    assert first.version == 2
+    versions = [0, 1, 2]
+    tokens = Segment("policy", (5, 6, 7), (-1.0,) * 3, (-1.0,) * 3, tuple(versions))
+    made = [replace(sample, segments=[sample.segments[0], tokens]) for sample in samples(first.number)]
+    driven.put(first, Batch.from_samples(made))
+    for ticket in others:
+        driven.put(ticket)
+    with pytest.raises(AccountingError, match=f"ticket {first.number} holds tokens of version 0, which step 2 may not"):
+        driven.edge.take(2, 0)
+
+
 def test_without_staleness_a_checkpoint_has_no_groups() -> None:
     driven = Driven()
     driven.fill()
@@ -237,9 +275,9 @@ def test_a_failure_of_the_other_side_wakes_who_waits() -> None:
     driven = Driven()
     driven.issue()
     thread, outcome = on_thread(lambda: driven.edge.take(0, 0))
-    driven.edge.fail(RuntimeError("gone"))
+    driven.edge.shared.fail(RuntimeError("gone"))
     assert ended(thread) and str(outcome[0]) == "gone"
-    driven.edge.fail(RuntimeError("later"))
+    driven.edge.shared.fail(RuntimeError("later"))
     with pytest.raises(RuntimeError, match="gone"):
         driven.edge.take(0, 0)
 
@@ -247,9 +285,9 @@ def test_a_failure_of_the_other_side_wakes_who_waits() -> None:
 def test_a_failure_of_the_learner_wakes_the_experience_plane() -> None:
     async def run() -> None:
         driven = Driven()
-        wave = asyncio.ensure_future(anext(driven.edge.tickets()))
+        wave = asyncio.ensure_future(anext(driven.edge.tickets(lambda: None)))
         await asyncio.sleep(0)
-        threading.Thread(target=driven.edge.fail, args=(RuntimeError("gone"),)).start()
+        threading.Thread(target=driven.edge.shared.fail, args=(RuntimeError("gone"),)).start()
         with pytest.raises(StopAsyncIteration):
             await asyncio.wait_for(wave, 10)
         assert driven.waits == [("experience", "credits", "learner")]

@@ -24,7 +24,7 @@ class Engine:
         self._receipt = receipt
 
     def __call__(self, version: Version, weights: Any) -> Receipt:
-        held = dict(weights)
+        held = dict(weights or ())
         self.served.append((version, held))
         return Receipt(**{"version": version, "hashes": stripe_hashes(held.items()), **self._receipt})
 
@@ -33,11 +33,14 @@ def tensors(*names: str) -> list[tuple[str, Tensor]]:
     return [(name, torch.full((3,), float(i))) for i, name in enumerate(names)]
 
 
+HASHES = stripe_hashes(tensors("a", "b") + tensors("c"))
+
+
 def push(edge: LocalWeights, version: Version) -> None:
     edge.begin(version)
     edge.put(tensors("a", "b"))
     edge.put(tensors("c"))
-    edge.commit()
+    edge.commit(HASHES)
 
 
 def edge_to(*receivers: Any) -> LocalWeights:
@@ -54,7 +57,7 @@ def test_every_engine_gets_each_version_whole_and_once() -> None:
     edge.put(tensors("a", "b"))
     assert all(engine.served == [] for engine in engines), "nobody serves part of a version"
     edge.put(tensors("c"))
-    edge.commit()
+    edge.commit(HASHES)
     push(edge, TWO)
     for engine in engines:
         assert [(version, list(held)) for version, held in engine.served] == [(ONE, ["a", "b", "c"]), (TWO, [*"abc"])]
@@ -75,6 +78,15 @@ def test_an_engine_that_refuses_holds_the_run_with_its_reason() -> None:
 
     with pytest.raises(TrustError, match="refused the weights of version 1: no tensor 'c' here"):
         push(edge_to(refuses), ONE)
+
+
+def test_an_alias_leaves_the_engine_with_the_trainer_s_weights() -> None:
+    engine = Engine(hashes=HASHES, alias=True)
+    edge_to(engine).alias(TWO, HASHES)
+    assert engine.served == [(TWO, {})]
+    others = HASHES | {"b": "of an older version"}
+    with pytest.raises(TrustError, match="serve the weights that it has as version 2, .* tensors that differ: b"):
+        edge_to(Engine(hashes=others, alias=True)).alias(TWO, HASHES)
 
 
 @pytest.mark.parametrize("hashes", [{}, {**stripe_hashes(tensors("a", "b")), "c": "other"}])

@@ -21,6 +21,28 @@ _KL = Name(
     "without a critic, algorithm.adv_estimator=reinforce",
     values={0: "algorithm.use_kl_in_reward=false"},
 )
+_STALENESS = Name("async.max_staleness", "in steps, as there; no token of a sample is older")
+_CONCURRENT = Name(
+    "async.max_concurrent_rollouts", "in prompts; left out, it is max_staleness + 1 batches here, one batch there"
+)
+_ONE_ENGINE = Name(note="one engine generates, so that it does nothing", harmless=ANY)
+_SWAPPED = Name(note="weights are swapped between two decode steps: no request is flushed or waited for", harmless=ANY)
+_DECOUPLED = Name(values={True: f"{_A}.policy_loss=decoupled"}, harmless=OFF)
+_LOSS_OPTIONS = f"{_A}.policy_loss_kwargs"
+_CAP = Name(f"{_LOSS_OPTIONS}.behav_imp_weight_cap", "an option of the loss decoupled")
+_CAP_MODE = Name(
+    values={
+        "token_mask": f"{_LOSS_OPTIONS}.behav_imp_weight_mode=mask",
+        "token_truncate": f"{_LOSS_OPTIONS}.behav_imp_weight_mode=clamp",
+        "sequence_mask": f"{_LOSS_OPTIONS}.rejection_sampling={{level:sequence,action:mask,upper:5.0}}",
+        "sequence_truncate": f"{_LOSS_OPTIONS}.rejection_sampling={{level:sequence,action:clamp,upper:5.0}}",
+        "disabled": f"{_LOSS_OPTIONS}.behav_imp_weight_cap=null",
+    },
+    note="upper is the cap there",
+)
+_REJECTION = f"{_LOSS_OPTIONS}.rejection_sampling"
+_REJECTION_OPTIONS = ("level", "action", "metric", "agg", "upper", "lower")
+_OLD_LOG_PROBS = Name("algorithm.recompute_old_log_probs", "auto leaves the pass out where the ratio is 1 anyway")
 _ANSWERS = {
     "n_samples": Name(f"{_R}.n"),
     "max_new_tokens": Name("data.max_response_length"),
@@ -49,9 +71,11 @@ NAMES: dict[str, Name] = {
     "total_train_n_seqs": Name(note="trainer.total_training_steps counts steps", harmless=(None,)),
     "tokenizer_path": Name(f"{_M}.tokenizer_path"),
     "enable_offload": Name(note="nothing is offloaded: leave it out", harmless=OFF),
-    "allocation_mode": Name("trainer.allocation", "refused so far: one process", harmless=(None, "")),
-    "cluster.n_nodes": Name("trainer.nnodes", "one machine so far", harmless=(1,)),
-    "cluster.n_gpus_per_node": Name("trainer.n_gpus_per_node", "one device so far", harmless=(1,)),
+    "allocation_mode": Name(
+        "trainer.allocation", "with trainer.launcher=ray; each part names its engine", harmless=(None, "")
+    ),
+    "cluster.n_nodes": Name("trainer.nnodes", "with trainer.launcher=ray", harmless=(1,)),
+    "cluster.n_gpus_per_node": Name("trainer.n_gpus_per_node", "with trainer.launcher=ray", harmless=(1,)),
     "cluster.fileroot": Name("trainer.default_local_dir", "the folder of the run"),
     "cluster.*": _SCHEDULING,
     "scheduler.*": _SCHEDULING,
@@ -64,22 +88,40 @@ NAMES: dict[str, Name] = {
     **{f"gconfig.{name}": meaning for name, meaning in _ANSWERS.items()},
     "eval_gconfig.n_samples": Name(f"{_R}.val_kwargs.n", "besides one greedy answer"),
     "eval_gconfig.temperature": Name(f"{_R}.val_kwargs.temperature"),
+    "eval_gconfig.top_p": Name(f"{_R}.val_kwargs.top_p"),
+    "eval_gconfig.top_k": Name(f"{_R}.val_kwargs.top_k", values={100000000: "-1"}),
+    "eval_gconfig.greedy": Name(f"{_R}.val_kwargs.greedy", "the greedy answer comes besides the sampled ones"),
+    "eval_gconfig.max_new_tokens": Name(note="data.max_response_length bounds these answers too"),
     # asynchrony
-    "rollout.max_head_offpolicyness": Name("async.max_staleness", "only 0 so far: every step is on-policy"),
+    **{f"{group}max_head_offpolicyness": _STALENESS for group in ("rollout.", "async.", "")},
+    **{f"{group}max_concurrent_rollouts": _CONCURRENT for group in ("rollout.", "")},
+    **{f"{group}schedule_policy": _ONE_ENGINE for group in ("rollout.", "async.", "")},
+    **{f"{group}flush_request_timeout": _SWAPPED for group in ("rollout.", "async.", "")},
+    **{f"{group}new_tokens_per_chunk": _SWAPPED for group in ("rollout.", "async.", "")},
+    **{f"{group}use_decoupled_loss": _DECOUPLED for group in ("actor.", "async.", "ppo.")},
+    **{f"{group}{word}_imp_weight_cap": _CAP for group in ("actor.", "async.", "ppo.") for word in ("behav", "behave")},
+    **{f"{group}{word}_imp_weight_mode": _CAP_MODE for group in ("actor.", "async.") for word in ("behav", "behave")},
+    **{f"{group}recompute_logprob": _OLD_LOG_PROBS for group in ("actor.", "async.", "ppo.")},
+    "actor.prox_logp_method": Name(
+        f"{_A}.prox",
+        "of the decoupled loss",
+        {"recompute": "recompute", "loglinear": "interpolate"},
+    ),
+    **{f"actor.rejection_sampling.{name}": Name(f"{_REJECTION}.{name}") for name in _REJECTION_OPTIONS},
+    "async_training": Name(note="generation runs ahead where async.max_staleness is above 0", harmless=ANY),
     "rollout.consumer_batch_size": _CONSUMED,
-    "rollout.max_concurrent_rollouts": Name("async.max_concurrent_rollouts", "in prompts"),
-    "rollout.queue_size": _SPEED,
+    "async.consumer_batch_size": _CONSUMED,
+    "rollout.queue_size": Name(note="the edge holds whatever async.max_staleness lets in", harmless=ANY),
+    "async.queue_size": Name(note="the edge holds whatever async.max_staleness lets in", harmless=ANY),
+    "rollout.pause_grace_period": _SWAPPED,
+    "rollout.check_trajectory_format": Name(note="the columns of every step are always checked", harmless=ANY),
     "rollout.request_timeout": _SPEED,
+    "rollout.request_retries": _SPEED,
+    "rollout.setup_timeout": _SPEED,
     "rollout.dump_to_file": Name(note="the samples of every step are kept in the run's folder", harmless=ANY),
     "rollout.tokenizer_path": Name(f"{_M}.tokenizer_path"),
     "rollout.enable_rollout_tracing": Name(note="spans are recorded in the run's folder", harmless=ANY),
-    "async.max_head_offpolicyness": Name("async.max_staleness", "only 0 so far: every step is on-policy"),
-    "async.consumer_batch_size": _CONSUMED,
-    "async.use_decoupled_loss": Name(values={True: f"{_A}.policy_loss=decoupled"}, harmless=OFF),
-    "async.behav_imp_weight_cap": Name(
-        f"{_A}.policy_loss_kwargs.behav_imp_weight_cap", "an option of the loss decoupled"
-    ),
-    "async.recompute_logprob": Name(note="the trainer's own old log-probs are always computed", harmless=ANY),
+    "n_rollout_workers": _ONE_ENGINE,
     # the actor
     "actor.path": Name(f"{_M}.path"),
     "actor.init_from_scratch": Name(f"{_M}.init", values={True: "random", False: "pretrained"}),
@@ -89,7 +131,7 @@ NAMES: dict[str, Name] = {
     "actor.disable_dropout": Name(note="pretrained decoders drop nothing", harmless=ANY),
     "actor.pad_to_maximum": Name(note="sequences are always packed without padding", harmless=ANY),
     "actor.grad_reduce_dtype": _SCHEDULING,
-    "actor.weight_update_mode": _SCHEDULING,
+    "actor.weight_update_mode": Name(note="within one process weights are copied in memory", harmless=ANY),
     "actor.mb_spec.max_tokens_per_mb": Name(f"{_A}.ppo_max_token_len_per_gpu"),
     "actor.mb_spec.*": _SPEED,
     "actor.use_lora": Name(note=f"adapters are on where {_M}.lora_rank is above 0", harmless=OFF),
@@ -145,11 +187,6 @@ NAMES: dict[str, Name] = {
     ),
     "actor.kl_ctl": _KL,
     "actor.kl_estimator": Name("algorithm.kl_penalty", values={"k1": "kl", "k2": "mse", "k3": "low_var_kl"}),
-    "actor.recompute_logprob": Name(note="the trainer's own old log-probs are always computed", harmless=ANY),
-    "actor.use_decoupled_loss": Name(values={True: f"{_A}.policy_loss=decoupled"}, harmless=OFF),
-    "actor.behav_imp_weight_cap": Name(
-        f"{_A}.policy_loss_kwargs.behav_imp_weight_cap", "an option of the loss decoupled"
-    ),
     "actor.importance_sampling_level": Name(
         values={"sequence": f"{_A}.policy_loss=gspo"}, note="by token is the loss vanilla", harmless=("token",)
     ),
@@ -177,6 +214,7 @@ NAMES: dict[str, Name] = {
     "saver.freq_epochs": _EPOCHS,
     "saver.freq_secs": _SECONDS,
     "evaluator.freq_steps": Name("trainer.test_freq", values={None: "-1"}),
+    "evaluator.eval_before_train": Name("trainer.val_before_train"),
     "evaluator.freq_epochs": _EPOCHS,
     "evaluator.freq_secs": _SECONDS,
     "recover.mode": Name("trainer.resume_mode", values={"disabled": "never", "fault": "auto", "resume": "auto"}),
@@ -192,6 +230,9 @@ NAMES: dict[str, Name] = {
 PAGES: tuple[tuple[str, str], ...] = (
     ("`arun_episode`, workflows", "one prompt, one answer so far"),
     ("`reward_norm`, `adv_norm`", "the same options, below `algorithm`"),
-    ("decoupled PPO, `use_decoupled_loss`", "`actor_rollout_ref.actor.policy_loss=decoupled`"),
+    (
+        "asynchronous training, decoupled PPO, staleness, the counters of the staleness manager",
+        "the presets `async_grpo` and `async_ppo`; [asynchrony](async.md#coming-from-areal)",
+    ),
 )
 """What is no key: there, here."""

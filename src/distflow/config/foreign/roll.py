@@ -38,8 +38,8 @@ NAMES: dict[str, Name] = {
     "logging_steps": Name(note="every step is logged", harmless=ANY),
     "max_ckpt_to_keep": Name("trainer.keep_last", values={0: "1000"}),
     "resume_from_checkpoint": Name("trainer.resume_mode", values={True: "auto", False: "never"}),
-    "num_gpus_per_node": Name("trainer.n_gpus_per_node", "one device so far", harmless=(1,)),
-    "num_nodes": Name("trainer.nnodes", "one machine so far", harmless=(1,)),
+    "num_gpus_per_node": Name("trainer.n_gpus_per_node", "with trainer.launcher=ray", harmless=(1,)),
+    "num_nodes": Name("trainer.nnodes", "with trainer.launcher=ray", harmless=(1,)),
     "is_offload_states": Name(note="nothing is offloaded: leave it out", harmless=OFF),
     "pretrain": Name(f"{_M}.path"),
     "reward_pretrain": Name("critic.model.path", "it is where the critic starts"),
@@ -54,7 +54,7 @@ NAMES: dict[str, Name] = {
     "is_num_return_sequences_expand": _SPEED,
     "generate_opt_level": _SPEED,
     "max_running_requests": Name(f"{_R}.max_num_seqs"),
-    "async_generation_ratio": Name("async.max_staleness", "only 0 so far: every step is on-policy"),
+    "async_generation_ratio": Name("async.max_staleness", "batches made ahead, in steps; a whole number"),
     "ppo_epochs": Name(f"{_A}.ppo_epochs"),
     "max_grad_norm": Name(f"{_A}.max_grad_norm"),
     "l2": Name(f"{_OPTIM}.weight_decay", harmless=(0, 0.0)),
@@ -96,7 +96,7 @@ NAMES: dict[str, Name] = {
     "add_len_reward": _ABSENT,
     "critic_warmup": Name("trainer.critic_warmup"),
     "enable_reference": Name(note="a reference is built where a KL term is on", harmless=ANY),
-    "enable_old_logprobs_recompute": Name(note="the trainer's own old log-probs are always computed", harmless=ANY),
+    "enable_old_logprobs_recompute": Name("algorithm.recompute_old_log_probs"),
     "use_topr_loss": Name(values={True: f"{_A}.policy_loss=topr"}, harmless=OFF),
     "use_policy_loss_type": Name(
         values={"PG": f"{_A}.policy_loss=gpg", "PPO": f"{_A}.policy_loss=vanilla"}, note="the loss has a name"

@@ -371,7 +371,7 @@ NAMES: dict[str, Name] = {
     "ddp_*": _ONE_PROCESS_OPTION,
     "local_rank": _ONE_PROCESS_OPTION,
     "accelerator_config": _ONE_PROCESS_OPTION,
-    "num_processes": Name("trainer.n_gpus_per_node", "one device so far", harmless=(1,)),
+    "num_processes": Name("trainer.n_gpus_per_node", "with trainer.launcher=ray", harmless=(1,)),
 }
 
 DEFAULTS: tuple[tuple[str, str, str], ...] = (

@@ -25,6 +25,11 @@ _PACKED_CHOICE = Name(note="nothing is sharded over devices, so that it does not
 _NO_REWARD_MODEL = Name(note="reward models are not there yet", harmless=OFF)
 _ONE_TURN = Name(note="conversations of several turns are not there yet", harmless=OFF)
 _ONE_TURN_OPTION = Name(note="it shapes conversations of several turns, which are not there yet", harmless=ANY)
+_SYNC_STEP = Name(
+    note="weights are published after each step: data.train_batch_size is ppo_mini_batch_size × require_batches × "
+    "trigger_parameter_sync_step",
+    harmless=(1,),
+)
 _HYDRA = Name(note="Hydra only composes here; the folder of the run is trainer.default_local_dir")
 _SAMPLES = Name(note="the samples of every step are kept in the run's folder, and shown in its report", harmless=ANY)
 _MANAGER = Name(
@@ -123,6 +128,28 @@ NAMES: dict[str, Name] = {
     "actor_rollout_ref.ref.model": Name(note="the reference is the model before the first step", harmless=(None,)),
     "actor_rollout_ref.hybrid_engine": Name(note="one process trains and generates", harmless=(True,)),
     "actor_rollout_ref.nccl_timeout": Name(note="one device so far", harmless=ANY),
+    # generation ahead of training: fully_async_policy, one_step_off_policy
+    "async_training.staleness_threshold": Name(
+        note="a share of stale samples there, whole steps here: async.max_staleness is it rounded up",
+        harmless=(0, 0.0),
+    ),
+    "async_training.trigger_parameter_sync_step": _SYNC_STEP,
+    "async_training.require_batches": _SYNC_STEP,
+    "async_training.partial_rollout": Name(
+        note=f"running answers never hold up new weights; {_R}.kv_on_update says how they go on",
+        values={True: f"{_R}.kv_on_update=recompute"},
+    ),
+    "async_training.use_rollout_log_probs": Name(
+        note=f"{_A}.policy_loss=decoupled takes them as the behaviour policy's", harmless=OFF
+    ),
+    "async_training.compute_prox_log_prob": Name(values={True: f"{_A}.policy_loss=decoupled"}, harmless=OFF),
+    "rollout.test_freq": Name("trainer.test_freq", "in steps"),
+    "rollout.total_epochs": Name("trainer.total_epochs"),
+    "rollout.total_rollout_steps": Name(
+        note="prompts in all: trainer.total_training_steps is total_rollout_steps / data.train_batch_size"
+    ),
+    "rollout.nnodes": Name(note="one machine so far", harmless=(1,)),
+    "rollout.n_gpus_per_node": Name(note="one device so far", harmless=(1,)),
     # the rollout
     f"{_R}.mode": Name(
         note="engines are always asynchronous; how far they run ahead is async.max_staleness", harmless=ANY
@@ -318,6 +345,10 @@ VALUES: dict[str, dict[object, str]] = {
 """Values of keys that both have, under the name that they have here."""
 
 PAGES: tuple[tuple[str, str], ...] = (
+    (
+        "the trainers `one_step_off_policy` and `fully_async_policy`",
+        "the same programs with `async.max_staleness` above 0: [asynchrony](async.md)",
+    ),
     (
         "the parquet columns `prompt` (chat messages), `data_source`, `reward_model.ground_truth`, `extra_info`",
         "the same; `data.answer_key=reward_model.ground_truth`, as the presets `verl_grpo` and `verl_ppo` have it",

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from distflow.config.rules import advantages, algorithm, data, engines, program, rewards, run
+from distflow.config.rules import advantages, algorithm, data, devices, engines, program, rewards, run
 from distflow.config.rules.finding import Finding
 from distflow.config.rules.sizes import SIZE_RULES
 from distflow.config.schema import Config
@@ -15,6 +15,7 @@ RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     *algorithm.RULES,
     *rewards.RULES,
     *run.RULES,
+    *devices.RULES,
 )
 
 __all__ = ["RULES", "SIZE_RULES", "Finding"]

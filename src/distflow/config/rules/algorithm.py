@@ -106,12 +106,38 @@ def corrections(config: Config) -> Iterator[Finding]:
             f"no weight lies between {correction.floor:g} and {correction.cap:g}",
             "set the floor below the cap, e.g. 0.5 and 2.0",
         )
-    if config.actor_rollout_ref.actor.policy_loss == "decoupled":
+    own = {"behav_imp_weight_cap", "behav_imp_weight_mode", "rejection_sampling"}
+    for name in sorted(own & set(config.actor_rollout_ref.actor.policy_loss_kwargs)):
         yield Finding(
-            (f"{_CORRECTION}.level", f"{ACTOR}.policy_loss"),
-            "the decoupled loss weighs by the behaviour policy already; both would correct twice",
-            f"set {_CORRECTION}.level=null, or {ACTOR}.policy_loss=vanilla",
+            (f"{_CORRECTION}.level", f"{ACTOR}.policy_loss_kwargs.{name}"),
+            "the correction weighs in place of the decoupled loss, both would weigh twice",
+            f"set {_CORRECTION}.level=null, or take {name} out: level, mode, cap and floor say the same",
         )
+    if _interpolates(config) and correction.rollout_is_batch_normalize:
+        yield Finding(
+            (f"{_CORRECTION}.rollout_is_batch_normalize", f"{ACTOR}.prox"),
+            "weights of an interpolated policy are made within the loss, one micro-batch after another, and have no "
+            "mean over the step beforehand",
+            f"set {ACTOR}.prox=recompute, or remove it",
+        )
+
+
+def old_log_probs(config: Config) -> Iterator[Finding]:
+    """A ratio to the policy that sampled is corrected by nothing more."""
+    correction, key = config.algorithm.rollout_correction, "algorithm.recompute_old_log_probs"
+    if config.algorithm.recompute_old_log_probs != "false":
+        return
+    for name, on in (("level", correction.level is not None), ("rollout_rs", bool(correction.rollout_rs))):
+        if on:
+            yield Finding(
+                (key, f"{_CORRECTION}.{name}"),
+                "the old log-probs are the rollout's own, so that its policy and the old one differ nowhere",
+                f"set {key}=true, or take {_CORRECTION}.{name} out",
+            )
+
+
+def _interpolates(config: Config) -> bool:
+    return config.actor_rollout_ref.actor.prox == "interpolate"
 
 
 def rejection(config: Config) -> Iterator[Finding]:
@@ -138,11 +164,12 @@ def rejection(config: Config) -> Iterator[Finding]:
             yield Finding(
                 both, f"nothing lies between 1/{upper:g} and {upper:g}, the bounds of {name}", "set 1 or more"
             )
-    if names and config.actor_rollout_ref.actor.policy_loss == "decoupled":
+    if names and _interpolates(config):
         yield Finding(
-            (both[1], f"{ACTOR}.policy_loss"),
-            "the decoupled loss is anchored at the rollout's own log-probs, which differ from themselves nowhere",
-            f"set {ACTOR}.policy_loss_kwargs.rejection_sampling, e.g. {{level: token, metric: kl_k3, upper: 0.1}}",
+            (both[1], f"{ACTOR}.prox"),
+            "an interpolated policy is known within the loss only, too late to leave tokens out",
+            f"set {ACTOR}.prox=recompute, or {ACTOR}.policy_loss_kwargs.rejection_sampling, e.g. "
+            "{level: token, metric: kl_k3, upper: 0.1}",
         )
 
 
@@ -176,4 +203,4 @@ def value_loss(config: Config) -> Iterator[Finding]:
         )
 
 
-RULES = (kl_control, kl_terms_count, loss_options, corrections, rejection, dynamic_sampling, value_loss)
+RULES = (kl_control, kl_terms_count, loss_options, corrections, old_log_probs, rejection, dynamic_sampling, value_loss)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from distflow.config.actor import OptimConfig
 from distflow.config.model import ModelConfig
+from distflow.config.names import ROLLOUT_ENGINES
 from distflow.config.program import is_rl, may_have_critic
 from distflow.config.rules.finding import ACTOR, MODEL, ROLLOUT, Finding
 from distflow.config.schema import Config
@@ -101,6 +102,45 @@ def publishing(config: Config) -> Iterator[Finding]:
         )
 
 
+def in_flight(config: Config) -> Iterator[Finding]:
+    """Where answers run while training goes on, the engine takes weights below them."""
+    name, staleness = config.actor_rollout_ref.rollout.name, config.async_.max_staleness
+    if is_rl(config) and staleness > 0 and not ROLLOUT_ENGINES[name].in_flight:
+        able = " or ".join(name for name, entry in ROLLOUT_ENGINES.items() if entry.in_flight and entry.target)
+        yield Finding(
+            ("async.max_staleness", f"{ROLLOUT}.name"),
+            f"answers would run on while weights change, and the engine '{name}' cannot take weights below them",
+            f"set {ROLLOUT}.name={able}, or async.max_staleness=0",
+        )
+
+
+def sharding(config: Config) -> Iterator[Finding]:
+    """Weights are spread over ranks where there are several, and where all that reads them can do so in parts."""
+    if config.actor_rollout_ref.actor.strategy != "fsdp":
+        return
+    whole = f"{ACTOR}.strategy=torch"
+    if config.trainer.launcher == "local":
+        yield Finding(
+            (f"{ACTOR}.strategy", "trainer.launcher"),
+            "weights would be spread over the ranks that train, and the local launcher has one process",
+            f"set trainer.launcher=ray, or {whole}",
+        )
+        return
+    if config.trust.audit_freq:
+        yield Finding(
+            (f"{ACTOR}.strategy", "trust.audit_freq"),
+            "the auditor proves a step again on whole weights, and no rank has them",
+            f"set trust.audit_freq=0, or {whole}",
+        )
+    optims = {ACTOR: config.actor_rollout_ref.actor.optim, "critic": config.critic.optim}
+    for prefix in (prefix for prefix, optim in optims.items() if optim.optimizer == "adamw_8bit"):
+        yield Finding(
+            (f"{ACTOR}.strategy", f"{prefix}.optim.optimizer"),
+            "bitsandbytes takes no weights that are spread over ranks",
+            f"set {prefix}.optim.optimizer=adamw, or {whole}",
+        )
+
+
 def _optimizer(prefix: str, optim: OptimConfig) -> Iterator[Finding]:
     if not all(0 <= beta < 1 for beta in optim.betas):
         yield Finding((f"{prefix}.betas",), f"{list(optim.betas)} must each be ≥ 0 and < 1", "write e.g. [0.9, 0.999]")
@@ -133,4 +173,4 @@ def _is_pinned(model: ModelConfig) -> bool:
     return not is_builtin and model.revision is not None and bool(_COMMIT.fullmatch(model.revision))
 
 
-RULES = (model_source, remote_code, lora, optimizers, sampling, publishing)
+RULES = (model_source, remote_code, lora, optimizers, sampling, publishing, in_flight, sharding)

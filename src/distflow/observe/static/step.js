@@ -1,9 +1,8 @@
-// How a step runs: the program as a graph, and the time line of some steps.
+// How a step runs: the program as a graph. Its time line is drawn by timeline.js.
 
 const NODE_HEIGHT = 46;
 const GAP = 18; // between nodes of one layer
 const REACH = 46; // between layers, for the edges
-const LANE = 22;
 
 function showStep() {
   byId("step").hidden = !data.program.length && !data.timelines.length;
@@ -100,85 +99,4 @@ function drawProgram(room) {
 function about(node) {
   const parts = [node.engines.length ? `${node.engines.join(", ")} engine` : "", node.seconds === null ? "" : seconds(node.seconds)];
   return parts.filter(Boolean).join(" · ");
-}
-
-function showTimeline() {
-  const figure = byId("timeline");
-  figure.hidden = false;
-  const buttons = data.timelines.map((line) => {
-    const button = el("button", { type: "button", "aria-pressed": "false", onclick: () => choose(line, button) }, `${line.why}: ${line.step}, ${seconds(line.seconds)}`);
-    return button;
-  });
-  let chosen = data.timelines[0];
-  const choose = (line, pressed) => {
-    chosen = line;
-    for (const button of buttons) button.setAttribute("aria-pressed", String(button === pressed));
-    drawTimeline(figure, chosen);
-  };
-  figure.querySelector(".choices").append(...buttons);
-  choose(chosen, buttons[0]);
-  let drawnAt = 0;
-  new ResizeObserver(() => {
-    const width = figure.querySelector(".lanes").clientWidth;
-    if (width !== drawnAt) drawTimeline(figure, chosen);
-    drawnAt = width;
-  }).observe(figure.querySelector(".lanes"));
-}
-
-function drawTimeline(figure, line) {
-  const place = figure.querySelector(".lanes");
-  place.replaceChildren(...line.lanes.flatMap((lane) => {
-    const track = el("div", { class: "track" });
-    return [el("span", { class: "lane-name" }, inert(lane.name)), track];
-  }), el("span", {}), el("div", { class: "track axis" }));
-  const tracks = [...place.querySelectorAll(".track")];
-  const width = tracks[0].clientWidth;
-  line.lanes.forEach((lane, i) => tracks[i].append(drawLane(lane, line.seconds, width)));
-  tracks.at(-1).append(drawAxis(line.seconds, width));
-  const left = line.left_out ? ` ${line.left_out} ${line.left_out > 1 ? "spans are" : "span is"} too short to be seen, or too many.` : "";
-  figure.querySelector("figcaption").textContent = `Time in seconds since the step began. A bar of the groups is one prompt with all its answers.${left}`;
-}
-
-function drawLane(lane, total, width) {
-  const rows = packed(lane.spans);
-  const isThin = rows.length > 4;
-  const rowHeight = isThin ? Math.max(Math.min(190 / rows.length, 6), 1.5) : LANE;
-  const x = (t) => (t / total) * width;
-  const bars = rows.flatMap((row, r) => row.map(([start, end, what]) => {
-    const size = Math.max(x(end) - x(start), 1);
-    const label = `${what} ${seconds(end - start)}`;
-    const box = svg("g", {}, svg("title", {}, label),
-      svg("rect", { class: "span", x: x(start), y: r * rowHeight, width: Math.max(size - 0.5, 0.7), height: rowHeight * (isThin ? 0.8 : 0.94), rx: isThin ? 1 : 4, fill: spanColor(lane, what) }));
-    if (!isThin && size > label.length * 6.6 + 10) box.append(svg("text", { class: lane.kind, x: x(start) + 6, y: r * rowHeight + 15 }, label));
-    return box;
-  }));
-  return svg("svg", { width, height: Math.ceil(rows.length * rowHeight), role: "img", "aria-label": `${lane.name}: ${lane.spans.slice(0, 12).map(([start, end, what]) => `${what} ${seconds(end - start)}`).join(", ")}` }, ...bars);
-}
-
-// What overlaps goes into rows of its own.
-function packed(spans) {
-  const rows = [];
-  for (const span of spans) {
-    const row = rows.find((known) => known.at(-1)[1] <= span[0] + 1e-9);
-    if (row) row.push(span);
-    else rows.push([span]);
-  }
-  return rows;
-}
-
-// A phase has the colour that it has among the curves.
-function spanColor(lane, what) {
-  if (lane.kind === "wait") return "var(--wait)";
-  if (lane.kind !== "phase") return what === "complete" ? "var(--c1)" : "var(--bad)";
-  const stacked = Object.keys(data.series.y).filter((name) => /^timing_s\/(?!step$|eval$|save$)/.test(name)).sort();
-  const known = stacked.indexOf(`timing_s/${what}`);
-  return known < 0 ? "var(--c7)" : `var(--c${known % NUM_COLORS})`;
-}
-
-function drawAxis(total, width) {
-  const step = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000].find((s) => total / s <= Math.max(width / 90, 2)) ?? 5000;
-  const ticks = [];
-  for (let t = 0; t <= total + 1e-9; t += step) ticks.push(t);
-  return svg("svg", { width, height: 18 }, ...ticks.map((t) => svg("text", {
-    x: (t / total) * width, y: 13, "text-anchor": t === 0 ? "start" : t > total * 0.97 ? "end" : "middle" }, String(Number(t.toPrecision(3))))));
 }

@@ -8,14 +8,16 @@ from torch import Tensor
 from distflow.algorithms.corrections import Level, Mode, compute_rollout_weights, mismatch_statistics
 from distflow.algorithms.kl import KLMean, make_kl_controller
 from distflow.algorithms.kl import apply_kl_penalty as penalise
-from distflow.algorithms.registry import check_choices, check_options, find_adv_est, find_policy_loss
+from distflow.algorithms.proximal import proximal_position
+from distflow.algorithms.registry import check_choices, check_options, find_adv_est, find_policy_loss, is_decoupled
 from distflow.algorithms.rejection import Bounds, compute_rejection_mask
 from distflow.config import Config
 from distflow.config.algorithm import is_on, spread
 from distflow.config.program import find_estimator
 from distflow.data.batch import Batch
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
-from distflow.runtime.checks.mismatch import Tolerance
+from distflow.pipelines.objectives import MENDING, interpolates_prox, takes_rollouts
+from distflow.runtime.checks.mismatch import Tolerance, causes
 from distflow.runtime.context import NodeContext
 from distflow.training.collective import Collective
 from distflow.training.engine import Scorer
@@ -28,8 +30,11 @@ def compute_old_log_prob(config: Config) -> Callable[..., object]:
 
     For decoupled PPO they are those of the proximal policy, and the old ones are the rollout engine's own.
     """
-    decoupled = config.actor_rollout_ref.actor.policy_loss == "decoupled"
-    return score_proximal if decoupled else score_policy
+    if interpolates_prox(config):
+        return place_proximal
+    if takes_rollouts(config):
+        return take_rollouts
+    return score_proximal if is_decoupled(config.actor_rollout_ref.actor.policy_loss) else score_policy
 
 
 @node(writes="old_log_probs", role=NodeRole.ACTOR, reads=("prompt_ids", "response_ids", "response_mask"))
@@ -51,6 +56,18 @@ def score_proximal(batch: Batch, actor: Scorer) -> NodeOutput:
     return NodeOutput(written, *_entropy(scored, batch))
 
 
+@node(writes="old_log_probs", role=NodeRole.ACTOR)
+def take_rollouts(rollout_log_probs: Tensor) -> Tensor:
+    """The rollout engine's log-probs as the old ones."""
+    return rollout_log_probs
+
+
+@node(writes=("old_log_probs", "prox_alpha"), role=NodeRole.ACTOR)
+def place_proximal(rollout_log_probs: Tensor, versions: Tensor, ctx: NodeContext) -> dict[str, Tensor]:
+    """The rollout engine's log-probs, and where between them and the loss's current ones the proximal policy lies."""
+    return {"old_log_probs": rollout_log_probs, "prox_alpha": proximal_position(versions, ctx.step)}
+
+
 def _entropy(scored: Batch, batch: Batch) -> tuple[dict[str, float], float]:
     """The mean as a metric, and the number of tokens that it is over."""
     mask = batch.flat("loss_mask")
@@ -61,11 +78,11 @@ def _entropy(scored: Batch, batch: Batch) -> tuple[dict[str, float], float]:
 @node_factory
 @node(role=NodeRole.ACTOR, writes="rollout_is_weights")
 def correct_mismatch(config: Config) -> Callable[..., object]:
-    """Importance weights for what the rollout engine and the trainer disagree on."""
+    """Importance weights for what the rollout engine's policy and the trainer's before the update disagree on."""
     settings = config.algorithm.rollout_correction
     options: dict[str, object] = {"level": settings.level, "mode": settings.mode, "cap": settings.cap}
     return partial(
-        weigh_mismatch,
+        weigh_proximal if is_decoupled(config.actor_rollout_ref.actor.policy_loss) else weigh_mismatch,
         **options,  # type: ignore[arg-type]  # the config checks them
         floor=settings.floor,
         batch_normalize=settings.rollout_is_batch_normalize,
@@ -100,6 +117,24 @@ def weigh_mismatch(
     return NodeOutput({"rollout_is_weights": weights}, {f"correction/{k}": v for k, v in statistics.items()})
 
 
+@node(writes="rollout_is_weights", role=NodeRole.ACTOR)
+def weigh_proximal(
+    prox_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    loss_mask: Tensor,
+    reduce: Collective,
+    *,
+    level: Level,
+    mode: Mode,
+    cap: float,
+    floor: float | None,
+    batch_normalize: bool,
+) -> NodeOutput:
+    """The same of decoupled PPO, whose own log-probs are the proximal ones."""
+    options = {"level": level, "mode": mode, "cap": cap, "floor": floor, "batch_normalize": batch_normalize}
+    return weigh_mismatch(prox_log_probs, rollout_log_probs, loss_mask, reduce, **options)  # type: ignore[arg-type]  # as they came
+
+
 @node_factory
 @node(role=NodeRole.ACTOR, writes="rollout_is_weights")
 def mend_mismatch(config: Config) -> Callable[..., object]:
@@ -114,21 +149,38 @@ def weigh_once_apart(
     rollout_log_probs: Tensor,
     response_mask: Tensor,
     loss_mask: Tensor,
+    versions: Tensor,
     reduce: Collective,
     ctx: NodeContext,
     *,
     limit: float,
 ) -> NodeOutput | None:
-    """Nothing until the mean |Δ log-prob| of a step is above `limit`; then weights of tokens, truncated at 2."""
+    """Nothing until the mean |Δ log-prob| of a step is above `limit`; then weights of tokens, truncated at 2.
+
+    Only tokens of the trainer's own version tell: that others differ is staleness, which is no drift of the two.
+    """
     if not ctx.state.get("on"):
-        apart = mismatch_statistics(old_log_probs, rollout_log_probs, response_mask, reduce)["mean_abs"]
-        ctx.state["on"] = apart > limit
+        of_now = causes(versions, response_mask, ctx.step)["same_version"]
+        ctx.state["on"] = are_apart(old_log_probs, rollout_log_probs, of_now, limit, reduce)
     if not ctx.state["on"]:
         return None
+    weights, statistics = mending_weights(old_log_probs, rollout_log_probs, loss_mask, reduce)
+    return NodeOutput({"rollout_is_weights": weights}, statistics)
+
+
+def are_apart(trainer: Tensor, rollout: Tensor, mask: Tensor, limit: float, reduce: Collective) -> bool:
+    """Whether the mean |Δ log-prob| of the tokens under the mask is above `limit`, over all ranks."""
+    return mismatch_statistics(trainer, rollout, mask, reduce)["mean_abs"] > limit
+
+
+def mending_weights(
+    trainer: Tensor, rollout: Tensor, loss_mask: Tensor, reduce: Collective
+) -> tuple[Tensor, dict[str, float]]:
+    """The weights that are switched on where the two are apart, and their statistics as metrics."""
     weights, statistics = compute_rollout_weights(
-        old_log_probs, rollout_log_probs, loss_mask, level="token", cap=2.0, reduce=reduce
+        trainer, rollout, loss_mask, level=MENDING.level, mode=MENDING.mode, cap=MENDING.cap, reduce=reduce
     )
-    return NodeOutput({"rollout_is_weights": weights}, {f"correction/{k}": v for k, v in statistics.items()})
+    return weights, {f"correction/{k}": v for k, v in statistics.items()}
 
 
 @node_factory
@@ -137,7 +189,8 @@ def reject_mismatch(config: Config) -> Callable[..., object]:
     """Leave out of the loss what the rollout engine and the trainer disagree on too much."""
     settings = config.algorithm.rollout_correction
     bounds = spread(settings.rollout_rs_threshold, len(settings.rollout_rs))
-    return partial(mask_mismatch, rollout_rs=settings.rollout_rs, bounds=bounds)
+    decoupled = is_decoupled(config.actor_rollout_ref.actor.policy_loss)
+    return partial(mask_proximal if decoupled else mask_mismatch, rollout_rs=settings.rollout_rs, bounds=bounds)
 
 
 @node(writes="loss_mask", role=NodeRole.ACTOR)
@@ -155,6 +208,20 @@ def mask_mismatch(
         old_log_probs, rollout_log_probs, loss_mask, rollout_rs=rollout_rs, bounds=bounds, reduce=reduce
     )
     return NodeOutput({"loss_mask": mask}, {f"rejection/{k}": v for k, v in statistics.items()})
+
+
+@node(writes="loss_mask", role=NodeRole.ACTOR)
+def mask_proximal(
+    prox_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    loss_mask: Tensor,
+    reduce: Collective,
+    *,
+    rollout_rs: tuple[str, ...],
+    bounds: tuple[Bounds, ...],
+) -> NodeOutput:
+    """The same of decoupled PPO, whose own log-probs are the proximal ones."""
+    return mask_mismatch(prox_log_probs, rollout_log_probs, loss_mask, reduce, rollout_rs=rollout_rs, bounds=bounds)
 
 
 @node_factory

@@ -4,12 +4,31 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import torch
+from torch import Tensor
+
 from distflow.config import Config
 from distflow.data.batch import Batch
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
-from distflow.pipelines.objectives import policy_objective, sft_objective, value_objective
+from distflow.graph.fields import register_field
+from distflow.pipelines.nodes.scoring import are_apart, mending_weights
+from distflow.pipelines.objectives import (
+    interpolates_prox,
+    mends_mismatch,
+    policy_objective,
+    sft_objective,
+    takes_rollouts,
+    value_objective,
+)
+from distflow.runtime.checks.mismatch import Tolerance
 from distflow.runtime.context import NodeContext
-from distflow.training.engine import LossFn, TrainEngine
+from distflow.training.collective import Collective
+from distflow.training.engine import Counts, LossFn, TrainEngine
+
+register_field(
+    "trainer_log_probs",
+    doc="by the trainer, in the forward pass of this step's first update; NaN in samples that it did not see",
+)
 
 _READS = ("prompt_ids", "response_ids")
 _COUNTED = {"skipped", "empty"}
@@ -21,9 +40,33 @@ def train_actor(config: Config) -> Callable[..., object]:
     """Update the policy by the config's loss, once the critic has warmed up."""
     actor, objective = config.actor_rollout_ref.actor, policy_objective(config)
     reads = (*_READS, *objective.reads, *(f"?{name}" for name in objective.optional))
-    return _update(
-        reads, "actor", objective, actor.ppo_epochs, actor.ppo_mini_batch_size, warmup=config.trainer.critic_warmup
+    records = "trainer_log_probs" if interpolates_prox(config) or takes_rollouts(config) else None
+    warmup = config.trainer.critic_warmup
+    return _update(reads, "actor", objective, actor.ppo_epochs, actor.ppo_mini_batch_size, warmup, records)
+
+
+@node_factory
+@node(role=NodeRole.ACTOR)
+def train_unscored_actor(config: Config) -> Callable[..., object]:
+    """What `train_actor` is where a step has one optimizer step, of the policy that sampled, and nothing scores it."""
+    objective = policy_objective(config, derives_old=True)
+    closed = partial(
+        update_unscored,
+        name="actor",
+        objective=objective,
+        mended=policy_objective(config, derives_old=True, mended=True) if mends_mismatch(config) else None,
+        limit=Tolerance.of(exact=config.actor_rollout_ref.model.dtype == "float32").mean,
+        num_prompts=config.actor_rollout_ref.actor.ppo_mini_batch_size,
+        warmup=config.trainer.critic_warmup,
     )
+    reads = (
+        *_READS,
+        *objective.reads,
+        *(f"?{name}" for name in objective.optional),
+        "response_mask",
+        "rollout_log_probs",
+    )
+    return node(writes=("old_log_probs", "rollout_is_weights"), reads=tuple(dict.fromkeys(reads)))(closed)
 
 
 @node_factory
@@ -44,10 +87,18 @@ def train_sft(config: Config) -> Callable[..., object]:
 
 
 def _update(
-    reads: tuple[str, ...], name: str, objective: LossFn, epochs: int, num_prompts: int, warmup: int = 0
+    reads: tuple[str, ...],
+    name: str,
+    objective: LossFn,
+    epochs: int,
+    num_prompts: int,
+    warmup: int = 0,
+    records: str | None = None,
 ) -> Callable[..., object]:
-    closed = partial(update, name=name, objective=objective, epochs=epochs, num_prompts=num_prompts, warmup=warmup)
-    return node(writes=(), reads=tuple(dict.fromkeys(reads)))(closed)
+    closed = partial(
+        update, name=name, objective=objective, epochs=epochs, num_prompts=num_prompts, warmup=warmup, records=records
+    )
+    return node(writes=records or (), reads=tuple(dict.fromkeys(reads)))(closed)
 
 
 def update(
@@ -60,19 +111,96 @@ def update(
     epochs: int,
     num_prompts: int,
     warmup: int,
+    records: str | None = None,
 ) -> NodeOutput:
     """One optimizer step for each mini-batch of `num_prompts` groups in each epoch, from step `warmup` on.
 
     Metrics are means over the mini-batches in which a token counts, named `name/...`; `skipped` and `empty` are
-    numbers of mini-batches.
+    numbers of mini-batches. records: the column to write what the first one was scored with, NaN in other samples.
     """
-    updates = list[dict[str, float]]()
+    updates, unmoved, rows = list[dict[str, float]](), True, dict[str, Tensor]()
     for epoch in range(epochs if ctx.step >= warmup else 0):
         for mini_batch in ctx.minibatches(batch, num_prompts, epoch):
-            metrics = engine.train_step(mini_batch, ctx.before_update(engine, mini_batch, objective))
-            ctx.after_update(engine, mini_batch, metrics, all(before.get("empty") for before in updates))
+            loss = ctx.before_update(engine, mini_batch, objective)
+            metrics = engine.train_step(mini_batch, Recorded(loss, rows) if records and unmoved else loss)
+            ctx.after_update(engine, mini_batch, metrics, unmoved)
             updates.append(metrics)
-    return NodeOutput(None, {f"{name}/{metric}": value for metric, value in _over(updates).items()})
+            unmoved = unmoved and bool(metrics.get("empty"))
+    measured = {f"{name}/{metric}": value for metric, value in _over(updates).items()}
+    if records is None:
+        return NodeOutput(None, measured)
+    scored = batch.only(batch.names)
+    scored[records] = engine.forward(batch, ("log_probs",)).flat("log_probs") if unmoved else _by_sample(rows, batch)
+    return NodeOutput(scored, measured)
+
+
+def update_unscored(
+    batch: Batch,
+    engine: TrainEngine,
+    ctx: NodeContext,
+    reduce: Collective,
+    *,
+    name: str,
+    objective: LossFn,
+    mended: LossFn | None,
+    limit: float,
+    num_prompts: int,
+    warmup: int,
+) -> NodeOutput:
+    """The one optimizer step of a step that nothing scored before: its own forward pass does.
+
+    The ratio is 1 by construction, so that the log-probs that the loss is given are the old ones too; they are written
+    as such behind the update. mended: the loss once engine and trainer have drifted apart by more than `limit` in a
+    step, from the next one on; None where nothing is to be weighed then.
+    """
+    loss = mended if mended is not None and ctx.state.get("on") else objective
+    rows, updates, unmoved = dict[str, Tensor](), list[dict[str, float]](), True
+    for mini_batch in ctx.minibatches(batch, num_prompts, 0) if ctx.step >= warmup else ():
+        watched = ctx.before_update(engine, mini_batch, loss)
+        updates.append(engine.train_step(mini_batch, Recorded(watched, rows) if unmoved else watched))
+        ctx.after_update(engine, mini_batch, updates[-1], unmoved)
+        unmoved = unmoved and bool(updates[-1].get("empty"))
+    metrics = {f"{name}/{metric}": value for metric, value in _over(updates).items()}
+    scored = batch.only(batch.names)
+    if unmoved:
+        scored["old_log_probs"] = engine.forward(batch, ("log_probs",)).flat("log_probs")
+    else:
+        scored["old_log_probs"] = _by_sample(rows, batch)
+    if mended is None:
+        return NodeOutput(scored, metrics)
+    own, rollout = scored["old_log_probs"], scored["rollout_log_probs"]
+    if loss is mended:
+        weights, statistics = mending_weights(own, rollout, scored["loss_mask"], reduce)
+        scored["rollout_is_weights"], metrics = weights, metrics | statistics
+    ctx.state["on"] = loss is mended or are_apart(own, rollout, scored["response_mask"], limit, reduce)
+    return NodeOutput(scored, metrics | {"correction/on": float(ctx.state["on"])})
+
+
+class Recorded:
+    """A loss function that keeps the log-probs which it is given, in `rows` by the samples' uid."""
+
+    def __init__(self, loss: LossFn, rows: dict[str, Tensor]) -> None:
+        self.outputs, self._loss, self._rows = loss.outputs, loss, rows
+
+    def counts(self, batch: Batch) -> Counts:
+        return self._loss.counts(batch)
+
+    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Counts]:
+        log_probs = outputs["log_probs"].detach().cpu()
+        for uid, row, length in zip(micro["uid"], log_probs, micro.lengths("response").tolist(), strict=True):
+            self._rows[uid] = row[:length]
+        return self._loss(outputs, micro, counts)
+
+    def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
+        return self._loss.finish(sums, counts)
+
+
+def _by_sample(rows: Mapping[str, Tensor], batch: Batch) -> Tensor:
+    """The rows of all samples one after another, NaN for those without one."""
+    lengths = batch.lengths("response").tolist()
+    return torch.cat(
+        [rows.get(uid, torch.full((length,), torch.nan)) for uid, length in zip(batch["uid"], lengths, strict=True)]
+    )
 
 
 def _over(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -13,13 +14,14 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.flow.ticket import Version
 from distflow.models.decoder import DecoderView, PromptKV
+from distflow.rollout.activity import Activity, ActivityLog
 from distflow.rollout.checks import check_request
-from distflow.rollout.embedded.kv import KVSlots, PromptCache
+from distflow.rollout.embedded.lane import Lane
 from distflow.rollout.embedded.loop import StepLoop, settle
 from distflow.rollout.embedded.sampler import Draws, sample
-from distflow.rollout.embedded.scheduler import Prefill, Scheduler, Work
+from distflow.rollout.embedded.scheduler import Prefill, Work
 from distflow.rollout.embedded.sequence import Sequence, sequences_of
-from distflow.rollout.engine import GenerateRequest, GenerateResult, Receipt
+from distflow.rollout.engine import GenerateRequest, GenerateResult, Host, KVOnUpdate, Receipt
 from distflow.rollout.receipts import stripe_hashes
 from distflow.rollout.stopping import finish_reason
 from distflow.rollout.weights import check_shared, check_version, copy_weights
@@ -31,7 +33,8 @@ class _Pending:
 
     loop: asyncio.AbstractEventLoop
     future: "asyncio.Future[GenerateResult]"
-    request: GenerateRequest
+    lane: Lane
+    sequences: list[Sequence]
 
 
 class EmbeddedEngine:
@@ -41,6 +44,9 @@ class EmbeddedEngine:
     arithmetic of a row depends on its batch (rounding), bit-equality needs the same batches: when no request is left
     all slots and caches are dropped, so the same requests submitted in the same order while paused, and then resumed,
     give the same bits, whatever ran before.
+
+    Requests of the stream "train" have a lane of their own, and all others have one. The other lane goes first: while
+    an evaluation runs, training sequences keep their slots and wait, and their batches are what they would have been.
     """
 
     def __init__(
@@ -51,16 +57,18 @@ class EmbeddedEngine:
         version: Version,
         max_num_seqs: int = 256,
         shares_weights: bool = False,
-        recompute_kv: bool = False,
+        kv_on_update: KVOnUpdate = "keep",
+        num_threads: int | None = None,
         max_prefill_tokens: int = 8192,
         prompt_cache_tokens: int = 16384,
     ) -> None:
         """Raises UserError for a model that `DecoderView` cannot run.
 
-        tokenizer: for stop strings. max_num_seqs: sequences decoded together. shares_weights: `model` is the
-        trainer's, so `load_weights` copies nothing. recompute_kv: after new weights, running sequences get the
-        keys and values of those weights (else they keep the old ones). max_prefill_tokens: of one step.
-        prompt_cache_tokens: prefilled prompt tokens kept while work is left.
+        tokenizer: for stop strings. max_num_seqs: sequences of a lane decoded together. shares_weights: `model` is the
+        trainer's, so `load_weights` copies nothing. kv_on_update: with new weights, begun sequences go on over the old
+        keys and values, get those of the new weights, or end (finish reason "abort"). num_threads: of torch, where the
+        engine computes on a thread of its own; None leaves them as they are. max_prefill_tokens: of one step.
+        prompt_cache_tokens: prefilled prompt tokens that a lane keeps while it has work.
         """
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
@@ -70,19 +78,22 @@ class EmbeddedEngine:
         self._tokenizer = tokenizer
         self._decoder = DecoderView(model)
         self._shares_weights = shares_weights
-        self._recompute_kv = recompute_kv
-        # The step loop's own, down to `_unfinished`: asyncio's thread only posts what is to be done with them. The
-        # numbers alone it draws itself, and nobody else does.
-        self._scheduler = Scheduler(max_num_seqs, max_prefill_tokens)
-        self._slots = KVSlots()
-        self._prompts = PromptCache(prompt_cache_tokens)
+        self._kv_on_update = kv_on_update
+        self._activity = ActivityLog()
+        # The step loop's own, down to `_pending`: asyncio's thread only posts what is to be done with them. The numbers
+        # alone it draws itself, and nobody else does.
+        self._is_whole = True  # False: a copy failed in the middle
+        self._num_loads = 0  # names the weights, whatever number they have: an alias changes their version alone
+        self._other, self._train = self._lanes = tuple(
+            Lane(name, max_num_seqs, max_prefill_tokens, prompt_cache_tokens) for name in ("eval", "train")
+        )
         self._numbers = itertools.count()
         self._pending: dict[int, _Pending] = {}
-        self._unfinished: dict[int, list[Sequence]] = {}
-        self._loop = StepLoop("embedded-rollout", self.step, lambda: self._scheduler.has_work, self._fail)
+        self.host: Host | None = None
+        self._loop = StepLoop("embedded-rollout", self.step, self._has_work, self._fail, num_threads)
 
     async def __aenter__(self) -> "EmbeddedEngine":
-        self._loop.start()
+        self._loop.start(self.host)
         return self
 
     async def __aexit__(
@@ -97,8 +108,9 @@ class EmbeddedEngine:
         Raises UserError for a request that cannot run, and whatever a failed step raised.
         """
         check_request(request, vocab_size=self._decoder.vocab_size, max_positions=self._decoder.max_positions)
-        loop = asyncio.get_running_loop()
-        number, pending = next(self._numbers), _Pending(loop, loop.create_future(), request)
+        loop, number = asyncio.get_running_loop(), next(self._numbers)
+        lane = self._train if request.stream.name == "train" else self._other
+        pending = _Pending(loop, loop.create_future(), lane, sequences_of(number, request))
         self._loop.post(partial(self._submit, number, pending))
         try:
             return await pending.future
@@ -112,6 +124,7 @@ class EmbeddedEngine:
 
         def pause() -> None:
             self._loop.paused = True
+            self._activity.stopped()
             if release:
                 self._forget_kv()
 
@@ -125,47 +138,61 @@ class EmbeddedEngine:
 
     async def hashes(self) -> dict[str, str]:
         """See `RolloutEngine`."""
-        return stripe_hashes(self._model.named_parameters(remove_duplicate=False))
+        return await self._loop.call(lambda: stripe_hashes(self._model.named_parameters(remove_duplicate=False)))
 
-    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> Receipt:
-        """Take weights between two steps, all or nothing; a pause is not needed. Cached prompts are dropped.
+    async def load_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
+        """Take weights between two steps, all or nothing; a pause is not needed. Cached prompts are dropped, and what
+        is with begun sequences says `kv_on_update`. None: an alias, see `RolloutEngine`; nothing is dropped.
 
         Raises ValueError when the version goes back, when names or shapes do not fit, or, on shared storage, when a
         sent tensor is not the module's own.
         """
         return await self._loop.call(partial(self._take_weights, version, weights))
 
+    def take_activity(self) -> list[Activity]:
+        """What it decoded since this was called last; from any thread."""
+        return self._activity.take()
+
     @torch.inference_mode()
     def step(self) -> None:
-        """Schedule, run, sample. Called by the engine's thread."""
+        """Schedule, run, sample. Called by the thread that computes."""
+        t0 = time.time()
+        if not self._is_whole:
+            raise RuntimeError("the rollout engine took a part of its last weights only, and does not serve them")
         if self._model.training:
             self._model.eval()
-        work = self._scheduler.schedule()
-        hidden = self._prefill(work) if work.prefills else self._decode(work)
-        self._finish(self._append(work, sample(self._decoder.logits(hidden), work.sequences)))
+        lane = next(lane for lane in self._lanes if lane.has_work)
+        work = lane.scheduler.schedule()
+        hidden = self._prefill(lane, work) if work.prefills else self._decode(lane, work)
+        finished = self._append(work, sample(self._decoder.logits(hidden), work.sequences))
+        self._activity.decoded(t0, time.time(), self.version.step, lane.name, len(work.sequences))
+        self._finish(lane, finished)
 
-    def _prefill(self, work: Work) -> Tensor:
+    def _has_work(self) -> bool:
+        return any(lane.has_work for lane in self._lanes)
+
+    def _prefill(self, lane: Lane, work: Work) -> Tensor:
         """Returns `(rows, hidden)` of the last prompt tokens, in the order of the slots."""
         slot, hidden = work.first_slot, []
         for prefill in work.prefills:
-            for forward, rows in self._rows_of(prefill):
-                self._slots.fill(forward, rows, slot)
+            for forward, rows in self._rows_of(lane, prefill):
+                lane.slots.fill(forward, rows, slot)
                 hidden.append(forward.hidden[torch.tensor(rows, device=forward.hidden.device)])
                 slot += len(rows)
         return torch.cat(hidden)
 
-    def _rows_of(self, prefill: Prefill) -> list[tuple[PromptKV, list[int]]]:
+    def _rows_of(self, lane: Lane, prefill: Prefill) -> list[tuple[PromptKV, list[int]]]:
         """Forwards with the rows to copy from each, a row for each sequence, in order."""
-        places = self._prompts.rows(self.version, prefill.contexts, self._decoder.prefill)
+        places = lane.prompts.rows(self._num_loads, prefill.contexts, self._decoder.prefill)
         places = [place for place, starts in zip(places, prefill.starts, strict=True) for _ in starts]
         runs = itertools.groupby(places, key=lambda place: id(place[0]))
         return [(run[0][0], [row for _, row in run]) for run in (list(group) for _, group in runs)]
 
-    def _decode(self, work: Work) -> Tensor:
+    def _decode(self, lane: Lane, work: Work) -> Tensor:
         device = self._decoder.device
         positions = [sequence.position for sequence in work.sequences]
         tokens = torch.tensor([sequence.token_ids[-1] for sequence in work.sequences], device=device)
-        keys, values = self._slots.window(len(positions), max(positions) + 1)
+        keys, values = lane.slots.window(len(positions), max(positions) + 1)
         return self._decoder.decode(tokens, torch.tensor(positions, device=device), keys, values)
 
     def _append(self, work: Work, draws: Draws) -> list[Sequence]:
@@ -180,54 +207,72 @@ class EmbeddedEngine:
         self.num_generated_tokens += len(work.sequences)
         return finished
 
-    def _finish(self, finished: list[Sequence]) -> None:
+    def _finish(self, lane: Lane, finished: list[Sequence]) -> None:
         """Free their slots, and answer the requests that have no other sequence left."""
-        self._leave(finished)
+        self._leave(lane, finished)
         for number in dict.fromkeys(sequence.request for sequence in finished):
-            sequences = self._unfinished[number]
+            sequences = self._pending[number].sequences
             if all(sequence.finish_reason is not None for sequence in sequences):
                 pending = self._pending.pop(number)
-                del self._unfinished[number]
                 settle(pending.loop, pending.future, GenerateResult(tuple(seq.generation() for seq in sequences)))
 
-    def _leave(self, gone: list[Sequence]) -> None:
-        self._slots.move(self._scheduler.remove(gone))
-        if not self._scheduler.has_work:
-            self._slots.reset()
-            self._prompts.clear()
+    def _leave(self, lane: Lane, gone: list[Sequence]) -> None:
+        lane.leave(gone)
+        if not self._has_work():
+            self._activity.stopped()
 
     def _submit(self, number: int, pending: _Pending) -> None:
-        sequences = sequences_of(number, pending.request)
-        self._pending[number], self._unfinished[number] = pending, sequences
-        self._scheduler.add(sequences)
+        self._pending[number] = pending
+        pending.lane.scheduler.add(pending.sequences)
 
     def _abort(self, number: int) -> None:
         """Nothing to do where the request was answered, or failed, before its caller's cancel arrived."""
-        if self._pending.pop(number, None) is not None:
-            self._leave(self._unfinished.pop(number))
+        pending = self._pending.pop(number, None)
+        if pending is not None:
+            self._leave(pending.lane, pending.sequences)
 
     def _fail(self, error: Exception) -> None:
         """Answer all waiting requests with `error`, and start afresh: the next requests are served again."""
-        pending, self._pending, self._unfinished = list(self._pending.values()), {}, {}
-        self._leave([*self._scheduler.waiting, *self._scheduler.running])
+        pending, self._pending = list(self._pending.values()), {}
+        for lane in self._lanes:
+            self._leave(lane, [*lane.scheduler.waiting, *lane.scheduler.running])
         for waiting in pending:
             settle(waiting.loop, waiting.future, error)
 
-    def _take_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> Receipt:
+    def _take_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
         check_version(self.version, version)
+        if weights is None:
+            self.version = version
+            return Receipt(version, shared=self._shares_weights, alias=True)
         hashes: dict[str, str] = {}
         if self._shares_weights:
             check_shared(self._model, weights)
         else:
-            hashes = copy_weights(self._model, weights)
+            try:
+                hashes = copy_weights(self._model, weights)
+            except ValueError:
+                raise  # nothing was changed
+            except Exception:
+                self._is_whole = False
+                raise
+        self._is_whole = True
         self.version = version
-        self._prompts.clear()
-        if self._recompute_kv:
-            self._forget_kv()
+        self._num_loads += 1
+        self._follow_update()
         return Receipt(version, hashes, self._shares_weights)
 
+    def _follow_update(self) -> None:
+        """What the old weights left behind is dropped, or kept where that is wanted."""
+        for lane in self._lanes:
+            lane.prompts.clear()
+            if self._kv_on_update == "recompute":
+                lane.forget_kv()
+            elif self._kv_on_update == "abort":
+                begun = lane.begun()
+                for sequence in begun:
+                    sequence.finish_reason = "abort"
+                self._finish(lane, begun)
+
     def _forget_kv(self) -> None:
-        """Running sequences go back to the head of the queue, with the tokens that they have."""
-        self._scheduler.preempt()
-        self._prompts.clear()
-        self._slots.reset()
+        for lane in self._lanes:
+            lane.forget_kv()

@@ -2,7 +2,8 @@
 
 OpenMP keeps a pool of threads for each thread that ever computed, for as long as that one lives, and two pools on the
 same cores slow each other down even when one of them is idle (measured: 25 k tokens/s alone, 15 k beside the idle
-pool of the main thread). So the thread that computes lives only while there is something to do.
+pool of the main thread). So what computes is a thread that has a pool already and nothing else to do, where a host
+lends one, or else one that lives only while there is work.
 """
 
 import asyncio
@@ -10,6 +11,10 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TypeVar
+
+import torch
+
+from distflow.rollout.engine import Host
 
 T = TypeVar("T")
 
@@ -20,24 +25,35 @@ class StepLoop:
     """
 
     def __init__(
-        self, name: str, step: Callable[[], None], has_work: Callable[[], bool], fail: Callable[[Exception], None]
+        self,
+        name: str,
+        step: Callable[[], None],
+        has_work: Callable[[], bool],
+        fail: Callable[[Exception], None],
+        num_threads: int | None = None,
     ) -> None:
-        """fail: told the exception of a step or a posted command; the loop goes on after it."""
+        """fail: told the exception of a step or a posted command; the loop goes on after it. num_threads: of torch,
+        where no host lends a thread; None leaves them as they are."""
         self.paused = False
         self._step = step
         self._has_work = has_work
         self._fail = fail
+        self._num_threads = num_threads
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._posted = threading.Event()
         self._stopping = False
         self._name = name
+        self._host: Host | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def start(self) -> None:
+    def start(self, host: Host | None = None) -> None:
+        """host: None lets the loop compute on threads of its own."""
+        self._host = host
         self._thread.start()
 
     @property
     def running(self) -> bool:
-        # Set on the busy thread, read on asyncio's, as `stop` is run: it does what was posted in between.
+        # Set on the thread that computes, read on asyncio's, as `stop` is run: it does what was posted in between.
         return self._thread.is_alive() and not self._stopping
 
     def post(self, command: Callable[[], None]) -> None:
@@ -45,6 +61,7 @@ class StepLoop:
         if not self.running:
             raise RuntimeError("the rollout engine is not running: use it inside `async with engine:`")
         self._commands.put(command)
+        self._posted.set()
 
     async def call(self, command: Callable[[], T]) -> T:
         """Run `command` between two steps and wait for its result or exception."""
@@ -75,28 +92,49 @@ class StepLoop:
             self._attempt(self._commands.get())
 
     def _run(self) -> None:
-        """Wait for commands; leave all computing, theirs included, to a thread that ends when it has no more to do."""
+        """Wait for something to do; leave all computing, that of commands included, to the host's thread where it has
+        nothing to do, else to one that ends when it has no more."""
         while not self._stopping:
-            command = self._commands.get()
-            busy = threading.Thread(target=self._work, args=(command,), name=f"{self._name}-busy", daemon=True)
-            busy.start()
-            busy.join()
+            # A thread that is wanted elsewhere may have left commands.
+            if self._commands.empty() and not self._can_step():
+                self._posted.wait()
+            self._posted.clear()  # before the commands are looked at: one that comes from here on is not missed
+            if self._host is None or not self._host.compute(self._work):
+                busy = threading.Thread(target=self._work_alone, name=f"{self._name}-busy", daemon=True)
+                busy.start()
+                busy.join()
 
-    def _work(self, command: Callable[[], None]) -> None:
-        self._attempt(command)
-        while not self._stopping:
+    def _can_step(self) -> bool:
+        return not self.paused and self._has_work()
+
+    def _work_alone(self) -> None:
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)  # of this thread
+        try:
+            self._work(lambda: self._host is not None and self._host.waits)
+        except BaseException as error:  # the thread's edge: what ends it must not leave requests without an answer
+            self.paused = False
+            self._fail(RuntimeError(f"{type(error).__name__}: {error}"))
+
+    def _work(self, ends: Callable[[], bool]) -> None:
+        """Commands and steps, as long as there are any and the thread is not wanted for something else, or another is
+        to be had."""
+        while not self._stopping and not ends():
             if not self._commands.empty():
                 self._attempt(self._commands.get())
-            elif self.paused or not self._has_work():
-                return
-            else:
+            elif self._can_step():
                 self._attempt(self._step)
+            else:
+                return
 
     def _attempt(self, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception as error:  # the thread's edge: every waiting request gets it
             self._fail(error)
+        except BaseException:  # the thread itself is interrupted, or ended
+            self.paused = True  # what it was at is half done: nothing goes on from there
+            raise
 
 
 def settle(loop: asyncio.AbstractEventLoop, future: "asyncio.Future[T]", outcome: T | Exception) -> None:

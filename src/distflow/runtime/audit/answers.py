@@ -34,6 +34,11 @@ def prove(evidence: Evidence) -> str | None:
             if evidence.is_written("prox_log_probs") and not torch.equal(sample["old_log_probs"], recorded):
                 raise Wrong(f"old_log_probs of sample {sample['uid']} must be the engine's beside prox_log_probs")
             _same(sample, "versions", sample["versions"].tolist(), list(made.versions), "the engine's answer")
+            if min(made.versions, default=ticket.version) < ticket.version:
+                raise Wrong(
+                    f"sample {sample['uid']} was asked for when version {ticket.version} was served, but has tokens of "
+                    f"version {min(made.versions)}: the engine went back to older weights"
+                )
             _ended(evidence, sample)
         elif row.response_ids is not None:
             _same(sample, "response_ids", sample["response_ids"].tolist(), list(row.response_ids), "the data's answer")

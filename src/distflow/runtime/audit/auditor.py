@@ -1,11 +1,8 @@
 """Says when a step is proven again, gathers its evidence, and tells what was proven."""
 
 import copy
-import hashlib
 import random
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +13,14 @@ from distflow.data.batch import Batch
 from distflow.flow.ticket import Version
 from distflow.graph import Program
 from distflow.rewards.verdict import Verdict
+from distflow.rollout.receipts import stripe_hash
 from distflow.runtime.audit.check import Check, Wrong
-from distflow.runtime.audit.checks import AFTER, BEFORE, OF_A_FEW_GROUPS, OF_EVERY_STEP
+from distflow.runtime.audit.checks import AFTER, BEFORE, OF_A_FEW_GROUPS, OF_EVERY_STEP, ON_ARRIVAL
 from distflow.runtime.audit.evidence import Evidence, Inputs, Parts
+from distflow.runtime.audit.kept_weights import KeptWeights
 from distflow.runtime.audit.log_probs import score_before
-from distflow.runtime.audit.watch import UpdateRecord, UpdateWatch
+from distflow.runtime.audit.schedule import AuditSchedule
+from distflow.runtime.audit.watch import OpenEngine, UpdateRecord, UpdateWatch
 from distflow.runtime.audit.witness import GroupRecord, Witness
 from distflow.runtime.checks import TrustError
 from distflow.runtime.context import NodeContext, NodeState
@@ -33,12 +33,6 @@ from distflow.training.engine import LossFn, TrainEngine
 
 STATE = "trust.audit"
 """Its place among what nodes keep: no node's id has a dot."""
-
-MOST_SHARE = 0.02
-"""Of the run's time, that audits may take."""
-
-NUM_FIRST = 3
-"""Audits of a process that are made whatever they take."""
 
 NUM_SCORED_AGAIN = 2
 """Later mini-batches of a step before which the policy is run on a sample."""
@@ -60,7 +54,7 @@ LOOKED_AT = (
         "advantages",
         "returns",
     ),
-    *("old_log_probs", "rollout_log_probs", "ref_log_prob", "values", "rollout_is_weights"),
+    *("old_log_probs", "prox_log_probs", "rollout_log_probs", "ref_log_prob", "values", "rollout_is_weights"),
 )
 Note = Callable[..., None]
 
@@ -78,16 +72,18 @@ class Auditor:
         witness: Witness,
         state: dict[str, Any],
         note: Note,
+        schedule: AuditSchedule,
         *,
-        frequency: int,
         first_step: int,
         total_steps: int,
     ) -> None:
-        """state: JSON values, saved with the run. note: tells of an event. frequency: in steps; 0 never audits.
-        first_step: the first of this process."""
+        """state: JSON values, saved with the run. note: tells of an event. first_step: the first of this process."""
         self._parts, self.witness, self._state, self._note = parts, witness, state, note
-        self._frequency, self._first_step, self._total_steps = frequency, first_step, total_steps
-        self._waiting = self._due = False
+        self._schedule, self._first_step, self._total_steps = schedule, first_step, total_steps
+        self._kept = KeptWeights(parts.data.max_staleness + 1, parts.weight_dtype)
+        self._served: int | None = None
+        self._published: Mapping[str, str] = {}
+        self._due = False
         self._tickets: Sequence[int] = ()
         self._records: Mapping[int, GroupRecord] = {}
         self._batch: Batch | None = None
@@ -97,43 +93,39 @@ class Auditor:
         self._seen: list[UpdateRecord] = []
         self._before: dict[str, int] = {}
         self._told: set[str] = set()
-        self._num_audits = 0
-        self._spent_s = 0.0
-        self._began = time.monotonic()
         self._found: dict[str, str | None] = {}
 
-    def is_due(self, step: int) -> bool:
-        """At the start, in the step behind it, where weights have moved once, and once in every `frequency` steps, at a
-        drawn place, so that what goes wrong in every third step is met. Behind the first few one waits until audits
-        have taken less than their share of the run's time, unless every step is asked for. To be asked once a step."""
-        if self._frequency <= 0:
-            return False
-        if step - self._first_step in (0, 1) or self._frequency == 1:
-            return True
-        window = step // self._frequency
-        place = int.from_bytes(hashlib.blake2b(f"audit {window}".encode(), digest_size=4).digest(), "little")
-        self._waiting = self._waiting or step % self._frequency == place % self._frequency
-        return self._waiting and (self._is_affordable() or self._num_audits < NUM_FIRST)
-
-    def _is_affordable(self) -> bool:
-        return self._spent_s <= MOST_SHARE * (time.monotonic() - self._began)
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        """Inside, time counts as the audit's."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self._spent_s += time.monotonic() - began
-
-    def took(self, step: int, tickets: Sequence[int], batch: Batch) -> None:
-        """A step's groups have left the edge."""
+    def took(self, step: int, tickets: Sequence[int], batch: Batch, served: int | None) -> None:
+        """A step's groups have left the edge. served: the version that was published last, None where nothing
+        generates."""
         self._step, self._evidence, self._batch, self._seen = step, None, batch, []
         self._before = dict(self._updates)
-        self._tickets = tickets
-        self._due = self.is_due(step)  # once: it hangs on the clock, and evidence must be whole
+        self._tickets, self._served = tickets, served
+        self._due = self._schedule.is_due(step)  # once: it hangs on the clock, and evidence must be whole
         self._records = self.witness.take(tickets)
+        self._kept.forget(step - self._parts.data.max_staleness - 1)
+        with self._schedule.timed():
+            if served == step:
+                self._remember(step)
+            if not self._due and self._looks:
+                self._prove(ON_ARRIVAL, self._evidence_of(batch))
+
+    def _remember(self, version: int) -> None:
+        """The policy was published as `version` right before this step."""
+        actor, self._published = self._parts.actor, {}
+        if actor is None:
+            return
+        if self._parts.hashes is not None and (self._due or self._looks):
+            held = self._parts.hashes()
+            self._published = {n: stripe_hash(w, self._parts.weight_dtype) for n, w in actor.weights() if n in held}
+        if self._schedule.expects(version) and isinstance(actor, OpenEngine):
+            self._kept.keep(version, actor.model)
+
+    @property
+    def _looks(self) -> bool:
+        """Whether what is cheap is looked at in a step that is not audited."""
+        early = self._step - self._first_step < NUM_FIRST_LOOKS
+        return self._schedule.frequency > 0 and (early or self._schedule.is_affordable())
 
     def scored(self, batch: Batch) -> None:
         """A node of the learning plane has run."""
@@ -141,8 +133,8 @@ class Auditor:
 
     def before_update(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
         """The loss function to call in this optimizer step: `loss`, or one that is watched."""
-        first_of_its_kind = self._frequency > 0 and role not in self._updates
-        with self._timed():
+        first_of_its_kind = self._schedule.frequency > 0 and role not in self._updates
+        with self._schedule.timed():
             if self._evidence is None and (self._due or first_of_its_kind):
                 self._begin()
             if self._evidence is None:
@@ -165,7 +157,7 @@ class Auditor:
 
     def end(self, metrics: Mapping[str, float]) -> None:
         """All nodes of the step have run."""
-        with self._timed():
+        with self._schedule.timed():
             if self._evidence is None and self._due:
                 self._begin()
             if self._evidence is not None:
@@ -173,7 +165,7 @@ class Auditor:
                 with generators.lent(generators.states()):  # what functions of the user draw leaves no trace
                     self._found |= self._prove(AFTER, self._evidence)
                 self._tell()
-            elif self._frequency > 0 and self._batch is not None:
+            elif self._schedule.frequency > 0 and self._batch is not None:
                 self._look(self._batch, metrics)
         if "actor/kl_coef" in metrics and self._batch is not None:
             self._state["kl_control"] = {
@@ -190,16 +182,10 @@ class Auditor:
         found: dict[str, int] = self._state.setdefault("updates", {})
         return found
 
-    def _budget_s(self) -> float:
-        """Half of an audit's share of the time that passes between two."""
-        step_s = (time.monotonic() - self._began) / (self._step - self._first_step + 1)
-        return max(MOST_SHARE / 2 * self._frequency * step_s, 0.05)
-
     def _begin(self) -> None:
         if self._batch is None:
             return
-        self._waiting = False
-        self._num_audits += 1
+        self._schedule.begins()
         self._evidence = self._evidence_of(_copied(self._batch))
         self._found = self._prove(BEFORE, self._evidence)
 
@@ -209,8 +195,7 @@ class Auditor:
         whole = self._evidence_of(batch)
         whole.updates, whole.metrics = self._seen, metrics
         self._prove(OF_EVERY_STEP, whole)
-        early = self._step - self._first_step < NUM_FIRST_LOOKS
-        if (early or self._is_affordable()) and "response_mask" in batch and "advantages" in batch:
+        if self._looks and "response_mask" in batch and "advantages" in batch:
             groups = batch["group_index"].tolist()
             few = random.Random(self._step).sample(sorted(set(groups)), min(NUM_GROUPS, len(set(groups))))
             rows = [row for row, group in enumerate(groups) if group in few]
@@ -227,7 +212,10 @@ class Auditor:
             tickets=self._tickets,
             batch=batch,
             fresh=not self._before.get("actor"),
-            budget_s=self._budget_s(),
+            budget_s=self._schedule.budget_s(self._step - self._first_step + 1),
+            served=self._served,
+            published=self._published,
+            kept=self._kept,
             num_updates=self._before,
             state=self._state,
             say=self._say,
@@ -306,6 +294,7 @@ def make_auditor(
         else:
             recorder.audited(message, **fields)
 
+    warmup = spec.config.trainer.critic_warmup  # behind it the policy is trained for the first time
     parts = Parts(
         config=spec.config,
         program=program,
@@ -330,7 +319,7 @@ def make_auditor(
         witness,
         state.setdefault(STATE, {}),
         note,
-        frequency=spec.options.audit_freq,
+        AuditSchedule(spec.options.audit_freq, version.step, spec.data.max_staleness, (warmup,)),
         first_step=version.step,
         total_steps=spec.data.total_steps,
     )

@@ -22,9 +22,10 @@ from distflow.runtime.audit.reference import CHECK as REFERENCE
 from distflow.runtime.audit.rewards import CHECK as REWARDS
 from distflow.runtime.audit.user_code import CHECK as USER_CODE
 from distflow.runtime.audit.verdicts import CHECK as VERDICTS
+from distflow.runtime.audit.versions import CHECK as VERSIONS
 from distflow.runtime.audit.weights import CHECK as WEIGHTS
 
-BEFORE: tuple[Check, ...] = (WEIGHTS, LOG_PROBS, DRAWS, REFERENCE, BACKWARD)
+BEFORE: tuple[Check, ...] = (WEIGHTS, LOG_PROBS, VERSIONS, DRAWS, REFERENCE, BACKWARD)
 """They run the models, as they were when the step was scored: before its first update."""
 
 AFTER: tuple[Check, ...] = (
@@ -43,6 +44,9 @@ AFTER: tuple[Check, ...] = (
     OPTIMIZER,
 )
 """At the step's end."""
+
+ON_ARRIVAL: tuple[Check, ...] = (WEIGHTS,)
+"""In steps that are not audited, while that is affordable: before the policy is scored."""
 
 OF_EVERY_STEP: tuple[Check, ...] = (replace(MINIBATCHES, prove=taken_once), replace(OPTIMIZER, prove=right_rates))
 """What is cheap enough to be looked at in every step: mini-batches and learning rates."""

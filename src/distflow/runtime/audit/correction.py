@@ -16,10 +16,11 @@ def prove(evidence: Evidence) -> str | None:
         return "a node of the user's writes the weights"
     if settings.rollout_is_batch_normalize:
         return "the auditor has no formula of weights that are divided by their mean"
+    own = "prox_log_probs" if "prox_log_probs" in evidence.batch else "old_log_probs"
     level, floor = settings.level or "token", settings.floor or 0.0
     for sample in evidence.samples:
         counted = sample["response_mask"].double() * float(sample["valid"])
-        gap = (doubles(sample["old_log_probs"]) - doubles(sample["rollout_log_probs"])) * counted
+        gap = (doubles(sample[own]) - doubles(sample["rollout_log_probs"])) * counted
         if level != "token":
             gap = torch.full_like(
                 gap, float(gap.sum()) / (float(counted.sum()) or 1.0 if level == "geometric" else 1.0)

@@ -18,7 +18,7 @@ def prove(evidence: Evidence) -> str | None:
     tolerance, seen, missed = EXACT if evidence.parts.exact else ROUNDED, 0, 0
     example = ""
     for sample in evidence.samples:
-        scores, found = evidence.plain.get(sample["uid"]), evidence.generation(sample)
+        (scores, known), found = evidence.drawn.get(sample["uid"], (None, ())), evidence.generation(sample)
         if scores is None or found is None:
             continue
         request, made = found
@@ -31,7 +31,7 @@ def prove(evidence: Evidence) -> str | None:
             raise Wrong(f"sample {sample['uid']} drew from the stream of {drawn}, its own is (seed, epoch, row) {own}")
         _by_the_config(evidence, request)
         key = _key(request, epoch, row, int(sample["uid"].split("-")[1]))
-        for position in range(len(made.token_ids)):
+        for position in [place for place, is_known in enumerate(known) if is_known]:
             uniform = _uniform(key, request.num_drawn + position)
             low = float(scores.below[position]) - tolerance
             high = float(scores.below[position] + scores.mass[position]) + tolerance
@@ -87,8 +87,8 @@ def _uniform(key: int, position: int) -> float:
 
 CHECK = Check(
     "draws",
-    "every token is what the sample's own stream (seed, epoch, row, sample, position) draws from the policy, by "
-    "inverse CDF in vocabulary order",
+    "every token is what the sample's own stream (seed, epoch, row, sample, position) draws from the policy that its "
+    "version names, by inverse CDF in vocabulary order",
     "sampling without a repetition penalty",
     f"{EXACT:g} of probability, no token (bfloat16: {ROUNDED:g}, a tenth of the tokens)",
     prove,

@@ -18,6 +18,7 @@ from distflow.graph import BoundNode, Program
 from distflow.graph.fields import TOKEN_AXES
 from distflow.rewards.verdict import Verdict
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams
+from distflow.runtime.audit.kept_weights import KeptWeights
 from distflow.runtime.audit.plain_model import PlainScores
 from distflow.runtime.audit.watch import UpdateRecord
 from distflow.runtime.audit.witness import GroupRecord
@@ -64,11 +65,12 @@ class Evidence:
     """A step, as it was before its first update, and its updates.
 
     records: by ticket, of groups that this worker made. tickets: of the whole step. batch: columns as the nodes wrote
-    them; a copy. fresh: the
-    policy was not trained before this step. updates: in their order. num_updates: optimizer steps by role before this
-    step. metrics: of the step. budget_s: what asking verifiers may take. state: JSON values that live across audits and
-    are in every checkpoint. say: tells the user, once a message. partial: only a few groups
-    of the step. plain: of samples that the policy was run on again.
+    them; a copy. fresh: the policy was not trained before this step. served: the version that was published last, None
+    where nothing generates. published: hashes of its tensors, as in a receipt. kept: weights of older versions.
+    updates: in their order. num_updates: optimizer steps by role before this step. metrics: of the step. budget_s: what
+    asking verifiers may take. state: JSON values that live across audits and are in every checkpoint. say: tells the
+    user, once a message. partial: only a few groups of the step. plain: of samples that the policy was run on again.
+    drawn: the same by the weights that made each token, and which of its tokens were scored.
     """
 
     parts: Parts
@@ -79,6 +81,9 @@ class Evidence:
     batch: Batch
     fresh: bool
     budget_s: float
+    served: int | None
+    published: Mapping[str, str]
+    kept: KeptWeights
     num_updates: Mapping[str, int]
     state: dict[str, Any]
     say: Callable[[str], None]
@@ -86,6 +91,7 @@ class Evidence:
     metrics: Mapping[str, float] = field(default_factory=dict)
     partial: bool = False
     plain: dict[str, PlainScores] = field(default_factory=dict)
+    drawn: dict[str, tuple[PlainScores, Tensor]] = field(default_factory=dict)
     _orders: dict[int, Any] = field(default_factory=dict, repr=False)
     _samples: list[Sample] | None = field(default=None, repr=False)
 

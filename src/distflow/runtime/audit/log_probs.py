@@ -23,12 +23,17 @@ def prove(evidence: Evidence) -> str | None:
         return "no sample is short enough for the logits of all its tokens"
     parts, temperature = evidence.parts, evidence.parts.sampling.temperature if is_rl(evidence.config) else 1.0
     own = "prox_log_probs" if evidence.is_written("prox_log_probs") else "old_log_probs"
-    if not evidence.parts.exact and evidence.is_ours(own) and _copied(evidence, own):
+    theirs = evidence.is_written("prox_alpha") or evidence.config.algorithm.recompute_old_log_probs == "false"
+    if theirs and evidence.is_ours("old_log_probs") and own == "old_log_probs":
+        _is_the_engines(evidence)
+    elif own in evidence.batch and not evidence.parts.exact and evidence.is_ours(own) and _copied(evidence, own):
         raise Wrong(f"{own} are the engine's, bit for bit: they were copied, not computed by the trainer")
     proven, tokens = [], [ids_of(sample) for sample in chosen]
     if isinstance(parts.actor, OpenEngine):
         _score_policy(evidence, parts.actor.model, chosen)
-        if evidence.is_ours(own):
+        if own not in evidence.batch or (theirs and own == "old_log_probs"):
+            proven.append("what the loss is given, which is compared with the loss")
+        elif evidence.is_ours(own):
             for sample in chosen:
                 _same(evidence, sample, own, evidence.plain[sample["uid"]].log_probs)
             proven.append(own)
@@ -50,6 +55,13 @@ def prove(evidence: Evidence) -> str | None:
                 _same(evidence, sample, "values", values[:, 0])
         proven.append("values")
     return None if proven else "no built-in node scores by a model that shows its inside"
+
+
+def _is_the_engines(evidence: Evidence) -> None:
+    """Where the config says that nothing scores a step before its update."""
+    for sample in evidence.samples:
+        if not torch.equal(sample["old_log_probs"], sample["rollout_log_probs"]):
+            raise Wrong(f"old_log_probs of sample {sample['uid']} must be the engine's, by the config")
 
 
 def _copied(evidence: Evidence, own: str) -> bool:

@@ -11,7 +11,7 @@ from distflow.config.program import is_rl
 from distflow.runtime.audit.check import Check, Wrong
 from distflow.runtime.audit.evidence import BUILTIN, Evidence, Sample, doubles, module_of
 from distflow.runtime.audit.plain_model import PlainScores
-from distflow.runtime.audit.policy_losses import FORMULAS, Tokens
+from distflow.runtime.audit.policy_losses import FORMULAS, Tokens, ratio_to
 from distflow.runtime.audit.rewards import kl
 from distflow.runtime.audit.watch import UpdateRecord
 
@@ -25,6 +25,8 @@ COLUMNS = (
     "values",
     "returns",
     "rollout_is_weights",
+    "rollout_log_probs",
+    "versions",
 )
 Outputs = Mapping[str, Tensor]
 Total = Callable[["MiniBatch", Outputs], Tensor]
@@ -54,14 +56,19 @@ def prove(evidence: Evidence) -> str | None:
         if update.metrics.get("skipped"):
             why = "the update was skipped"
             continue
+        tokens += int(update.batch.lengths("response").sum())
+        if seen and tokens > MOST_TOKENS:
+            break
+        batch = _mini_batch(evidence, update)
+        if update.role == "actor":
+            _ratio_is_one(evidence, batch)
+            first = update is evidence.updates_of("actor")[0]
+            _same_outputs(evidence, batch, evidence.plain if first else update.plain)
         total = _formula(evidence, update)
         if isinstance(total, str):
             why = total
             continue
-        tokens += int(update.batch.lengths("response").sum())
-        if seen and tokens > MOST_TOKENS:
-            break
-        _prove_update(evidence, update, total)
+        _prove_update(update, batch, total)
         seen += 1
     return None if seen else why
 
@@ -82,16 +89,23 @@ def _formula(evidence: Evidence, update: UpdateRecord) -> Total | str:
         return "the auditor has no formula of the off-policy sequence mask and of AReaL's rejection"
     if name not in FORMULAS:
         return f"the auditor has no formula of the loss '{name}'"
-    return lambda batch, outputs: _policy_loss(config, batch, outputs)
+    return lambda batch, outputs: _policy_loss(evidence, batch, outputs)
 
 
-def _prove_update(evidence: Evidence, update: UpdateRecord, total: Total) -> None:
-    batch = _mini_batch(evidence, update)
+def _ratio_is_one(evidence: Evidence, batch: MiniBatch) -> None:
+    """Without old log-probs the loss takes its own for them, which only the first optimizer step of a step may."""
+    steps = [update for update in evidence.updates_of("actor") if not update.metrics.get("empty")]
+    derived = evidence.is_written("old_log_probs") and "old_log_probs" not in batch.columns
+    if derived and len(steps) > 1:
+        raise Wrong(
+            f"the policy took {len(steps)} optimizer steps, but its ratio is taken to be 1 in all of them: nothing has "
+            "computed old_log_probs before the first"
+        )
+
+
+def _prove_update(update: UpdateRecord, batch: MiniBatch, total: Total) -> None:
     if not len(batch.sample):
         return
-    if update.role == "actor":
-        first = update is evidence.updates_of("actor")[0]
-        _same_outputs(evidence, batch, evidence.plain if first else update.plain)
     loss, expected = _derived(total, batch, 0.0)
     found = float(update.metrics["loss"])
     if not abs(found - loss) <= LIMIT * abs(loss) + FLOOR * 10:
@@ -190,16 +204,21 @@ def _flat(parts: Sequence[Tensor]) -> Tensor:
     return doubles(torch.cat(list(parts))) if parts else torch.zeros(0, dtype=torch.float64)
 
 
-def _policy_loss(config: Config, batch: MiniBatch, outputs: Outputs) -> Tensor:
+def _policy_loss(evidence: Evidence, batch: MiniBatch, outputs: Outputs) -> Tensor:
+    config = evidence.config
     actor = config.actor_rollout_ref.actor
     counted = batch.counted
     if not bool(counted.any()):
         return torch.zeros((), dtype=torch.float64)
     columns = {name: column[counted] for name, column in batch.columns.items()}
     tokens = Tokens(outputs["log_probs"][counted], columns, batch.sample[counted])
-    loss = FORMULAS[actor.policy_loss](tokens, {**vars(actor), **actor.policy_loss_kwargs})
+    known = {"step": evidence.step, "correction": config.algorithm.rollout_correction}
+    loss = FORMULAS[actor.policy_loss](tokens, {**vars(actor), **known, **actor.policy_loss_kwargs})
     if "rollout_is_weights" in columns:
         loss = loss * columns["rollout_is_weights"]
+    elif "old_log_probs" not in columns and "correction/weight_mean" in evidence.metrics:
+        # Switched on by a drift, and made within the loss.
+        loss = loss * ratio_to(tokens.now.detach(), columns["rollout_log_probs"]).clamp(max=2.0)
     others = torch.zeros_like(loss)
     if actor.entropy_coef:
         others = others - actor.entropy_coef * outputs["entropy"][counted]

@@ -70,12 +70,39 @@ def _vanilla(tokens: Tokens, options: Options) -> Tensor:
 
 
 def _decoupled(tokens: Tokens, options: Options) -> Tensor:
-    prox, cap = tokens.columns["prox_log_probs"], options.get("behav_imp_weight_cap", 5.0)
+    prox = (
+        tokens.columns["prox_log_probs"] if options["prox"] == "recompute" else _interpolated(tokens, options["step"])
+    )
+    loss = clipped(ratio_to(tokens.now, prox), tokens.advantages, options, dual=True)
+    if options["correction"].level is not None:
+        # Recomputed ones are weighed by a column, as every loss is.
+        return loss if options["prox"] == "recompute" else loss * _corrected(tokens, prox, options["correction"])
+    mode, cap = options.get("behav_imp_weight_mode", "mask"), options.get("behav_imp_weight_cap", 5.0)
+    if mode == "disabled":
+        return loss
     weight = ratio_to(prox, tokens.old)
     if cap is not None:
-        masks = options.get("behav_imp_weight_mode", "mask") == "mask"
-        weight = torch.where(weight > cap, torch.zeros_like(weight) if masks else weight.clamp(max=cap), weight)
-    return weight * clipped(ratio_to(tokens.now, prox), tokens.advantages, options, dual=True)
+        weight = torch.where(
+            weight > cap, torch.zeros_like(weight) if mode == "mask" else weight.clamp(max=cap), weight
+        )
+    return weight * loss
+
+
+def _interpolated(tokens: Tokens, step: int) -> Tensor:
+    """As far from the engine's log-prob to the current one as the step's version is from the token's to the next."""
+    made = tokens.columns["versions"]
+    share = (step - made) / (step + 1 - made)
+    return (1 - share) * tokens.old + share * tokens.now.detach()
+
+
+def _corrected(tokens: Tokens, prox: Tensor, correction: Any) -> Tensor:
+    gap = prox - tokens.columns["rollout_log_probs"]
+    if correction.level != "token":
+        gap = tokens.mean(gap) if correction.level == "geometric" else tokens.sum(gap)
+    raw = gap.clamp(-20, 20).exp()
+    if correction.mode == "truncate":
+        return raw.clamp(max=correction.cap)
+    return torch.where((raw > correction.cap) | (raw < (correction.floor or 0.0)), torch.zeros_like(raw), raw)
 
 
 def _gspo(tokens: Tokens, options: Options) -> Tensor:

@@ -1,6 +1,5 @@
 """Claim: the rollout engine computes with the trainer's weights."""
 
-from distflow.rollout.receipts import stripe_hash
 from distflow.runtime.audit.check import Check, Wrong
 from distflow.runtime.audit.evidence import Evidence
 
@@ -10,17 +9,16 @@ def prove(evidence: Evidence) -> str | None:
     _scaled(evidence)
     if parts.hashes is None or parts.actor is None:
         return "the rollout engine is on another worker" if evidence.is_written("rollout_log_probs") else ""
-    if not bool((evidence.batch.flat("versions") == evidence.step).any()):
-        return "no token of this step was made by its weights"
+    if not evidence.published:
+        return "no version was published, or an adapter is applied unmerged, on the trainer's own storage"
     held = parts.hashes()
-    sent = {name: tensor for name, tensor in parts.actor.weights() if name in held}
-    different = [name for name, tensor in sent.items() if stripe_hash(tensor, parts.weight_dtype) != held[name]]
+    different = [name for name, own in evidence.published.items() if held.get(name) != own]
     if different:
         raise Wrong(
-            f"the rollout engine serves version {evidence.step}, but {len(different)} of its tensors are not the "
-            f"trainer's ({', '.join(different[:4])}): they were not sent, or not taken"
+            f"the rollout engine serves version {evidence.served}, but {len(different)} of its tensors are not the "
+            f"trainer's of that version ({', '.join(different[:4])}): they were not sent, or not taken"
         )
-    return None if sent else "an adapter is applied unmerged, on the trainer's own storage"
+    return None
 
 
 def _scaled(evidence: Evidence) -> None:
@@ -37,7 +35,8 @@ def _scaled(evidence: Evidence) -> None:
 
 CHECK = Check(
     "weights",
-    "the tensors that the rollout engine computes with are the trainer's, cast to its dtype",
+    "the tensors that the rollout engine computes with are the trainer's of the version that it serves, cast to its "
+    "dtype",
     "an engine on this worker; not an adapter that it applies unmerged",
     "equal hashes of a stripe of each tensor",
     prove,

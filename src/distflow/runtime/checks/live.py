@@ -14,6 +14,7 @@ from distflow.runtime.checks.nonfinite import NonFinite
 from distflow.runtime.checks.versions import check_versions
 from distflow.runtime.resources import Resources
 from distflow.runtime.spec import Spec
+from distflow.training.collective import Collective
 from distflow.training.engine import TrainEngine
 
 Note = Callable[[str, str], None]
@@ -25,7 +26,7 @@ class LiveChecks:
     """What is checked in every step. Failures raise TrustError; doubts are noted.
 
     ratio_limit: mean |log ratio| that the first mini-batch may have against the trainer's own old log-probs.
-    movement: by role of the engine.
+    movement: by role of the engine. keeps_kv: an engine that gets new weights goes on over keys and values of old ones.
     """
 
     note: Note
@@ -34,7 +35,9 @@ class LiveChecks:
     nonfinite: NonFinite
     movement: dict[str, Movement]
     loss_terms: LossTerms
+    max_staleness: int = 0
     stops_on_mismatch: bool = False
+    keeps_kv: bool = True
     _warned_at: float = 0.0
     _num_empty: Counter[str] = field(default_factory=Counter)
 
@@ -50,15 +53,17 @@ class LiveChecks:
             NonFinite(spec.run_dir / "bundles", options.max_skipped, spec.text, start),
             {role: Movement(options.unmoved_after) for role in trained},
             LossTerms(spec.loss_terms),
+            spec.data.max_staleness,
             options.on_mismatch == "stop",
+            spec.config.actor_rollout_ref.rollout.kv_on_update == "keep",
         )
 
-    def taken(self, batch: Batch, served: int | None) -> None:
+    def taken(self, batch: Batch, step: int, served: int | None) -> None:
         """A step's groups have left the experience edge. served: the step of the weights that were published last, None
         where nothing generates."""
         check_alignment(batch)
         if served is not None:
-            check_versions(batch, served)
+            check_versions(batch, step, served, self.max_staleness)
 
     def updated(
         self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int, first: bool
@@ -75,14 +80,25 @@ class LiveChecks:
         if first and role == "actor" and not metrics.get("skipped"):
             self._check_ratio(batch, metrics)
 
-    def learned(self, batch: Batch, metrics: dict[str, float], step: int) -> dict[str, float]:
-        """All nodes of a step have run; more metrics. Raises TrustError where one of them rewrote a mask or a group.
+    def learned(
+        self, batch: Batch, metrics: dict[str, float], step: int, reduce: Collective | None = None
+    ) -> dict[str, float]:
+        """All nodes of a step have run; more metrics, over all ranks. Raises TrustError where one rewrote a mask or a
+        group.
 
         A mismatch is told when it appears, and each time it has doubled.
         """
         check_alignment(batch)
-        found, warning = check_mismatch(batch, step, self.tolerance, self.stops_on_mismatch)
-        gap = found.get("mismatch/mean_abs", 0.0)
+        found, warning = check_mismatch(
+            batch,
+            step,
+            self.tolerance,
+            self.stops_on_mismatch,
+            self.keeps_kv,
+            weighs=bool(metrics.get("correction/on")),
+            reduce=reduce,
+        )
+        gap = found.get("mismatch/same_version/mean_abs", 0.0)
         if warning is not None and (not self._warned_at or gap > 2 * self._warned_at):
             self._warned_at = gap
             self.note("warning", warning)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from distflow.models.shards import on_any_rank, own_part
 from distflow.training.engine import TrainEngine, TrainState
 
 CHUNK = 2**24
@@ -38,18 +39,20 @@ class Movement:
         if self._updates < self.after:
             return []
         state = engine.state()
-        now = fingerprints(state)
-        return [name for name, before in self._start.items() if now[name] == before or _never_had_gradient(state, name)]
+        weights, now = state.trained_weights(), fingerprints(state)
+        moved = on_any_rank({name: now[name] != before for name, before in self._start.items()}, weights)
+        pushed = on_any_rank({name: _had_gradient(state, name) for name in self._start}, weights)
+        return [name for name in self._start if not (moved[name] and pushed[name])]
 
 
 def fingerprints(state: TrainState) -> dict[str, int]:
-    """A number for each trained tensor that hangs on every bit of it."""
+    """A number for each trained tensor that hangs on every bit of it, of a sharded one of this rank's part."""
     return {name: _fingerprint(tensor) for name, tensor in state.trained_weights().items()}
 
 
 def _fingerprint(tensor: Tensor) -> int:
     """Its bits as integers, weighed by odd numbers, so that changes of opposite sign do not cancel."""
-    bits = tensor.detach().contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
+    bits = own_part(tensor.detach()).contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
     total = 0
     for chunk in bits.split(CHUNK):
         weights = torch.arange(1, 2 * chunk.numel() + 1, 2, device=chunk.device)
@@ -57,10 +60,10 @@ def _fingerprint(tensor: Tensor) -> int:
     return total
 
 
-def _never_had_gradient(state: TrainState, name: str) -> bool:
-    """Whether the optimizer keeps moments of this tensor (named "key/NAME"), and all of them are exactly 0."""
-    moments = [t for key, t in state.tensors.items() if key.endswith(f"/{name}") and t.dim() > 0]
-    return bool(moments) and not any(bool(t.any()) for t in moments)
+def _had_gradient(state: TrainState, name: str) -> bool:
+    """Whether a moment of this tensor (named "key/NAME") is not exactly 0; so where the optimizer keeps none."""
+    moments = [own_part(t) for key, t in state.tensors.items() if key.endswith(f"/{name}") and t.dim() > 0]
+    return not moments or any(bool(t.any()) for t in moments)
 
 
 @dataclass

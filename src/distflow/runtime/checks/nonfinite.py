@@ -14,6 +14,7 @@ from torch import Tensor
 
 from distflow.data.batch import Batch
 from distflow.models.magnitude import magnitudes, unsound
+from distflow.models.shards import whole
 from distflow.observe.jsonlines import read_object
 from distflow.runtime.checks import TrustError
 from distflow.training.engine import TrainEngine
@@ -80,7 +81,7 @@ class NonFinite:
             os.link(before, bundle / WEIGHTS)  # a skipped update changed nothing
         else:
             weights = engine.state().trained_weights()
-            save_file({name: t.cpu().contiguous().clone() for name, t in weights.items()}, bundle / WEIGHTS)
+            save_file({name: whole(t).cpu().contiguous().clone() for name, t in weights.items()}, bundle / WEIGHTS)
         (bundle / CONFIG).write_text(self.config_yaml, encoding="utf-8")
         facts = {"role": role, "step": step, "metrics": {k: repr(v) for k, v in metrics.items()}}
         (bundle / FACTS).write_text(json.dumps(facts, indent=2))

@@ -1,6 +1,6 @@
 """The experience edge: where complete groups wait until a step takes them. One file a wire implements it."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +10,7 @@ from distflow.flow.account import Account
 from distflow.flow.snapshot import Snapshot
 from distflow.flow.ticket import Ticket, Version
 from distflow.observe.metrics import Measured
+from distflow.rewards.tally import Judged
 
 
 class NoProgress(RuntimeError):
@@ -31,11 +32,13 @@ class Failure:
 @dataclass(frozen=True)
 class Share:
     """One rank's part of a step. tickets: of the whole step, over all ranks, ascending. metrics: those that the step's
-    groups measured, over all ranks."""
+    groups measured, over all ranks. judged: by workers which do not learn, since the last step, for one of the
+    ranks."""
 
     tickets: tuple[int, ...]
     batch: Batch
     metrics: Mapping[str, float]
+    judged: Judged = Judged()
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,11 @@ class Released:
 class EdgePort(Protocol):
     """Between the workers that fill it and those that learn from it."""
 
-    def tickets(self) -> AsyncIterator[list[Ticket]]:
-        """consumes credits · waits for released steps and dropped groups · produces groups to start together"""
+    def tickets(self, served: Callable[[], int | None]) -> AsyncIterator[list[Ticket]]:
+        """consumes credits · waits for released steps and dropped groups · produces groups to start together
+
+        served: the lowest step whose weights an engine of this worker serves; None where it has none.
+        """
         ...
 
     def put(self, ticket: Ticket, batch: Batch, measured: Sequence[Measured]) -> None:
@@ -80,11 +86,16 @@ class EdgePort(Protocol):
         """
         ...
 
-    def take(self, step: int, rank: int) -> Share | None:
+    def count(self, judged: Judged) -> None:
+        """By a worker that does not learn."""
+        ...
+
+    def take(self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None) -> Share | None:
         """consumes this step's groups · waits until they are complete · produces this rank's share, in ticket order
 
-        rank: among those that learn. None where the data has ended. Raises NoProgress, Exhausted, and whatever ended
-        the experience plane.
+        rank: among those that learn. wanted: groups of a step that is taken in parts, None for the whole step.
+        deadline: by `time.monotonic()`. None where the data has ended. Raises NoProgress, Exhausted, TimeoutError,
+        which takes nothing, NothingToWaitFor for a part that could never come, and whatever ended the experience plane.
         """
         ...
 

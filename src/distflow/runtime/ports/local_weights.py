@@ -1,9 +1,11 @@
 """The weight edge of one process: tensors by reference."""
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from distflow.flow.ticket import Version
-from distflow.rollout.receipts import stripe_hashes
+from distflow.rollout.engine import Receipt
 from distflow.runtime.checks import TrustError
 from distflow.runtime.ports.weights import Bucket, Receive
 from distflow.runtime.waits import Waits
@@ -34,25 +36,39 @@ class LocalWeights:
         """See `WeightPort`."""
         self._tensors += bucket
 
-    def commit(self) -> None:
+    def commit(self, hashes: Mapping[str, str]) -> None:
         """See `WeightPort`."""
         assert self._version is not None, "a version is begun before it is committed"
         for receive in self._receivers:
             with self._waits("learner", f"weights of step {self._version.step}", on="rollout engine"):
-                self._hand_over(receive, self._version)
+                _check(self._hand_over(receive, self._version), self._version, hashes)
         self._version, self._tensors = None, []
 
-    def _hand_over(self, receive: Receive, version: Version) -> None:
+    def alias(self, version: Version, hashes: Mapping[str, str]) -> None:
+        """See `WeightPort`."""
+        for receive in self._receivers:
+            with self._waits("learner", f"alias of step {version.step}", on="rollout engine"):
+                _check(receive(version, None), version, hashes)
+
+    def _hand_over(self, receive: Receive, version: Version) -> Receipt:
         try:
-            receipt = receive(version, self._tensors)
+            return receive(version, self._tensors)
         except ValueError as err:
             raise TrustError(f"the engine refused the weights of version {version.step}: {err}") from err
-        if receipt.version != version:
-            raise TrustError(f"weights of {version} were sent, but the engine's receipt is for {receipt.version}")
-        if receipt.shared:
-            return
-        sent = stripe_hashes(self._tensors)
-        different = [name for name in sent if receipt.hashes.get(name) != sent[name]]
-        if different:
-            names = ", ".join(different[:5])
-            raise TrustError(f"weights of version {version.step} did not arrive whole; tensors that differ: {names}")
+
+
+def _check(receipt: Receipt, version: Version, hashes: Mapping[str, str]) -> None:
+    """hashes: what the engine must hold."""
+    if receipt.version != version:
+        raise TrustError(f"weights of {version} were sent, but the engine's receipt is for {receipt.version}")
+    if receipt.shared and not receipt.hashes:
+        return
+    different = [name for name, own in hashes.items() if receipt.hashes.get(name) != own]
+    if different and receipt.alias:
+        raise TrustError(
+            f"the engine was to serve the weights that it has as version {version.step}, but they are not the "
+            f"trainer's; tensors that differ: {', '.join(different[:5])}"
+        )
+    if different:
+        names = ", ".join(different[:5])
+        raise TrustError(f"weights of version {version.step} did not arrive whole; tensors that differ: {names}")

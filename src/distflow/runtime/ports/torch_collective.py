@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distflow.training.collective import Named, Reducible
+from distflow.training.collective import Named, Plain, Reducible
 
 
 class TorchCollective:
@@ -26,6 +26,12 @@ class TorchCollective:
     def max(self, value: Reducible) -> Reducible:
         """Raises ValueError where the ranks give numbers of different names."""
         return self._reduce(value, dist.ReduceOp.MAX)
+
+    def gather(self, value: Plain) -> list[Plain]:
+        """See `Collective`. By pickle, which nobody but the ranks themselves can write to the group."""
+        everyone: list[Plain] = [value] * self.size
+        dist.all_gather_object(everyone, value, group=self._group)
+        return everyone
 
     def _reduce(self, value: Reducible, op: dist.ReduceOp.RedOpType) -> Reducible:
         if isinstance(value, Tensor):
@@ -49,8 +55,7 @@ class TorchCollective:
         ).tolist()
         if largest == -least:
             return
-        everyone: list[list[str]] = [[] for _ in range(self.size)]
-        dist.all_gather_object(everyone, names, group=self._group)
+        everyone = self.gather(names)
         common = set(names).intersection(*everyone)
         odd = [f"rank {rank} has {sorted(set(own) - common)}" for rank, own in enumerate(everyone) if set(own) - common]
         raise ValueError(f"ranks reduce numbers of different names: {'; '.join(odd)}, which others do not have")

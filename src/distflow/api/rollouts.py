@@ -1,0 +1,376 @@
+"""`distflow.rollouts`: answered and judged prompts for a training loop of the user's own, with bounded staleness."""
+
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from distflow.api.given import Given, Reward, Rows
+from distflow.api.overrides import Overrides
+from distflow.api.reading import PresetOrConfig, make_spec_of, preset_and_lines, read, say, settings_kept
+from distflow.api.run import Run
+from distflow.config import Config, Loaded, load_config, program_name
+from distflow.config.errors import UserError
+from distflow.config.program import is_rl
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from distflow.data.batch import Batch
+    from distflow.runtime.local import Running
+    from distflow.runtime.ports.edge import Share
+    from distflow.runtime.spec import Spec
+    from distflow.training.engine import LossFn, Scorer, TrainEngine, TrainState
+
+ShouldAccept = Callable[["Batch"], bool]
+
+
+def rollouts(
+    preset_or_config: PresetOrConfig,
+    overrides: Overrides = (),
+    *,
+    data: Rows | None = None,
+    val_data: Rows | None = None,
+    reward: Reward | None = None,
+    should_accept: ShouldAccept | None = None,
+    resume: str | None = None,
+) -> "Rollouts":
+    """Prompts answered and judged while a loop of your own trains: enter it with `with`.
+
+    It is the run of `distflow.train` with the same arguments, of which you drive the steps. Of the config that is all
+    but the nodes behind the experience plane, which run only in `Rollouts.train`.
+    data: rows for `prepare_batch`; without any, prompts come by `submit` alone, and `trainer.total_training_steps` says
+    how many steps there are. should_accept: given the batch of a finished group, whether to train on it; a group that
+    is not accepted is dropped as rejected, and another starts. It runs on a thread of its own.
+    Raises UserError or PipelineError for what is to be changed.
+    """
+    given = Given(data, val_data, reward)
+    has_data = data is not None or bool(_peek(preset_or_config, overrides).data.train_files)
+    if not has_data:
+        given = replace(given, data=_placeholders(_peek(preset_or_config, overrides)))
+    loaded = read(preset_or_config, overrides, given, resume)
+    if not is_rl(loaded.config):
+        raise UserError(f"the program {program_name(loaded.config)} generates nothing: distflow.train runs it")
+    if loaded.config.trainer.launcher != "local":
+        raise UserError(f"trainer.launcher={loaded.config.trainer.launcher}: a loop of your own needs local")
+    if should_accept is not None:
+        _check_should_accept(should_accept)
+    return Rollouts(loaded, given, should_accept, has_data=has_data)
+
+
+@dataclass(frozen=True)
+class RolloutStats:
+    """Prompt groups since the start of the run.
+
+    enqueued: submitted ones that wait until staleness allows them to start. submitted: that were started. running: of
+    these, not finished yet. accepted: finished, and passed on or kept for a later batch. rejected: dropped, for any
+    reason.
+    """
+
+    enqueued: int
+    submitted: int
+    running: int
+    accepted: int
+    rejected: int
+
+
+class Rollouts:
+    """What `distflow.rollouts` returns: a context manager. Called by one thread, the one that enters it.
+
+    A step is all the groups that were taken since the last `publish`, by `prepare_batch` or `wait`. No token of it is
+    made by weights more than `async.max_staleness` steps older. Groups come by the step that must train on them at the
+    latest, then in the order in which they were started. Leaving it ends everything, whatever the loop raised.
+    """
+
+    def __init__(self, loaded: Loaded, given: Given, should_accept: ShouldAccept | None, *, has_data: bool) -> None:
+        self.config: Config = loaded.config
+        self._loaded, self._given, self._should_accept, self._has_data = loaded, given, should_accept, has_data
+        self._stack = ExitStack()
+        self._running: Running | None = None
+        self._shares: list[Share] = []
+        self._updates: list[dict[str, float]] = []
+        self._num_submitted = 0
+
+    def __enter__(self) -> "Rollouts":
+        """Build engines and verifiers, publish the first weights. Raises as `distflow.train`."""
+        from distflow.pipelines.own_rows import OwnRows
+        from distflow.runtime.callbacks import Callbacks
+        from distflow.runtime.local import open_local
+
+        if self._running is not None:
+            raise UserError("these rollouts are entered already")
+        with ExitStack() as stack:
+            stack.enter_context(settings_kept())
+            spec = self._spec()
+            self._program = spec.program()
+            self._rows = OwnRows(spec.rows)
+            spec = replace(spec, rows=self._rows)
+            self._spec_entered = spec
+            self._running = stack.enter_context(open_local(spec, say, Callbacks()))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._running = None
+        self._stack.__exit__(kind, error, trace)
+
+    def prepare_batch(self, timeout: float | None = None) -> "Batch | None":
+        """The next `data.train_batch_size` groups, of rows of the data and of submitted prompts, which go first. None
+        where the run has had all its steps, or the data have ended; the last batch may be smaller.
+
+        timeout: in seconds. Raises TimeoutError, and nothing is lost; NothingToWaitFor where `publish` or `resume` must
+        come first; and whatever ended the rollouts.
+        """
+        if not self._has_data:
+            raise UserError("prepare_batch takes rows of data, and none were given: data=..., or submit and wait")
+        self._entered.intake.open_data()
+        return self._take(self.config.data.train_batch_size, timeout)
+
+    def submit(self, row: Mapping[str, object]) -> None:
+        """A prompt of your own, with the columns of a row of data. It starts as soon as staleness allows.
+
+        Raises UserError for a row that cannot be used.
+        """
+        from distflow.pipelines.own_rows import encode_row
+
+        running = self._entered
+        tokenizer = running.worker.resources.tokenizer
+        encoded = encode_row(row, self._num_submitted + 1, self.config, self._program, tokenizer)
+        self._num_submitted += 1
+        running.intake.offer(lambda number: self._rows.add(number, encoded))
+
+    def wait(self, count: int, timeout: float | None = None) -> "Batch":
+        """The next `count` finished groups, in the order in which they were submitted.
+
+        timeout: in seconds. Raises TimeoutError, and nothing is lost; NothingToWaitFor where so many can never be
+        finished, because too few were submitted, or `publish` or `resume` must come first; and whatever ended the
+        rollouts.
+        """
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise UserError(f"wait({count!r}): a number of prompt groups, from 1")
+        batch = self._take(count, timeout)
+        if batch is None:
+            steps = self._spec_entered.data.total_steps
+            raise UserError(f"wait({count}): the run has had all of its {steps} steps (trainer.total_training_steps)")
+        return batch
+
+    def train(self, batch: "Batch") -> dict[str, float]:
+        """Run the program's learning nodes on a batch: score, compare, update. It has what they wrote afterwards.
+
+        Returns what they measured, which `publish` records.
+        """
+        from distflow.pipelines.objectives import may_derive_old
+
+        self._refuse_while_shared()
+        if self._updates and may_derive_old(self.config):
+            raise UserError(
+                "train: this step has had its one update, after which the ratio is 1 no more. Set "
+                "algorithm.recompute_old_log_probs=true to train on a step in parts"
+            )
+        learned, metrics = self._entered.worker.learn(sorted(set(batch["group_index"].tolist())), batch)
+        for name in learned.names:
+            batch[name] = learned.flat(name)
+        self._updates.append(metrics)
+        return metrics
+
+    def publish(self, metrics: Mapping[str, float] | None = None) -> dict[str, float]:
+        """End the step: its weights go to the engine, while groups run on, as the next version. Then it is validated,
+        recorded and saved as `trainer.test_freq` and `trainer.save_freq` say.
+
+        metrics: of your own, to record besides. Returns all of the step. Raises UserError where no batch was taken, or
+        one more must be first, so that none of its groups gets too old; TrustError where a check fails.
+        """
+        from distflow.data.batch import Batch
+
+        running = self._entered
+        owed = running.intake.standing().num_owed
+        if not self._shares:
+            raise UserError("publish ends a step, and no batch was taken since the last: prepare_batch or wait first")
+        if owed:
+            plan = self._spec_entered.data
+            raise UserError(
+                f"publish: {owed} more prompt groups must be taken first, or they would be trained on more than "
+                f"{plan.max_staleness} versions late (async.max_staleness). A version takes data.train_batch_size="
+                f"{plan.consumer_batch} groups: set it to what you train on for each, or wait({owed})"
+            )
+        worker = running.worker
+        names = set.intersection(*(set(share.batch.names) for share in self._shares))
+        batches = [share.batch.only(name for name in share.batch.names if name in names) for share in self._shares]
+        measured: dict[str, float] = {}
+        for part in [*(share.metrics for share in self._shares), _mean(self._updates), metrics or {}, worker.judged()]:
+            measured |= part
+        recorded = worker.finish(Batch.concat(batches), measured)
+        self._shares, self._updates = [], []
+        return recorded
+
+    def pause(self) -> None:
+        """No further group starts until `resume`; those that run go on."""
+        self._entered.intake.hold(True)
+
+    def resume(self) -> None:
+        """Groups start again."""
+        self._entered.intake.hold(False)
+
+    @property
+    def version(self) -> int:
+        """Of the weights that were published last: the steps that are done."""
+        return self._entered.worker.step
+
+    @property
+    def stats(self) -> RolloutStats:
+        """How many groups wait, run and are done."""
+        standing = self._entered.intake.standing()
+        account = standing.account
+        return RolloutStats(
+            standing.num_offered,
+            account.issued,
+            account.running,
+            account.complete + account.consumed,
+            sum(account.dropped.values()),
+        )
+
+    @property
+    def actor(self) -> "TrainEngine":
+        """The policy's train engine."""
+        return _Trainer(self, "actor", self._engine("actor"))
+
+    @property
+    def critic(self) -> "TrainEngine":
+        """The critic's. Raises UserError where the program has none, as `ref` does."""
+        return _Trainer(self, "critic", self._engine("critic"))
+
+    @property
+    def ref(self) -> "Scorer":
+        """The frozen reference policy."""
+        engine: Scorer = self._engine("ref")
+        return engine
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        return self._entered.worker.resources.tokenizer
+
+    @property
+    def run(self) -> Run:
+        """What is recorded, while it goes on and afterwards."""
+        return Run(self.config.trainer.run_dir)
+
+    @property
+    def _entered(self) -> "Running":
+        if self._running is None:
+            raise UserError("enter the rollouts first: with distflow.rollouts(...) as rollouts:")
+        return self._running
+
+    def _spec(self) -> "Spec":
+        """That of the run, in which steps are not proven again: what the loop does with them is not known."""
+        from distflow.pipelines.accepting import accepting
+
+        spec = make_spec_of(self._given, self._loaded)
+        if not self._has_data:
+            if spec.config.trainer.total_training_steps is None:
+                raise UserError("without data nothing tells how many steps there are: set trainer.total_training_steps")
+            spec = replace(spec, description={**spec.description, "data": "prompts that a loop submits"})
+        spec = replace(spec, options=replace(spec.options, audit_freq=0))
+        self.config = spec.config
+        return accepting(spec, self._should_accept) if self._should_accept is not None else spec
+
+    def _take(self, wanted: int, timeout: float | None) -> "Batch | None":
+        running = self._entered
+        try:
+            share = running.worker.take(wanted, None if timeout is None else time.monotonic() + timeout)
+        except (
+            KeyboardInterrupt
+        ):  # somebody may still wait in this call's place, and would take what is meant for later
+            running.ports.abort(UserError("a wait for groups was interrupted: leave the rollouts, and enter new ones"))
+            raise
+        if share is None:
+            return None
+        self._shares.append(share)
+        return share.batch
+
+    def _engine(self, name: str) -> Any:
+        engine = getattr(self._entered.worker.resources, name)
+        if engine is None:
+            raise UserError(f"the program '{self._program.graph_id}' has no {name}: no node of it uses one")
+        return engine
+
+    def _train_step(self, role: str, engine: "TrainEngine", batch: "Batch", loss: "LossFn") -> dict[str, float]:
+        self._refuse_while_shared()
+        metrics = self._entered.worker.train_step(role, engine, batch, loss)
+        self._updates.append({f"{role}/{name}": value for name, value in metrics.items()})
+        return metrics
+
+    def _refuse_while_shared(self) -> None:
+        """At staleness 0 the engine computes on the very weights that an update changes."""
+        num_running = self._entered.intake.standing().account.running
+        if num_running and self._spec_entered.shares_weights:
+            raise UserError(
+                f"{num_running} prompt groups are still being answered with the weights that this would change: wait "
+                "for them first, or set async.max_staleness=1, where the engine has weights of its own"
+            )
+
+
+class _Trainer:
+    """A `TrainEngine` whose optimizer steps are checked and recorded."""
+
+    def __init__(self, rollouts: Rollouts, role: str, engine: "TrainEngine") -> None:
+        self._rollouts, self._role, self._engine = rollouts, role, engine
+
+    def forward(self, batch: "Batch", outputs: tuple[str, ...]) -> "Batch":
+        """See `Scorer`."""
+        return self._engine.forward(batch, outputs)
+
+    def train_step(self, batch: "Batch", loss_fn: "LossFn") -> dict[str, float]:
+        """See `TrainEngine`. Raises TrustError where updates stay not finite."""
+        return self._rollouts._train_step(self._role, self._engine, batch, loss_fn)
+
+    def weights(self) -> "Iterator[tuple[str, Tensor]]":
+        """See `TrainEngine`."""
+        return self._engine.weights()
+
+    def state(self) -> "TrainState":
+        """See `TrainEngine`."""
+        return self._engine.state()
+
+    def load_state(self, state: "TrainState") -> None:
+        """See `TrainEngine`."""
+        self._engine.load_state(state)
+
+    def offload(self) -> None:
+        """See `TrainEngine`."""
+        self._engine.offload()
+
+    def onload(self) -> None:
+        """See `TrainEngine`."""
+        self._engine.onload()
+
+
+def _peek(preset_or_config: PresetOrConfig, overrides: Overrides) -> Config:
+    preset, lines = preset_and_lines(preset_or_config, overrides)
+    return load_config(preset, lines, complete=False).config
+
+
+def _placeholders(config: Config) -> list[dict[str, object]]:
+    """Rows in place of data: a config is checked with some, and none of them is ever answered."""
+    data = config.data
+    domain = next(iter(config.reward.functions), "default")
+    row: dict[str, object] = {data.prompt_key: "0", data.answer_key: "0", data.domain_key: domain}
+    return [row] * data.train_batch_size
+
+
+def _check_should_accept(function: ShouldAccept) -> None:
+    if not callable(function):
+        raise UserError(f"should_accept is {function!r:.80}: give a function of a group's batch")
+    if inspect.iscoroutinefunction(function):
+        raise UserError("should_accept is an async function, whose answer would never be awaited: make it a plain one")
+
+
+def _mean(updates: list[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for update in updates for name in update)
+    values = {name: [update[name] for update in updates if name in update] for name in names}
+    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}

@@ -1,0 +1,39 @@
+"""`distflow selftest`: on this machine, the same tiny run has the same numbers on each path that must give them."""
+
+import argparse
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from distflow import __version__
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """None of its own."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """1 where a pair differs: the folders of its runs are then kept."""
+    from distflow.commands.early import importing
+
+    started = time.monotonic()
+    print(f"distflow {__version__} · selftest", flush=True)
+    with importing():
+        from distflow.selftest.pairs import compare_all
+        from distflow.selftest.recorded import RECORDED, read_recorded
+        from distflow.selftest.table import advice, head, line
+
+    failed, folder = [], Path(tempfile.mkdtemp(prefix="distflow-selftest-"))
+    try:
+        print(head(), flush=True)
+        for row in compare_all(read_recorded(RECORDED), folder):
+            print(line(row), flush=True)
+            failed += [] if row.ok else [row]
+    finally:
+        if not failed:
+            shutil.rmtree(folder, ignore_errors=True)  # verifiers of a run that was interrupted may still be ending
+    print(f"{time.monotonic() - started:.0f} s", flush=True)
+    for text in advice(failed, folder) if failed else ():
+        print(text)
+    return 1 if failed else 0

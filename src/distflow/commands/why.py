@@ -1,0 +1,170 @@
+"""`distflow why`: which groups made a step, how each of them came to be, and what was dropped meanwhile."""
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distflow.commands.run_argument import LEDGER, add_run_argument, find_run
+from distflow.observe.text import visible
+
+if TYPE_CHECKING:
+    from distflow.flow.lineage import Attempt, GroupLineage, StepLineage
+    from distflow.observe.jsonlines import JSON
+
+    Answers = Sequence[Mapping[str, JSON]]
+
+MAX_TEXT = 80
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("step", metavar="STEP", type=int, help="counted from 1, as the files of samples/ are")
+    add_run_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from distflow.flow.lineage import step_lineage
+    from distflow.observe.run_folder import sample_file_name
+    from distflow.observe.run_reader import read_samples
+
+    run_dir = find_run(arguments.run_dir)
+    lineage = step_lineage(run_dir / LEDGER, arguments.step)
+    answers = _by_ticket(read_samples(run_dir, arguments.step))
+    lines = _head(lineage, run_dir)
+    if lineage.consumed_at is not None and not answers:
+        name = sample_file_name(arguments.step, "train")
+        lines.append(f"scores and reward parts are not known: samples/{name} is missing, empty or rolled back")
+    lines += _table("groups", [_group_row(group, lineage, answers) for group in lineage.groups])
+    lines += _table(_dropped_title(lineage.dropped), [_dropped_row(group) for group in lineage.dropped])
+    lines += _restarts([*lineage.groups, *lineage.dropped])
+    print("\n".join(lines))
+    return 0
+
+
+def _head(lineage: "StepLineage", run_dir: Path) -> list[str]:
+    name = f"step {lineage.step} of {visible(str(run_dir), one_line=True)}"
+    if lineage.consumed_at is None:
+        num_complete = sum(group.version is not None for group in lineage.groups)
+        num_running = len(lineage.groups) - num_complete
+        return [
+            f"{name} is not finished: where the ledger ends, {num_complete} groups were complete and {num_running} ran",
+        ]
+    tokens = sum(group.tokens or 0 for group in lineage.groups)
+    bound = "" if lineage.max_staleness is None else f", staleness at most {lineage.max_staleness}"
+    return [
+        f"{name}: {len(lineage.groups)} groups, {tokens:,} tokens{bound}",
+        f"consumed {_moment(lineage.consumed_at)} by incarnation {lineage.incarnation}; {_outcome(lineage)}",
+    ]
+
+
+def _outcome(lineage: "StepLineage") -> str:
+    if lineage.weights is None:
+        return f"the ledger ends before its version {lineage.step}"
+    if lineage.weights == lineage.step:
+        return f"it made version {lineage.step} of the weights"
+    return f"no weights were sent: version {lineage.step} is that of step {lineage.weights} under a new number"
+
+
+def _group_row(group: "GroupLineage", lineage: "StepLineage", answers: Mapping[int, "Answers"]) -> dict[str, str]:
+    own = answers.get(group.ticket, ())
+    judged = [answer for answer in own if not answer.get("errors")]
+    num_failed = len(own) - len(judged)
+    stale = lineage.step - 1 - group.version if group.version is not None else None
+    return {
+        **_where(group),
+        "version": "running" if group.version is None else str(group.version),
+        "stale": "" if stale is None or lineage.consumed_at is None else str(stale),
+        **_who(group),
+        "tokens": f"{group.tokens:,}" if group.tokens is not None else "",
+        "samples": str(len(own)) if own else "",
+        "failed verdicts": str(num_failed) if num_failed else "",
+        "score": _mean(answer.get("score") for answer in judged),
+        "reward parts": _reward_parts(judged),
+    }
+
+
+def _dropped_title(groups: Sequence["GroupLineage"]) -> str:
+    reasons = Counter(visible(group.reason or "", MAX_TEXT, one_line=True) for group in groups)
+    counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+    return f"dropped meanwhile: {counts or 'none'}"
+
+
+def _dropped_row(group: "GroupLineage") -> dict[str, str]:
+    return {
+        **_where(group),
+        "version": str(group.attempts[-1].version) if group.attempts else "",
+        **_who(group),
+        "reason": visible(group.reason or "", MAX_TEXT, one_line=True),
+    }
+
+
+def _where(group: "GroupLineage") -> dict[str, str]:
+    """Of a group that another run's folder began, its row is not known."""
+    places = {"epoch": group.epoch, "row": group.row}
+    return {"ticket": str(group.ticket), **{name: "?" if at is None else str(at) for name, at in places.items()}}
+
+
+def _who(group: "GroupLineage") -> dict[str, str]:
+    """Worker and number of the last attempt; the number where it was not the first."""
+    last = group.attempts[-1] if group.attempts else None
+    return {
+        "worker": visible(last.worker, MAX_TEXT, one_line=True) if last and last.worker else "",
+        "attempts": str(len(group.attempts)) if len(group.attempts) > 1 else "",
+    }
+
+
+def _reward_parts(judged: "Answers") -> str:
+    """The mean of each over the samples that have a verdict."""
+    parts = [part for answer in judged if isinstance(part := answer.get("reward_parts"), Mapping)]
+    names = dict.fromkeys(name for part in parts for name in part)
+    return ", ".join(
+        f"{visible(name, MAX_TEXT, one_line=True)} {_mean(part.get(name) for part in parts) or '?'}" for name in names
+    )
+
+
+def _mean(values: Iterable[object]) -> str:
+    numbers = [float(value) for value in values if isinstance(value, int | float)]
+    return f"{sum(numbers) / len(numbers):.3f}" if numbers else ""
+
+
+def _restarts(groups: Sequence["GroupLineage"]) -> list[str]:
+    tried = [group for group in groups if len(group.attempts) > 1]
+    lines = ["", "started more than once"] if tried else []
+    return lines + [f"  ticket {group.ticket}: {', then '.join(map(_start, group.attempts))}" for group in tried]
+
+
+def _start(attempt: "Attempt") -> str:
+    worker = f" by {visible(attempt.worker, MAX_TEXT, one_line=True)}" if attempt.worker else ""
+    return f"{_moment(attempt.t)} at version {attempt.version}{worker} (incarnation {attempt.incarnation})"
+
+
+def _by_ticket(rows: "Answers") -> dict[int, list[Mapping[str, "JSON"]]]:
+    """A sample's uid is TICKET-NUMBER."""
+    answers: dict[int, list[Mapping[str, JSON]]] = {}
+    for row in rows:
+        ticket = str(row.get("uid", "")).partition("-")[0]
+        if ticket.isdecimal():
+            answers.setdefault(int(ticket), []).append(row)
+    return answers
+
+
+def _table(title: str, rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Without the columns that are empty in every row; numbers stand to the right, the last column, a text, to the
+    left. No more than its title where there are no rows."""
+    if not rows:
+        return ["", title]
+    names = [name for name in rows[0] if any(row[name] for row in rows)]
+    widths = [max(len(name), *(len(row[name]) for row in rows)) for name in names]
+    lines = [names, *([row[name] for name in names] for row in rows)]
+    return ["", title, *(_aligned(line, widths) for line in lines)]
+
+
+def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
+    *numbers, text = line
+    return "  " + "  ".join([*(word.rjust(width) for word, width in zip(numbers, widths, strict=False)), text])
+
+
+def _moment(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

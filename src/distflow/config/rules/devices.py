@@ -1,0 +1,41 @@
+"""Rules of devices: what only one of the launchers can honour."""
+
+from collections.abc import Iterator
+
+from distflow.config.dag import DagConfig
+from distflow.config.rules.finding import Finding
+from distflow.config.schema import Config
+from distflow.config.trainer import TrainerConfig
+from distflow.config.values import show
+
+_OF_TRAINER = ("nnodes", "n_gpus_per_node", "allocation")
+_OF_DAG = ("backend_threshold", "apportion_strategy", "consider_node_cohesion", "consider_node_load")
+
+
+def one_device(config: Config) -> Iterator[Finding]:
+    """The local launcher has one process on one device."""
+    if config.trainer.launcher != "local":
+        return
+    trainer, dag = TrainerConfig(), DagConfig()
+    keys = [(f"trainer.{name}", getattr(config.trainer, name), getattr(trainer, name)) for name in _OF_TRAINER]
+    keys += [(f"dag.{name}", getattr(config.dag, name), getattr(dag, name)) for name in _OF_DAG]
+    for key, value, default in keys:
+        if value != default:
+            yield Finding(
+                (key, "trainer.launcher"),
+                f"{show(value)} is for several devices, and the launcher 'local' has one process on one",
+                f"leave it at {show(default)}, or set trainer.launcher=ray",
+            )
+
+
+def several_devices(config: Config) -> Iterator[Finding]:
+    """What is not there yet where a step lies on several workers."""
+    if config.trainer.launcher == "ray" and config.trainer.save_groups != "none":
+        yield Finding(
+            ("trainer.save_groups", "trainer.launcher"),
+            "the groups of a step lie on several workers, and are kept in one process only so far",
+            "leave it at none, or set trainer.launcher=local",
+        )
+
+
+RULES = (one_device, several_devices)

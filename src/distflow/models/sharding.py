@@ -1,0 +1,62 @@
+"""Spreads a model's weights over ranks by FSDP2, in the way that losses over exact global counts need."""
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+from distflow.config.errors import UserError
+from distflow.models.heads import unwrapped
+from distflow.models.packed_forward import PACKED_METHODS
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Over which ranks, and in which precision.
+
+    mesh: of one dimension, or of two with names, replicas and shards: each row holds all weights, and rows add up their
+    gradients.
+    compute_dtype: weights are gathered, and the model computes, in it; those that are kept, and the sums of gradients
+    over ranks, are float32.
+    """
+
+    mesh: DeviceMesh
+    compute_dtype: torch.dtype = torch.float32
+
+
+def shard_model(model: nn.Module, sharding: Sharding) -> None:
+    """Leave each rank its part of every weight, in place; `packed_forward` gathers a layer at a time.
+
+    Embeddings and head, which may be tied, are gathered together for the whole pass: the head runs in chunks. Gradients
+    are summed over the ranks, not averaged, as the backward pass goes. Every rank runs the model as often as others.
+    Raises UserError for a mesh with other dimensions, and for a family that does not name its layers.
+    """
+    if sharding.mesh.ndim > 2 or "tp" in (sharding.mesh.mesh_dim_names or ()):
+        raise UserError("tensor parallel training is not there yet: allocate data parallel ranks (d) to it")
+    # log-probs and logits are views of what is computed; nothing changes them in place, which is what it warns of
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+    policy = MixedPrecisionPolicy(param_dtype=sharding.compute_dtype, reduce_dtype=torch.float32)
+    for module in (*_layers(model), model):
+        # also the root: between passes nothing but parts is there, and parameters are what optimizers know
+        fully_shard(module, mesh=sharding.mesh, mp_policy=policy, reshard_after_forward=True)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no sum that scales
+    for name in PACKED_METHODS:
+        register_fsdp_forward_method(model, name)
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    names = unwrapped(model)._no_split_modules or ()
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if not layers:
+        family = unwrapped(model).config.model_type
+        raise UserError(
+            f"actor.strategy=fsdp gathers a model layer by layer, and the family '{family}' does not name its layers "
+            "(_no_split_modules): set actor.strategy=torch"
+        )
+    return layers

@@ -1,0 +1,220 @@
+"""The allocation expression, AReaL's: which engine runs which role on how many devices.
+
+allocation = devices ("+" devices)*              each on devices of its own
+devices    = part ("|" part)*                    all on the same devices
+part       = ENGINE ["[" ROLE "]"] ":" sizes
+sizes      = (LETTER NUMBER)+                    d data, t (or m) tensor, p pipeline, c context, e expert
+"""
+
+import re
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from distflow.config.errors import UserError, hint
+from distflow.config.names import ROLLOUT_ENGINES, TRAIN_ENGINES, RolloutEngineEntry, TrainEngineEntry
+from distflow.graph.roles import ENGINES
+from distflow.planning.layout import Axis, Sizes
+
+KEY = "trainer.allocation"
+_LETTERS: dict[str, Axis] = {
+    "d": "data",
+    "t": "tensor",
+    "m": "tensor",
+    "p": "pipeline",
+    "c": "context",
+    "e": "expert",
+}
+_ENGINES: dict[str, RolloutEngineEntry | TrainEngineEntry] = {**ROLLOUT_ENGINES, **TRAIN_ENGINES}
+_EXAMPLE = "embedded[rollout]:d2+fsdp[actor]:d4"
+_TOKEN = re.compile(r"\s*(?:(?P<word>[^\W\d_]\w*)|(?P<sign>[+|:\[\]]))")
+_SIZE = re.compile(r"([a-zA-Z])([0-9]{1,6})")
+
+
+@dataclass(frozen=True)
+class AllocatedPart:
+    """An engine for a role, and its sizes. at: where it begins in the text."""
+
+    engine: str
+    role: str
+    sizes: Sizes
+    at: int
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Parts by the devices that they share; `text` is what was written."""
+
+    text: str
+    groups: tuple[tuple[AllocatedPart, ...], ...]
+
+    @property
+    def parts(self) -> tuple[AllocatedPart, ...]:
+        return tuple(part for group in self.groups for part in group)
+
+    @property
+    def num_devices(self) -> int:
+        return sum(group[0].sizes.num_devices for group in self.groups)
+
+    def find(self, role: str) -> AllocatedPart | None:
+        """The part of that role; None where none is named."""
+        return next((part for part in self.parts if part.role == role), None)
+
+    def refuse(self, at: int, what: str) -> NoReturn:
+        """Raises UserError with a caret below that character."""
+        raise UserError(f"{KEY}: {what}\n  {self.text}\n  {' ' * at}^")
+
+
+def parse_allocation(text: str) -> Allocation:
+    """Raises UserError with a caret below the character from which it cannot be read, or at the part that is wrong.
+
+    Whether an engine is there yet is asked of `require_engines`.
+    """
+    return _Parser(Allocation(" ".join(text.split()), ())).allocation()
+
+
+def parse_sizes(text: str) -> Sizes:
+    """Of `d4p1m1`, say. Raises UserError."""
+    return _sizes(Allocation(text, ()), text, 0)
+
+
+def require_engines(allocation: Allocation) -> None:
+    """Raises UserError for an engine that is known and not there yet."""
+    for part in allocation.parts:
+        if not _ENGINES[part.engine].target:
+            table = ROLLOUT_ENGINES if part.engine in ROLLOUT_ENGINES else TRAIN_ENGINES
+            there = ", ".join(name for name, entry in table.items() if entry.target)
+            allocation.refuse(part.at, f"the engine '{part.engine}' is not there yet; choose from {there}")
+
+
+class _Parser:
+    """Reads the text from left to right, one token ahead."""
+
+    def __init__(self, written: Allocation) -> None:
+        self._written, self._at = written, 0
+        self._advance()
+
+    def allocation(self) -> Allocation:
+        groups = [self._group()]
+        while self._takes("+"):
+            groups.append(self._group())
+        if not self._ended:
+            self._refuse("expected '+', '|' or the end here")
+        found = replace(self._written, groups=tuple(groups))
+        _check_roles(found)
+        return found
+
+    def _group(self) -> tuple[AllocatedPart, ...]:
+        parts = [self._part()]
+        while self._takes("|"):
+            parts.append(self._part())
+            first, last = parts[0], parts[-1]
+            if first.sizes.num_devices != last.sizes.num_devices:
+                self._written.refuse(
+                    last.at,
+                    f"'{first.role}' takes {first.sizes.num_devices} devices and '{last.role}' "
+                    f"{last.sizes.num_devices}, and '|' joins what runs on the same ones; write '+' for devices apart",
+                )
+        return tuple(parts)
+
+    def _part(self) -> AllocatedPart:
+        at, engine = self._word("an engine")
+        if engine not in _ENGINES:
+            if _is_sizes(engine):
+                self._written.refuse(at, f"sizes without an engine; write e.g. fsdp:{engine}")
+            self._written.refuse(at, f"there is no engine '{engine}'{hint(engine, _ENGINES)}")
+        role = "rollout" if engine in ROLLOUT_ENGINES else "actor"
+        if self._takes("["):
+            role = self._role(engine)
+            if not self._takes("]"):
+                self._refuse("expected ']' here")
+        if not self._takes(":"):
+            self._refuse(f"expected ':' and the sizes of '{engine}' here, e.g. {engine}:d2")
+        start, sizes = self._word("sizes")
+        return AllocatedPart(engine, role, self._checked(engine, sizes, start), at)
+
+    def _role(self, engine: str) -> str:
+        at, role = self._word("a role")
+        if role not in ENGINES:
+            self._written.refuse(at, f"there is no role '{role}'{hint(role, ENGINES)}")
+        if (role == "rollout") != (engine in ROLLOUT_ENGINES):
+            does = "generates, and cannot train" if engine in ROLLOUT_ENGINES else "trains, and cannot generate"
+            table = ROLLOUT_ENGINES if role == "rollout" else TRAIN_ENGINES
+            self._written.refuse(at, f"'{engine}' {does}; for '{role}' choose from {', '.join(table)}")
+        return role
+
+    def _checked(self, engine: str, text: str, at: int) -> Sizes:
+        sizes = _sizes(self._written, text, at)
+        has = _ENGINES[engine].sizes
+        for match in _SIZE.finditer(text):
+            if int(match[2]) > 1 and not any(_LETTERS[letter] == _LETTERS[match[1]] for letter in has):
+                lacks = f"the engine '{engine}' has no {_LETTERS[match[1]]} parallelism"
+                self._written.refuse(at + match.start(), f"{lacks}; its sizes are {', '.join(has)}")
+        return sizes
+
+    def _word(self, wanted: str) -> tuple[int, str]:
+        """The word that comes next, and where it begins."""
+        if self._token is None or self._token["word"] is None:
+            self._refuse(f"expected {wanted} here, as in {_EXAMPLE}")
+        found = self._token.start("word"), self._token["word"]
+        self._advance()
+        return found
+
+    def _takes(self, sign: str) -> bool:
+        if self._token is None or self._token["sign"] != sign:
+            return False
+        self._advance()
+        return True
+
+    @property
+    def _ended(self) -> bool:
+        return self._token is None and not self._written.text[self._at :].strip()
+
+    def _advance(self) -> None:
+        self._token = _TOKEN.match(self._written.text, self._at)
+        self._at = self._token.end() if self._token else self._at
+
+    def _refuse(self, what: str) -> NoReturn:
+        rest = self._written.text[self._at :]
+        unread = self._at + len(rest) - len(rest.lstrip())
+        group = "word" if self._token and self._token["word"] else "sign"
+        self._written.refuse(self._token.start(group) if self._token else unread, what)
+
+
+def _is_sizes(text: str) -> bool:
+    return re.fullmatch(rf"(?:{_SIZE.pattern})+", text) is not None
+
+
+def _sizes(written: Allocation, text: str, start: int) -> Sizes:
+    found: dict[Axis, int] = {}
+    at = 0
+    while at < len(text):
+        match = _SIZE.match(text, at)
+        if match is None:
+            written.refuse(start + at, "expected a size here: a letter and a number, as in d4t2")
+        axis = _LETTERS.get(match[1])
+        if axis is None:
+            written.refuse(start + at, f"there is no size '{match[1]}'; the sizes are d, t (or m), p, c, e")
+        if axis in found:
+            written.refuse(start + at, f"the {axis} size is given twice")
+        if int(match[2]) < 1:
+            written.refuse(start + at + 1, f"the {axis} size is at least 1")
+        found[axis] = int(match[2])
+        at = match.end()
+    sizes = Sizes(**found)
+    if sizes.data * sizes.context % sizes.expert:
+        among = f"the {sizes.data * sizes.context} ranks along data and context"
+        written.refuse(start + text.index("e"), f"experts shared by {sizes.expert} ranks do not divide {among}")
+    return sizes
+
+
+def _check_roles(allocation: Allocation) -> None:
+    """Raises UserError for a role of two parts, and for two train engines: all roles that train have the actor's."""
+    actor = allocation.find("actor")
+    for part in allocation.parts:
+        if allocation.find(part.role) != part:
+            named = f"name another role, e.g. {part.engine}[critic]" if part.role == "actor" else "leave one out"
+            allocation.refuse(part.at, f"a second part is the {part.role}; {named}")
+        if actor and part.role not in ("actor", "rollout") and part.engine != actor.engine:
+            allocation.refuse(
+                part.at, f"the {part.role} has the engine of the actor, '{actor.engine}', not '{part.engine}'"
+            )

@@ -1,0 +1,86 @@
+"""When a step is proven again: decided ahead, so that weights of older versions can be kept for it, and kept cheap."""
+
+import hashlib
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+MOST_SHARE = 0.02
+"""Of the run's time, that audits may take."""
+
+NUM_FIRST = 3
+"""Audits of a process that are made whatever they take."""
+
+
+class AuditSchedule:
+    """Audits the first step of a process, the one behind it (weights have moved once), the first that may hold tokens
+    of every age, and one in every `frequency` steps, at a drawn place, so that what goes wrong in every third step is
+    met.
+
+    Behind the first few an audit waits until audits have taken less than their share of the run's time, unless every
+    step is asked for; where weights may be old, it is then made when those of all ages were kept for it.
+    """
+
+    def __init__(self, frequency: int, first_step: int, max_staleness: int = 0, others: Collection[int] = ()) -> None:
+        """frequency: in steps; 0 never audits. first_step: of this process. others: steps that are audited besides."""
+        self._frequency, self._max_staleness = frequency, max_staleness
+        self._always = {first_step, first_step + 1, first_step + max_staleness + 1, *others}
+        self._waiting, self._planned = False, -1
+        self._num_made, self._spent_s = 0, 0.0
+        self._began = time.monotonic()
+
+    @property
+    def frequency(self) -> int:
+        return self._frequency
+
+    def is_due(self, step: int) -> bool:
+        """To be asked once a step, in their order."""
+        if self._frequency <= 0:
+            return False
+        if self._is_named(step) or step == self._planned:
+            return True
+        if not self._is_place(step) and not self._waiting:
+            return False
+        can_be_made = self.is_affordable() or self._num_made < NUM_FIRST
+        if can_be_made and (self._is_place(step) or not self._max_staleness):
+            return True
+        if can_be_made and self._planned < step:
+            self._planned = step + self._max_staleness + 1
+        self._waiting = True
+        return False
+
+    def expects(self, step: int) -> bool:
+        """Whether an audit may come in the steps in which tokens that weights of `step` make may be consumed later."""
+        ahead = range(step + 1, step + self._max_staleness + 1)
+        return self._frequency > 0 and any(self._is_named(s) or self._is_place(s) or s == self._planned for s in ahead)
+
+    def begins(self) -> None:
+        """An audit is made now."""
+        self._waiting, self._planned = False, -1
+        self._num_made += 1
+
+    def is_affordable(self) -> bool:
+        return self._spent_s <= MOST_SHARE * (time.monotonic() - self._began)
+
+    def budget_s(self, num_steps: int) -> float:
+        """Half of an audit's share of the time that passes between two. num_steps: that have begun."""
+        step_s = (time.monotonic() - self._began) / num_steps
+        return max(MOST_SHARE / 2 * self._frequency * step_s, 0.05)
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Inside, time counts as the audit's."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._spent_s += time.monotonic() - began
+
+    def _is_named(self, step: int) -> bool:
+        return step in self._always or self._frequency == 1
+
+    def _is_place(self, step: int) -> bool:
+        """Of the audit in the step's window."""
+        window = step // self._frequency
+        place = int.from_bytes(hashlib.blake2b(f"audit {window}".encode(), digest_size=4).digest(), "little")
+        return step % self._frequency == place % self._frequency

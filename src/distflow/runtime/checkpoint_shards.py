@@ -1,0 +1,108 @@
+"""Tensors that are spread over ranks: each rank writes its own shards, and whoever loads them reads what it needs.
+
+The files are those of `torch.distributed.checkpoint`'s Hugging Face storage: safetensors, with the place of each shard
+in its whole tensor beside them. That package plans what is written and read, without a process group.
+"""
+
+import json
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+Layout = Callable[[str], Tensor | None]
+"""By a tensor's name: one that lies over the ranks as it is to lie; None where every rank wants the whole."""
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What one rank holds of a part's tensors. offsets: of each shard's first element in the whole tensor."""
+
+    tensors: Mapping[str, Tensor]
+    offsets: Mapping[str, Sequence[int]]
+
+    @property
+    def file_metadata(self) -> dict[str, str]:
+        """For the header of the safetensors file."""
+        places = {name: {"saved_offsets": list(offset)} for name, offset in self.offsets.items()}
+        return {"DCP_SHARDING_INFO": json.dumps(places)}
+
+
+def is_sharded(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether any of them is spread over ranks."""
+    return any(isinstance(tensor, DTensor) for tensor in tensors.values())
+
+
+def own_shards(tensors: Mapping[str, Tensor], leads: bool) -> Shards:
+    """The shards that this rank writes, which are views: over all ranks every element is in one of them.
+
+    leads: for the one rank that also writes the tensors that every rank has whole.
+    """
+    planner = dcp.DefaultSavePlanner()
+    planner.set_up_planner({name: tensor for name, tensor in tensors.items() if _is_written_here(tensor, leads)})
+    shards, offsets = dict[str, Tensor](), dict[str, Sequence[int]]()
+    for item in planner.create_local_plan().items:
+        shard = planner.resolve_data(item)
+        assert isinstance(shard, Tensor) and item.tensor_data is not None, "the state of an engine is tensors"
+        if shard.numel() or not math.prod(item.tensor_data.size):  # a tensor may have fewer rows than there are ranks
+            shards[item.index.fqn], offsets[item.index.fqn] = shard.detach(), item.tensor_data.chunk.offsets
+    return Shards(shards, offsets)
+
+
+def read_shards(files: Sequence[Path], layout: Layout) -> dict[str, Tensor]:
+    """The tensors of all these files, on the CPU or, of those that are to lie over ranks, this rank's shards in place.
+
+    No rank waits for another. Raises ValueError where a tensor's shards are not all there.
+    """
+    reader = dcp.HuggingFaceStorageReader(str(files[0].parent))
+    reader.fs = _Files(files)
+    wanted = {}
+    for name, stored in reader.read_metadata().state_dict_metadata.items():
+        assert isinstance(stored, TensorStorageMetadata), "safetensors holds tensors"
+        _check_complete(name, stored)
+        like = layout(name)
+        if isinstance(like, DTensor) and like.shape == stored.size:
+            wanted[name] = torch.empty_like(like, dtype=stored.properties.dtype, requires_grad=False)
+        else:
+            wanted[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no group is wanted
+            dcp.load(wanted, storage_reader=reader, no_dist=True)
+    except dcp.CheckpointException as err:  # which is no Exception
+        raise ValueError(str(err)) from err
+    return wanted
+
+
+class _Files(FileSystem):
+    """The storage reads whatever safetensors its folder has; here only the files of one part."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+
+    def ls(self, path: str | PathLike[str]) -> list[str]:
+        return [str(file) for file in self._files]
+
+
+def _is_written_here(tensor: Tensor, leads: bool) -> bool:
+    """Of the ranks that have the same shard, the first writes it."""
+    if not isinstance(tensor, DTensor):
+        return leads
+    place = tensor.device_mesh.get_coordinate()
+    pairs = zip(place or (), tensor.placements, strict=True)
+    return all(index == 0 for index, placement in pairs if placement.is_replicate())
+
+
+def _check_complete(name: str, stored: TensorStorageMetadata) -> None:
+    found = {tuple(chunk.offsets): math.prod(chunk.sizes) for chunk in stored.chunks}
+    if sum(found.values()) != math.prod(stored.size):
+        raise ValueError(f"shards of '{name}' are missing")

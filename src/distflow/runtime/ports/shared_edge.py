@@ -1,0 +1,381 @@
+"""The experience edge as threads share it, whatever the groups are held as: batches in one process, references to them
+where workers have processes of their own."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from distflow.flow.account import Account
+from distflow.flow.balance import partition
+from distflow.flow.coordinator import Coordinator
+from distflow.flow.edge import Exhausted
+from distflow.flow.snapshot import Snapshot
+from distflow.flow.ticket import Ticket, Version
+from distflow.observe.metrics import Measured, combine
+from distflow.rewards.tally import Judged
+from distflow.runtime.blame import REPAIR_ADVICE
+from distflow.runtime.ports.edge import Failure, NoProgress, UserNoProgress
+from distflow.runtime.ports.intake import NothingToWaitFor, Standing
+from distflow.runtime.waits import Waits
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the edge knows of a complete group. num_tokens: of all its samples, prompts included. version: the lowest of
+    any of their tokens, None where there is none. failure: why it has no verdict at all."""
+
+    num_tokens: int
+    version: int | None
+    failure: Failure | None
+
+
+@dataclass(frozen=True)
+class Held(Generic[T]):
+    """A group that waits for its step. measured: by its nodes."""
+
+    group: T
+    num_tokens: int
+    measured: Sequence[Measured]
+
+
+@dataclass(frozen=True)
+class Portion(Generic[T]):
+    """One rank's part of a step: see `Share`. groups: its own, whole, in ticket order. like: any of the step's, where
+    it has none."""
+
+    tickets: tuple[int, ...]
+    groups: Sequence[T]
+    like: T
+    metrics: Mapping[str, float]
+    judged: Judged
+
+
+@dataclass(frozen=True)
+class Consumed(Generic[T]):
+    """How the run stands once all ranks have trained on a step: see `Released`. live: groups that no step has taken."""
+
+    version: Version
+    finished: bool
+    stopping: bool
+    account: Account
+    cut: Snapshot
+    live: Mapping[int, Held[T]]
+
+
+@dataclass
+class _Intake:
+    """One worker that generates. served: the lowest step that its engine serves, as it said last. given: tickets that
+    are to be fetched. running: how many groups it has, those included."""
+
+    name: str
+    served: int | None
+    given: list[Ticket] = field(default_factory=list)
+    running: int = 0
+
+
+class SharedEdge(Generic[T]):
+    """The coordinator decides; this object only guards it with a lock, holds the groups, and wakes who waits.
+
+    Any method may be called on any thread; `take`, `release` and `wait_for_tickets` wait. Learners wait on the lock's
+    condition; whoever must not block asks `tickets` again when he is woken.
+
+    A failure on either side is raised on the other, so that nobody waits for what is gone. Groups that fail one after
+    another, with none between them that came through, end the run when they would have filled two steps, or one where
+    the data end.
+
+    At staleness 0 tickets are handed out only while every rank waits for a step: nothing generates while a trainer
+    updates, validates or saves. Else they are handed out whenever there is a credit. A ticket goes to the worker that
+    has the fewest groups.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        waits: Waits,
+        teams: Sequence[int] = (1,),
+        workers: Sequence[str] = ("",),
+        live: Mapping[int, Held[T]] | None = None,
+        changed: Callable[[Account], None] = lambda account: None,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        """teams: how many ranks each has; every team learns from every step, its ranks share it. Ranks are counted
+        through all teams. workers: names of those that generate, empty for the one of a
+        run that has no others. live: the groups that the coordinator's snapshot holds as
+        complete. Those that it has dropped since are left out. changed: told how many groups are where, from any
+        thread, inside the lock. wake: called when `tickets` may have another answer.
+        """
+        self._coordinator, self._waits, self._changed = coordinator, waits, changed
+        self._teams, self._num_ranks = teams, sum(teams)
+        self._wake_tickets = wake
+        self._groups = {number: held for number, held in (live or {}).items() if coordinator.holds(number)}
+        # One lock guards the coordinator, the groups, and all down to `_outcome`. Who learns and who generates wait
+        # apart: each of the latter asks the coordinator when woken, which is news to the former alone.
+        lock = threading.RLock()
+        self._lock, self._askers = threading.Condition(lock), threading.Condition(lock)
+        self._failure: BaseException | None = None
+        self._failed_in_a_row: list[Failure] = []
+        self._workers = [_Intake(name, coordinator.step) for name in workers]
+        self._worker_of: dict[int, int] = {}
+        self._num_waiting = 0  # learners inside `take`
+        self._num_wakes = 0
+        self._judged = Judged()
+        self._held = False
+        self._stopping = False
+        self._portions: dict[int, Portion[T]] = {}
+        self._released: set[int] = set()
+        self._outcome: Consumed[T] | None = None  # of the last step that all ranks have released
+
+    def tickets(self, worker: int, served: int | None) -> list[Ticket] | None:
+        """The groups that this worker is to start now; None where the run has failed. served: the lowest step whose
+        weights its engine serves; None where it has none."""
+        with self._lock:
+            return None if self._failure is not None else self._hand_out(worker, served)
+
+    def wait_for_tickets(self, worker: int, served: int | None) -> list[Ticket] | None:
+        """The same, once there are any or something has changed that the worker may know better, such as what it
+        serves."""
+        with self._lock:
+            num_wakes = self._num_wakes
+            while self._failure is None:
+                tickets = self._hand_out(worker, served)
+                if tickets or self._num_wakes != num_wakes:
+                    return tickets
+                self._askers.wait()
+            return None
+
+    def put(self, ticket: Ticket, group: T, facts: Facts, measured: Sequence[Measured]) -> None:
+        """See `EdgePort`. A group without any verdict counts among those that fail."""
+        with self._lock:
+            self._groups[ticket.number] = Held(group, facts.num_tokens, measured)
+            self._coordinator.complete(ticket.number, facts.num_tokens, facts.version)
+            self._ended(ticket)
+            self._count(facts.failure)
+            self._tell()
+            self._askers.notify_all()
+        self._wake_tickets()
+
+    def drop(self, ticket: Ticket, reason: str, failure: Failure | None = None, *, lost: bool = False) -> None:
+        """See `EdgePort`."""
+        with self._lock:
+            if not (lost and self._coordinator.retry(ticket.number)):
+                if not lost:
+                    self._coordinator.drop(ticket.number, reason)
+                self._count(failure)
+            self._ended(ticket)
+            self._tell()
+            self._askers.notify_all()
+        self._wake_tickets()
+
+    def count(self, judged: Judged) -> None:
+        """See `EdgePort`."""
+        with self._lock:
+            self._judged = Judged.joined([self._judged, judged])
+
+    def take(self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None) -> Portion[T] | None:
+        """See `EdgePort`."""
+        with self._lock, self._waiting(step):
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                if rank in self._portions:
+                    return self._portions.pop(rank)
+                if self._coordinator.finished:
+                    self._refuse_failures(of_steps=1)
+                    return None
+                numbers = self._ready(step, wanted)
+                if numbers is not None:
+                    self._portions = self._divided(numbers)
+                    continue
+                if wanted is not None and self._stalled():
+                    self._refuse_failures(of_steps=1)
+                    raise NothingToWaitFor(self._why_stalled(wanted))
+                if not self._lock.wait(None if deadline is None else deadline - time.monotonic()):
+                    raise TimeoutError(f"not in time: {self._so_far(wanted)}")
+
+    def release(self, step: int, rank: int, published: bool) -> Consumed[T]:
+        """See `EdgePort`."""
+        with self._lock:
+            self._released.add(rank)
+            if len(self._released) == self._num_ranks:
+                self._outcome = self._release(step, published)
+                self._released.clear()
+                self._tell()
+                self._wake()
+            while self._outcome is None or self._outcome.version.step <= step:
+                if self._failure is not None:
+                    raise self._failure
+                with self._waits("learner", f"release of step {step}", on="other ranks"):
+                    self._lock.wait()
+            return self._outcome
+
+    def open_data(self) -> None:
+        """See `IntakePort`."""
+        with self._lock:
+            self._coordinator.data_open = True
+        self._wake()
+
+    def offer(self, keep: Callable[[int], None]) -> None:
+        """See `IntakePort`."""
+        with self._lock:
+            keep(self._coordinator.offer())
+        self._wake()
+
+    def hold(self, held: bool) -> None:
+        """See `IntakePort`."""
+        with self._lock:
+            self._held = held
+        self._wake()
+
+    def standing(self) -> Standing:
+        """See `IntakePort`."""
+        with self._lock:
+            coordinator = self._coordinator
+            return Standing(coordinator.accounting(), coordinator.num_offered, coordinator.num_owed())
+
+    def stop(self) -> None:
+        """The run is to end with the step under way, on all ranks alike."""
+        with self._lock:
+            self._stopping = True
+
+    def fail(self, failure: BaseException) -> None:
+        """One side is gone: the other is told. The first failure counts; later ones follow from it."""
+        with self._lock:
+            self._failure = self._failure or failure
+            self._lock.notify_all()
+        self._wake()
+
+    def _tell(self) -> None:
+        """Inside the lock: learners look again, and people see how many groups are where."""
+        self._lock.notify_all()
+        self._changed(self._coordinator.accounting())
+
+    @contextmanager
+    def _waiting(self, step: int) -> Iterator[None]:
+        """A step is waited for: tickets may be handed out. Inside the lock, which waiting gives back meanwhile."""
+        self._num_waiting += 1
+        self._wake()
+        try:
+            with self._waits("learner", f"step {step}", on="experience"):
+                yield
+        finally:
+            self._num_waiting -= 1
+
+    def _hand_out(self, worker: int, served: int | None) -> list[Ticket]:
+        """Inside the lock."""
+        mine = self._workers[worker]
+        mine.served = served
+        opens = not self._held and (self._num_waiting >= self._num_ranks or self._coordinator.plan.max_staleness > 0)
+        known = [each.served for each in self._workers if each.served is not None]
+        for ticket in self._coordinator.take_tickets(min(known, default=None)) if opens else ():
+            chosen = min(range(len(self._workers)), key=lambda other: self._workers[other].running)
+            self._workers[chosen].given.append(ticket)
+            self._workers[chosen].running += 1
+            self._worker_of[ticket.number] = chosen
+            if name := self._workers[chosen].name:
+                self._coordinator.assign(ticket.number, name)
+            self._askers.notify_all()
+        tickets, mine.given = mine.given, []
+        self._tell()
+        return tickets
+
+    def _ended(self, ticket: Ticket) -> None:
+        worker = self._worker_of.pop(ticket.number, None)
+        if worker is not None:  # else whoever has the coordinator handed it out
+            self._workers[worker].running -= 1
+
+    def _divided(self, numbers: tuple[int, ...]) -> dict[int, Portion[T]]:
+        """The groups of a step over the ranks, whole, evened out by tokens."""
+        held = [self._groups.pop(number) for number in numbers]
+        metrics = combine([part for each in held for part in each.measured])
+        groups = [each.group for each in held]
+        loads = [each.num_tokens for each in held]
+        shares = [part for num_ranks in self._teams for part in partition(loads, num_ranks)]
+        return {
+            rank: Portion(numbers, [groups[place] for place in share], groups[0], metrics, self._take_judged())
+            for rank, share in enumerate(shares)
+        }
+
+    def _take_judged(self) -> Judged:
+        judged, self._judged = self._judged, Judged()
+        return judged
+
+    def _release(self, step: int, published: bool) -> Consumed[T]:
+        version = self._coordinator.release(step, published)
+        coordinator = self._coordinator
+        return Consumed(
+            version,
+            coordinator.finished,
+            self._stopping,
+            coordinator.accounting(),
+            coordinator.snapshot(),
+            dict(sorted(self._groups.items())),
+        )
+
+    def _ready(self, step: int, wanted: int | None) -> tuple[int, ...] | None:
+        try:
+            return self._coordinator.ready(step) if wanted is None else self._coordinator.part(step, wanted)
+        except Exhausted:
+            self._refuse_failures(of_steps=1)
+            raise
+
+    def _stalled(self) -> bool:
+        """Whether no group runs and none will start while this is waited for."""
+        return self._coordinator.stalled if not self._held else not self._coordinator.accounting().running
+
+    def _so_far(self, wanted: int | None) -> str:
+        account, num_offered = self._coordinator.accounting(), self._coordinator.num_offered
+        dropped = ", ".join(f"{count} {reason}" for reason, count in account.dropped.items())
+        return (
+            f"of the {wanted or self._coordinator.plan.consumer_batch} prompt groups that are waited for "
+            f"{self._coordinator.num_untaken} are finished; {account.running} run, {num_offered} submitted ones wait "
+            f"to start{f', dropped so far: {dropped}' if dropped else ''}"
+        )
+
+    def _why_stalled(self, wanted: int) -> str:
+        plan, so_far = self._coordinator.plan, self._so_far(wanted)
+        if self._held:
+            why = "groups start again after resume()"
+        elif not self._coordinator.data_open and not self._coordinator.num_offered:
+            why = "submit more, or wait for those that there are"
+        else:
+            why = (
+                f"as many as may run ahead have been started with the weights of version {self._coordinator.step} "
+                f"(async.max_staleness={plan.max_staleness}, data.train_batch_size={plan.consumer_batch}, "
+                f"{plan.total_steps} steps in all), and others start after publish()"
+            )
+        failed = f". The last that failed said: {self._failed_in_a_row[-1].message}" if self._failed_in_a_row else ""
+        return f"this would wait for ever: {so_far}: {why}{failed}"
+
+    def _wake(self) -> None:
+        """Have those who want tickets look again; from any thread."""
+        with self._lock:
+            self._num_wakes += 1
+            self._askers.notify_all()
+        self._wake_tickets()
+
+    def _count(self, failure: Failure | None) -> None:
+        """Keep the failure, or forget those before it where a group came through. What then ends the run is raised in
+        `take`: here, on the asyncio thread, it would end one group's task and nobody would hear of it."""
+        if failure is None:
+            self._failed_in_a_row.clear()
+            return
+        self._failed_in_a_row.append(failure)
+        try:
+            self._refuse_failures(of_steps=2)
+        except NoProgress as err:
+            self._failure = self._failure or err
+
+    def _refuse_failures(self, of_steps: int) -> None:
+        failures = self._failed_in_a_row
+        if len(failures) < of_steps * self._coordinator.plan.consumer_batch:
+            return
+        first = failures[0]
+        message = f"the last {len(failures)} prompt groups all failed, so nothing can progress; the first said: "
+        if first.users:
+            raise UserNoProgress(f"{message}{first.message}\n{REPAIR_ADVICE}")
+        raise NoProgress(f"{message}{first.message}")

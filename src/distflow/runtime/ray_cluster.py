@@ -1,0 +1,88 @@
+"""The Ray that a run's workers are on: connected to, or started and ended again; and the room they take there."""
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import ray
+from ray.exceptions import GetTimeoutError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from distflow.config.errors import UserError
+from distflow.planning.plan import Plan
+from distflow.planning.threads import usable_cores
+
+STARTS_WITHIN_S = 120.0
+
+
+@contextmanager
+def connected(plan: Plan, say: Callable[[str], None]) -> Iterator[None]:
+    """Inside, this process drives a Ray: the one that RAY_ADDRESS names or that it is connected to already, else one of
+    its own on loopback, which ends with it."""
+    if ray.is_initialized():
+        yield
+        return
+    if address := os.environ.get("RAY_ADDRESS"):
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, ValueError) as err:  # not there, no token, or other versions
+            raise UserError(f"the Ray that RAY_ADDRESS={address} names cannot be used: {err}") from err
+    else:
+        say(f"starting Ray for {len(plan.ranks)} workers on this machine")
+        ray.init(
+            address="local",  # never one that somebody else has started here
+            num_cpus=max(len(plan.ranks), usable_cores()),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _node_ip_address="127.0.0.1",
+        )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def bundles_of(plan: Plan) -> Iterator[PlacementGroup]:
+    """One bundle a node of the plan, with a CPU and the device of each of its workers. Raises UserError where the
+    cluster does not have them."""
+    nodes = sorted({rank.node for rank in plan.ranks})
+    wanted = [_needs([rank.device for rank in plan.ranks if rank.node == node]) for node in nodes]
+    group = placement_group(wanted, strategy="PACK" if len(nodes) == 1 else "STRICT_SPREAD")
+    try:
+        ray.get(group.ready(), timeout=STARTS_WITHIN_S if _fits(wanted) else 0)
+    except GetTimeoutError:
+        remove_placement_group(group)
+        have = "; ".join(str(_counted(node["Resources"])) for node in ray.nodes() if node["Alive"])
+        raise UserError(
+            f"the plan needs {len(nodes)} machine(s) with {', '.join(str(_counted(each)) for each in wanted)}, and "
+            f"the cluster has {have}: lower trainer.nnodes, trainer.n_gpus_per_node or trainer.allocation, add "
+            "machines, or end what else runs there"
+        ) from None
+    try:
+        yield group
+    finally:
+        remove_placement_group(group)
+
+
+def _needs(devices: Sequence[str]) -> dict[str, float]:
+    num_gpus = sum(device.startswith("cuda") for device in devices)
+    return {"CPU": float(len(devices)), **({"GPU": float(num_gpus)} if num_gpus else {})}
+
+
+def _fits(wanted: Sequence[Mapping[str, float]]) -> bool:
+    """Whether the machines have as much at all, used or not."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    free = list(nodes)
+    for need in wanted:
+        found = next((node for node in free if all(node.get(name, 0) >= count for name, count in need.items())), None)
+        if found is None:
+            return False
+        free.remove(found)
+    return True
+
+
+def _counted(resources: Mapping[str, float]) -> dict[str, int]:
+    return {name: int(resources[name]) for name in ("CPU", "GPU") if name in resources}

@@ -1,0 +1,135 @@
+"""The coordinator as an actor: metadata and references alone, whatever travels between workers."""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distflow.flow.account import Account
+from distflow.flow.ticket import Ticket, Version
+from distflow.observe.metrics import Measured
+from distflow.rewards.tally import Judged
+from distflow.runtime.begin import Start, begin_account
+from distflow.runtime.ports.edge import Failure
+from distflow.runtime.ports.local_edge import held_groups
+from distflow.runtime.ports.shared_edge import Consumed, Facts, Held, Portion, SharedEdge
+from distflow.runtime.ray_groups import GroupRef, to_group
+from distflow.runtime.saved import load_live
+from distflow.runtime.spec import Spec
+from distflow.runtime.waits import Waits
+
+News = tuple[str, tuple[Any, ...]]
+"""A method of what the driver shows, and its arguments."""
+
+_MOST_NEWS = 10_000
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How the run stands. total_steps: as far as the data last."""
+
+    version: Version
+    incarnation: int
+    total_steps: int
+    finished: bool
+    account: Account
+
+
+class CoordinatorActor:
+    """Its methods are called on threads of their own; those that wait do so there.
+
+    What a worker tells without waiting for an answer may fail here: then the run has failed, and all are told.
+    """
+
+    def __init__(
+        self, spec: Spec, start: Start, allowed: tuple[str, ...], teams: Sequence[int], workers: Sequence[str]
+    ) -> None:
+        """See `SharedEdge`."""
+        os.umask(0o077)
+        self._coordinator, self._ledger = begin_account(spec, start.checkpoint, allowed)
+        live = held_groups(load_live(start.checkpoint)) if start.checkpoint else {}
+        held = {number: Held(to_group(each.group), each.num_tokens, each.measured) for number, each in live.items()}
+        self._edge = SharedEdge[GroupRef](
+            self._coordinator, Waits(), teams, workers, live=held, changed=self._show_queue
+        )
+        self._news: deque[News] = deque(maxlen=_MOST_NEWS)
+        self._told = threading.Condition()
+
+    def standing(self) -> Standing:
+        coordinator = self._coordinator
+        return Standing(
+            coordinator.version,
+            self._ledger.incarnation,
+            coordinator.plan.total_steps,
+            coordinator.finished,
+            coordinator.accounting(),
+        )
+
+    def alive(self) -> None:
+        """Answered on a thread of its own."""
+
+    def wait_for_tickets(self, worker: int, served: int | None) -> list[Ticket] | None:
+        """See `SharedEdge`."""
+        return self._edge.wait_for_tickets(worker, served)
+
+    def put(self, ticket: Ticket, group: GroupRef, facts: Facts, measured: Sequence[Measured]) -> None:
+        try:
+            self._edge.put(ticket, group, facts, measured)
+        except Exception as err:  # nobody waits for the answer
+            self._edge.fail(err)
+
+    def drop(self, ticket: Ticket, reason: str, failure: Failure | None, lost: bool) -> None:
+        try:
+            self._edge.drop(ticket, reason, failure, lost=lost)
+        except Exception as err:  # nobody waits for the answer
+            self._edge.fail(err)
+
+    def count(self, judged: Judged) -> None:
+        """See `EdgePort`."""
+        self._edge.count(judged)
+
+    def take(self, step: int, rank: int) -> Portion[GroupRef] | None:
+        """See `EdgePort`."""
+        return self._edge.take(step, rank)
+
+    def release(self, step: int, rank: int, published: bool) -> Consumed[GroupRef]:
+        """See `EdgePort`."""
+        return self._edge.release(step, rank, published)
+
+    def stop(self) -> None:
+        """See `SharedEdge`."""
+        self._edge.stop()
+
+    def fail(self, failure: BaseException) -> None:
+        """See `SharedEdge`."""
+        self._edge.fail(failure)
+
+    def end(self) -> None:
+        """No ticket is handed out any more, and the journal is whole."""
+        self._edge.fail(RunEnded("the run has ended"))
+        self._ledger.close()
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Something for the driver to show."""
+        with self._told:
+            self._news.append((method, arguments))
+            self._told.notify_all()
+
+    def news(self, timeout_s: float) -> list[News]:
+        """What was told since this was asked last; waits for some, but no longer than that."""
+        with self._told:
+            if not self._news:
+                self._told.wait(timeout_s)
+            found = list(self._news)
+            self._news.clear()
+            return found
+
+    def _show_queue(self, account: Account) -> None:
+        with self._told:
+            self._news.append(("queue", (account.running, account.complete, sum(account.dropped.values()))))
+
+
+class RunEnded(RuntimeError):
+    """Nothing is left to do."""

@@ -1,0 +1,80 @@
+"""The experience edge of a worker that has a process of its own."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from distflow.data.batch import Batch
+from distflow.flow.ticket import Ticket
+from distflow.observe.metrics import Measured
+from distflow.rewards.tally import Judged
+from distflow.runtime.ports.edge import Failure, Live, Released, Share
+from distflow.runtime.ports.local_edge import facts_of, live_of
+from distflow.runtime.ports.shared_edge import Consumed, Held
+from distflow.runtime.ray_groups import GroupRef, answer, to_batch, to_group
+from distflow.runtime.waits import Waits
+
+
+class AgreedStop:
+    """A `Stop` that all ranks hear of with the release of the same step."""
+
+    wanted = False
+
+
+class RayEdge:
+    """Asks the coordinator's actor, and moves the groups themselves from worker to worker."""
+
+    def __init__(self, coordinator: Any, worker: int, first: int, waits: Waits, stop: AgreedStop, saves: bool) -> None:
+        """coordinator: the actor's handle. worker: this one's number among those that generate. first: the
+        number of the first rank of its team. saves: it writes the groups that are left at a release."""
+        self._coordinator, self._worker, self._first, self._waits = coordinator, worker, first, waits
+        self._stop, self._saves = stop, saves
+
+    async def tickets(self, served: Callable[[], int | None]) -> AsyncIterator[list[Ticket]]:
+        """See `EdgePort`."""
+        while True:
+            asked = self._coordinator.wait_for_tickets.remote(self._worker, served())
+            with self._waits("experience", "credits", on="coordinator"):
+                tickets = await asyncio.wrap_future(asked.future())
+            if tickets is None:
+                return
+            if tickets:
+                yield tickets
+
+    def put(self, ticket: Ticket, batch: Batch, measured: Sequence[Measured]) -> None:
+        """See `EdgePort`."""
+        self._coordinator.put.remote(ticket, to_group(batch), facts_of(batch), list(measured))
+
+    def drop(self, ticket: Ticket, reason: str, failure: Failure | None = None, *, lost: bool = False) -> None:
+        """See `EdgePort`."""
+        self._coordinator.drop.remote(ticket, reason, failure, lost)
+
+    def count(self, judged: Judged) -> None:
+        """See `EdgePort`."""
+        self._coordinator.count.remote(judged)
+
+    def take(self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None) -> Share | None:
+        """See `EdgePort`; whole steps only."""
+        assert wanted is None and deadline is None, "a loop of the user's own runs in one process"
+        with self._waits("learner", f"step {step}", on="experience"):
+            portion = answer(self._coordinator.take.remote(step, self._first + rank))
+        if portion is None:
+            return None
+        batch = to_batch(portion.groups, portion.like)
+        return Share(portion.tickets, batch, portion.metrics, portion.judged)
+
+    def release(self, step: int, rank: int, published: bool) -> Released:
+        """See `EdgePort`."""
+        with self._waits("learner", f"release of step {step}", on="other ranks"):
+            end: Consumed[GroupRef] = answer(self._coordinator.release.remote(step, self._first + rank, published))
+        self._stop.wanted = end.stopping
+        return Released(end.version, end.finished, end.account, end.cut, self._live(end))
+
+    def _live(self, end: Consumed[GroupRef]) -> Live:
+        held = end.live if self._saves else {}
+        return live_of(
+            {
+                number: Held(to_batch([each.group], each.group), each.num_tokens, each.measured)
+                for number, each in held.items()
+            }
+        )

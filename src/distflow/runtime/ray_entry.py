@@ -1,0 +1,65 @@
+"""Where the Ray launcher is entered: what Ray reads when it is imported is set before."""
+
+import importlib.util
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from distflow.config.errors import UserError
+from distflow.runtime.callbacks import Callbacks
+from distflow.runtime.spec import Outcome, Spec
+
+_TOKEN = ".ray-token"
+
+
+def launch_ray(
+    spec: Spec,
+    *,
+    allow_change: tuple[str, ...] = (),
+    say: Callable[[str], None] = lambda line: None,
+    callbacks: Callbacks = Callbacks(),  # noqa: B008  immutable
+    embedded: bool = False,
+) -> Outcome:
+    """See `Launch`. RAY_ADDRESS names the cluster; without it this process starts a Ray of its own and ends it."""
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("trainer.launcher=ray needs the extra: pip install 'distflow[ray]'")
+    with _private_ray(spec.run_dir):
+        from distflow.runtime.ray_launcher import launch
+
+        return launch(spec, allow_change, say, callbacks, embedded)
+
+
+@contextmanager
+def _private_ray(run_dir: Path) -> Iterator[None]:
+    """A Ray that is started inside listens on loopback alone, and answers nobody without a token that only this user
+    can read. One that runs already has settings of its own."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if "RAY_ADDRESS" in os.environ:
+        yield
+        return
+    # Despite its name: with it off, Ray keeps the address that it is given, be it loopback.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    token = run_dir / _TOKEN
+    with open(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    before = {name: os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")}
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    guard = subprocess.Popen(
+        [sys.executable, "-I", str(Path(__file__).with_name("ray_guard.py")), str(token), str(os.getpid())],
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # a signal to the driver's group is not for it
+    )
+    try:
+        yield
+    finally:
+        guard.communicate(b".")
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,81 @@
+"""A worker's way to put and get the batches of a step.
+
+A put is one object in the shared memory of the writer's node. Whoever reads its rows maps that object, where it is on
+the same node, and copies the rows out once; the exchange itself never sees them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+
+from distflow.data.batch import Batch
+from distflow.data.buffers import Buffers, gather, to_buffers
+from distflow.flow.exchange import ExchangeError, Key, Metas, Readers, Select, Share
+from distflow.runtime.waits import Waits
+
+
+class RayExchange:
+    """What a worker puts and gets steps by; each call waits until it is done."""
+
+    def __init__(self, actor: ActorHandle, waits: Waits) -> None:
+        self._actor, self._waits = actor, waits
+        self._node_id = ray.get_runtime_context().get_node_id()
+
+    def put(self, key: Key, batch: Batch, writer: int, num_writers: int, info: Sequence[str] = ()) -> None:
+        """This writer's samples of a step, none too: the step is complete once all `num_writers` have put theirs.
+
+        info: columns of numbers, one a sample, that a selection may see. Waits while the exchange is full. Raises
+        TypeError for an object that is no JSON value, TimeoutError, and ExchangeError where this step cannot be.
+        """
+        buffers = to_buffers(batch)
+        num_bytes = sum(array.nbytes for array in buffers.values())
+        with self._waits("exchange", f"room for {key}", on="readers"):
+            _result(self._actor.reserve.remote(key, writer, num_writers, num_bytes))
+        ref = ray.put(buffers)
+        _result(self._actor.put.remote(key, writer, packed_metas(batch, self._node_id, info), [ref]))
+
+    def get(self, key: Key, rank: int, readers: Readers, select: Select | None = None) -> Batch:
+        """This rank's samples of a step, in ticket order and in memory of its own.
+
+        select: which samples are read at all, the same of every rank; it is shipped to the actor. Waits until the step
+        is complete. Raises TimeoutError, and ExchangeError where the step cannot be completed any more.
+        """
+        with self._waits("exchange", str(key), on="writers"):
+            share: Share[ObjectRef] = _result(self._actor.take.remote(key, rank, readers, select))
+        try:
+            parts: list[Buffers] = ray.get(list(share.refs))
+        except ObjectLostError as lost:
+            raise ExchangeError(
+                f"samples of {key} are lost: of the writers {list(share.writers)} one has died that held them"
+            ) from lost
+        batch = gather(parts, [(part, row) for part, row in share.rows.tolist()])
+        self._actor.release.remote(key, rank)
+        return batch
+
+
+def packed_metas(batch: Batch, node_id: str, info: Sequence[str]) -> Metas:
+    """A batch without groups or uids, as of a program of the user's own, is ordered by writer and row."""
+    num_samples = len(batch)
+    return Metas(
+        batch.lengths("prompt").numpy().astype(np.int32),
+        batch.lengths("response").numpy().astype(np.int32),
+        batch["group_index"].cpu().numpy() if "group_index" in batch else np.full(num_samples, -1),
+        tuple(batch["uid"]) if "uid" in batch else ("",) * num_samples,
+        node_id,
+        {name: batch[name].cpu().numpy() for name in info},
+    )
+
+
+def _result(ref: ObjectRef) -> Any:
+    """What a method of the actor returned; what it raised is raised here, with the actor's traceback as its cause."""
+    try:
+        return ray.get(ref)
+    except RayTaskError as error:
+        raise error.cause from error
+    except RayActorError as gone:
+        raise ExchangeError(f"the exchange has ended: {gone}") from gone

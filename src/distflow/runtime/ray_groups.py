@@ -1,0 +1,35 @@
+"""Prompt groups on their way between processes: references, and the columns behind them as plain buffers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayTaskError
+
+from distflow.data.batch import Batch
+from distflow.data.buffers import from_buffers, gather, to_buffers
+
+GroupRef = tuple["ray.ObjectRef[Any]"]
+"""Of a group's buffers; in a tuple, so that Ray hands the reference on and not what it refers to."""
+
+
+def to_group(batch: Batch) -> GroupRef:
+    """Put the group's columns where every process of this machine reads them without a copy."""
+    return (ray.put(to_buffers(batch)),)
+
+
+def to_batch(groups: Sequence[GroupRef], like: GroupRef) -> Batch:
+    """The rows of the groups, one behind another; like: a group that has the columns, where there are none."""
+    if not groups:
+        return from_buffers(ray.get(like[0])).select([])
+    parts = ray.get([group[0] for group in groups])
+    rows = [(part, row) for part, buffers in enumerate(parts) for row in range(buffers["lengths.prompt"].size // 8)]
+    return gather(parts, rows)
+
+
+def answer(ref: "ray.ObjectRef[Any]") -> Any:
+    """What the actor returned, or raise what it raised, as it raised it."""
+    try:
+        return ray.get(ref)
+    except RayTaskError as err:
+        raise err.cause from err

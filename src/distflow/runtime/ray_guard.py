@@ -1,0 +1,62 @@
+"""A process that outlives the driver of a Ray by moments, and leaves none of that Ray's processes behind.
+
+Ray ends its workers when their driver dies, but some of its own helpers look for their parent only now and then.
+"""
+
+import os
+import select
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+_LOOKS_EVERY_S = 0.5
+_PARENT, _STARTED = 1, 19  # fields of /proc/PID/stat behind the name
+
+Process = tuple[int, str]
+"""A pid and when it began: together they are never used again."""
+
+
+def main(token: str, driver: int) -> None:
+    """token: a file to be removed at the end. driver: pid of the process that holds the other end of standard input. It
+    says something there when all is well."""
+    others, known = _descendants(driver), set[Process]()
+    while not select.select([sys.stdin], [], [], _LOOKS_EVERY_S)[0]:
+        known |= _descendants(driver) - others
+    if not sys.stdin.buffer.read(1):
+        _kill((known | _descendants(driver) - others) & set(_processes()))
+    Path(token).unlink(missing_ok=True)
+
+
+def _kill(left: set[Process]) -> None:
+    for pid, _ in left:
+        if pid != os.getpid():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _descendants(driver: int) -> set[Process]:
+    children: dict[int, list[Process]] = {}
+    for process, parent in _processes().items():
+        children.setdefault(parent, []).append(process)
+    found, look = set[Process](), [driver]
+    while look:
+        below = children.get(look.pop(), [])
+        found.update(below)
+        look += [pid for pid, _ in below]
+    return found
+
+
+def _processes() -> dict[Process, int]:
+    """Their parents' pids."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with suppress(OSError):  # it has ended
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                found[int(folder.name), fields[_STARTED]] = int(fields[_PARENT])
+    return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

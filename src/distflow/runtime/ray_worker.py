@@ -1,0 +1,261 @@
+"""A worker as an actor: a process that runs its rank's part of the plan."""
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from distflow import __version__
+from distflow.flow.ticket import Version
+from distflow.observe.terminal import TerminalView
+from distflow.rollout.engine import Receipt
+from distflow.runtime.begin import Start, note_early_end, note_resume, open_store, write_facts
+from distflow.runtime.callbacks import Callbacks
+from distflow.runtime.engine_watch import write_stacks
+from distflow.runtime.ports import Ports
+from distflow.runtime.ports.local_weights import LocalWeights
+from distflow.runtime.ports.torch_collective import TorchCollective
+from distflow.runtime.ray_coordinator import Standing
+from distflow.runtime.ray_edge import AgreedStop, RayEdge
+from distflow.runtime.ray_groups import answer
+from distflow.runtime.ray_weights import Arrivals, Fleet
+from distflow.runtime.recorder import Recorder
+from distflow.runtime.resources import build_resources
+from distflow.runtime.saved import restore, set_generators
+from distflow.runtime.spec import Spec
+from distflow.runtime.validation import Answers
+from distflow.runtime.worker import Worker
+from distflow.training.collective import Collective, OneRank
+
+
+@dataclass(frozen=True)
+class Place:
+    """A worker among the others. rank: in the plan. teams: the ranks that learn the same together, those of each in
+    order. generators: the ranks that generate. threads: of torch."""
+
+    rank: int
+    teams: tuple[tuple[int, ...], ...]
+    generators: tuple[int, ...]
+    threads: int
+
+    @property
+    def learners(self) -> tuple[int, ...]:
+        return tuple(rank for team in self.teams for rank in team)
+
+    @property
+    def team(self) -> tuple[int, ...]:
+        """Its own; empty for a worker that does not learn."""
+        return next((team for team in self.teams if self.rank in team), ())
+
+    @property
+    def leads(self) -> bool:
+        """What is true of all is told by this one."""
+        return self.rank == self.learners[0]
+
+    @property
+    def first(self) -> int:
+        """The place of its team's first rank among those that learn."""
+        return self.learners.index(self.team[0]) if self.team else -1
+
+    @property
+    def generator(self) -> int:
+        """Its number among those that generate; of one that does not, none that is asked for."""
+        return self.generators.index(self.rank) if self.rank in self.generators else -1
+
+    @property
+    def part(self) -> int:
+        """Its number in the run's folder: the one that leads has the first."""
+        order = [*self.learners, *(rank for rank in self.generators if rank not in self.learners)]
+        return order.index(self.rank)
+
+
+@dataclass(frozen=True)
+class Built:
+    """What the resources of a worker turned out to be. version: of its distflow."""
+
+    version: str
+    facts: dict[str, object]
+    num_parameters: int
+
+
+class WorkerActor:
+    """`build`, then `run`; `receive` meanwhile, on a thread of its own."""
+
+    def __init__(self, spec: Spec, place: Place, coordinator: Any, meeting: Path) -> None:
+        """coordinator: its actor's handle. meeting: a file over which those that learn find each other."""
+        os.umask(0o077)
+        self._spec, self._place, self._coordinator, self._meeting = spec, place, coordinator, meeting
+        self._stop, self._arrivals = AgreedStop(), Arrivals()
+        self._entered: Future[Worker] = Future()
+
+    def build(self) -> Built:
+        """Engines and services. Raises UserError."""
+        torch.set_num_threads(self._place.threads)
+        self._spec.program()  # which loads the modules of the user
+        self._join()
+        self._resources = build_resources(
+            self._spec.factories, self._spec.plan.ranks[self._place.rank], self._collective, self._mesh
+        )
+        return Built(__version__, dict(self._resources.facts), self._resources.num_parameters)
+
+    def run(self, start: Start, differences: list[str], others: Sequence[Any]) -> int:
+        """The whole run, as far as this worker has a part in it; the steps consumed in all.
+
+        differences: from the checkpoint. others: the workers that generate and do not learn, for the one that leads.
+        """
+        spec, place = self._spec, self._place
+        standing: Standing = answer(self._coordinator.standing.remote())
+        state = restore(start.checkpoint, self._resources)[0] if start.checkpoint else {}
+        tell = self._coordinator.tell.remote
+        with Recorder(
+            spec,
+            standing.total_steps,
+            standing.incarnation,
+            start.resumed_at,
+            _told(tell) if place.leads else Callbacks(),
+            part=place.part,
+            view=cast(TerminalView, RemoteView(tell, place)),
+            speaks=place.leads or not place.team,
+        ) as recorder:
+            if place.leads:
+                write_facts(spec, self._resources.facts, recorder, standing.total_steps)
+                if start.checkpoint:
+                    note_resume(recorder, start.checkpoint, differences)
+            ports = self._ports(recorder, others)
+            stop, version = self._stop, standing.version
+            with Worker(
+                spec, place.rank, self._resources, ports, recorder, open_store(spec), stop, state, version
+            ) as worker:
+                set_generators(start.checkpoint, spec.options.seed, place.part)
+                self._entered.set_result(worker)
+                with self._telling_failure():
+                    steps = worker.learning_loop() if place.team else worker.serve()
+            if place.leads:
+                self._note_end(recorder, standing.total_steps)
+        return steps
+
+    def receive(self, version: Version, sent: Any) -> Receipt:
+        """See `Arrivals`."""
+        return self._arrivals.arrived(version, sent)
+
+    def alive(self) -> None:
+        """Answered on a thread of its own, whatever the others are at."""
+
+    def write_stacks(self, path: Path) -> None:
+        """Append what all threads of this process are at."""
+        write_stacks(path)
+
+    def validate(self, step: int, part: int, num_parts: int) -> Answers:
+        """See `Worker`."""
+        return self._entered.result().validate(step, part, num_parts)
+
+    def _join(self) -> None:
+        """The process groups of all that learn and of its team, and a mesh of that where weights are sharded."""
+        place, learners = self._place, self._place.learners
+        self._everyone: Collective = OneRank()
+        self._collective: Collective = self._everyone
+        self._mesh: DeviceMesh | None = None
+        shards = self._spec.config.actor_rollout_ref.actor.strategy == "fsdp"
+        if not place.team or (len(learners) == 1 and not shards):
+            return
+        if len({rank.node for rank in self._spec.plan.ranks}) == 1:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else has to reach it
+        device = torch.device(self._spec.plan.ranks[place.rank].device).type
+        # A file, not a port: who cannot read the run's folder cannot take part.
+        store = dist.FileStore(str(self._meeting), len(learners))
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            store=store,
+            rank=learners.index(place.rank),
+            world_size=len(learners),
+        )
+        # Every rank makes all groups, in one order.
+        groups = [dist.new_group([learners.index(rank) for rank in team]) for team in place.teams]
+        group = groups[place.teams.index(place.team)]
+        self._everyone, self._collective = TorchCollective(), TorchCollective(group)
+        if shards:
+            self._mesh = DeviceMesh.from_group(group, device)
+
+    def _ports(self, recorder: Recorder, others: Sequence[Any]) -> Ports:
+        place, waits = self._place, recorder.waits
+        edge = RayEdge(self._coordinator, place.generator, place.first, waits, self._stop, saves=place.leads)
+        if not place.team:
+            return Ports(edge, None, self._arrivals, self._collective, self._everyone, self._abort)
+        weights = LocalWeights(waits)
+        if not (place.leads and others):
+            return Ports(edge, None, weights, self._collective, self._everyone, self._abort)
+        weights.attach(Fleet(others, self._spec.options.engine_timeout_s).receive)
+        return Ports(edge, None, weights, self._collective, self._everyone, self._abort, partial(_validated, others))
+
+    @contextmanager
+    def _telling_failure(self) -> Iterator[None]:
+        """Before this worker leaves, and so cancels what it has begun: others then wait no more."""
+        try:
+            yield
+        except BaseException as err:
+            self._coordinator.fail.remote(err)
+            raise
+
+    def _abort(self, error: BaseException) -> None:
+        """What generates here has ended. A worker that cancels it is leaving, and had told why if it failed."""
+        if not isinstance(error, CancelledError):
+            self._coordinator.fail.remote(error)
+
+    def _note_end(self, recorder: Recorder, total_steps: int) -> None:
+        standing: Standing = answer(self._coordinator.standing.remote())
+        if standing.finished and not self._stop.wanted:
+            note_early_end(recorder, standing.account, standing.version.step, total_steps)
+        recorder.status = "stopped" if self._stop.wanted and not standing.finished else "finished"
+
+
+class RemoteView:
+    """The driver's `TerminalView`, of which a worker that does not lead shows what it notes alone."""
+
+    def __init__(self, tell: Any, place: Place) -> None:
+        self._tell, self._place = tell, place
+
+    def note(self, kind: str, message: str) -> None:
+        where = "" if self._place.leads else f"worker {self._place.rank}: "
+        self._tell("note", kind, where + message)
+
+    def sample(self, prompt: str, response: str, score: float | None) -> None:
+        self._leader("sample", prompt[:_MOST_SHOWN], response[:_MOST_SHOWN], score)
+
+    def __getattr__(self, name: str) -> Any:
+        return partial(self._leader, name)
+
+    def _leader(self, method: str, *arguments: Any) -> None:
+        if self._place.leads:
+            self._tell(method, *arguments)
+
+
+_MOST_SHOWN = 1000
+
+
+def _validated(workers: Sequence[Any], step: int) -> list[Answers]:
+    """Each of them answers a part of the held-out prompts."""
+    asked = [worker.validate.remote(step, part, len(workers)) for part, worker in enumerate(workers)]
+    return [answer(ref) for ref in asked]
+
+
+def _told(tell: Any) -> Callbacks:
+    """The user's functions live in the driver."""
+
+    def on_step(step: int, metrics: dict[str, float]) -> None:
+        tell("on_step", step, metrics)
+
+    def on_validation(step: int, metrics: dict[str, float]) -> None:
+        tell("on_validation", step, metrics)
+
+    def on_save(step: int, path: Path) -> None:
+        tell("on_save", step, path)
+
+    return Callbacks(on_step, on_validation, on_save)

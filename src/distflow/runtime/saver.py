@@ -1,0 +1,160 @@
+"""Saves of one worker, made together with the other ranks: each writes what it holds, the first begins and commits.
+
+On several ranks a save goes on behind the run: the learning thread takes a copy, a thread of its own writes it. At most
+one is under way. One process writes at once, and needs no memory for a copy.
+"""
+
+import copy
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Event
+from types import TracebackType
+from typing import Final, TypeVar
+
+import torch
+from torch import Tensor
+
+from distflow.runtime.checkpoint import CheckpointStore
+from distflow.runtime.checkpoint_files import is_all_tensors
+from distflow.runtime.checkpoint_folder import CheckpointError
+from distflow.runtime.checkpoint_shards import Shards
+from distflow.runtime.checkpoint_writing import Writing
+from distflow.training.collective import Collective
+
+T = TypeVar("T")
+
+Parts = Iterable[tuple[str, object]]
+
+DEADLINE_S: Final = 300.0
+"""How long the rank that commits waits for the parts of the others once its own are written."""
+
+_POLL_S: Final = 0.02
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    step: int
+    path: "Future[Path | None]"
+
+    @property
+    def failed(self) -> bool:
+        return self.path.done() and self.path.exception() is not None
+
+
+class Saver:
+    """A context manager: left in peace, it finishes the save under way; left by an error, it waits for no other rank.
+
+    All ranks make the same calls in the same order, on their learning threads. Where one fails, all raise
+    CheckpointError.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        ranks: Collective,
+        on_saved: Callable[[int, Path], None] = lambda step, path: None,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        """on_saved: told, on the rank that commits, of each checkpoint that is whole. deadline_s: see `DEADLINE_S`."""
+        self._store, self._ranks, self._on_saved, self._deadline_s = store, ranks, on_saved, deadline_s
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._let_go = Event()
+        self._under_way: _UnderWay | None = None
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self.finish()
+        finally:
+            self._let_go.set()
+            self._thread.shutdown()  # nothing writes to the folder once the run has left it
+
+    def save(
+        self, step: int, parts: Parts, awaited: Collection[str], metric: float | None = None, *, wait: bool
+    ) -> None:
+        """Save the parts of this rank. What was under way is finished first.
+
+        awaited: the names of parts of other ranks without which the checkpoint is not whole. metric: see
+        `Writing.commit`. wait: the same on all ranks: return when it is whole; else the parts are copied before this
+        returns.
+        """
+        self.finish()
+        writing = self._begin(step)
+        if wait or self._ranks.size == 1:
+            self._under_way = _UnderWay(step, _settled(lambda: self._write(writing, parts, awaited, metric)))
+            self.finish()
+        else:
+            copied = [(name, _copied(part)) for name, part in parts]
+            self._under_way = _UnderWay(step, self._thread.submit(self._write, writing, copied, awaited, metric))
+
+    def check(self) -> None:
+        """Between steps: raise what the save under way has failed with, if it has."""
+        if self._under_way is not None and self._ranks.max(float(self._under_way.failed)):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save under way, if there is one."""
+        if self._under_way is None:
+            return
+        saved, self._under_way = self._under_way, None
+        path = self._together(saved.step, saved.path)
+        if path is not None:
+            self._on_saved(saved.step, path)
+
+    def _begin(self, step: int) -> Writing:
+        self._together(step, _settled(lambda: self._store.begin(step) if self._ranks.rank == 0 else None))
+        return self._together(step, _settled(lambda: self._store.writing(step)))
+
+    def _write(self, writing: Writing, parts: Parts, awaited: Collection[str], metric: float | None) -> Path | None:
+        """On any thread. Returns the folder of the checkpoint that is whole, on the rank that commits it."""
+        names = []
+        for name, part in parts:
+            writing.write(name, part)
+            names.append(name)
+        if self._ranks.rank != 0:
+            return None
+        deadline = time.monotonic() + self._deadline_s
+        return writing.commit(
+            [*names, *awaited], metric, lambda: not self._let_go.wait(_POLL_S) and time.monotonic() < deadline
+        )
+
+    def _together(self, step: int, outcome: "Future[T]") -> T:
+        """What this rank did, once all have done theirs. Raises CheckpointError where one of them failed."""
+        error = outcome.exception()
+        try:
+            failed = self._ranks.max(float(error is not None))
+        finally:
+            if error is not None:
+                raise error  # also where the others are gone: it may say which
+        if failed:
+            raise CheckpointError(f"the checkpoint of step {step} was given up: another rank failed, and says why")
+        return outcome.result()
+
+
+def _settled(call: Callable[[], T]) -> "Future[T]":
+    """The outcome of a call that is made here and now."""
+    future: Future[T] = Future()
+    try:
+        future.set_result(call())
+    except CheckpointError as err:
+        future.set_exception(err)
+    return future
+
+
+def _copied(part: object) -> object:
+    """As it stands, in memory of its own; tensors on the CPU."""
+    if isinstance(part, Shards):
+        return replace(part, tensors=_copies(part.tensors))
+    return _copies(part) if is_all_tensors(part) else copy.deepcopy(part)
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to(torch.device("cpu"), copy=True) for name, tensor in tensors.items()}

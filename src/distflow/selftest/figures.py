@@ -1,0 +1,132 @@
+"""The numbers of a run that another one must have as well, and how far two of them are apart."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from distflow.data.batch import Batch
+from distflow.observe.run_reader import read_metrics
+from distflow.runtime.checkpoint import CheckpointStore
+from distflow.runtime.resume import CHECKPOINTS
+
+_LOSS, _NORM = "/loss", "/grad_norm"
+
+
+class Unlike(Exception):
+    """Two runs differ in what has no distance: other tokens, other steps."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step. answers: token ids of each sample. sampled, log_probs: of these tokens, by the engine that
+    drew them, and by the trainer before the step. scores: of each sample. updates: loss and gradient norm by the run's
+    names, means over the step's updates."""
+
+    answers: Sequence[Sequence[int]]
+    sampled: Sequence[Sequence[float]]
+    log_probs: Sequence[Sequence[float]]
+    scores: Sequence[float]
+    updates: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of a whole run. weights: at its end, by "role.name"."""
+
+    steps: Sequence[Step]
+    weights: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Differences:
+    """The largest of each kind: |a - b|, of numbers beyond 1 as a share of them."""
+
+    loss: float
+    grad_norm: float
+    log_prob: float
+    weight: float
+
+    def within(self, limit: float) -> bool:
+        """Not so where one is no number."""
+        return all(found <= limit for found in (self.loss, self.grad_norm, self.log_prob, self.weight))
+
+
+def figures_of(run_dir: Path) -> Figures:
+    """What a finished run left in its folder; it kept all groups, and its last checkpoint."""
+    steps = []
+    for record in read_metrics(run_dir):
+        if record.kind == "train":
+            batch = Batch.load(run_dir / "tokens" / f"{record.step:06d}.safetensors")
+            updates = {name: value for name, value in record.values.items() if is_update(name)}
+            steps.append(step_of(batch, batch.flat("old_log_probs"), updates))
+    checkpoint = CheckpointStore(run_dir / CHECKPOINTS).load()
+    if checkpoint.step != len(steps):
+        raise Unlike(f"{run_dir} has {len(steps)} steps, and its last checkpoint is of step {checkpoint.step}")
+    weights = {
+        f"{role}.{name.removeprefix('model.')}": tensor
+        for role in ("actor", "critic")
+        if role in checkpoint.parts
+        for name, tensor in checkpoint.load(role).items()
+        if name.startswith("model.")
+    }
+    return Figures(steps, weights)
+
+
+def is_update(metric: str) -> bool:
+    """Whether a step's metric is a loss or a gradient norm of one of its engines."""
+    return metric in (f"{role}{kind}" for role in ("actor", "critic") for kind in (_LOSS, _NORM))
+
+
+def step_of(batch: Batch, log_probs: Tensor, updates: Mapping[str, float]) -> Step:
+    """The figures of a step's batch. log_probs: flat, the trainer's."""
+    lengths = batch.lengths("response").tolist()
+    answers, sampled, scored = (
+        [part.tolist() for part in column.split(lengths)]
+        for column in (batch.flat("response_ids"), batch.flat("rollout_log_probs"), log_probs)
+    )
+    return Step(answers, sampled, scored, batch["scores"].tolist(), updates)
+
+
+def differences(one: Figures, other: Figures) -> Differences:
+    """Raises Unlike where the runs have not the same steps, answers, scores and weights to be compared."""
+    if len(one.steps) != len(other.steps):
+        raise Unlike(f"{len(one.steps)} steps and {len(other.steps)}")
+    _same("weights", one.weights.keys(), other.weights.keys())
+    for number, (a, b) in enumerate(zip(one.steps, other.steps, strict=True), start=1):
+        _same(f"answers in step {number}", a.answers, b.answers)
+        _same(f"scores in step {number}", a.scores, b.scores)
+        _same(f"losses in step {number}", a.updates.keys(), b.updates.keys())
+    return Differences(
+        _largest(_updates(one, _LOSS), _updates(other, _LOSS)),
+        _largest(_updates(one, _NORM), _updates(other, _NORM)),
+        _largest(_log_probs(one), _log_probs(other)),
+        _largest(_weights(one), _weights(other)),
+    )
+
+
+def _same(what: str, one: object, other: object) -> None:
+    if one != other:
+        raise Unlike(f"other {what}")
+
+
+def _updates(figures: Figures, kind: str) -> Tensor:
+    """Losses or gradient norms, of all steps and roles."""
+    found = [step.updates[name] for step in figures.steps for name in sorted(step.updates) if name.endswith(kind)]
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def _log_probs(figures: Figures) -> Tensor:
+    both = (of_sample for step in figures.steps for of_sample in (*step.sampled, *step.log_probs))
+    return torch.tensor([value for of_sample in both for value in of_sample])
+
+
+def _weights(figures: Figures) -> Tensor:
+    return torch.cat([figures.weights[name].flatten() for name in sorted(figures.weights)])
+
+
+def _largest(one: Tensor, other: Tensor) -> float:
+    a, b = one.double(), other.double()
+    return float(((a - b).abs() / a.abs().clamp(min=1)).max())

@@ -1,0 +1,174 @@
+"""The runs that are compared: the same tiny one on each path, in a folder of its own."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from distflow.config import load_config
+from distflow.observe.run_reader import read_timeline
+from distflow.pipelines.spec import make_spec
+from distflow.runtime.local import launch_local
+from distflow.runtime.resume import CHECKPOINTS
+from distflow.runtime.spec import Spec
+from distflow.runtime.stop import Interrupted
+from distflow.selftest.figures import Figures, Step, figures_of
+from distflow.selftest.models import TOKENIZER, write_models
+from distflow.selftest.recorded import Recorded
+from distflow.selftest.replay import ANSWERS, SAMPLED
+
+_DEADLINE_S = 300.0
+_STEP_S = 0.05  # about what one takes
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+PROGRAMS = {
+    "grpo": (f"{_ROLLOUT}.n=4", f"{_ACTOR}.kl_loss_coef=0.1", f"{_ACTOR}.entropy_coef=0.01"),
+    "ppo": (
+        f"{_ROLLOUT}.n=2",
+        "critic.optim.lr=3e-3",
+        "critic.ppo_epochs=2",
+        "algorithm.kl_ctrl.kl_coef=0.05",
+        "algorithm.gamma=0.97",
+    ),
+}
+"""Keys of each preset: every step has two updates, and every term of the loss counts."""
+
+REPLAYED = ("dag.custom_pipeline_fn=distflow.selftest.replay:replayed", "trust.audit_freq=0")
+"""The auditor would miss the engine that was never asked; the reference loop proves each step instead."""
+
+AHEAD = ("async.max_staleness=1", f"{_ROLLOUT}.num_threads=1")
+
+
+class Died(Exception):
+    """A run in a process of its own did not end as it should."""
+
+
+@dataclass(frozen=True)
+class Lab:
+    """Runs of one program, each in a folder below `folder`. prompts: of each step."""
+
+    folder: Path
+    preset: str
+    prompts: Sequence[Sequence[str]]
+
+    @staticmethod
+    def of(folder: Path, preset: str, recorded: Recorded) -> "Lab":
+        """Write what the runs are made of."""
+        folder.mkdir()
+        write_models(folder)
+        rows = [
+            row
+            for prompts, step in zip(recorded.prompts, recorded.figures.steps, strict=True)
+            for row in _rows(prompts, step)
+        ]
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return Lab(folder, preset, recorded.prompts)
+
+    def keys(self, name: str) -> list[str]:
+        """The config of the run `name` as lines of a command."""
+        batch_size = len(self.prompts[0])
+        return [
+            f"trainer.default_local_dir={self.folder / name}",
+            f"trainer.total_training_steps={len(self.prompts)}",
+            "trainer.device=cpu",
+            "trainer.num_threads=1",
+            "trainer.logger=[]",
+            "trainer.test_freq=-1",
+            "trainer.save_freq=1",
+            f"trainer.keep_last={len(self.prompts)}",
+            "trainer.save_groups=all",
+            "trust.on_mismatch=warn",
+            f"data.train_files={self.folder / 'rows.jsonl'}",
+            "data.shuffle=false",
+            "data.num_loader_workers=0",
+            f"data.train_batch_size={batch_size}",
+            "data.max_prompt_length=16",
+            "data.max_response_length=10",
+            f"actor_rollout_ref.model.path={self.folder / 'policy'}",
+            f"actor_rollout_ref.model.tokenizer_path={TOKENIZER}",
+            "actor_rollout_ref.model.dtype=float32",
+            f"{_ACTOR}.ppo_mini_batch_size={batch_size // 2}",
+            f"{_ACTOR}.optim.lr=1e-3",
+            f"{_ROLLOUT}.temperature=0.9",
+            f"{_ROLLOUT}.stop=['0','5','a','e','i','o','u',' ']",
+            "reward.functions={default: ['distflow.selftest.rewards:graded']}",
+            "reward.num_workers=1",
+            *([f"critic.model.path={self.folder / 'critic'}"] if self.preset == "ppo" else []),
+            *PROGRAMS[self.preset],
+        ]
+
+    def replayed(self) -> Figures:
+        """A synchronous run of the recorded answers."""
+        return self._here(self._spec("replayed", *REPLAYED))
+
+    def sync(self) -> Figures:
+        """A synchronous run that answers itself."""
+        return self._here(self._spec("sync"))
+
+    def asynchronous(self) -> Figures:
+        """The parts of a run that generates while it trains: the engine has its own thread and its own copy of the
+        weights, to which each version is sent. Only the edge lets nothing run ahead."""
+        spec = self._spec("async", *AHEAD)
+        return self._here(replace(spec, data=replace(spec.data, max_staleness=0)))
+
+    def killed(self, after: int) -> Figures:
+        """The same in a process that is killed somewhere in the step behind `after`, gone on with by another one."""
+        folder = self.folder / "killed"
+        with self._process() as process:
+            while process.poll() is None and not (folder / CHECKPOINTS / f"step-{after:06d}").exists():
+                time.sleep(0.002)
+            time.sleep(random.uniform(0, _STEP_S))
+            process.kill()
+        if process.returncode != -signal.SIGKILL:
+            raise Died(f"the run ended with status {process.returncode} before it could be killed; see killed.log")
+        with self._process() as process:
+            process.wait(_DEADLINE_S)
+        if process.returncode != 0:
+            raise Died(f"the resumed run ended with status {process.returncode}; see killed.log")
+        if max(read_timeline(folder).kept_until.values(), default=0) < after:
+            raise Died(f"the second process did not go on from a checkpoint of step {after} or later")
+        return figures_of(folder)
+
+    @contextmanager
+    def _process(self) -> Iterator["subprocess.Popen[bytes]"]:
+        """`distflow train` in a process of its own, which is gone behind it. It imports what this one does."""
+        paths = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
+        with (
+            (self.folder / "killed.log").open("ab") as log,
+            subprocess.Popen(
+                [sys.executable, "-m", "distflow", "train", self.preset, *self.keys("killed")],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                env={**os.environ, "PYTHONPATH": paths},
+            ) as process,
+        ):
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def _spec(self, name: str, *more: str) -> Spec:
+        return make_spec(load_config(self.preset, [*self.keys(name), *more]), say=lambda line: None)
+
+    def _here(self, spec: Spec) -> Figures:
+        """Run to the end in this process."""
+        outcome = launch_local(spec)
+        if outcome.signal is not None:
+            raise Interrupted(outcome.signal)
+        return figures_of(spec.run_dir)
+
+
+def _rows(prompts: Sequence[str], step: Step) -> Iterator[dict[str, object]]:
+    """Of the data set: a row for each group of the step."""
+    size = len(step.answers) // len(prompts)
+    for i, prompt in enumerate(prompts):
+        own = slice(i * size, (i + 1) * size)
+        yield {"prompt": prompt, ANSWERS: step.answers[own], SAMPLED: step.sampled[own]}

@@ -1,0 +1,40 @@
+"""Gradients over the ranks that share a mini-batch: their sum, their norm, clipping."""
+
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from distflow.models.shards import whole
+from distflow.training.collective import Collective
+
+
+def sum_gradients(parameters: Iterable[nn.Parameter], group: Collective) -> None:
+    """Add up over the ranks what each has. Those of sharded weights were added as the backward pass went."""
+    for parameter in parameters:
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad = grad if isinstance(parameter, DTensor) else group.sum(grad)
+
+
+def clip_gradients(parameters: Collection[nn.Parameter], max_norm: float | None) -> float:
+    """Scale the gradients down to `max_norm` where they are above it; returns their norm before.
+
+    It is that of all parts of sharded ones: the same on every rank.
+    """
+    norm = _norm([p.grad for p in parameters if p.grad is not None])
+    if max_norm is not None and bool(norm.isfinite()):
+        clip_grads_with_norm_(parameters, max_norm, norm)
+    return float(norm)
+
+
+def _norm(gradients: list[Tensor]) -> Tensor:
+    """Those of one mesh share one reduction."""
+    meshes = dict.fromkeys(_mesh(gradient) for gradient in gradients)
+    norms = [whole(get_total_norm([g for g in gradients if _mesh(g) == mesh])) for mesh in meshes]
+    return norms[0] if len(norms) == 1 else get_total_norm(norms)
+
+
+def _mesh(tensor: Tensor) -> object:
+    return tensor.device_mesh if isinstance(tensor, DTensor) else None

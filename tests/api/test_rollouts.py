@@ -1,0 +1,314 @@
+"""`distflow.rollouts`: what a training loop of the user's own gets is what a run gets, under the same bounds."""
+
+import json
+import random
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import distflow
+from distflow.algorithms.advantages.grpo import compute_grpo_advantage
+from distflow.algorithms.objective import PolicyObjective
+from distflow.config.errors import UserError
+from distflow.data.batch import Batch
+from distflow.flow.ledger import replay, verify
+from distflow.runtime.ports.intake import NothingToWaitFor
+from tests.api.small import ROWS, TINY, small
+
+OWN = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(1, 9)]
+WITHOUT_DATA = yaml.safe_load(TINY.read_text())
+del WITHOUT_DATA["data"]["train_files"]
+RECORDED = ("actor/loss", "actor/grad_norm", "reward/mean_score", "rollout/avg_response_length")
+
+
+def digits(solution_str: str, ground_truth: str) -> float:
+    return sum(letter.isdigit() for letter in solution_str) / 4
+
+
+def opened(folder: Path, data: object = ROWS, should_accept: object = None, reward: object = digits, **changed: object):
+    changes = {"trainer__total_training_steps": 4, **changed}
+    config = WITHOUT_DATA if data is None else TINY
+    return distflow.rollouts(config, small(folder, **changes), data=data, reward=reward, should_accept=should_accept)
+
+
+def prompts(batch: Batch) -> list[str]:
+    return list(dict.fromkeys(batch["prompts"]))
+
+
+def learn(rollouts: distflow.Rollouts, batch: Batch) -> dict[str, float]:
+    """GRPO, written out."""
+    batch["old_log_probs"] = rollouts.actor.forward(batch, ("log_probs",))["log_probs"]
+    names = ("token_level_rewards", "response_mask", "group_index", "valid")
+    batch["advantages"], _ = compute_grpo_advantage(*(batch[name] for name in names))
+    objective = PolicyObjective("vanilla", {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0})
+    return rollouts.actor.train_step(batch, objective)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> distflow.Run:
+    """The run of the command line with the same arguments."""
+    folder = tmp_path_factory.mktemp("reference") / "run"
+    settings = small(folder, trainer__total_training_steps=4)
+    return distflow.train(TINY, settings, data=ROWS, reward=digits)
+
+
+@pytest.mark.parametrize("update", [distflow.Rollouts.train, learn], ids=["program", "written out"])
+def test_at_staleness_0_its_batches_are_those_of_a_run(tmp_path: Path, reference: distflow.Run, update) -> None:
+    before = (signal.getsignal(signal.SIGINT), random.getstate(), torch.get_rng_state(), torch.get_num_threads())
+    with opened(tmp_path / "run") as rollouts:
+        while batch := rollouts.prepare_batch():
+            update(rollouts, batch)
+            rollouts.publish()
+        assert rollouts.version == 4 and rollouts.prepare_batch() is None
+    after = (signal.getsignal(signal.SIGINT), random.getstate(), torch.get_rng_state(), torch.get_num_threads())
+    assert before[:2] == after[:2] and torch.equal(before[2], after[2]) and before[3] == after[3]
+    run = rollouts.run
+    assert run.status == "finished" and (run.folder / "report.html").is_file()
+    theirs = [(row["step"], row["prompt"], row["response"], row["score"]) for row in reference.samples()]
+    assert [(row["step"], row["prompt"], row["response"], row["score"]) for row in run.samples()] == theirs
+    for ours, wanted in zip(run.metrics("train"), reference.metrics("train"), strict=True):
+        assert {name: ours[name] for name in RECORDED} == {name: wanted[name] for name in RECORDED}
+    assert verify(run.folder / "ledger.jsonl") == replay(reference.folder / "ledger.jsonl")
+
+
+def test_ahead_of_the_loop_nothing_is_staler_than_the_bound(tmp_path: Path) -> None:
+    oldest = []
+    with opened(tmp_path / "run", async__max_staleness=2, trainer__total_training_steps=8) as rollouts:
+        while batch := rollouts.prepare_batch():
+            versions = batch.flat("versions")
+            oldest.append(rollouts.version - int(versions[versions >= 0].min()))
+            rollouts.train(batch)
+            rollouts.publish()
+        stats = rollouts.stats
+    assert len(oldest) == 8 and max(oldest) == 2 and min(oldest) == 0
+    assert (stats.submitted, stats.accepted, stats.running, stats.rejected) == (16, 16, 0, 0)
+    account = verify(tmp_path / "run" / "ledger.jsonl")
+    assert account.consumed == 16
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_loop_that_forgets_to_publish_is_told_so(tmp_path: Path, staleness: int) -> None:
+    with opened(tmp_path / "run", async__max_staleness=staleness) as rollouts:
+        for _ in range(staleness + 1):
+            assert len(rollouts.prepare_batch()) == 4
+        with pytest.raises(NothingToWaitFor, match=r"weights of version 0 .*others start after publish\(\)"):
+            rollouts.prepare_batch()
+        metrics = rollouts.publish()
+        assert metrics["async/accepted"] == 2 * (staleness + 1)
+        assert len(rollouts.prepare_batch()) == 4
+    verify(tmp_path / "run" / "ledger.jsonl")
+
+
+def test_submitted_prompts_come_back_in_their_order(tmp_path: Path) -> None:
+    """Without data. Answers of different lengths end in another order than they began."""
+    with opened(tmp_path / "run", None, async__max_staleness=1, data__max_response_length=12) as rollouts:
+        for row in OWN:
+            rollouts.submit(row)
+        begun = {row["prompt"]: row["answer"] for row in OWN[:4]}
+        first, second = rollouts.wait(2), rollouts.wait(2)  # of four that run, those that have ended
+        assert len(first) == 4 and sorted(prompts(first) + prompts(second)) == list(begun)
+        assert prompts(first) == sorted(prompts(first)) and prompts(second) == sorted(prompts(second))
+        assert set(first["ground_truth"]) == {begun[prompt] for prompt in prompts(first)}
+        assert (rollouts.stats.enqueued, rollouts.stats.submitted) == (4, 4), "one batch may be a version ahead"
+        with pytest.raises(NothingToWaitFor, match="0 are finished; 0 run, 4 submitted ones wait"):
+            rollouts.wait(1)
+        rollouts.publish()
+        batch = rollouts.wait(2)
+        assert prompts(batch) == [row["prompt"] for row in OWN[4:6]]
+        assert set(batch.flat("versions").tolist()) == {1}
+        learn(rollouts, batch)
+        rollouts.publish()
+        with pytest.raises(NothingToWaitFor, match="2 are finished; .*submit more, or wait for those that there are"):
+            rollouts.wait(3)
+        assert prompts(rollouts.wait(2)) == [row["prompt"] for row in OWN[6:]]
+    assert verify(tmp_path / "run" / "ledger.jsonl").complete == 2, "the last two were taken, and no step consumed them"
+
+
+def test_submitted_prompts_go_before_those_of_the_data(tmp_path: Path) -> None:
+    with opened(tmp_path / "run") as rollouts:
+        rollouts.submit(OWN[0])
+        mixed = rollouts.prepare_batch()
+        rollouts.publish()
+        rest = rollouts.prepare_batch()
+    own, *data = prompts(mixed)
+    assert own == OWN[0]["prompt"] and set(data + prompts(rest)) <= {row["prompt"] for row in ROWS}
+    assert len(set(data + prompts(rest))) == 3, "no row of the data was passed over or came twice"
+    verify(tmp_path / "run" / "ledger.jsonl")
+
+
+def slow(solution_str: str, ground_truth: str) -> float:
+    """Of the first prompt: a verifier that computes for a second."""
+    until = time.monotonic() + (1.0 if ground_truth == "2" else 0.0)
+    while time.monotonic() < until:
+        pass
+    return 1.0
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_timeout_loses_nothing(tmp_path: Path, staleness: int) -> None:
+    with opened(tmp_path / "run", None, reward=slow, async__max_staleness=staleness) as rollouts:
+        for row in OWN[:2]:
+            rollouts.submit(row)
+        with pytest.raises(TimeoutError, match="of the 2 prompt groups that are waited for"):
+            rollouts.wait(2, timeout=0.3)
+        batch = rollouts.wait(2, timeout=60)
+        assert prompts(batch) == [row["prompt"] for row in OWN[:2]]
+        assert rollouts.stats.rejected == 0
+
+
+def test_what_is_not_accepted_is_replaced_and_counted(tmp_path: Path) -> None:
+    def odd(group: Batch) -> bool:
+        return group["ground_truth"][0] in {"3", "5"}
+
+    with opened(tmp_path / "run", should_accept=odd) as rollouts:
+        batch = rollouts.prepare_batch()
+        assert set(batch["ground_truth"]) <= {"3", "5"} and len(batch) == 4
+        rollouts.publish()
+        assert rollouts.stats.rejected >= 1
+    account = verify(tmp_path / "run" / "ledger.jsonl")
+    assert set(account.dropped) == {"rejected"}
+
+
+def test_waiting_for_more_than_were_accepted_says_what_became_of_the_others(tmp_path: Path) -> None:
+    with opened(tmp_path / "run", None, should_accept=lambda group: group["ground_truth"][0] != "2") as rollouts:
+        for row in OWN[:2]:
+            rollouts.submit(row)
+        with pytest.raises(NothingToWaitFor, match="1 are finished; .* dropped so far: 1 rejected"):
+            rollouts.wait(2)
+        assert prompts(rollouts.wait(1)) == [OWN[1]["prompt"]]
+        rollouts.publish()
+
+
+def test_a_failing_function_is_named_with_its_error(tmp_path: Path) -> None:
+    def accepts(group: Batch) -> bool:
+        raise ZeroDivisionError("no such group")
+
+    rollouts = opened(tmp_path / "run", should_accept=accepts)
+    with pytest.raises(UserError, match=r"(?s)should_accept.*no such group"), rollouts:
+        rollouts.prepare_batch()
+    assert rollouts.run.status == "failed"
+
+
+def test_a_version_that_would_leave_groups_behind_is_refused(tmp_path: Path) -> None:
+    with opened(tmp_path / "run", None) as rollouts:
+        rollouts.submit(OWN[0])
+        rollouts.submit(OWN[1])
+        with pytest.raises(UserError, match="no batch was taken"):
+            rollouts.publish()
+        rollouts.wait(1)
+        with pytest.raises(UserError, match=r"publish: 1 more prompt groups must be taken first.*wait\(1\)"):
+            rollouts.publish()
+        rollouts.wait(1)
+        rollouts.publish()
+        assert rollouts.version == 1
+
+
+def test_weights_that_the_engine_shares_are_not_changed_while_it_answers(tmp_path: Path) -> None:
+    with opened(tmp_path / "run", None, reward=slow) as rollouts:
+        rollouts.submit(OWN[3])
+        batch = rollouts.wait(1)
+        rollouts.submit(OWN[0])
+        with pytest.raises(TimeoutError):
+            rollouts.wait(1, timeout=0.3)
+        with pytest.raises(UserError, match="1 prompt groups are still being answered"):
+            learn(rollouts, batch)
+        rollouts.wait(1)
+        learn(rollouts, batch)
+
+
+def test_a_pause_starts_nothing_and_loses_nothing(tmp_path: Path) -> None:
+    with opened(tmp_path / "run", async__max_staleness=1) as rollouts:
+        rollouts.pause()
+        with pytest.raises(NothingToWaitFor, match=r"resume\(\)"):
+            rollouts.prepare_batch()
+        assert rollouts.stats.submitted == 0
+        rollouts.resume()
+        assert len(rollouts.prepare_batch()) == 4
+        rollouts.pause()
+        rollouts.publish()
+        rollouts.resume()
+        assert len(rollouts.prepare_batch()) == 4
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_leaving_by_an_error_ends_everything(tmp_path: Path, error: type[BaseException]) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(error), opened(tmp_path / "run", async__max_staleness=2) as rollouts:
+        rollouts.prepare_batch()
+        raise error
+    until = time.monotonic() + 5.0
+    while left := set(threading.enumerate()) - before:  # one that looks every quarter of a second has to see it
+        assert time.monotonic() < until, left
+        time.sleep(0.1)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert any(event["kind"] == "error" and error.__name__ in event["message"] for event in events)
+    assert rollouts.run.status == "failed"
+    with pytest.raises(UserError, match="enter the rollouts first"):
+        rollouts.prepare_batch()
+
+
+def test_ctrl_c_while_it_waits_interrupts_at_once(tmp_path: Path) -> None:
+    ident = threading.main_thread().ident
+    assert ident is not None
+    interrupt = threading.Timer(0.4, partial(signal.pthread_kill, ident, signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt), opened(tmp_path / "run", None, reward=slow) as rollouts:
+        rollouts.submit(OWN[0])
+        interrupt.start()
+        try:
+            rollouts.wait(1)
+        finally:
+            with pytest.raises(UserError, match="was interrupted: leave the rollouts"):
+                rollouts.wait(1)
+    verify(tmp_path / "run" / "ledger.jsonl")
+
+
+def test_leaving_early_is_no_failure_and_the_same_call_goes_on(tmp_path: Path) -> None:
+    seen = []
+    for _ in range(2):
+        with opened(tmp_path / "run", async__max_staleness=1) as rollouts:
+            for _ in range(2):
+                seen += prompts(rollouts.prepare_batch())
+                rollouts.publish()
+        assert rollouts.run.status == "finished"
+    assert sorted(seen) == sorted(row["prompt"] for row in ROWS), "the second start began behind the first"
+    with opened(tmp_path / "run", async__max_staleness=1) as rollouts:
+        assert rollouts.version == 4 and rollouts.prepare_batch() is None
+    verify(tmp_path / "run" / "ledger.jsonl")
+
+
+def test_what_cannot_be_used_is_refused_where_it_is_given(tmp_path: Path) -> None:
+    with opened(tmp_path / "run", None) as rollouts:
+        for row, said in (
+            ("1+1=", "submit takes a dict"),
+            ({"promt": "1+1=", "answer": "2"}, "no row of what was submitted has the column 'prompt'.*'promt'"),
+            ({"prompt": "1+" * 40, "answer": "2"}, "submitted prompt 1: the prompt has 80 tokens"),
+        ):
+            with pytest.raises(UserError, match=said):
+                rollouts.submit(row)
+        with pytest.raises(UserError, match="none were given"):
+            rollouts.prepare_batch()
+        for count in (0, 1.5, True):
+            with pytest.raises(UserError, match="a number of prompt groups"):
+                rollouts.wait(count)
+        with pytest.raises(UserError, match="has no ref"):
+            _ = rollouts.ref
+        assert rollouts.stats.enqueued == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"data": None, "trainer__total_training_steps": None}, "trainer.total_training_steps"),
+        ({"should_accept": 3}, "should_accept is 3"),
+        ({"async__max_staleness": -1}, "max_staleness"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_is_built(tmp_path: Path, changed: dict, said: str) -> None:
+    with pytest.raises(UserError, match=said), opened(tmp_path / "run", **changed):
+        pytest.fail("it was entered")

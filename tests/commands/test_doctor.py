@@ -1,0 +1,58 @@
+"""`distflow doctor`: the ports of a run. What it says of the machine is in tests/test_cli.py."""
+
+import socket
+import sys
+from pathlib import Path
+from subprocess import PIPE, Popen
+
+import pytest
+
+from distflow.cli import main
+
+# Holds the folder as a run does, listens, and ends when its input does.
+RUN = """
+import socket, sys
+from pathlib import Path
+from distflow.observe.run_folder import RunFolder
+with RunFolder(Path(sys.argv[1]), 0) as run, socket.create_server(("127.0.0.1", 0)) as one:
+    (run.path / "ledger.jsonl").touch()
+    print(one.getsockname()[1], flush=True)
+    sys.stdin.read()
+"""
+
+
+def sections(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, list[str]]:
+    assert main(["doctor", *arguments]) in (0, 1), "1: something may be wrong with this machine"
+    title, found = "", dict[str, list[str]]()
+    for line in filter(None, capsys.readouterr().out.splitlines()):
+        if line.startswith("  "):
+            found[title].append(line.strip())
+        else:
+            title = line
+            found[title] = []
+    return found
+
+
+def test_the_ports_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --run, and without where it is the newest of the folder and runs. Ports of other processes are not told."""
+    monkeypatch.chdir(tmp_path)
+    run_dir = Path("runs", "math", "first")
+    with (
+        socket.create_server(("127.0.0.1", 0)),
+        Popen([sys.executable, "-c", RUN, str(run_dir)], stdin=PIPE, stdout=PIPE, text=True) as process,
+    ):
+        assert process.stdout and process.stdin
+        port = process.stdout.readline().strip()
+        for arguments in ((), ("--run", str(run_dir))):
+            (line,) = sections(capsys, *arguments)["ports of runs/math/first"]
+            assert line.endswith(f" ({process.pid}): {port} on loopback")
+        process.stdin.close()
+    assert sections(capsys, "--run", str(run_dir))["ports of runs/math/first"] == ["it does not run"]
+    assert "ports of runs/math/first" not in sections(capsys)
+
+
+def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--run", "no/such/run"]) == 2
+    assert "no/such/run" in capsys.readouterr().err

@@ -1,0 +1,148 @@
+"""`distflow why`: what it prints of a run's folder, and what it says where there is nothing to print."""
+
+from pathlib import Path
+
+import pytest
+
+from distflow.cli import main
+from distflow.flow.coordinator import Coordinator
+from distflow.flow.data_plan import DataPlan
+from distflow.flow.ledger import Ledger
+from distflow.observe.run_folder import RunFolder
+
+HOSTILE = "\x1b]0;owned\x07\u202egnp\nnext"
+
+
+def write_run(folder: Path) -> Path:
+    """Two steps of two groups with two samples each. In the second ticket 2 is lost once, ticket 3 is dropped; a third
+    step is under way."""
+    with RunFolder(folder, 0) as run, Ledger(folder / "ledger.jsonl") as ledger:
+        plan = DataPlan(num_rows=10, consumer_batch=2, group_size=2, total_tickets=10, total_steps=5, shuffle=False)
+        coordinator = Coordinator(plan, ledger)
+        for step in (1, 2):
+            _collect(coordinator)
+            numbers = coordinator.ready(step - 1)
+            assert numbers is not None
+            coordinator.release(step - 1)
+            run.samples(step, [_sample(number, i) for number in numbers for i in range(2)])
+        coordinator.take_tickets()
+    return folder
+
+
+def _collect(coordinator: Coordinator) -> None:
+    lost = False
+    while coordinator.ready(coordinator.step) is None:
+        for ticket in coordinator.take_tickets():
+            coordinator.assign(ticket.number, f"rank-{ticket.attempt}")
+            if ticket.number == 2 and not lost:
+                lost = coordinator.retry(2)
+            elif ticket.number == 3:
+                coordinator.drop(3, HOSTILE)
+            else:
+                coordinator.complete(ticket.number, 1000 + ticket.number)
+
+
+def _sample(ticket: int, index: int) -> dict[str, object]:
+    failed = (ticket, index) == (4, 1)
+    return {
+        "uid": f"{ticket}-{index}",
+        "response": HOSTILE,
+        "score": 9.0 if failed else index * 0.5,
+        "reward_parts": {"math": float("nan") if failed else float(index), HOSTILE: "no number"},
+        "errors": {"math": HOSTILE} if failed else None,
+    }
+
+
+def why(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str], str]:
+    """(exit status, lines, standard error)"""
+    status = main(["why", *arguments])
+    captured = capsys.readouterr()
+    return status, captured.out.splitlines(), captured.err
+
+
+def table(lines: list[str], title: str) -> list[dict[str, str]]:
+    """The rows of a table, by the names of its columns."""
+    start = lines.index(title)
+    head, *rows = lines[start + 1 : [*lines, ""].index("", start)]
+    names = head.split("  ")
+    names = [name.strip() for name in names if name.strip()]
+    cells = [[cell.strip() for cell in row.split("  ") if cell.strip()] for row in rows]
+    return [dict(zip(names, row, strict=False)) for row in cells]
+
+
+def test_groups_retries_drops_and_rewards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(tmp_path / "run")
+    status, lines, err = why(capsys, "2", "--run", str(run_dir))
+    assert (status, err) == (0, "")
+    assert lines[0] == f"step 2 of {run_dir}: 2 groups, 2,006 tokens, staleness at most 0"
+    assert lines[1].startswith("consumed 20") and lines[1].endswith(
+        "by incarnation 0; it made version 2 of the weights"
+    )
+    start = lines.index("groups")
+    head = "ticket epoch row version stale worker attempts tokens samples failed verdicts score reward parts"
+    assert " ".join(lines[start + 1].split()) == head
+    lost, failed = lines[start + 2 : start + 4]
+    assert lost.split()[:10] == ["2", "0", "2", "1", "0", "rank-1", "2", "1,002", "2", "0.250"]
+    assert "math 0.500" in lost and "?" in lost
+    assert failed.split()[:10] == ["4", "0", "4", "1", "0", "rank-0", "1,004", "2", "1", "0.000"], "9 is no verdict"
+    (dropped,) = table(lines, "dropped meanwhile: 1 \\x1b]0;owned\\x07\\u202egnp⏎next")
+    assert (dropped["ticket"], dropped["row"], dropped["worker"]) == ("3", "3", "rank-0")
+    assert dropped["reason"] == "\\x1b]0;owned\\x07\\u202egnp⏎next"
+    (restart,) = lines[lines.index("started more than once") + 1 :]
+    assert restart.startswith("  ticket 2: ") and "by rank-0 (incarnation 0), then " in restart
+
+
+def test_columns_that_say_nothing_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, lines, _ = why(capsys, "1", "--run", str(write_run(tmp_path)))
+    assert "attempts" not in lines[lines.index("groups") + 1]
+    assert "dropped meanwhile: none" in lines and "started more than once" not in lines
+
+
+def test_the_step_that_a_killed_run_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, lines, _ = why(capsys, "3", "--run", str(write_run(tmp_path)))
+    assert "step 3 of" in lines[0]
+    assert lines[0].endswith("is not finished: where the ledger ends, 0 groups were complete and 2 ran")
+    assert [row["version"] for row in table(lines, "groups")] == ["running", "running"]
+
+
+def test_without_its_samples_the_rest_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(tmp_path)
+    (run_dir / "samples" / "000002.jsonl").unlink()
+    status, lines, _ = why(capsys, "2", "--run", str(run_dir))
+    assert status == 0 and any("samples/000002.jsonl is missing" in line for line in lines)
+    assert [row["ticket"] for row in table(lines, "groups")] == ["2", "4"]
+
+
+def test_the_newest_run_of_the_folder_is_meant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, _, err = why(capsys, "1")
+    assert status == 2 and "--run DIR" in err
+    write_run(tmp_path / "runs" / "math" / "old")
+    new = write_run(tmp_path / "runs" / "math" / "new")
+    (new / "ledger.jsonl").touch()
+    _, lines, _ = why(capsys, "1")
+    assert lines[0].startswith("step 1 of runs/math/new:")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("9", "--run", "run"), "no step 9: it has steps 1 to 2"),
+        (("1", "--run", "no/such/run"), "there is no folder no/such/run"),
+        (("1", "--run", "empty"), "there is no empty/ledger.jsonl"),
+    ],
+)
+def test_a_mistake_is_one_message_and_status_2(
+    arguments: tuple[str, ...],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    status, lines, err = why(capsys, *arguments)
+    assert (status, lines) == (2, []) and err.startswith("distflow: ") and words in err

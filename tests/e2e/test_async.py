@@ -1,0 +1,197 @@
+"""Asynchronous runs: what may be stale and how far, weights in flight, aliases, evaluation beside the stream."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from distflow.flow.ledger import timeline, verify
+from distflow.rollout.embedded import EmbeddedEngine
+from distflow.runtime.ports.local_weights import LocalWeights
+from distflow.runtime.spec import Spec
+from tests.e2e.runs import Playground, Run
+
+LONG_TAIL = (
+    "data.max_response_length=480",
+    "data.train_batch_size=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.rollout.max_num_seqs=4",
+)
+"""Answers end by chance at one token in a hundred; more of them are admitted than there are slots."""
+
+
+@pytest.fixture(scope="module")
+def playground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+    return Playground(tmp_path_factory.mktemp("async"), num_rows=16)
+
+
+@pytest.fixture(scope="module")
+def long_tail(playground: Playground) -> Run:
+    quick = ("trust.audit_freq=0", "trust.canary_freq=0")  # or they would take longer than all the rest of a step
+    steps = ("async.max_staleness=4", "trainer.total_training_steps=20")
+    return playground.run("grpo", *steps, *quick, *LONG_TAIL, name="tail")
+
+
+def spans(run: Run, actor: str, kind: str) -> list[dict[str, Any]]:
+    records = map(json.loads, (run.folder / "spans" / f"{actor}.jsonl").read_text().splitlines())
+    return [record for record in records if record["kind"] == kind]
+
+
+def samples(run: Run, of: str = "??????") -> Iterator[dict[str, Any]]:
+    for path in sorted((run.folder / "samples").glob(f"{of}.jsonl")):
+        yield from map(json.loads, path.read_text().splitlines())
+
+
+def ledger(run: Run, kind: str) -> Iterator[dict[str, Any]]:
+    return (dict(record) for _, record in timeline(run.folder / "ledger.jsonl") if record["kind"] == kind)
+
+
+def test_answers_span_three_versions_and_a_group_is_trained_four_steps_behind_its_start(long_tail: Run) -> None:
+    decoded = spans(long_tail, "rollout", "decode")
+    at_work: dict[int, set[int]] = defaultdict(set)
+    issued = {}
+    for group in spans(long_tail, "experience", "group"):
+        issued[group["ticket"]] = group["version"]
+        at_work[group["ticket"]] = {s["version"] for s in decoded if s["t0"] < group["t1"] and s["t1"] > group["t0"]}
+    assert max(map(len, at_work.values())) >= 3
+    rows = [row["versions"] for row in samples(long_tail)]
+    assert max(map(len, rows)) >= 3, "no sample has tokens of three versions"
+    ages = [record["step"] - issued[ticket] for record in ledger(long_tail, "consumed") for ticket in record["tickets"]]
+    assert max(ages) == 4 and min(ages) == 0
+
+
+def test_decode_slots_are_never_empty_between_steps(long_tail: Run) -> None:
+    """From the second step on, for the first one warms up, until all tickets of the run are issued."""
+    decoded = [s for s in spans(long_tail, "rollout", "decode") if s["what"] == "train" and s["version"] > 1]
+    last_issued = max(record["t"] for record in ledger(long_tail, "issued"))
+    assert len({s["step"] for s in decoded if s["t0"] < last_issued}) >= 8, "several steps were trained meanwhile"
+    gaps = [after["t0"] - before["t1"] for before, after in pairwise(decoded) if before["t1"] < last_issued]
+    assert gaps and max(gaps) <= 0, f"slots stood empty for {max(gaps):.3f} s"
+
+
+def test_the_ledger_shows_no_group_staler_than_the_bound(long_tail: Run) -> None:
+    account = verify(long_tail.folder / "ledger.jsonl")
+    assert account.consumed == 40 and account.running == account.complete == 0 and not account.dropped
+    assert 1 <= max(m["async/version_diff/max"] for m in long_tail.metrics()) <= 4
+    assert not long_tail.notes("error")
+
+
+class Pushed:
+    """What went over the weight edge, by step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sent, self.named = list[int](), list[int]()
+        commit, alias = LocalWeights.commit, LocalWeights.alias
+
+        def note_commit(port: LocalWeights, *unmoved: Any) -> None:
+            assert port._version is not None
+            self.sent.append(port._version.step)
+            commit(port, *unmoved)
+
+        def note_alias(port: LocalWeights, version: Any, *hashes: Any) -> None:
+            self.named.append(version.step)
+            alias(port, version, *hashes)
+
+        monkeypatch.setattr(LocalWeights, "commit", note_commit)
+        monkeypatch.setattr(LocalWeights, "alias", note_alias)
+
+
+def test_steps_without_an_update_send_nothing_and_count_on(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed = Pushed(monkeypatch)
+    run = playground.run(
+        "ppo",
+        "async.max_staleness=1",
+        "trainer.critic_warmup=3",
+        "trainer.total_training_steps=5",
+        "actor_rollout_ref.rollout.n=2",
+        name="warmup",
+    )
+    assert pushed.sent == [0, 4, 5] and pushed.named == [1, 2, 3]
+    assert [(r["step"], r["weights"]) for r in ledger(run, "version")] == [(1, 0), (2, 0), (3, 0), (4, 4), (5, 5)]
+    assert max(m["async/version_diff/max"] for m in run.metrics()) <= 1
+
+
+def test_weights_go_out_every_second_step_and_age_between(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed = Pushed(monkeypatch)
+    run = playground.run(
+        "grpo",
+        "async.max_staleness=2",
+        "actor_rollout_ref.actor.model_update_frequency=2",
+        "trainer.total_training_steps=7",
+        name="every_second",
+    )
+    assert pushed.sent == [0, 2, 4, 6] and not pushed.named
+    versions = {version for row in samples(run) for version in row["versions"]}
+    assert versions <= {0, 2, 4, 6}
+    assert max(m["async/version_diff/max"] for m in run.metrics()) <= 2
+    verify(run.folder / "ledger.jsonl")
+
+
+def test_an_evaluation_has_one_version_and_goes_first(playground: Playground) -> None:
+    run = playground.run(
+        "grpo",
+        "async.max_staleness=2",
+        "trainer.total_training_steps=6",
+        f"data.val_files={playground.folder}/rows.jsonl",
+        "trainer.test_freq=2",
+        "trainer.val_before_train=true",
+        "trust.canary_freq=0",
+        name="evaluated",
+    )
+    for step in (0, 2, 4, 6):
+        versions = {version for row in samples(run, f"val-{step:06d}") for version in row["versions"]}
+        assert versions == {step}, "the answers are of the weights that are judged"
+    timed = [m.get("timing_s/eval", 0) > 0 for m in run.metrics()]
+    assert timed == [True, True, False, True, False, True]
+    assert {s["what"] for s in spans(run, "rollout", "decode")} == {"train", "eval"}
+
+
+def test_without_staleness_a_copy_on_a_thread_of_its_own_gives_the_numbers_of_shared_storage(
+    playground: Playground,
+) -> None:
+    """The machinery of weights in flight, at staleness 0."""
+
+    def apart(spec: Spec) -> Spec:
+        rollout = spec.factories["rollout"]
+        factories = {**spec.factories, "rollout": _with(rollout, shares=False)}
+        return replace(spec, factories=factories, shares_weights=False)
+
+    plain = playground.run("grpo", "trainer.total_training_steps=5", "trainer.save_freq=5", name="plain")
+    copied = playground.run("grpo", "trainer.total_training_steps=5", "trainer.save_freq=5", name="copied", spoil=apart)
+    one, other = plain.weights(5), copied.weights(5)
+    assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
+
+
+def _with(factory: Any, **changes: Any) -> Any:
+    return type(factory)(factory.func, *factory.args, **{**factory.keywords, **changes})
+
+
+def test_answers_that_an_update_cuts_off_are_begun_again(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aborted = list[int]()
+    follow = EmbeddedEngine._follow_update
+
+    def note(engine: EmbeddedEngine) -> None:
+        aborted.append(sum(len(lane.begun()) for lane in engine._lanes))
+        follow(engine)
+
+    monkeypatch.setattr(EmbeddedEngine, "_follow_update", note)
+    run = playground.run(
+        "grpo",
+        "async.max_staleness=2",
+        "actor_rollout_ref.rollout.kv_on_update=abort",
+        "trainer.total_training_steps=6",
+        *LONG_TAIL,
+        name="cut_off",
+    )
+    assert sum(aborted) > 0
+    assert all(len(row["versions"]) == 1 and row["finish_reason"] != "abort" for row in samples(run))

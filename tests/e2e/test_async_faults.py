@@ -1,0 +1,336 @@
+"""Something breaks while answers are under way: the run goes on, or ends in time with one message; it loses nothing."""
+
+import json
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _pytest.mark.structures import ParameterSet
+
+from distflow.flow import ledger
+from distflow.runtime.local import LASTING_S
+from tests.e2e.cli_runs import CliRun, children_of, is_alive
+from tests.e2e.runs import Playground
+from tests.e2e.survivors import audit, records
+
+# A program of the user's whose file plants the fault that FAULT names; a file `fired` tells that it was met.
+PROGRAM = """
+import asyncio, itertools, os, pathlib, statistics, time
+from distflow import NodeRole, Pipeline, node
+from distflow.pipelines import grpo, nodes
+from distflow.rollout.embedded import engine
+from distflow.runtime.ports.local_edge import LocalEdge
+
+FOLDER, FAULT = pathlib.Path(__file__).parent, os.environ["FAULT"]
+times = itertools.count(1)
+
+
+def fired(row=None):
+    (FOLDER / "fired").write_text(str(row))
+
+
+def is_time():
+    "Neither at once, nor at the end."
+    return next(times) == 9
+
+
+def engine_step(error, num_times=1):
+    "As if its own code raised it: that is no fault of the user's."
+    raised, names = itertools.count(1), {"whole": engine.EmbeddedEngine.step}
+
+    def check():
+        if next(times) >= 40 and next(raised) <= num_times:
+            fired()
+            return error
+
+    names["check"] = check
+    code = '''def step(self):
+    error = check()
+    if error is not None:
+        raise error
+    whole(self)
+'''
+    exec(compile(code, engine.__file__, "exec"), names)
+    engine.EmbeddedEngine.step = names["step"]
+
+
+def engine_late(late):
+    took = []
+
+    async def generate(self, request, whole=engine.EmbeddedEngine.generate):
+        if len(took) >= 8 and not (FOLDER / "fired").exists():
+            fired(request.stream.row)
+            await late(took)
+        started = time.monotonic()
+        result = await whole(self, request)
+        took.append(time.monotonic() - started)
+        return result
+    engine.EmbeddedEngine.generate = generate
+
+
+async def fifty_times(took):
+    (FOLDER / "usual_s").write_text(str(statistics.median(took)))
+    await asyncio.sleep(50 * statistics.median(took))
+
+
+def engine_refuses(num_times):
+    "The answers to one prompt, so many times."
+    refused, names = itertools.count(1), {"whole": engine.EmbeddedEngine.generate}
+
+    def refuses(request):
+        if request.stream.row == 7 and next(refused) <= num_times:
+            fired()
+            return True
+
+    names["refuses"] = refuses
+    code = '''async def generate(self, request):
+    if refuses(request):
+        raise RuntimeError("no slot")
+    return await whole(self, request)
+'''
+    exec(compile(code, engine.__file__, "exec"), names)
+    engine.EmbeddedEngine.generate = names["generate"]
+
+
+def edge_put():
+    def put(self, ticket, batch, measured, whole=LocalEdge.put):
+        if is_time():
+            fired()
+            raise MemoryError("no room for the group")
+        whole(self, ticket, batch, measured)
+    LocalEdge.put = put
+
+
+async def for_ever(*_):
+    await asyncio.Event().wait()
+
+
+def failing(how):
+    @node(writes=(), role=NodeRole.DYNAMIC_SAMPLING, reads=("scores",))
+    async def faulty(scores):
+        if is_time():
+            fired()
+            await how()
+    return faulty
+
+
+def raises(error):
+    async def fails():
+        raise error
+    return fails
+
+
+@node(writes=(), role=NodeRole.DYNAMIC_SAMPLING, reads=("scores",))
+def plain_exit(scores):
+    if is_time():
+        fired()
+        raise SystemExit(3)
+
+
+@node(writes=(), role=NodeRole.DYNAMIC_SAMPLING, reads=("scores",))
+async def always(scores):
+    if next(times) >= 9:
+        fired()
+        raise ValueError("of no use")
+
+
+PLANTED = {
+    "step_memory": lambda: engine_step(MemoryError("the cache")),
+    "step_runtime": lambda: engine_step(RuntimeError("a kernel")),
+    "step_exit": lambda: engine_step(SystemExit(3)),
+    "step_always": lambda: engine_step(RuntimeError("a kernel"), 10**9),
+    "lost_request": lambda: engine_late(for_ever),
+    "slow_request": lambda: engine_late(fifty_times),
+    "refused_twice": lambda: engine_refuses(2),
+    "refused_thrice": lambda: engine_refuses(3),
+    "edge_put": edge_put,
+}
+NODES = {
+    "node_exit": failing(raises(SystemExit(3))),
+    "node_interrupt": failing(raises(KeyboardInterrupt())),
+    "node_memory": failing(raises(MemoryError("the node"))),
+    "node_sleeps": failing(for_ever),
+    "plain_exit": plain_exit,
+    "node_always": always,
+}
+
+
+def make(config):
+    if FAULT in PLANTED and not hasattr(LocalEdge, "planted"):
+        LocalEdge.planted = True
+        PLANTED[FAULT]()
+    pipeline = Pipeline("faulty")
+    grpo.answer_and_judge(pipeline, config)
+    if FAULT in NODES:
+        pipeline.add_node("faulty", NODES[FAULT])
+    grpo.score(pipeline, config)
+    grpo.estimate_advantages(pipeline, config)
+    pipeline.add_node("actor_train", nodes.train_actor)
+    return pipeline.build()
+"""
+NUM_ROWS, STALENESS = 24, 2
+PLACES = {(0, row) for row in range(NUM_ROWS)}
+
+
+@pytest.fixture
+def ground(tmp_path: Path) -> Playground:
+    ground = Playground(tmp_path, num_rows=NUM_ROWS)
+    (tmp_path / "faulty.py").write_text(PROGRAM)
+    return ground
+
+
+def start(ground: Playground, fault: str, *overrides: str) -> CliRun:
+    (ground.folder / "fired").unlink(missing_ok=True)
+    keys = (
+        f"async.max_staleness={STALENESS}",
+        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.rollout.timeout_s=2",
+        "reward.timeout_s=0.3",
+        "trainer.save_freq=1",
+        "trainer.total_epochs=1",
+        "trust.certify_rewards=false",
+        "trust.audit_freq=0",
+        "trust.canary_freq=0",
+        "~dag.pipeline",
+        f"dag.custom_pipeline_fn={ground.folder}/faulty.py:make",
+    )
+    return CliRun(
+        ground.folder / "log", ["train", "grpo", *ground.overrides("run", *keys, *overrides)], {"FAULT": fault}
+    )
+
+
+def unharmed(ground: Playground) -> dict[str, int]:
+    """How many groups were dropped, by reason, where all others were trained once and in time."""
+    ledger.verify(ground.folder / "run" / "ledger.jsonl")
+    return Counter(audit(ground.folder / "run", STALENESS, PLACES).dropped.values())
+
+
+GOES_ON: dict[str, dict[str, int]] = {
+    "step_memory": {},
+    "step_exit": {},
+    "refused_twice": {},
+    "refused_thrice": {"quarantined": 1},
+    "node_exit": {"error": 1},
+    "node_interrupt": {"error": 1},
+    "node_memory": {"error": 1},
+    "node_sleeps": {"error": 1},
+    "plain_exit": {"error": 1},
+}
+ENDS = {
+    "step_always": (1, "the last 4 prompt groups all failed, so nothing can progress; the first said: node 'rollout"),
+    "lost_request": (1, "the rollout engine EmbeddedEngine hangs: it was asked for 2 samples of row "),
+    "edge_put": (1, "the experience plane has failed: MemoryError: no room for the group"),
+    "node_always": (2, "the last 8 prompt groups all failed, so nothing can progress; the first said: node 'faulty'"),
+}
+"""Exit status and message."""
+QUICK = ("step_memory", "step_exit", "refused_thrice", "node_sleeps", "lost_request", "edge_put", "node_always")
+
+
+def some_slow(names: Iterable[str]) -> list[ParameterSet]:
+    return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in names]
+
+
+@pytest.mark.parametrize("fault", some_slow(GOES_ON))
+def test_a_fault_costs_its_own_group_at_most(ground: Playground, fault: str) -> None:
+    run = start(ground, fault)
+    assert run.status() == 0, run.said()
+    assert (ground.folder / "fired").exists()
+    assert unharmed(ground) == GOES_ON[fault]
+    assert "Traceback" not in run.said()
+
+
+@pytest.mark.parametrize("fault", some_slow(ENDS))
+def test_a_run_that_cannot_go_on_ends_with_one_message_and_is_resumed(ground: Playground, fault: str) -> None:
+    status, message = ENDS[fault]
+    run = start(ground, fault)
+    children: list[int] = []
+    while run.running:
+        children += children_of(run.pid)
+        time.sleep(0.05)
+    assert run.status() == status and message in run.said(), run.said()
+    assert (ground.folder / "fired").exists()
+    assert run.said().count("distflow: ") == 1 and "Traceback" not in run.said()
+    assert not any(is_alive(pid) for pid in children)
+    ledger.verify(ground.folder / "run" / "ledger.jsonl")
+
+    assert (again := start(ground, "none")).status() == 0, again.said()
+    # Those of a step that was saved before it was seen that all fail.
+    assert set(unharmed(ground)) <= {"error", "quarantined"}
+
+
+def test_a_rollout_fifty_times_slower_is_trained_at_last(ground: Playground) -> None:
+    run = start(ground, "slow_request", "actor_rollout_ref.rollout.timeout_s=60")
+    assert run.status() == 0, run.said()
+    assert unharmed(ground) == {}
+    late = ticket_of(ground, row=int((ground.folder / "fired").read_text()))
+    (slow,) = [s for s in group_spans(ground) if s["ticket"] == late]
+    assert slow["t1"] - slow["t0"] >= 50 * float((ground.folder / "usual_s").read_text())
+    (step,) = [r["step"] for r in records(ground.folder / "run") if r["kind"] == "consumed" and late in r["tickets"]]
+    assert 0 <= step - slow["version"] <= STALENESS
+    overtook = [s for s in group_spans(ground) if s["ticket"] > late and s["t1"] < slow["t1"]]
+    assert overtook, "others went on meanwhile"
+
+
+def ticket_of(ground: Playground, row: int) -> int:
+    (found,) = {r["ticket"] for r in records(ground.folder / "run") if r["kind"] == "issued" and r["row"] == row}
+    return int(found)
+
+
+def group_spans(ground: Playground) -> list[dict[str, Any]]:
+    return [span for span in spans(ground, "experience") if span["kind"] == "group"]
+
+
+def spans(ground: Playground, actor: str) -> list[dict[str, Any]]:
+    return list(map(json.loads, (ground.folder / "run" / "spans" / f"{actor}.jsonl").read_text().splitlines()))
+
+
+SLOW_REWARD = """
+import time
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep({seconds} if "{answer}" in ground_truth else 0)
+    return sum(map(ord, solution_str)) % 7 / 6
+"""
+
+
+def test_one_slow_verdict_keeps_nobody_else(ground: Playground) -> None:
+    rows = [{"prompt": f"{i}=", "answer": "slow" if i == 3 else "7"} for i in range(NUM_ROWS)]
+    ground.write_rows(rows)
+    ground.write_reward(SLOW_REWARD.format(seconds=1.5, answer="slow"))
+    run = start(ground, "none", "reward.timeout_s=30", "reward.num_workers=3", "data.shuffle=false")
+    assert run.status() == 0, run.said()
+    assert unharmed(ground) == {}
+    (slow,) = [s for s in group_spans(ground) if s["ticket"] == 3]
+    assert slow["t1"] - slow["t0"] >= 1.5
+    assert [s for s in group_spans(ground) if s["ticket"] > 3 and s["t1"] < slow["t1"]]
+
+
+def test_verifiers_slower_than_everything_bound_what_is_under_way(ground: Playground) -> None:
+    ground.write_reward(SLOW_REWARD.format(seconds=0.06, answer="7"))
+    run = start(ground, "none", "reward.timeout_s=30")
+    assert run.status() == 0, run.said()
+    assert unharmed(ground) == {}
+    live, most = 0, 0
+    for record in records(ground.folder / "run"):
+        live += {"issued": 1, "dropped": -1}.get(record["kind"], 0) - len(record.get("tickets", ()))
+        most = max(most, live)
+    assert most == (STALENESS + 1) * 4
+    waits = spans(ground, "reward")
+    assert {(span["what"], span["on"]) for span in waits} == {("verdicts", "verifiers")} and len(waits) == NUM_ROWS
+    assert sum(span["t1"] - span["t0"] for span in waits) > 0.06 * 2 * NUM_ROWS
+
+
+@pytest.mark.slow
+def test_a_stop_says_that_it_is_the_verifiers_who_are_waited_for(ground: Playground) -> None:
+    ground.write_reward(SLOW_REWARD.format(seconds=6.5, answer="7"))
+    run = start(ground, "none", "reward.timeout_s=30", "reward.num_workers=2")
+    run.wait_for((ground.folder / "run" / "ledger.jsonl").exists)
+    time.sleep(LASTING_S + 3)
+    run.send(signal.SIGINT)
+    run.wait_for(lambda: "a second time leaves at once" in run.said())
+    assert "s for verdicts (on: verifiers)" in run.said() and "s for step 0 (on: experience)" in run.said(), run.said()
+    run.send(signal.SIGINT)
+    assert run.status() == 130

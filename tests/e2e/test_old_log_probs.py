@@ -1,0 +1,184 @@
+"""Old log-probs without a forward pass of their own: where that is sound, trains the same, and is proven."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from distflow.algorithms.objective import PolicyObjective
+from distflow.data.batch import Batch
+from distflow.graph import Program
+from distflow.pipelines import objectives, select
+from distflow.pipelines.nodes.scoring import score_policy
+from distflow.runtime.checks import TrustError
+from distflow.runtime.checks.mismatch import Tolerance
+from distflow.training.scorer import TorchScorer
+from tests.e2e.runs import Playground, Run
+
+ACTOR = "actor_rollout_ref.actor"
+AUDITED = ("trust.audit_freq=1", "trainer.total_training_steps=3")
+KEPT = ("trainer.save_freq=3", "trainer.save_groups=all", *AUDITED)
+RECOMPUTES = "algorithm.recompute_old_log_probs=true"
+NODE = """
+def look(old_log_probs, advantages):
+    return {"advantages": advantages * (old_log_probs <= 0)}
+
+def handed(batch, ctx):
+    return batch
+"""
+
+
+@pytest.fixture
+def playground(tmp_path: Path) -> Playground:
+    return Playground(tmp_path)
+
+
+def tokens(run: Run, step: int) -> Batch:
+    return Batch.load(run.folder / "tokens" / f"{step:06d}.safetensors")
+
+
+def same_run(one: Run, other: Run) -> None:
+    """Weights, metrics and old log-probs after three steps, within what float32 rounds."""
+    for (name, weight), wanted in zip(one.weights(3).items(), other.weights(3).values(), strict=True):
+        torch.testing.assert_close(weight, wanted, rtol=1e-5, atol=1e-7, msg=name)
+    for mine, theirs in zip(one.metrics(), other.metrics(), strict=True):
+        compared = {name for name in theirs if name.startswith(("actor/", "mismatch/", "reward/"))}
+        assert compared <= mine.keys()
+        for name in compared:
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+    for step in (1, 2, 3):
+        found, wanted = tokens(one, step).flat("old_log_probs"), tokens(other, step).flat("old_log_probs")
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("preset", ["grpo", "ppo"])
+def test_it_trains_what_a_pass_of_its_own_does(playground: Playground, preset: str) -> None:
+    more = ("algorithm.use_kl_in_reward=false",) if preset == "ppo" else ()
+    left_out = playground.run(preset, *KEPT, *more, name="auto")
+    assert not scores(left_out.folder, playground, preset, more)
+    same_run(left_out, playground.run(preset, *KEPT, *more, RECOMPUTES, name="true"))
+
+
+def test_a_step_of_the_critics_warm_up_is_measured_too(playground: Playground) -> None:
+    more = ("algorithm.use_kl_in_reward=false", "trainer.critic_warmup=1")
+    run = playground.run("ppo", *KEPT, *more)
+    assert "actor/loss" not in run.metrics()[0] and "mismatch/mean_abs" in run.metrics()[0]
+
+
+def scores(folder: Path, playground: Playground, preset: str, overrides: tuple[str, ...]) -> bool:
+    """Whether the program of these overrides has a forward pass for old log-probs."""
+    return score_policy in functions(playground.spec(preset, *overrides, name=f"{folder.name}-spec")[1].program())
+
+
+def functions(program: Program) -> list[Any]:
+    return [node.fn for node in program.nodes]
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [
+        (f"{ACTOR}.ppo_epochs=2",),
+        (f"{ACTOR}.ppo_mini_batch_size=2",),
+        ("algorithm.use_kl_in_reward=true",),
+        ("algorithm.rollout_correction.level=token",),
+        ("algorithm.rollout_correction={rollout_rs: token_k1, rollout_rs_threshold: 2}",),
+        (f"{ACTOR}.policy_loss=clip_cov",),
+        ("async.max_staleness=1",),
+        (RECOMPUTES,),
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_where_something_else_needs_them_they_are_computed(playground: Playground, reader: tuple[str, ...]) -> None:
+    assert scores(playground.folder / "run", playground, "grpo", reader)
+
+
+@pytest.mark.parametrize("name", ["look", "handed"])
+def test_a_node_of_the_users_may_need_them(
+    playground: Playground, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine_of_old.py").write_text(
+        f"""{NODE}
+from distflow.pipelines.grpo import grpo_pipeline
+
+def program(config):
+    graph = grpo_pipeline(config)
+    from distflow.graph import Node
+    graph.add_node(Node("mine", {name}, ("calculate_advantages",), writes="advantages"))
+    return graph
+"""
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert scores(tmp_path, playground, "grpo", ("dag.custom_pipeline_fn=mine_of_old:program",))
+
+
+def test_the_rollouts_own_may_be_taken(playground: Playground) -> None:
+    run = playground.run("grpo", *KEPT, "algorithm.recompute_old_log_probs=false", f"{ACTOR}.ppo_mini_batch_size=2")
+    assert any("loss" in note.partition("not proven")[0] for note in run.notes("audit"))
+    batch = tokens(run, 2)
+    assert torch.equal(batch.flat("old_log_probs"), batch.flat("rollout_log_probs"))
+    scored = ~batch["trainer_log_probs"][:, 0].isnan()
+    assert int(scored.sum()) == 8 and run.metrics()[1]["mismatch/same_version/share"] == 1
+
+
+def drifts(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """A bfloat16 run whose tolerance is below its rounding."""
+    monkeypatch.setattr(Tolerance, "of", staticmethod(lambda exact: Tolerance(1e-3, 0.5)))
+    return (*AUDITED, "actor_rollout_ref.model.dtype=bfloat16", "trainer.save_groups=all")
+
+
+def test_once_apart_each_token_is_weighed_from_the_next_step_on(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = playground.run("grpo", *drifts(monkeypatch))
+    metrics = run.metrics()
+    assert [step["correction/on"] for step in metrics] == [1, 1, 1]
+    assert ["correction/weight_mean" in step for step in metrics] == [False, True, True]
+    assert ["actor/rollout_is_weight" in step for step in metrics] == [False, True, True]
+    assert "from here on" in run.notes("warning")[0]
+    batch = tokens(run, 2)
+    ratio = (batch.flat("old_log_probs") - batch.flat("rollout_log_probs")).double().exp().clamp(max=2.0)
+    weights = batch.flat("rollout_is_weights")
+    made = batch.flat("loss_mask") > 0
+    torch.testing.assert_close(weights[made].double(), ratio[made], rtol=1e-5, atol=1e-6)
+    assert float((ratio[made] - 1).abs().max()) > 1e-2
+    assert all("loss" in note.partition("not proven")[0] for note in run.notes("audit"))
+
+
+def test_weights_that_are_switched_on_and_do_nothing_are_found(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weigh = PolicyObjective._weights
+
+    def ones(self: PolicyObjective, *given: Any) -> tuple[Tensor | None, dict[str, Tensor]]:
+        weights, measured = weigh(self, *given)
+        return None if weights is None else torch.ones_like(weights), measured
+
+    monkeypatch.setattr(PolicyObjective, "_weights", ones)
+    with pytest.raises(TrustError, match="loss"):
+        playground.run("grpo", *drifts(monkeypatch))
+
+
+def test_a_second_optimizer_step_without_old_log_probs_is_found(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the rule that leaves the pass out had forgotten mini-batches."""
+    for module in (objectives, select):
+        monkeypatch.setattr(module, "may_derive_old", lambda config: True)
+    with pytest.raises(TrustError, match="took 2 optimizer steps, but its ratio is taken to be 1"):
+        playground.run("grpo", *AUDITED, f"{ACTOR}.ppo_mini_batch_size=2")
+
+
+def test_a_loss_that_is_given_other_log_probs_is_found(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the old ones too, which nothing else computes."""
+    compute = TorchScorer.compute
+
+    def moved(self: TorchScorer, micro: Batch, outputs: tuple[str, ...]) -> dict[str, Tensor]:
+        found = compute(self, micro, outputs)
+        return {**found, "log_probs": found["log_probs"] - 0.01} if torch.is_grad_enabled() else found
+
+    monkeypatch.setattr(TorchScorer, "compute", moved)
+    with pytest.raises(TrustError, match="log_probs that the loss is given"):
+        playground.run("grpo", *AUDITED, spoil=lambda spec: replace(spec, tolerance=Tolerance(1.0, 1.0)))

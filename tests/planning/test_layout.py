@@ -1,0 +1,93 @@
+"""Coordinates of ranks, heads, and process groups: the references of siiRL, and a mesh of torch's for the rest."""
+
+import numpy as np
+import pytest
+
+from distflow.planning.groups import ProcessGroup, choose_backends, process_groups
+from distflow.planning.layout import Layout, Sizes
+
+
+def layout(sizes: Sizes, role: str = "actor", first: int = 0) -> Layout:
+    return Layout(role, "megatron", tuple(range(first, first + sizes.num_devices)), sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "heads"),
+    [
+        (Sizes(data=2), (0, 1)),
+        (Sizes(data=2, tensor=2), (0, 2)),
+        (Sizes(data=2, tensor=2, pipeline=2), (4, 6)),
+        (Sizes(data=3, context=2, tensor=2), (0, 4, 8)),
+    ],
+)
+def test_heads_of_training(sizes: Sizes, heads: tuple[int, ...]) -> None:
+    assert layout(sizes).heads() == heads
+
+
+def test_training_is_ordered_pp_dp_tp_and_inference_dp_pp_tp() -> None:
+    sizes = Sizes(data=2, tensor=2, pipeline=2)
+    train, infer = layout(sizes), layout(sizes, "rollout")
+    where = [(dp, tp, pp) for dp in range(2) for tp in range(2) for pp in range(2)]
+    assert [train.rank_at(*at) for at in where] == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert [infer.rank_at(*at) for at in where] == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert infer.heads() == (2, 6)
+
+
+def test_ranks_need_not_begin_at_0_or_be_neighbours() -> None:
+    found = Layout("actor", "fsdp", (3, 5, 6, 9), Sizes(data=2, tensor=2))
+    assert found.rank_at(1, 0) == 6 and found.heads() == (3, 6)
+    assert found.groups("tensor") == [(3, 5), (6, 9)] and found.groups("data") == [(3, 6), (5, 9)]
+
+
+@pytest.mark.parametrize("role", ["actor", "rollout"])
+def test_groups_are_the_lines_of_an_array(role: str) -> None:
+    """The same by NumPy: the array of ranks in the order of the axes, one axis moved to the end."""
+    found = layout(Sizes(data=2, tensor=3, pipeline=2, context=2), role)
+    order = ["data", "pipeline"] if role == "rollout" else ["pipeline", "data"]
+    order += ["context", "tensor"]
+    array = np.arange(24).reshape([getattr(found.sizes, axis) for axis in order])
+    for axis in order:
+        moved = np.moveaxis(array, order.index(axis), -1)
+        wanted = {tuple(line) for line in moved.reshape(-1, moved.shape[-1]).tolist()}
+        assert set(found.groups(axis)) == wanted  # type: ignore[arg-type]  # names of axes
+
+
+def test_experts_are_shared_along_data_and_context() -> None:
+    found = layout(Sizes(data=4, tensor=2, pipeline=2, expert=2))
+    lines = found.groups("expert")
+    assert lines[:4] == [(0, 2), (4, 6), (1, 3), (5, 7)] and len(lines) == 8
+    assert sorted(rank for line in lines for rank in line) == list(range(16))
+    assert layout(Sizes(data=2, context=2, expert=4)).groups("expert") == [(0, 1, 2, 3)]
+
+
+def test_groups_are_named_in_one_order_and_shared_where_they_are_equal() -> None:
+    actor, critic = layout(Sizes(data=2, tensor=2)), layout(Sizes(data=4), "critic")
+    found = process_groups([actor, critic, layout(Sizes(data=2), "rollout", 4)])
+    assert [(group.name, group.ranks) for group in found] == [
+        ("process_group_1", (0, 1, 2, 3)),
+        ("process_group_2", (0, 2)),
+        ("process_group_3", (1, 3)),
+        ("process_group_4", (0, 1)),
+        ("process_group_5", (2, 3)),
+        ("process_group_6", (4, 5)),
+    ]
+    assert found[0].uses == (("actor", "all"), ("critic", "all"), ("critic", "data"))
+    assert found[5] == ProcessGroup("process_group_6", (4, 5), (("rollout", "all"), ("rollout", "data")))
+
+
+def test_a_rank_alone_has_no_group() -> None:
+    assert process_groups([layout(Sizes()), layout(Sizes(), "rollout", 1)]) == ()
+
+
+@pytest.mark.parametrize(
+    ("device", "num_ranks", "backends"),
+    [
+        ("cpu", 4, ("gloo",)),
+        ("cpu", 64, ("gloo",)),
+        ("cuda", 31, ("nccl",)),
+        ("cuda:0", 32, ("nccl", "gloo")),
+        ("cuda", 512, ("nccl", "gloo")),
+    ],
+)
+def test_backends(device: str, num_ranks: int, backends: tuple[str, ...]) -> None:
+    assert choose_backends(device, num_ranks, threshold=32) == backends

@@ -1,0 +1,156 @@
+"""A thread that computes for others while it waits: nobody waits for it in vain, whatever ends or interrupts it."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from distflow.rollout.engine import Stretch
+from distflow.runtime.host_thread import HostThread
+
+WITHIN_S = 20
+
+
+def until(wanted_back: Callable[[], bool]) -> None:
+    while not wanted_back():
+        time.sleep(0.001)
+
+
+def asks_later(host: HostThread, stretch: Stretch) -> bool:
+    time.sleep(0.02)
+    return host.compute(stretch)
+
+
+@contextmanager
+def other_threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def test_it_computes_what_is_asked_while_it_waits_and_then_has_its_result() -> None:
+    host, waited, idents = HostThread(), Future[list[bool]](), list[int]()
+
+    def asks() -> None:
+        time.sleep(0.05)
+        waited.set_result([host.compute(lambda back: idents.append(threading.get_ident())) for _ in range(3)])
+
+    with other_threads() as pool:
+        pool.submit(asks)
+        assert host.wait(lambda: waited) == [True] * 3
+    assert idents == [threading.get_ident()] * 3
+
+
+def test_one_that_does_not_wait_computes_nothing() -> None:
+    host = HostThread()
+    with other_threads() as pool:
+        assert pool.submit(host.compute, until).result(WITHIN_S) is False
+        done: Future[int] = Future()
+        done.set_result(1)
+        assert host.wait(lambda: done) == 1
+        assert pool.submit(host.compute, until).result(WITHIN_S) is False
+
+
+def test_on_another_thread_waiting_is_only_waiting() -> None:
+    host, waited = HostThread(), Future[int]()
+    with other_threads() as pool:
+        waiting = pool.submit(host.wait, lambda: waited)
+        assert pool.submit(host.compute, until).result(WITHIN_S) is False
+        waited.set_result(2)
+        assert waiting.result(WITHIN_S) == 2
+
+
+def test_a_stretch_is_told_when_the_thread_is_wanted_back() -> None:
+    host, waited = HostThread(), Future[int]()
+    with other_threads() as pool:
+        threading.Timer(0.1, waited.set_result, (3,)).start()
+        asked = pool.submit(asks_later, host, until)
+        assert host.wait(lambda: waited) == 3
+        assert asked.result(WITHIN_S) is True
+
+
+@pytest.mark.parametrize("error", [KeyError("it"), KeyboardInterrupt(), SystemExit(3)])
+def test_what_it_waited_for_and_what_it_computed_may_raise(error: BaseException) -> None:
+    def fails(back: Callable[[], bool]) -> None:
+        raise error
+
+    host, waited, fine = HostThread(), Future[int](), Future[int]()
+    with other_threads() as pool:
+        threading.Timer(0.05, lambda: pool.submit(host.compute, fails)).start()
+        with pytest.raises(type(error)):
+            host.wait(lambda: waited)
+        waited.set_exception(error)
+        with pytest.raises(type(error)):
+            host.wait(lambda: waited)
+        fine.set_result(4)
+        assert host.wait(lambda: fine) == 4
+
+
+def test_an_interrupt_while_it_waits_or_computes_leaves_nobody_waiting() -> None:
+    for computes in (False, True):
+        host = HostThread()
+        with other_threads() as pool:
+            asked = [pool.submit(asks_later, host, until) for _ in range(3 * computes)]
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                host.wait(Future[int])
+            assert sorted(one.result(WITHIN_S) for one in asked) == [False, False, True][: len(asked)]
+
+
+def test_what_does_not_end_is_abandoned_and_the_waiter_is_told() -> None:
+    host, waited = HostThread(), Future[int]()
+
+    def hangs(back: Callable[[], bool]) -> None:
+        while True:
+            time.sleep(0.001)
+
+    def gives_up() -> bool:
+        time.sleep(0.1)
+        waited.set_exception(TimeoutError("it hangs"))
+        return host.abandon(WITHIN_S)
+
+    with other_threads() as pool:
+        asked = pool.submit(asks_later, host, hangs)
+        given_up = pool.submit(gives_up)
+        with pytest.raises(TimeoutError, match="it hangs"):
+            host.wait(lambda: waited)
+        assert asked.result(WITHIN_S) and given_up.result(WITHIN_S)
+
+
+def test_what_cannot_be_interrupted_is_said_to_go_on() -> None:
+    host, waited, release = HostThread(), Future[int](), threading.Event()
+
+    def hangs(back: Callable[[], bool]) -> None:
+        release.wait()
+
+    with other_threads() as pool:
+        asked = pool.submit(asks_later, host, hangs)
+        threading.Timer(0.4, release.set).start()
+        threading.Timer(0.5, waited.set_result, (5,)).start()
+        given_up = pool.submit(lambda: (time.sleep(0.1), host.abandon(0.1))[1])
+        assert host.wait(lambda: waited) == 5
+        assert asked.result(WITHIN_S) and given_up.result(WITHIN_S) is False
+    assert host.abandon(0.0)  # nothing is computed: nothing to interrupt
+
+
+def test_a_storm_of_stretches_and_short_waits_loses_none() -> None:
+    """Each stretch is computed here, or handed back; none is computed twice, and nobody waits for ever."""
+    host, over, done, refused = HostThread(), threading.Event(), list[int](), list[int]()
+
+    def asks(number: int) -> None:
+        while not over.is_set():
+            (done if host.compute(lambda back: done.append(threading.get_ident())) else refused).append(number)
+
+    with other_threads() as pool:
+        asking = [pool.submit(asks, number) for number in range(4)]
+        for _ in range(300):
+            assert host.wait(lambda: pool.submit(int, 1)) == 1
+        over.set()
+        for one in asking:
+            one.result(WITHIN_S)
+    computed = sum(1 for entry in done if entry == threading.get_ident())
+    assert computed == len(done) - computed > 0 and refused

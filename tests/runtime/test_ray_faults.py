@@ -1,0 +1,140 @@
+"""What becomes of a run over a real Ray whose processes are killed, stopped or asked to end: signals, no pretence."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from distflow.flow import ledger
+from distflow.runtime import ray_run
+from distflow.runtime.ray_entry import launch_ray
+from distflow.runtime.ray_run import WorkerDied
+from tests.e2e.runs import Playground, Run, notes
+from tests.runtime.test_ray_run import CONSTANT, distance
+
+TWO = ("trainer.launcher=ray", "trainer.n_gpus_per_node=2", "trainer.save_freq=2", CONSTANT)
+ENDLESS = (*TWO, "trainer.total_training_steps=5000")
+WITHIN_S = 60
+
+
+@pytest.fixture
+def ground(tmp_path: Path, on_ray: None) -> Playground:
+    return Playground(tmp_path)
+
+
+def processes(named: str) -> list[int]:
+    """Of this user, by what they call themselves, oldest first."""
+    listed = subprocess.run(["ps", "-eo", "pid,args", "--sort", "start_time"], capture_output=True, text=True).stdout
+    return [int(line.split()[0]) for line in listed.splitlines() if named in line and "ps -eo" not in line]
+
+
+def workers() -> list[int]:
+    return processes("ray::WorkerActor")
+
+
+def wait_until(holds: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {WITHIN_S} s: {what}"
+        time.sleep(0.05)
+
+
+@contextmanager
+def struck(folder: Path, strike: Callable[[], None]) -> Iterator[list[float]]:
+    """Once the second checkpoint is whole, on a thread of its own; when that was."""
+    when: list[float] = []
+
+    def wait() -> None:
+        wait_until(lambda: (folder / "checkpoints" / "step-000004" / "manifest.json").exists(), "a checkpoint")
+        strike()
+        when.append(time.monotonic())
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    yield when
+    thread.join(WITHIN_S)
+    assert when, "the fault did not fire"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_that_is_killed_ends_the_run_and_the_same_command_goes_on(ground: Playground, victim: int) -> None:
+    folder = ground.folder / "run"
+    config, spec = ground.spec("grpo", *ENDLESS)
+    with struck(folder, lambda: os.kill(workers()[victim], signal.SIGKILL)) as when, pytest.raises(WorkerDied) as told:
+        launch_ray(spec)
+    assert time.monotonic() - when[0] < 20
+    assert f"worker {victim} of 2" in str(told.value) and "goes on from step-" in str(told.value)
+    assert notes(folder, "end") == ["the run failed"] and notes(folder, "error")
+    wait_until(lambda: not workers() and not processes("ray::CoordinatorActor"), "no process is left")
+    steps = f"trainer.total_training_steps={8 + 2 * len(list((folder / 'checkpoints').glob('step-*')))}"
+    config, spec = ground.spec("grpo", *TWO, steps)
+    resumed = Run(folder, config, launch_ray(spec))
+    ledger.verify(folder / "ledger.jsonl")
+    whole = ground.run("grpo", "trainer.save_freq=2", CONSTANT, steps, name="whole")
+    assert distance(resumed.weights(resumed.outcome.steps), whole.weights(whole.outcome.steps)) < 1e-5
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stopped_is_named_within_the_deadline_and_others_leave_their_stacks(
+    ground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_run, "ANSWERS_WITHIN_S", 5.0)
+    folder = ground.folder / "run"
+    _, spec = ground.spec("grpo", *ENDLESS)
+    with struck(folder, lambda: os.kill(workers()[1], signal.SIGSTOP)) as when, pytest.raises(WorkerDied) as told:
+        launch_ray(spec)
+    assert time.monotonic() - when[0] < 45
+    assert "worker 1 has not answered for 5 s" in str(told.value)
+    assert "learning_loop" in (folder / "stacks.txt").read_text()
+    wait_until(lambda: not workers(), "no process is left, a stopped one neither")
+
+
+@contextmanager
+def command(ground: Playground, *overrides: str) -> Iterator["subprocess.Popen[str]"]:
+    """`distflow train` in a process of its own, with a Ray of its own."""
+    arguments = [sys.executable, "-m", "distflow", "train", "grpo", *ground.overrides("run", *overrides)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_killed_takes_all_its_processes_with_it(tmp_path: Path) -> None:
+    ground, before = Playground(tmp_path), {*processes("raylet"), *processes("gcs_server"), *processes("ray::")}
+    with command(ground, *ENDLESS) as driver, struck(ground.folder / "run", driver.kill) as when:
+        driver.wait(10 * WITHIN_S)
+
+    def left() -> set[int]:
+        return {*processes("raylet"), *processes("gcs_server"), *processes("ray::")} - before
+
+    wait_until(lambda: not left(), "no process of its Ray is left")
+    assert time.monotonic() - when[0] < 20
+    with command(ground, *TWO, "trainer.total_training_steps=100") as driver:
+        out, _ = driver.communicate(timeout=10 * WITHIN_S)
+    assert driver.returncode == 0, out
+    ledger.verify(ground.folder / "run" / "ledger.jsonl")
+
+
+@pytest.mark.slow
+def test_a_signal_saves_the_step_under_way_and_ends_with_its_status(tmp_path: Path) -> None:
+    ground = Playground(tmp_path)
+    with command(ground, *ENDLESS) as driver, struck(ground.folder / "run", lambda: driver.send_signal(signal.SIGTERM)):
+        out, _ = driver.communicate(timeout=10 * WITHIN_S)
+    assert driver.returncode == 128 + signal.SIGTERM, out
+    folder = ground.folder / "run"
+    assert notes(folder, "end") == ["the run stopped"]
+    consumed = [
+        record["step"] for _, record in ledger.timeline(folder / "ledger.jsonl") if record["kind"] == "consumed"
+    ]
+    assert (folder / "checkpoints" / f"step-{consumed[-1] + 1:06d}" / "manifest.json").exists()

@@ -1,0 +1,126 @@
+"""Whole runs over a real Ray: the results of one process, whatever the number of workers and who does what."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from distflow.config.errors import UserError
+from distflow.flow import ledger
+from distflow.observe.run_reader import read_samples
+from distflow.runtime.ray_entry import launch_ray
+from tests.e2e.runs import Playground, Run
+
+RAY = "trainer.launcher=ray"
+CONSTANT = "actor_rollout_ref.actor.optim.scheduler=constant"
+STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2", CONSTANT)
+SPLIT = "trainer.allocation='embedded[rollout]:d1+torch[actor]:d2'"
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground:
+    return Playground(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def alone(ground: Playground) -> Run:
+    return ground.run("grpo", *STEPS, *validating(ground), name="alone")
+
+
+def validating(ground: Playground) -> tuple[str, ...]:
+    return f"data.val_files={ground.folder}/rows.jsonl", "trainer.test_freq=2", "trainer.val_before_train=true"
+
+
+def run(ground: Playground, *overrides: str, name: str, said: list[str] | None = None) -> Run:
+    config, spec = ground.spec("grpo", RAY, *overrides, name=name)
+    outcome = launch_ray(spec, say=lambda line: said.append(line) if said is not None else None)
+    return Run(ground.folder / name, config, outcome)
+
+
+def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """‖Δw‖ / ‖w‖ over all weights."""
+    assert ours.keys() == theirs.keys()
+    difference = torch.cat([(ours[name].double() - theirs[name].double()).flatten() for name in theirs])
+    return float(difference.norm() / torch.cat([w.double().flatten() for w in theirs.values()]).norm())
+
+
+TIMES = ("timing_s/", "throughput/", "memory/", "perf/")
+
+
+def check_same(ours: Run, theirs: Run) -> None:
+    """Figures that are means or sums over the whole batch are the same, whoever computed which part of them."""
+    for here, there in zip(ours.metrics(), theirs.metrics(), strict=True):
+        wanted = {name: value for name, value in there.items() if not name.startswith(TIMES)}
+        found = {name: here.get(name) for name in wanted}
+        assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+    assert distance(ours.weights(4), theirs.weights(4)) < 1e-6
+
+
+@pytest.mark.parametrize("num_workers", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
+def test_any_number_of_workers_ends_where_one_process_does(ground: Playground, alone: Run, num_workers: int) -> None:
+    found = run(ground, *STEPS, *validating(ground), f"trainer.n_gpus_per_node={num_workers}", name=f"w{num_workers}")
+    assert found.outcome.steps == 4
+    check_same(found, alone)
+    if num_workers == 1:
+        assert distance(found.weights(4), alone.weights(4)) == 0
+    ours, theirs = (sorted(str(row["uid"]) for row in read_samples(run.folder, 4)) for run in (found, alone))
+    assert ours == theirs and len(ours) == 16
+    assert found.notes("end") == ["the run finished"]
+
+
+@pytest.mark.slow
+def test_generation_and_training_on_workers_of_their_own(ground: Playground, alone: Run) -> None:
+    check_same(run(ground, *STEPS, *validating(ground), SPLIT, name="split"), alone)
+
+
+@pytest.mark.slow
+def test_streams_stay_within_their_staleness_and_every_ticket_is_accounted_for(ground: Playground) -> None:
+    found = run(ground, *STEPS, SPLIT, "async.max_staleness=1", name="stream")
+    journal = found.folder / "ledger.jsonl"
+    ledger.verify(journal)
+    ages = [step["async/version_diff/max"] for step in found.metrics()]
+    assert max(ages) == 1 and found.outcome.steps == 4
+    assert {record["worker"] for _, record in ledger.timeline(journal) if record["kind"] == "assigned"} == {"0"}
+
+
+@pytest.mark.slow
+def test_a_run_of_two_workers_goes_on_with_one_and_with_four(ground: Playground, alone: Run) -> None:
+    for number in (1, 4):
+        name = f"from-two-to-{number}"
+        run(ground, *STEPS, "trainer.total_training_steps=2", "trainer.n_gpus_per_node=2", name=name)
+        said: list[str] = []
+        found = run(ground, *STEPS, f"trainer.n_gpus_per_node={number}", name=name, said=said)
+        assert found.outcome.steps == 4
+        assert distance(found.weights(4), alone.weights(4)) < 1e-6
+
+
+def test_a_reward_that_fails_is_told_as_in_one_process(ground: Playground) -> None:
+    (ground.folder / "broken.py").write_text("def compute_score(**kwargs):\n    raise KeyError('mine')\n")
+    broken = f"custom_reward_function.path={ground.folder}/broken.py"
+    with pytest.raises(UserError, match="broken.py"):
+        run(ground, *STEPS, broken, "trust.certify_rewards=false", "trainer.n_gpus_per_node=2", name="broken")
+
+
+def test_a_plan_that_the_cluster_cannot_hold_is_refused_at_once(ground: Playground) -> None:
+    with pytest.raises(UserError, match=r"needs 1 machine\(s\) with \{'CPU': 9\}, and the cluster has \{'CPU': 4\}"):
+        run(ground, *STEPS, "trainer.n_gpus_per_node=9", name="large")
+
+
+def test_nothing_is_left_in_the_folder_but_the_run(ground: Playground, alone: Run) -> None:
+    names = {name for name in os.listdir(ground.folder / "w2") if name.startswith(".")}
+    assert names == {".distflow-run", ".writer"} and Path(alone.folder).exists()
+
+
+SHARDED = ("actor_rollout_ref.actor.strategy=fsdp", "trust.audit_freq=0", "trainer.n_gpus_per_node=2")
+
+
+@pytest.mark.slow
+def test_weights_spread_over_two_workers_end_where_one_process_does(ground: Playground, alone: Run) -> None:
+    found = run(ground, *STEPS, *SHARDED, name="sharded")
+    longer = (*STEPS, "trainer.total_training_steps=6", "trust.audit_freq=0")
+    resumed = ground.run("grpo", *longer, name="sharded")
+    whole = ground.run("grpo", *longer, name="six")
+    assert found.outcome.steps == 4 and resumed.outcome.steps == 6
+    assert distance(resumed.weights(6), whole.weights(6)) < 1e-6

@@ -1,0 +1,237 @@
+"""An engine that computes on the thread of the session while that waits: the same answers, and nobody waits in vain."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from distflow.flow.ticket import Version
+from distflow.rollout.embedded import EmbeddedEngine
+from distflow.rollout.engine import GenerateResult, Generation
+from distflow.runtime.engine_watch import Deadline, EngineHangs
+from distflow.runtime.loop_thread import LoopBlocked
+from distflow.runtime.resources import Resources
+from distflow.runtime.session import Session
+from tests.rollout.drive import generate_all, make_engine, make_model, prompt_of, request_of, run_all
+
+REQUESTS = [request_of(prompt_of(4 + row), (0, 1), row=row, max_tokens=15) for row in range(3)]
+LONG = [request_of(prompt_of(4), (0,), max_tokens=480)]
+
+
+class Watched:
+    """An engine in a session; which threads its model ran on, and with how many of torch."""
+
+    def __init__(self, *, takes_turns: bool = True, timeout_s: float = 60.0, **options: Any) -> None:
+        self.model = make_model()
+        self.engine: EmbeddedEngine = make_engine(self.model, **options)
+        self.threads: set[tuple[bool, int]] = set()
+        self.model.model.norm.register_forward_hook(self._note)
+        self.does: Callable[[], None] = lambda: None
+        parts = Resources(None, (), {}, 0, rollout=self.engine)  # type: ignore[arg-type]
+        self.session = Session(parts, None, 1.0, Deadline(timeout_s, None), takes_turns=takes_turns)
+
+    def _note(self, *_: object) -> None:
+        self.threads.add((threading.current_thread() is threading.main_thread(), torch.get_num_threads()))
+        self.does()
+
+    def ask(self, requests: Any = REQUESTS) -> list[GenerateResult]:
+        return self.session.call(generate_all(self.session.resources.rollout, requests))
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Of the thread that enters, as `trainer.num_threads` sets them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_it_computes_here_while_a_coroutine_or_a_function_is_waited_for(two_threads: None) -> None:
+    watched = Watched(num_threads=1)
+    with watched.session as session:
+        assert watched.ask() == expected()
+        elsewhere = session.wait_for(lambda: session.start(generate_all(watched.engine, REQUESTS)).result())
+        assert elsewhere == expected()
+    assert watched.threads == {(True, 2)}
+
+
+def test_with_a_plane_of_its_own_it_computes_there_with_its_own_threads(two_threads: None) -> None:
+    watched = Watched(takes_turns=False, num_threads=1)
+    with watched.session as session:
+        assert watched.ask() == expected()
+        future = session.start(generate_all(watched.engine, REQUESTS))
+        assert session.wait_for(future.result) == expected()
+        assert torch.get_num_threads() == 2
+    assert watched.threads == {(False, 1)}
+
+
+class Expected:
+    """Equal to the answers to requests, whatever number of threads the sums in them were split over."""
+
+    def __init__(self, requests: Any = REQUESTS) -> None:
+        self.results = run_all(make_engine(make_model()), requests)
+
+    def __eq__(self, others: object) -> bool:
+        assert isinstance(others, list)
+        pairs = zip(self._generations(self.results), self._generations(others), strict=True)
+        return all(
+            one.token_ids == other.token_ids
+            and one.rollout_log_probs == pytest.approx(other.rollout_log_probs, abs=1e-5)
+            for one, other in pairs
+        )
+
+    def _generations(self, results: list[GenerateResult]) -> list[Generation]:
+        return [generation for result in results for generation in result.generations]
+
+
+@cache
+def expected() -> Expected:
+    return Expected()
+
+
+def test_a_caller_that_does_not_wait_in_the_session_is_served_all_the_same() -> None:
+    watched = Watched()
+    with watched.session as session:
+        future = session.start(generate_all(watched.engine, REQUESTS))
+        assert future.result(20) == expected()
+        assert {here for here, _ in watched.threads} == {False}
+        elsewhere: list[object] = []
+        thread = threading.Thread(target=lambda: elsewhere.append(watched.ask()))
+        thread.start()
+        thread.join(20)
+        assert elsewhere == [expected()]
+
+
+def test_the_thread_is_taken_when_it_waits_and_given_back_when_what_it_waits_for_is_there() -> None:
+    """What runs begins elsewhere, comes here and goes on elsewhere; the tokens are the same."""
+    watched = Watched()
+    with watched.session as session:
+        future = session.start(generate_all(watched.engine, LONG))
+        while watched.engine.num_generated_tokens < 20:
+            time.sleep(0.001)
+        assert {here for here, _ in watched.threads} == {False}
+        session.wait_for(lambda: time.sleep(0.1))
+        assert {here for here, _ in watched.threads} == {False, True}
+        watched.threads.clear()
+        assert future.result(20) == Expected(LONG)
+        assert {here for here, _ in watched.threads} == {False}
+
+
+def test_a_step_that_fails_fails_its_requests_and_the_next_are_served() -> None:
+    watched = Watched()
+
+    def explode() -> None:
+        if watched.engine.num_generated_tokens > 10:
+            raise ArithmeticError("planted")
+
+    watched.does = explode
+    with watched.session:
+        with pytest.raises(ArithmeticError, match="planted"):
+            watched.ask()
+        watched.does = lambda: None
+        assert watched.ask() == expected()
+
+
+def test_a_pause_an_update_and_a_resume_pass_while_it_computes_here() -> None:
+    watched = Watched()
+    weights = list(make_model(seed=3).named_parameters())
+
+    async def story() -> list[GenerateResult]:
+        engine = watched.session.resources.rollout
+        assert engine is not None
+        task = asyncio.create_task(generate_all(engine, LONG))
+        while watched.engine.num_generated_tokens < 20:
+            await asyncio.sleep(0.001)
+        await engine.pause()
+        before = watched.engine.num_generated_tokens
+        await asyncio.sleep(0.05)
+        assert watched.engine.num_generated_tokens == before
+        await engine.load_weights(Version(0, 1), weights)
+        await engine.resume()
+        return await task
+
+    with watched.session as session:
+        (result,) = session.call(story())
+    assert set(result.generations[0].versions) == {0, 1}
+    assert {here for here, _ in watched.threads} == {True}
+
+
+@pytest.mark.parametrize("entered_by", ["call", "wait_for"])
+def test_an_interrupt_in_a_step_ends_the_session(entered_by: str) -> None:
+    watched = Watched()
+
+    def interrupt() -> None:
+        if watched.engine.num_generated_tokens == 30:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+
+    watched.does = interrupt
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), watched.session as session:
+        if entered_by == "call":
+            watched.ask(LONG)
+        else:
+            future = session.start(generate_all(watched.engine, LONG))
+            session.wait_for(future.result)
+    assert time.monotonic() - began < 10
+    assert watched.engine.num_generated_tokens in (30, 31)
+
+
+def test_a_step_that_hangs_is_told_to_whoever_waits_though_it_hangs_here() -> None:
+    watched, began = Watched(timeout_s=0.4), time.monotonic()
+
+    def hang() -> None:
+        while watched.engine.num_generated_tokens > 10:
+            time.sleep(0.01)
+
+    watched.does = hang
+    with pytest.raises(EngineHangs, match="neither answered anything"), watched.session as session:
+        session.wait_for(session.start(generate_all(session.resources.rollout, LONG)).result)
+    assert time.monotonic() - began < 10
+    watched.does = lambda: None
+
+
+def test_a_coroutine_that_blocks_its_thread_is_told_while_it_computes_here() -> None:
+    def explode() -> None:
+        raise ArithmeticError("planted")
+
+    watched = Watched()
+    space: dict[str, Any] = {"time": time, "over": threading.Event()}
+    exec(compile("async def blocks():\n    over.wait(30)", "/home/user/mine.py", "exec"), space)
+    with pytest.raises(LoopBlocked, match="mine.py"), watched.session as session:
+        future = session.start(generate_all(watched.engine, LONG))
+        session.call(asyncio.sleep(0.02))
+        session.start(space["blocks"]())
+        session.wait_for(future.result)
+        space["over"].set()
+        watched.does = explode  # it was left behind, at work
+
+
+def test_leaving_while_it_decodes_and_while_work_is_queued() -> None:
+    for waits in (0.0, 0.03):
+        before, watched = threading.enumerate(), Watched()
+        began = time.monotonic()
+        with pytest.raises(KeyError, match="the first"), watched.session as session:
+            futures = [session.start(generate_all(watched.engine, LONG)) for _ in range(5)]
+            if waits:
+                session.wait_for(lambda: time.sleep(0.03))
+            raise KeyError("the first")
+        assert time.monotonic() - began < 10
+        assert all(future.cancelled() or future.exception() is not None for future in futures)
+        assert not [thread for thread in set(threading.enumerate()) - set(before) if "embedded" in thread.name]
+
+
+def test_what_is_waited_for_may_fail() -> None:
+    def fails() -> None:
+        raise KeyError("it")
+
+    with Watched().session as session, pytest.raises(KeyError, match="it"):
+        session.wait_for(fails)

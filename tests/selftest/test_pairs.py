@@ -1,0 +1,150 @@
+"""The pairs on a healthy machine, and with a fault in one of their runs."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from distflow.cli import main
+from distflow.observe.run_reader import read_metrics
+from distflow.rollout.embedded import engine
+from distflow.selftest import recorded as recorded_file
+from distflow.selftest.pairs import Row, compare_all
+from distflow.selftest.recorded import RECORDED, Recorded, read_recorded, write_recorded
+
+PERTURBED = """
+import distflow.runtime.local as local
+original = local.restore
+
+def restore(checkpoint, resources):
+    found = original(checkpoint, resources)
+    next(iter(resources.actor.model.parameters())).data.view(-1)[0] += 1e-6
+    return found
+
+local.restore = restore
+"""
+BEGUN_ANEW = """
+import distflow.runtime.local as local
+local.find_checkpoint = lambda store, mode: None
+"""
+
+
+def only(program: str) -> dict[str, Recorded]:
+    return {program: read_recorded(RECORDED)[program]}
+
+
+@pytest.fixture
+def started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file that every new process of Python runs first."""
+    (tmp_path / "first").mkdir()
+    monkeypatch.syspath_prepend(tmp_path / "first")
+    yield tmp_path / "first" / "sitecustomize.py"
+
+
+def rows(program: str, folder: Path, most: int = 3) -> list[Row]:
+    folder.mkdir()
+    return list(islice(compare_all(only(program), folder), most))
+
+
+def test_the_asynchronous_path_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the pair would compare a run with itself. The engine decodes on a thread of its own, on a copy of the
+    weights that is sent, and compared by the canary, each time."""
+    original, threads = engine.EmbeddedEngine.step, set[tuple[bool, bool]]()
+
+    def step(self: engine.EmbeddedEngine) -> None:
+        threads.add((self._shares_weights, threading.current_thread() is threading.main_thread()))
+        original(self)
+
+    monkeypatch.setattr(engine.EmbeddedEngine, "step", step)
+    assert [row.ok for row in rows("grpo", tmp_path / "runs", most=2)] == [True, True]
+    canary = {
+        run: ["canary/mean_abs" in record.values for record in read_metrics(tmp_path / "runs" / "grpo" / run)]
+        for run in ("sync", "async")
+    }
+    assert canary == {"sync": [False] * 8, "async": [True] * 8}
+    assert (True, True) in threads, "the synchronous engine decodes while the learner waits, on its thread"
+    assert {on_main for shares, on_main in threads if not shares} == {False}
+
+
+def test_an_engine_with_a_changed_weight_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changed by so little that no check of the run itself minds, behind the receipt."""
+    original = engine.copy_weights
+
+    def copy_weights(module: torch.nn.Module, weights: object) -> dict[str, str]:
+        hashes = original(module, weights)  # type: ignore[arg-type]
+        with torch.no_grad():
+            next(iter(module.parameters())).view(-1)[40:60] += 1e-4
+        return hashes
+
+    monkeypatch.setattr(engine, "copy_weights", copy_weights)
+    reference, asynchronous = rows("grpo", tmp_path / "runs", most=2)
+    assert reference.ok and not asynchronous.ok
+    assert asynchronous.fault or asynchronous.found.log_prob > 0  # type: ignore[union-attr]
+
+
+def test_a_run_that_fails_is_a_row_that_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(module: torch.nn.Module, weights: object) -> dict[str, str]:
+        raise ValueError("no such weights")
+
+    monkeypatch.setattr(engine, "copy_weights", broken)
+    _, asynchronous = rows("grpo", tmp_path / "runs", most=2)
+    assert not asynchronous.ok and "no such weights" in asynchronous.fault
+
+
+def test_a_wrong_figure_turns_the_command_red(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its row, and no other; what is left behind is named."""
+    (program,) = only("grpo").values()
+    step = program.figures.steps[0]
+    wrong = replace(step, updates={**step.updates, "actor/loss": step.updates["actor/loss"] + 1e-4})
+    figures = replace(program.figures, steps=[wrong, *program.figures.steps[1:]])
+    write_recorded(tmp_path / "wrong.json", {"grpo": replace(program, figures=figures)})
+    monkeypatch.setattr(recorded_file, "RECORDED", tmp_path / "wrong.json")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert main(["selftest"]) == 1
+    said = capsys.readouterr().out
+    verdicts = [line.split()[-1] for line in said.splitlines() if line.startswith("grpo ")]
+    assert verdicts == ["FAILED", "ok", "ok"]
+    (kept,) = tmp_path.glob("distflow-selftest-*")
+    assert f"{kept}/PROGRAM/RUN" in said and (kept / "grpo" / "replayed" / "report.html").is_file()
+    assert "reference loop" in said.partition("FAILED: ")[2] and "they differ by more than the limit" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["grpo", "ppo"])
+def test_a_weight_that_is_changed_when_a_run_is_resumed_is_found(
+    program: str, tmp_path: Path, started_with: Path
+) -> None:
+    started_with.write_text(PERTURBED)
+    *_, killed = rows(program, tmp_path / "runs")
+    assert not killed.ok and killed.found is not None and killed.found.weight > 0
+
+
+@pytest.mark.slow
+def test_a_run_that_begins_anew_was_not_resumed(tmp_path: Path, started_with: Path) -> None:
+    """Though its numbers are those of the whole run."""
+    started_with.write_text(BEGUN_ANEW)
+    *_, killed = rows("grpo", tmp_path / "runs")
+    assert not killed.ok and "did not go on from" in killed.fault
+
+
+@pytest.mark.slow
+def test_all_pairs_are_equal_here(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert main(["selftest"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[-1] for line in lines if line[0] in ("grpo", "ppo")] == ["ok"] * 6
+    assert not list(tmp_path.glob("distflow-selftest-*"))
+
+
+def test_bad_usage_is_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["selftest", "grpo"])
+    assert left.value.code == 2 and "unrecognized arguments: grpo" in capsys.readouterr().err

@@ -1,0 +1,261 @@
+"""One of two gloo ranks that share a model: what each can see of its own part, and what it measures for the test."""
+
+import asyncio
+import ctypes
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from distflow.config import load_config
+from distflow.config.errors import UserError
+from distflow.models.loading import load_model
+from distflow.models.lora import add_lora, named_weights
+from distflow.models.magnitude import magnitudes
+from distflow.models.sharded_loading import load_sharded_model
+from distflow.models.sharding import Sharding, shard_model
+from distflow.models.shards import own_part, whole
+from distflow.pipelines.factories import make_factories
+from distflow.planning.plan import RankPlan
+from distflow.rollout.engine import RolloutEngine
+from distflow.runtime.checks import TrustError
+from distflow.runtime.checks.movement import Movement
+from distflow.runtime.checks.sent import check_sent
+from distflow.runtime.ports.torch_collective import TorchCollective
+from distflow.runtime.publish import buckets
+from distflow.runtime.resources import build_resources
+from distflow.training.engine import TrainState
+from distflow.training.optim import make_optimizer
+from distflow.training.schedule import make_schedule
+from distflow.training.scorer import TorchScorer
+from distflow.training.torch_engine import TorchTrainEngine
+from tests.training.batches import RAGGED, TokenMeanLoss, ragged_batch
+
+OUTPUTS = ("log_probs", "entropy")
+SHARES = (list(range(6)), [6, 7])
+BIG = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 20}
+M_MMAP_THRESHOLD = -3
+
+
+def make_engine(model: nn.Module, optimizer: str = "adamw", **options: object) -> TorchTrainEngine:
+    return TorchTrainEngine(
+        model,
+        optimizer=make_optimizer(optimizer, model.parameters(), lr=1e-2, **options),
+        schedule=make_schedule("constant", total_steps=10),
+        max_tokens_per_micro_batch=30,
+        group=TorchCollective(),
+    )
+
+
+def train(engine: TorchTrainEngine, steps: range) -> list[dict[str, float]]:
+    rows = SHARES[dist.get_rank()]
+    return [engine.train_step(ragged_batch(seed=step).select(rows), TokenMeanLoss()) for step in steps]
+
+
+def same(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
+    assert ours.keys() == theirs.keys()
+    return all(torch.equal(own_part(ours[name]), own_part(theirs[name])) for name in ours)
+
+
+def scores(folder: Path, mesh: DeviceMesh) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model = load_sharded_model(folder / "model", Sharding(mesh, dtype)).requires_grad_(False)
+        scorer = TorchScorer(model, max_tokens_per_micro_batch=30, group=TorchCollective())
+        found = scorer.forward(ragged_batch().select(SHARES[mesh.get_rank()]), OUTPUTS)
+        flat = {name: found.flat(name) for name in OUTPUTS}
+        torch.save(flat, folder / f"scores-{str(dtype)[6:]}-{mesh.get_rank()}.pt")
+
+
+def bfloat16(folder: Path, mesh: DeviceMesh) -> None:
+    """It computes in it, and keeps what is far below its resolution."""
+    engine = make_engine(load_sharded_model(folder / "model", Sharding(mesh, torch.bfloat16)))
+    assert all(step["skipped"] == 0 and step["grad_norm"] > 0 for step in train(engine, range(2)))
+    assert {weight.dtype for _, weight in engine.weights()} == {torch.float32}
+    before = dict(engine.weights())
+    engine.optimizer.param_groups[0]["lr"] = engine._base_lrs[0] = 1e-6
+    train(engine, range(1))
+    moved = (dict(engine.weights())["lm_head.weight"] - before["lm_head.weight"]).abs().max()
+    assert 0 < moved < 1e-5
+
+
+def states(folder: Path, mesh: DeviceMesh) -> None:
+    """Parts or the whole of each tensor: an engine that takes them goes on bit for bit."""
+
+    def new_engine(optimizer: str = "adamw") -> TorchTrainEngine:
+        return make_engine(load_sharded_model(folder / "model", Sharding(mesh)), optimizer)
+
+    engine = new_engine()
+    train(engine, range(2))
+    live = engine.state()
+    assert all(isinstance(tensor, DTensor) == (tensor.dim() > 0) for tensor in live.tensors.values()), "but counters"
+    parts = TrainState({name: tensor.clone() for name, tensor in live.tensors.items()}, live.meta)
+    full = TrainState({name: whole(tensor).clone() for name, tensor in live.tensors.items()}, live.meta)
+    went_on = train(engine, range(2, 4))
+    for state in (parts, full):
+        resumed = new_engine()
+        resumed.load_state(state)
+        assert same(resumed.state().tensors, state.tensors if state is parts else parts.tensors)
+        assert train(resumed, range(2, 4)) == went_on
+        assert same(resumed.state().tensors, engine.state().tensors)
+    with pytest.raises(ValueError, match="optim.optimizer"):
+        new_engine("sgd").load_state(parts)
+
+
+def offloading(folder: Path, mesh: DeviceMesh) -> None:
+    engines = [make_engine(load_sharded_model(folder / "model", Sharding(mesh))) for _ in range(2)]
+    for engine in engines:
+        train(engine, range(2))
+    engines[1].offload()
+    assert same(engines[1].state().tensors, engines[0].state().tensors)
+    engines[1].onload()
+    ours, theirs = (train(engine, range(2, 4)) for engine in engines)
+    assert ours == theirs
+    assert same(engines[1].state().tensors, engines[0].state().tensors)
+
+
+def sent(folder: Path, mesh: DeviceMesh) -> None:
+    """A wrong element is seen by the rank whose part it lies in, adapters merged or not."""
+    for adapted in (False, True):
+        model: nn.Module = load_model(folder / "model")
+        model = add_lora(model, rank=4, seed=1) if adapted else model
+        shard_model(model, Sharding(mesh))
+        engine = make_engine(model)
+        train(engine, range(1))
+        (bucket,) = buckets(((name, weight.to(torch.bfloat16)) for name, weight in engine.weights()), 2**28)
+        check_sent(bucket, model, 1)
+        name = "model.layers.0.self_attn.q_proj.weight"
+        next(tensor for own, tensor in bucket if own == name)[-8:] += 1.0
+        if mesh.get_rank() == 0:
+            check_sent(bucket, model, 1)
+        else:
+            with pytest.raises(TrustError, match="q_proj"):
+                check_sent(bucket, model, 1)
+
+
+def garbage(folder: Path, mesh: DeviceMesh) -> None:
+    engine = make_engine(load_sharded_model(folder / "model", Sharding(mesh)))
+    if mesh.get_rank() == 1:
+        with torch.no_grad():
+            own_part(engine.state().trained_weights()["model.norm.weight"])[0] = float("nan")
+    worst = magnitudes(engine.state().trained_weights().items())["model.norm.weight"]
+    assert (worst != worst) == (mesh.get_rank() == 1)
+
+
+def movement(folder: Path, mesh: DeviceMesh) -> None:
+    """A part that no token touches is no finding; a tensor that stays as it was is one, on every rank."""
+    engine = make_engine(load_sharded_model(folder / "model", Sharding(mesh)), "sgd", weight_decay=0.0)
+    weights = engine.state().trained_weights()
+    start = {name: own_part(weight).clone() for name, weight in weights.items()}
+    watch = Movement(after=2)
+    stays = "model.layers.1.mlp.up_proj.weight"
+    found = []
+    for step in range(4):
+        batch = ragged_batch(seed=step, vocabulary=40).select(SHARES[mesh.get_rank()])
+        metrics = engine.train_step(batch, TokenMeanLoss())
+        with torch.no_grad():
+            own_part(weights[stays]).copy_(start[stays])
+        found += watch.updated(engine, metrics)
+    assert found == [stays]
+    embedding = "model.embed_tokens.weight"
+    assert same({"": weights[embedding]}, {"": start[embedding]}) == (mesh.get_rank() == 1)
+
+
+def refusals(folder: Path, mesh: DeviceMesh) -> None:
+    """Before anything is gathered, on every rank alike."""
+    stored = load_file(folder / "model" / "model.safetensors")
+    norm = "model.norm.weight"
+    for name, change, said in (
+        ("lacking", {key: value for key, value in stored.items() if key != norm}, f"lacks .*{norm}"),
+        ("narrow", {**stored, norm: stored[norm][:-1].clone()}, "has the shape"),
+        ("damaged", {**stored, norm: stored[norm] * float("nan")}, "damaged"),
+    ):
+        other = folder / f"{name}-{mesh.get_rank()}"
+        other.mkdir()
+        (other / "config.json").write_bytes((folder / "model" / "config.json").read_bytes())
+        with pytest.raises(UserError, match="no safetensors"):
+            load_sharded_model(other, Sharding(mesh))
+        save_file(change, other / "model.safetensors", {"format": "pt"})
+        with pytest.raises(UserError, match=said):
+            load_sharded_model(other, Sharding(mesh))
+
+    two = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
+    with pytest.raises(UserError, match="tensor parallel"):
+        load_sharded_model(folder / "model", Sharding(two))
+
+
+def resources(folder: Path, mesh: DeviceMesh) -> None:
+    """What a worker builds: the facts of whole weights, the generator on a copy of its own."""
+    settings = load_config(
+        "ppo",
+        [
+            f"actor_rollout_ref.model.path={folder / 'model'}",
+            "data.train_files=rows.jsonl",
+            "actor_rollout_ref.model.dtype=float32",
+            "actor_rollout_ref.actor.use_kl_loss=true",
+        ],
+    ).config
+    actor = replace(settings.actor_rollout_ref.actor, strategy="fsdp")
+    sharded = replace(settings, actor_rollout_ref=replace(settings.actor_rollout_ref, actor=actor))
+    engines = ("actor", "critic", "ref", "rollout")
+    rank = RankPlan(mesh.get_rank(), "cpu", (), (), engines, ())
+    plain = build_resources(make_factories(settings, engines, (), 1), rank)
+    built = build_resources(make_factories(sharded, engines, (), 1), rank, TorchCollective(), mesh)
+    assert (built.facts, built.num_parameters) == (plain.facts, plain.num_parameters)
+    assert built.stop_token_ids == plain.stop_token_ids
+    assert built.actor is not None and built.critic is not None and built.ref is not None and plain.ref is not None
+    for engine in (built.actor, built.critic):
+        assert all(isinstance(weight, DTensor) for weight in engine.state().trained_weights().values())
+    batch = ragged_batch().select(SHARES[mesh.get_rank()])
+    ours, theirs = (part.forward(batch, ("log_probs",)).flat("log_probs") for part in (built.ref, plain.ref))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    assert asyncio.run(held(built.rollout)) == asyncio.run(held(plain.rollout))
+
+
+async def held(engine: RolloutEngine | None) -> dict[str, str]:
+    assert engine is not None
+    async with engine:
+        return await engine.hashes()
+
+
+def memory(folder: Path, mesh: DeviceMesh) -> None:
+    def grown() -> int:
+        return _peak_bytes() - before
+
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)  # what is freed goes back at once, or the heap's holes count too
+    load_sharded_model(folder / "model", Sharding(mesh))
+    _forget_peak()
+    before = _peak_bytes()
+    model = load_sharded_model(folder / "big", Sharding(mesh))
+    for _, weight in named_weights(model):
+        whole(weight)
+    sharded = grown()
+    del model
+    _forget_peak()
+    before = _peak_bytes()
+    load_model(folder / "big")
+    (folder / f"memory-{mesh.get_rank()}.json").write_text(json.dumps({"sharded": sharded, "whole": grown()}))
+
+
+def _forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_bytes() -> int:
+    """The most memory that this process has had since `_forget_peak`, with what of mapped files it has touched."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+def main(rank: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    assert sum(SHARES, []) == list(range(len(RAGGED)))
+    for part in (scores, bfloat16, states, offloading, sent, garbage, movement, refusals, resources, memory):
+        part(folder, mesh)
