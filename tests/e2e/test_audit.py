@@ -324,9 +324,9 @@ def twice_backward(patch: Patch) -> None:
 
 
 def unclipped(patch: Patch) -> None:
-    from distflow.training import torch_engine
+    from distflow.training import gradients
 
-    patch.setattr(torch_engine, "clip_grads_with_norm_", lambda *arguments: None)
+    patch.setattr(gradients, "clip_grads_with_norm_", lambda *arguments: None)
 
 
 def greedy_rollout(patch: Patch) -> None:

@@ -28,8 +28,8 @@ def restore(checkpoint, resources):
 local.restore = restore
 """
 BEGUN_ANEW = """
-import distflow.runtime.local as local
-local.find_checkpoint = lambda store, mode: None
+import distflow.runtime.begin as begin
+begin.find_checkpoint = lambda store, mode: None
 """
 
 

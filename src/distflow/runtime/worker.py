@@ -23,6 +23,7 @@ from distflow.runtime.checkpoint import CheckpointStore
 from distflow.runtime.checks.canary import make_canary
 from distflow.runtime.checks.live import LiveChecks
 from distflow.runtime.checks.replicas import check_replicas
+from distflow.runtime.checks.sent import check_served
 from distflow.runtime.context import Contexts, NodeContext, NodeState
 from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.error_share import ErrorShare, warn_of_errors
@@ -259,6 +260,8 @@ class Worker:
         if self._publisher is None:
             return updated, {}
         outcome = self._publisher.publish_changed(version, updated)
+        if self._resources.rollout is not None:
+            check_served(self._resources.rollout.version, version)
         check_replicas(self._publisher.hashes, version.step, self._ports.collective)
         self._recorder.serves(version)
         return outcome

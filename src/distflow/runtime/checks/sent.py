@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from distflow.flow.ticket import Version
 from distflow.models.heads import unwrapped
 from distflow.models.shards import at_places, whole
 from distflow.rollout.receipts import striped_places
@@ -28,6 +29,15 @@ def check_sent(bucket: Bucket, model: nn.Module, step: int) -> None:
             f"the weights of version {step} are not the trainer's: {', '.join(different[:5])} "
             f"({len(different)} tensors) were to be sent as they are not, or are no longer: an older copy, an adapter "
             "that was not merged or is scaled otherwise, or another tensor's values"
+        )
+
+
+def check_served(served: Version, version: Version) -> None:
+    """Once `version` is published, this process's engine serves it. Raises TrustError where it does not: at staleness 0
+    it would wait for that version, and the learner for the engine, for ever."""
+    if served != version:
+        raise TrustError(
+            f"version {version.step} is published, but the engine serves {served.step}: weights were not sent"
         )
 
 
