@@ -32,7 +32,8 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow and not alone" -n auto --dist worksteal
+	$(BIN)/python -m pytest -m "slow and alone"
 
 # The reference page of the configuration, from its schema.
 docs: $(INSTALLED)

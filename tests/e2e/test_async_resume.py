@@ -259,7 +259,7 @@ def all_metrics(folder: Path) -> list[tuple[tuple[int, str], dict[str, float]]]:
     return [((record.step, record.kind), dict(record.values)) for record in read_metrics(folder)]
 
 
-@pytest.mark.parametrize("batch", [3, 6])
+@pytest.mark.parametrize("batch", [pytest.param(3, marks=pytest.mark.slow), 6])
 def test_a_run_goes_on_with_another_batch_size(ground: Playground, cut: Path, batch: int) -> None:
     keys = ("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size")
     allowed = tuple(flag for key in keys for flag in ("--allow-change", key))
@@ -272,6 +272,7 @@ def test_a_run_goes_on_with_another_batch_size(ground: Playground, cut: Path, ba
     assert {sizes[step] for step in range(5)} == {4} and {sizes[step] for step in range(5, max(sizes))} == {batch}
 
 
+@pytest.mark.slow
 def test_epochs_are_added_to_a_run_that_has_ended(ground: Playground) -> None:
     finish(ground, "grown", "trainer.total_epochs=1")
     again = finish(ground, "grown", "trainer.total_epochs=1")
@@ -282,6 +283,7 @@ def test_epochs_are_added_to_a_run_that_has_ended(ground: Playground) -> None:
     audit(folder, STALENESS, {place for place in PLACES if place[0] < 2})
 
 
+@pytest.mark.slow
 def test_a_synchronous_run_goes_on_asynchronously_and_back(ground: Playground) -> None:
     allow = ("--allow-change", "async.max_staleness")
     assert start(ground, "there_and_back", "async.max_staleness=0", KILL_AT="latest:3").status() == -9
@@ -313,7 +315,7 @@ def steps_journaled(folder: Path) -> int:
     return path.read_bytes().count(b'"kind":"version"') if path.exists() else 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_stopped_run_saves_and_goes_on_with_what_was_under_way(
     ground: Playground, undisturbed: Survivors, number: signal.Signals
 ) -> None:

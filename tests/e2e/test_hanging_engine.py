@@ -38,8 +38,10 @@ EmbeddedEngine._decode, _Draw.__call__ = decode_and_hang, draw_and_hang
 """
 
 
-@pytest.mark.parametrize("command", ["train", "eval"])
-@pytest.mark.parametrize(("engine", "each_s"), [("embedded", 0.05), ("embedded", 600), ("hf", 0.05)])
+@pytest.mark.parametrize("command", ["train", pytest.param("eval", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("engine", "each_s"), [("embedded", 0.05), pytest.param("embedded", 600, marks=pytest.mark.slow), ("hf", 0.05)]
+)
 def test_a_run_ends_in_time_and_names_the_engine(tmp_path: Path, engine: str, each_s: float, command: str) -> None:
     """Also where it hangs outside of Python code, which nothing interrupts."""
     ground = Playground(tmp_path, num_rows=8)

@@ -48,7 +48,7 @@ def end_event(folder: Path) -> str:
     return [event for event in read_events(folder) if event.kind == "end"][-1].fields["status"]
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", [*SIGNALS[:-1], pytest.param(SIGNALS[-1], marks=pytest.mark.slow)])
 def test_once_finishes_the_step_saves_leaves_and_resumes_with_the_same_bits(
     ground: Playground, number: signal.Signals
 ) -> None:

@@ -117,6 +117,7 @@ def kill_and_finish(ground: Playground, name: str, *more: str) -> Left:
     return finish(ground, name, *more)
 
 
+@pytest.mark.slow
 def test_what_users_draw_anywhere_is_drawn_again_after_a_kill(ground: Playground) -> None:
     ground.write_reward(DRAWS + VERIFIER)
     whole = finish(ground, "whole")

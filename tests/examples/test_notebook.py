@@ -16,6 +16,7 @@ pytest.importorskip("ipykernel")
 nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_shows_what_it_made(tmp_path: Path) -> None:
     notebook = nbformat.read(ROOT / "examples" / "notebook.ipynb", as_version=4)
     client = nbclient.NotebookClient(

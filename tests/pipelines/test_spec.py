@@ -98,6 +98,7 @@ def in_a_fresh_process(spec: Spec, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_fresh_process_runs_it_to_the_same_weights(playground: Playground) -> None:
     own = (*TWO_STEPS, "trainer.imports=[own_estimator]", "algorithm.adv_estimator=own")
     here = playground.run("grpo", *own, name="here")

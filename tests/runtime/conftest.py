@@ -12,3 +12,11 @@ def on_ray() -> Iterator[None]:
     """Ray runs, the same one for all tests of this process."""
     with ray_cluster():
         yield
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts a Ray has the machine for itself."""
+    for item in items:
+        if item.path.name.startswith("test_ray_"):
+            item.add_marker(pytest.mark.alone)
