@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from distflow import __version__
 from distflow.config.errors import UserError
 from distflow.observe.terminal import TerminalView
-from distflow.planning.plan import Plan
+from distflow.planning.plan import learning_teams
 from distflow.planning.threads import usable_cores
 from distflow.runtime.begin import Start, model_line, open_store
 from distflow.runtime.callbacks import Callbacks, Caller
@@ -33,15 +33,6 @@ _NUM_CALLS = 6  # of a worker that may wait at once: tickets, a step, its end, n
 
 class WorkerDied(RuntimeError):
     """A worker's process is gone: the run ends, and goes on from its last checkpoint when it is started again."""
-
-
-def learning_teams(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Ranks that run the same nodes of the learning plane share every step."""
-    teams: dict[tuple[str, ...], list[int]] = {}
-    for rank in plan.ranks:
-        if rank.learning:
-            teams.setdefault(rank.learning, []).append(rank.rank)
-    return tuple(tuple(team) for team in teams.values())
 
 
 class RayRun:

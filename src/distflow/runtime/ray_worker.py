@@ -39,7 +39,7 @@ from distflow.training.collective import Collective, OneRank
 @dataclass(frozen=True)
 class Place:
     """A worker among the others. rank: in the plan. teams: the ranks that learn the same together, those of each in
-    order. generators: the ranks that generate. threads: of torch."""
+    order; see `learning_teams`. generators: the ranks that generate. threads: of torch."""
 
     rank: int
     teams: tuple[tuple[int, ...], ...]
@@ -123,7 +123,8 @@ class WorkerActor:
             _told(tell) if place.leads else Callbacks(),
             part=place.part,
             view=cast(TerminalView, RemoteView(tell, place)),
-            speaks=place.leads or not place.team,
+            speaks=not place.team or place.rank == place.team[0],
+            keeps_samples=place.team == place.teams[0],
         ) as recorder:
             if place.leads:
                 write_facts(spec, self._resources.facts, recorder, standing.total_steps)

@@ -33,7 +33,7 @@ from distflow.runtime.ports.edge import Released, Share
 from distflow.runtime.publish import Publisher, receiver
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources
-from distflow.runtime.saved import part_of_rank, saved_parts
+from distflow.runtime.saved import as_it_stands, joined, part_of_rank, saved_parts
 from distflow.runtime.saver import Saver
 from distflow.runtime.session import Session
 from distflow.runtime.spec import Spec
@@ -133,7 +133,7 @@ class Worker:
                 batch, part = node(batch, ctx)
                 measured.append(part)
                 self._auditor.scored(batch)
-            self.finish(batch, {**share.metrics, **over_ranks(measured, self._ports.collective), **times, **judged})
+            self.finish(batch, {**share.metrics, **over_ranks(measured, self._ports.everyone), **times, **judged})
         return self.step
 
     def serve(self) -> int:
@@ -182,7 +182,7 @@ class Worker:
             batch, part = node(batch, ctx)
             measured.append(part)
             self._auditor.scored(batch)
-        return batch, {**over_ranks(measured, self._ports.collective), **times}
+        return batch, {**over_ranks(measured, self._ports.everyone), **times}
 
     def train_step(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> dict[str, float]:
         """An optimizer step outside of the nodes, checked as theirs are."""
@@ -304,7 +304,8 @@ class Worker:
             return {}
         with self._recorder.phases("eval"):
             if not self._generates:
-                assert self._resources.actor is not None, "who validates has an engine"
+                if self._resources.actor is None:
+                    return {}
                 metrics = held_out_loss(self._spec.validation, self._resources.actor)
             elif answers := self._answers(step):
                 metrics = Answers.joined(answers).metrics()
@@ -334,7 +335,8 @@ class Worker:
         self._saved_at = step
         metric = _score(best, validated) if best is not None and validated else None
         everyone = self._ports.everyone
-        parts = saved_parts(self._spec, self._resources, released, self._state, everyone.rank)
+        state = joined(everyone.gather(as_it_stands(self._state)))
+        parts = saved_parts(self._spec, self._resources, released, state, everyone.rank)
         others = [part_of_rank(rank) for rank in range(1, everyone.size)]
         with self._recorder.phases("save"):
             self._saver.save(step, parts, others, metric, wait=last)
