@@ -210,3 +210,35 @@ def test_samples_of_no_group_are_divided_one_by_one():
         exchange.reserve(STEP, writer, 2, 1)
         exchange.put(STEP, writer, Metas(lengths, lengths, np.full(4, -1), ("",) * 4), "")
     assert [len(exchange.take(STEP, rank, Readers(4)).rows) for rank in range(4)] == [2, 2, 2, 2]
+
+
+@given(steps(), st.lists(st.integers(1, 4), min_size=1, max_size=3), st.randoms(use_true_random=False))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_ranks_that_share_a_step_already_pick_their_own_rows_in_their_own_order(rows, widths, random):
+    """Through any chain of widths, whoever shares the step how; tensor-parallel writers put the same twice."""
+    parts: list[list[Row]] = [rows, rows]
+    for width in widths:
+        exchange: Exchange[Object] = Exchange(limit_bytes=0)
+        for writer, part in enumerate(parts):
+            assert exchange.reserve(STEP, writer, len(parts), len(part))
+            exchange.put(STEP, writer, metas(part), tuple(part))
+        wanted: list[list[Row]] = [[] for _ in range(width)]
+        for row in random.sample(rows, len(rows)):
+            random.choice(wanted).append(row)
+        for rank, mine in enumerate(wanted):
+            share = exchange.pick(STEP, width, [row.uid for row in mine])
+            assert [share.refs[part][row] for part, row in share.rows.tolist()] == mine
+            assert share.refs, "one object is named for its columns"
+            exchange.release(STEP, rank)
+        assert exchange.held_bytes == 0
+        parts = wanted
+
+
+def test_a_sample_that_nobody_put_is_named():
+    exchange: Exchange[Object] = Exchange(limit_bytes=0)
+    exchange.reserve(STEP, 0, 1, 0)
+    exchange.put(STEP, 0, metas([Row(0, 0, 1, 1)]), ())
+    with pytest.raises(ExchangeError, match=r"step 3 of edge 'rollout to actor' \(version 2\) has no sample '7-0'"):
+        exchange.pick(STEP, 2, ["0-0", "7-0"])
+    with pytest.raises(ExchangeError, match="one of its readers says they are 3"):
+        exchange.pick(STEP, 3, ["0-0"])

@@ -50,6 +50,7 @@ from dataclasses import replace
 from distflow import node
 from distflow.graph import Node
 from distflow.pipelines.grpo import grpo_pipeline
+from distflow.pipelines.sft import sft_pipeline
 
 
 def with_a_lambda(config):
@@ -63,6 +64,10 @@ def with_an_undeclared_column(config):
     graph = grpo_pipeline(config)
     graph.add_node(Node("odd", node(writes="no_such_bonus")(lambda scores: scores)))
     return graph
+
+
+def learning_given_answers():
+    return sft_pipeline()
 
 
 def with_another_config(config):
@@ -214,6 +219,30 @@ def test_a_column_that_nobody_declared(playground: Playground) -> None:
 def test_a_program_of_the_users_is_given_the_config_as_the_dataclass_that_it_is(playground: Playground) -> None:
     _, spec = playground.spec("grpo", *chosen("own_programs:with_another_config"))
     assert "kl_penalty" not in [node.node_id for node in spec.program().nodes]
+
+
+GONE = ("reward.functions", "reward.num_workers", "custom_reward_function.path", "actor_rollout_ref.rollout.n")
+
+
+def test_a_program_of_the_users_that_samples_nothing_learns_the_answers_of_the_rows(playground: Playground) -> None:
+    playground.write_rows([{"prompt": f"{i}=", "solution": f"{i}"} for i in range(12)])
+    program = (f"~{key}" for key in GONE)
+    given = (*program, *chosen("own_programs:learning_given_answers"), "data.response_key=solution")
+    config, spec = playground.spec("sft", *given)
+    assert config.dag.generates is None and spec.config.dag.generates is False and "generates: false" in spec.text
+    assert spec.data.group_size == 1
+    assert spec.rows[0].response_ids is not None
+    assert program_of(playground, "grpo", "own_programs:with_another_config").config.dag.generates is None
+
+
+def test_what_is_said_of_a_program_goes_before_what_its_nodes_say(playground: Playground) -> None:
+    given = ("dag.generates=true", "actor_rollout_ref.rollout.n=3", "~reward.functions", "~custom_reward_function.path")
+    spec = program_of(playground, "sft", "own_programs:learning_given_answers", *given, "~reward.num_workers")
+    assert spec.data.group_size == 3
+
+
+def program_of(playground: Playground, preset: str, function: str, *given: str) -> Spec:
+    return playground.spec(preset, *chosen(function), *given)[1]
 
 
 MODEL = "actor_rollout_ref.model"

@@ -154,6 +154,12 @@ def test_an_unnamed_critic_sits_with_the_actor() -> None:
     assert plan.layout("critic") == Layout("critic", "torch", (1, 2), Sizes(data=2))
 
 
+def test_a_rollout_beside_another_model_than_the_policy_is_refused() -> None:
+    text = "embedded:d1|torch[critic]:d1+torch[actor]:d1"
+    with pytest.raises(UserError, match="the rollout is on the devices of 'critic' and not on those of 'actor'"):
+        plan_ray(ppo(), devices(2, trainer__allocation=text), "cpu", {})
+
+
 def test_a_part_that_fits_on_a_machine_is_on_one() -> None:
     """By the order of the text the actor would lie on both."""
     text = "embedded:d2+torch:d3+torch[critic]:d1"

@@ -122,7 +122,7 @@ def test_a_writer_that_was_killed_leaves_nobody_waiting(start: Start, peers: lis
         assert columns(ray.get(peers[1].get.remote(STEP, 0, Readers(1)))) == columns(made(0, 2))
     except ExchangeError as lost:
         assert f"samples of {STEP} are lost: of the writers [0] one has died" in str(lost)
-    ray.get(exchange.fail.remote("worker 2 died"))
+    ray.get(exchange.fail.remote(ExchangeError("worker 2 died")))
     with pytest.raises(ExchangeError, match="worker 2 died"):
         ray.get(later)
     with pytest.raises(ExchangeError, match="worker 2 died"):

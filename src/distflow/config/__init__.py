@@ -5,7 +5,15 @@ from distflow.config.describe import describe
 from distflow.config.errors import ConfigError, Problem, UserError
 from distflow.config.explain import explain
 from distflow.config.keys import key
-from distflow.config.load import Loaded, config_from_dict, config_of_run, fit_to, load_config, preset_config
+from distflow.config.load import (
+    Loaded,
+    config_from_dict,
+    config_of_run,
+    fit_to,
+    load_config,
+    preset_config,
+    with_changes,
+)
 from distflow.config.program import program_name
 from distflow.config.schema import Config, register_config_group
 from distflow.config.show import RESUMABLE, changed_keys, diff, flatten, to_dict, to_yaml
@@ -37,4 +45,5 @@ __all__ = [
     "register_config_group",
     "to_dict",
     "to_yaml",
+    "with_changes",
 ]

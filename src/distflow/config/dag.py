@@ -66,6 +66,9 @@ class DagConfig:
     nodes: tuple[dict[str, object], ...] = key(
         (), f"a program as a list of nodes ({', '.join(NODE_KEYS)})", parse=parse_nodes
     )
+    generates: bool | None = key(
+        None, "whether a program of your own generates what it learns from; null goes by what its nodes use"
+    )
     enable_perf: bool = key(False, "time each node in the metrics")
     backend_threshold: int = key(
         32, "ranks from which objects have a gloo group of their own beside nccl (launcher=ray)", minimum=1

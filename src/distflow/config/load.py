@@ -7,7 +7,7 @@ from functools import cache
 from distflow.config.build import ConfigBuilder
 from distflow.config.check import find_problems, find_size_problems, where
 from distflow.config.errors import ConfigError, Problem, UserError
-from distflow.config.fitting import Fitted, fit
+from distflow.config.fitting import Change, Fitted, apply_changes, fit
 from distflow.config.foreign.defaults import differing, verl_preset
 from distflow.config.functions import LoadError, load_modules
 from distflow.config.paths import find_missing
@@ -97,6 +97,15 @@ def fit_to(loaded: Loaded, room: Room) -> Loaded:
         raise ConfigError(problems)
     if not fitted:
         return loaded
+    return replace(loaded, config=config, text=to_yaml(config), fitted=(*loaded.fitted, *fitted))
+
+
+def with_changes(loaded: Loaded, changes: Sequence[Change]) -> Loaded:
+    """The same with values that nobody chose and that follow from others. Raises ConfigError with all keys that do not
+    go with them."""
+    config, fitted = apply_changes(loaded.config, changes)
+    if problems := find_problems(config, loaded.origins, set(), complete=False):
+        raise ConfigError(problems)
     return replace(loaded, config=config, text=to_yaml(config), fitted=(*loaded.fitted, *fitted))
 
 

@@ -27,9 +27,10 @@ def program_name(config: Config) -> str:
 
 
 def is_rl(config: Config) -> bool:
-    """Whether the program generates; one of the user's does."""
+    """Whether the program generates. One of the user's does unless `dag.generates` denies it, which is found out when
+    it is bound."""
     pipeline = find_pipeline(config)
-    return pipeline is None or pipeline.generates
+    return config.dag.generates is not False if pipeline is None else pipeline.generates
 
 
 def may_have_critic(config: Config) -> bool:

@@ -111,6 +111,7 @@ class _Step(Generic[Ref]):
     puts: dict[int, tuple[Metas, Ref]] = field(default_factory=dict)
     readers: Readers | None = None
     shares: list[Share[Ref]] = field(default_factory=list)
+    places: dict[str, tuple[int, int]] = field(default_factory=dict)  # (writer, row) by uid, once somebody picks
     released: set[int] = field(default_factory=set)
 
 
@@ -120,7 +121,8 @@ class Exchange(Generic[Ref]):
     Each of a step's writers first reserves room for its samples and then puts them, one object each, empty ones too.
     The step is complete once all have, and is then divided over the ranks that read it: samples even by tokens, groups
     whole where wanted, and of equal divisions one that moves little between nodes. The division depends on the samples
-    alone, not on who came first. Once every rank has released its share, the step is forgotten and its room is free.
+    alone, not on who came first. Where the ranks share their steps already, each names its samples instead (`pick`).
+    Once every rank has released its share, the step is forgotten and its room is free.
 
     Samples are ordered by group, then by uid, whoever wrote them: a step that comes through a chain of edges of other
     widths keeps its order.
@@ -186,6 +188,26 @@ class Exchange(Generic[Ref]):
             raise ExchangeError(f"{key} is read by {step.readers}, but rank {rank} says {readers}")
         return step.shares[rank]
 
+    def pick(self, key: Key, num_ranks: int, uids: Sequence[str]) -> Share[Ref]:
+        """The samples of these uids in a complete step, in that order, for one of `num_ranks` that each pick theirs.
+
+        What several writers have put alike, as ranks of a tensor-parallel group do, is the first one's. Raises
+        ExchangeError for a sample that is not there, and where ranks disagree on how many they are.
+        """
+        step = self._edges[key.edge][key]
+        assert self.missing(key) is None
+        if step.readers is None:
+            step.readers = Readers(num_ranks)
+            step.places = _places(step.puts)
+        if step.readers != Readers(num_ranks):
+            raise ExchangeError(f"{key} is read by {step.readers}, but one of its readers says they are {num_ranks}")
+        absent = [uid for uid in uids if uid not in step.places]
+        if absent:
+            raise ExchangeError(f"{key} has no sample '{absent[0]}', nor {len(absent) - 1} others that are asked for")
+        objects = [(writer, step.puts[writer][1]) for writer in sorted(step.puts)]
+        order = {writer: place for place, (writer, _) in enumerate(objects)}
+        return _share([(order[writer], row) for writer, row in map(step.places.__getitem__, uids)], objects)
+
     def release(self, key: Key, rank: int) -> None:
         """The rank has its samples; what it was handed may go."""
         step = self._edges[key.edge][key]
@@ -194,6 +216,14 @@ class Exchange(Generic[Ref]):
         if len(step.released) == step.readers.num_ranks:
             self._held_bytes -= sum(step.reserved.values())
             del self._edges[key.edge][key]
+
+
+def _places(puts: Mapping[int, tuple[Metas, Ref]]) -> dict[str, tuple[int, int]]:
+    places: dict[str, tuple[int, int]] = {}
+    for writer in sorted(puts):
+        for row, uid in enumerate(puts[writer][0].uids):
+            places.setdefault(uid, (writer, row))
+    return places
 
 
 def _divided(puts: Mapping[int, tuple[Metas, Ref]], readers: Readers, select: Select | None) -> list[Share[Ref]]:

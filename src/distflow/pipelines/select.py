@@ -13,9 +13,10 @@ from distflow.config.names import PIPELINES
 from distflow.config.places import users_place
 from distflow.config.program import CUSTOM, program_name
 from distflow.data.prompts import PROMPT_FIELDS
-from distflow.graph import BoundNode, Pipeline, PipelineError, Program, TaskGraph, pipeline_from_config
+from distflow.graph import BoundNode, NodeRole, Pipeline, PipelineError, Program, TaskGraph, pipeline_from_config
 from distflow.graph.errors import MissingColumn
 from distflow.graph.functions import innermost
+from distflow.pipelines.nodes.experience import load_answers
 from distflow.pipelines.nodes.scoring import score_policy, weigh_once_apart
 from distflow.pipelines.nodes.updates import train_unscored_actor, update
 from distflow.pipelines.objectives import may_derive_old
@@ -51,6 +52,15 @@ def bound(graph: TaskGraph, config: Config) -> Program:
         if err.column not in _WRITERS:
             raise
         raise PipelineError(f"{err}. A node with distflow.pipelines.nodes:{_WRITERS[err.column]}") from err
+
+
+def generates(program: Program) -> bool:
+    """Whether it learns from answers that are sampled, not from those of the rows: it uses the rollout engine, or
+    judges what it makes, and does not load answers."""
+    if any(innermost(node.fn) is load_answers for node in program.nodes):
+        return False
+    makes = (NodeRole.ROLLOUT, NodeRole.REWARD)
+    return "rollout" in program.engines or any(node.node_role in makes for node in program.nodes)
 
 
 def _unscored(graph: TaskGraph, program: Program, config: Config) -> Program:

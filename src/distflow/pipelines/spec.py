@@ -18,12 +18,12 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.algorithms.objective import PolicyObjective
 from distflow.algorithms.registry import describe_estimator
-from distflow.config import Config, Loaded, Room, describe, fit_to
+from distflow.config import Config, Loaded, Room, describe, fit_to, with_changes
 from distflow.config.changes import changes
 from distflow.config.errors import UserError
 from distflow.config.functions import LoadError, load_modules
 from distflow.config.names import CUSTOM_REWARD, REWARDS
-from distflow.config.program import is_rl
+from distflow.config.program import CUSTOM, is_rl, program_name
 from distflow.config.watch import peek, watch
 from distflow.data.encoded import EncodedRows, write_encoded
 from distflow.data.prompts import PromptSet
@@ -47,7 +47,7 @@ from distflow.pipelines.factories import (
 from distflow.pipelines.inert import refuse_inert_keys
 from distflow.pipelines.objectives import is_anchored, loss_terms
 from distflow.pipelines.run_models import with_models_of_runs
-from distflow.pipelines.select import bound, select_pipeline
+from distflow.pipelines.select import bound, generates, select_pipeline
 from distflow.pipelines.travel import check_importable, check_pickles
 from distflow.planning.agreement import follow_allocation
 from distflow.planning.cluster import plan_ray
@@ -68,7 +68,7 @@ Say = Callable[[str], None]
 
 def make_spec(loaded: Loaded, say: Say) -> Spec:
     """say: told one line at a time what is being loaded. Raises UserError or PipelineError."""
-    loaded = follow_allocation(loaded)
+    loaded = _follow_program(follow_allocation(loaded))
     reading = read_config(loaded)
     with claimed(loaded.config.trainer.run_dir):  # first: rows from Python code are kept there; it may be somebody's
         loaded = with_models_of_runs(loaded, say)
@@ -115,6 +115,7 @@ def _read_data(config: Config, reading: Reading) -> Data:
 
 def fit_to_files(loaded: Loaded) -> Loaded:
     """The config that a run would have, made to fit its model and data. Starts none. Raises as `make_spec` does."""
+    loaded = _follow_program(loaded)
     return _fitted_to_files(loaded, read_config(loaded))[0]
 
 
@@ -210,6 +211,18 @@ def read_config(loaded: Loaded) -> Reading:
     unused = refuse_inert_keys(loaded, reads, program)
     check_importable(loaded.config)
     return Reading(program, unused, train, held_out)
+
+
+def _follow_program(loaded: Loaded) -> Loaded:
+    """The config of a program of the user's that generates nothing says so. Raises ConfigError where other keys do not
+    go with that."""
+    config = loaded.config
+    if program_name(config) != CUSTOM or config.dag.generates is not None:
+        return loaded
+    import_user_modules(config)
+    if generates(bind(config)):
+        return loaded
+    return with_changes(loaded, [("dag.generates", False, "no node of the program samples or judges answers")])
 
 
 def bind(config: Config) -> Program:

@@ -1,12 +1,10 @@
 """The allocation is the one authority: keys that nobody set follow it, and one that says otherwise is an error."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from distflow.config import Config, Loaded, to_yaml
-from distflow.config.check import find_problems
-from distflow.config.errors import ConfigError, UserError
-from distflow.config.fitting import apply_changes, is_free
+from distflow.config import Config, Loaded, with_changes
+from distflow.config.errors import UserError
+from distflow.config.fitting import is_free
 from distflow.planning.allocation import KEY, Allocation, parse_allocation, require_engines
 
 _NODES, _DEVICES = "trainer.nnodes", "trainer.n_gpus_per_node"
@@ -27,10 +25,7 @@ def follow_allocation(loaded: Loaded) -> Loaded:
     changes = [
         (key, value, f"{KEY} says so") for key, there, value in said if there != value and is_free(key, loaded.origins)
     ]
-    config, fitted = apply_changes(loaded.config, changes)
-    if problems := find_problems(config, loaded.origins, set(), complete=False):
-        raise ConfigError(problems)
-    return replace(loaded, config=config, text=to_yaml(config), fitted=(*loaded.fitted, *fitted))
+    return with_changes(loaded, changes)
 
 
 def check_agreement(allocation: Allocation, config: Config) -> None:

@@ -115,7 +115,16 @@ def _idle_ends(program: Program) -> set[str]:
 
 
 def _check_teams(program: Program, teams: Sequence[Team]) -> None:
-    """Raises UserError for a node whose engines lie on different devices."""
+    """Raises UserError for a node whose engines lie on different devices, and for a rollout on devices that train
+    something else than the policy, whose new weights have no way there while these train."""
+    learning = {node.node_id for node in program.learning}
+    for team in teams:
+        if "rollout" in team.roles and team.nodes & learning and "actor" in program.engines - set(team.roles):
+            beside = ", ".join(f"'{role}'" for role in team.roles if role != "rollout")
+            raise UserError(
+                f"{KEY}: the rollout is on the devices of {beside} and not on those of 'actor': join it with 'actor' "
+                "by '|', or give it devices of its own by '+'"
+            )
     for node in program.nodes:
         for team in teams:
             apart = [engine for engine in node.engines if engine not in team.roles]

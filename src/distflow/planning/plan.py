@@ -117,6 +117,17 @@ def check_plan(plan: Plan, program: Program) -> None:
             )
 
 
+def learning_teams(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """Ranks that run the same nodes of the learning plane: they share every step. The team that trains the policy is
+    first: what is true of all is told by its first rank."""
+    teams: dict[tuple[str, ...], list[int]] = {}
+    for rank in plan.ranks:
+        if rank.learning:
+            teams.setdefault(rank.learning, []).append(rank.rank)
+    found = [tuple(team) for team in teams.values()]
+    return tuple(sorted(found, key=lambda team: "actor" not in plan.ranks[team[0]].engines))
+
+
 def make_channels(program: Program, ranks: Sequence[RankPlan]) -> tuple[Channel, ...]:
     """How each node gets what another writes: by reference where every rank that runs it runs the other too."""
     homes: dict[str, set[int]] = {node.node_id: set() for node in program.nodes}

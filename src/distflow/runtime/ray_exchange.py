@@ -6,21 +6,21 @@ from collections.abc import Callable, Sequence
 import ray
 from ray import ObjectRef
 
-from distflow.flow.exchange import Exchange, ExchangeError, Key, Metas, Readers, Select, Share
+from distflow.flow.exchange import Exchange, Key, Metas, Readers, Select, Share
 
 
 @ray.remote(num_cpus=0)
 class ExchangeActor:
     """Drives the state machine on Ray's asyncio loop: who must wait costs no thread, and nobody polls.
 
-    Each wait ends with its condition, with `timeout_s` (TimeoutError) or with `fail` (ExchangeError). limit_bytes: see
-    `Exchange`.
+    Each wait ends with its condition, with `timeout_s` (TimeoutError; None is for ever) or with `fail`. limit_bytes:
+    see `Exchange`.
     """
 
-    def __init__(self, limit_bytes: int, timeout_s: float) -> None:
+    def __init__(self, limit_bytes: int, timeout_s: float | None = None) -> None:
         self._exchange: Exchange[ObjectRef] = Exchange(limit_bytes)
         self._timeout_s = timeout_s
-        self._failure: str | None = None
+        self._failure: BaseException | None = None
         self._changed = asyncio.Condition()
 
     async def reserve(self, key: Key, writer: int, num_writers: int, num_bytes: int) -> None:
@@ -46,6 +46,14 @@ class ExchangeActor:
         )
         return self._exchange.take(key, rank, readers, select)
 
+    async def pick(self, key: Key, rank: int, num_ranks: int, uids: Sequence[str]) -> Share[ObjectRef]:
+        """Waits until the step is complete."""
+        await self._until(
+            lambda: self._exchange.missing(key) is None,
+            lambda: f"rank {rank} has waited for {key}: {self._exchange.missing(key)}",
+        )
+        return self._exchange.pick(key, num_ranks, uids)
+
     async def release(self, key: Key, rank: int) -> None:
         self._exchange.release(key, rank)
         await self._wake()
@@ -53,9 +61,9 @@ class ExchangeActor:
     async def held_bytes(self) -> int:
         return self._exchange.held_bytes
 
-    async def fail(self, why: str) -> None:
-        """Who waits or comes from here on is told. The first reason counts; later ones follow from it."""
-        self._failure = self._failure or why
+    async def fail(self, failure: BaseException) -> None:
+        """Raised on whoever waits or comes from here on. The first one counts; later ones follow from it."""
+        self._failure = self._failure or failure
         await self._wake()
 
     async def _until(self, holds: Callable[[], bool], problem: Callable[[], str]) -> None:
@@ -66,7 +74,7 @@ class ExchangeActor:
         except TimeoutError as late:
             raise TimeoutError(f"not within {self._timeout_s:g} s: {problem()}") from late
         if self._failure is not None:
-            raise ExchangeError(self._failure)
+            raise self._failure
 
     async def _wake(self) -> None:
         async with self._changed:

@@ -27,7 +27,7 @@ class RayExchange:
         self._node_id = ray.get_runtime_context().get_node_id()
 
     def put(self, key: Key, batch: Batch, writer: int, num_writers: int, info: Sequence[str] = ()) -> None:
-        """This writer's samples of a step, none too: the step is complete once all `num_writers` have put theirs.
+        """See `ExchangePort`.
 
         info: columns of numbers, one a sample, that a selection may see. Waits while the exchange is full. Raises
         TypeError for an object that is no JSON value, TimeoutError, and ExchangeError where this step cannot be.
@@ -47,6 +47,16 @@ class RayExchange:
         """
         with self._waits("exchange", str(key), on="writers"):
             share: Share[ObjectRef] = _result(self._actor.take.remote(key, rank, readers, select))
+        return self._fetched(key, rank, share)
+
+    def pick(self, key: Key, rank: int, num_ranks: int, uids: Sequence[str]) -> Batch:
+        """See `ExchangePort`."""
+        with self._waits("exchange", str(key), on="writers"):
+            share: Share[ObjectRef] = _result(self._actor.pick.remote(key, rank, num_ranks, uids))
+        return self._fetched(key, rank, share)
+
+    def _fetched(self, key: Key, rank: int, share: Share[ObjectRef]) -> Batch:
+        """In memory of its own; what it was handed may go."""
         try:
             parts: list[Buffers] = ray.get(list(share.refs))
         except ObjectLostError as lost:

@@ -4,7 +4,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
@@ -14,12 +14,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from distflow import __version__
 from distflow.config.errors import UserError
 from distflow.observe.terminal import TerminalView
-from distflow.planning.plan import Plan
+from distflow.planning.plan import learning_teams
 from distflow.planning.threads import usable_cores
 from distflow.runtime.begin import Start, model_line, open_store
 from distflow.runtime.callbacks import Callbacks, Caller
 from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.ray_coordinator import CoordinatorActor, News
+from distflow.runtime.ray_exchange import ExchangeActor
 from distflow.runtime.ray_worker import Built, Place, WorkerActor
 from distflow.runtime.saved import check_same_facts
 from distflow.runtime.spec import Spec
@@ -28,20 +29,12 @@ from distflow.runtime.stop import StopRequest
 ANSWERS_WITHIN_S = 60.0
 ENDS_WITHIN_S = 20.0
 _LOOKS_EVERY_S = 0.5
+_HELD_BYTES = 2**32
 _NUM_CALLS = 6  # of a worker that may wait at once: tickets, a step, its end, news, the pulse
 
 
 class WorkerDied(RuntimeError):
     """A worker's process is gone: the run ends, and goes on from its last checkpoint when it is started again."""
-
-
-def learning_teams(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Ranks that run the same nodes of the learning plane share every step."""
-    teams: dict[tuple[str, ...], list[int]] = {}
-    for rank in plan.ranks:
-        if rank.learning:
-            teams.setdefault(rank.learning, []).append(rank.rank)
-    return tuple(tuple(team) for team in teams.values())
 
 
 class RayRun:
@@ -60,6 +53,8 @@ class RayRun:
             .options(num_cpus=0, max_concurrency=calls)
             .remote(spec, start, allowed, [len(team) for team in teams], [str(rank) for rank in generators])
         )
+        exchanges = any(channel.kind == "exchange" for channel in spec.plan.channels)
+        self._exchange = cast(Any, ExchangeActor).remote(_HELD_BYTES) if exchanges else None
         self._workers: list[Any] = []
         nodes = sorted({rank.node for rank in ranks})
         for rank in ranks:
@@ -75,7 +70,7 @@ class RayRun:
                     scheduling_strategy=where,
                     max_concurrency=_NUM_CALLS,
                 )
-                .remote(spec, place, self._coordinator, meeting)
+                .remote(spec, place, self._coordinator, meeting, self._exchange)
             )
         self._learners = [rank for team in teams for rank in team]
         self._others = [rank for rank in generators if rank not in self._learners]
@@ -138,7 +133,8 @@ class RayRun:
 
     def kill(self) -> None:
         """No process of the run is left."""
-        for actor in (*self._workers, self._coordinator):
+        actors = [*self._workers, self._coordinator, *([self._exchange] if self._exchange is not None else [])]
+        for actor in actors:
             with suppress(Exception):  # it is gone already
                 ray.kill(actor)
         self._meeting.unlink(missing_ok=True)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +25,7 @@ from distflow.runtime.ports.local_weights import LocalWeights
 from distflow.runtime.ports.torch_collective import TorchCollective
 from distflow.runtime.ray_coordinator import Standing
 from distflow.runtime.ray_edge import AgreedStop, RayEdge
+from distflow.runtime.ray_exchange_port import RayExchange
 from distflow.runtime.ray_groups import answer
 from distflow.runtime.ray_weights import Arrivals, Fleet
 from distflow.runtime.recorder import Recorder
@@ -39,7 +40,7 @@ from distflow.training.collective import Collective, OneRank
 @dataclass(frozen=True)
 class Place:
     """A worker among the others. rank: in the plan. teams: the ranks that learn the same together, those of each in
-    order. generators: the ranks that generate. threads: of torch."""
+    order; see `learning_teams`. generators: the ranks that generate. threads: of torch."""
 
     rank: int
     teams: tuple[tuple[int, ...], ...]
@@ -89,10 +90,12 @@ class Built:
 class WorkerActor:
     """`build`, then `run`; `receive` meanwhile, on a thread of its own."""
 
-    def __init__(self, spec: Spec, place: Place, coordinator: Any, meeting: Path) -> None:
-        """coordinator: its actor's handle. meeting: a file over which those that learn find each other."""
+    def __init__(self, spec: Spec, place: Place, coordinator: Any, meeting: Path, exchange: Any = None) -> None:
+        """coordinator, exchange: handles of their actors; no exchange where nothing goes from team to team. meeting: a
+        file over which those that learn find each other."""
         os.umask(0o077)
         self._spec, self._place, self._coordinator, self._meeting = spec, place, coordinator, meeting
+        self._exchange = exchange
         self._stop, self._arrivals = AgreedStop(), Arrivals()
         self._entered: Future[Worker] = Future()
 
@@ -123,7 +126,8 @@ class WorkerActor:
             _told(tell) if place.leads else Callbacks(),
             part=place.part,
             view=cast(TerminalView, RemoteView(tell, place)),
-            speaks=place.leads or not place.team,
+            speaks=not place.team or place.rank == place.team[0],
+            keeps_samples=place.team == place.teams[0],
         ) as recorder:
             if place.leads:
                 write_facts(spec, self._resources.facts, recorder, standing.total_steps)
@@ -190,10 +194,12 @@ class WorkerActor:
         if not place.team:
             return Ports(edge, None, self._arrivals, self._collective, self._everyone, self._abort)
         weights = LocalWeights(waits)
+        exchange = RayExchange(self._exchange, waits) if self._exchange is not None else None
+        ports = Ports(edge, None, weights, self._collective, self._everyone, self._abort, exchange=exchange)
         if not (place.leads and others):
-            return Ports(edge, None, weights, self._collective, self._everyone, self._abort)
+            return ports
         weights.attach(Fleet(others, self._spec.options.engine_timeout_s).receive)
-        return Ports(edge, None, weights, self._collective, self._everyone, self._abort, partial(_validated, others))
+        return replace(ports, validate=partial(_validated, others))
 
     @contextmanager
     def _telling_failure(self) -> Iterator[None]:
@@ -201,13 +207,18 @@ class WorkerActor:
         try:
             yield
         except BaseException as err:
-            self._coordinator.fail.remote(err)
+            self._fail(err)
             raise
 
     def _abort(self, error: BaseException) -> None:
         """What generates here has ended. A worker that cancels it is leaving, and had told why if it failed."""
         if not isinstance(error, CancelledError):
-            self._coordinator.fail.remote(error)
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._coordinator.fail.remote(error)
+        if self._exchange is not None:
+            self._exchange.fail.remote(error)
 
     def _note_end(self, recorder: Recorder, total_steps: int) -> None:
         standing: Standing = answer(self._coordinator.standing.remote())

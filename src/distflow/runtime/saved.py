@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from distflow.config.errors import UserError
 from distflow.data import generators
 from distflow.data.batch import Batch
 from distflow.models.magnitude import magnitudes, unsound
+from distflow.planning.plan import learning_teams
 from distflow.runtime.checkpoint import Checkpoint
 from distflow.runtime.checkpoint_files import shard_name
 from distflow.runtime.checkpoint_folder import CheckpointError
@@ -29,9 +30,9 @@ def saved_parts(
 ) -> Iterator[tuple[str, object]]:
     """The parts of a checkpoint that one rank writes, by name: tensors, shards of them, or values that JSON can hold.
 
-    rank: among those that learn. Of tensors that lie over ranks each writes its own; the first rank that trains a model
-    writes what all of them have, and the first of all what is the run's. Each has random generators of its own, whose
-    part comes last: with it, what the rank writes is whole.
+    state: of all nodes. rank: among those that learn. Of tensors that lie over ranks each writes its own; the first
+    rank that trains a model writes what all of them have, and the first of all what is the run's. Each has random
+    generators of its own, whose part comes last: with it, what the rank writes is whole.
     """
     for role, engine in resources.trained().items():
         saved, leads = engine.state(), rank == _first_with(role, spec)
@@ -132,8 +133,8 @@ def set_generators(checkpoint: Checkpoint | None, seed: int, rank: int = 0) -> N
 
 def _first_with(role: str, spec: Spec) -> int:
     """The first of the ranks that learn which trains this model."""
-    learning = [plan for plan in spec.plan.ranks if plan.learning]
-    return next(rank for rank, plan in enumerate(learning) if role in plan.engines)
+    learners = [rank for team in learning_teams(spec.plan) for rank in team]
+    return next(place for place, rank in enumerate(learners) if role in spec.plan.ranks[rank].engines)
 
 
 def _parts_of_the_run(
@@ -148,7 +149,7 @@ def _parts_of_the_run(
             "facts": {**spec.facts, **resources.facts},
             "coordinator": released.cut,
             "live_measured": {str(number): list(parts) for number, parts in released.live.measured.items()},
-            "nodes": _as_it_stands(state),
+            "nodes": state,
         },
     )
 
@@ -178,7 +179,12 @@ def _numpy_state() -> list[object]:
     return [name, np.asarray(keys).tolist(), *rest]
 
 
-def _as_it_stands(state: NodeState) -> NodeState:
+def joined(states: Sequence[NodeState]) -> NodeState:
+    """What all nodes keep, given that of each rank's; of a node that several run what the first has."""
+    return {node: kept for state in reversed(states) for node, kept in state.items()}
+
+
+def as_it_stands(state: NodeState) -> NodeState:
     """A copy. Nodes of the experience plane may run meanwhile; what one of them is just changing is copied again."""
     while True:
         try:

@@ -28,12 +28,13 @@ from distflow.runtime.context import Contexts, NodeContext, NodeState
 from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.error_share import ErrorShare, warn_of_errors
 from distflow.runtime.experience import ExperiencePlane
+from distflow.runtime.handovers import Handovers
 from distflow.runtime.ports import Ports
 from distflow.runtime.ports.edge import Released, Share
 from distflow.runtime.publish import Publisher, receiver
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources
-from distflow.runtime.saved import part_of_rank, saved_parts
+from distflow.runtime.saved import as_it_stands, joined, part_of_rank, saved_parts
 from distflow.runtime.saver import Saver
 from distflow.runtime.session import Session
 from distflow.runtime.spec import Spec
@@ -86,6 +87,7 @@ class Worker:
             recorder.waits,
         )
         stop_token_ids, say = resources.stop_token_ids, partial(recorder.note, "warning")
+        self._handovers = Handovers(spec.plan, program, rank, ports.exchange)
         self._validator = Validator(
             spec.validation, self._contexts, self._experience, stop_token_ids, spec.options.seed, say
         )
@@ -128,12 +130,8 @@ class Worker:
             if share is None:
                 self._end(self.step)
                 break
-            batch, times, measured = share.batch, dict[str, float](), list[Measured]()
-            for node, ctx in self._nodes(share.tickets, times):
-                batch, part = node(batch, ctx)
-                measured.append(part)
-                self._auditor.scored(batch)
-            self.finish(batch, {**share.metrics, **over_ranks(measured, self._ports.collective), **times, **judged})
+            batch, measured = self.learn(share.tickets, share.batch)
+            self.finish(batch, {**share.metrics, **measured, **judged})
         return self.step
 
     def serve(self) -> int:
@@ -175,14 +173,19 @@ class Worker:
         return {**self._errors.step(every.verdicts, self.step + 1), **every.counts}
 
     def learn(self, tickets: Sequence[int], batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """Run the learning plane on this rank's share of a step, for whoever has a loop of his own. tickets: of all
-        ranks. Returns the batch with what nodes wrote, and what they measured."""
+        """Run the learning plane on this rank's share of a step. tickets: of all ranks. Returns the batch with what
+        nodes wrote, and what they measured, over all ranks."""
         times, measured = dict[str, float](), list[Measured]()
         for node, ctx in self._nodes(tickets, times):
-            batch, part = node(batch, ctx)
+            name = node.node.node_id
+            if self._handovers.waits_for(name):
+                with self._recorder.phases("exchange"):
+                    batch = self._handovers.taken(name, batch, self.step)
+            before, (batch, part) = batch, node(batch, ctx)
             measured.append(part)
             self._auditor.scored(batch)
-        return batch, {**over_ranks(measured, self._ports.collective), **times}
+            self._handovers.given(name, before, batch, self.step)
+        return batch, {**over_ranks(measured, self._ports.everyone), **times}
 
     def train_step(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> dict[str, float]:
         """An optimizer step outside of the nodes, checked as theirs are."""
@@ -304,7 +307,8 @@ class Worker:
             return {}
         with self._recorder.phases("eval"):
             if not self._generates:
-                assert self._resources.actor is not None, "who validates has an engine"
+                if self._resources.actor is None:
+                    return {}
                 metrics = held_out_loss(self._spec.validation, self._resources.actor)
             elif answers := self._answers(step):
                 metrics = Answers.joined(answers).metrics()
@@ -334,7 +338,8 @@ class Worker:
         self._saved_at = step
         metric = _score(best, validated) if best is not None and validated else None
         everyone = self._ports.everyone
-        parts = saved_parts(self._spec, self._resources, released, self._state, everyone.rank)
+        state = joined(everyone.gather(as_it_stands(self._state)))
+        parts = saved_parts(self._spec, self._resources, released, state, everyone.rank)
         others = [part_of_rank(rank) for rank in range(1, everyone.size)]
         with self._recorder.phases("save"):
             self._saver.save(step, parts, others, metric, wait=last)
