@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distflow.rollout.receipts import stripe_hash, stripe_hashes
-from distflow.rollout.weights import check_shared, copy_weights
+from distflow.rollout.weights import TakenInPart, check_shared, copy_weights
 from tests.rollout.drive import make_model
 
 
@@ -37,6 +37,31 @@ def test_what_does_not_fit_is_named_and_nothing_changes(changes: dict[str, Any],
     with pytest.raises(ValueError, match=message):
         copy_weights(target, weights_of(source, **changes))
     assert stripe_hashes(target.named_parameters()) == before
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        (lambda model: weights_of(model, model__norm__weight=None), "model.norm.weight: missing"),
+        (lambda model: weights_of(model, model__norms__weight=torch.zeros(3)), "model.norms.weight: unknown"),
+        (lambda model: [*weights_of(model), ("lm_head.weight", torch.zeros(1))], "lm_head.weight: shape"),
+        (lambda model: [*weights_of(model), *weights_of(model)[:1]], "embed_tokens.weight: sent twice"),
+    ],
+)
+def test_what_comes_one_after_another_and_does_not_fit_is_told_apart(sent: Any, message: str) -> None:
+    target, source = make_model(seed=0), make_model(seed=1)
+    with pytest.raises(TakenInPart, match=message):
+        copy_weights(target, iter(sent(source)))
+    assert torch.equal(target.model.embed_tokens.weight, source.model.embed_tokens.weight), "what came first is in"
+
+
+def test_tied_weights_that_come_one_after_another_must_be_equal() -> None:
+    target, source = (make_model(seed=seed, tie_word_embeddings=True) for seed in (0, 1))
+    tied = source.lm_head.weight
+    copy_weights(target, iter(weights_of(source, lm_head__weight=tied)))
+    assert torch.equal(target.lm_head.weight, tied)
+    with pytest.raises(TakenInPart, match="model.embed_tokens.weight and lm_head.weight: one tensor here"):
+        copy_weights(target, iter(weights_of(source, lm_head__weight=tied + 1)))
 
 
 def test_a_name_sent_twice_is_refused() -> None:

@@ -13,7 +13,7 @@ from distflow.rollout.engine import Receipt
 from distflow.rollout.receipts import stripe_hashes
 from distflow.runtime import publish
 from distflow.runtime.checks import TrustError
-from distflow.runtime.publish import Publisher, buckets, receiver
+from distflow.runtime.publish import Publisher, Receiver, buckets
 
 
 def weights(*sizes: int) -> list[tuple[str, Tensor]]:
@@ -150,7 +150,7 @@ class Engine:
 
 
 def receive_from(engine: Engine) -> Any:
-    return receiver(engine, Session())  # type: ignore[arg-type]
+    return Receiver(engine, Session())  # type: ignore[arg-type]
 
 
 def test_a_receiver_asks_the_engine_what_it_holds() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from distflow.config.errors import UserError
 from distflow.flow import ledger
 from distflow.observe.run_reader import read_samples
+from distflow.runtime.checks import TrustError
 from distflow.runtime.ray_entry import launch_ray
 from tests.e2e.runs import Playground, Run
 
@@ -124,3 +125,25 @@ def test_weights_spread_over_two_workers_end_where_one_process_does(ground: Play
     whole = ground.run("grpo", *longer, name="six")
     assert found.outcome.steps == 4 and resumed.outcome.steps == 6
     assert distance(resumed.weights(6), whole.weights(6)) < 1e-6
+
+
+SILENT = """
+from distflow.runtime.publish import Publisher
+
+if not hasattr(Publisher, "mute"):
+    Publisher.mute = publish = Publisher.publish
+    Publisher.publish = lambda self, version, *at: publish(self, version, *at) if version.step < 2 else {}
+"""
+
+
+@pytest.mark.slow
+def test_weights_that_are_not_sent_to_an_engine_elsewhere_are_named(ground: Playground) -> None:
+    (ground.folder / "silent.py").write_text(SILENT)
+    with pytest.raises(TrustError, match="version 2 is published, but an engine serves 1: weights were not sent"):
+        run(ground, *STEPS, SPLIT, f"trainer.imports=[{ground.folder}/silent.py]", name="silent")
+
+
+@pytest.mark.slow
+def test_weights_spread_over_two_workers_go_to_an_engine_elsewhere(ground: Playground, alone: Run) -> None:
+    apart = "trainer.allocation='embedded[rollout]:d1+fsdp[actor]:d2'"
+    check_same(run(ground, *STEPS, *validating(ground), apart, "trust.audit_freq=0", name="sharded_split"), alone)

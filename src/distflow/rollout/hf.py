@@ -53,6 +53,7 @@ class HFEngine:
         self._model: Any = model
         self._tokenizer = tokenizer
         self._shares_weights = shares_weights
+        self._is_whole = True  # False: a copy failed in the middle
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-rollout")
         self._open = asyncio.Event()
         self._open.set()
@@ -103,6 +104,8 @@ class HFEngine:
 
     @torch.no_grad()
     def _generate(self, request: GenerateRequest, cancelled: threading.Event) -> GenerateResult:
+        if not self._is_whole:
+            raise RuntimeError("the rollout engine took a part of its last weights only, and does not serve them")
         self._model.eval()
         params, num_samples = request.params, len(request.samples)
         prompt = torch.tensor([request.prompt_ids] * num_samples, device=self._model.device)
@@ -153,7 +156,14 @@ class HFEngine:
         if self._shares_weights:
             check_shared(self._model, weights)
         else:
-            hashes = copy_weights(self._model, weights)
+            try:
+                hashes = copy_weights(self._model, weights)
+            except ValueError:
+                raise  # nothing was changed
+            except Exception:
+                self._is_whole = False
+                raise
+        self._is_whole = True
         self.version = version
         return Receipt(version, hashes, self._shares_weights)
 

@@ -1,13 +1,17 @@
 """Taking a trainer's weights into an engine's module: all or nothing, each tensor by its Hugging Face name."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from distflow.flow.ticket import Version
 from distflow.rollout.receipts import stripe_hashes
+
+
+class TakenInPart(RuntimeError):
+    """Weights that came one after another did not fit, and those before are taken: the module is of two versions."""
 
 
 def check_version(current: Version, new: Version) -> None:
@@ -18,32 +22,63 @@ def check_version(current: Version, new: Version) -> None:
 def copy_weights(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """Copy every parameter in place, cast to the module's types. Returns the hashes of what the module now holds.
 
-    Tied parameters may be sent under any or all of their names. Raises ValueError, with nothing changed, when a
-    name is unknown, missing or doubled, when a shape differs, or when two names of one tensor bring different values.
+    Tied parameters may be sent under any or all of their names. Raises ValueError, with nothing changed, when a name is
+    unknown, missing or doubled, when a shape differs, or when two names of one tensor bring different values: a
+    sequence is looked at as a whole first. Other iterables are copied as they come, and raise TakenInPart.
     """
-    sent = list(weights)
-    named = dict(sent)
     own = dict(module.named_parameters(remove_duplicate=False))
+    if isinstance(weights, Sequence):
+        _check_all(own, weights)
+    taken: dict[int, list[str]] = {}  # names by parameter
+    with torch.no_grad():
+        for name, tensor in weights:
+            if problem := _problem(own, taken, name, tensor):
+                raise TakenInPart(f"weights taken in part: {problem}")
+            own[name].copy_(tensor)
+            taken.setdefault(id(own[name]), []).append(name)
+    if missing := _missing(own, taken):
+        raise TakenInPart(f"weights taken in part: {'; '.join(missing[:8])}")
+    return stripe_hashes((name, own[name]) for names in taken.values() for name in names)
+
+
+def _check_all(own: Mapping[str, nn.Parameter], sent: Sequence[tuple[str, Tensor]]) -> None:
+    """Raises ValueError."""
+    named = dict(sent)
     problems = [f"{name}: sent twice" for name in _doubled(name for name, _ in sent)]
-    problems += [f"{name}: unknown" for name in named if name not in own]
-    problems += [
-        f"{name}: shape {tuple(tensor.shape)}, expected {tuple(own[name].shape)}"
-        for name, tensor in named.items()
-        if name in own and tensor.shape != own[name].shape
-    ]
+    problems += [problem for name, tensor in named.items() if (problem := _unfit(own, name, tensor))]
     for names in _names_by_parameter(own):
         present = [name for name in names if name in named]
-        if not present:
-            problems.append(f"{names[0]}: missing")
-        elif any(not _same(named[present[0]], named[other]) for other in present[1:]):
+        if any(not _same(named[present[0]], named[other]) for other in present[1:]):
             problems.append(f"{' and '.join(present)}: one tensor here, different values sent")
+    problems += _missing(own, {id(own[name]) for name in named if name in own})
     if problems:
         more = f", and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ValueError(f"weights not taken, nothing changed: {'; '.join(problems[:8])}{more}")
-    with torch.no_grad():
-        for name, tensor in named.items():
-            own[name].copy_(tensor)
-    return stripe_hashes((name, own[name]) for name in named)
+
+
+def _problem(own: Mapping[str, nn.Parameter], taken: Mapping[int, list[str]], name: str, tensor: Tensor) -> str | None:
+    """Why a tensor cannot follow those that are taken already."""
+    if problem := _unfit(own, name, tensor):
+        return problem
+    others = taken.get(id(own[name]), [])
+    if name in others:
+        return f"{name}: sent twice"
+    if others and not torch.equal(own[name], tensor.to(own[name])):
+        return f"{' and '.join([*others, name])}: one tensor here, different values sent"
+    return None
+
+
+def _unfit(own: Mapping[str, nn.Parameter], name: str, tensor: Tensor) -> str | None:
+    if name not in own:
+        return f"{name}: unknown"
+    if tensor.shape != own[name].shape:
+        return f"{name}: shape {tuple(tensor.shape)}, expected {tuple(own[name].shape)}"
+    return None
+
+
+def _missing(own: Mapping[str, nn.Parameter], sent: Container[int]) -> list[str]:
+    """sent: parameters of which some name came."""
+    return [f"{names[0]}: missing" for names in _names_by_parameter(own) if id(own[names[0]]) not in sent]
 
 
 def check_shared(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -57,7 +92,7 @@ def check_shared(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> No
         )
 
 
-def _names_by_parameter(own: dict[str, nn.Parameter]) -> list[list[str]]:
+def _names_by_parameter(own: Mapping[str, nn.Parameter]) -> list[list[str]]:
     names: dict[int, list[str]] = {}
     for name, parameter in own.items():
         names.setdefault(id(parameter), []).append(name)

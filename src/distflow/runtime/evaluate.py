@@ -12,7 +12,7 @@ from distflow.runtime.context import Contexts
 from distflow.runtime.error_share import warn_of_errors
 from distflow.runtime.experience import ExperiencePlane
 from distflow.runtime.ports.local_weights import LocalWeights
-from distflow.runtime.publish import Publisher, receiver
+from distflow.runtime.publish import Publisher, Receiver
 from distflow.runtime.resources import build_resources
 from distflow.runtime.session import Session
 from distflow.runtime.spec import Spec
@@ -42,7 +42,7 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> dict[str, float]:
     validator = Validator(spec.validation, contexts, plane, resources.stop_token_ids, spec.options.seed, say)
     with session:
         weights = LocalWeights(Waits())
-        weights.attach(receiver(rollout, session))
+        weights.attach(Receiver(rollout, session))
         canary = make_canary(spec, resources)
         sends, dtype = spec.sends_weights, spec.weight_dtype
         publisher = Publisher(actor, weights, dtype, sends=sends, canary=canary, session=session)

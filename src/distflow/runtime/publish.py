@@ -1,6 +1,7 @@
 """Publishes the trainer's weights in buckets, and compares the canary's answers where its turn has come."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 
 import torch
@@ -13,7 +14,7 @@ from distflow.rollout.receipts import stripe_hashes
 from distflow.runtime.checks import TrustError
 from distflow.runtime.checks.canary import Canary
 from distflow.runtime.checks.sent import check_sent
-from distflow.runtime.ports.weights import Bucket, Receive, WeightPort
+from distflow.runtime.ports.weights import Bucket, WeightPort
 from distflow.runtime.session import Session
 from distflow.training.engine import TrainEngine
 
@@ -64,13 +65,10 @@ class Publisher:
         """
         self._follow(version)
         self._port.begin(version)
-        self._last, model = {}, getattr(self._actor, "model", None)
+        self._last = {}
         for bucket in buckets(self._weights(), BUCKET_BYTES):
-            _refuse_garbage(version, bucket)
-            if isinstance(model, nn.Module):
-                check_sent(bucket, model, version.step)
-            self._last |= stripe_hashes(bucket)
-            self._port.put(bucket)
+            self._push(version, bucket)
+            del bucket  # before the next is gathered
         self._port.commit(self._last)
         if self._canary is None or not self._canary.is_due(at_start):
             return {}
@@ -80,6 +78,14 @@ class Publisher:
     def hashes(self) -> Mapping[str, str]:
         """Of the weights that were pushed last, by name."""
         return self._last
+
+    def _push(self, version: Version, bucket: Bucket) -> None:
+        model = getattr(self._actor, "model", None)
+        _refuse_garbage(version, bucket)
+        if isinstance(model, nn.Module):
+            check_sent(bucket, model, version.step)
+        self._last |= stripe_hashes(bucket)
+        self._port.put(bucket)
 
     def _follow(self, version: Version) -> None:
         if self._version is not None and version <= self._version:
@@ -92,15 +98,28 @@ class Publisher:
         return ((name, tensor.to(self._dtype)) for name, tensor in weights)
 
 
-def receiver(engine: RolloutEngine, session: Session) -> Receive:
-    """Hands a version to the engine on its own thread, and waits for the receipt.
+class Receiver:
+    """Hands versions to the engine on its own thread.
 
-    Its hashes are those that the engine gives when asked afterwards, whatever it says that it took. Raises TrustError
-    where it serves another version than the receipt says, or holds other weights.
+    A receipt's hashes are those that the engine gives when asked afterwards, whatever it says that it took. Raises
+    TrustError where it serves another version than the receipt says, or holds other weights.
     """
 
-    def receive(version: Version, weights: Bucket | None) -> Receipt:
-        receipt, held = session.call(_load(engine, version, weights))
+    def __init__(self, engine: RolloutEngine, session: Session) -> None:
+        self._engine, self._session = engine, session
+
+    def __call__(self, version: Version, weights: Bucket | None) -> Receipt:
+        """See `Receive`."""
+        return self._session.call(self._load(version, weights))
+
+    def start(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> "Future[Receipt]":
+        """See `Receive`."""
+        return self._session.start(self._load(version, weights))
+
+    async def _load(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
+        engine = self._engine
+        receipt = await engine.load_weights(version, weights)
+        held = await engine.hashes()
         claimed = {name: held.get(name) for name in receipt.hashes}
         if engine.version != receipt.version or claimed != receipt.hashes:
             raise TrustError(
@@ -109,13 +128,6 @@ def receiver(engine: RolloutEngine, session: Session) -> Receive:
                 "that the receipt names: weights that were not taken, or a version that is counted ahead of them"
             )
         return replace(receipt, hashes=held)
-
-    return receive
-
-
-async def _load(engine: RolloutEngine, version: Version, weights: Bucket | None) -> tuple[Receipt, dict[str, str]]:
-    receipt = await engine.load_weights(version, weights)
-    return receipt, await engine.hashes()
 
 
 def _refuse_garbage(version: Version, bucket: Bucket) -> None:
@@ -133,8 +145,9 @@ def buckets(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[B
     num_bytes = 0
     for name, tensor in weights:
         if bucket and num_bytes + tensor.nbytes > max_bytes:
-            yield bucket
-            bucket, num_bytes = [], 0
+            full, bucket, num_bytes = bucket, [], 0
+            yield full
+            del full
         bucket.append((name, tensor))
         num_bytes += tensor.nbytes
     if bucket:

@@ -14,60 +14,154 @@ from torch import Tensor
 from distflow.flow.ticket import Version
 from distflow.rollout.engine import Receipt
 from distflow.runtime.checks import TrustError
-from distflow.runtime.ports.weights import Bucket, Receive
+from distflow.runtime.ports.weights import Bucket, Detach, Receive, WeightPort, check_receipt, refused
+from distflow.runtime.waits import Waits
 
 Packed = list[tuple[str, str, tuple[int, ...], NDArray[np.uint8]]]
 """Of each tensor its name, dtype and shape, and its bytes."""
 
 
 class Fleet:
-    """All engines of other processes as one that receives: from the trainer's process, which alone pushes to them."""
+    """The engines of other processes, from the one trainer that pushes to them.
 
-    def __init__(self, workers: Sequence[Any], timeout_s: float | None) -> None:
-        """workers: handles of their actors. timeout_s: that a version may take to arrive everywhere, None for ever."""
-        self._workers, self._timeout_s = workers, timeout_s
+    A bucket is one object, which goes to all of them; it is gone when each has copied it, and before the next is there.
+    Used by the learning thread alone.
+    """
 
-    def receive(self, version: Version, weights: Bucket | None) -> Receipt:
-        """See `Receive`. The receipt of all: raises TrustError naming the worker that did not answer in time, or that
-        holds other weights than the first."""
-        sent = None if weights is None else (ray.put(pack(weights)),)
-        asked = [worker.receive.remote(version, sent) for worker in self._workers]
+    def __init__(self, workers: Mapping[str, Any], timeout_s: float | None, waits: Waits) -> None:
+        """workers: handles of their actors, by name. timeout_s: that one bucket may take to arrive everywhere, or a
+        version to be taken, None for ever."""
+        self.confirmed = Version(0, 0)  # as they are built
+        self._workers, self._timeout_s, self._waits = workers, timeout_s, waits
+        self._version: Version | None = None
+        self._under_way: list[Any] = []
+        self._num_buckets = 0
+
+    def begin(self, version: Version) -> None:
+        """See `WeightPort`."""
+        self._version, self._under_way, self._num_buckets = version, [], 0
+
+    def put(self, bucket: Bucket) -> None:
+        """See `WeightPort`. Raises TrustError naming the workers where the one before did not arrive in time."""
+        assert self._version is not None, "a version is begun before it is pushed"
+        self._arrive(self._version)
+        sent = (ray.put(pack(bucket)),)
+        number, self._num_buckets = self._num_buckets, self._num_buckets + 1
+        self._under_way = [worker.take.remote(self._version, number, sent) for worker in self._workers.values()]
+
+    def commit(self, hashes: Mapping[str, str]) -> None:
+        """See `WeightPort`."""
+        assert self._version is not None, "a version is begun before it is committed"
+        self._arrive(self._version)
+        self._serve(self._version, self._num_buckets, hashes)
+        self._version = None
+
+    def alias(self, version: Version, hashes: Mapping[str, str]) -> None:
+        """See `WeightPort`."""
+        self._serve(version, None, hashes)
+
+    def _arrive(self, version: Version) -> None:
+        if self._under_way:
+            self._answers(self._under_way, version)
+        self._under_way = []
+
+    def _serve(self, version: Version, num_buckets: int | None, hashes: Mapping[str, str]) -> None:
+        asked = [worker.serve.remote(version, num_buckets) for worker in self._workers.values()]
+        for name, receipt in zip(self._workers, self._answers(asked, version), strict=True):
+            check_receipt(receipt, version, hashes, f" of {name}")
+        self.confirmed = version
+
+    def _answers(self, asked: Sequence[Any], version: Version) -> list[Any]:
+        """In the order of the workers. Raises TrustError naming those that did not answer in time."""
         try:
-            receipts: list[Receipt] = ray.get(asked, timeout=self._timeout_s)
+            with self._waits("learner", f"weights of step {version.step}", on=", ".join(self._workers)):
+                return ray.get(list(asked), timeout=self._timeout_s)
         except RayTaskError as err:
-            raise err.cause from err
+            raise refused(version, err.cause) if isinstance(err.cause, ValueError) else err.cause from err
         except GetTimeoutError as err:
-            done, _ = ray.wait(asked, num_returns=len(asked), timeout=0)
-            late = [number for number, ref in enumerate(asked) if ref not in done]
+            done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0)
+            late = [name for name, ref in zip(self._workers, asked, strict=True) if ref not in done]
             raise TrustError(
-                f"the weights of version {version.step} did not arrive within {self._timeout_s} s at rollout workers "
-                f"{', '.join(map(str, late))}: see whether they are alive, or raise "
-                "actor_rollout_ref.rollout.timeout_s"
+                f"the weights of version {version.step} did not arrive within {self._timeout_s} s at "
+                f"{', '.join(late)}: see whether they are alive, or raise actor_rollout_ref.rollout.timeout_s"
             ) from err
-        first = receipts[0]
-        for number, receipt in enumerate(receipts):
-            if (receipt.version, receipt.hashes) != (first.version, first.hashes):
-                raise TrustError(f"rollout worker {number} took other weights than worker 0 as version {version.step}")
-        return first
+
+
+class RayWeights:
+    """The weight port of a worker that trains and pushes to other processes, besides to the engine that it may have."""
+
+    def __init__(self, own: WeightPort, fleet: Fleet) -> None:
+        self._own, self._fleet = own, fleet
+
+    @property
+    def confirmed(self) -> Version:
+        """See `WeightPort`."""
+        return self._fleet.confirmed
+
+    def attach(self, receive: Receive) -> Detach:
+        """See `WeightPort`."""
+        return self._own.attach(receive)
+
+    def begin(self, version: Version) -> None:
+        """See `WeightPort`."""
+        self._own.begin(version)
+        self._fleet.begin(version)
+
+    def put(self, bucket: Bucket) -> None:
+        """See `WeightPort`."""
+        self._fleet.put(bucket)
+        self._own.put(bucket)
+
+    def commit(self, hashes: Mapping[str, str]) -> None:
+        """See `WeightPort`."""
+        self._own.commit(hashes)
+        self._fleet.commit(hashes)
+
+    def alias(self, version: Version, hashes: Mapping[str, str]) -> None:
+        """See `WeightPort`."""
+        self._own.alias(version, hashes)
+        self._fleet.alias(version, hashes)
 
 
 class Arrivals:
-    """The weight port of a worker that does not train: its engine takes what comes."""
+    """The weight port of a worker that does not train. A version is put together beside the weights of its engine,
+    which serves them until all of the new ones are there; of one that is begun and not ended nothing is left when the
+    next begins. `take` and `serve` are called from outside, one after another."""
+
+    confirmed = None  # it sends nothing
 
     def __init__(self) -> None:
         self._receive: Receive | None = None
         self._attached = threading.Event()
+        self._version: Version | None = None
+        self._buckets: list[list[tuple[str, Tensor]]] = []
 
-    def attach(self, receive: Receive) -> None:
+    def attach(self, receive: Receive) -> Detach:
         """See `WeightPort`."""
         self._receive = receive
         self._attached.set()
+        return lambda: None
 
-    def arrived(self, version: Version, sent: "tuple[ray.ObjectRef[Any]] | None") -> Receipt:
-        """Waits until the worker has begun. Raises as `Receive`."""
+    def take(self, version: Version, number: int, sent: "tuple[ray.ObjectRef[Any]]") -> None:
+        """A bucket of a version, copied out of the object store. number: from 0; the first one begins the version.
+        Raises ValueError where one before is missing."""
+        if number == 0:
+            self._version, self._buckets = version, []
+        if (version, number) != (self._version, len(self._buckets)):
+            raise ValueError(
+                f"bucket {number} of {version} came behind {len(self._buckets)} buckets of {self._version}"
+            )
+        self._buckets.append(unpack(ray.get(sent[0])))
+
+    def serve(self, version: Version, num_buckets: int | None) -> Receipt:
+        """The engine takes the version that has come, None the one that it has under another number. Waits until the
+        worker has begun. Raises ValueError where buckets are missing, and as `Receive`."""
+        buckets, self._buckets = self._buckets, []
+        if num_buckets and (version, num_buckets) != (self._version, len(buckets)):
+            raise ValueError(f"{len(buckets)} buckets of {self._version} came, not {num_buckets} of {version}")
         self._attached.wait()
         assert self._receive is not None, "it is attached"
-        return self._receive(version, None if sent is None else unpack(ray.get(sent[0])))
+        return self._receive(version, None if num_buckets is None else [each for bucket in buckets for each in bucket])
 
     def begin(self, version: Version) -> None:
         raise AssertionError("a worker that trains nothing publishes nothing")

@@ -22,12 +22,14 @@ from distflow.runtime.callbacks import Callbacks
 from distflow.runtime.engine_watch import write_stacks
 from distflow.runtime.ports import Ports
 from distflow.runtime.ports.local_weights import LocalWeights
+from distflow.runtime.ports.streamed_weights import StreamedWeights
 from distflow.runtime.ports.torch_collective import TorchCollective
+from distflow.runtime.ports.weights import WeightPort
 from distflow.runtime.ray_coordinator import Standing
 from distflow.runtime.ray_edge import AgreedStop, RayEdge
 from distflow.runtime.ray_exchange_port import RayExchange
 from distflow.runtime.ray_groups import answer
-from distflow.runtime.ray_weights import Arrivals, Fleet
+from distflow.runtime.ray_weights import Arrivals, Fleet, RayWeights
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import build_resources
 from distflow.runtime.saved import restore, set_generators
@@ -88,7 +90,7 @@ class Built:
 
 
 class WorkerActor:
-    """`build`, then `run`; `receive` meanwhile, on a thread of its own."""
+    """`build`, then `run`; what weights come meanwhile, on threads of their own."""
 
     def __init__(self, spec: Spec, place: Place, coordinator: Any, meeting: Path, exchange: Any = None) -> None:
         """coordinator, exchange: handles of their actors; no exchange where nothing goes from team to team. meeting: a
@@ -146,9 +148,13 @@ class WorkerActor:
                 self._note_end(recorder, standing.total_steps)
         return steps
 
-    def receive(self, version: Version, sent: Any) -> Receipt:
+    def take(self, version: Version, number: int, sent: Any) -> None:
         """See `Arrivals`."""
-        return self._arrivals.arrived(version, sent)
+        self._arrivals.take(version, number, sent)
+
+    def serve(self, version: Version, num_buckets: int | None) -> Receipt:
+        """See `Arrivals`."""
+        return self._arrivals.serve(version, num_buckets)
 
     def alive(self) -> None:
         """Answered on a thread of its own, whatever the others are at."""
@@ -193,13 +199,14 @@ class WorkerActor:
         edge = RayEdge(self._coordinator, place.generator, place.first, waits, self._stop, saves=place.leads)
         if not place.team:
             return Ports(edge, None, self._arrivals, self._collective, self._everyone, self._abort)
-        weights = LocalWeights(waits)
+        own: WeightPort = LocalWeights(waits) if self._mesh is None else StreamedWeights(waits)
         exchange = RayExchange(self._exchange, waits) if self._exchange is not None else None
-        ports = Ports(edge, None, weights, self._collective, self._everyone, self._abort, exchange=exchange)
+        ports = Ports(edge, None, own, self._collective, self._everyone, self._abort, exchange=exchange)
         if not (place.leads and others):
             return ports
-        weights.attach(Fleet(others, self._spec.options.engine_timeout_s).receive)
-        return replace(ports, validate=partial(_validated, others))
+        names = [f"worker {rank}" for rank in place.generators if rank not in place.learners]
+        fleet = Fleet(dict(zip(names, others, strict=True)), self._spec.options.engine_timeout_s, waits)
+        return replace(ports, weights=RayWeights(own, fleet), validate=partial(_validated, others))
 
     @contextmanager
     def _telling_failure(self) -> Iterator[None]:

@@ -31,7 +31,7 @@ from distflow.runtime.experience import ExperiencePlane
 from distflow.runtime.handovers import Handovers
 from distflow.runtime.ports import Ports
 from distflow.runtime.ports.edge import Released, Share
-from distflow.runtime.publish import Publisher, receiver
+from distflow.runtime.publish import Publisher, Receiver
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources
 from distflow.runtime.saved import as_it_stands, joined, part_of_rank, saved_parts
@@ -103,7 +103,7 @@ class Worker:
             stack.enter_context(self._session)
             stack.enter_context(self._saver)
             if self._resources.rollout is not None:
-                self._ports.weights.attach(receiver(self._resources.rollout, self._session))
+                stack.callback(self._ports.weights.attach(Receiver(self._resources.rollout, self._session)))
             if self._learning:
                 self._recorder.started(self._version.step, self._publish_first())
                 if self._spec.options.val_before_train and self._version.step == 0:
@@ -263,11 +263,16 @@ class Worker:
         if self._publisher is None:
             return updated, {}
         outcome = self._publisher.publish_changed(version, updated)
-        if self._resources.rollout is not None:
-            check_served(self._resources.rollout.version, version)
+        check_served(self._serving(), version)
         check_replicas(self._publisher.hashes, version.step, self._ports.collective)
         self._recorder.serves(version)
         return outcome
+
+    def _serving(self) -> Version | None:
+        """What the engines serve to which this rank publishes, the oldest of them; None where it has none."""
+        own = [self._resources.rollout.version] if self._resources.rollout is not None else []
+        confirmed = self._ports.weights.confirmed
+        return min([*own, *([confirmed] if confirmed is not None else [])], default=None)
 
     def _publish_first(self) -> dict[str, float]:
         """The weights that this process begins with; the canary's metrics."""

@@ -32,12 +32,13 @@ def check_sent(bucket: Bucket, model: nn.Module, step: int) -> None:
         )
 
 
-def check_served(served: Version, version: Version) -> None:
-    """Once `version` is published, this process's engine serves it. Raises TrustError where it does not: at staleness 0
-    it would wait for that version, and the learner for the engine, for ever."""
-    if served != version:
+def check_served(served: Version | None, version: Version) -> None:
+    """Once `version` is published, all engines serve it, in whatever process. served: the oldest that one of them does,
+    None where there are none. Raises TrustError where it is another: at staleness 0 that engine would wait for the
+    version, and the learner for the engine, for ever."""
+    if served not in (None, version):
         raise TrustError(
-            f"version {version.step} is published, but the engine serves {served.step}: weights were not sent"
+            f"version {version.step} is published, but an engine serves {served.step}: weights were not sent"
         )
 
 
