@@ -764,4 +764,4 @@ def test_what_needs_whole_weights_is_refused_where_they_are_spread():
     with pytest.raises(ConfigError) as caught:
         check(spread)
     keys = [problem.places[1][0].split(" = ")[0] for problem in caught.value.problems]
-    assert keys == ["trust.audit_freq", f"{ACTOR}.optim.optimizer"]
+    assert keys == [f"{ACTOR}.optim.optimizer"]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.flow.balance import karmarkar_karp, partition
+from distflow.flow.balance import divide_step, karmarkar_karp, partition
 from distflow.flow.packing import lightest_first
 
 
@@ -70,6 +70,23 @@ def test_groups_stay_whole(items, num_parts):
     assert sorted(itertools.chain(*parts)) == list(range(len(items)))
     homes = {(groups[item], number) for number, part in enumerate(parts) for item in part}
     assert len(homes) == len(set(groups))
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=24), st.integers(1, 9), st.integers(1, 4))
+def test_each_mini_batch_of_a_step_is_as_even_as_if_it_were_alone(lengths, size, num_parts):
+    order = random.Random(0).sample(range(len(lengths)), len(lengths))
+    mini_batches = [order[start : start + size] for start in range(0, len(order), size)]
+    parts = divide_step(lengths, mini_batches, num_parts)
+    assert sorted(itertools.chain(*parts)) == list(range(len(lengths)))
+    for mini_batch in mini_batches:
+        alone = [lengths[i] for i in mini_batch]
+        own = [[i for i in part if i in mini_batch] for part in parts]
+        assert heaviest(own, lengths) == heaviest(partition(alone, num_parts), alone)
+
+
+def test_what_is_heavy_in_one_mini_batch_goes_to_who_was_light_before():
+    assert divide_step([9, 1, 8, 2], [[0, 1], [2, 3]], 2) == [[0, 3], [1, 2]]
 
 
 def test_no_parts_are_refused():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from distflow.config.errors import UserError
 from distflow.flow import ledger
-from distflow.observe.run_reader import read_samples
+from distflow.observe.run_reader import read_events, read_samples
 from distflow.runtime.checks import TrustError
 from distflow.runtime.ray_entry import launch_ray
 from tests.e2e.runs import Playground, Run
@@ -114,17 +114,21 @@ def test_nothing_is_left_in_the_folder_but_the_run(ground: Playground, alone: Ru
     assert names == {".distflow-run", ".writer"} and Path(alone.folder).exists()
 
 
-SHARDED = ("actor_rollout_ref.actor.strategy=fsdp", "trust.audit_freq=0", "trainer.n_gpus_per_node=2")
+SHARDED = ("actor_rollout_ref.actor.strategy=fsdp", "trust.audit_freq=1", "trainer.n_gpus_per_node=2")
 
 
 @pytest.mark.slow
 def test_weights_spread_over_two_workers_end_where_one_process_does(ground: Playground, alone: Run) -> None:
     found = run(ground, *STEPS, *SHARDED, name="sharded")
-    longer = (*STEPS, "trainer.total_training_steps=6", "trust.audit_freq=0")
+    longer = (*STEPS, "trainer.total_training_steps=6", "trust.audit_freq=1")
     resumed = ground.run("grpo", *longer, name="sharded")
     whole = ground.run("grpo", *longer, name="six")
     assert found.outcome.steps == 4 and resumed.outcome.steps == 6
     assert distance(resumed.weights(6), whole.weights(6)) < 1e-6
+    audits = [event.fields for event in read_events(resumed.folder) if event.kind == "audit"]
+    assert [set(dict(audit["unproven"])) for audit in audits] == [{"groups", "loss", "gradients"}] * 4 + [set()] * 2
+    assert {"weights", "log_probs", "backward", "reference", "optimizer"} <= set(audits[0]["proven"])
+    assert resumed.notes("warning") == []
 
 
 SILENT = """
@@ -146,4 +150,4 @@ def test_weights_that_are_not_sent_to_an_engine_elsewhere_are_named(ground: Play
 @pytest.mark.slow
 def test_weights_spread_over_two_workers_go_to_an_engine_elsewhere(ground: Playground, alone: Run) -> None:
     apart = "trainer.allocation='embedded[rollout]:d1+fsdp[actor]:d2'"
-    check_same(run(ground, *STEPS, *validating(ground), apart, "trust.audit_freq=0", name="sharded_split"), alone)
+    check_same(run(ground, *STEPS, *validating(ground), apart, name="sharded_split"), alone)

@@ -33,6 +33,24 @@ def partition(lengths: Sequence[int], num_parts: int, groups: Sequence[int] | No
     return sorted(parts, key=lambda part: part[0] if part else len(lengths))
 
 
+def divide_step(lengths: Sequence[int], mini_batches: Sequence[Sequence[int]], num_parts: int) -> Parts:
+    """The items of a step over ranks, each mini-batch by itself as even as `partition` makes it, so that no optimizer
+    step waits for a rank that has more of it than others.
+
+    mini_batches: indices into `lengths`, each in one of them. What is heaviest in a mini-batch goes to the part that
+    was lightest before it.
+    """
+    parts: Parts = [[] for _ in range(num_parts)]
+    loads = [0] * num_parts
+    for mini_batch in mini_batches:
+        found = [[mini_batch[i] for i in part] for part in partition([lengths[i] for i in mini_batch], num_parts)]
+        found.sort(key=lambda items: -sum(lengths[i] for i in items))
+        for part, items in zip(sorted(range(num_parts), key=lambda part: loads[part]), found, strict=True):
+            parts[part] += items
+            loads[part] += sum(lengths[i] for i in items)
+    return [sorted(part) for part in parts]
+
+
 @dataclass
 class _Split:
     """A partial solution: as many parts as wanted, heaviest first."""

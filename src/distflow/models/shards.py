@@ -1,12 +1,12 @@
 """Tensors that lie spread over ranks (`DTensor`), seen in part and whole. A plain tensor is its own part and whole."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
@@ -24,6 +24,30 @@ def own_part(tensor: Tensor) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """All of it on every rank of its mesh, which all call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Whether a parameter of it lies over ranks."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def square_sum(tensors: Iterable[Tensor]) -> float:
+    """Of all entries, in float64; of spread tensors the whole's, on every rank of their mesh, which all call this."""
+    sums: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, Tensor] = {}
+    for tensor in tensors:
+        over = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        own = own_part(tensor.detach()).double().square().sum()
+        sums[over] = sums[over] + own if over in sums else own
+    return float(sum((_added(own, over) for over, own in sums.items()), start=torch.zeros((), dtype=torch.float64)))
+
+
+def _added(own: Tensor, over: tuple[DeviceMesh, tuple[Placement, ...]] | None) -> Tensor:
+    """The sum of a number over the mesh dimensions along which the tensor that it is of is divided."""
+    if over is None:
+        return own.cpu()
+    mesh, placements = over
+    sums = [Partial("sum") if placement.is_shard() else Replicate() for placement in placements]
+    return DTensor.from_local(own, mesh, sums, run_check=False).full_tensor().cpu()
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from distflow.rewards.tally import Judged
 from distflow.runtime.begin import Start, begin_account
 from distflow.runtime.ports.edge import Failure
 from distflow.runtime.ports.local_edge import held_groups
-from distflow.runtime.ports.shared_edge import Consumed, Facts, Held, Portion, SharedEdge
+from distflow.runtime.ports.shared_edge import Consumed, Facts, Held, Portion, SharedEdge, Team
 from distflow.runtime.ray_groups import GroupRef, to_group
 from distflow.runtime.saved import load_live
 from distflow.runtime.spec import Spec
@@ -44,7 +44,7 @@ class CoordinatorActor:
     """
 
     def __init__(
-        self, spec: Spec, start: Start, allowed: tuple[str, ...], teams: Sequence[int], workers: Sequence[str]
+        self, spec: Spec, start: Start, allowed: tuple[str, ...], teams: Sequence[Team], workers: Sequence[str]
     ) -> None:
         """See `SharedEdge`."""
         os.umask(0o077)

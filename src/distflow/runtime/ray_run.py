@@ -25,6 +25,7 @@ from distflow.runtime.ray_worker import Built, Place, WorkerActor
 from distflow.runtime.saved import check_same_facts
 from distflow.runtime.spec import Spec
 from distflow.runtime.stop import StopRequest
+from distflow.runtime.teams import edge_team
 
 ANSWERS_WITHIN_S = 60.0
 ENDS_WITHIN_S = 20.0
@@ -51,7 +52,7 @@ class RayRun:
         self._coordinator: Any = (  # Ray's handles have no types
             ray.remote(CoordinatorActor)
             .options(num_cpus=0, max_concurrency=calls)
-            .remote(spec, start, allowed, [len(team) for team in teams], [str(rank) for rank in generators])
+            .remote(spec, start, allowed, [edge_team(spec, team) for team in teams], [str(rank) for rank in generators])
         )
         exchanges = any(channel.kind == "exchange" for channel in spec.plan.channels)
         self._exchange = cast(Any, ExchangeActor).remote(_HELD_BYTES) if exchanges else None

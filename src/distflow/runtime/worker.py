@@ -74,7 +74,9 @@ class Worker:
         self._checks = LiveChecks.of(spec, resources, recorder.note)
         parts = {**resources.by_name(), "reduce": ports.collective}
         self._learning = compile_steps([program.node(name) for name in plan.learning], parts)
-        self._auditor = make_auditor(spec, program, self._learning, resources, self._session, recorder, state, version)
+        self._auditor = make_auditor(
+            spec, program, self._learning, resources, self._session, recorder, state, version, ports.collective
+        )
         self._updates = updates = _Updates(self._checks, self._auditor, recorder.phases)
         self._contexts = Contexts(spec.config, resources, state, updates.before, updates.after)
         self._experience = ExperiencePlane.of(

@@ -126,12 +126,6 @@ def sharding(config: Config) -> Iterator[Finding]:
             f"set trainer.launcher=ray, or {whole}",
         )
         return
-    if config.trust.audit_freq:
-        yield Finding(
-            (f"{ACTOR}.strategy", "trust.audit_freq"),
-            "the auditor proves a step again on whole weights, and no rank has them",
-            f"set trust.audit_freq=0, or {whole}",
-        )
     optims = {ACTOR: config.actor_rollout_ref.actor.optim, "critic": config.critic.optim}
     for prefix in (prefix for prefix, optim in optims.items() if optim.optimizer == "adamw_8bit"):
         yield Finding(

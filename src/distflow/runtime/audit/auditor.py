@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from distflow.data import generators
 from distflow.data.batch import Batch
 from distflow.flow.ticket import Version
 from distflow.graph import Program
+from distflow.models.shards import is_spread
 from distflow.rewards.verdict import Verdict
 from distflow.rollout.receipts import stripe_hash
 from distflow.runtime.audit.check import Check, Wrong
@@ -20,6 +22,7 @@ from distflow.runtime.audit.evidence import Evidence, Inputs, Parts
 from distflow.runtime.audit.kept_weights import KeptWeights
 from distflow.runtime.audit.log_probs import score_before
 from distflow.runtime.audit.schedule import AuditSchedule
+from distflow.runtime.audit.turns import Turns
 from distflow.runtime.audit.watch import OpenEngine, UpdateRecord, UpdateWatch
 from distflow.runtime.audit.witness import GroupRecord, Witness
 from distflow.runtime.checks import TrustError
@@ -29,6 +32,7 @@ from distflow.runtime.resources import Resources
 from distflow.runtime.session import Session
 from distflow.runtime.spec import Spec
 from distflow.runtime.step import Step
+from distflow.training.collective import Collective
 from distflow.training.engine import LossFn, TrainEngine
 
 STATE = "trust.audit"
@@ -73,17 +77,20 @@ class Auditor:
         state: dict[str, Any],
         note: Note,
         schedule: AuditSchedule,
+        group: Collective,
         *,
         first_step: int,
         total_steps: int,
     ) -> None:
-        """state: JSON values, saved with the run. note: tells of an event. first_step: the first of this process."""
+        """state: JSON values, saved with the run. note: tells of an event. group: the ranks that learn the
+        same. first_step: the first of this process."""
         self._parts, self.witness, self._state, self._note = parts, witness, state, note
         self._schedule, self._first_step, self._total_steps = schedule, first_step, total_steps
+        self._group = group
         self._kept = KeptWeights(parts.data.max_staleness + 1, parts.weight_dtype)
         self._served: int | None = None
         self._published: Mapping[str, str] = {}
-        self._due = False
+        self._due = self._looks = False
         self._tickets: Sequence[int] = ()
         self._records: Mapping[int, GroupRecord] = {}
         self._batch: Batch | None = None
@@ -101,7 +108,7 @@ class Auditor:
         self._step, self._evidence, self._batch, self._seen = step, None, batch, []
         self._before = dict(self._updates)
         self._tickets, self._served = tickets, served
-        self._due = self._schedule.is_due(step)  # once: it hangs on the clock, and evidence must be whole
+        self._decide(step)
         self._records = self.witness.take(tickets)
         self._kept.forget(step - self._parts.data.max_staleness - 1)
         with self._schedule.timed():
@@ -115,17 +122,19 @@ class Auditor:
         actor, self._published = self._parts.actor, {}
         if actor is None:
             return
-        if self._parts.hashes is not None and (self._due or self._looks):
-            held = self._parts.hashes()
+        spread = isinstance(actor, OpenEngine) and is_spread(actor.model)
+        if (self._parts.hashes is not None or spread) and (self._due or self._looks):
+            held = self._parts.hashes() if self._parts.hashes is not None else {}
             self._published = {n: stripe_hash(w, self._parts.weight_dtype) for n, w in actor.weights() if n in held}
-        if self._schedule.expects(version) and isinstance(actor, OpenEngine):
+        if self._schedule.expects(version) and isinstance(actor, OpenEngine) and not spread:
             self._kept.keep(version, actor.model)
 
-    @property
-    def _looks(self) -> bool:
-        """Whether what is cheap is looked at in a step that is not audited."""
-        early = self._step - self._first_step < NUM_FIRST_LOOKS
-        return self._schedule.frequency > 0 and (early or self._schedule.is_affordable())
+    def _decide(self, step: int) -> None:
+        """Whether the step is proven again, or what is cheap looked at: once, for all ranks alike, as clocks differ."""
+        early = step - self._first_step < NUM_FIRST_LOOKS
+        looks = self._schedule.frequency > 0 and (early or self._schedule.is_affordable())
+        agreed = self._group.max({"due": float(self._schedule.is_due(step)), "looks": float(looks)})
+        self._due, self._looks = bool(agreed["due"]), bool(agreed["looks"])
 
     def scored(self, batch: Batch) -> None:
         """A node of the learning plane has run."""
@@ -144,6 +153,7 @@ class Auditor:
             number = len(self._evidence.updates_of(role))
             if role == "actor" and 0 < number <= NUM_SCORED_AGAIN:
                 score_before(self._evidence, self._watch.record)
+                self._parts.turns.finish()
             return self._watch.loss
 
     def after_update(self, role: str, metrics: Mapping[str, float]) -> None:
@@ -232,6 +242,7 @@ class Auditor:
             except Exception as err:  # the edge of a check: an auditor that fails must not end a healthy run
                 found[check.name] = f"the check itself failed: {type(err).__name__}: {err}"
                 self._say(f"the audit could not make its check '{check.name}': {type(err).__name__}: {err}")
+        self._parts.turns.finish()
         return found
 
     def _tell(self) -> None:
@@ -245,6 +256,11 @@ class Auditor:
         if message not in self._told:
             self._told.add(message)
             self._note("warning", message)
+
+
+def _models(*engines: object) -> list[nn.Module]:
+    """Of those that show them."""
+    return [model for engine in engines if isinstance(model := getattr(engine, "model", None), nn.Module)]
 
 
 def _present(batch: Batch) -> list[str]:
@@ -266,8 +282,9 @@ def make_auditor(
     recorder: Recorder,
     state: NodeState,
     version: Version,
+    group: Collective,
 ) -> Auditor:
-    """Of a worker. state: of all nodes."""
+    """Of a worker. state: of all nodes. group: the ranks that learn the same."""
     witness, judge = Witness(), resources.judge
     if judge is not None and spec.options.audit_freq > 0:
         judge.pool.told = witness.judged
@@ -313,6 +330,7 @@ def make_auditor(
         exact=spec.weight_dtype is torch.float32,
         num_ranks=sum(bool(rank.learning) for rank in spec.plan.ranks),
         estimate=estimate if estimator is not None else None,
+        turns=Turns(group, _models(resources.actor, resources.critic, resources.ref)),
     )
     return Auditor(
         parts,
@@ -320,6 +338,7 @@ def make_auditor(
         state.setdefault(STATE, {}),
         note,
         AuditSchedule(spec.options.audit_freq, version.step, spec.data.max_staleness, (warmup,)),
+        group,
         first_step=version.step,
         total_steps=spec.data.total_steps,
     )

@@ -1,13 +1,13 @@
 """Claim: a gradient by log-probs reaches the weights through packed sequences as it does through padded ones."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from distflow.data.batch import Batch
 from distflow.runtime.audit.check import Check, Wrong
-from distflow.runtime.audit.evidence import Evidence
+from distflow.runtime.audit.evidence import Evidence, Sample
 from distflow.runtime.audit.log_probs import dtype_of, ids_of, proved_samples
 from distflow.runtime.audit.plain_model import logits_of, plainly
 from distflow.runtime.audit.watch import OpenEngine, striped
@@ -21,23 +21,22 @@ def prove(evidence: Evidence) -> str | None:
     scorer = getattr(actor, "scorer", None)
     if not isinstance(actor, OpenEngine) or scorer is None:
         return "the train engine does not show its inside"
+    turns = evidence.parts.turns
     chosen = sorted(proved_samples(evidence), key=lambda sample: len(sample["response_ids"]))[:NUM_SAMPLES]
-    if not chosen:
+    if not chosen and not turns.is_spread(actor.model):
         return "no sample is short enough"
-    rows = [list(evidence.batch["uid"]).index(sample["uid"]) for sample in chosen]
     names = dict(striped(actor.model, evidence.step))
     weights = list(names.values())
-    packed = _packed(evidence.batch.select(rows), scorer, weights)
-    total = torch.zeros((), device=weights[0].device)
-    with plainly(actor.model, compute_dtype=dtype_of(actor)):
-        for logits, sample in zip(logits_of(actor.model, [ids_of(sample) for sample in chosen]), chosen, strict=True):
-            ids = ids_of(sample)[1]
-            scores = (logits / evidence.parts.sampling.temperature).log_softmax(-1)
-            log_probs = scores.gather(-1, torch.tensor(ids, device=scores.device)[:, None])[:, 0]
-            total = total + (log_probs * _cotangent(len(ids)).to(log_probs)).sum()
-        apart = _gradients(total, torch.ones(()), weights)
+    packed = _through_packing(evidence, actor, scorer, chosen, weights)
+    apart = [
+        _through_padding(evidence, actor, chosen[place : place + 1], weights)
+        for place in range(NUM_SAMPLES if turns.is_spread(actor.model) else len(chosen))
+    ]
+    if not chosen:
+        return "no sample is short enough"
     limit = EXACT if evidence.parts.exact else ROUNDED
-    for name, one, other in zip(names, packed, apart, strict=True):
+    for name, one, *others in zip(names, packed, *apart, strict=True):
+        other = torch.stack(others).sum(0)
         error = float((one - other).norm() / other.norm().clamp(min=1e-12))
         if not error <= limit and float(other.norm()) > 1e-9:
             raise Wrong(
@@ -48,16 +47,39 @@ def prove(evidence: Evidence) -> str | None:
     return None
 
 
-def _packed(batch: Batch, scorer: object, weights: Sequence[nn.Parameter]) -> list[Tensor]:
-    device = weights[0].device
-    flat = scorer.compute(batch.to(device), ("log_probs",))["log_probs"]  # type: ignore[attr-defined]  # checked above
-    lengths = batch.lengths("response").tolist()
-    return _gradients(flat, torch.cat([_cotangent(length) for length in lengths]), weights)
+def _through_packing(
+    evidence: Evidence, actor: OpenEngine, scorer: object, chosen: Sequence[Sample], weights: Sequence[nn.Parameter]
+) -> list[Tensor]:
+    rows = [list(evidence.batch["uid"]).index(sample["uid"]) for sample in chosen]
+    batch = evidence.batch.select(rows)
+
+    def loss() -> Tensor:
+        flat = scorer.compute(batch.to(weights[0].device), ("log_probs",))["log_probs"]  # type: ignore[attr-defined]  # checked above
+        cotangents = [_cotangent(length) for length in batch.lengths("response").tolist()]
+        return (flat * torch.cat(cotangents or [flat.new_zeros(0)]).to(flat)).sum()
+
+    return evidence.parts.turns.gradients(actor.model, weights, loss)
 
 
-def _gradients(log_probs: Tensor, cotangent: Tensor, weights: Sequence[nn.Parameter]) -> list[Tensor]:
-    found = torch.autograd.grad(log_probs, weights, cotangent.to(log_probs), allow_unused=True)
-    return [torch.zeros_like(w) if g is None else g.detach() for w, g in zip(weights, found, strict=True)]
+def _through_padding(
+    evidence: Evidence, actor: OpenEngine, chosen: Sequence[Sample], weights: Sequence[nn.Parameter]
+) -> list[Tensor]:
+    """chosen: one sample, or none: then a token is sent through the model, and its gradient is 0."""
+    tokens = [ids_of(sample) for sample in chosen] or [((0,), (0,))]
+
+    def loss() -> Tensor:
+        (logits,) = logits_of(_at_once, actor.model, tokens)
+        ids = torch.tensor(tokens[0][1], device=logits.device)
+        scores = (logits / evidence.parts.sampling.temperature).log_softmax(-1)
+        log_probs = scores.gather(-1, ids[:, None])[:, 0]
+        return (log_probs * _cotangent(len(ids)).to(log_probs)).sum() * float(len(chosen))
+
+    with plainly(actor.model, compute_dtype=dtype_of(actor)):
+        return evidence.parts.turns.gradients(actor.model, weights, loss)
+
+
+def _at_once(model: nn.Module, **inputs: object) -> Any:
+    return model(**inputs)
 
 
 def _cotangent(length: int) -> Tensor:

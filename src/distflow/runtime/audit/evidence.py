@@ -20,6 +20,7 @@ from distflow.rewards.verdict import Verdict
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams
 from distflow.runtime.audit.kept_weights import KeptWeights
 from distflow.runtime.audit.plain_model import PlainScores
+from distflow.runtime.audit.turns import Turns
 from distflow.runtime.audit.watch import UpdateRecord
 from distflow.runtime.audit.witness import GroupRecord
 from distflow.training.engine import Scorer, TrainEngine
@@ -38,7 +39,7 @@ class Parts:
     arguments, one at a time. judged_in_groups: names of those that judge all answers to a prompt at a time.
     hashes: of the tensors that the rollout engine computes with, None where it is not here.
     weight_dtype: of those. exact: models compute in float32. estimate: the function that writes the advantages, and
-    what it is called with for a batch; None where there is none.
+    what it is called with for a batch; None where there is none. turns: through which models are run.
     """
 
     config: Config
@@ -58,6 +59,7 @@ class Parts:
     exact: bool
     num_ranks: int
     estimate: Callable[[Batch], Inputs] | None
+    turns: Turns
 
 
 @dataclass

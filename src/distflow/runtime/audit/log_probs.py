@@ -43,7 +43,7 @@ def prove(evidence: Evidence) -> str | None:
             torch.no_grad(),
             plainly(reference, adapter=not without_adapter(parts.ref), compute_dtype=dtype_of(parts.ref)),
         ):
-            for logits, sample in zip(logits_of(reference, tokens), chosen, strict=True):
+            for logits, sample in zip(logits_of(parts.turns.run, reference, tokens), chosen, strict=True):
                 expected = log_probs_of(logits, ids_of(sample)[1], temperature)
                 _same(evidence, sample, "ref_log_prob", expected)
                 if evidence.fresh and sample["uid"] in evidence.plain:
@@ -51,7 +51,7 @@ def prove(evidence: Evidence) -> str | None:
         proven.append("ref_log_prob")
     if isinstance(parts.critic, OpenEngine) and evidence.is_ours("values"):
         with torch.no_grad(), plainly(parts.critic.model, compute_dtype=dtype_of(parts.critic)):
-            for values, sample in zip(logits_of(parts.critic.model, tokens), chosen, strict=True):
+            for values, sample in zip(logits_of(parts.turns.run, parts.critic.model, tokens), chosen, strict=True):
                 _same(evidence, sample, "values", values[:, 0])
         proven.append("values")
     return None if proven else "no built-in node scores by a model that shows its inside"
@@ -99,7 +99,8 @@ def dtype_of(engine: object) -> torch.dtype | None:
 
 def _score_policy(evidence: Evidence, model: nn.Module, chosen: list[Sample]) -> None:
     with torch.no_grad(), plainly(model, compute_dtype=dtype_of(evidence.parts.actor)):
-        for logits, sample in zip(logits_of(model, [ids_of(sample) for sample in chosen]), chosen, strict=True):
+        found = logits_of(evidence.parts.turns.run, model, [ids_of(sample) for sample in chosen])
+        for logits, sample in zip(found, chosen, strict=True):
             evidence.plain[sample["uid"]] = plain_scores(logits, ids_of(sample)[1], evidence.parts.sampling)
 
 
@@ -112,7 +113,7 @@ def score_before(evidence: Evidence, update: UpdateRecord) -> None:
         return
     ids = ids_of(chosen[uid])
     with torch.no_grad(), plainly(actor.model, compute_dtype=dtype_of(actor)):
-        (logits,) = logits_of(actor.model, [ids])
+        (logits,) = logits_of(evidence.parts.turns.run, actor.model, [ids])
     update.plain[uid] = plain_scores(logits, ids[1], evidence.parts.sampling)
 
 

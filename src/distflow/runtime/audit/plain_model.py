@@ -1,8 +1,9 @@
 """A model's own padded forward: no packing, no cache, no chunks; the softmax in float64."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +60,11 @@ def plainly(model: nn.Module, *, adapter: bool = True, compute_dtype: torch.dtyp
 Ids = tuple[Sequence[int], Sequence[int]]
 """A prompt and its response."""
 
+Run = Callable[..., Any]
+"""Runs a model's forward: `Turns.run`."""
 
-def logits_of(model: nn.Module, sequences: Sequence[Ids]) -> Iterator[Tensor]:
+
+def logits_of(run: Run, model: nn.Module, sequences: Sequence[Ids]) -> Iterator[Tensor]:
     """For each sequence, float32 logits `(response tokens, vocabulary)` that predict its response; a critic's are
     `(response tokens, 1)`. Sequences are padded on the right, as many together as their logits may be held."""
     longest = max(len(prompt) + len(response) for prompt, response in sequences)
@@ -72,7 +76,8 @@ def logits_of(model: nn.Module, sequences: Sequence[Ids]) -> Iterator[Tensor]:
         ids = torch.zeros(mask.shape, dtype=torch.int64)
         ids[mask] = torch.tensor([token for prompt, response in part for token in (*prompt, *response)])
         device = next(model.parameters()).device
-        logits = model(input_ids=ids.to(device), attention_mask=mask.long().to(device), use_cache=False).logits
+        inputs = {"input_ids": ids.to(device), "attention_mask": mask.long().to(device), "use_cache": False}
+        logits = run(model, **inputs).logits
         for row, (prompt, response) in zip(logits, part, strict=True):
             yield row[len(prompt) - 1 : len(prompt) + len(response) - 1].float()
 

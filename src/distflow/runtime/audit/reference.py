@@ -34,7 +34,7 @@ def _on_fixed_tokens(evidence: Evidence, model: nn.Module) -> Tensor:
     ids = [[(STRIDE * i + row) % size for i in range(NUM_TOKENS)] for row in range(NUM_ROWS)]
     reference = evidence.parts.ref
     with torch.no_grad(), plainly(model, adapter=not without_adapter(reference), compute_dtype=dtype_of(reference)):
-        logits = logits_of(model, [(one[:1], one[1:]) for one in ids])
+        logits = logits_of(evidence.parts.turns.run, model, [(one[:1], one[1:]) for one in ids])
         return torch.cat([log_probs_of(rows, one[1:], 1.0) for rows, one in zip(logits, ids, strict=True)])
 
 

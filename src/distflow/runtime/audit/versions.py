@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from distflow.runtime.audit.evidence import Evidence, Sample, doubles
 from distflow.runtime.audit.kept_weights import Weights
 from distflow.runtime.audit.log_probs import dtype_of, ids_of, proved_samples
 from distflow.runtime.audit.plain_model import PlainScores, plain_scores, plainly, vocabulary_of
+from distflow.runtime.audit.turns import Turns
 from distflow.runtime.audit.watch import OpenEngine
 
 EXACT, ROUNDED = (1e-3, 3e-2), (0.15, 5.0)
@@ -50,10 +52,10 @@ def _scores(evidence: Evidence, model: nn.Module, sample: Sample) -> tuple[Plain
     if sample["uid"] in evidence.plain and all(one is PRESENT for one in weights):
         return evidence.plain[sample["uid"]], policy
     if evidence.config.actor_rollout_ref.rollout.kv_on_update == "recompute":
-        logits = _over_own_keys(model, [*prompt, *response], weights)
+        logits = _over_own_keys(evidence.parts.turns, model, [*prompt, *response], weights)
     else:
         known = known.cummin(0).values  # a token sees those before it as their weights saw them
-        logits = _over_older_keys(model, [*prompt, *response], weights)
+        logits = _over_older_keys(evidence.parts.turns, model, [*prompt, *response], weights)
     return plain_scores(logits, response, evidence.parts.sampling), known & policy
 
 
@@ -62,7 +64,7 @@ def _weights_of(evidence: Evidence, version: int) -> Weights | None:
     return PRESENT if version == evidence.served == evidence.step else evidence.kept.of(version)
 
 
-def _over_older_keys(model: nn.Module, ids: Sequence[int], weights: Sequence[Weights | None]) -> Tensor:
+def _over_older_keys(turns: Turns, model: nn.Module, ids: Sequence[int], weights: Sequence[Weights | None]) -> Tensor:
     """Logits `(tokens, vocabulary)` that each token was drawn from, where keys and values stay as they were made: those
     of a position by the weights that drew the token behind it, those of the prompt by those of the first token. Zeros
     from the first token on whose weights are unknown."""
@@ -73,27 +75,28 @@ def _over_older_keys(model: nn.Module, ids: Sequence[int], weights: Sequence[Wei
         if own is None:
             break
         until = done + 1 + len(more)
-        logits = _forward(model, own, ids[fed : first + until], past_key_values=cache, use_cache=True)
+        logits = _forward(turns, model, own, ids[fed : first + until], past_key_values=cache, use_cache=True)
         found[done:until] = logits[done - until :]
         fed, done = first + until, until
     return found
 
 
-def _over_own_keys(model: nn.Module, ids: Sequence[int], weights: Sequence[Weights | None]) -> Tensor:
+def _over_own_keys(turns: Turns, model: nn.Module, ids: Sequence[int], weights: Sequence[Weights | None]) -> Tensor:
     """The same where new weights make all keys and values again."""
     found, start = torch.zeros(len(weights), vocabulary_of(model)), len(ids) - len(weights) - 1
     for own in {id(one): one for one in weights if one is not None}.values():
         mine = torch.tensor([one is own for one in weights])
-        found[mine] = _forward(model, own, ids[:-1], use_cache=False)[start:][mine]
+        found[mine] = _forward(turns, model, own, ids[:-1], use_cache=False)[start:][mine]
     return found
 
 
-def _forward(model: nn.Module, weights: Weights, ids: Sequence[int], **options: object) -> Tensor:
+def _forward(turns: Turns, model: nn.Module, weights: Weights, ids: Sequence[int], **options: object) -> Tensor:
     """Logits of all positions, float32 on the CPU."""
     device = next(model.parameters()).device
     swapped = {name: weight.to(device) for name, weight in weights.items()}
     inputs = {"input_ids": torch.tensor([list(ids)], device=device), **options}
-    logits: Tensor = functional_call(model, swapped, kwargs=inputs).logits[0]
+    made: Any = functional_call(model, swapped, kwargs=inputs) if swapped else turns.run(model, **inputs)
+    logits: Tensor = made.logits[0]
     return logits.float().cpu()
 
 

@@ -1,5 +1,6 @@
 """Watches an optimizer step from outside: what the loss was given, what came back to it, what the weights became."""
 
+import math
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from distflow.data.batch import Batch
+from distflow.models.shards import own_part, square_sum
 from distflow.runtime.audit.plain_model import PlainScores
 from distflow.training.engine import Counts, LossFn, TrainEngine
 
@@ -38,9 +40,10 @@ class MicroRecord:
 
 @dataclass
 class Stripe:
-    """Elements of one weight around a step, float64 on the CPU.
+    """Elements of one weight around a step, float64 on the CPU: of this rank's part, where it lies over ranks.
 
-    contributions: the sum of the gradients that each backward pass brought. gradient: what the optimizer was given.
+    contributions: the sum of the gradients that each backward pass brought; None where they are summed over ranks as
+    they come. gradient: what the optimizer was given.
     moments: the optimizer's tensors of it before the step, and the number of steps it had taken.
     """
 
@@ -121,7 +124,7 @@ class UpdateWatch:
 
     def _open(self, engine: OpenEngine) -> None:
         trained = [(name, p) for name, p in engine.model.named_parameters() if p.requires_grad]
-        self.record.leftover = [name for name, p in trained if p.grad is not None and bool(p.grad.any())]
+        self.record.leftover = [name for name, p in trained if p.grad is not None and bool(own_part(p.grad).any())]
         for name, parameter in striped(engine.model, self._turn):
             stripe = Stripe(_stripe(parameter), _moments(engine.optimizer, parameter))
             self.record.stripes[name] = stripe
@@ -130,9 +133,7 @@ class UpdateWatch:
 
     def _before_step(self, engine: OpenEngine) -> None:
         gradients = [p.grad for p in engine.model.parameters() if p.requires_grad and p.grad is not None]
-        self.record.norm = float(
-            torch.stack([g.detach().double().square().sum().cpu() for g in gradients]).sum().sqrt()
-        )
+        self.record.norm = math.sqrt(square_sum(gradients))
         for name, parameter in striped(engine.model, self._turn):
             if parameter.grad is not None:
                 self.record.stripes[name].gradient = _stripe(parameter.grad)
@@ -148,15 +149,15 @@ def striped(model: nn.Module, turn: int) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _stripe(tensor: Tensor) -> Tensor:
-    """At most `STRIPE` elements, evenly over the tensor."""
-    flat = tensor.detach().reshape(-1)
+    """At most `STRIPE` elements, evenly over the tensor, or over this rank's part of it."""
+    flat = own_part(tensor.detach()).reshape(-1)
     return flat[:: -(-flat.numel() // STRIPE) | 1].to("cpu", torch.float64, copy=True)
 
 
 def _moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
     state = optimizer.state.get(parameter, {})
     return {
-        name: float(value) if value.numel() == 1 else _stripe(value)
+        name: _stripe(value) if value.dim() else float(value)
         for name, value in state.items()
         if isinstance(value, Tensor)
     }

@@ -10,7 +10,7 @@ from distflow.flow.ticket import Ticket
 from distflow.observe.metrics import Measured
 from distflow.rewards.tally import Judged
 from distflow.runtime.ports.edge import Failure, Live, Released, Share
-from distflow.runtime.ports.shared_edge import Facts, Held, Portion, SharedEdge
+from distflow.runtime.ports.shared_edge import Facts, Held, Portion, SharedEdge, Team
 from distflow.runtime.waits import Waits
 
 
@@ -31,7 +31,8 @@ class LocalEdge:
     ) -> None:
         """See `SharedEdge`."""
         held = held_groups(live)
-        self.shared = SharedEdge[Batch](coordinator, waits, (num_ranks,), live=held, changed=changed, wake=self._wake)
+        teams = (Team(tuple(range(num_ranks))),)
+        self.shared = SharedEdge[Batch](coordinator, waits, teams, live=held, changed=changed, wake=self._wake)
         self._waits = waits
         # Set by `tickets` before it first looks at what the lock guards: whoever changes that and finds no loop to
         # wake changed it in time to be seen.

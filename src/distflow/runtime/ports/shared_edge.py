@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from distflow.flow.account import Account
-from distflow.flow.balance import partition
+from distflow.flow.balance import divide_step
 from distflow.flow.coordinator import Coordinator
 from distflow.flow.edge import Exhausted
+from distflow.flow.minibatch import minibatches
 from distflow.flow.snapshot import Snapshot
 from distflow.flow.ticket import Ticket, Version
 from distflow.observe.metrics import Measured, combine
@@ -32,6 +33,19 @@ class Facts:
     num_tokens: int
     version: int | None
     failure: Failure | None
+
+
+@dataclass(frozen=True)
+class Team:
+    """Ranks that learn the same, together, from every step.
+
+    shares: by rank, which part of a step it takes, from 0; ranks that hold parts of the same tensors take the same.
+    mini_batch: groups of the optimizer steps of the first pass, drawn by `seed`; None where a step has one.
+    """
+
+    shares: tuple[int, ...] = (0,)
+    mini_batch: int | None = None
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,20 +111,19 @@ class SharedEdge(Generic[T]):
         self,
         coordinator: Coordinator,
         waits: Waits,
-        teams: Sequence[int] = (1,),
+        teams: Sequence[Team] = (Team(),),
         workers: Sequence[str] = ("",),
         live: Mapping[int, Held[T]] | None = None,
         changed: Callable[[Account], None] = lambda account: None,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
-        """teams: how many ranks each has; every team learns from every step, its ranks share it. Ranks are counted
-        through all teams. workers: names of those that generate, empty for the one of a
-        run that has no others. live: the groups that the coordinator's snapshot holds as
-        complete. Those that it has dropped since are left out. changed: told how many groups are where, from any
-        thread, inside the lock. wake: called when `tickets` may have another answer.
+        """teams: every one learns from every step, its ranks share it; ranks are counted through all teams. workers:
+        names of those that generate, empty for the one of a run that has no others. live: the groups that the
+        coordinator's snapshot holds as complete. Those that it has dropped since are left out. changed: told how many
+        groups are where, from any thread, inside the lock. wake: called when `tickets` may have another answer.
         """
         self._coordinator, self._waits, self._changed = coordinator, waits, changed
-        self._teams, self._num_ranks = teams, sum(teams)
+        self._teams, self._num_ranks = teams, sum(len(team.shares) for team in teams)
         self._wake_tickets = wake
         self._groups = {number: held for number, held in (live or {}).items() if coordinator.holds(number)}
         # One lock guards the coordinator, the groups, and all down to `_outcome`. Who learns and who generates wait
@@ -189,7 +202,7 @@ class SharedEdge(Generic[T]):
                     return None
                 numbers = self._ready(step, wanted)
                 if numbers is not None:
-                    self._portions = self._divided(numbers)
+                    self._portions = self._divided(step, numbers)
                     continue
                 if wanted is not None and self._stalled():
                     self._refuse_failures(of_steps=1)
@@ -288,16 +301,16 @@ class SharedEdge(Generic[T]):
         if worker is not None:  # else whoever has the coordinator handed it out
             self._workers[worker].running -= 1
 
-    def _divided(self, numbers: tuple[int, ...]) -> dict[int, Portion[T]]:
-        """The groups of a step over the ranks, whole, evened out by tokens."""
+    def _divided(self, step: int, numbers: tuple[int, ...]) -> dict[int, Portion[T]]:
+        """The groups of a step over the ranks, whole, each mini-batch evened out by tokens."""
         held = [self._groups.pop(number) for number in numbers]
         metrics = combine([part for each in held for part in each.measured])
         groups = [each.group for each in held]
         loads = [each.num_tokens for each in held]
-        shares = [part for num_ranks in self._teams for part in partition(loads, num_ranks)]
+        places = [place for team in self._teams for place in _places(team, loads, numbers, step)]
         return {
-            rank: Portion(numbers, [groups[place] for place in share], groups[0], metrics, self._take_judged())
-            for rank, share in enumerate(shares)
+            rank: Portion(numbers, [groups[place] for place in own], groups[0], metrics, self._take_judged())
+            for rank, own in enumerate(places)
         }
 
     def _take_judged(self) -> Judged:
@@ -379,3 +392,11 @@ class SharedEdge(Generic[T]):
         if first.users:
             raise UserNoProgress(f"{message}{first.message}\n{REPAIR_ADVICE}")
         raise NoProgress(f"{message}{first.message}")
+
+
+def _places(team: Team, loads: Sequence[int], numbers: Sequence[int], step: int) -> Iterator[list[int]]:
+    """Of each rank of the team, which of the step's groups it takes."""
+    size = team.mini_batch or len(numbers)
+    mini_batches = minibatches(len(numbers), numbers, size, team.seed, step, epoch=0)
+    parts = divide_step(loads, mini_batches, max(team.shares) + 1)
+    return (parts[share] for share in team.shares)
