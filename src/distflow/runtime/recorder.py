@@ -91,6 +91,8 @@ class Recorder:
 
     def audited(self, message: str, proven: Sequence[str], unproven: Mapping[str, str]) -> None:
         """The step under way was proven again. unproven: what of it could not be, and why."""
+        if not self._speaks:
+            return
         self.folder.event("audit", message, proven=proven, unproven=unproven)
         self.view.audited(self._step + 1, len(proven), len(proven) + len(unproven))
 

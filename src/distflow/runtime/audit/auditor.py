@@ -246,8 +246,11 @@ class Auditor:
         return found
 
     def _tell(self) -> None:
-        proven = [name for name, missing in self._found.items() if missing is None]
-        unproven = {name: missing for name, missing in self._found.items() if missing}
+        """What is proven of the shares of all ranks, told by the first of them."""
+        every = self._group.gather(self._found)
+        found = {name: next((each[name] for each in every if each.get(name)), None) for name in self._found}
+        proven = [name for name, missing in found.items() if missing is None]
+        unproven = {name: missing for name, missing in found.items() if missing}
         left = f"; not proven: {', '.join(unproven)}" if unproven else ""
         message = f"step {self._step + 1} was proven again: {', '.join(proven)}{left}"
         self._note("audit", message, proven=proven, unproven=unproven)
