@@ -67,8 +67,8 @@ class WeightPort(Protocol):
 
 
 def check_receipt(receipt: Receipt, version: Version, hashes: Mapping[str, str], of: str = "") -> None:
-    """hashes: what the engine must hold. of: which one, such as " of worker 2". Raises TrustError where it serves another
-    version, or holds something else."""
+    """hashes: what the engine must hold. of: which one, such as " of worker 2". Raises TrustError where it serves
+    another version, or holds something else."""
     if receipt.version != version:
         raise TrustError(f"weights of {version} were sent, but the engine's receipt{of} is for {receipt.version}")
     if receipt.shared and not receipt.hashes:
