@@ -192,14 +192,16 @@ class WorkerActor:
 
     def _ports(self, recorder: Recorder, others: Sequence[Any]) -> Ports:
         place, waits = self._place, recorder.waits
-        edge = RayEdge(self._coordinator, place.generator, place.first, waits, self._stop, saves=place.leads)
+        awaits = not place.team and "rollout" in self._spec.plan.ranks[place.rank].engines
+        ready = self._arrivals.ready if awaits else None
+        edge = RayEdge(self._coordinator, place.generator, place.first, waits, self._stop, place.leads, ready)
         if not place.team:
             return Ports(edge, None, self._arrivals, self._collective, self._everyone, self._abort)
         own: WeightPort = LocalWeights(waits) if self._mesh is None else StreamedWeights(waits)
         if not (place.leads and others):
             return Ports(edge, None, own, self._collective, self._everyone, self._abort)
-        names = [f"worker {rank}" for rank in place.generators if rank not in place.learners]
-        fleet = Fleet(dict(zip(names, others, strict=True)), self._spec.options.engine_timeout_s, waits)
+        elsewhere = [rank for rank in place.generators if rank not in place.learners]
+        fleet = Fleet(dict(zip(elsewhere, others, strict=True)), self._spec.options.engine_timeout_s, waits)
         weights = RayWeights(own, fleet)
         return Ports(edge, None, weights, self._collective, self._everyone, self._abort, partial(_validated, others))
 
