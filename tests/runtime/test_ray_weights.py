@@ -76,18 +76,18 @@ class Away:
 
 
 @pytest.fixture(scope="module")
-def workers(on_ray: None) -> Iterator[dict[str, Any]]:
-    made = {f"worker {rank}": ray.remote(Away).options(num_cpus=0, max_concurrency=4).remote() for rank in (2, 5)}
+def workers(on_ray: None) -> Iterator[dict[int, Any]]:
+    made = {rank: ray.remote(Away).options(num_cpus=0, max_concurrency=4).remote() for rank in (2, 5)}
     yield made
     for worker in made.values():
         ray.kill(worker)
 
 
-def states(workers: dict[str, Any]) -> list[tuple[Version, dict[str, str]]]:
+def states(workers: dict[int, Any]) -> list[tuple[Version, dict[str, str]]]:
     return [ray.get(worker.state.remote())[1:] for worker in workers.values()]
 
 
-def fleet_of(workers: dict[str, Any], timeout_s: float | None = 60, waits: Waits | None = None) -> Fleet:
+def fleet_of(workers: dict[int, Any], timeout_s: float | None = 60, waits: Waits | None = None) -> Fleet:
     return Fleet(workers, timeout_s, waits or Waits())
 
 
@@ -104,7 +104,7 @@ class Trainer:
 
 
 def stored_bytes() -> int:
-    reply = get_memory_info_reply(get_state_from_address(None))
+    reply = get_memory_info_reply(get_state_from_address(ray.get_runtime_context().gcs_address))
     return int(reply.store_stats.object_store_bytes_used)
 
 
@@ -114,7 +114,7 @@ def publisher(trainer: Any, port: Any) -> Publisher:
 
 
 def test_a_version_arrives_at_all_bucket_by_bucket_and_leaves_the_store(
-    workers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    workers: dict[int, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publish, "BUCKET_BYTES", BUCKET_BYTES)
     trainer, before = Trainer(1), stored_bytes()
@@ -132,7 +132,7 @@ def within(what: Callable[[], bool], otherwise: str, seconds: float = 20) -> Non
         time.sleep(0.05)
 
 
-def test_a_version_that_is_broken_off_is_served_by_nobody_and_is_no_part_of_the_next(workers: dict[str, Any]) -> None:
+def test_a_version_that_is_broken_off_is_served_by_nobody_and_is_no_part_of_the_next(workers: dict[int, Any]) -> None:
     fleet = fleet_of(workers)
     publisher(Trainer(1), fleet).publish(TWO)
     fleet.begin(THREE)
@@ -145,8 +145,8 @@ def test_a_version_that_is_broken_off_is_served_by_nobody_and_is_no_part_of_the_
     assert states(workers) == [(later, stripe_hashes(weights(3)))] * 2 and another.confirmed == later
 
 
-def test_buckets_of_two_versions_are_never_put_together(workers: dict[str, Any]) -> None:
-    worker = workers["worker 2"]
+def test_buckets_of_two_versions_are_never_put_together(workers: dict[int, Any]) -> None:
+    worker = workers[2]
     took = ray.get(worker.state.remote())[1:]
     sent = (ray.put([]),)
     ray.get(worker.take.remote(Version(1, 1), 0, sent))
@@ -157,12 +157,12 @@ def test_buckets_of_two_versions_are_never_put_together(workers: dict[str, Any])
     assert ray.get(worker.state.remote())[1:] == took
 
 
-def test_receipts_of_all_are_compared_by_the_name_of_the_worker(workers: dict[str, Any]) -> None:
+def test_receipts_of_all_are_compared_by_the_name_of_the_worker(workers: dict[int, Any]) -> None:
     fleet = fleet_of(workers)
     publisher(Trainer(1), fleet).publish(Version(2, 1))
     fleet.alias(Version(2, 2), stripe_hashes(weights(1)))
     assert fleet.confirmed == Version(2, 2)
-    ray.get(workers["worker 5"].spoil.remote())
+    ray.get(workers[5].spoil.remote())
     with pytest.raises(TrustError, match="the engine of worker 5 was to serve .* tensors that differ: b"):
         fleet.alias(Version(2, 3), stripe_hashes(weights(1)))
     fleet.begin(Version(2, 4))
@@ -172,8 +172,8 @@ def test_receipts_of_all_are_compared_by_the_name_of_the_worker(workers: dict[st
     assert fleet.confirmed == Version(2, 2)
 
 
-def test_a_worker_that_does_not_take_its_bucket_in_time_is_named(workers: dict[str, Any]) -> None:
-    pid = ray.get(workers["worker 5"].state.remote())[0]
+def test_a_worker_that_does_not_take_its_bucket_in_time_is_named(workers: dict[int, Any]) -> None:
+    pid = ray.get(workers[5].state.remote())[0]
     told: list[Wait] = []
     fleet = fleet_of(workers, timeout_s=1.5, waits=Waits(lambda wait, ended: told.append(wait)))
     os.kill(pid, signal.SIGSTOP)

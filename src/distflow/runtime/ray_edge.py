@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from distflow.data.batch import Batch
@@ -24,14 +25,27 @@ class AgreedStop:
 class RayEdge:
     """Asks the coordinator's actor, and moves the groups themselves from worker to worker."""
 
-    def __init__(self, coordinator: Any, worker: int, first: int, waits: Waits, stop: AgreedStop, saves: bool) -> None:
+    def __init__(
+        self,
+        coordinator: Any,
+        worker: int,
+        first: int,
+        waits: Waits,
+        stop: AgreedStop,
+        saves: bool,
+        ready: "Future[None] | None" = None,
+    ) -> None:
         """coordinator: the actor's handle. worker: this one's number among those that generate. first: the
-        number of the first rank of its team. saves: it writes the groups that are left at a release."""
+        number of the first rank of its team. saves: it writes the groups that are left at a release. ready: settled
+        when its engine has weights, before which it asks for no ticket; None where it has them from the start."""
         self._coordinator, self._worker, self._first, self._waits = coordinator, worker, first, waits
-        self._stop, self._saves = stop, saves
+        self._stop, self._saves, self._ready = stop, saves, ready
 
     async def tickets(self, served: Callable[[], int | None]) -> AsyncIterator[list[Ticket]]:
         """See `EdgePort`."""
+        if self._ready is not None:
+            with self._waits("experience", "weights", on="learner"):
+                await asyncio.wrap_future(self._ready)
         while True:
             asked = self._coordinator.wait_for_tickets.remote(self._worker, served())
             with self._waits("experience", "credits", on="coordinator"):

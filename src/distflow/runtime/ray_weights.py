@@ -1,7 +1,8 @@
 """The weight edge to engines in other processes: buckets in the object store, receipts back."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -28,63 +29,64 @@ class Fleet:
     Used by the learning thread alone.
     """
 
-    def __init__(self, workers: Mapping[str, Any], timeout_s: float | None, waits: Waits) -> None:
-        """workers: handles of their actors, by name. timeout_s: that one bucket may take to arrive everywhere, or a
+    def __init__(self, workers: Mapping[int, Any], timeout_s: float | None, waits: Waits) -> None:
+        """workers: handles of their actors, by rank. timeout_s: that one bucket may take to arrive everywhere, or a
         version to be taken, None for ever."""
         self.confirmed = Version(0, 0)  # as they are built
         self._workers, self._timeout_s, self._waits = workers, timeout_s, waits
         self._version: Version | None = None
-        self._under_way: list[Any] = []
+        self._under_way: dict[int, Any] = {}
         self._num_buckets = 0
 
     def begin(self, version: Version) -> None:
         """See `WeightPort`."""
-        self._version, self._under_way, self._num_buckets = version, [], 0
+        self._version, self._under_way, self._num_buckets = version, {}, 0
 
     def put(self, bucket: Bucket) -> None:
         """See `WeightPort`. Raises TrustError naming the workers where the one before did not arrive in time."""
         assert self._version is not None, "a version is begun before it is pushed"
-        self._arrive(self._version)
-        sent = (ray.put(pack(bucket)),)
-        number, self._num_buckets = self._num_buckets, self._num_buckets + 1
-        self._under_way = [worker.take.remote(self._version, number, sent) for worker in self._workers.values()]
+        self._answers(self._under_way, self._version)
+        number, sent = self._num_buckets, (ray.put(pack(bucket)),)
+        self._under_way = {rank: each.take.remote(self._version, number, sent) for rank, each in self._workers.items()}
+        self._num_buckets += 1
 
     def commit(self, hashes: Mapping[str, str]) -> None:
         """See `WeightPort`."""
         assert self._version is not None, "a version is begun before it is committed"
-        self._arrive(self._version)
+        self._answers(self._under_way, self._version)
         self._serve(self._version, self._num_buckets, hashes)
-        self._version = None
+        self._version, self._under_way = None, {}
 
     def alias(self, version: Version, hashes: Mapping[str, str]) -> None:
         """See `WeightPort`."""
         self._serve(version, None, hashes)
 
-    def _arrive(self, version: Version) -> None:
-        if self._under_way:
-            self._answers(self._under_way, version)
-        self._under_way = []
-
     def _serve(self, version: Version, num_buckets: int | None, hashes: Mapping[str, str]) -> None:
-        asked = [worker.serve.remote(version, num_buckets) for worker in self._workers.values()]
-        for name, receipt in zip(self._workers, self._answers(asked, version), strict=True):
-            check_receipt(receipt, version, hashes, f" of {name}")
+        asked = {rank: worker.serve.remote(version, num_buckets) for rank, worker in self._workers.items()}
+        for rank, receipt in self._answers(asked, version).items():
+            check_receipt(receipt, version, hashes, f" of worker {rank}")
         self.confirmed = version
 
-    def _answers(self, asked: Sequence[Any], version: Version) -> list[Any]:
-        """In the order of the workers. Raises TrustError naming those that did not answer in time."""
+    def _answers(self, asked: Mapping[int, Any], version: Version) -> dict[int, Any]:
+        """By rank. Raises TrustError naming those that did not answer in time."""
+        if not asked:
+            return {}
         try:
-            with self._waits("learner", f"weights of step {version.step}", on=", ".join(self._workers)):
-                return ray.get(list(asked), timeout=self._timeout_s)
+            with self._waits("learner", f"weights of step {version.step}", on=_named(asked)):
+                return dict(zip(asked, ray.get(list(asked.values()), timeout=self._timeout_s), strict=True))
         except RayTaskError as err:
             raise refused(version, err.cause) if isinstance(err.cause, ValueError) else err.cause from err
         except GetTimeoutError as err:
-            done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0)
-            late = [name for name, ref in zip(self._workers, asked, strict=True) if ref not in done]
+            done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=0)
+            late = _named([rank for rank, ref in asked.items() if ref not in done])
             raise TrustError(
-                f"the weights of version {version.step} did not arrive within {self._timeout_s} s at "
-                f"{', '.join(late)}: see whether they are alive, or raise actor_rollout_ref.rollout.timeout_s"
+                f"the weights of version {version.step} did not arrive within {self._timeout_s} s at {late}: see "
+                "whether they are alive, or raise actor_rollout_ref.rollout.timeout_s"
             ) from err
+
+
+def _named(ranks: Iterable[int]) -> str:
+    return ", ".join(f"worker {rank}" for rank in ranks)
 
 
 class RayWeights:
@@ -131,6 +133,7 @@ class Arrivals:
     confirmed = None  # it sends nothing
 
     def __init__(self) -> None:
+        self.ready: Future[None] = Future()  # once a first version is served
         self._receive: Receive | None = None
         self._attached = threading.Event()
         self._version: Version | None = None
@@ -161,7 +164,11 @@ class Arrivals:
             raise ValueError(f"{len(buckets)} buckets of {self._version} came, not {num_buckets} of {version}")
         self._attached.wait()
         assert self._receive is not None, "it is attached"
-        return self._receive(version, None if num_buckets is None else [each for bucket in buckets for each in bucket])
+        weights = None if num_buckets is None else [each for bucket in buckets for each in bucket]
+        receipt = self._receive(version, weights)
+        if not self.ready.done():
+            self.ready.set_result(None)
+        return receipt
 
     def begin(self, version: Version) -> None:
         raise AssertionError("a worker that trains nothing publishes nothing")

@@ -196,7 +196,9 @@ class WorkerActor:
 
     def _ports(self, recorder: Recorder, others: Sequence[Any]) -> Ports:
         place, waits = self._place, recorder.waits
-        edge = RayEdge(self._coordinator, place.generator, place.first, waits, self._stop, saves=place.leads)
+        awaits = not place.team and "rollout" in self._spec.plan.ranks[place.rank].engines
+        ready = self._arrivals.ready if awaits else None
+        edge = RayEdge(self._coordinator, place.generator, place.first, waits, self._stop, place.leads, ready)
         if not place.team:
             return Ports(edge, None, self._arrivals, self._collective, self._everyone, self._abort)
         own: WeightPort = LocalWeights(waits) if self._mesh is None else StreamedWeights(waits)
@@ -204,8 +206,8 @@ class WorkerActor:
         ports = Ports(edge, None, own, self._collective, self._everyone, self._abort, exchange=exchange)
         if not (place.leads and others):
             return ports
-        names = [f"worker {rank}" for rank in place.generators if rank not in place.learners]
-        fleet = Fleet(dict(zip(names, others, strict=True)), self._spec.options.engine_timeout_s, waits)
+        elsewhere = [rank for rank in place.generators if rank not in place.learners]
+        fleet = Fleet(dict(zip(elsewhere, others, strict=True)), self._spec.options.engine_timeout_s, waits)
         return replace(ports, weights=RayWeights(own, fleet), validate=partial(_validated, others))
 
     @contextmanager

@@ -288,6 +288,7 @@ class Worker:
     def _group_ended(self, ticket: Ticket, outcome: str, started: float, ended: float) -> None:
         self._recorder.group_ended(ticket, outcome, started, ended)
         if not self._learning:
+            self._recorder.decoded(take_activity(self._resources.rollout))
             self._ports.edge.count(self._judged())
 
     def _experience_ended(self, experience: "Future[None]") -> None:
