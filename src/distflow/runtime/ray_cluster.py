@@ -28,16 +28,27 @@ def connected(plan: Plan, say: Callable[[str], None]) -> Iterator[None]:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError) as err:  # not there, no token, or other versions
             raise UserError(f"the Ray that RAY_ADDRESS={address} names cannot be used: {err}") from err
-    else:
-        say(f"starting Ray for {len(plan.ranks)} workers on this machine")
-        ray.init(
-            address="local",  # never one that somebody else has started here
-            num_cpus=max(len(plan.ranks), usable_cores()),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _node_ip_address="127.0.0.1",
-        )
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    say(f"starting Ray for {len(plan.ranks)} workers on this machine")
+    with started(len(plan.ranks)):
+        yield
+
+
+@contextmanager
+def started(num_workers: int) -> Iterator[None]:
+    """A Ray of this machine with a CPU for each worker at least, which ends with the block."""
+    ray.init(
+        address="local",  # never one that somebody else has started here
+        num_cpus=max(num_workers, usable_cores()),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        _node_ip_address="127.0.0.1",
+    )
     try:
         yield
     finally:
