@@ -141,12 +141,6 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     # parts that are not there yet
     "two machines": ("grpo", ["trainer.nnodes=2"], "trainer.nnodes", ("leave it at 1, or set trainer.launcher=ray",)),
     "eight devices": ("grpo", ["trainer.n_gpus_per_node=8"], "trainer.n_gpus_per_node", ("launcher=ray",)),
-    "groups of several workers": (
-        "grpo",
-        ["trainer.launcher=ray", "trainer.save_groups=all"],
-        "trainer.save_groups",
-        ("launcher=local",),
-    ),
     "an allocation": ("grpo", ["trainer.allocation='d4'"], "trainer.allocation", ("leave it at null, or",)),
     "an engine that cannot be updated below its answers": (
         "grpo",

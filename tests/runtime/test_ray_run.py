@@ -109,7 +109,9 @@ def test_a_reward_that_fails_is_told_as_in_one_process(ground: Playground) -> No
 
 
 def test_a_plan_that_the_cluster_cannot_hold_is_refused_at_once(ground: Playground) -> None:
-    with pytest.raises(UserError, match=r"needs 1 machine\(s\) with \{'CPU': 9\}, and the cluster has \{'CPU': 4\}"):
+    with pytest.raises(
+        UserError, match=r"needs 1 machine\(s\) with 9 CPU and 3.1 GB of memory, and the cluster has 4 CPU and"
+    ):
         run(ground, *STEPS, "trainer.n_gpus_per_node=9", name="large")
 
 

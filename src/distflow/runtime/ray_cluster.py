@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -14,6 +15,10 @@ from distflow.planning.plan import Plan
 from distflow.planning.threads import usable_cores
 
 STARTS_WITHIN_S = 120.0
+_SAYS_AFTER_S = 5.0
+_CONNECTS_WITHIN_S = 10.0
+_WORKER_BYTES = 350e6
+"""Of a worker that has imported everything and holds no model yet."""
 
 
 @contextmanager
@@ -24,20 +29,32 @@ def connected(plan: Plan, say: Callable[[str], None]) -> Iterator[None]:
         yield
         return
     if address := os.environ.get("RAY_ADDRESS"):
+        _check_reachable(address)
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError) as err:  # not there, no token, or other versions
             raise UserError(f"the Ray that RAY_ADDRESS={address} names cannot be used: {err}") from err
-    else:
-        say(f"starting Ray for {len(plan.ranks)} workers on this machine")
-        ray.init(
-            address="local",  # never one that somebody else has started here
-            num_cpus=max(len(plan.ranks), usable_cores()),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _node_ip_address="127.0.0.1",
-        )
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    say(f"starting Ray for {len(plan.ranks)} workers on this machine")
+    with started(len(plan.ranks)):
+        yield
+
+
+@contextmanager
+def started(num_workers: int) -> Iterator[None]:
+    """A Ray of this machine with a CPU for each worker at least, which ends with the block."""
+    ray.init(
+        address="local",  # never one that somebody else has started here
+        num_cpus=max(num_workers, usable_cores()),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        _node_ip_address="127.0.0.1",
+    )
     try:
         yield
     finally:
@@ -45,21 +62,21 @@ def connected(plan: Plan, say: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextmanager
-def bundles_of(plan: Plan) -> Iterator[PlacementGroup]:
-    """One bundle a node of the plan, with a CPU and the device of each of its workers. Raises UserError where the
-    cluster does not have them."""
+def bundles_of(plan: Plan, say: Callable[[str], None]) -> Iterator[PlacementGroup]:
+    """One bundle a node of the plan, with a CPU, the device and the memory of each of its workers. Raises UserError
+    where the cluster does not have them."""
     nodes = sorted({rank.node for rank in plan.ranks})
     wanted = [_needs([rank.device for rank in plan.ranks if rank.node == node]) for node in nodes]
     group = placement_group(wanted, strategy="PACK" if len(nodes) == 1 else "STRICT_SPREAD")
+    needs = f"{len(nodes)} machine(s) with {', '.join(map(_counted, wanted))}"
     try:
-        ray.get(group.ready(), timeout=STARTS_WITHIN_S if _fits(wanted) else 0)
+        _wait_for(group, say, needs, STARTS_WITHIN_S if _fits(wanted) else 0.0)
     except GetTimeoutError:
         remove_placement_group(group)
-        have = "; ".join(str(_counted(node["Resources"])) for node in ray.nodes() if node["Alive"])
+        have = "; ".join(_counted(node["Resources"]) for node in ray.nodes() if node["Alive"])
         raise UserError(
-            f"the plan needs {len(nodes)} machine(s) with {', '.join(str(_counted(each)) for each in wanted)}, and "
-            f"the cluster has {have}: lower trainer.nnodes, trainer.n_gpus_per_node or trainer.allocation, add "
-            "machines, or end what else runs there"
+            f"the plan needs {needs}, and the cluster has {have}: lower trainer.nnodes, trainer.n_gpus_per_node or "
+            "trainer.allocation, add machines, or end what else runs there"
         ) from None
     try:
         yield group
@@ -67,9 +84,32 @@ def bundles_of(plan: Plan) -> Iterator[PlacementGroup]:
         remove_placement_group(group)
 
 
+def _wait_for(group: PlacementGroup, say: Callable[[str], None], needs: str, timeout_s: float) -> None:
+    """Raises GetTimeoutError."""
+    ready = group.ready()
+    if timeout_s and not ray.wait([ready], timeout=_SAYS_AFTER_S)[0]:
+        say(f"waiting up to {timeout_s:g} s for {needs}: others hold them now")
+    ray.get(ready, timeout=timeout_s)
+
+
+def _check_reachable(address: str) -> None:
+    """Raises UserError for a HOST:PORT where nobody listens: Ray itself tries for minutes, and says little."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or "/" in host:  # "auto", or another kind of address
+        return
+    try:
+        socket.create_connection((host, int(port)), _CONNECTS_WITHIN_S).close()
+    except OSError as err:
+        raise UserError(
+            f"nothing answers at RAY_ADDRESS={address}: {err}. It names the head of a cluster, as `ray start --head` "
+            "prints it; without the variable a Ray is started on this machine"
+        ) from err
+
+
 def _needs(devices: Sequence[str]) -> dict[str, float]:
     num_gpus = sum(device.startswith("cuda") for device in devices)
-    return {"CPU": float(len(devices)), **({"GPU": float(num_gpus)} if num_gpus else {})}
+    memory = {"memory": _WORKER_BYTES * len(devices)}
+    return {"CPU": float(len(devices)), **({"GPU": float(num_gpus)} if num_gpus else {}), **memory}
 
 
 def _fits(wanted: Sequence[Mapping[str, float]]) -> bool:
@@ -84,5 +124,7 @@ def _fits(wanted: Sequence[Mapping[str, float]]) -> bool:
     return True
 
 
-def _counted(resources: Mapping[str, float]) -> dict[str, int]:
-    return {name: int(resources[name]) for name in ("CPU", "GPU") if name in resources}
+def _counted(resources: Mapping[str, float]) -> str:
+    """For the user: memory is what Ray hands out, which is less than the machine has."""
+    counts = [f"{int(resources[name])} {name}" for name in ("CPU", "GPU") if name in resources]
+    return " and ".join([*counts, f"{resources.get('memory', 0) / 1e9:.1f} GB of memory"])

@@ -1,5 +1,6 @@
 """Where the Ray launcher is entered: what Ray reads when it is imported is set before."""
 
+import functools
 import importlib.util
 import os
 import secrets
@@ -13,6 +14,7 @@ from distflow.config.errors import UserError
 from distflow.runtime.callbacks import Callbacks
 from distflow.runtime.spec import Outcome, Spec
 
+NEEDED = "needs the extra: pip install 'distflow[ray]'"
 _TOKEN = ".ray-token"
 
 
@@ -24,29 +26,54 @@ def launch_ray(
     callbacks: Callbacks = Callbacks(),  # noqa: B008  immutable
     embedded: bool = False,
 ) -> Outcome:
-    """See `Launch`. RAY_ADDRESS names the cluster; without it this process starts a Ray of its own and ends it."""
-    if importlib.util.find_spec("ray") is None:
-        raise UserError("trainer.launcher=ray needs the extra: pip install 'distflow[ray]'")
+    """See `Launch`. RAY_ADDRESS names the cluster; without it this process starts a Ray of its own and ends it, if it
+    is not connected to one already."""
+    if not is_installed():
+        raise UserError(f"trainer.launcher=ray {NEEDED}")
     with _private_ray(spec.run_dir):
         from distflow.runtime.ray_launcher import launch
 
         return launch(spec, allow_change, say, callbacks, embedded)
 
 
+def is_installed() -> bool:
+    """Whether there is a Ray to import."""
+    return importlib.util.find_spec("ray") is not None
+
+
 @contextmanager
-def _private_ray(run_dir: Path) -> Iterator[None]:
+def own_ray(folder: Path, num_workers: int) -> Iterator[None]:
+    """A Ray of this machine for all runs inside that have at most so many workers, whatever RAY_ADDRESS names; the one
+    that this process is connected to already, if there is one."""
+    if _is_connected():
+        yield
+        return
+    address = os.environ.pop("RAY_ADDRESS", None)
+    try:
+        with _private_ray(folder):
+            from distflow.runtime.ray_cluster import started
+
+            with started(num_workers):
+                yield
+    finally:
+        if address is not None:
+            os.environ["RAY_ADDRESS"] = address
+
+
+@contextmanager
+def _private_ray(folder: Path) -> Iterator[None]:
     """A Ray that is started inside listens on loopback alone, and answers nobody without a token that only this user
-    can read. One that runs already has settings of its own."""
+    can read, in `folder`. One that runs already has settings of its own."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if "RAY_ADDRESS" in os.environ:
+    if "RAY_ADDRESS" in os.environ or _is_connected():
         yield
         return
     # Despite its name: with it off, Ray keeps the address that it is given, be it loopback.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    token = run_dir / _TOKEN
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    token = folder / _TOKEN
     with open(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(secrets.token_hex(32))
+        file.write(_secret())
     before = {name: os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")}
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     guard = subprocess.Popen(
@@ -63,3 +90,14 @@ def _private_ray(run_dir: Path) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@functools.cache
+def _secret() -> str:
+    """One for all that this process starts in turn: Ray reads it once, and a second one would be refused."""
+    return secrets.token_hex(32)
+
+
+def _is_connected() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())

@@ -1,6 +1,7 @@
 """The Ray launcher: one worker a device, each a process, and one that only starts them and watches."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from distflow.observe.report import write_report
@@ -21,13 +22,14 @@ def launch(
     spec: Spec, allow_change: tuple[str, ...], say: Callable[[str], None], callbacks: Callbacks, embedded: bool
 ) -> Outcome:
     """See `Launch`."""
+    spec = replace(spec, options=replace(spec.options, run_dir=spec.run_dir.absolute()))  # actors start elsewhere
     with starting(spec, allow_change) as start:
         if start.checkpoint:
             check_same_facts(start.checkpoint, spec, spec.facts)
         if done := done_before(spec, start, say):
             return done
         start.set_aside(spec, say)
-    with connected(spec.plan, say), bundles_of(spec.plan) as bundles, reported(spec.run_dir, say):
+    with connected(spec.plan, say), bundles_of(spec.plan, say) as bundles, reported(spec.run_dir, say):
         run = RayRun(spec, start, allow_change, bundles)
         try:
             differences = run.build(say)

@@ -1,5 +1,6 @@
 """The actors of a run, watched by the process that started them."""
 
+import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from distflow.runtime.callbacks import Callbacks, Caller
 from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.ray_coordinator import CoordinatorActor, News
 from distflow.runtime.ray_exchange import ExchangeActor
-from distflow.runtime.ray_worker import Built, Place, WorkerActor
+from distflow.runtime.ray_worker import Built, Home, Place, WorkerActor
 from distflow.runtime.saved import check_same_facts
 from distflow.runtime.spec import Spec
 from distflow.runtime.stop import StopRequest
@@ -32,6 +33,16 @@ ENDS_WITHIN_S = 20.0
 _LOOKS_EVERY_S = 0.5
 _HELD_BYTES = 2**32
 _NUM_CALLS = 6  # of a worker that may wait at once: tickets, a step, its end, news, the pulse
+
+
+_THERE = (
+    "If it is there for the process that starts the run: have it on every machine, at the same path or installed, "
+    "modules on the PYTHONPATH with which Ray was started there"
+)
+
+
+class WorkerFailed(RuntimeError):
+    """A worker raised before the run began, and nothing that the user gave is to blame."""
 
 
 class WorkerDied(RuntimeError):
@@ -61,7 +72,7 @@ class RayRun:
         for rank in ranks:
             beside = sum(other.node == rank.node for other in ranks)
             threads = spec.config.trainer.num_threads or max(1, usable_cores() // beside)
-            place = Place(rank.rank, teams, generators, threads)
+            place = Place(rank.rank, teams, generators, threads, Home.of_driver())
             where = PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=nodes.index(rank.node))
             self._workers.append(
                 ray.remote(WorkerActor)
@@ -148,7 +159,10 @@ class RayRun:
         except RayActorError as err:
             raise self._died(rank, "while the run was under way", err) from err
 
-    def _died(self, rank: int, when: str, err: RayActorError) -> WorkerDied:
+    def _died(self, rank: int, when: str, err: RayActorError) -> WorkerDied | WorkerFailed:
+        if err.actor_init_failed:  # by an exception, which is all that Ray tells of it
+            said = str(err).strip().splitlines()[-1]
+            return WorkerFailed(f"{self._who(rank, err)} could not be started: {said}")
         plan = self._spec.plan.ranks[rank]
         does = " and ".join(
             name for name, nodes in (("generates", plan.experience), ("trains", plan.learning)) if nodes
@@ -158,6 +172,19 @@ class RayRun:
             f"worker {rank} of {len(self._workers)}, which {does}, has died {when} ({pid}): killed from outside, out "
             f"of memory, or crashed in native code. {_goes_on(self._spec)}"
         )
+
+    def _unbuilt(self, rank: int, err: RayTaskError) -> Exception:
+        """What a worker raised before the run began. Its traceback is in `err`, which `--debug` shows."""
+        who = self._who(rank, err)
+        if isinstance(err.cause, UserError):
+            return UserError(f"{who}: {err.cause}\n{_THERE}")
+        return WorkerFailed(f"{who} could not build its engines: {type(err.cause).__name__}: {err.cause}")
+
+    def _who(self, rank: int, err: Exception) -> str:
+        """With the process, as Ray's own text has it."""
+        where = re.search(r"pid=(\d+), ip=([^,)]+)", str(err))
+        process = f" (pid {where[1]} on {where[2]})" if where else ""
+        return f"worker {rank} of {len(self._workers)}{process}"
 
     def _silence(self, silent: str) -> str:
         """Every process that still answers writes what its threads are at."""
@@ -178,7 +205,7 @@ class RayRun:
                 try:
                     ray.get(ref)
                 except RayTaskError as err:
-                    raise err.cause from err
+                    raise self._unbuilt(ranks[ref], err) from err
                 except RayActorError as err:
                     raise self._died(ranks[ref], "while its engines were built", err) from err
         return ray.get(list(refs))

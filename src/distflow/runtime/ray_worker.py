@@ -1,9 +1,10 @@
 """A worker as an actor: a process that runs its rank's part of the plan."""
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,24 @@ from distflow.training.collective import Collective, OneRank
 
 
 @dataclass(frozen=True)
+class Home:
+    """The driver's folder, from which paths and modules are named, and where it finds modules."""
+
+    folder: str
+    module_paths: tuple[str, ...]
+
+    @staticmethod
+    def of_driver() -> "Home":
+        return Home(os.getcwd(), tuple(sys.path))
+
+    def enter(self) -> None:
+        """As far as this machine has it: what is missing is told by whoever needs it."""
+        with suppress(OSError):
+            os.chdir(self.folder)
+        sys.path += [path for path in self.module_paths if path not in sys.path]
+
+
+@dataclass(frozen=True)
 class Place:
     """A worker among the others. rank: in the plan. teams: the ranks that learn the same together, those of each in
     order; see `learning_teams`. generators: the ranks that generate. threads: of torch."""
@@ -48,6 +67,7 @@ class Place:
     teams: tuple[tuple[int, ...], ...]
     generators: tuple[int, ...]
     threads: int
+    home: Home
 
     @property
     def learners(self) -> tuple[int, ...]:
@@ -96,6 +116,7 @@ class WorkerActor:
         """coordinator, exchange: handles of their actors; no exchange where nothing goes from team to team. meeting: a
         file over which those that learn find each other."""
         os.umask(0o077)
+        place.home.enter()
         self._spec, self._place, self._coordinator, self._meeting = spec, place, coordinator, meeting
         self._exchange = exchange
         self._stop, self._arrivals = AgreedStop(), Arrivals()

@@ -11,14 +11,15 @@ from distflow.config.errors import UserError
 from distflow.data.batch import Batch
 from distflow.flow.account import Account
 from distflow.flow.ticket import Ticket, Version
-from distflow.observe.files import replacing
 from distflow.observe.report import write_report
 from distflow.observe.run_folder import RunFolder
 from distflow.observe.terminal import TerminalView
 from distflow.observe.timing import PhaseTimer
 from distflow.observe.trackers import TrackedRun, open_trackers
 from distflow.rollout.activity import Activity
+from distflow.planning.plan import learning_teams
 from distflow.runtime.callbacks import Callbacks, Caller
+from distflow.runtime.kept_groups import forget_groups, keep_groups
 from distflow.runtime.memory import MemoryPeaks
 from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import sample_rows, scores
@@ -51,6 +52,8 @@ class Recorder:
         """
         self._options = options = spec.options
         self._leads, self._speaks, self._keeps_samples = part == 0, speaks, keeps_samples
+        teams = learning_teams(spec.plan)
+        self._part, self._num_parts = part, len(teams[0]) if teams else 1
         self.folder = RunFolder(spec.run_dir, incarnation, resumed_at, part)
         self.view = view or TerminalView(f"{options.project} / {options.experiment}", total_steps)
         self._trackers = open_trackers(
@@ -151,16 +154,13 @@ class Recorder:
         self._callbacks.save(step, path)
 
     def keep_groups(self, step: int, batch: Batch) -> None:
-        """Keep all columns of a step where `trainer.save_groups` says so: `Batch.load` reads them."""
-        options, folder = self._options, self.folder.path / "tokens"
-        if options.save_groups == "none":
+        """Keep all columns of this worker's share of a step, where `trainer.save_groups` says so."""
+        options, run_dir = self._options, self.folder.path
+        if options.save_groups == "none" or not self._keeps_samples:
             return
-        folder.mkdir(mode=0o700, exist_ok=True)
-        with replacing(folder / f"{step:06d}.safetensors") as aside:
-            batch.save(aside)
-        if options.save_groups == "last_k":
-            for old in sorted(filter(Batch.is_saved, folder.glob("*.safetensors")))[: -options.save_groups_last]:
-                old.unlink()
+        keep_groups(run_dir, step, batch, self._part, self._num_parts)
+        if options.save_groups == "last_k" and self._leads:
+            forget_groups(run_dir, options.save_groups_last)
 
     def report(self) -> Path:
         """Write report.html from the folder."""

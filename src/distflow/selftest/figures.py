@@ -10,6 +10,7 @@ from torch import Tensor
 from distflow.data.batch import Batch
 from distflow.observe.run_reader import read_metrics
 from distflow.runtime.checkpoint import CheckpointStore
+from distflow.runtime.kept_groups import load_groups
 from distflow.runtime.resume import CHECKPOINTS
 
 _LOSS, _NORM = "/loss", "/grad_norm"
@@ -59,7 +60,7 @@ def figures_of(run_dir: Path) -> Figures:
     steps = []
     for record in read_metrics(run_dir):
         if record.kind == "train":
-            batch = Batch.load(run_dir / "tokens" / f"{record.step:06d}.safetensors")
+            batch = load_groups(run_dir, record.step)
             updates = {name: value for name, value in record.values.items() if is_update(name)}
             steps.append(step_of(batch, batch.flat("old_log_probs"), updates))
     checkpoint = CheckpointStore(run_dir / CHECKPOINTS).load()

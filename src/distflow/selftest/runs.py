@@ -16,8 +16,9 @@ from distflow.config import load_config
 from distflow.observe.run_reader import read_timeline
 from distflow.pipelines.spec import make_spec
 from distflow.runtime.local import launch_local
+from distflow.runtime.ray_entry import launch_ray
 from distflow.runtime.resume import CHECKPOINTS
-from distflow.runtime.spec import Spec
+from distflow.runtime.spec import Launch, Spec
 from distflow.runtime.stop import Interrupted
 from distflow.selftest.figures import Figures, Step, figures_of
 from distflow.selftest.models import TOKENIZER, write_models
@@ -41,6 +42,9 @@ PROGRAMS = {
 
 REPLAYED = ("dag.custom_pipeline_fn=distflow.selftest.replay:replayed", "trust.audit_freq=0")
 """The auditor would miss the engine that was never asked; the reference loop proves each step instead."""
+
+_SHARDED, _UNAUDITED = f"{_ACTOR}.strategy=fsdp", "trust.audit_freq=0"
+"""The auditor wants whole weights, which no rank then has."""
 
 AHEAD = ("async.max_staleness=1", f"{_ROLLOUT}.num_threads=1")
 
@@ -105,17 +109,28 @@ class Lab:
 
     def replayed(self) -> Figures:
         """A synchronous run of the recorded answers."""
-        return self._here(self._spec("replayed", *REPLAYED))
+        return self._run(self._spec("replayed", *REPLAYED))
 
     def sync(self) -> Figures:
         """A synchronous run that answers itself."""
-        return self._here(self._spec("sync"))
+        return self._run(self._spec("sync"))
 
     def asynchronous(self) -> Figures:
         """The parts of a run that generates while it trains: the engine has its own thread and its own copy of the
         weights, to which each version is sent. Only the edge lets nothing run ahead."""
         spec = self._spec("async", *AHEAD)
-        return self._here(replace(spec, data=replace(spec.data, max_staleness=0)))
+        return self._run(replace(spec, data=replace(spec.data, max_staleness=0)))
+
+    def workers(self, count: int) -> Figures:
+        """A synchronous run on `count` workers over Ray, each with the whole model."""
+        return self._run(self._spec(f"workers-{count}", *_over_ray(count)), launch_ray)
+
+    def resharded(self, saved_at: int) -> Figures:
+        """Two workers over Ray with half of each weight, and one process that goes on from their checkpoint of step
+        `saved_at`."""
+        self._run(self._spec("resharded", *_over_ray(2), _SHARDED, _UNAUDITED), launch_ray)
+        saved = self.folder / "resharded" / CHECKPOINTS / f"step-{saved_at:06d}"
+        return self._run(self._spec("resharded", _UNAUDITED, f"trainer.resume_mode={saved}"))
 
     def killed(self, after: int) -> Figures:
         """The same in a process that is killed somewhere in the step behind `after`, gone on with by another one."""
@@ -158,12 +173,16 @@ class Lab:
     def _spec(self, name: str, *more: str) -> Spec:
         return make_spec(load_config(self.preset, [*self.keys(name), *more]), say=lambda line: None)
 
-    def _here(self, spec: Spec) -> Figures:
-        """Run to the end in this process."""
-        outcome = launch_local(spec)
+    def _run(self, spec: Spec, launch: Launch = launch_local) -> Figures:
+        """To the end."""
+        outcome = launch(spec)
         if outcome.signal is not None:
             raise Interrupted(outcome.signal)
         return figures_of(spec.run_dir)
+
+
+def _over_ray(num_workers: int) -> tuple[str, ...]:
+    return "trainer.launcher=ray", f"trainer.n_gpus_per_node={num_workers}"
 
 
 def _rows(prompts: Sequence[str], step: Step) -> Iterator[dict[str, object]]:

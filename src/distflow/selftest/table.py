@@ -17,8 +17,15 @@ def head() -> str:
 
 def line(row: Row) -> str:
     found = map(_short, astuple(row.found)) if row.found else ("-",) * 4
-    verdict = "ok" if row.ok else "FAILED"
+    verdict = "left out" if row.left_out else "ok" if row.ok else "FAILED"
     return _LINE.format(row.program, row.pair, row.num_steps, *found, _short(row.limit), verdict)
+
+
+def left_out(rows: Sequence[Row]) -> Iterator[str]:
+    """What was not tried, and why."""
+    for why in dict.fromkeys(row.left_out for row in rows if row.left_out):
+        count = sum(row.left_out == why for row in rows)
+        yield f"{count} of {len(rows)} pairs are left out, and not proven here. {why}"
 
 
 def advice(failed: Sequence[Row], folder: Path) -> Iterator[str]:

@@ -28,14 +28,4 @@ def one_device(config: Config) -> Iterator[Finding]:
             )
 
 
-def several_devices(config: Config) -> Iterator[Finding]:
-    """What is not there yet where a step lies on several workers."""
-    if config.trainer.launcher == "ray" and config.trainer.save_groups != "none":
-        yield Finding(
-            ("trainer.save_groups", "trainer.launcher"),
-            "the groups of a step lie on several workers, and are kept in one process only so far",
-            "leave it at none, or set trainer.launcher=local",
-        )
-
-
-RULES = (one_device, several_devices)
+RULES = (one_device,)

@@ -197,6 +197,8 @@ class Recorded:
 
 def _by_sample(rows: Mapping[str, Tensor], batch: Batch) -> Tensor:
     """The rows of all samples one after another, NaN for those without one."""
+    if not len(batch):  # this rank's share of a step that others have
+        return torch.empty(0)
     lengths = batch.lengths("response").tolist()
     return torch.cat(
         [rows.get(uid, torch.full((length,), torch.nan)) for uid, length in zip(batch["uid"], lengths, strict=True)]
