@@ -4,14 +4,13 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
 
 from distflow.config.errors import UserError
 from distflow.flow import ledger
 from distflow.observe.run_reader import read_events, read_samples
 from distflow.runtime.ray_entry import launch_ray
 from tests.e2e.runs import Playground, Run
+from tests.runtime.distance import distance
 
 RAY = "trainer.launcher=ray"
 CONSTANT = "actor_rollout_ref.actor.optim.scheduler=constant"
@@ -37,13 +36,6 @@ def run(ground: Playground, *overrides: str, name: str, said: list[str] | None =
     config, spec = ground.spec("grpo", RAY, *overrides, name=name)
     outcome = launch_ray(spec, say=lambda line: said.append(line) if said is not None else None)
     return Run(ground.folder / name, config, outcome)
-
-
-def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """‖Δw‖ / ‖w‖ over all weights."""
-    assert ours.keys() == theirs.keys()
-    difference = torch.cat([(ours[name].double() - theirs[name].double()).flatten() for name in theirs])
-    return float(difference.norm() / torch.cat([w.double().flatten() for w in theirs.values()]).norm())
 
 
 TIMES = ("timing_s/", "throughput/", "memory/", "perf/")
