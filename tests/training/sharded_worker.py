@@ -21,7 +21,7 @@ from distflow.models.loading import load_model
 from distflow.models.lora import add_lora, named_weights
 from distflow.models.magnitude import magnitudes
 from distflow.models.sharded_loading import load_sharded_model
-from distflow.models.sharding import Sharding, shard_model
+from distflow.models.sharding import DATA, TENSOR, Sharding, shard_model
 from distflow.models.shards import own_part, whole
 from distflow.pipelines.factories import make_factories
 from distflow.planning.plan import RankPlan
@@ -186,9 +186,19 @@ def refusals(folder: Path, mesh: DeviceMesh) -> None:
         with pytest.raises(UserError, match=said):
             load_sharded_model(other, Sharding(mesh))
 
-    two = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
-    with pytest.raises(UserError, match="tensor parallel"):
-        load_sharded_model(folder / "model", Sharding(two))
+    two = Sharding(init_device_mesh("cpu", (1, 2), mesh_dim_names=(DATA, TENSOR)))
+    config = json.loads((folder / "model" / "config.json").read_text())
+    for name, change, said in (
+        ("no-plan", {"model_type": "gpt2"}, "family 'gpt2' has no plan"),
+        ("odd", {"num_key_value_heads": 1}, "t2.* do not divide the model's num_key_value_heads=1"),
+    ):
+        other = folder / f"{name}-{mesh.get_rank()}"
+        other.mkdir()
+        (other / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(UserError, match=said):
+            load_sharded_model(other, two)
+    with pytest.raises(UserError, match="adapters"):
+        shard_model(add_lora(load_model(folder / "model"), rank=4, seed=1), two)
 
 
 def resources(folder: Path, mesh: DeviceMesh) -> None:
