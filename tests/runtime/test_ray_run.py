@@ -109,6 +109,20 @@ SHARDED = ("actor_rollout_ref.actor.strategy=fsdp", "trust.audit_freq=1", "train
 
 
 @pytest.mark.slow
+def test_a_run_goes_on_where_ranks_compute_layers_together(ground: Playground, alone: Run) -> None:
+    """From two shards of each layer to two halves of it, audited, and to one process."""
+    run(ground, *STEPS, *SHARDED, "trainer.total_training_steps=2", name="together")
+    halves = "trainer.allocation='embedded:d2|fsdp:d1t2'"
+    found = run(ground, *STEPS, halves, "trust.audit_freq=1", name="together")
+    assert found.outcome.steps == 4 and found.notes("warning") == []
+    audits = [event.fields for event in read_events(found.folder) if event.kind == "audit"][-2:]
+    assert all({"weights", "log_probs", "backward", "optimizer"} <= set(audit["proven"]) for audit in audits)
+    whole = ground.run("grpo", *STEPS, "trust.audit_freq=1", "trainer.total_training_steps=5", name="together")
+    longer = ground.run("grpo", *STEPS, "trust.audit_freq=1", "trainer.total_training_steps=5", name="five")
+    assert distance(whole.weights(5), longer.weights(5)) < 1e-6
+
+
+@pytest.mark.slow
 def test_weights_spread_over_two_workers_end_where_one_process_does(ground: Playground, alone: Run) -> None:
     found = run(ground, *STEPS, *SHARDED, name="sharded")
     longer = (*STEPS, "trainer.total_training_steps=6", "trust.audit_freq=1")

@@ -23,6 +23,7 @@ from distflow.runtime.engine_watch import write_stacks
 from distflow.runtime.ports import Ports
 from distflow.runtime.ports.local_weights import LocalWeights
 from distflow.runtime.ports.torch_collective import TorchCollective
+from distflow.runtime.process_groups import ProcessGroups, backend_of
 from distflow.runtime.ray_coordinator import Standing
 from distflow.runtime.ray_edge import AgreedStop, RayEdge
 from distflow.runtime.ray_groups import answer
@@ -31,6 +32,7 @@ from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import build_resources
 from distflow.runtime.saved import restore, set_generators
 from distflow.runtime.spec import Spec
+from distflow.runtime.teams import team_layout
 from distflow.runtime.validation import Answers
 from distflow.runtime.worker import Worker
 from distflow.training.collective import Collective, OneRank
@@ -102,7 +104,7 @@ class WorkerActor:
         self._spec.program()  # which loads the modules of the user
         self._join()
         self._resources = build_resources(
-            self._spec.factories, self._spec.plan.ranks[self._place.rank], self._collective, self._mesh
+            self._spec.factories, self._spec.plan.ranks[self._place.rank], self._data, self._mesh
         )
         return Built(__version__, dict(self._resources.facts), self._resources.num_parameters)
 
@@ -124,6 +126,7 @@ class WorkerActor:
             part=place.part,
             view=cast(TerminalView, RemoteView(tell, place)),
             speaks=place.leads or not place.team,
+            has_samples=team_layout(spec.plan, place.team).place(place.rank)["tensor"] == 0 if place.team else False,
         ) as recorder:
             if place.leads:
                 write_facts(spec, self._resources.facts, recorder, standing.total_steps)
@@ -158,10 +161,12 @@ class WorkerActor:
         return self._entered.result().validate(step, part, num_parts)
 
     def _join(self) -> None:
-        """The process groups of all that learn and of its team, and a mesh of that where weights are sharded."""
+        """The process groups of all that learn, of its team, and of those of it that have samples of their own, and a
+        mesh of the team where weights are sharded."""
         place, learners = self._place, self._place.learners
         self._everyone: Collective = OneRank()
         self._collective: Collective = self._everyone
+        self._data: Collective = self._everyone
         self._mesh: DeviceMesh | None = None
         shards = self._spec.config.actor_rollout_ref.actor.strategy == "fsdp"
         if not place.team or (len(learners) == 1 and not shards):
@@ -172,28 +177,29 @@ class WorkerActor:
         # A file, not a port: who cannot read the run's folder cannot take part.
         store = dist.FileStore(str(self._meeting), len(learners))
         dist.init_process_group(
-            "nccl" if device == "cuda" else "gloo",
+            backend_of(self._spec.plan),
             store=store,
             rank=learners.index(place.rank),
             world_size=len(learners),
         )
-        # Every rank makes all groups, in one order.
-        groups = [dist.new_group([learners.index(rank) for rank in team]) for team in place.teams]
-        group = groups[place.teams.index(place.team)]
-        self._everyone, self._collective = TorchCollective(), TorchCollective(group)
+        groups, layout = ProcessGroups(self._spec.plan, place.teams), team_layout(self._spec.plan, place.team)
+        self._everyone, self._collective = TorchCollective(), TorchCollective(groups.of(place.team))
+        self._data = TorchCollective(groups.of(layout.line("data", place.rank)))
         if shards:
-            self._mesh = DeviceMesh.from_group(group, device)
+            self._mesh = groups.mesh(place.team, layout, place.rank, device)
 
     def _ports(self, recorder: Recorder, others: Sequence[Any]) -> Ports:
         place, waits = self._place, recorder.waits
         edge = RayEdge(self._coordinator, place.generator, place.first, waits, self._stop, saves=place.leads)
         if not place.team:
-            return Ports(edge, None, self._arrivals, self._collective, self._everyone, self._abort)
+            return Ports(edge, None, self._arrivals, self._collective, self._data, self._everyone, self._abort)
         weights = LocalWeights(waits)
         if not (place.leads and others):
-            return Ports(edge, None, weights, self._collective, self._everyone, self._abort)
+            return Ports(edge, None, weights, self._collective, self._data, self._everyone, self._abort)
         weights.attach(Fleet(others, self._spec.options.engine_timeout_s).receive)
-        return Ports(edge, None, weights, self._collective, self._everyone, self._abort, partial(_validated, others))
+        return Ports(
+            edge, None, weights, self._collective, self._data, self._everyone, self._abort, partial(_validated, others)
+        )
 
     @contextmanager
     def _telling_failure(self) -> Iterator[None]:

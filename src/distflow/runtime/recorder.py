@@ -43,12 +43,14 @@ class Recorder:
         part: int = 0,
         view: TerminalView | None = None,
         speaks: bool = True,
+        has_samples: bool = True,
     ):
         """part: this one's number among the run's processes; 0 leads, and tells what is true of all. view: None makes
-        one here. speaks: False where another process notes the same.
+        one here. speaks: False where another process notes the same. has_samples: False where another has the same
+        samples.
         """
         self._options = options = spec.options
-        self._leads, self._speaks = part == 0, speaks
+        self._leads, self._speaks, self._has_samples = part == 0, speaks, has_samples
         self.folder = RunFolder(spec.run_dir, incarnation, resumed_at, part)
         self.view = view or TerminalView(f"{options.project} / {options.experiment}", total_steps)
         self._trackers = open_trackers(
@@ -122,7 +124,8 @@ class Recorder:
     def training_step(self, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
         """A finished step, counted from 1. metrics: of all ranks. batch: this one's share."""
         self._step = step
-        self.folder.samples(step, sample_rows(batch))
+        if self._has_samples:
+            self.folder.samples(step, sample_rows(batch))
         if not self._leads:
             return
         self.folder.metrics(step, "train", metrics)

@@ -1,9 +1,17 @@
-"""What the experience edge must know of the ranks that learn the same."""
+"""Ranks that learn the same: which of them hold parts of the same tensors, and what the experience edge must know."""
 
 from collections.abc import Sequence
 
+from distflow.planning.layout import Layout, Sizes
+from distflow.planning.plan import Plan
 from distflow.runtime.ports.shared_edge import Team
 from distflow.runtime.spec import Spec
+
+
+def team_layout(plan: Plan, ranks: tuple[int, ...]) -> Layout:
+    """How the models of a team lie, which all lie alike."""
+    found = (layout for layout in plan.layouts if layout.role != "rollout" and layout.ranks == ranks)
+    return next(found, Layout("", "", ranks, Sizes(data=len(ranks))))
 
 
 def edge_team(spec: Spec, ranks: Sequence[int]) -> Team:
@@ -12,4 +20,5 @@ def edge_team(spec: Spec, ranks: Sequence[int]) -> Team:
     size = config.actor_rollout_ref.actor.ppo_mini_batch_size
     if "actor" not in engines:
         size = config.critic.ppo_mini_batch_size or size
-    return Team(tuple(range(len(ranks))), size, config.trainer.seed)
+    layout = team_layout(spec.plan, tuple(ranks))
+    return Team(tuple(layout.place(rank)["data"] for rank in ranks), size, config.trainer.seed)
