@@ -238,6 +238,14 @@ def test_on_gpus_gloo_stands_beside_nccl_from_the_threshold_on() -> None:
         ("embedded:d1", {}, ("names no actor",)),
         ("embedded:d1|torch:d1|torch[critic]:d1", {}, ("program 'grpo' has no critic; its engines: actor, ref",)),
         ("embedded:d1t2|torch:d2", {}, ("has no tensor parallelism",)),
+        (
+            "embedded:d4|fsdp:d2t2|fsdp[ref]:d4",
+            {
+                "trainer__n_gpus_per_node": 4,
+                "actor_rollout_ref__actor__strategy": "fsdp",
+            },
+            ("'ref' needs the sizes of 'actor'", "^"),
+        ),
     ],
 )
 def test_what_contradicts_the_allocation_is_refused(

@@ -91,3 +91,14 @@ def test_a_rank_alone_has_no_group() -> None:
 )
 def test_backends(device: str, num_ranks: int, backends: tuple[str, ...]) -> None:
     assert choose_backends(device, num_ranks, threshold=32) == backends
+
+
+def test_a_rank_knows_its_place_and_its_lines() -> None:
+    found = Layout("actor", "fsdp", (3, 5, 6, 9), Sizes(data=2, tensor=2))
+    assert [(found.place(rank)["data"], found.place(rank)["tensor"]) for rank in found.ranks] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
+    assert found.line("data", 5) == (5, 9) and found.line("tensor", 5) == (3, 5)

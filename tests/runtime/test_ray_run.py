@@ -4,8 +4,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
 
 from distflow.config.errors import UserError
 from distflow.flow import ledger
@@ -13,6 +11,7 @@ from distflow.observe.run_reader import read_events, read_samples
 from distflow.runtime.checks import TrustError
 from distflow.runtime.ray_entry import launch_ray
 from tests.e2e.runs import Playground, Run
+from tests.runtime.distance import distance
 
 RAY = "trainer.launcher=ray"
 CONSTANT = "actor_rollout_ref.actor.optim.scheduler=constant"
@@ -38,13 +37,6 @@ def run(ground: Playground, *overrides: str, name: str, said: list[str] | None =
     config, spec = ground.spec("grpo", RAY, *overrides, name=name)
     outcome = launch_ray(spec, say=lambda line: said.append(line) if said is not None else None)
     return Run(ground.folder / name, config, outcome)
-
-
-def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """‖Δw‖ / ‖w‖ over all weights."""
-    assert ours.keys() == theirs.keys()
-    difference = torch.cat([(ours[name].double() - theirs[name].double()).flatten() for name in theirs])
-    return float(difference.norm() / torch.cat([w.double().flatten() for w in theirs.values()]).norm())
 
 
 TIMES = ("timing_s/", "throughput/", "memory/", "perf/")
@@ -121,6 +113,20 @@ def test_nothing_is_left_in_the_folder_but_the_run(ground: Playground, alone: Ru
 
 
 SHARDED = ("actor_rollout_ref.actor.strategy=fsdp", "trust.audit_freq=1", "trainer.n_gpus_per_node=2")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_ranks_compute_layers_together(ground: Playground, alone: Run) -> None:
+    """From two shards of each layer to two halves of it, audited, and to one process."""
+    run(ground, *STEPS, *SHARDED, "trainer.total_training_steps=2", name="together")
+    halves = "trainer.allocation='embedded:d2|fsdp:d1t2'"
+    found = run(ground, *STEPS, halves, "trust.audit_freq=1", name="together")
+    assert found.outcome.steps == 4 and found.notes("warning") == []
+    audits = [event.fields for event in read_events(found.folder) if event.kind == "audit"][-2:]
+    assert all({"weights", "log_probs", "backward", "optimizer"} <= set(audit["proven"]) for audit in audits)
+    whole = ground.run("grpo", *STEPS, "trust.audit_freq=1", "trainer.total_training_steps=5", name="together")
+    longer = ground.run("grpo", *STEPS, "trust.audit_freq=1", "trainer.total_training_steps=5", name="five")
+    assert distance(whole.weights(5), longer.weights(5)) < 1e-6
 
 
 @pytest.mark.slow

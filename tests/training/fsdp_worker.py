@@ -14,7 +14,7 @@ from distflow.algorithms import PolicyObjective
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
 from distflow.models.sharded_loading import load_sharded_model
-from distflow.models.sharding import Sharding, shard_model
+from distflow.models.sharding import DATA, TENSOR, Sharding, shard_model
 from distflow.models.value_head import load_value_model
 from distflow.runtime.ports.torch_collective import TorchCollective
 from distflow.training.collective import Collective
@@ -53,10 +53,10 @@ def adapter(folder: Path, sharding: Sharding | None) -> nn.Module:
 # By case: the model, the loss, the steps, on which meshes, and what else the engine is made with.
 CASES: dict[str, tuple[Callable[[Path, Sharding | None], nn.Module], LossFn, int, tuple[str, ...], dict[str, object]]]
 CASES = {
-    "policy": (policy, POLICY, 10, ("1", "2", "4"), {"max_grad_norm": 0.05}),
+    "policy": (policy, POLICY, 10, ("1", "2", "4", "2t2"), {"max_grad_norm": 0.05}),
     "replicas": (policy, POLICY, 4, ("2x2",), {"max_grad_norm": 0.05}),
-    "critic": (critic, TokenMeanLoss(("values",)), 4, ("2",), {"max_grad_norm": None}),
-    "tied": (tied, POLICY, 4, ("2",), {"gradient_checkpointing": True}),
+    "critic": (critic, TokenMeanLoss(("values",)), 4, ("2", "1t2"), {"max_grad_norm": None}),
+    "tied": (tied, POLICY, 4, ("2", "1t2"), {"gradient_checkpointing": True}),
     "adapter": (adapter, POLICY, 4, ("2",), {"gradient_checkpointing": True}),
 }
 
@@ -79,14 +79,25 @@ def train(case: str, engine: TorchTrainEngine, rows: list[int]) -> list[dict[str
     return [engine.train_step(mini_batch(step).select(rows), loss) for step in range(num_steps)]
 
 
+def tensor_mesh(data: int, rank: int) -> DeviceMesh | None:
+    """Of `data` rows of two ranks, which compute each layer together; None where this rank is not in it."""
+    ranks = torch.arange(2 * data).view(data, 2)
+    groups = [dist.new_group(line.tolist()) for line in (*ranks.T, *ranks)]
+    own = [group for group in groups if rank in dist.get_process_group_ranks(group)]
+    return DeviceMesh.from_group(own, "cpu", mesh=ranks, mesh_dim_names=(DATA, TENSOR)) if rank < 2 * data else None
+
+
 def main(rank: int, folder: Path) -> None:
     groups = {size: dist.new_group(list(range(size))) for size in SHARES}
     meshes = {str(size): DeviceMesh.from_group(group, "cpu") for size, group in groups.items() if rank < size}
     meshes["2x2"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    meshes |= {f"{data}t2": mesh for data in (1, 2) if (mesh := tensor_mesh(data, rank)) is not None}
     for case, (_, _, _, names, _) in CASES.items():
         for name in (name for name in names if name in meshes):
-            size = meshes[name].size()
-            engine = make_engine(case, folder, Sharding(meshes[name]), TorchCollective(groups[size]))
-            metrics = train(case, engine, SHARES[size][rank])
+            data = meshes[name][DATA] if "t" in name else meshes[name]
+            group = data.get_group() if data.ndim == 1 else groups[data.size()]
+            engine = make_engine(case, folder, Sharding(meshes[name]), TorchCollective(group))
+            place = data.get_local_rank() if data.ndim == 1 else rank
+            metrics = train(case, engine, SHARES[data.size()][place])
             (folder / f"{case}-{name}-{rank}.json").write_text(json.dumps(metrics))
             torch.save(dict(engine.weights()), folder / f"{case}-{name}-{rank}.pt")

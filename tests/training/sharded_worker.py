@@ -21,11 +21,12 @@ from distflow.models.loading import load_model
 from distflow.models.lora import add_lora, named_weights
 from distflow.models.magnitude import magnitudes
 from distflow.models.sharded_loading import load_sharded_model
-from distflow.models.sharding import Sharding, shard_model
-from distflow.models.shards import own_part, whole
+from distflow.models.sharding import DATA, TENSOR, Sharding, shard_model
+from distflow.models.shards import at_places, own_part, square_sum, whole
 from distflow.pipelines.factories import make_factories
 from distflow.planning.plan import RankPlan
 from distflow.rollout.engine import RolloutEngine
+from distflow.runtime.checkpoint_shards import own_shards
 from distflow.runtime.checks import TrustError
 from distflow.runtime.checks.movement import Movement
 from distflow.runtime.checks.sent import check_sent
@@ -186,9 +187,39 @@ def refusals(folder: Path, mesh: DeviceMesh) -> None:
         with pytest.raises(UserError, match=said):
             load_sharded_model(other, Sharding(mesh))
 
-    two = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
-    with pytest.raises(UserError, match="tensor parallel"):
-        load_sharded_model(folder / "model", Sharding(two))
+    two = Sharding(init_device_mesh("cpu", (1, 2), mesh_dim_names=(DATA, TENSOR)))
+    config = json.loads((folder / "model" / "config.json").read_text())
+    for name, change, said in (
+        ("no-plan", {"model_type": "gpt2"}, "family 'gpt2' has no plan"),
+        ("odd", {"num_key_value_heads": 1}, "t2.* do not divide the model's num_key_value_heads=1"),
+    ):
+        other = folder / f"{name}-{mesh.get_rank()}"
+        other.mkdir()
+        (other / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(UserError, match=said):
+            load_sharded_model(other, two)
+    with pytest.raises(UserError, match="adapters"):
+        shard_model(add_lora(load_model(folder / "model"), rank=4, seed=1), two)
+
+
+def halves(folder: Path, mesh: DeviceMesh) -> None:
+    """Layers that two ranks compute together: each knows which part of every weight it has, and fresh ones are those of
+    one process."""
+    two = Sharding(init_device_mesh("cpu", (1, 2), mesh_dim_names=(DATA, TENSOR)))
+    plain = load_model(folder / "model", init="random", seed=3)
+    model = load_sharded_model(folder / "model", two, init="random", seed=3)
+    weights = dict(model.named_parameters())
+    norms = 0.0
+    for name, weight in plain.named_parameters():
+        held, found = at_places(weights[name], torch.arange(weight.numel()))
+        assert torch.equal(whole(weights[name]), weight) and torch.equal(found, weight.detach().flatten()[held])
+        assert len(held) == own_part(weights[name]).numel()
+        norms += float(weight.double().square().sum())
+    assert square_sum(weights.values()) == pytest.approx(norms)
+    divided = [name for name, weight in weights.items() if own_part(weight).numel() < weight.numel()]
+    assert len(divided) == 7 * plain.config.num_hidden_layers + 1, "all matrices of the layers, and the head"
+    shards = own_shards(weights, leads=mesh.get_rank() == 0)
+    assert set(shards.tensors) == (set(weights) if mesh.get_rank() == 0 else set(divided)), "each is written once"
 
 
 def resources(folder: Path, mesh: DeviceMesh) -> None:
@@ -257,5 +288,5 @@ def _peak_bytes() -> int:
 def main(rank: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     assert sum(SHARES, []) == list(range(len(RAGGED)))
-    for part in (scores, bfloat16, states, offloading, sent, garbage, movement, refusals, resources, memory):
+    for part in (scores, bfloat16, states, offloading, sent, garbage, movement, refusals, halves, resources, memory):
         part(folder, mesh)

@@ -43,7 +43,7 @@ def test_weights_and_metrics_are_those_of_whole_weights_in_one_process(folder: P
     wanted = train(case, engine, list(range(8)))
     weights = dict(engine.weights())
     files = sorted(folder.glob(f"{case}-*.pt"))
-    assert len(files) == sum({"1": 1, "2": 2, "4": 4, "2x2": 4}[name] for name in CASES[case][3])
+    assert len(files) == sum({"1": 1, "2": 2, "4": 4, "2x2": 4, "1t2": 2, "2t2": 4}[name] for name in CASES[case][3])
     for file in files:
         found = torch.load(file)
         assert list(found) == list(weights)

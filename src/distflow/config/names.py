@@ -260,7 +260,9 @@ PIPELINES: dict[str, BuiltinPipeline] = {
 TRAIN_ENGINES: dict[str, TrainEngineEntry] = {
     "torch": TrainEngineEntry("one device, packed micro-batches", "distflow.training.torch_engine:TorchTrainEngine"),
     "fsdp": TrainEngineEntry(
-        "weights sharded over the ranks (FSDP2)", "distflow.training.torch_engine:TorchTrainEngine"
+        "weights sharded over the ranks (FSDP2), layers divided over some of them by the model's own plan",
+        "distflow.training.torch_engine:TorchTrainEngine",
+        sizes="dt",
     ),
     "megatron": TrainEngineEntry("tensor and pipeline parallel (not there yet)", sizes="dtpce"),
 }

@@ -11,14 +11,17 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from distflow.config.errors import UserError
 from distflow.models.heads import unwrapped
 from distflow.models.packed_forward import PACKED_METHODS
+from distflow.models.tensor_parallel import divide_layers
+
+DATA, TENSOR = "dp", "tp"
 
 
 @dataclass(frozen=True)
 class Sharding:
     """Over which ranks, and in which precision.
 
-    mesh: of one dimension, or of two with names, replicas and shards: each row holds all weights, and rows add up their
-    gradients.
+    mesh: of one dimension; or of two with names, replicas and shards: each row holds all weights, and rows add up their
+    gradients; or of two named `dp` and `tp`: ranks of a row compute each layer together.
     compute_dtype: weights are gathered, and the model computes, in it; those that are kept, and the sums of gradients
     over ranks, are float32.
     """
@@ -31,17 +34,20 @@ def shard_model(model: nn.Module, sharding: Sharding) -> None:
     """Leave each rank its part of every weight, in place; `packed_forward` gathers a layer at a time.
 
     Embeddings and head, which may be tied, are gathered together for the whole pass: the head runs in chunks. Gradients
-    are summed over the ranks, not averaged, as the backward pass goes. Every rank runs the model as often as others.
-    Raises UserError for a mesh with other dimensions, and for a family that does not name its layers.
+    are summed over the ranks, not averaged, as the backward pass goes; ranks that compute a layer together count as
+    one, and are given the same tokens. Every rank runs the model as often as others.
+    Raises UserError for a family that does not name its layers, and as `divide_layers` does.
     """
-    if sharding.mesh.ndim > 2 or "tp" in (sharding.mesh.mesh_dim_names or ()):
-        raise UserError("tensor parallel training is not there yet: allocate data parallel ranks (d) to it")
+    mesh = sharding.mesh
+    if TENSOR in (mesh.mesh_dim_names or ()):
+        divide_layers(model, mesh[TENSOR])
+        mesh = mesh[DATA]
     # log-probs and logits are views of what is computed; nothing changes them in place, which is what it warns of
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     policy = MixedPrecisionPolicy(param_dtype=sharding.compute_dtype, reduce_dtype=torch.float32)
     for module in (*_layers(model), model):
         # also the root: between passes nothing but parts is there, and parameters are what optimizers know
-        fully_shard(module, mesh=sharding.mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -50,6 +50,7 @@ def _allocated(program: Program, allocation: Allocation) -> list[Team]:
         if part.role not in program.engines:
             has = ", ".join(sorted(program.engines)) or "none"
             allocation.refuse(part.at, f"program '{program.graph_id}' has no {part.role}; its engines: {has}")
+    _refuse_unlike(allocation)
     groups = [{part.role: (part.engine, part.sizes) for part in group} for group in allocation.groups]
     main = next((roles for roles in groups if "actor" in roles), groups[0])
     for role in sorted(program.engines):
@@ -61,6 +62,17 @@ def _allocated(program: Program, allocation: Allocation) -> list[Team]:
         Team(group[0].sizes.num_devices, _nodes_of(program, roles, is_main=roles is main), roles)
         for group, roles in zip(allocation.groups, groups, strict=True)
     ]
+
+
+def _refuse_unlike(allocation: Allocation) -> None:
+    """What trains on the same devices shares every step in the same way."""
+    for group in allocation.groups:
+        first, *others = [part for part in group if part.role != "rollout"] or [group[0]]
+        for part in others:
+            if part.sizes != first.sizes:
+                allocation.refuse(
+                    part.at, f"'{part.role}' needs the sizes of '{first.role}', with which it shares devices and steps"
+                )
 
 
 def _scheduled(program: Program, config: Config, cluster: Cluster, sizes: Mapping[str, str | float]) -> list[Team]:

@@ -47,6 +47,15 @@ class Layout:
             index = index * size + at[axis]
         return self.ranks[index]
 
+    def place(self, rank: int) -> dict[Axis, int]:
+        """The coordinates of one of its ranks."""
+        mesh = self._mesh()
+        return dict(zip(mesh, list(product(*map(range, mesh.values())))[self.ranks.index(rank)], strict=True))
+
+    def line(self, axis: Axis, rank: int) -> tuple[int, ...]:
+        """The ranks that differ from one of its ranks along that axis alone, itself among them, ascending."""
+        return next(line for line in self.groups(axis) if rank in line)
+
     def head(self, dp: int) -> int:
         """The rank that speaks for a data-parallel coordinate: the first of its last pipeline stage."""
         return self.rank_at(dp, pp=self.sizes.pipeline - 1)

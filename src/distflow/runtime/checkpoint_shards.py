@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 Layout = Callable[[str], Tensor | None]
@@ -97,9 +98,16 @@ def _is_written_here(tensor: Tensor, leads: bool) -> bool:
     """Of the ranks that have the same shard, the first writes it."""
     if not isinstance(tensor, DTensor):
         return leads
-    place = tensor.device_mesh.get_coordinate()
-    pairs = zip(place or (), tensor.placements, strict=True)
-    return all(index == 0 for index, placement in pairs if placement.is_replicate())
+    mesh = tensor.device_mesh
+    pairs = zip(mesh.get_coordinate() or (), tensor.placements, strict=True)
+    return _is_first(mesh) and all(index == 0 for index, placement in pairs if placement.is_replicate())
+
+
+def _is_first(mesh: DeviceMesh) -> bool:
+    """Along the dimensions that a mesh was sliced out of: tensors that lie over the slice are the same on each."""
+    root = mesh._get_root_mesh()
+    places = zip(root.mesh_dim_names or (), root.get_coordinate() or (), strict=False)
+    return all(place == 0 for name, place in places if name not in (mesh.mesh_dim_names or ()))
 
 
 def _check_complete(name: str, stored: TensorStorageMetadata) -> None:

@@ -9,6 +9,7 @@ from distflow.flow.exchange import Key
 from distflow.graph import Program
 from distflow.planning.plan import Plan, learning_teams
 from distflow.runtime.ports.exchange import ExchangePort
+from distflow.runtime.teams import with_samples
 
 _NAMES = ("uid", "group_index")
 """Columns by which samples are found again, and which both teams have."""
@@ -16,7 +17,7 @@ _NAMES = ("uid", "group_index")
 
 @dataclass(frozen=True)
 class Handover:
-    """What all ranks of one team write and all of another read. source: the node that writes. target: the first of the
+    """What one team writes and all ranks of another read. source: the node that writes. target: the first of the
     other team's that waits for it."""
 
     source: str
@@ -41,7 +42,7 @@ def handovers(plan: Plan, program: Program) -> Iterator[Handover]:
             for source in (dep for dep in learning if dep in target.deps and dep not in own | seen):
                 seen.add(source)
                 writers = next(team for team, theirs in zip(teams, runs, strict=True) if source in theirs)
-                yield Handover(source, target.node_id, writers, readers)
+                yield Handover(source, target.node_id, with_samples(plan, writers), readers)
 
 
 class Handovers:

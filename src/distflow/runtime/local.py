@@ -158,7 +158,7 @@ def local_ports(
 ) -> Ports:
     """Ports for workers of this process. changed: told how many groups are where whenever that changes."""
     edge = LocalEdge(coordinator, waits, num_ranks, live, changed)
-    return Ports(edge, edge.shared, LocalWeights(waits), OneRank(), OneRank(), edge.shared.fail)
+    return Ports(edge, edge.shared, LocalWeights(waits), OneRank(), OneRank(), OneRank(), edge.shared.fail)
 
 
 def _stopping(spec: Spec, waits: Waits) -> str:

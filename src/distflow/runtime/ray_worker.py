@@ -26,6 +26,7 @@ from distflow.runtime.ports.local_weights import LocalWeights
 from distflow.runtime.ports.streamed_weights import StreamedWeights
 from distflow.runtime.ports.torch_collective import TorchCollective
 from distflow.runtime.ports.weights import WeightPort
+from distflow.runtime.process_groups import ProcessGroups, backend_of
 from distflow.runtime.ray_coordinator import Standing
 from distflow.runtime.ray_edge import AgreedStop, RayEdge
 from distflow.runtime.ray_exchange_port import RayExchange
@@ -35,6 +36,7 @@ from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import build_resources
 from distflow.runtime.saved import restore, set_generators
 from distflow.runtime.spec import Spec
+from distflow.runtime.teams import kept_share, team_layout
 from distflow.runtime.validation import Answers
 from distflow.runtime.worker import Worker
 from distflow.training.collective import Collective, OneRank
@@ -128,7 +130,7 @@ class WorkerActor:
         self._spec.program()  # which loads the modules of the user
         self._join()
         self._resources = build_resources(
-            self._spec.factories, self._spec.plan.ranks[self._place.rank], self._collective, self._mesh
+            self._spec.factories, self._spec.plan.ranks[self._place.rank], self._data, self._mesh
         )
         return Built(__version__, dict(self._resources.facts), self._resources.num_parameters)
 
@@ -150,7 +152,7 @@ class WorkerActor:
             part=place.part,
             view=cast(TerminalView, RemoteView(tell, place)),
             speaks=not place.team or place.rank == place.team[0],
-            keeps_samples=place.team == place.teams[0],
+            share=kept_share(spec.plan, place.teams, place.rank),
         ) as recorder:
             if place.leads:
                 write_facts(spec, self._resources.facts, recorder, standing.total_steps)
@@ -189,10 +191,12 @@ class WorkerActor:
         return self._entered.result().validate(step, part, num_parts)
 
     def _join(self) -> None:
-        """The process groups of all that learn and of its team, and a mesh of that where weights are sharded."""
+        """The process groups of all that learn, of its team, and of those of it that have samples of their own, and a
+        mesh of the team where weights are sharded."""
         place, learners = self._place, self._place.learners
         self._everyone: Collective = OneRank()
         self._collective: Collective = self._everyone
+        self._data: Collective = self._everyone
         self._mesh: DeviceMesh | None = None
         shards = self._spec.config.actor_rollout_ref.actor.strategy == "fsdp"
         if not place.team or (len(learners) == 1 and not shards):
@@ -203,17 +207,16 @@ class WorkerActor:
         # A file, not a port: who cannot read the run's folder cannot take part.
         store = dist.FileStore(str(self._meeting), len(learners))
         dist.init_process_group(
-            "nccl" if device == "cuda" else "gloo",
+            backend_of(self._spec.plan),
             store=store,
             rank=learners.index(place.rank),
             world_size=len(learners),
         )
-        # Every rank makes all groups, in one order.
-        groups = [dist.new_group([learners.index(rank) for rank in team]) for team in place.teams]
-        group = groups[place.teams.index(place.team)]
-        self._everyone, self._collective = TorchCollective(), TorchCollective(group)
+        groups, layout = ProcessGroups(self._spec.plan, place.teams), team_layout(self._spec.plan, place.team)
+        self._everyone, self._collective = TorchCollective(), TorchCollective(groups.of(place.team))
+        self._data = TorchCollective(groups.of(layout.line("data", place.rank)))
         if shards:
-            self._mesh = DeviceMesh.from_group(group, device)
+            self._mesh = groups.mesh(place.team, layout, place.rank, device)
 
     def _ports(self, recorder: Recorder, others: Sequence[Any]) -> Ports:
         place, waits = self._place, recorder.waits
@@ -221,10 +224,10 @@ class WorkerActor:
         ready = self._arrivals.ready if awaits else None
         edge = RayEdge(self._coordinator, place.generator, place.first, waits, self._stop, place.leads, ready)
         if not place.team:
-            return Ports(edge, None, self._arrivals, self._collective, self._everyone, self._abort)
+            return Ports(edge, None, self._arrivals, self._collective, self._data, self._everyone, self._abort)
         own: WeightPort = LocalWeights(waits) if self._mesh is None else StreamedWeights(waits)
         exchange = RayExchange(self._exchange, waits) if self._exchange is not None else None
-        ports = Ports(edge, None, own, self._collective, self._everyone, self._abort, exchange=exchange)
+        ports = Ports(edge, None, own, self._collective, self._data, self._everyone, self._abort, exchange=exchange)
         if not (place.leads and others):
             return ports
         elsewhere = [rank for rank in place.generators if rank not in place.learners]

@@ -17,7 +17,6 @@ from distflow.observe.terminal import TerminalView
 from distflow.observe.timing import PhaseTimer
 from distflow.observe.trackers import TrackedRun, open_trackers
 from distflow.rollout.activity import Activity
-from distflow.planning.plan import learning_teams
 from distflow.runtime.callbacks import Callbacks, Caller
 from distflow.runtime.kept_groups import forget_groups, keep_groups
 from distflow.runtime.memory import MemoryPeaks
@@ -44,16 +43,14 @@ class Recorder:
         part: int = 0,
         view: TerminalView | None = None,
         speaks: bool = True,
-        keeps_samples: bool = True,
+        share: tuple[int, int] | None = (0, 1),
     ):
         """part: this one's number among the run's processes; 0 leads, and tells what is true of all. view: None makes
-        one here. speaks: False where another process notes the same. keeps_samples: False where others learn from the
-        same ones, and keep those of a step.
+        one here. speaks: False where another process notes the same. share: which of a step's samples are here, of how
+        many shares; None where another process has the same, and keeps them.
         """
         self._options = options = spec.options
-        self._leads, self._speaks, self._keeps_samples = part == 0, speaks, keeps_samples
-        teams = learning_teams(spec.plan)
-        self._part, self._num_parts = part, len(teams[0]) if teams else 1
+        self._leads, self._speaks, self._share = part == 0, speaks, share
         self.folder = RunFolder(spec.run_dir, incarnation, resumed_at, part)
         self.view = view or TerminalView(f"{options.project} / {options.experiment}", total_steps)
         self._trackers = open_trackers(
@@ -129,7 +126,7 @@ class Recorder:
     def training_step(self, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
         """A finished step, counted from 1. metrics: of all ranks. batch: this one's share."""
         self._step = step
-        if self._keeps_samples:
+        if self._share is not None:
             self.folder.samples(step, sample_rows(batch))
         if not self._leads:
             return
@@ -156,9 +153,9 @@ class Recorder:
     def keep_groups(self, step: int, batch: Batch) -> None:
         """Keep all columns of this worker's share of a step, where `trainer.save_groups` says so."""
         options, run_dir = self._options, self.folder.path
-        if options.save_groups == "none" or not self._keeps_samples:
+        if options.save_groups == "none" or self._share is None:
             return
-        keep_groups(run_dir, step, batch, self._part, self._num_parts)
+        keep_groups(run_dir, step, batch, *self._share)
         if options.save_groups == "last_k" and self._leads:
             forget_groups(run_dir, options.save_groups_last)
 

@@ -1,9 +1,30 @@
-"""What the experience edge must know of the ranks that learn the same."""
+"""Ranks that learn the same: which of them hold parts of the same tensors, and what the experience edge must know."""
 
 from collections.abc import Sequence
 
+from distflow.planning.layout import Layout, Sizes
+from distflow.planning.plan import Plan
 from distflow.runtime.ports.shared_edge import Team
 from distflow.runtime.spec import Spec
+
+
+def team_layout(plan: Plan, ranks: tuple[int, ...]) -> Layout:
+    """How the models of a team lie, which all lie alike."""
+    found = (layout for layout in plan.layouts if layout.role != "rollout" and layout.ranks == ranks)
+    return next(found, Layout("", "", ranks, Sizes(data=len(ranks))))
+
+
+def with_samples(plan: Plan, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of a team that have samples of their own: of ranks that compute layers together, which have the same, the
+    first."""
+    layout = team_layout(plan, ranks)
+    return tuple(rank for rank in ranks if layout.place(rank)["tensor"] == 0)
+
+
+def kept_share(plan: Plan, teams: Sequence[tuple[int, ...]], rank: int) -> tuple[int, int] | None:
+    """Which share of a step this rank keeps the samples of, and of how many: each is kept once, by the first team."""
+    keepers = with_samples(plan, teams[0])
+    return (keepers.index(rank), len(keepers)) if rank in keepers else None
 
 
 def edge_team(spec: Spec, ranks: Sequence[int]) -> Team:
@@ -12,4 +33,5 @@ def edge_team(spec: Spec, ranks: Sequence[int]) -> Team:
     size = config.actor_rollout_ref.actor.ppo_mini_batch_size
     if "actor" not in engines:
         size = config.critic.ppo_mini_batch_size or size
-    return Team(tuple(range(len(ranks))), size, config.trainer.seed)
+    layout = team_layout(spec.plan, tuple(ranks))
+    return Team(tuple(layout.place(rank)["data"] for rank in ranks), size, config.trainer.seed)

@@ -72,7 +72,7 @@ class Worker:
         warn, show = partial(recorder.note, "warning"), recorder.view.verdict_failed
         self._errors = ErrorShare(spec.options.max_error_share, warn, show)
         self._checks = LiveChecks.of(spec, resources, recorder.note)
-        parts = {**resources.by_name(), "reduce": ports.collective}
+        parts = {**resources.by_name(), "reduce": ports.data}
         self._learning = compile_steps([program.node(name) for name in plan.learning], parts)
         self._auditor = make_auditor(
             spec, program, self._learning, resources, self._session, recorder, state, version, ports.collective
@@ -187,7 +187,14 @@ class Worker:
             measured.append(part)
             self._auditor.scored(batch)
             self._handovers.given(name, before, batch, self.step)
-        return batch, {**over_ranks(measured, self._ports.everyone), **times}
+        return batch, {**self._over_teams(over_ranks(measured, self._ports.data)), **times}
+
+    def _over_teams(self, measured: dict[str, float]) -> dict[str, float]:
+        """What the nodes of all teams measured; where several ran one, of the first of them."""
+        everyone = self._ports.everyone
+        if everyone.size == self._ports.collective.size:
+            return measured
+        return {name: value for each in reversed(everyone.gather(measured)) for name, value in each.items()}
 
     def train_step(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> dict[str, float]:
         """An optimizer step outside of the nodes, checked as theirs are."""
@@ -200,7 +207,7 @@ class Worker:
         """The step is trained on: publish its weights, release it, then validate, record and save as is due. All of its
         metrics."""
         step, metrics = self.step, dict(metrics)
-        metrics |= self._checks.learned(batch, metrics, step, self._ports.collective)
+        metrics |= self._checks.learned(batch, metrics, step, self._ports.data)
         with self._recorder.phases("audit"):
             self._auditor.end(metrics)
         sent = False
@@ -239,7 +246,7 @@ class Worker:
         options, step, finished = self._spec.options, released.version.step, released.finished
         compares = options.keep_best is not None and _is_due(step, options.save_freq, finished)
         validated = self._validate(step) if _is_due(step, options.test_freq, finished) or compares else {}
-        figures = Figures.joined(self._ports.collective.gather(Figures.of(batch)))
+        figures = Figures.joined(self._ports.data.gather(Figures.of(batch)))
         metrics |= batch_metrics(figures) | group_metrics(released.account, figures.versions, step - 1)
         metrics |= self._recorder.phases.finish_step() | self._recorder.memory.finish_step()
         metrics["throughput/tokens_per_s"] = figures.num_tokens / metrics["timing_s/step"]

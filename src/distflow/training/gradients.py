@@ -1,6 +1,7 @@
 """Gradients over the ranks that share a mini-batch: their sum, their norm, clipping."""
 
 from collections.abc import Collection, Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from distflow.models.shards import whole
 from distflow.training.collective import Collective
+
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: Collective) -> None:
@@ -25,16 +28,21 @@ def clip_gradients(parameters: Collection[nn.Parameter], max_norm: float | None)
     """
     norm = _norm([p.grad for p in parameters if p.grad is not None])
     if max_norm is not None and bool(norm.isfinite()):
-        clip_grads_with_norm_(parameters, max_norm, norm)
+        for alike in _alike(parameters):
+            clip_grads_with_norm_(alike, max_norm, norm)
     return float(norm)
 
 
 def _norm(gradients: list[Tensor]) -> Tensor:
-    """Those of one mesh share one reduction."""
-    meshes = dict.fromkeys(_mesh(gradient) for gradient in gradients)
-    norms = [whole(get_total_norm([g for g in gradients if _mesh(g) == mesh])) for mesh in meshes]
+    """Those that lie alike share one reduction."""
+    norms = [whole(get_total_norm(alike)) for alike in _alike(gradients)]
     return norms[0] if len(norms) == 1 else get_total_norm(norms)
 
 
-def _mesh(tensor: Tensor) -> object:
-    return tensor.device_mesh if isinstance(tensor, DTensor) else None
+def _alike(tensors: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
+    """By the mesh that they lie over, and how."""
+    found: dict[object, list[AnyTensor]] = {}
+    for tensor in tensors:
+        how = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        found.setdefault(how, []).append(tensor)
+    return list(found.values())

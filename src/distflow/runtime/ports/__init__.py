@@ -16,15 +16,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ports:
-    """The ports of one worker. collective: of the ranks that learn the same. everyone: of
-    all that learn. intake: for a training loop of the user's own, where the edge is of this process. abort:
-    tells every other part of the run that this one is gone. validate: has the workers answer held-out prompts that have
-    an engine, for one that has none. exchange: None where no column goes from team to team."""
+    """The ports of one worker. collective: of the ranks that learn the same. data: of those among them that have
+    samples of their own, one for each share of a step. everyone: of all that learn. intake: for a training loop of the
+    user's own, where the edge is of this process. abort: tells every other part of the run that this one is gone.
+    validate: has the workers answer held-out prompts that have an engine, for one that has none. exchange: None where
+    no column goes from team to team."""
 
     edge: EdgePort
     intake: IntakePort | None
     weights: WeightPort
     collective: Collective
+    data: Collective
     everyone: Collective
     abort: Callable[[BaseException], None]
     validate: "Callable[[int], Sequence[Answers]]" = lambda step: ()

@@ -17,7 +17,8 @@ class TorchCollective:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self._group = group
-        self._device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")  # NCCL sees no host memory
+        over_gloo = "gloo" in dist.get_backend_config(group)
+        self._device = torch.device("cpu" if over_gloo else "cuda")  # NCCL sees no host memory
 
     def sum(self, value: Reducible) -> Reducible:
         """Raises ValueError where the ranks give numbers of different names."""
