@@ -27,6 +27,23 @@ def to_batch(groups: Sequence[GroupRef], like: GroupRef) -> Batch:
     return gather(parts, rows)
 
 
+MOST_TEXT = 2000
+"""Characters of a text that is told to the coordinator or the driver."""
+
+
+def shortened(text: str) -> str:
+    """Its beginning, where it is long."""
+    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]} ... ({len(text):,} characters)"
+
+
+def shorten(error: BaseException) -> None:
+    """The same of what an exception says, and those that led to it."""
+    link: BaseException | None = error
+    while link is not None:
+        link.args = tuple(shortened(arg) if isinstance(arg, str) else arg for arg in link.args)
+        link = link.__cause__ or link.__context__
+
+
 def answer(ref: "ray.ObjectRef[Any]") -> Any:
     """What the actor returned, or raise what it raised, as it raised it."""
     try:

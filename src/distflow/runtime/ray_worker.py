@@ -26,7 +26,7 @@ from distflow.runtime.ports.torch_collective import TorchCollective
 from distflow.runtime.ray_coordinator import Standing
 from distflow.runtime.ray_edge import AgreedStop, RayEdge
 from distflow.runtime.ray_exchange_port import RayExchange
-from distflow.runtime.ray_groups import answer
+from distflow.runtime.ray_groups import answer, shorten, shortened
 from distflow.runtime.ray_weights import Arrivals, Fleet
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import build_resources
@@ -101,12 +101,16 @@ class WorkerActor:
 
     def build(self) -> Built:
         """Engines and services. Raises UserError."""
-        torch.set_num_threads(self._place.threads)
-        self._spec.program()  # which loads the modules of the user
-        self._join()
-        self._resources = build_resources(
-            self._spec.factories, self._spec.plan.ranks[self._place.rank], self._collective, self._mesh
-        )
+        try:
+            torch.set_num_threads(self._place.threads)
+            self._spec.program()  # which loads the modules of the user
+            self._join()
+            self._resources = build_resources(
+                self._spec.factories, self._spec.plan.ranks[self._place.rank], self._collective, self._mesh
+            )
+        except BaseException as err:
+            shorten(err)
+            raise
         return Built(__version__, dict(self._resources.facts), self._resources.num_parameters)
 
     def run(self, start: Start, differences: list[str], others: Sequence[Any]) -> int:
@@ -190,7 +194,7 @@ class WorkerActor:
 
     def _ports(self, recorder: Recorder, others: Sequence[Any]) -> Ports:
         place, waits = self._place, recorder.waits
-        edge = RayEdge(self._coordinator, place.generator, place.first, waits, self._stop, saves=place.leads)
+        edge = RayEdge(self._coordinator, place.generator, place.first, waits, self._stop)
         if not place.team:
             return Ports(edge, None, self._arrivals, self._collective, self._everyone, self._abort)
         weights = LocalWeights(waits)
@@ -216,6 +220,7 @@ class WorkerActor:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
+        shorten(error)
         self._coordinator.fail.remote(error)
         if self._exchange is not None:
             self._exchange.fail.remote(error)
@@ -235,7 +240,7 @@ class RemoteView:
 
     def note(self, kind: str, message: str) -> None:
         where = "" if self._place.leads else f"worker {self._place.rank}: "
-        self._tell("note", kind, where + message)
+        self._tell("note", kind, where + shortened(message))
 
     def sample(self, prompt: str, response: str, score: float | None) -> None:
         self._leader("sample", prompt[:_MOST_SHOWN], response[:_MOST_SHOWN], score)
