@@ -1,4 +1,5 @@
-"""Nothing large reaches the driver or the coordinator, however long prompts, answers and messages are."""
+"""Nothing large reaches the driver or the coordinator, however long prompts, answers and messages are; and no more of
+it waits in shared memory than may."""
 
 import json
 from pathlib import Path
@@ -6,6 +7,7 @@ from pathlib import Path
 import pytest
 from ray.exceptions import RayTaskError
 
+from distflow.flow import ledger
 from distflow.runtime import ray_run
 from distflow.runtime.blame import NodeError
 from distflow.runtime.ray_entry import launch_ray
@@ -96,3 +98,25 @@ def test_a_failure_of_many_words_is_told_by_its_beginning(ground: Playground) ->
     found = sizes(ground)
     assert "to MeasuredCoordinator.fail" in found
     assert {name for name, num_bytes in found.items() if num_bytes > MOST} == set()
+
+
+def test_groups_beyond_the_bound_in_bytes_start_once_there_is_room(ground: Playground) -> None:
+    """Two of them are as large as the bound. Without one, 12 would be under way before the first step."""
+    ground.write_rows([{"prompt": f"{i}" * 700 + "=", "answer": "7", "notes": f"{i} " * 30_000} for i in range(10, 22)])
+    _, spec = ground.spec("grpo", *KEYS, "async.max_staleness=2", "trainer.max_held_mb=1")
+    assert launch_ray(spec).steps == 3
+    assert most_live(ground.folder / "run" / "ledger.jsonl") == 4
+
+
+def most_live(journal: Path) -> int:
+    """Groups that had begun and that no step had consumed."""
+    live, most = set[int](), 0
+    for _, record in ledger.timeline(journal):
+        if record["kind"] == "issued":
+            live.add(int(record["ticket"]))
+        elif record["kind"] == "dropped":
+            live.remove(int(record["ticket"]))
+        elif record["kind"] == "consumed":
+            live -= {int(number) for number in record["tickets"]}
+        most = max(most, len(live))
+    return most

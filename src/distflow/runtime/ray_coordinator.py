@@ -66,7 +66,12 @@ class CoordinatorActor:
         os.umask(0o077)
         self._coordinator, self._ledger = begin_account(spec, start.checkpoint, allowed)
         live = held_groups(load_live(start.checkpoint)) if start.checkpoint else {}
-        held = {number: Held(to_group(each.group), each.num_tokens, each.measured) for number, each in live.items()}
+        held: dict[int, Held[GroupRef]] = {}
+        for number, each in live.items():
+            group, num_bytes = to_group(each.group)
+            held[number] = Held(group, each.num_tokens, each.measured)
+            if self._coordinator.holds(number):
+                self._coordinator.weigh(number, num_bytes)
         self._edge = SharedEdge[GroupRef](
             self._coordinator, Waits(), teams, workers, live=held, changed=self._show_queue
         )

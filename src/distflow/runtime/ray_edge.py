@@ -45,9 +45,9 @@ class RayEdge:
 
     def put(self, ticket: Ticket, batch: Batch, measured: Sequence[Measured]) -> None:
         """See `EdgePort`."""
-        facts = facts_of(batch)
-        facts = replace(facts, failure=_shortened(facts.failure))
-        self._coordinator.put.remote(ticket, to_group(batch), facts, list(measured))
+        facts, (group, num_bytes) = facts_of(batch), to_group(batch)
+        facts = replace(facts, failure=_shortened(facts.failure), num_bytes=num_bytes)
+        self._coordinator.put.remote(ticket, group, facts, list(measured))
 
     def drop(self, ticket: Ticket, reason: str, failure: Failure | None = None, *, lost: bool = False) -> None:
         """See `EdgePort`."""

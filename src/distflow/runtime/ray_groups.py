@@ -13,9 +13,10 @@ GroupRef = tuple["ray.ObjectRef[Any]"]
 """Of a group's buffers; in a tuple, so that Ray hands the reference on and not what it refers to."""
 
 
-def to_group(batch: Batch) -> GroupRef:
-    """Put the group's columns where every process of this machine reads them without a copy."""
-    return (ray.put(to_buffers(batch)),)
+def to_group(batch: Batch) -> tuple[GroupRef, int]:
+    """Put the group's columns where every process of this machine reads them without a copy; their bytes."""
+    buffers = to_buffers(batch)
+    return (ray.put(buffers),), sum(column.nbytes for column in buffers.values())
 
 
 def to_batch(groups: Sequence[GroupRef], like: GroupRef) -> Batch:

@@ -30,11 +30,13 @@ _MOST_TICKETS = 1000
 @dataclass(frozen=True)
 class Facts:
     """What the edge knows of a complete group. num_tokens: of all its samples, prompts included. version: the lowest of
-    any of their tokens, None where there is none. failure: why it has no verdict at all."""
+    any of their tokens, None where there is none. failure: why it has no verdict at all. num_bytes: that it takes where
+    groups are held, where that is bounded."""
 
     num_tokens: int
     version: int | None
     failure: Failure | None
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,7 @@ class SharedEdge(Generic[T]):
         with self._lock:
             self._groups[ticket.number] = Held(group, facts.num_tokens, measured)
             self._coordinator.complete(ticket.number, facts.num_tokens, facts.version)
+            self._coordinator.weigh(ticket.number, facts.num_bytes)
             self._ended(ticket)
             self._count(facts.failure)
             self._tell()
