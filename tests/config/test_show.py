@@ -196,7 +196,7 @@ trainer:
   imports: [json]
 trust: {audit_freq: 3, on_mismatch: warn, canary_freq: 0, max_skipped_updates: 1, unmoved_after: 5,
         certify_rewards: false}
-dag: {pipeline: ppo, enable_perf: true}
+dag: {pipeline: ppo, generates: true, enable_perf: true}
 """
 
 # Keys that exclude one of those above.
@@ -213,6 +213,7 @@ OF_RAY = {
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
     "trainer.allocation",
+    "trainer.max_held_mb",
     "dag.backend_threshold",
     "dag.apportion_strategy",
     "dag.consider_node_cohesion",

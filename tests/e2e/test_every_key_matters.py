@@ -28,6 +28,7 @@ ELSEWHERE = {
     "trainer.nnodes": "tests/planning/test_cluster.py",
     "trainer.n_gpus_per_node": "tests/planning/test_cluster.py",
     "trainer.allocation": "tests/planning/test_cluster.py",
+    "trainer.max_held_mb": "tests/runtime/test_ray_sizes.py",
     "dag.generates": "tests/pipelines/test_spec.py",
     "dag.backend_threshold": "tests/planning/test_cluster.py",
     "dag.apportion_strategy": "tests/planning/test_cluster.py",

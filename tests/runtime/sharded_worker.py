@@ -26,7 +26,7 @@ from distflow.flow.ticket import Version
 from distflow.runtime.checkpoint import CheckpointStore
 from distflow.runtime.checkpoint_files import shard_name
 from distflow.runtime.checkpoint_shards import own_shards
-from distflow.runtime.ports.edge import Live, Released
+from distflow.runtime.ports.edge import Kept, Live, Released
 from distflow.runtime.ports.torch_collective import TorchCollective
 from distflow.runtime.resources import build_resources
 from distflow.runtime.saved import part_of_rank, restore, saved_parts, set_generators
@@ -132,7 +132,8 @@ def full(tensor: Tensor) -> Tensor:
 
 def released(spec: Spec, step: int) -> Released:
     coordinator = Coordinator(spec.data)
-    return Released(Version(0, step), False, coordinator.accounting(), coordinator.snapshot(), Live(None, {}))
+    kept = Kept(coordinator.snapshot(), Live(None, {}))
+    return Released(Version(0, step), False, coordinator.accounting(), lambda: kept)
 
 
 def draws() -> list[float]:

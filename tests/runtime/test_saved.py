@@ -10,7 +10,7 @@ import torch
 from distflow.config.errors import UserError
 from distflow.flow.coordinator import Coordinator
 from distflow.runtime.checkpoint import CheckpointStore
-from distflow.runtime.ports.edge import Live, Released
+from distflow.runtime.ports.edge import Kept, Live, Released
 from distflow.runtime.resources import build_resources
 from distflow.runtime.saved import check_same_facts, restore, saved_parts, set_generators
 from tests.e2e.runs import Playground
@@ -23,13 +23,18 @@ def draws() -> tuple[list[float], list[float], list[float], list[float]]:
     return torch.rand(3).tolist(), torch.randn(3).tolist(), np.random.standard_normal(3).tolist(), python
 
 
+def released_with(coordinator: Coordinator, live: Live) -> Released:
+    kept = Kept(coordinator.snapshot(), live)
+    return Released(coordinator.version, False, coordinator.accounting(), lambda: kept)
+
+
 def test_all_random_draws_continue_as_in_the_undisturbed_process(tmp_path: Path) -> None:
     off = ("~reward.functions", "~reward.num_workers", "~custom_reward_function.path", "~actor_rollout_ref.rollout.n")
     _, spec = Playground(tmp_path).spec("sft", "data.response_key=answer", *off)
     resources = build_resources(spec.factories, spec.plan.ranks[0])
     coordinator = Coordinator(spec.data)
     live = Live(group(4), {4: [({"mine": 1.0}, 2.0)]})
-    released = Released(coordinator.version, False, coordinator.accounting(), coordinator.snapshot(), live)
+    released = released_with(coordinator, live)
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(7)
     draws()
@@ -59,7 +64,7 @@ def test_garbage_in_a_checkpoint_is_not_resumed_from(tmp_path: Path, value: floa
     _, spec = Playground(tmp_path).spec("sft", "data.response_key=answer", *off)
     resources = build_resources(spec.factories, spec.plan.ranks[0])
     coordinator = Coordinator(spec.data)
-    released = Released(coordinator.version, False, coordinator.accounting(), coordinator.snapshot(), Live(None, {}))
+    released = released_with(coordinator, Live(None, {}))
     writing, names = CheckpointStore(tmp_path / "checkpoints").begin(1), []
     for name, part in saved_parts(spec, resources, released, {}):
         if name == "actor":
@@ -89,7 +94,7 @@ def test_weights_data_or_tokens_that_are_not_those_of_before_are_refused_and_ano
     _, spec = Playground(tmp_path).spec("ppo", "actor_rollout_ref.rollout.n=1")
     resources = build_resources(spec.factories, spec.plan.ranks[0])
     coordinator = Coordinator(spec.data)
-    released = Released(coordinator.version, False, coordinator.accounting(), coordinator.snapshot(), Live(None, {}))
+    released = released_with(coordinator, Live(None, {}))
     store = CheckpointStore(tmp_path / "checkpoints")
     writing, parts = store.begin(1), dict(saved_parts(spec, resources, released, {}))
     assert set(parts) == {"actor", "actor_meta", "critic", "critic_meta", "rank_0", "run"}

@@ -31,6 +31,7 @@ _DEVICES = (
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
     "trainer.allocation",
+    "trainer.max_held_mb",
     "actor_rollout_ref.actor.strategy",
 )
 

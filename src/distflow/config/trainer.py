@@ -49,6 +49,12 @@ class TrainerConfig:
         "which devices do what (launcher=ray), e.g. embedded[rollout]:d2+torch[actor]:d2; null leaves it to the "
         "scheduler",
     )
+    max_held_mb: int | None = key(
+        None,
+        "MB of groups that may wait in shared memory; beyond it none starts but what the next step waits for; null is "
+        "half of Ray's object store (launcher=ray)",
+        minimum=1,
+    )
 
     @property
     def run_dir(self) -> Path:

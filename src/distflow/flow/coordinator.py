@@ -11,6 +11,7 @@ from distflow.flow.draws import Draws
 from distflow.flow.edge import ExperienceEdge, Group, still_consumable
 from distflow.flow.ledger import Ledger, Mark
 from distflow.flow.order import place
+from distflow.flow.room import Room
 from distflow.flow.snapshot import SavedMark, Snapshot, at_start, check_resumable, restored, saved, saved_plan
 from distflow.flow.tally import STALE
 from distflow.flow.ticket import Ticket, Version
@@ -62,6 +63,7 @@ class Coordinator:
         self._credits = Credits(max_concurrent, plan.max_staleness, plan.consumer_batch)
         batches = plan.max_num_gen_batches
         self._draws = None if batches is None else Draws(batches * plan.consumer_batch, self.step)
+        self._room = Room(plan.max_held_bytes)
         self._served = self.step
         self._asked = False  # for tickets, since the last release
         self._edge = ExperienceEdge(
@@ -135,6 +137,10 @@ class Coordinator:
         group = self._edge.complete(number, num_tokens, version)
         self._journal("complete", ticket=number, tokens=num_tokens, version=group.version)
 
+    def weigh(self, number: int, num_bytes: int) -> None:
+        """What a complete group takes of the memory that `plan.max_held_bytes` bounds: known to who holds it alone."""
+        self._room.weigh(number, num_bytes)
+
     def drop(self, number: int, reason: str) -> None:
         """A group leaves without being trained on. Its ticket is spent, its credit comes back."""
         self._edge.drop(number, reason)
@@ -202,6 +208,7 @@ class Coordinator:
         assert self.plan.max_staleness or not left, "at staleness 0 a step leaves nothing behind that has started"
         numbers = [group.ticket.number for group in groups]
         self._consumed += len(numbers)
+        self._room.keep(self._edge.holds)
         self.version = Version(self._incarnation, step + 1)
         self.weights_step = step + 1 if published else self.weights_step
         self._asked = False
@@ -282,8 +289,10 @@ class Coordinator:
         return self._edge.waiting[:num_credits] if num_credits else []
 
     def _num_new(self, served: int) -> int:
-        """Tickets to issue now."""
+        """Tickets to issue now. Where memory is full these are the ones that the next step waits for, and no other."""
         bounds = [self._open(self._edge.num_running, served)]
+        if (room := self._room.left(self._edge.num_running)) is not None:
+            bounds.append(max(room, self.plan.consumer_batch - self._edge.num_live))
         if (left := self._left()) is not None:
             bounds.append(left)
         if self._draws is not None:

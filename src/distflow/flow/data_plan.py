@@ -12,7 +12,8 @@ class DataPlan:
     group_size: samples a prompt. consumer_batch: prompt groups a step.
     max_staleness: steps by which weights that made a token may be older than the step that trains on it.
     max_concurrent: groups that may run at once, None for as many as staleness allows. max_num_gen_batches: bound on
-    the tickets drawn for a step, in batches.
+    the tickets drawn for a step, in batches. max_held_bytes: of groups that wait for their step or are trained on,
+    None for no bound.
     """
 
     num_rows: int
@@ -26,6 +27,7 @@ class DataPlan:
     max_concurrent: int | None = None
     max_num_gen_batches: int | None = None
     when_exhausted: Literal["error", "continue"] = "error"
+    max_held_bytes: int | None = None
 
     def __post_init__(self) -> None:
         assert min(self.num_rows, self.consumer_batch, self.group_size) > 0

@@ -363,6 +363,7 @@ def _run_options(config: Config, program: Program) -> RunOptions:
         project=trainer.project_name,
         experiment=trainer.experiment_name,
         enable_perf=config.dag.enable_perf,
+        max_held_mb=(trainer if trainer.launcher == "ray" else peek(trainer)).max_held_mb,
         timeout_s=config.reward.timeout_s if _has_deadline(program) else peek(config).reward.timeout_s,
         engine_timeout_s=(config if "rollout" in program.engines else peek(config)).actor_rollout_ref.rollout.timeout_s,
         canary_freq=_canary_freq(config, program),

@@ -1,13 +1,15 @@
 """The coordinator as an actor: metadata and references alone, whatever travels between workers."""
 
 import os
+import pickle
 import threading
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distflow.flow.account import Account
+from distflow.flow.snapshot import Snapshot
 from distflow.flow.ticket import Ticket, Version
 from distflow.observe.metrics import Measured
 from distflow.rewards.tally import Judged
@@ -24,6 +26,11 @@ News = tuple[str, tuple[Any, ...]]
 """A method of what the driver shows, and its arguments."""
 
 _MOST_NEWS = 10_000
+_MOST_BYTES = 32_768
+"""Of news in one answer."""
+_PAGE = 64
+"""Groups in one answer: a reference has some 170 bytes, what was measured of a group some hundreds. No object of more
+than 64 kB comes here or goes to the driver."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,15 @@ class Standing:
     total_steps: int
     finished: bool
     account: Account
+
+
+@dataclass(frozen=True)
+class Page:
+    """A part of what a checkpoint goes on from. cut: with the groups of this page alone. more: another page follows."""
+
+    cut: Snapshot
+    live: Mapping[int, Held[GroupRef]]
+    more: bool
 
 
 class CoordinatorActor:
@@ -50,10 +66,17 @@ class CoordinatorActor:
         os.umask(0o077)
         self._coordinator, self._ledger = begin_account(spec, start.checkpoint, allowed)
         live = held_groups(load_live(start.checkpoint)) if start.checkpoint else {}
-        held = {number: Held(to_group(each.group), each.num_tokens, each.measured) for number, each in live.items()}
+        held: dict[int, Held[GroupRef]] = {}
+        for number, each in live.items():
+            group, num_bytes = to_group(each.group)
+            held[number] = Held(group, each.num_tokens, each.measured)
+            if self._coordinator.holds(number):
+                self._coordinator.weigh(number, num_bytes)
         self._edge = SharedEdge[GroupRef](
             self._coordinator, Waits(), teams, workers, live=held, changed=self._show_queue
         )
+        self._rests: dict[int, Sequence[GroupRef]] = {}  # of portions, by rank
+        self._consumed: Consumed[GroupRef] | None = None  # with what is left of it, until the rank that leads goes on
         self._news: deque[News] = deque(maxlen=_MOST_NEWS)
         self._told = threading.Condition()
 
@@ -91,12 +114,35 @@ class CoordinatorActor:
         self._edge.count(judged)
 
     def take(self, step: int, rank: int) -> Portion[GroupRef] | None:
-        """See `EdgePort`."""
-        return self._edge.take(step, rank)
+        """See `EdgePort`. The first of its groups; `rest` has the others."""
+        portion = self._edge.take(step, rank)
+        if portion is None:
+            return None
+        if rank == 0:
+            self._consumed = None
+        self._rests[rank] = portion.groups[_PAGE:]
+        return replace(portion, groups=portion.groups[:_PAGE])
+
+    def rest(self, rank: int) -> Sequence[GroupRef]:
+        """More groups of what the rank has taken, each once; none once it has all."""
+        found = self._rests[rank][:_PAGE]
+        self._rests[rank] = self._rests[rank][_PAGE:]
+        return found
 
     def release(self, step: int, rank: int, published: bool) -> Consumed[GroupRef]:
-        """See `EdgePort`."""
-        return self._edge.release(step, rank, published)
+        """See `EdgePort`; what a checkpoint goes on from, `kept` has."""
+        consumed = self._edge.release(step, rank, published)
+        if rank == 0:
+            self._consumed = consumed
+        return replace(consumed, cut={**consumed.cut, "live": []}, live={})
+
+    def kept(self, page: int) -> Page:
+        """Of the step released last, for the rank that leads, before it takes the next one."""
+        assert self._consumed is not None
+        cut, held, here = self._consumed.cut, [*self._consumed.live.items()], slice(page * _PAGE, (page + 1) * _PAGE)
+        return Page(
+            {**cut, "live": cut["live"][here]}, dict(held[here]), max(len(held), len(cut["live"])) > (page + 1) * _PAGE
+        )
 
     def stop(self) -> None:
         """See `SharedEdge`."""
@@ -118,12 +164,14 @@ class CoordinatorActor:
             self._told.notify_all()
 
     def news(self, timeout_s: float) -> list[News]:
-        """What was told since this was asked last; waits for some, but no longer than that."""
+        """What was told since this was asked last, or the first of it; waits for some, but no longer than that."""
         with self._told:
             if not self._news:
                 self._told.wait(timeout_s)
-            found = list(self._news)
-            self._news.clear()
+            found, num_bytes = list[News](), 0
+            while self._news and num_bytes < _MOST_BYTES:
+                found.append(self._news.popleft())
+                num_bytes += len(pickle.dumps(found[-1]))
             return found
 
     def _show_queue(self, account: Account) -> None:

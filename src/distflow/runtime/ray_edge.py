@@ -3,16 +3,18 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from distflow.data.batch import Batch
 from distflow.flow.ticket import Ticket
 from distflow.observe.metrics import Measured
 from distflow.rewards.tally import Judged
-from distflow.runtime.ports.edge import Failure, Live, Released, Share
+from distflow.runtime.ports.edge import Failure, Kept, Released, Share
 from distflow.runtime.ports.local_edge import facts_of, live_of
 from distflow.runtime.ports.shared_edge import Consumed, Held
-from distflow.runtime.ray_groups import GroupRef, answer, to_batch, to_group
+from distflow.runtime.ray_coordinator import Page
+from distflow.runtime.ray_groups import GroupRef, answer, shortened, to_batch, to_group
 from distflow.runtime.waits import Waits
 
 
@@ -32,14 +34,13 @@ class RayEdge:
         first: int,
         waits: Waits,
         stop: AgreedStop,
-        saves: bool,
         ready: "Future[None] | None" = None,
     ) -> None:
-        """coordinator: the actor's handle. worker: this one's number among those that generate. first: the
-        number of the first rank of its team. saves: it writes the groups that are left at a release. ready: settled
-        when its engine has weights, before which it asks for no ticket; None where it has them from the start."""
+        """coordinator: the actor's handle. worker: this one's number among those that generate. first: the number of
+        the first rank of its team. ready: settled when its engine has weights, before which it asks for no ticket; None
+        where it has them from the start."""
         self._coordinator, self._worker, self._first, self._waits = coordinator, worker, first, waits
-        self._stop, self._saves, self._ready = stop, saves, ready
+        self._stop, self._ready = stop, ready
 
     async def tickets(self, served: Callable[[], int | None]) -> AsyncIterator[list[Ticket]]:
         """See `EdgePort`."""
@@ -57,15 +58,18 @@ class RayEdge:
 
     def put(self, ticket: Ticket, batch: Batch, measured: Sequence[Measured]) -> None:
         """See `EdgePort`."""
-        self._coordinator.put.remote(ticket, to_group(batch), facts_of(batch), list(measured))
+        facts, (group, num_bytes) = facts_of(batch), to_group(batch)
+        facts = replace(facts, failure=_shortened(facts.failure), num_bytes=num_bytes)
+        self._coordinator.put.remote(ticket, group, facts, list(measured))
 
     def drop(self, ticket: Ticket, reason: str, failure: Failure | None = None, *, lost: bool = False) -> None:
         """See `EdgePort`."""
-        self._coordinator.drop.remote(ticket, reason, failure, lost)
+        self._coordinator.drop.remote(ticket, shortened(reason), _shortened(failure), lost)
 
     def count(self, judged: Judged) -> None:
         """See `EdgePort`."""
-        self._coordinator.count.remote(judged)
+        verdicts = judged.verdicts._replace(first=shortened(judged.verdicts.first))
+        self._coordinator.count.remote(judged._replace(verdicts=verdicts))
 
     def take(self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None) -> Share | None:
         """See `EdgePort`; whole steps only."""
@@ -74,7 +78,10 @@ class RayEdge:
             portion = answer(self._coordinator.take.remote(step, self._first + rank))
         if portion is None:
             return None
-        batch = to_batch(portion.groups, portion.like)
+        groups = [*portion.groups]
+        while more := answer(self._coordinator.rest.remote(self._first + rank)):
+            groups += more
+        batch = to_batch(groups, portion.like)
         return Share(portion.tickets, batch, portion.metrics, portion.judged)
 
     def release(self, step: int, rank: int, published: bool) -> Released:
@@ -82,13 +89,25 @@ class RayEdge:
         with self._waits("learner", f"release of step {step}", on="other ranks"):
             end: Consumed[GroupRef] = answer(self._coordinator.release.remote(step, self._first + rank, published))
         self._stop.wanted = end.stopping
-        return Released(end.version, end.finished, end.account, end.cut, self._live(end))
+        return Released(end.version, end.finished, end.account, self._kept)
 
-    def _live(self, end: Consumed[GroupRef]) -> Live:
-        held = end.live if self._saves else {}
-        return live_of(
-            {
-                number: Held(to_batch([each.group], each.group), each.num_tokens, each.measured)
-                for number, each in held.items()
-            }
+    def _kept(self) -> Kept:
+        pages: list[Page] = [answer(self._coordinator.kept.remote(0))]
+        while pages[-1].more:
+            pages.append(answer(self._coordinator.kept.remote(len(pages))))
+        cut = pages[0].cut
+        cut["live"] = [group for page in pages for group in page.cut["live"]]
+        return Kept(
+            cut,
+            live_of(
+                {
+                    number: Held(to_batch([each.group], each.group), each.num_tokens, each.measured)
+                    for page in pages
+                    for number, each in page.live.items()
+                }
+            ),
         )
+
+
+def _shortened(failure: Failure | None) -> Failure | None:
+    return None if failure is None else replace(failure, message=shortened(failure.message))

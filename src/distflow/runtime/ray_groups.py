@@ -13,9 +13,10 @@ GroupRef = tuple["ray.ObjectRef[Any]"]
 """Of a group's buffers; in a tuple, so that Ray hands the reference on and not what it refers to."""
 
 
-def to_group(batch: Batch) -> GroupRef:
-    """Put the group's columns where every process of this machine reads them without a copy."""
-    return (ray.put(to_buffers(batch)),)
+def to_group(batch: Batch) -> tuple[GroupRef, int]:
+    """Put the group's columns where every process of this machine reads them without a copy; their bytes."""
+    buffers = to_buffers(batch)
+    return (ray.put(buffers),), sum(column.nbytes for column in buffers.values())
 
 
 def to_batch(groups: Sequence[GroupRef], like: GroupRef) -> Batch:
@@ -25,6 +26,23 @@ def to_batch(groups: Sequence[GroupRef], like: GroupRef) -> Batch:
     parts = ray.get([group[0] for group in groups])
     rows = [(part, row) for part, buffers in enumerate(parts) for row in range(buffers["lengths.prompt"].size // 8)]
     return gather(parts, rows)
+
+
+MOST_TEXT = 2000
+"""Characters of a text that is told to the coordinator or the driver."""
+
+
+def shortened(text: str) -> str:
+    """Its beginning, where it is long."""
+    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]} ... ({len(text):,} characters)"
+
+
+def shorten(error: BaseException) -> None:
+    """The same of what an exception says, and those that led to it."""
+    link: BaseException | None = error
+    while link is not None:
+        link.args = tuple(shortened(arg) if isinstance(arg, str) else arg for arg in link.args)
+        link = link.__cause__ or link.__context__
 
 
 def answer(ref: "ray.ObjectRef[Any]") -> Any:

@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, cast
 
 import ray
@@ -31,7 +32,8 @@ from distflow.runtime.teams import edge_team
 ANSWERS_WITHIN_S = 60.0
 ENDS_WITHIN_S = 20.0
 _LOOKS_EVERY_S = 0.5
-_HELD_BYTES = 2**32
+_SHARE_OF_STORE = 0.5
+_MB = 10**6
 _NUM_CALLS = 6  # of a worker that may wait at once: tickets, a step, its end, news, the pulse
 
 
@@ -54,7 +56,8 @@ class RayRun:
 
     def __init__(self, spec: Spec, start: Start, allowed: tuple[str, ...], bundles: PlacementGroup) -> None:
         self._spec, self._start = spec, start
-        ranks = spec.plan.ranks
+        ranks, max_held_bytes = spec.plan.ranks, bound_of(spec)
+        spec = replace(spec, data=replace(spec.data, max_held_bytes=max_held_bytes))
         teams = learning_teams(spec.plan)
         generators = tuple(rank.rank for rank in ranks if rank.experience)
         meeting = spec.run_dir / f".meeting-{secrets.token_hex(4)}"
@@ -66,7 +69,7 @@ class RayRun:
             .remote(spec, start, allowed, [edge_team(spec, team) for team in teams], [str(rank) for rank in generators])
         )
         exchanges = any(channel.kind == "exchange" for channel in spec.plan.channels)
-        self._exchange = cast(Any, ExchangeActor).remote(_HELD_BYTES) if exchanges else None
+        self._exchange = cast(Any, ExchangeActor).remote(max_held_bytes) if exchanges else None
         self._workers: list[Any] = []
         nodes = sorted({rank.node for rank in ranks})
         for rank in ranks:
@@ -209,6 +212,14 @@ class RayRun:
                 except RayActorError as err:
                     raise self._died(ranks[ref], "while its engines were built", err) from err
         return ray.get(list(refs))
+
+
+def bound_of(spec: Spec) -> int:
+    """Bytes that may wait in shared memory. Groups may all lie on one machine: the smallest object store counts."""
+    if spec.options.max_held_mb is not None:
+        return spec.options.max_held_mb * _MB
+    stores = [node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"]]
+    return int(_SHARE_OF_STORE * min(store for store in stores if store))
 
 
 def _goes_on(spec: Spec) -> str:

@@ -30,7 +30,7 @@ from distflow.runtime.process_groups import ProcessGroups, backend_of
 from distflow.runtime.ray_coordinator import Standing
 from distflow.runtime.ray_edge import AgreedStop, RayEdge
 from distflow.runtime.ray_exchange_port import RayExchange
-from distflow.runtime.ray_groups import answer
+from distflow.runtime.ray_groups import answer, shorten, shortened
 from distflow.runtime.ray_weights import Arrivals, Fleet, RayWeights
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import build_resources
@@ -126,12 +126,16 @@ class WorkerActor:
 
     def build(self) -> Built:
         """Engines and services. Raises UserError."""
-        torch.set_num_threads(self._place.threads)
-        self._spec.program()  # which loads the modules of the user
-        self._join()
-        self._resources = build_resources(
-            self._spec.factories, self._spec.plan.ranks[self._place.rank], self._data, self._mesh
-        )
+        try:
+            torch.set_num_threads(self._place.threads)
+            self._spec.program()  # which loads the modules of the user
+            self._join()
+            self._resources = build_resources(
+                self._spec.factories, self._spec.plan.ranks[self._place.rank], self._data, self._mesh
+            )
+        except BaseException as err:
+            shorten(err)
+            raise
         return Built(__version__, dict(self._resources.facts), self._resources.num_parameters)
 
     def run(self, start: Start, differences: list[str], others: Sequence[Any]) -> int:
@@ -222,7 +226,7 @@ class WorkerActor:
         place, waits = self._place, recorder.waits
         awaits = not place.team and "rollout" in self._spec.plan.ranks[place.rank].engines
         ready = self._arrivals.ready if awaits else None
-        edge = RayEdge(self._coordinator, place.generator, place.first, waits, self._stop, place.leads, ready)
+        edge = RayEdge(self._coordinator, place.generator, place.first, waits, self._stop, ready)
         if not place.team:
             return Ports(edge, None, self._arrivals, self._collective, self._data, self._everyone, self._abort)
         own: WeightPort = LocalWeights(waits) if self._mesh is None else StreamedWeights(waits)
@@ -249,6 +253,7 @@ class WorkerActor:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
+        shorten(error)
         self._coordinator.fail.remote(error)
         if self._exchange is not None:
             self._exchange.fail.remote(error)
@@ -268,7 +273,7 @@ class RemoteView:
 
     def note(self, kind: str, message: str) -> None:
         where = "" if self._place.leads else f"worker {self._place.rank}: "
-        self._tell("note", kind, where + message)
+        self._tell("note", kind, where + shortened(message))
 
     def sample(self, prompt: str, response: str, score: float | None) -> None:
         self._leader("sample", prompt[:_MOST_SHOWN], response[:_MOST_SHOWN], score)

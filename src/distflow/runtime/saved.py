@@ -140,15 +140,16 @@ def _first_with(role: str, spec: Spec) -> int:
 def _parts_of_the_run(
     spec: Spec, resources: Resources, released: Released, state: NodeState
 ) -> Iterator[tuple[str, object]]:
-    if released.live.batch is not None:
-        yield "live", released.live.batch.to_tensors()
+    kept = released.kept()
+    if kept.live.batch is not None:
+        yield "live", kept.live.batch.to_tensors()
     yield (
         "run",
         {
             "config": to_dict(spec.config),
             "facts": {**spec.facts, **resources.facts},
-            "coordinator": released.cut,
-            "live_measured": {str(number): list(parts) for number, parts in released.live.measured.items()},
+            "coordinator": kept.cut,
+            "live_measured": {str(number): list(parts) for number, parts in kept.live.measured.items()},
             "nodes": state,
         },
     )

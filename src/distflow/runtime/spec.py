@@ -52,6 +52,7 @@ class RunOptions:
     test_freq, save_freq, update_frequency: in steps; the last is of weights that are sent to the engine. canary_freq:
     in such sends. audit_freq: in steps. on_mismatch: "correct", "stop" or "warn". keep_last: checkpoints, None for
     all. keep_best: the metric of which the best one is kept besides.
+    max_held_mb: of groups and columns that wait in Ray's object store, in all; None for half of the smallest store.
     save_groups_last: steps whose groups are kept where `save_groups` is "last_k". timeout_s: of a plain node function
     of the experience plane, for each sample. engine_timeout_s: how long a rollout engine that was asked for something
     may give no sign of life; None is for ever. certify: verifiers are tried on known answers first. max_error_share: of
@@ -75,6 +76,7 @@ class RunOptions:
     project: str
     experiment: str
     enable_perf: bool
+    max_held_mb: int | None
     timeout_s: float
     engine_timeout_s: float | None
     canary_freq: int

@@ -50,18 +50,25 @@ class Live:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What a checkpoint goes on from, beside weights."""
+
+    cut: Snapshot
+    live: Live
+
+
+@dataclass(frozen=True)
 class Released:
     """How the run stands once a step is trained on by all ranks.
 
-    version: of the weights that it ended in. finished: no step is left. cut, live: what a checkpoint of this moment
-    goes on from.
+    version: of the weights that it ended in. finished: no step is left. kept: fetches what a checkpoint of this moment
+    goes on from; to be asked by the rank that leads, before it takes the next step.
     """
 
     version: Version
     finished: bool
     account: Account
-    cut: Snapshot
-    live: Live
+    kept: Callable[[], Kept]
 
 
 class EdgePort(Protocol):

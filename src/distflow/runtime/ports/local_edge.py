@@ -9,7 +9,7 @@ from distflow.flow.coordinator import Coordinator
 from distflow.flow.ticket import Ticket
 from distflow.observe.metrics import Measured
 from distflow.rewards.tally import Judged
-from distflow.runtime.ports.edge import Failure, Live, Released, Share
+from distflow.runtime.ports.edge import Failure, Kept, Live, Released, Share
 from distflow.runtime.ports.shared_edge import Facts, Held, Portion, SharedEdge, Team
 from distflow.runtime.waits import Waits
 
@@ -73,7 +73,7 @@ class LocalEdge:
     def release(self, step: int, rank: int, published: bool) -> Released:
         """See `EdgePort`."""
         end = self.shared.release(step, rank, published)
-        return Released(end.version, end.finished, end.account, end.cut, live_of(end.live))
+        return Released(end.version, end.finished, end.account, lambda: Kept(end.cut, live_of(end.live)))
 
     def _wake(self) -> None:
         """Have `tickets` look again; from any thread."""

@@ -24,15 +24,20 @@ from distflow.runtime.waits import Waits
 
 T = TypeVar("T")
 
+_MOST_TICKETS = 1000
+"""In one answer: 40 kB, where they go to another process."""
+
 
 @dataclass(frozen=True)
 class Facts:
     """What the edge knows of a complete group. num_tokens: of all its samples, prompts included. version: the lowest of
-    any of their tokens, None where there is none. failure: why it has no verdict at all."""
+    any of their tokens, None where there is none. failure: why it has no verdict at all. num_bytes: that it takes where
+    groups are held, where that is bounded."""
 
     num_tokens: int
     version: int | None
     failure: Failure | None
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -166,6 +171,7 @@ class SharedEdge(Generic[T]):
         with self._lock:
             self._groups[ticket.number] = Held(group, facts.num_tokens, measured)
             self._coordinator.complete(ticket.number, facts.num_tokens, facts.version)
+            self._coordinator.weigh(ticket.number, facts.num_bytes)
             self._ended(ticket)
             self._count(facts.failure)
             self._tell()
@@ -292,7 +298,7 @@ class SharedEdge(Generic[T]):
             if name := self._workers[chosen].name:
                 self._coordinator.assign(ticket.number, name)
             self._askers.notify_all()
-        tickets, mine.given = mine.given, []
+        tickets, mine.given = mine.given[:_MOST_TICKETS], mine.given[_MOST_TICKETS:]
         self._tell()
         return tickets
 

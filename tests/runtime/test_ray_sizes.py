@@ -1,0 +1,122 @@
+"""Nothing large reaches the driver or the coordinator, however long prompts, answers and messages are; and no more of
+it waits in shared memory than may."""
+
+import json
+from pathlib import Path
+
+import pytest
+from ray.exceptions import RayTaskError
+
+from distflow.flow import ledger
+from distflow.runtime import ray_run
+from distflow.runtime.blame import NodeError
+from distflow.runtime.ray_entry import launch_ray
+from tests.e2e.runs import Playground
+from tests.runtime.measured_actors import SIZES, MeasuredCoordinator, MeasuredWorker
+
+pytestmark = pytest.mark.slow
+
+MOST = 64 * 1024
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    number = sum(map(ord, solution_str))
+    if number % 3 == 0:
+        raise ValueError("why not " * 50_000)
+    return number % 7 / 6
+"""
+
+WORDY = """
+from distflow import node
+from distflow.graph import Node
+from distflow.pipelines.grpo import grpo_pipeline
+
+
+@node(writes=())
+def wordy_node(advantages, *, actor):
+    raise ValueError("why not " * 50_000)
+
+
+def wordy(config):
+    graph = grpo_pipeline(config)
+    graph.add_node(Node("wordy", wordy_node))
+    return graph
+"""
+
+KEYS = (
+    "data.max_prompt_length=1600",
+    "data.max_response_length=200",
+    "reward.max_error_share=1",
+    "trust.certify_rewards=false",
+    "async.max_staleness=1",
+    "trainer.launcher=ray",
+    "trainer.allocation='embedded:d1+torch:d2'",
+    "trainer.total_training_steps=3",
+    "trainer.save_freq=1",
+)
+
+
+@pytest.fixture
+def ground(tmp_path: Path, on_ray: None, monkeypatch: pytest.MonkeyPatch) -> Playground:
+    monkeypatch.setattr(ray_run, "CoordinatorActor", MeasuredCoordinator)
+    monkeypatch.setattr(ray_run, "WorkerActor", MeasuredWorker)
+    ground = Playground(tmp_path, max_position_embeddings=2048)
+    ground.write_rows([{"prompt": f"{i}" * 700 + "=", "answer": "7", "notes": f"{i} " * 9000} for i in range(10, 22)])
+    ground.write_reward(REWARD)
+    return ground
+
+
+def sizes(ground: Playground) -> dict[str, int]:
+    """The largest by what it was."""
+    found: dict[str, int] = {}
+    for line in (ground.folder / SIZES).read_text().splitlines():
+        what, num_bytes = json.loads(line)
+        found[what] = max(found.get(what, 0), num_bytes)
+    return found
+
+
+def test_no_object_above_64_kb_reaches_driver_or_coordinator(ground: Playground) -> None:
+    _, spec = ground.spec("grpo", *KEYS, f"data.val_files={ground.folder}/rows.jsonl", "trainer.test_freq=3")
+    outcome = launch_ray(spec)
+    found = sizes(ground)
+    assert outcome.steps == 3
+    assert {name for name, num_bytes in found.items() if num_bytes > MOST} == set()
+    asked = {what.partition(".")[2] for what in found}
+    assert {"take", "put", "release", "kept", "news", "tell", "count", "build", "run"} <= asked
+    live = ground.folder / "run" / "checkpoints" / "step-000002" / "live.safetensors"
+    assert live.stat().st_size > 4 * MOST, "the groups themselves are large"
+
+
+def test_a_failure_of_many_words_is_told_by_its_beginning(ground: Playground) -> None:
+    (ground.folder / "wordy.py").write_text(WORDY)
+    _, spec = ground.spec("grpo", *KEYS, f"dag.custom_pipeline_fn={ground.folder}/wordy.py:wordy")
+    with pytest.raises(NodeError, match="why not") as caught:
+        launch_ray(spec)
+    told = caught.value.__cause__
+    assert isinstance(told, RayTaskError)
+    assert len(str(told)) + len(str(caught.value)) < MOST
+    found = sizes(ground)
+    assert "to MeasuredCoordinator.fail" in found
+    assert {name for name, num_bytes in found.items() if num_bytes > MOST} == set()
+
+
+def test_groups_beyond_the_bound_in_bytes_start_once_there_is_room(ground: Playground) -> None:
+    """Two of them are as large as the bound. Without one, 12 would be under way before the first step."""
+    ground.write_rows([{"prompt": f"{i}" * 700 + "=", "answer": "7", "notes": f"{i} " * 30_000} for i in range(10, 22)])
+    _, spec = ground.spec("grpo", *KEYS, "async.max_staleness=2", "trainer.max_held_mb=1")
+    assert launch_ray(spec).steps == 3
+    assert most_live(ground.folder / "run" / "ledger.jsonl") == 4
+
+
+def most_live(journal: Path) -> int:
+    """Groups that had begun and that no step had consumed."""
+    live, most = set[int](), 0
+    for _, record in ledger.timeline(journal):
+        if record["kind"] == "issued":
+            live.add(int(record["ticket"]))
+        elif record["kind"] == "dropped":
+            live.remove(int(record["ticket"]))
+        elif record["kind"] == "consumed":
+            live -= {int(number) for number in record["tickets"]}
+        most = max(most, len(live))
+    return most
