@@ -1,5 +1,6 @@
 """Whole runs over a real Ray: the results of one process, whatever the number of workers and who does what."""
 
+import json
 import os
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from distflow.config.errors import UserError
 from distflow.flow import ledger
-from distflow.observe.run_reader import read_events, read_samples
+from distflow.observe.run_reader import read_events, read_metrics, read_samples
 from distflow.runtime.checks import TrustError
 from distflow.runtime.ray_entry import launch_ray
 from tests.e2e.runs import Playground, Run
@@ -67,6 +68,25 @@ def test_any_number_of_workers_ends_where_one_process_does(ground: Playground, a
     assert found.notes("end") == ["the run finished"]
 
 
+KL_AND_CRITIC = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.1", "actor_rollout_ref.rollout.n=2")
+FILTERED = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.when_exhausted=continue")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("preset", "more"), [("ppo", KL_AND_CRITIC), ("dapo", FILTERED)])
+def test_figures_of_other_programs_are_those_of_one_process(
+    ground: Playground, preset: str, more: tuple[str, ...]
+) -> None:
+    common = (*STEPS, *validating(ground), *more)
+    one = ground.run(preset, *common, name=f"{preset}_alone")
+    config, spec = ground.spec(preset, RAY, *common, "trainer.n_gpus_per_node=2", name=f"{preset}_w2")
+    two = Run(ground.folder / f"{preset}_w2", config, launch_ray(spec))
+    check_same(two, one)
+    ours, theirs = ([m.values for m in read_metrics(run.folder) if m.kind == "val"] for run in (two, one))
+    for here, there in zip(ours, theirs, strict=True):
+        assert dict(here) == pytest.approx(dict(there), rel=1e-4, abs=1e-5)
+
+
 @pytest.mark.slow
 def test_generation_and_training_on_workers_of_their_own(ground: Playground, alone: Run) -> None:
     check_same(run(ground, *STEPS, *validating(ground), SPLIT, name="split"), alone)
@@ -105,6 +125,14 @@ def test_a_plan_that_the_cluster_cannot_hold_is_refused_at_once(ground: Playgrou
         UserError, match=r"needs 1 machine\(s\) with 9 CPU and 3.1 GB of memory, and the cluster has 4 CPU and"
     ):
         run(ground, *STEPS, "trainer.n_gpus_per_node=9", name="large")
+
+
+def test_every_wait_of_every_process_says_for_whom(ground: Playground, alone: Run) -> None:
+    spans = [json.loads(line) for path in (ground.folder / "w2" / "spans").glob("*.jsonl") for line in path.open()]
+    waits = [span for span in spans if span["kind"] == "wait"]
+    assert all(wait["on"] and wait["what"] and wait["t0"] <= wait["t1"] for wait in waits)
+    told = {(wait["what"], wait["on"]) for wait in waits}
+    assert {("checkpoint of step 2", "other ranks"), ("release of step 0", "other ranks")} <= told
 
 
 def test_nothing_is_left_in_the_folder_but_the_run(ground: Playground, alone: Run) -> None:

@@ -22,6 +22,7 @@ from distflow.runtime.checkpoint_files import is_all_tensors
 from distflow.runtime.checkpoint_folder import CheckpointError
 from distflow.runtime.checkpoint_shards import Shards
 from distflow.runtime.checkpoint_writing import Writing
+from distflow.runtime.waits import Waits
 from distflow.training.collective import Collective
 
 T = TypeVar("T")
@@ -57,8 +58,11 @@ class Saver:
         ranks: Collective,
         on_saved: Callable[[int, Path], None] = lambda step, path: None,
         deadline_s: float = DEADLINE_S,
+        waits: Waits | None = None,
     ) -> None:
-        """on_saved: told, on the rank that commits, of each checkpoint that is whole. deadline_s: see `DEADLINE_S`."""
+        """on_saved: told, on the rank that commits, of each checkpoint that is whole. deadline_s: see `DEADLINE_S`.
+        waits: where it is told that this rank waits; None for nowhere."""
+        self._waits = waits or Waits()
         self._store, self._ranks, self._on_saved, self._deadline_s = store, ranks, on_saved, deadline_s
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._let_go = Event()
@@ -128,9 +132,13 @@ class Saver:
 
     def _together(self, step: int, outcome: "Future[T]") -> T:
         """What this rank did, once all have done theirs. Raises CheckpointError where one of them failed."""
-        error = outcome.exception()
+        if self._ranks.size == 1:
+            return outcome.result()
+        with self._waits("learner", f"checkpoint of step {step}", on="its writer"):
+            error = outcome.exception()
         try:
-            failed = self._ranks.max(float(error is not None))
+            with self._waits("learner", f"checkpoint of step {step}", on="other ranks"):
+                failed = self._ranks.max(float(error is not None))
         finally:
             if error is not None:
                 raise error  # also where the others are gone: it may say which

@@ -67,7 +67,7 @@ class Worker:
         self._spec, self._resources, self._ports = spec, resources, ports
         self._rank = ports.collective.rank  # among those that learn
         self._recorder, self._stop, self._state = recorder, stop, state
-        self._saver = Saver(store, ports.everyone, recorder.saved)
+        self._saver = Saver(store, ports.everyone, recorder.saved, waits=recorder.waits)
         self._version, self._served = version, version.step
         warn, show = partial(recorder.note, "warning"), recorder.view.verdict_failed
         self._errors = ErrorShare(spec.options.max_error_share, warn, show)
