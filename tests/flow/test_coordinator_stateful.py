@@ -225,6 +225,15 @@ class Run(RuleBasedStateMachine):
         else:
             self.dropped.append(number)
 
+    @precondition(lambda self: self.complete)
+    @rule(choice=st.randoms(use_true_random=False))
+    def lose_what_a_worker_made(self, choice):
+        number = choice.choice(sorted(self.complete))
+        del self.complete[number]
+        self.coordinator.lose(number)
+        assert not self.coordinator.holds(number)
+        self.waiting[number] = self.attempts[number]
+
     @precondition(lambda self: self.plays)
     @rule(how=st.sampled_from(["sent", "sent", "late", "alias", "held"]), takes=st.booleans())
     def train(self, how="sent", takes=False):

@@ -2,13 +2,15 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from distflow.data.batch import Batch
 from distflow.flow.ticket import Ticket
 from distflow.observe.metrics import Measured
 from distflow.rewards.tally import Judged
-from distflow.runtime.ports.edge import Failure, Live, Released, Share
+from distflow.runtime import faults
+from distflow.runtime.ports.edge import Failure, Live, Newcomers, Released, Share
 from distflow.runtime.ports.local_edge import facts_of, live_of
 from distflow.runtime.ports.shared_edge import Consumed, Held
 from distflow.runtime.ray_groups import GroupRef, answer, to_batch, to_group
@@ -24,14 +26,27 @@ class AgreedStop:
 class RayEdge:
     """Asks the coordinator's actor, and moves the groups themselves from worker to worker."""
 
-    def __init__(self, coordinator: Any, worker: int, first: int, waits: Waits, stop: AgreedStop, saves: bool) -> None:
+    def __init__(
+        self,
+        coordinator: Any,
+        worker: int,
+        first: int,
+        waits: Waits,
+        stop: AgreedStop,
+        saves: bool,
+        ready: "Future[None] | None" = None,
+    ) -> None:
         """coordinator: the actor's handle. worker: this one's number among those that generate. first: the
-        number of the first rank of its team. saves: it writes the groups that are left at a release."""
+        number of the first rank of its team. saves: it writes the groups that are left at a release. ready: settled
+        when its engine has weights, before which it asks for no ticket; None where it has them from the start."""
         self._coordinator, self._worker, self._first, self._waits = coordinator, worker, first, waits
-        self._stop, self._saves = stop, saves
+        self._stop, self._saves, self._ready = stop, saves, ready
 
     async def tickets(self, served: Callable[[], int | None]) -> AsyncIterator[list[Ticket]]:
         """See `EdgePort`."""
+        if self._ready is not None:
+            with self._waits("experience", "weights", on="learner"):
+                await asyncio.wrap_future(self._ready)
         while True:
             asked = self._coordinator.wait_for_tickets.remote(self._worker, served())
             with self._waits("experience", "credits", on="coordinator"):
@@ -43,6 +58,7 @@ class RayEdge:
 
     def put(self, ticket: Ticket, batch: Batch, measured: Sequence[Measured]) -> None:
         """See `EdgePort`."""
+        faults.reach("edge.put")
         self._coordinator.put.remote(ticket, to_group(batch), facts_of(batch), list(measured))
 
     def drop(self, ticket: Ticket, reason: str, failure: Failure | None = None, *, lost: bool = False) -> None:
@@ -53,18 +69,21 @@ class RayEdge:
         """See `EdgePort`."""
         self._coordinator.count.remote(judged)
 
-    def take(self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None) -> Share | None:
+    def take(
+        self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
+    ) -> Share | Newcomers | None:
         """See `EdgePort`; whole steps only."""
         assert wanted is None and deadline is None, "a loop of the user's own runs in one process"
         with self._waits("learner", f"step {step}", on="experience"):
             portion = answer(self._coordinator.take.remote(step, self._first + rank))
-        if portion is None:
-            return None
+        if portion is None or isinstance(portion, Newcomers):
+            return portion
         batch = to_batch(portion.groups, portion.like)
         return Share(portion.tickets, batch, portion.metrics, portion.judged)
 
     def release(self, step: int, rank: int, published: bool) -> Released:
         """See `EdgePort`."""
+        faults.reach("release")
         with self._waits("learner", f"release of step {step}", on="other ranks"):
             end: Consumed[GroupRef] = answer(self._coordinator.release.remote(step, self._first + rank, published))
         self._stop.wanted = end.stopping

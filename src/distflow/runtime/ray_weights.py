@@ -1,20 +1,22 @@
 """The weight edge to engines in other processes: buckets in the object store, receipts back."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import ray
 import torch
 from numpy.typing import NDArray
-from ray.exceptions import GetTimeoutError, RayTaskError
 from torch import Tensor
 
 from distflow.flow.ticket import Version
 from distflow.rollout.engine import Receipt
+from distflow.runtime import faults
 from distflow.runtime.checks import TrustError
 from distflow.runtime.ports.weights import Bucket, Receive
+from distflow.runtime.ray_members import Members
 
 Packed = list[tuple[str, str, tuple[int, ...], NDArray[np.uint8]]]
 """Of each tensor its name, dtype and shape, and its bytes."""
@@ -23,31 +25,28 @@ Packed = list[tuple[str, str, tuple[int, ...], NDArray[np.uint8]]]
 class Fleet:
     """All engines of other processes as one that receives: from the trainer's process, which alone pushes to them."""
 
-    def __init__(self, workers: Sequence[Any], timeout_s: float | None) -> None:
-        """workers: handles of their actors. timeout_s: that a version may take to arrive everywhere, None for ever."""
-        self._workers, self._timeout_s = workers, timeout_s
+    def __init__(self, members: Members, timeout_s: float | None) -> None:
+        """timeout_s: that a version may take to arrive everywhere, None for ever."""
+        self._members, self._timeout_s = members, timeout_s
 
     def receive(self, version: Version, weights: Bucket | None) -> Receipt:
-        """See `Receive`. The receipt of all: raises TrustError naming the worker that did not answer in time, or that
-        holds other weights than the first."""
-        sent = None if weights is None else (ray.put(pack(weights)),)
-        asked = [worker.receive.remote(version, sent) for worker in self._workers]
-        try:
-            receipts: list[Receipt] = ray.get(asked, timeout=self._timeout_s)
-        except RayTaskError as err:
-            raise err.cause from err
-        except GetTimeoutError as err:
-            done, _ = ray.wait(asked, num_returns=len(asked), timeout=0)
-            late = [number for number, ref in enumerate(asked) if ref not in done]
-            raise TrustError(
-                f"the weights of version {version.step} did not arrive within {self._timeout_s} s at rollout workers "
-                f"{', '.join(map(str, late))}: see whether they are alive, or raise "
-                "actor_rollout_ref.rollout.timeout_s"
-            ) from err
-        first = receipts[0]
-        for number, receipt in enumerate(receipts):
+        """See `Receive`. Those that have the version already are passed over, and those that have none where it is an
+        alias. The receipt of all: raises TrustError naming a worker that holds other weights than the first."""
+        workers = self._members.informed() if weights is None else self._members.without(version)
+        sent = None if weights is None or not workers else (ray.put(pack(weights)),)
+        asked = {rank: worker.receive.remote(version, sent) for rank, worker in workers.items()}
+        receipts: dict[int, Receipt] = self._members.answers(
+            asked, f"the weights of version {version.step}", self._timeout_s
+        )
+        if not receipts:
+            return Receipt(version, shared=True)  # nobody has a copy that could differ
+        first = receipts[min(receipts)]
+        for rank, receipt in receipts.items():
             if (receipt.version, receipt.hashes) != (first.version, first.hashes):
-                raise TrustError(f"rollout worker {number} took other weights than worker 0 as version {version.step}")
+                raise TrustError(
+                    f"worker {rank} took other weights than worker {min(receipts)} as version {version.step}"
+                )
+            self._members.took(rank, version)
         return first
 
 
@@ -55,6 +54,7 @@ class Arrivals:
     """The weight port of a worker that does not train: its engine takes what comes."""
 
     def __init__(self) -> None:
+        self.ready: Future[None] = Future()  # once a first version is served
         self._receive: Receive | None = None
         self._attached = threading.Event()
 
@@ -67,7 +67,11 @@ class Arrivals:
         """Waits until the worker has begun. Raises as `Receive`."""
         self._attached.wait()
         assert self._receive is not None, "it is attached"
-        return self._receive(version, None if sent is None else unpack(ray.get(sent[0])))
+        faults.reach("weights.take")
+        receipt = self._receive(version, None if sent is None else unpack(ray.get(sent[0])))
+        if not self.ready.done():
+            self.ready.set_result(None)
+        return receipt
 
     def begin(self, version: Version) -> None:
         raise AssertionError("a worker that trains nothing publishes nothing")
