@@ -1,12 +1,15 @@
 """What several files of this folder share."""
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from distflow.runtime import faults
+from distflow.runtime.faults import Fault
 from tests.ray_cluster import ray_cluster
 
 
@@ -23,3 +26,19 @@ def on_ray(fault_plan: Path) -> Iterator[None]:
     """Ray runs, the same one for all tests of this process."""
     with ray_cluster():
         yield
+
+
+@pytest.fixture
+def plan(fault_plan: Path) -> Iterator[Callable[..., None]]:
+    """Writes what is to go wrong; at the end all of it did."""
+    planned: list[Fault] = []
+
+    def write(*wanted: Fault) -> None:
+        planned.extend(wanted)
+        fault_plan.write_text(json.dumps([asdict(fault) for fault in wanted]))
+
+    yield write
+    fired = faults.fired(fault_plan)
+    fault_plan.unlink(missing_ok=True)
+    fault_plan.with_suffix(".fired").unlink(missing_ok=True)
+    assert set(fired) == set(range(len(planned))), "a fault did not fire"

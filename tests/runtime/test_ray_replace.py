@@ -3,19 +3,19 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
 from distflow.flow import ledger
-from distflow.runtime import faults, ray_run
+from distflow.runtime import ray_run
 from distflow.runtime.faults import Fault
 from distflow.runtime.ray_entry import launch_ray
 from distflow.runtime.ray_run import WorkerDied
 from tests.e2e.runs import Playground, Run
 from tests.runtime.test_ray_faults import wait_until, workers
 from tests.runtime.test_ray_run import CONSTANT, STEPS, distance, validating
+
+pytestmark = pytest.mark.faults
 
 TWO_GENERATE = ("trainer.launcher=ray", "trainer.allocation='embedded[rollout]:d2+torch[actor]:d1'")
 ONE_GENERATES = ("trainer.launcher=ray", "trainer.allocation='embedded[rollout]:d1+torch[actor]:d1'")
@@ -24,22 +24,6 @@ ONE_GENERATES = ("trainer.launcher=ray", "trainer.allocation='embedded[rollout]:
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground:
     return Playground(tmp_path_factory.mktemp("runs"))
-
-
-@pytest.fixture
-def plan(fault_plan: Path) -> Iterator[Callable[..., None]]:
-    """Writes what is to go wrong; at the end all of it did."""
-    planned: list[Fault] = []
-
-    def write(*wanted: Fault) -> None:
-        planned.extend(wanted)
-        fault_plan.write_text(json.dumps([asdict(fault) for fault in wanted]))
-
-    yield write
-    fired = faults.fired(fault_plan)
-    fault_plan.unlink(missing_ok=True)
-    fault_plan.with_suffix(".fired").unlink(missing_ok=True)
-    assert set(fired) == set(range(len(planned))), "a fault did not fire"
 
 
 @contextmanager
