@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 QUICKSTART := runs/quickstart
 
-.PHONY: install quickstart test test-slow docs clean
+.PHONY: install quickstart test test-slow test-faults docs clean
 
 install: $(INSTALLED)
 
@@ -34,6 +34,10 @@ test: $(INSTALLED)
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m "slow and not alone" -n auto --dist worksteal
 	$(BIN)/python -m pytest -m "slow and alone"
+
+# Those of the slow tests that strike real processes.
+test-faults: $(INSTALLED)
+	$(BIN)/python -m pytest -m "slow and faults"
 
 # The reference page of the configuration, from its schema.
 docs: $(INSTALLED)

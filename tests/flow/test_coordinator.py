@@ -193,6 +193,23 @@ def test_a_lost_group_has_three_attempts_under_one_ticket(tmp_path):
     assert verify(ledger.path) == coordinator.accounting()
 
 
+def test_a_complete_group_that_is_lost_with_who_held_it_is_issued_again_as_often_as_need_be(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    coordinator = Coordinator(plan_of(), ledger)
+    judge(coordinator, coordinator.take_tickets())
+    for attempt in range(1, 5):
+        coordinator.lose(2)
+        assert coordinator.ready(0) is None and not coordinator.holds(2)
+        assert [(t.number, t.attempt) for t in coordinator.take_tickets()] == [(2, attempt)]
+        coordinator.complete(2, 5)
+    assert coordinator.ready(0) == (0, 1, 2, 3)
+    with pytest.raises(AccountingError, match="ticket 2 cannot be lost: .* a step has taken it"):
+        coordinator.lose(2)
+    coordinator.release(0)
+    ledger.close()
+    assert verify(ledger.path) == coordinator.accounting()
+
+
 def test_lost_groups_are_a_wave_of_their_own_before_any_new_one():
     coordinator = Coordinator(plan_of())
     coordinator.take_tickets()

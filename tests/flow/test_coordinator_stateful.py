@@ -18,9 +18,9 @@ from distflow.flow.edge import Exhausted
 from distflow.flow.ledger import Ledger, replay, verify
 from distflow.flow.order import total_steps
 
-NOTHING = {"consumed": [], "dropped": [], "complete": [], "failures": [], "waiting": []}
+NOTHING = {"consumed": [], "dropped": [], "complete": [], "failures": [], "attempts": [], "waiting": []}
 """The model at the start. consumed: tickets by step. complete: ticket, its version, the lowest of its tokens.
-waiting: ticket, attempt that was lost."""
+attempts: ticket, its last. waiting: ticket, attempt that was lost."""
 
 
 def expected_steps(plan, dropped_rows):
@@ -127,7 +127,7 @@ class Run(RuleBasedStateMachine):
         self.consumed = [tuple(step) for step in model["consumed"]]
         self.dropped = list(model["dropped"])
         self.failures = Counter(dict(model["failures"]))
-        self.waiting = dict(model["waiting"])
+        self.waiting, self.attempts = dict(model["waiting"]), dict(model["attempts"])
         self.running = {}
         self.complete = {number: (issued, lowest) for number, issued, lowest in model["complete"]}
         self.served = self.sent = self.coordinator.step
@@ -157,6 +157,7 @@ class Run(RuleBasedStateMachine):
             "dropped": self.dropped,
             "complete": [[number, *versions] for number, versions in self.complete.items()],
             "failures": list(self.failures.items()),
+            "attempts": list(self.attempts.items()),
             "waiting": list({**running, **self.waiting}.items()),
         }
         self.cut = json.dumps([self.coordinator.snapshot(), model])
@@ -180,6 +181,7 @@ class Run(RuleBasedStateMachine):
                 self.drawn.append(ticket.version + plan.max_staleness)
             assert ticket.attempt == self.waiting.pop(ticket.number, -1) + 1
             self.running[ticket.number] = ticket
+            self.attempts[ticket.number] = ticket.attempt
         bound = plan.max_concurrent or (plan.max_staleness + 1) * plan.consumer_batch
         assert len(self.running) <= bound
         if tickets:
@@ -224,6 +226,15 @@ class Run(RuleBasedStateMachine):
             self.waiting[number] = ticket.attempt
         else:
             self.dropped.append(number)
+
+    @precondition(lambda self: self.complete)
+    @rule(choice=st.randoms(use_true_random=False))
+    def lose_what_a_worker_made(self, choice):
+        number = choice.choice(sorted(self.complete))
+        del self.complete[number]
+        self.coordinator.lose(number)
+        assert not self.coordinator.holds(number)
+        self.waiting[number] = self.attempts[number]
 
     @precondition(lambda self: self.plays)
     @rule(how=st.sampled_from(["sent", "sent", "late", "alias", "held"]), takes=st.booleans())

@@ -1,14 +1,28 @@
 """What several files of this folder share."""
 
-from collections.abc import Iterator
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
+from distflow.runtime import faults
+from distflow.runtime.faults import Fault
 from tests.ray_cluster import ray_cluster
 
 
 @pytest.fixture(scope="session")
-def on_ray() -> Iterator[None]:
+def fault_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where workers that `on_ray` runs look for faults; there are none as long as nobody writes the file."""
+    plan = tmp_path_factory.mktemp("faults") / "plan.json"
+    os.environ[faults.VARIABLE] = str(plan)
+    return plan
+
+
+@pytest.fixture(scope="session")
+def on_ray(fault_plan: Path) -> Iterator[None]:
     """Ray runs, the same one for all tests of this process."""
     with ray_cluster():
         yield
@@ -20,3 +34,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name.startswith("test_ray_"):
             item.add_marker(pytest.mark.alone)
+
+
+@pytest.fixture
+def plan(fault_plan: Path) -> Iterator[Callable[..., None]]:
+    """Writes what is to go wrong; at the end all of it did."""
+    planned: list[Fault] = []
+
+    def write(*wanted: Fault) -> None:
+        planned.extend(wanted)
+        fault_plan.write_text(json.dumps([asdict(fault) for fault in wanted]))
+
+    yield write
+    fired = faults.fired(fault_plan)
+    fault_plan.unlink(missing_ok=True)
+    fault_plan.with_suffix(".fired").unlink(missing_ok=True)
+    assert set(fired) == set(range(len(planned))), "a fault did not fire"

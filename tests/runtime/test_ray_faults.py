@@ -19,6 +19,8 @@ from distflow.runtime.ray_run import WorkerDied
 from tests.e2e.runs import Playground, Run, notes
 from tests.runtime.test_ray_run import CONSTANT, distance
 
+pytestmark = pytest.mark.faults
+
 TWO = ("trainer.launcher=ray", "trainer.n_gpus_per_node=2", "trainer.save_freq=2", CONSTANT)
 ENDLESS = (*TWO, "trainer.total_training_steps=5000")
 WITHIN_S = 60

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from distflow.runtime import publish
 from distflow.runtime.checks import TrustError
 from distflow.runtime.ports.local_weights import LocalWeights
 from distflow.runtime.publish import Publisher
+from distflow.runtime.ray_members import Members
 from distflow.runtime.ray_weights import Arrivals, Fleet, RayWeights
 from distflow.runtime.waits import Wait, Waits
 
@@ -87,8 +89,16 @@ def states(workers: dict[int, Any]) -> list[tuple[Version, dict[str, str]]]:
     return [ray.get(worker.state.remote())[1:] for worker in workers.values()]
 
 
-def fleet_of(workers: dict[int, Any], timeout_s: float | None = 60, waits: Waits | None = None) -> Fleet:
-    return Fleet(workers, timeout_s, waits or Waits())
+def fleet_of(
+    workers: dict[int, Any],
+    timeout_s: float | None = 60,
+    waits: Waits | None = None,
+    note: Callable[[str], None] = pytest.fail,
+) -> Fleet:
+    members = Members(note)
+    for rank, worker in workers.items():
+        members.join(rank, worker)
+    return Fleet(members, timeout_s, waits or Waits())
 
 
 class Trainer:
@@ -172,16 +182,20 @@ def test_receipts_of_all_are_compared_by_the_name_of_the_worker(workers: dict[in
     assert fleet.confirmed == Version(2, 2)
 
 
-def test_a_worker_that_does_not_take_its_bucket_in_time_is_named(workers: dict[int, Any]) -> None:
+def test_a_worker_that_does_not_take_its_bucket_in_time_is_killed_and_named(workers: dict[int, Any]) -> None:
     pid = ray.get(workers[5].state.remote())[0]
-    told: list[Wait] = []
-    fleet = fleet_of(workers, timeout_s=1.5, waits=Waits(lambda wait, ended: told.append(wait)))
+    told, notes = list[Wait](), list[str]()
+    fleet = fleet_of(workers, 1.5, Waits(lambda wait, ended: told.append(wait)), notes.append)
     os.kill(pid, signal.SIGSTOP)
-    try:
-        fleet.begin(Version(3, 1))
-        with pytest.raises(TrustError, match=r"version 1 did not arrive within 1.5 s at worker 5: see"):
-            fleet.put(weights(1)[:1])
-            fleet.put(weights(1)[1:2])
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    assert [(wait.who, wait.what, wait.on) for wait in told] == [("learner", "weights of step 1", "worker 2, worker 5")]
+    version = Version(3, 1)
+    publisher(Trainer(4), fleet).publish(version)
+    assert notes == [
+        "worker 5 did not answer for the weights of step 1 within 1.5 s (actor_rollout_ref.rollout.timeout_s), "
+        "and is killed"
+    ]
+    assert [(wait.who, wait.what, wait.on) for wait in told] == [
+        ("learner", "weights of step 1", "worker 2, worker 5"),
+        ("learner", "weights of step 1", "worker 2"),
+    ]
+    assert ray.get(workers[2].state.remote())[1:] == (version, stripe_hashes(weights(4)))
+    within(lambda: not Path(f"/proc/{pid}").exists(), "it is there still")

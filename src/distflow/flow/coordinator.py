@@ -158,6 +158,12 @@ class Coordinator:
             self.drop(number, "quarantined")
         return waits
 
+    def lose(self, number: int) -> None:
+        """What was made of a complete group that no step has taken is gone with the process that held it: the group
+        waits to be handed out again, and of its three attempts this uses up none."""
+        self._edge.lose(number)
+        self._journal("lost", ticket=number)
+
     def ready(self, step: int) -> tuple[int, ...] | None:
         """Numbers of the tickets that form `step`, ascending, or None while it waits for groups; see
         `ExperienceEdge.ready` for short steps. Raises Exhausted, and AccountingError where a group of it is staler than

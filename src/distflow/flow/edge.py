@@ -155,6 +155,17 @@ class ExperienceEdge:
             self._waiting.add(number)
         return group.failures < MAX_ATTEMPTS
 
+    def lose(self, number: int) -> None:
+        """What was made of a complete group is gone, by no fault of the group's: it waits to be issued again. Raises
+        AccountingError where it is not complete, or a step has taken it."""
+        if not self.holds(number) or number in self._formed:
+            raise AccountingError(f"ticket {number} cannot be lost: it is not complete, or a step has taken it")
+        group = self._groups[number]
+        self._leave(group)
+        group.complete, group.num_tokens, group.version = False, 0, None
+        self._num_complete -= 1
+        self._waiting.add(number)
+
     def reissue(self, number: int, version: int) -> Ticket:
         """A group that waits starts again under the same number, its attempt raised."""
         self._waiting.remove(number)

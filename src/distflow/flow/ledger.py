@@ -7,6 +7,7 @@ One JSON object a line: {"t": seconds since 1970, "inc": incarnation, "kind": ..
     issued      ticket, epoch, row, version, attempt           version: the step whose weights were served
     assigned    ticket, worker                                 who works on it from here on, where several could
     complete    ticket, tokens, version                        version: the lowest of any of its tokens
+    lost        ticket                                         it was complete, and is to be issued again
     dropped     ticket, reason                                 consumed    step, tickets, tokens
     version     step, weights (the step that made them: less than `step` where none were sent)
     inherited   step, issued, consumed, dropped, live          the account of a checkpoint from another folder; live:

@@ -36,6 +36,7 @@ class Tally:
         self._apply: dict[str, Callable[[Record], None]] = {
             "issued": self._issued,
             "complete": lambda record: self._move(record["ticket"], _State.RUNNING, _State.COMPLETE),
+            "lost": lambda record: self._move(record["ticket"], _State.COMPLETE, _State.RUNNING),
             "dropped": self._dropped_one,
             "consumed": self._consumed,
             "inherited": self._inherited,

@@ -17,6 +17,7 @@ from distflow.observe.files import remove_asides
 from distflow.observe.report import write_report
 from distflow.observe.report_summary import find_accuracy
 from distflow.observe.run_reader import read_damage, read_metrics
+from distflow.runtime import faults
 from distflow.runtime.checkpoint import Checkpoint, CheckpointStore
 from distflow.runtime.disk import writing_to
 from distflow.runtime.recorder import Recorder
@@ -63,7 +64,12 @@ def starting(spec: Spec, allow_change: tuple[str, ...]) -> Iterator[Start]:
 def open_store(spec: Spec) -> CheckpointStore:
     """Of the run's folder."""
     keep_best = int(spec.options.keep_best is not None)
-    return CheckpointStore(spec.run_dir / CHECKPOINTS, spec.options.keep_last, keep_best)
+    return CheckpointStore(
+        spec.run_dir / CHECKPOINTS,
+        spec.options.keep_last,
+        keep_best,
+        on_point=lambda point: faults.reach(f"checkpoint.{point}"),
+    )
 
 
 def done_before(spec: Spec, start: Start, say: Callable[[str], None]) -> Outcome | None:

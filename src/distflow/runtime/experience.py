@@ -15,6 +15,7 @@ from distflow.graph import BoundNode, Drop, NodeRole
 from distflow.rewards.router import Judgement, RewardRouter
 from distflow.rewards.tally import Tally
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine
+from distflow.runtime import faults
 from distflow.runtime.async_calls import ours
 from distflow.runtime.audit.witness import Witness
 from distflow.runtime.blame import NodeError
@@ -64,6 +65,7 @@ class SubmissionGate:
         """The engine's `generate`; its request is in the engine's queue before this yields for the first time. Answers
         that a weight update cut off are begun again."""
         with ours():
+            faults.reach("rollout.generate")
             result = await self._ask(request)
             while aborted := tuple(made.sample for made in result.generations if made.finish_reason == "abort"):
                 again = await self._ask(replace(request, samples=aborted))

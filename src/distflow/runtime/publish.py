@@ -11,6 +11,7 @@ from distflow.flow.ticket import Version
 from distflow.models.magnitude import magnitudes, unsound
 from distflow.rollout.engine import Receipt, RolloutEngine
 from distflow.rollout.receipts import stripe_hashes
+from distflow.runtime import faults
 from distflow.runtime.checks import TrustError
 from distflow.runtime.checks.canary import Canary
 from distflow.runtime.checks.sent import check_sent
@@ -64,22 +65,34 @@ class Publisher:
         arrive whole, or the canary's answers mean other weights.
         """
         self._follow(version)
-        self._port.begin(version)
-        self._last = {}
-        for bucket in buckets(self._weights(), BUCKET_BYTES):
-            self._push(version, bucket)
-            del bucket  # before the next is gathered
-        self._port.commit(self._last)
+        self._push(version)
         if self._canary is None or not self._canary.is_due(at_start):
             return {}
         return self._canary.compare(self._session.call(self._canary.answer()), at_start)
+
+    def push_again(self) -> None:
+        """The version that was published last once more, for engines that have come since. The weights are still
+        its."""
+        assert self._version is not None, "a first version is published before"
+        self._push(self._version)
 
     @property
     def hashes(self) -> Mapping[str, str]:
         """Of the weights that were pushed last, by name."""
         return self._last
 
-    def _push(self, version: Version, bucket: Bucket) -> None:
+    def _push(self, version: Version) -> None:
+        faults.reach("weights.begin")
+        self._port.begin(version)
+        self._last = {}
+        for bucket in buckets(self._weights(), BUCKET_BYTES):
+            self._put(version, bucket)
+            del bucket  # before the next is gathered
+            faults.reach("weights.put")
+        self._port.commit(self._last)
+        faults.reach("weights.sent")
+
+    def _put(self, version: Version, bucket: Bucket) -> None:
         model = getattr(self._actor, "model", None)
         _refuse_garbage(version, bucket)
         if isinstance(model, nn.Module):

@@ -14,7 +14,7 @@ from distflow.flow.ticket import Ticket, Version
 from distflow.observe.metrics import Measured
 from distflow.rewards.tally import Judged
 from distflow.runtime.begin import Start, begin_account
-from distflow.runtime.ports.edge import Failure
+from distflow.runtime.ports.edge import Failure, Newcomers
 from distflow.runtime.ports.local_edge import held_groups
 from distflow.runtime.ports.shared_edge import Consumed, Facts, Held, Portion, SharedEdge, Team
 from distflow.runtime.ray_groups import GroupRef, to_group
@@ -113,11 +113,23 @@ class CoordinatorActor:
         """See `EdgePort`."""
         self._edge.count(judged)
 
-    def take(self, step: int, rank: int) -> Portion[GroupRef] | None:
+    def lose(self, worker: int) -> int:
+        """See `SharedEdge`."""
+        return self._edge.lose(worker)
+
+    def join(self, name: str) -> int:
+        """See `SharedEdge`."""
+        return self._edge.join(name)
+
+    def tell_of_newcomers(self) -> None:
+        """See `SharedEdge`."""
+        self._edge.tell_of_newcomers()
+
+    def take(self, step: int, rank: int) -> Portion[GroupRef] | Newcomers | None:
         """See `EdgePort`. The first of its groups; `rest` has the others."""
         portion = self._edge.take(step, rank)
-        if portion is None:
-            return None
+        if portion is None or isinstance(portion, Newcomers):
+            return portion
         if rank == 0:
             self._consumed = None
         self._rests[rank] = portion.groups[_PAGE:]

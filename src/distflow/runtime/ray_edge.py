@@ -10,7 +10,8 @@ from distflow.data.batch import Batch
 from distflow.flow.ticket import Ticket
 from distflow.observe.metrics import Measured
 from distflow.rewards.tally import Judged
-from distflow.runtime.ports.edge import Failure, Kept, Released, Share
+from distflow.runtime import faults
+from distflow.runtime.ports.edge import Failure, Kept, Newcomers, Released, Share
 from distflow.runtime.ports.local_edge import facts_of, live_of
 from distflow.runtime.ports.shared_edge import Consumed, Held
 from distflow.runtime.ray_coordinator import Page
@@ -58,6 +59,7 @@ class RayEdge:
 
     def put(self, ticket: Ticket, batch: Batch, measured: Sequence[Measured]) -> None:
         """See `EdgePort`."""
+        faults.reach("edge.put")
         facts, (group, num_bytes) = facts_of(batch), to_group(batch)
         facts = replace(facts, failure=_shortened(facts.failure), num_bytes=num_bytes)
         self._coordinator.put.remote(ticket, group, facts, list(measured))
@@ -71,13 +73,15 @@ class RayEdge:
         verdicts = judged.verdicts._replace(first=shortened(judged.verdicts.first))
         self._coordinator.count.remote(judged._replace(verdicts=verdicts))
 
-    def take(self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None) -> Share | None:
+    def take(
+        self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
+    ) -> Share | Newcomers | None:
         """See `EdgePort`; whole steps only."""
         assert wanted is None and deadline is None, "a loop of the user's own runs in one process"
         with self._waits("learner", f"step {step}", on="experience"):
             portion = answer(self._coordinator.take.remote(step, self._first + rank))
-        if portion is None:
-            return None
+        if portion is None or isinstance(portion, Newcomers):
+            return portion
         groups = [*portion.groups]
         while more := answer(self._coordinator.rest.remote(self._first + rank)):
             groups += more
@@ -86,6 +90,7 @@ class RayEdge:
 
     def release(self, step: int, rank: int, published: bool) -> Released:
         """See `EdgePort`."""
+        faults.reach("release")
         with self._waits("learner", f"release of step {step}", on="other ranks"):
             end: Consumed[GroupRef] = answer(self._coordinator.release.remote(step, self._first + rank, published))
         self._stop.wanted = end.stopping

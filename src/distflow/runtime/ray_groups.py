@@ -4,13 +4,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import ObjectLostError, RayTaskError
 
 from distflow.data.batch import Batch
 from distflow.data.buffers import from_buffers, gather, to_buffers
 
 GroupRef = tuple["ray.ObjectRef[Any]"]
 """Of a group's buffers; in a tuple, so that Ray hands the reference on and not what it refers to."""
+
+
+class GroupLost(RuntimeError):
+    """A group is gone with the process in whose memory it lay."""
 
 
 def to_group(batch: Batch) -> tuple[GroupRef, int]:
@@ -20,10 +24,17 @@ def to_group(batch: Batch) -> tuple[GroupRef, int]:
 
 
 def to_batch(groups: Sequence[GroupRef], like: GroupRef) -> Batch:
-    """The rows of the groups, one behind another; like: a group that has the columns, where there are none."""
-    if not groups:
-        return from_buffers(ray.get(like[0])).select([])
-    parts = ray.get([group[0] for group in groups])
+    """The rows of the groups, one behind another; like: a group that has the columns, where there are none. Raises
+    GroupLost."""
+    try:
+        if not groups:
+            return from_buffers(ray.get(like[0])).select([])
+        parts = ray.get([group[0] for group in groups])
+    except ObjectLostError as err:
+        raise GroupLost(
+            "a worker has died that held prompt groups which a step had just taken: the same command goes on from the "
+            "last checkpoint"
+        ) from err
     rows = [(part, row) for part, buffers in enumerate(parts) for row in range(buffers["lengths.prompt"].size // 8)]
     return gather(parts, rows)
 

@@ -3,8 +3,8 @@
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from distflow.runtime.callbacks import Callbacks, Caller
 from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.ray_coordinator import CoordinatorActor, News
 from distflow.runtime.ray_exchange import ExchangeActor
+from distflow.runtime.ray_replace import Replacements, WorkerDied
 from distflow.runtime.ray_worker import Built, Home, Place, WorkerActor
 from distflow.runtime.saved import check_same_facts
 from distflow.runtime.spec import Spec
@@ -31,7 +32,10 @@ from distflow.runtime.teams import edge_team
 
 ANSWERS_WITHIN_S = 60.0
 ENDS_WITHIN_S = 20.0
+COORDINATOR = -1
+"""In place of a rank."""
 _LOOKS_EVERY_S = 0.5
+_DEATHS_ARE_TOLD_WITHIN_S = 2.0
 _SHARE_OF_STORE = 0.5
 _MB = 10**6
 _NUM_CALLS = 6  # of a worker that may wait at once: tickets, a step, its end, news, the pulse
@@ -45,10 +49,6 @@ _THERE = (
 
 class WorkerFailed(RuntimeError):
     """A worker raised before the run began, and nothing that the user gave is to blame."""
-
-
-class WorkerDied(RuntimeError):
-    """A worker's process is gone: the run ends, and goes on from its last checkpoint when it is started again."""
 
 
 class RayRun:
@@ -70,30 +70,24 @@ class RayRun:
         )
         exchanges = any(channel.kind == "exchange" for channel in spec.plan.channels)
         self._exchange = cast(Any, ExchangeActor).remote(max_held_bytes) if exchanges else None
-        self._workers: list[Any] = []
-        nodes = sorted({rank.node for rank in ranks})
+        self._bundles = bundles
+        places = []
         for rank in ranks:
             beside = sum(other.node == rank.node for other in ranks)
             threads = spec.config.trainer.num_threads or max(1, usable_cores() // beside)
-            place = Place(rank.rank, teams, generators, threads, Home.of_driver())
-            where = PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=nodes.index(rank.node))
-            self._workers.append(
-                ray.remote(WorkerActor)
-                .options(
-                    num_cpus=1,
-                    num_gpus=int(rank.device.startswith("cuda")),
-                    scheduling_strategy=where,
-                    max_concurrency=_NUM_CALLS,
-                )
-                .remote(spec, place, self._coordinator, meeting, self._exchange)
-            )
+            number = generators.index(rank.rank) if rank.rank in generators else -1
+            places.append(Place(rank.rank, teams, generators, threads, Home.of_driver(), number))
+        self._workers: list[Any] = [self._start_worker(place) for place in places]
         self._learners = [rank for team in teams for rank in team]
-        self._others = [rank for rank in generators if rank not in self._learners]
+        others = {rank: places[rank] for rank in generators if rank not in self._learners}
+        leader = self._workers[self._learners[0]]
+        self._others = Replacements(others, self._start_worker, self._coordinator, leader)
         self.finished = False
 
     def build(self, say: Callable[[str], None]) -> list[str]:
         """Engines and services of all workers; what differs from the checkpoint without harm."""
-        built: list[Built] = self._all([worker.build.remote() for worker in self._workers])
+        with _told_what_next(self._spec):
+            built: list[Built] = self._all([worker.build.remote() for worker in self._workers])
         for rank, each in enumerate(built):
             if each.version != __version__:
                 raise UserError(
@@ -107,40 +101,43 @@ class RayRun:
 
     def watch(self, differences: list[str], callbacks: Callbacks, ends_process: bool) -> tuple[int, StopRequest]:
         """Until the run has ended; the steps consumed in all. Raises what a worker raised first."""
-        options, leader = self._spec.options, self._learners[0]
-        others = [self._workers[rank] for rank in self._others]
+        options = self._spec.options
         standing = ray.get(self._coordinator.standing.remote())
         view = TerminalView(f"{options.project} / {options.experiment}", standing.total_steps)
-        pulse = Pulse(
-            [*self._workers, self._coordinator],
-            [*(f"worker {r}" for r in range(len(self._workers))), "the coordinator"],
-        )
+        pulse = Pulse({**dict(enumerate(self._workers)), COORDINATOR: self._coordinator})
         told = _Told(view, Caller(callbacks, lambda message: view.note("warning", message)))
 
         def asked_to_stop(name: str) -> None:
             view.note("info", f"{name}: finishing this step, then leaving; a second time leaves at once")
             self._coordinator.stop.remote()
 
-        with StopRequest(asked_to_stop, ends_process=ends_process) as stop:
-            running = {
-                worker.run.remote(self._start, differences, others if rank == leader else []): rank
-                for rank, worker in enumerate(self._workers)
-            }
-            learning = {ref for ref, rank in running.items() if rank in self._learners}
+        with StopRequest(asked_to_stop, ends_process=ends_process) as stop, _told_what_next(self._spec):
+            running = {self._run(rank, differences): rank for rank in range(len(self._workers))}
+            learning = set(self._learners)
             steps = 0
             try:
                 while learning:
                     told.show(self._coordinator)
-                    if silent := pulse.silent():
-                        raise WorkerDied(self._silence(silent))
-                    done, _ = ray.wait(list(running), num_returns=1, timeout=0)
+                    self._look_after(pulse)
+                    done, _ = ray.wait(list(running), num_returns=len(running), timeout=0)
                     for ref in done:
-                        steps = max(steps, self._result(ref, running.pop(ref)))
-                        learning.discard(ref)
-                self._coordinator.end.remote()
-                for ref, rank in running.items():
-                    self._result(ref, rank, ENDS_WITHIN_S)
-                self.finished = bool(ray.get(self._coordinator.standing.remote()).finished)
+                        rank = running.pop(ref)
+                        try:
+                            steps = max(steps, self._result(ref, rank))
+                        except WorkerDied as died:
+                            if rank not in self._others:
+                                raise
+                            pulse.forget(rank)
+                            self._others.begin(rank, str(died))
+                        except Exception as error:
+                            raise self._death_behind(running) or error from error
+                        learning.discard(rank)
+                    for rank, worker in self._others.come().items():
+                        self._workers[rank] = worker
+                        pulse.follow(rank, worker)
+                        running[self._run(rank, differences)] = rank
+                        self._others.welcome(rank, worker)
+                self._end(running)
                 told.show(self._coordinator, wait_s=0.0)
             finally:
                 view.close()
@@ -148,11 +145,57 @@ class RayRun:
 
     def kill(self) -> None:
         """No process of the run is left."""
+        self._others.kill()
         actors = [*self._workers, self._coordinator, *([self._exchange] if self._exchange is not None else [])]
         for actor in actors:
             with suppress(Exception):  # it is gone already
                 ray.kill(actor)
         self._meeting.unlink(missing_ok=True)
+
+    def _start_worker(self, place: Place) -> Any:
+        ranks = self._spec.plan.ranks
+        rank, nodes = ranks[place.rank], sorted({each.node for each in ranks})
+        where = PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=nodes.index(rank.node))
+        return (
+            ray.remote(WorkerActor)
+            .options(
+                num_cpus=1,
+                num_gpus=int(rank.device.startswith("cuda")),
+                scheduling_strategy=where,
+                max_concurrency=_NUM_CALLS,
+            )
+            .remote(self._spec, place, self._coordinator, self._meeting, self._exchange)
+        )
+
+    def _run(self, rank: int, differences: list[str]) -> Any:
+        leads = rank == self._learners[0]
+        others = {each: self._workers[each] for each in self._others.ranks} if leads else {}
+        return self._workers[rank].run.remote(self._start, differences, others)
+
+    def _end(self, running: Mapping[Any, int]) -> None:
+        """All has been learned: those that generate leave. One that has died, or just come, has nothing to end."""
+        serving: list[int] = ray.get(self._workers[self._learners[0]].serving.remote())
+        self._coordinator.end.remote()
+        for ref, rank in running.items():
+            if rank not in self._others:
+                self._result(ref, rank, ENDS_WITHIN_S)
+            elif rank in serving:
+                with suppress(WorkerDied):
+                    self._result(ref, rank, ENDS_WITHIN_S)
+        self.finished = bool(ray.get(self._coordinator.standing.remote()).finished)
+
+    def _look_after(self, pulse: "Pulse") -> None:
+        """Raises WorkerDied for a process that does not answer; one that can be replaced is killed: whatever it does
+        when it wakes, nobody hears of it."""
+        silent = pulse.silent()
+        if silent is None:
+            return
+        message = self._silence(silent)
+        if silent not in self._others:
+            raise WorkerDied(message)
+        self._workers[self._learners[0]].note.remote("warning", f"{message} It is killed")
+        pulse.forget(silent)
+        ray.kill(self._workers[silent])
 
     def _result(self, ref: Any, rank: int, timeout_s: float | None = None) -> int:
         try:
@@ -161,6 +204,21 @@ class RayRun:
             raise err.cause from err
         except RayActorError as err:
             raise self._died(rank, "while the run was under way", err) from err
+
+    def _death_behind(self, running: Mapping[Any, int]) -> WorkerDied | None:
+        """A worker's error may come of the death of one that learns with it, which is told a moment later."""
+        learning = {ref: rank for ref, rank in running.items() if rank in self._learners}
+        until = time.monotonic() + _DEATHS_ARE_TOLD_WITHIN_S
+        while learning and time.monotonic() < until:
+            done, _ = ray.wait(list(learning), timeout=until - time.monotonic())
+            for ref in done:
+                try:
+                    self._result(ref, learning.pop(ref))
+                except WorkerDied as died:
+                    return died
+                except Exception:  # it came of the same
+                    continue
+        return None
 
     def _died(self, rank: int, when: str, err: RayActorError) -> WorkerDied | WorkerFailed:
         if err.actor_init_failed:  # by an exception, which is all that Ray tells of it
@@ -173,7 +231,7 @@ class RayRun:
         pid = next((line.strip() for line in str(err).splitlines() if line.strip().startswith("pid:")), "pid: unknown")
         return WorkerDied(
             f"worker {rank} of {len(self._workers)}, which {does}, has died {when} ({pid}): killed from outside, out "
-            f"of memory, or crashed in native code. {_goes_on(self._spec)}"
+            "of memory, or crashed in native code."
         )
 
     def _unbuilt(self, rank: int, err: RayTaskError) -> Exception:
@@ -189,14 +247,15 @@ class RayRun:
         process = f" (pid {where[1]} on {where[2]})" if where else ""
         return f"worker {rank} of {len(self._workers)}{process}"
 
-    def _silence(self, silent: str) -> str:
+    def _silence(self, silent: int) -> str:
         """Every process that still answers writes what its threads are at."""
         stacks = self._spec.run_dir / STACKS
-        asked = [worker.write_stacks.remote(stacks) for worker in self._workers]
+        asked = [worker.write_stacks.remote(stacks) for rank, worker in enumerate(self._workers) if rank != silent]
         ray.wait(asked, num_returns=len(asked), timeout=ENDS_WITHIN_S)
+        name = "the coordinator" if silent == COORDINATOR else f"worker {silent}"
         return (
-            f"{silent} has not answered for {ANSWERS_WITHIN_S:g} s: its process is stopped, hangs in native code, or "
-            f"its machine is gone. What the others were at stands in {stacks}. {_goes_on(self._spec)}"
+            f"{name} has not answered for {ANSWERS_WITHIN_S:g} s: its process is stopped, hangs in native code, or "
+            f"its machine is gone. What the others were at stands in {stacks}."
         )
 
     def _all(self, refs: Sequence[Any]) -> list[Any]:
@@ -222,26 +281,44 @@ def bound_of(spec: Spec) -> int:
     return int(_SHARE_OF_STORE * min(store for store in stores if store))
 
 
-def _goes_on(spec: Spec) -> str:
-    store = open_store(spec)
-    where = store.load().path.name if store.exists() else "the start: nothing was saved yet (trainer.save_freq)"
-    return f"The same command goes on from {where}"
+@contextmanager
+def _told_what_next(spec: Spec) -> Iterator[None]:
+    """A death that ends the run says where the next start begins."""
+    try:
+        yield
+    except WorkerDied as died:
+        store = open_store(spec)
+        where = store.load().path.name if store.exists() else "the start: nothing was saved yet (trainer.save_freq)"
+        raise WorkerDied(f"{died} The same command goes on from {where}") from died
 
 
 class Pulse:
     """Whether processes answer, asked one question after another on a thread that does nothing else."""
 
-    def __init__(self, actors: Sequence[Any], names: Sequence[str]) -> None:
-        self._actors, self._names = actors, names
-        self._asked = [(actor.alive.remote(), time.monotonic()) for actor in actors]
+    def __init__(self, actors: Mapping[int, Any]) -> None:
+        """actors: by rank."""
+        self._actors: dict[int, Any] = {}
+        self._asked: dict[int, tuple[Any, float]] = {}
+        for rank, actor in actors.items():
+            self.follow(rank, actor)
 
-    def silent(self) -> str | None:
-        """The name of one that has not answered for `ANSWERS_WITHIN_S`, if there is one."""
-        for place, (ref, since) in enumerate(self._asked):
+    def follow(self, rank: int, actor: Any) -> None:
+        """It is asked from now on."""
+        self._actors[rank] = actor
+        self._asked[rank] = (actor.alive.remote(), time.monotonic())
+
+    def forget(self, rank: int) -> None:
+        """It is asked no more."""
+        self._actors.pop(rank, None)
+        self._asked.pop(rank, None)
+
+    def silent(self) -> int | None:
+        """The rank of one that has not answered for `ANSWERS_WITHIN_S`, if there is one."""
+        for rank, (ref, since) in list(self._asked.items()):
             if ray.wait([ref], timeout=0)[0]:
-                self._asked[place] = (self._actors[place].alive.remote(), time.monotonic())
+                self.follow(rank, self._actors[rank])
             elif time.monotonic() - since > ANSWERS_WITHIN_S:
-                return self._names[place]
+                return rank
         return None
 
 

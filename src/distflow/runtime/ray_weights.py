@@ -1,7 +1,7 @@
 """The weight edge to engines in other processes: buckets in the object store, receipts back."""
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -9,13 +9,13 @@ import numpy as np
 import ray
 import torch
 from numpy.typing import NDArray
-from ray.exceptions import GetTimeoutError, RayTaskError
 from torch import Tensor
 
 from distflow.flow.ticket import Version
 from distflow.rollout.engine import Receipt
-from distflow.runtime.checks import TrustError
+from distflow.runtime import faults
 from distflow.runtime.ports.weights import Bucket, Detach, Receive, WeightPort, check_receipt, refused
+from distflow.runtime.ray_members import Members
 from distflow.runtime.waits import Waits
 
 Packed = list[tuple[str, str, tuple[int, ...], NDArray[np.uint8]]]
@@ -26,67 +26,69 @@ class Fleet:
     """The engines of other processes, from the one trainer that pushes to them.
 
     A bucket is one object, which goes to all of them; it is gone when each has copied it, and before the next is there.
+    Who dies on the way, or is late, is passed over from then on: whoever comes in its place has nothing of the version.
     Used by the learning thread alone.
     """
 
-    def __init__(self, workers: Mapping[int, Any], timeout_s: float | None, waits: Waits) -> None:
-        """workers: handles of their actors, by rank. timeout_s: that one bucket may take to arrive everywhere, or a
-        version to be taken, None for ever."""
+    def __init__(self, members: Members, timeout_s: float | None, waits: Waits) -> None:
+        """timeout_s: that one bucket may take to arrive everywhere, or a version to be taken, None for ever."""
         self.confirmed = Version(0, 0)  # as they are built
-        self._workers, self._timeout_s, self._waits = workers, timeout_s, waits
+        self._members, self._timeout_s, self._waits = members, timeout_s, waits
         self._version: Version | None = None
+        self._taking: dict[int, Any] = {}  # workers by rank
         self._under_way: dict[int, Any] = {}
         self._num_buckets = 0
 
     def begin(self, version: Version) -> None:
-        """See `WeightPort`."""
-        self._version, self._under_way, self._num_buckets = version, {}, 0
+        """See `WeightPort`; for those that do not serve the version yet."""
+        self._version, self._taking = version, self._members.without(version)
+        self._under_way, self._num_buckets = {}, 0
 
     def put(self, bucket: Bucket) -> None:
-        """See `WeightPort`. Raises TrustError naming the workers where the one before did not arrive in time."""
+        """See `WeightPort`."""
         assert self._version is not None, "a version is begun before it is pushed"
-        self._answers(self._under_way, self._version)
+        self._finish_bucket(self._version)
+        if not self._taking:
+            return
         number, sent = self._num_buckets, (ray.put(pack(bucket)),)
-        self._under_way = {rank: each.take.remote(self._version, number, sent) for rank, each in self._workers.items()}
+        self._under_way = {rank: each.take.remote(self._version, number, sent) for rank, each in self._taking.items()}
         self._num_buckets += 1
 
     def commit(self, hashes: Mapping[str, str]) -> None:
         """See `WeightPort`."""
         assert self._version is not None, "a version is begun before it is committed"
-        self._answers(self._under_way, self._version)
-        self._serve(self._version, self._num_buckets, hashes)
-        self._version, self._under_way = None, {}
+        self._finish_bucket(self._version)
+        self._serve(self._taking, self._version, self._num_buckets, hashes)
+        self._version, self._taking = None, {}
 
     def alias(self, version: Version, hashes: Mapping[str, str]) -> None:
-        """See `WeightPort`."""
-        self._serve(version, None, hashes)
+        """See `WeightPort`; for those that have weights."""
+        self._serve(self._members.informed(), version, None, hashes)
 
-    def _serve(self, version: Version, num_buckets: int | None, hashes: Mapping[str, str]) -> None:
-        asked = {rank: worker.serve.remote(version, num_buckets) for rank, worker in self._workers.items()}
+    def _finish_bucket(self, version: Version) -> None:
+        if self._under_way:
+            answered = self._answers(self._under_way, version)
+            self._taking = {rank: worker for rank, worker in self._taking.items() if rank in answered}
+            self._under_way = {}
+
+    def _serve(
+        self, workers: Mapping[int, Any], version: Version, num_buckets: int | None, hashes: Mapping[str, str]
+    ) -> None:
+        asked = {rank: worker.serve.remote(version, num_buckets) for rank, worker in workers.items()}
         for rank, receipt in self._answers(asked, version).items():
             check_receipt(receipt, version, hashes, f" of worker {rank}")
+            self._members.took(rank, version)
         self.confirmed = version
 
     def _answers(self, asked: Mapping[int, Any], version: Version) -> dict[int, Any]:
-        """By rank. Raises TrustError naming those that did not answer in time."""
-        if not asked:
-            return {}
+        """By rank; see `Members`."""
+        what = f"weights of step {version.step}"
+        on = ", ".join(f"worker {rank}" for rank in asked)
         try:
-            with self._waits("learner", f"weights of step {version.step}", on=_named(asked)):
-                return dict(zip(asked, ray.get(list(asked.values()), timeout=self._timeout_s), strict=True))
-        except RayTaskError as err:
-            raise refused(version, err.cause) if isinstance(err.cause, ValueError) else err.cause from err
-        except GetTimeoutError as err:
-            done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=0)
-            late = _named([rank for rank, ref in asked.items() if ref not in done])
-            raise TrustError(
-                f"the weights of version {version.step} did not arrive within {self._timeout_s} s at {late}: see "
-                "whether they are alive, or raise actor_rollout_ref.rollout.timeout_s"
-            ) from err
-
-
-def _named(ranks: Iterable[int]) -> str:
-    return ", ".join(f"worker {rank}" for rank in ranks)
+            with self._waits("learner", what, on=on):
+                return self._members.answers(asked, f"the {what}", self._timeout_s)
+        except ValueError as err:
+            raise refused(version, err) from err
 
 
 class RayWeights:
@@ -148,6 +150,7 @@ class Arrivals:
     def take(self, version: Version, number: int, sent: "tuple[ray.ObjectRef[Any]]") -> None:
         """A bucket of a version, copied out of the object store. number: from 0; the first one begins the version.
         Raises ValueError where one before is missing."""
+        faults.reach("weights.take")
         if number == 0:
             self._version, self._buckets = version, []
         if (version, number) != (self._version, len(self._buckets)):

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -18,6 +18,7 @@ from distflow import __version__
 from distflow.flow.ticket import Version
 from distflow.observe.terminal import TerminalView
 from distflow.rollout.engine import Receipt
+from distflow.runtime import faults
 from distflow.runtime.begin import Start, note_early_end, note_resume, open_store, write_facts
 from distflow.runtime.callbacks import Callbacks
 from distflow.runtime.engine_watch import write_stacks
@@ -31,6 +32,7 @@ from distflow.runtime.ray_coordinator import Standing
 from distflow.runtime.ray_edge import AgreedStop, RayEdge
 from distflow.runtime.ray_exchange_port import RayExchange
 from distflow.runtime.ray_groups import answer, shorten, shortened
+from distflow.runtime.ray_members import Members
 from distflow.runtime.ray_weights import Arrivals, Fleet, RayWeights
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import build_resources
@@ -63,13 +65,16 @@ class Home:
 @dataclass(frozen=True)
 class Place:
     """A worker among the others. rank: in the plan. teams: the ranks that learn the same together, those of each in
-    order; see `learning_teams`. generators: the ranks that generate. threads: of torch."""
+    order; see `learning_teams`. generators: the ranks that generate. threads: of torch. generator: its number among
+    those that generate, one that comes in place of another has a new one; of one that does not, none that is asked
+    for."""
 
     rank: int
     teams: tuple[tuple[int, ...], ...]
     generators: tuple[int, ...]
     threads: int
     home: Home
+    generator: int = -1
 
     @property
     def learners(self) -> tuple[int, ...]:
@@ -89,11 +94,6 @@ class Place:
     def first(self) -> int:
         """The place of its team's first rank among those that learn."""
         return self.learners.index(self.team[0]) if self.team else -1
-
-    @property
-    def generator(self) -> int:
-        """Its number among those that generate; of one that does not, none that is asked for."""
-        return self.generators.index(self.rank) if self.rank in self.generators else -1
 
     @property
     def part(self) -> int:
@@ -119,13 +119,17 @@ class WorkerActor:
         file over which those that learn find each other."""
         os.umask(0o077)
         place.home.enter()
+        faults.arm(place.rank)
         self._spec, self._place, self._coordinator, self._meeting = spec, place, coordinator, meeting
         self._exchange = exchange
         self._stop, self._arrivals = AgreedStop(), Arrivals()
+        self._members = Members(partial(self.note, "warning"))
+        self._recorder: Future[Recorder] = Future()
         self._entered: Future[Worker] = Future()
 
     def build(self) -> Built:
         """Engines and services. Raises UserError."""
+        faults.reach("build")
         try:
             torch.set_num_threads(self._place.threads)
             self._spec.program()  # which loads the modules of the user
@@ -138,10 +142,11 @@ class WorkerActor:
             raise
         return Built(__version__, dict(self._resources.facts), self._resources.num_parameters)
 
-    def run(self, start: Start, differences: list[str], others: Sequence[Any]) -> int:
+    def run(self, start: Start, differences: list[str], others: Mapping[int, Any]) -> int:
         """The whole run, as far as this worker has a part in it; the steps consumed in all.
 
-        differences: from the checkpoint. others: the workers that generate and do not learn, for the one that leads.
+        differences: from the checkpoint. others: the workers that generate and do not learn, by rank, for the one that
+        leads.
         """
         spec, place = self._spec, self._place
         standing: Standing = answer(self._coordinator.standing.remote())
@@ -162,7 +167,10 @@ class WorkerActor:
                 write_facts(spec, self._resources.facts, recorder, standing.total_steps)
                 if start.checkpoint:
                     note_resume(recorder, start.checkpoint, differences)
-            ports = self._ports(recorder, others)
+            self._recorder.set_result(recorder)
+            for rank, worker in others.items():
+                self._members.join(rank, worker)
+            ports = self._ports(recorder, sends=bool(others))
             stop, version = self._stop, standing.version
             with Worker(
                 spec, place.rank, self._resources, ports, recorder, open_store(spec), stop, state, version
@@ -185,6 +193,19 @@ class WorkerActor:
 
     def alive(self) -> None:
         """Answered on a thread of its own, whatever the others are at."""
+
+    def join(self, rank: int, worker: Any) -> None:
+        """A worker that generates has come in place of one that is gone."""
+        self._members.join(rank, worker)
+        self._coordinator.tell_of_newcomers.remote()
+
+    def serving(self) -> list[int]:
+        """Ranks of the other workers that serve the newest weights."""
+        return list(self._members.serving())
+
+    def note(self, kind: str, message: str) -> None:
+        """Into the run's events, once they are open."""
+        self._recorder.result().note(kind, message)
 
     def write_stacks(self, path: Path) -> None:
         """Append what all threads of this process are at."""
@@ -222,7 +243,7 @@ class WorkerActor:
         if shards:
             self._mesh = groups.mesh(place.team, layout, place.rank, device)
 
-    def _ports(self, recorder: Recorder, others: Sequence[Any]) -> Ports:
+    def _ports(self, recorder: Recorder, sends: bool) -> Ports:
         place, waits = self._place, recorder.waits
         awaits = not place.team and "rollout" in self._spec.plan.ranks[place.rank].engines
         ready = self._arrivals.ready if awaits else None
@@ -232,11 +253,10 @@ class WorkerActor:
         own: WeightPort = LocalWeights(waits) if self._mesh is None else StreamedWeights(waits)
         exchange = RayExchange(self._exchange, waits) if self._exchange is not None else None
         ports = Ports(edge, None, own, self._collective, self._data, self._everyone, self._abort, exchange=exchange)
-        if not (place.leads and others):
+        if not (place.leads and sends):
             return ports
-        elsewhere = [rank for rank in place.generators if rank not in place.learners]
-        fleet = Fleet(dict(zip(elsewhere, others, strict=True)), self._spec.options.engine_timeout_s, waits)
-        return replace(ports, weights=RayWeights(own, fleet), validate=partial(_validated, others))
+        fleet = Fleet(self._members, self._spec.options.engine_timeout_s, waits)
+        return replace(ports, weights=RayWeights(own, fleet), validate=self._members.validate)
 
     @contextmanager
     def _telling_failure(self) -> Iterator[None]:
@@ -287,12 +307,6 @@ class RemoteView:
 
 
 _MOST_SHOWN = 1000
-
-
-def _validated(workers: Sequence[Any], step: int) -> list[Answers]:
-    """Each of them answers a part of the held-out prompts."""
-    asked = [worker.validate.remote(step, part, len(workers)) for part, worker in enumerate(workers)]
-    return [answer(ref) for ref in asked]
 
 
 def _told(tell: Any) -> Callbacks:

@@ -18,6 +18,7 @@ from distflow.observe.metrics import Measured
 from distflow.observe.timing import PhaseTimer
 from distflow.rewards.tally import VALIDATION, Judged
 from distflow.rollout.activity import take_activity
+from distflow.runtime import faults
 from distflow.runtime.audit.auditor import Auditor, make_auditor
 from distflow.runtime.checkpoint import CheckpointStore
 from distflow.runtime.checks.canary import make_canary
@@ -30,7 +31,7 @@ from distflow.runtime.error_share import ErrorShare, warn_of_errors
 from distflow.runtime.experience import ExperiencePlane
 from distflow.runtime.handovers import Handovers
 from distflow.runtime.ports import Ports
-from distflow.runtime.ports.edge import Released, Share
+from distflow.runtime.ports.edge import Newcomers, Released, Share
 from distflow.runtime.publish import Publisher, Receiver
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources
@@ -158,7 +159,8 @@ class Worker:
         try:
             with self._recorder.phases("rollout"):
                 take = partial(self._ports.edge.take, self.step, self._rank, wanted, deadline)
-                share = self._session.wait_for(take)
+                while isinstance(share := self._session.wait_for(take), Newcomers):
+                    self._send_to_newcomers()
         except Exhausted:
             self.judged()  # which may be why
             raise
@@ -283,6 +285,14 @@ class Worker:
         confirmed = self._ports.weights.confirmed
         return min([*own, *([confirmed] if confirmed is not None else [])], default=None)
 
+    def _send_to_newcomers(self) -> None:
+        """Between two steps. The weights are those that were sent last, or newer ones, which then go to all."""
+        if self._publisher is None:
+            return
+        sent = self._served < self.step and self._send(Version(self._version.incarnation, self.step))[0]
+        if not sent:
+            self._publisher.push_again()
+
     def _publish_first(self) -> dict[str, float]:
         """The weights that this process begins with; the canary's metrics."""
         self._served = self._version.step
@@ -379,6 +389,7 @@ class _Updates:
     _num_unsent: int = 0
 
     def before(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
+        faults.reach("train.update")
         with self.phases("audit"):
             return self.auditor.before_update(role, engine, batch, loss)
 

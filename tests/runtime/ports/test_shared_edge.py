@@ -1,8 +1,11 @@
-"""The edge of several teams: what each rank takes of a step, and when a step is over."""
+"""The edge of several teams and workers: what each rank takes of a step, when a step is over, who leaves and comes."""
 
 import threading
+from typing import Any
 
 from distflow.flow.minibatch import minibatches
+from distflow.flow.ticket import Ticket
+from distflow.runtime.ports.edge import Newcomers
 from distflow.runtime.ports.shared_edge import Facts, Portion, SharedEdge, Team
 from distflow.runtime.waits import Waits
 from tests.runtime.groups import coordinator
@@ -50,3 +53,66 @@ def test_every_team_has_the_whole_step_and_divides_its_own_mini_batches() -> Non
     assert sorted(first + second) == alone == list(range(len(TOKENS)))
     for mini_batch in minibatches(len(TOKENS), range(len(TOKENS)), 2, 7, 0, 0):
         assert [len(set(mini_batch) & set(share)) for share in (first, second)] == [1, 1]
+
+
+FACTS = Facts(5, None, None)
+
+
+class Shared:
+    """An edge of streams with two workers; groups are their tickets."""
+
+    def __init__(self, num_ranks: int = 1, **changes: Any) -> None:
+        self.coordinator = coordinator(max_staleness=1, **changes)
+        self.edge = SharedEdge[Ticket](self.coordinator, Waits(), (Team(tuple(range(num_ranks))),), ("0", "1"))
+
+    def tickets(self, worker: int, served: int = 0) -> list[Ticket]:
+        found = self.edge.tickets(worker, served)
+        assert found is not None
+        return found
+
+    def put(self, ticket: Ticket) -> None:
+        self.edge.put(ticket, ticket, FACTS, [])
+
+
+def test_groups_of_a_worker_that_is_gone_go_to_others_and_what_still_comes_of_it_is_passed_over() -> None:
+    shared = Shared()
+    theirs, ours = shared.tickets(0), shared.tickets(1)
+    shared.put(theirs[0])
+    assert shared.edge.lose(0) == len(theirs), "running ones, and what it had made"
+    again = shared.tickets(1)
+    assert {ticket.number for ticket in again} >= {ticket.number for ticket in theirs}
+    before = shared.coordinator.accounting()
+    shared.put(theirs[1])
+    shared.edge.drop(theirs[-1], "error")
+    assert shared.coordinator.accounting() == before, "it comes too late"
+    for ticket in [*ours, *again]:
+        shared.put(ticket)
+    assert shared.edge.tickets(0, 0) is None, "it is told to end"
+    portion = shared.edge.take(0, 0)
+    assert portion is not None and not isinstance(portion, Newcomers)
+    assert {ticket.attempt for ticket in portion.groups} == {0, 1}
+
+
+def test_a_worker_that_comes_gets_no_ticket_before_it_asks() -> None:
+    shared = Shared()
+    shared.tickets(0)
+    shared.tickets(1)
+    shared.edge.lose(0)
+    number = shared.edge.join("0")
+    again = shared.tickets(1)
+    assert again
+    shared.edge.lose(1)
+    assert shared.tickets(number), "those that it has asked for"
+
+
+def test_all_ranks_hear_of_newcomers_at_the_same_place_and_before_any_has_a_part_of_the_step() -> None:
+    shared = Shared(num_ranks=2)
+    for worker in (0, 1):
+        for ticket in shared.tickets(worker):
+            shared.put(ticket)
+    shared.edge.tell_of_newcomers()
+    assert isinstance(shared.edge.take(0, 0), Newcomers)
+    assert isinstance(shared.edge.take(0, 1), Newcomers)
+    assert not isinstance(shared.edge.take(0, 1), Newcomers)
+    shared.edge.tell_of_newcomers()
+    assert not isinstance(shared.edge.take(0, 0), Newcomers), "the other one has its part already"

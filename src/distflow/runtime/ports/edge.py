@@ -42,6 +42,12 @@ class Share:
 
 
 @dataclass(frozen=True)
+class Newcomers:
+    """In place of a share: engines of other processes have come that have no weights yet. All ranks are told it at the
+    same place, send what they have, and ask for the step again."""
+
+
+@dataclass(frozen=True)
 class Live:
     """Complete groups that no step has taken yet, for a checkpoint. measured: by their nodes, by ticket."""
 
@@ -97,7 +103,9 @@ class EdgePort(Protocol):
         """By a worker that does not learn."""
         ...
 
-    def take(self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None) -> Share | None:
+    def take(
+        self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
+    ) -> Share | Newcomers | None:
         """consumes this step's groups · waits until they are complete · produces this rank's share, in ticket order
 
         rank: among those that learn. wanted: groups of a step that is taken in parts, None for the whole step.

@@ -9,7 +9,7 @@ from distflow.flow.coordinator import Coordinator
 from distflow.flow.ticket import Ticket
 from distflow.observe.metrics import Measured
 from distflow.rewards.tally import Judged
-from distflow.runtime.ports.edge import Failure, Kept, Live, Released, Share
+from distflow.runtime.ports.edge import Failure, Kept, Live, Newcomers, Released, Share
 from distflow.runtime.ports.shared_edge import Facts, Held, Portion, SharedEdge, Team
 from distflow.runtime.waits import Waits
 
@@ -68,6 +68,7 @@ class LocalEdge:
     def take(self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None) -> Share | None:
         """See `EdgePort`."""
         portion = self.shared.take(step, rank, wanted, deadline)
+        assert not isinstance(portion, Newcomers), "the engine of one process is there from the start"
         return None if portion is None else share_of(portion)
 
     def release(self, step: int, rank: int, published: bool) -> Released:

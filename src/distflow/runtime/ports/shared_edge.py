@@ -18,7 +18,7 @@ from distflow.flow.ticket import Ticket, Version
 from distflow.observe.metrics import Measured, combine
 from distflow.rewards.tally import Judged
 from distflow.runtime.blame import REPAIR_ADVICE
-from distflow.runtime.ports.edge import Failure, NoProgress, UserNoProgress
+from distflow.runtime.ports.edge import Failure, Newcomers, NoProgress, UserNoProgress
 from distflow.runtime.ports.intake import NothingToWaitFor, Standing
 from distflow.runtime.waits import Waits
 
@@ -89,12 +89,16 @@ class Consumed(Generic[T]):
 @dataclass
 class _Intake:
     """One worker that generates. served: the lowest step that its engine serves, as it said last. given: tickets that
-    are to be fetched. running: how many groups it has, those included."""
+    are to be fetched. running: the groups that it has, by number, those included. holds: complete groups that lie with
+    it. takes: False before one that came later has asked first, and of one that is gone."""
 
     name: str
     served: int | None
     given: list[Ticket] = field(default_factory=list)
-    running: int = 0
+    running: dict[int, Ticket] = field(default_factory=dict)
+    holds: set[int] = field(default_factory=set)
+    takes: bool = True
+    gone: bool = False
 
 
 class SharedEdge(Generic[T]):
@@ -139,6 +143,10 @@ class SharedEdge(Generic[T]):
         self._failed_in_a_row: list[Failure] = []
         self._workers = [_Intake(name, coordinator.step) for name in workers]
         self._worker_of: dict[int, int] = {}
+        self._taken_away = set[Ticket]()  # from workers that are gone: what still comes of them is passed over
+        self._newcomers = False  # workers wait for weights
+        self._telling = set[int]()  # ranks that are still to hear of them
+        self._divided_step = -1
         self._num_waiting = 0  # learners inside `take`
         self._num_wakes = 0
         self._judged = Judged()
@@ -152,14 +160,14 @@ class SharedEdge(Generic[T]):
         """The groups that this worker is to start now; None where the run has failed. served: the lowest step whose
         weights its engine serves; None where it has none."""
         with self._lock:
-            return None if self._failure is not None else self._hand_out(worker, served)
+            return None if self._is_over(worker) else self._hand_out(worker, served)
 
     def wait_for_tickets(self, worker: int, served: int | None) -> list[Ticket] | None:
         """The same, once there are any or something has changed that the worker may know better, such as what it
         serves."""
         with self._lock:
             num_wakes = self._num_wakes
-            while self._failure is None:
+            while not self._is_over(worker):
                 tickets = self._hand_out(worker, served)
                 if tickets or self._num_wakes != num_wakes:
                     return tickets
@@ -169,10 +177,14 @@ class SharedEdge(Generic[T]):
     def put(self, ticket: Ticket, group: T, facts: Facts, measured: Sequence[Measured]) -> None:
         """See `EdgePort`. A group without any verdict counts among those that fail."""
         with self._lock:
+            if ticket in self._taken_away:
+                return
             self._groups[ticket.number] = Held(group, facts.num_tokens, measured)
             self._coordinator.complete(ticket.number, facts.num_tokens, facts.version)
             self._coordinator.weigh(ticket.number, facts.num_bytes)
-            self._ended(ticket)
+            worker = self._ended(ticket)
+            if worker is not None:
+                worker.holds.add(ticket.number)
             self._count(facts.failure)
             self._tell()
             self._askers.notify_all()
@@ -181,6 +193,8 @@ class SharedEdge(Generic[T]):
     def drop(self, ticket: Ticket, reason: str, failure: Failure | None = None, *, lost: bool = False) -> None:
         """See `EdgePort`."""
         with self._lock:
+            if ticket in self._taken_away:
+                return
             if not (lost and self._coordinator.retry(ticket.number)):
                 if not lost:
                     self._coordinator.drop(ticket.number, reason)
@@ -195,20 +209,57 @@ class SharedEdge(Generic[T]):
         with self._lock:
             self._judged = Judged.joined([self._judged, judged])
 
-    def take(self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None) -> Portion[T] | None:
+    def lose(self, worker: int) -> int:
+        """A worker is gone, and what it made that no step has taken: its groups are handed out again, and what still
+        comes of it is passed over. Returns how many they are."""
+        with self._lock:
+            gone = self._workers[worker]
+            gone.takes, gone.gone, gone.served = False, True, None
+            groups = [*sorted(gone.running), *sorted(gone.holds)]
+            for ticket in gone.running.values():
+                self._taken_away.add(ticket)
+                self._worker_of.pop(ticket.number)
+                if not self._coordinator.retry(ticket.number):
+                    self._count(Failure(f"worker {gone.name} died while it worked on it", users=False))
+            for number in gone.holds:
+                self._coordinator.lose(number)
+                del self._groups[number]
+            gone.running, gone.given, gone.holds = {}, [], set()
+            self._tell()
+        self._wake()
+        return len(groups)
+
+    def join(self, name: str) -> int:
+        """A worker comes in place of one that is gone; its number. It gets tickets once it has asked."""
+        with self._lock:
+            self._workers.append(_Intake(name, None, takes=False))
+            return len(self._workers) - 1
+
+    def tell_of_newcomers(self) -> None:
+        """Engines that have come since wait for weights: all ranks that learn hear of it where none has a part of the
+        next step yet, so that they can send together what they have."""
+        with self._lock:
+            self._newcomers = True
+            self._lock.notify_all()
+
+    def take(
+        self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
+    ) -> Portion[T] | Newcomers | None:
         """See `EdgePort`."""
         with self._lock, self._waiting(step):
             while True:
                 if self._failure is not None:
                     raise self._failure
+                if self._tells(rank):
+                    return Newcomers()
                 if rank in self._portions:
                     return self._portions.pop(rank)
                 if self._coordinator.finished:
                     self._refuse_failures(of_steps=1)
                     return None
-                numbers = self._ready(step, wanted)
+                numbers = None if self._telling else self._ready(step, wanted)
                 if numbers is not None:
-                    self._portions = self._divided(step, numbers)
+                    self._portions, self._divided_step = self._divided(step, numbers), step
                     continue
                 if wanted is not None and self._stalled():
                     self._refuse_failures(of_steps=1)
@@ -284,16 +335,28 @@ class SharedEdge(Generic[T]):
         finally:
             self._num_waiting -= 1
 
+    def _is_over(self, worker: int) -> bool:
+        return self._failure is not None or self._workers[worker].gone
+
+    def _tells(self, rank: int) -> bool:
+        """Whether this rank is to hear of newcomers now. Inside the lock."""
+        if self._newcomers and self._divided_step < self._coordinator.step:
+            self._newcomers, self._telling = False, set(range(self._num_ranks))
+        told = rank in self._telling
+        self._telling.discard(rank)
+        return told
+
     def _hand_out(self, worker: int, served: int | None) -> list[Ticket]:
         """Inside the lock."""
         mine = self._workers[worker]
-        mine.served = served
+        mine.served, mine.takes = served, True
         opens = not self._held and (self._num_waiting >= self._num_ranks or self._coordinator.plan.max_staleness > 0)
         known = [each.served for each in self._workers if each.served is not None]
         for ticket in self._coordinator.take_tickets(min(known, default=None)) if opens else ():
-            chosen = min(range(len(self._workers)), key=lambda other: self._workers[other].running)
+            takers = [number for number, each in enumerate(self._workers) if each.takes]
+            chosen = min(takers, key=lambda other: len(self._workers[other].running))
             self._workers[chosen].given.append(ticket)
-            self._workers[chosen].running += 1
+            self._workers[chosen].running[ticket.number] = ticket
             self._worker_of[ticket.number] = chosen
             if name := self._workers[chosen].name:
                 self._coordinator.assign(ticket.number, name)
@@ -302,14 +365,19 @@ class SharedEdge(Generic[T]):
         self._tell()
         return tickets
 
-    def _ended(self, ticket: Ticket) -> None:
-        worker = self._worker_of.pop(ticket.number, None)
-        if worker is not None:  # else whoever has the coordinator handed it out
-            self._workers[worker].running -= 1
+    def _ended(self, ticket: Ticket) -> _Intake | None:
+        """Who worked on it; None where whoever has the coordinator handed it out."""
+        number = self._worker_of.pop(ticket.number, None)
+        if number is None:
+            return None
+        self._workers[number].running.pop(ticket.number)
+        return self._workers[number]
 
     def _divided(self, step: int, numbers: tuple[int, ...]) -> dict[int, Portion[T]]:
         """The groups of a step over the ranks, whole, each mini-batch evened out by tokens."""
         held = [self._groups.pop(number) for number in numbers]
+        for worker in self._workers:
+            worker.holds.difference_update(numbers)
         metrics = combine([part for each in held for part in each.measured])
         groups = [each.group for each in held]
         loads = [each.num_tokens for each in held]

@@ -1,0 +1,91 @@
+"""Faults on purpose: places in the code at which tests have real processes killed, stopped or held up.
+
+Off unless the environment variable DISTFLOW_FAULTS names a file when a worker starts: a JSON list of faults. Then each
+place counts how often it is reached, and a fault whose turn has come writes that it fires, and strikes this process.
+"""
+
+import errno
+import json
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+VARIABLE: Final = "DISTFLOW_FAULTS"
+_LONG_S: Final = 3600.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """point: what `reach` is given there. rank: of the worker that it strikes. call: at which time that the point is
+    reached, from 1. action: a signal, a long sleep, or a full disk. again: also in each process that comes in the place
+    of one that it struck."""
+
+    point: str
+    rank: int
+    call: int = 1
+    action: Literal["SIGKILL", "SIGSTOP", "sleep", "full"] = "SIGKILL"
+    again: bool = False
+
+
+class _Armed:
+    """The faults of one process, by their number in the plan."""
+
+    def __init__(self, faults: dict[int, Fault], fired: Path) -> None:
+        self._faults, self._fired = faults, fired
+        self._reached: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def reach(self, point: str) -> None:
+        with self._lock:
+            self._reached[point] += 1
+            here = (point, self._reached[point])
+        for number, fault in self._faults.items():
+            if (fault.point, fault.call) == here:
+                with open(os.open(self._fired, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "w") as file:
+                    file.write(f"{number}\n")
+                _strike(fault)
+
+
+_armed: _Armed | None = None
+
+
+def arm(rank: int) -> None:
+    """In a worker's process, at its start."""
+    global _armed
+    plan = Path(os.environ.get(VARIABLE, ""))
+    if not plan.is_file():
+        return
+    before = fired(plan)
+    faults = {number: Fault(**each) for number, each in enumerate(json.loads(plan.read_text()))}
+    own = {n: each for n, each in faults.items() if each.rank == rank and (each.again or n not in before)}
+    _armed = _Armed(own, _fired_file(plan))
+
+
+def reach(point: str) -> None:
+    """This process is there now."""
+    if _armed is not None:
+        _armed.reach(point)
+
+
+def fired(plan: Path) -> list[int]:
+    """Numbers of the faults of a plan that have fired, in order."""
+    file = _fired_file(plan)
+    return [int(line) for line in file.read_text().split()] if file.exists() else []
+
+
+def _fired_file(plan: Path) -> Path:
+    return plan.with_suffix(".fired")
+
+
+def _strike(fault: Fault) -> None:
+    if fault.action == "sleep":
+        time.sleep(_LONG_S)
+    elif fault.action == "full":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    else:
+        os.kill(os.getpid(), signal.Signals[fault.action])

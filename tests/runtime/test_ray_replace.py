@@ -1,0 +1,122 @@
+"""Workers that only generate die or stop over a real Ray, and the run goes on; every fault is seen to have fired."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from distflow.flow import ledger
+from distflow.runtime import ray_run
+from distflow.runtime.faults import Fault
+from distflow.runtime.ray_entry import launch_ray
+from distflow.runtime.ray_run import WorkerDied
+from tests.e2e.runs import Playground, Run
+from tests.runtime.test_ray_faults import wait_until, workers
+from tests.runtime.test_ray_run import CONSTANT, STEPS, distance, validating
+
+pytestmark = pytest.mark.faults
+
+TWO_GENERATE = ("trainer.launcher=ray", "trainer.allocation='embedded[rollout]:d2+torch[actor]:d1'")
+ONE_GENERATES = ("trainer.launcher=ray", "trainer.allocation='embedded[rollout]:d1+torch[actor]:d1'")
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground:
+    return Playground(tmp_path_factory.mktemp("runs"))
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    yield
+    wait_until(lambda: not workers(), "no worker is left")
+
+
+def run(ground: Playground, *overrides: str, name: str) -> Run:
+    config, spec = ground.spec("grpo", *overrides, name=name)
+    with nothing_left():
+        return Run(ground.folder / name, config, launch_ray(spec))
+
+
+def generators(run: Run) -> list[int]:
+    """Ranks that only generate."""
+    ranks = json.loads((run.folder / "plan.json").read_text())["ranks"]
+    return [rank["rank"] for rank in ranks if rank["experience"] and not rank["learning"]]
+
+
+def check_whole(found: Run, steps: int = 4) -> None:
+    """All steps were made of all groups, each trained once."""
+    journal = found.folder / "ledger.jsonl"
+    account = ledger.verify(journal)
+    consumed = [n for _, record in ledger.timeline(journal) if record["kind"] == "consumed" for n in record["tickets"]]
+    assert found.outcome.steps == steps and found.notes("end") == ["the run finished"]
+    assert sorted(consumed) == list(range(4 * steps)) and not account.dropped
+
+
+def attempts(run: Run) -> list[int]:
+    """How many groups were issued for the second time, third time, ..."""
+    records = [r for _, r in ledger.timeline(run.folder / "ledger.jsonl") if r["kind"] == "issued"]
+    return [record["attempt"] for record in records if record["attempt"]]
+
+
+@pytest.fixture(scope="module")
+def alone(ground: Playground) -> Run:
+    return ground.run("grpo", *STEPS, *validating(ground), name="alone")
+
+
+@pytest.mark.slow
+def test_workers_killed_in_a_validation_and_with_groups_are_replaced_and_the_results_are_the_same(
+    ground: Playground, alone: Run, plan: Callable[..., None]
+) -> None:
+    """The second dies before the first is back: what it had made is made again, by newest weights."""
+    plan(Fault("rollout.generate", rank=1, call=4), Fault("edge.put", rank=0, call=2))
+    found = run(ground, *TWO_GENERATE, *STEPS, *validating(ground), name="killed")
+    assert generators(found) == [0, 1]
+    check_whole(found)
+    assert attempts(found) and set(attempts(found)) == {1}
+    notes = " ".join(found.notes("warning"))
+    for victim in (0, 1):
+        assert f"worker {victim} of 3, which generates, has died" in notes and f"worker {victim} is there" in notes
+    assert distance(found.weights(4), alone.weights(4)) < 1e-6
+
+
+@pytest.mark.slow
+def test_the_only_one_that_generates_comes_back_with_the_newest_weights(
+    ground: Playground, alone: Run, plan: Callable[..., None]
+) -> None:
+    plan(Fault("edge.put", rank=0, call=7))
+    found = run(ground, *ONE_GENERATES, *STEPS, *validating(ground), name="only")
+    check_whole(found)
+    assert "worker 0 is there again" in found.notes("warning")
+    assert distance(found.weights(4), alone.weights(4)) < 1e-6
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_again_and_again_ends_the_run_by_name(ground: Playground, plan: Callable[..., None]) -> None:
+    plan(Fault("rollout.generate", rank=0, again=True))
+    with pytest.raises(WorkerDied, match=r"worker 0 has died 4 times .* goes on from the start"):
+        run(ground, *ONE_GENERATES, *STEPS, name="again")
+    assert "the run failed" in [*Run(ground.folder / "again", None, None).notes("end")]
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stopped_is_killed_and_replaced_and_streams_stay_within_their_staleness(
+    ground: Playground, plan: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_run, "ANSWERS_WITHIN_S", 5.0)
+    plan(Fault("rollout.generate", rank=1, call=3, action="SIGSTOP"))
+    steps = ("trainer.total_training_steps=4", CONSTANT, "async.max_staleness=1")
+    found = run(ground, *TWO_GENERATE, *steps, name="stopped")
+    check_whole(found)
+    assert any("worker 1 has not answered for 5 s" in note for note in found.notes("warning"))
+    assert max(step["async/version_diff/max"] for step in found.metrics()) <= 1
+
+
+@pytest.mark.slow
+def test_a_receiver_killed_in_a_weight_update_is_replaced_and_nobody_serves_a_mixed_version(
+    ground: Playground, alone: Run, plan: Callable[..., None]
+) -> None:
+    plan(Fault("weights.take", rank=1, call=3))
+    found = run(ground, *TWO_GENERATE, *STEPS, *validating(ground), name="update")
+    check_whole(found)
+    assert distance(found.weights(4), alone.weights(4)) < 1e-6
