@@ -17,6 +17,8 @@ from distflow.runtime import ray_run
 from distflow.runtime.ray_entry import launch_ray
 from distflow.runtime.ray_run import WorkerDied
 from tests.e2e.runs import Playground, Run, notes
+from tests.runtime import leftovers
+from tests.runtime.leftovers import Held
 from tests.runtime.test_ray_run import CONSTANT, distance
 
 pytestmark = pytest.mark.faults
@@ -32,9 +34,8 @@ def ground(tmp_path: Path, on_ray: None) -> Playground:
 
 
 def processes(named: str) -> list[int]:
-    """Of this user, by what they call themselves, oldest first."""
-    listed = subprocess.run(["ps", "-eo", "pid,args", "--sort", "start_time"], capture_output=True, text=True).stdout
-    return [int(line.split()[0]) for line in listed.splitlines() if named in line and "ps -eo" not in line]
+    """That this one has started, by what they call themselves, oldest first."""
+    return leftovers.named(named, os.getpid())
 
 
 def workers() -> list[int]:
@@ -113,14 +114,17 @@ def command(ground: Playground, *overrides: str) -> Iterator["subprocess.Popen[s
 
 @pytest.mark.slow
 def test_a_driver_that_is_killed_takes_all_its_processes_with_it(tmp_path: Path) -> None:
-    ground, before = Playground(tmp_path), {*processes("raylet"), *processes("gcs_server"), *processes("ray::")}
-    with command(ground, *ENDLESS) as driver, struck(ground.folder / "run", driver.kill) as when:
-        driver.wait(10 * WITHIN_S)
+    ground, held = Playground(tmp_path), list[Held]()
+    with command(ground, *ENDLESS) as driver:
 
-    def left() -> set[int]:
-        return {*processes("raylet"), *processes("gcs_server"), *processes("ray::")} - before
+        def kill() -> None:
+            held.append(Held.below(driver.pid))
+            driver.kill()
 
-    wait_until(lambda: not left(), "no process of its Ray is left")
+        with struck(ground.folder / "run", kill) as when:
+            driver.wait(10 * WITHIN_S)
+    assert len(held[0].pids) > 4 and held[0].listening
+    wait_until(lambda: not held[0].left(), f"nothing of its Ray is left: {held[0].left()}")
     assert time.monotonic() - when[0] < 20
     with command(ground, *TWO, "trainer.total_training_steps=100") as driver:
         out, _ = driver.communicate(timeout=10 * WITHIN_S)
@@ -130,10 +134,17 @@ def test_a_driver_that_is_killed_takes_all_its_processes_with_it(tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_signal_saves_the_step_under_way_and_ends_with_its_status(tmp_path: Path) -> None:
-    ground = Playground(tmp_path)
-    with command(ground, *ENDLESS) as driver, struck(ground.folder / "run", lambda: driver.send_signal(signal.SIGTERM)):
-        out, _ = driver.communicate(timeout=10 * WITHIN_S)
+    ground, held = Playground(tmp_path), list[Held]()
+    with command(ground, *ENDLESS) as driver:
+
+        def ask() -> None:
+            held.append(Held.below(driver.pid))
+            driver.send_signal(signal.SIGTERM)
+
+        with struck(ground.folder / "run", ask):
+            out, _ = driver.communicate(timeout=10 * WITHIN_S)
     assert driver.returncode == 128 + signal.SIGTERM, out
+    assert held[0] and not held[0].left()
     folder = ground.folder / "run"
     assert notes(folder, "end") == ["the run stopped"]
     consumed = [

@@ -47,7 +47,7 @@ def test_a_killed_worker_is_named_and_the_resume_ends_where_an_undisturbed_run_d
     name = fault.point
     config, spec = ground.spec("grpo", *layout, *STEPS, name=name)
     with pytest.raises(
-        WorkerDied, match=rf"worker {fault.rank} of . .* has died .* The same command goes on from step-"
+        WorkerDied, match=rf"worker {fault.rank} of \d, .* has died .* The same command goes on from step-"
     ):
         launch_ray(spec)
     wait_until(lambda: not workers(), "no worker is left")
