@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -188,7 +189,7 @@ def test_a_worker_that_does_not_take_its_bucket_in_time_is_killed_and_named(work
     fleet = fleet_of(workers, 1.5, Waits(lambda wait, ended: told.append(wait)), notes.append)
     os.kill(pid, signal.SIGSTOP)
     version = Version(3, 1)
-    publisher(Trainer(4), fleet).publish(version)
+    publisher(SimpleNamespace(weights=lambda: iter(weights(4))), fleet).publish(version)
     assert notes == [
         "worker 5 did not answer for the weights of step 1 within 1.5 s (actor_rollout_ref.rollout.timeout_s), "
         "and is killed"
