@@ -214,6 +214,7 @@ OF_RAY = {
     "trainer.n_gpus_per_node",
     "trainer.allocation",
     "trainer.max_held_mb",
+    "trainer.peers_timeout_s",
     "dag.backend_threshold",
     "dag.apportion_strategy",
     "dag.consider_node_cohesion",

@@ -29,6 +29,7 @@ ELSEWHERE = {
     "trainer.n_gpus_per_node": "tests/planning/test_cluster.py",
     "trainer.allocation": "tests/planning/test_cluster.py",
     "trainer.max_held_mb": "tests/runtime/test_ray_sizes.py",
+    "trainer.peers_timeout_s": "tests/runtime/test_ray_learner_faults.py",
     "dag.generates": "tests/pipelines/test_spec.py",
     "dag.backend_threshold": "tests/planning/test_cluster.py",
     "dag.apportion_strategy": "tests/planning/test_cluster.py",

@@ -8,7 +8,7 @@ import pytest
 from distflow.flow import ledger
 from distflow.runtime.faults import Fault
 from distflow.runtime.ray_entry import launch_ray
-from distflow.runtime.ray_run import WorkerDied
+from distflow.runtime.ray_replace import WorkerDied, WorkerHangs
 from tests.e2e.runs import Playground, Run
 from tests.runtime.test_ray_faults import wait_until, workers
 from tests.runtime.test_ray_run import CONSTANT, SPLIT, distance
@@ -56,3 +56,16 @@ def test_a_killed_worker_is_named_and_the_resume_ends_where_an_undisturbed_run_d
     ledger.verify(resumed.folder / "ledger.jsonl")
     assert resumed.outcome.steps == 4
     assert distance(resumed.weights(4), alone.weights(4)) < 1e-6
+
+
+def test_a_worker_that_does_not_come_is_named_with_its_step_and_phase(
+    ground: Playground, plan: Callable[..., None]
+) -> None:
+    plan(Fault("train.update", rank=1, call=3, action="sleep"))
+    _, spec = ground.spec("grpo", *TOGETHER, *STEPS, "trainer.peers_timeout_s=8", name="hangs")
+    with pytest.raises(
+        WorkerHangs, match=r"worker 1 is in step 3, phase 'update_actor', .* 8 s .* goes on from step-000002"
+    ):
+        launch_ray(spec)
+    assert "_strike" in (ground.folder / "hangs" / "stacks.txt").read_text()
+    wait_until(lambda: not workers(), "no worker is left")

@@ -32,6 +32,7 @@ _DEVICES = (
     "trainer.n_gpus_per_node",
     "trainer.allocation",
     "trainer.max_held_mb",
+    "trainer.peers_timeout_s",
     "actor_rollout_ref.actor.strategy",
 )
 

@@ -55,6 +55,12 @@ class TrainerConfig:
         "half of Ray's object store (launcher=ray)",
         minimum=1,
     )
+    peers_timeout_s: float = key(
+        1800.0,
+        "how long a worker waits for the others in what they do together (launcher=ray); then the run ends, and names "
+        "who did not come",
+        above=0,
+    )
 
     @property
     def run_dir(self) -> Path:

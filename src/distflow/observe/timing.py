@@ -54,6 +54,11 @@ class PhaseTimer:
                 # The wall clock may be set back while a phase runs; its length never is negative.
                 self._on_phase(wall_start, wall_start + end - start, name)
 
+    @property
+    def now(self) -> str:
+        """The phase that runs, the innermost one; on any thread."""
+        return self._open[-1] if self._open else "other"
+
     def finish_step(self) -> dict[str, float]:
         """The `timing_s/*` metrics in seconds since the last call; starts the next step."""
         assert not self._open, f"the step ends inside the phase {self._open[-1]!r}"
@@ -68,7 +73,7 @@ class PhaseTimer:
         return metrics
 
     def _charge(self, now: float) -> None:
-        name = self._open[-1] if self._open else "other"
+        name = self.now
         self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
         self._since = now
         if self._on_charge:

@@ -364,6 +364,7 @@ def _run_options(config: Config, program: Program) -> RunOptions:
         experiment=trainer.experiment_name,
         enable_perf=config.dag.enable_perf,
         max_held_mb=(trainer if trainer.launcher == "ray" else peek(trainer)).max_held_mb,
+        peers_timeout_s=(trainer if trainer.launcher == "ray" else peek(trainer)).peers_timeout_s,
         timeout_s=config.reward.timeout_s if _has_deadline(program) else peek(config).reward.timeout_s,
         engine_timeout_s=(config if "rollout" in program.engines else peek(config)).actor_rollout_ref.rollout.timeout_s,
         canary_freq=_canary_freq(config, program),

@@ -1,6 +1,7 @@
 """The process groups of a worker that learns: those of the plan, each made once, in one order on every rank."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -19,21 +20,23 @@ def backend_of(plan: Plan) -> str:
 class ProcessGroups:
     """By their ranks, as the plan counts them."""
 
-    def __init__(self, plan: Plan, teams: Sequence[tuple[int, ...]]) -> None:
-        """teams: the ranks that learn, in the order of the group of all of them, in which this one is already. All of
-        them call this."""
-        self._plan = plan
+    def __init__(self, plan: Plan, teams: Sequence[tuple[int, ...]], timeout: timedelta) -> None:
+        """teams: the ranks that learn, in the order of the group of all of them, in which this one is already. timeout:
+        that one may wait for the others. All of them call this."""
+        self._plan, self._timeout = plan, timeout
         self._learners = [rank for team in teams for rank in team]
         planned = [group.ranks for group in plan.groups if set(group.ranks) <= set(self._learners)]
         self._made = {
-            ranks: dist.new_group(self._places(ranks)) for ranks in dict.fromkeys([*planned, *teams]) if len(ranks) > 1
+            ranks: dist.new_group(self._places(ranks), timeout)
+            for ranks in dict.fromkeys([*planned, *teams])
+            if len(ranks) > 1
         }
 
     def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """Of this rank and others, or of this rank alone."""
         if ranks not in self._made:
             assert len(ranks) == 1, f"no group of the plan has the ranks {ranks}"
-            self._made[ranks] = dist.new_group(self._places(ranks), use_local_synchronization=True)
+            self._made[ranks] = dist.new_group(self._places(ranks), self._timeout, use_local_synchronization=True)
         return self._made[ranks]
 
     def mesh(self, team: tuple[int, ...], layout: Layout, rank: int, device: str) -> DeviceMesh:

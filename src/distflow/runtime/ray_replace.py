@@ -21,6 +21,10 @@ class WorkerDied(RuntimeError):
     """A worker's process is gone: the run ends, and goes on from its last checkpoint when it is started again."""
 
 
+class WorkerHangs(WorkerDied):
+    """A worker's process is there, and does not come to what all ranks do together."""
+
+
 @dataclass(frozen=True)
 class _Coming:
     rank: int

@@ -23,8 +23,8 @@ from distflow.runtime.callbacks import Callbacks, Caller
 from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.ray_coordinator import CoordinatorActor, News
 from distflow.runtime.ray_exchange import ExchangeActor
-from distflow.runtime.ray_replace import Replacements, WorkerDied
-from distflow.runtime.ray_worker import Built, Home, Place, WorkerActor
+from distflow.runtime.ray_replace import Replacements, WorkerDied, WorkerHangs
+from distflow.runtime.ray_worker import Built, Home, PeersLate, Place, WorkerActor
 from distflow.runtime.saved import check_same_facts
 from distflow.runtime.spec import Spec
 from distflow.runtime.stop import StopRequest
@@ -129,6 +129,8 @@ class RayRun:
                                 raise
                             pulse.forget(rank)
                             self._others.begin(rank, str(died))
+                        except PeersLate as late:
+                            raise self._hanging(running) or late from late
                         except Exception as error:
                             raise self._death_behind(running) or error from error
                         learning.discard(rank)
@@ -220,6 +222,28 @@ class RayRun:
                     continue
         return None
 
+    def _hanging(self, running: Mapping[Any, int]) -> WorkerHangs | None:
+        """Those that did not come in time, told by one that waited for them; None where they have ended since."""
+        learning = [ref for ref, rank in running.items() if rank in self._learners]
+        if not learning:
+            return None
+        _, late = ray.wait(learning, num_returns=len(learning), timeout=_DEATHS_ARE_TOLD_WITHIN_S)
+        if not late:
+            return None
+        stacks = self._spec.run_dir / STACKS
+        asked = [self._workers[rank].write_stacks.remote(stacks) for rank in running.values()]
+        asked += [self._workers[running[ref]].where.remote() for ref in late]
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ENDS_WITHIN_S)
+        places = [
+            f"worker {running[ref]} is {ray.get(where) if where in answered else 'silent'}"
+            for ref, where in zip(late, asked[-len(late) :], strict=True)
+        ]
+        return WorkerHangs(
+            f"{' and '.join(places)}, and has not come to what all ranks do together within "
+            f"{self._spec.options.peers_timeout_s:g} s (trainer.peers_timeout_s): a function or a lock that "
+            f"does not end, or a rank with much more to do. What it is at stands in {stacks}."
+        )
+
     def _died(self, rank: int, when: str, err: RayActorError) -> WorkerDied | WorkerFailed:
         if err.actor_init_failed:  # by an exception, which is all that Ray tells of it
             said = str(err).strip().splitlines()[-1]
@@ -289,7 +313,7 @@ def _told_what_next(spec: Spec) -> Iterator[None]:
     except WorkerDied as died:
         store = open_store(spec)
         where = store.load().path.name if store.exists() else "the start: nothing was saved yet (trainer.save_freq)"
-        raise WorkerDied(f"{died} The same command goes on from {where}") from died
+        raise type(died)(f"{died} The same command goes on from {where}") from died
 
 
 class Pulse:

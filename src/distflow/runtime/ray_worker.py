@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -100,6 +101,13 @@ class Place:
         """Its number in the run's folder: the one that leads has the first."""
         order = [*self.learners, *(rank for rank in self.generators if rank not in self.learners)]
         return order.index(self.rank)
+
+
+class PeersLate(RuntimeError):
+    """Another rank did not come to what all do together."""
+
+
+_OTHERS_ARE_LATE = "Timed out waiting"  # gloo's words
 
 
 @dataclass(frozen=True)
@@ -203,6 +211,10 @@ class WorkerActor:
         """Ranks of the other workers that serve the newest weights."""
         return list(self._members.serving())
 
+    def where(self) -> str:
+        """What its learning thread is at, for people."""
+        return f"in step {self._entered.result().step + 1}, phase '{self._recorder.result().phases.now}'"
+
     def note(self, kind: str, message: str) -> None:
         """Into the run's events, once they are open."""
         self._recorder.result().note(kind, message)
@@ -230,14 +242,18 @@ class WorkerActor:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else has to reach it
         device = torch.device(self._spec.plan.ranks[place.rank].device).type
         # A file, not a port: who cannot read the run's folder cannot take part.
-        store = dist.FileStore(str(self._meeting), len(learners))
+        store, timeout = (
+            dist.FileStore(str(self._meeting), len(learners)),
+            timedelta(seconds=self._spec.options.peers_timeout_s),
+        )
         dist.init_process_group(
             backend_of(self._spec.plan),
+            timeout=timeout,
             store=store,
             rank=learners.index(place.rank),
             world_size=len(learners),
         )
-        groups, layout = ProcessGroups(self._spec.plan, place.teams), team_layout(self._spec.plan, place.team)
+        groups, layout = ProcessGroups(self._spec.plan, place.teams, timeout), team_layout(self._spec.plan, place.team)
         self._everyone, self._collective = TorchCollective(), TorchCollective(groups.of(place.team))
         self._data = TorchCollective(groups.of(layout.line("data", place.rank)))
         if shards:
@@ -263,6 +279,11 @@ class WorkerActor:
         """Before this worker leaves, and so cancels what it has begun: others then wait no more."""
         try:
             yield
+        except RuntimeError as err:
+            if _OTHERS_ARE_LATE in str(err):  # not told to them: the driver finds out who of them it is
+                raise PeersLate(f"worker {self._place.rank} has waited for the others in vain: {err}") from err
+            self._fail(err)
+            raise
         except BaseException as err:
             self._fail(err)
             raise

@@ -77,6 +77,7 @@ class RunOptions:
     experiment: str
     enable_perf: bool
     max_held_mb: int | None
+    peers_timeout_s: float
     timeout_s: float
     engine_timeout_s: float | None
     canary_freq: int

@@ -127,7 +127,7 @@ NAMES: dict[str, Name] = {
     "actor_rollout_ref.ref.strategy": Name(f"{_A}.strategy", "one train engine computes both", values={}),
     "actor_rollout_ref.ref.model": Name(note="the reference is the model before the first step", harmless=(None,)),
     "actor_rollout_ref.hybrid_engine": Name(note="one process trains and generates", harmless=(True,)),
-    "actor_rollout_ref.nccl_timeout": Name(note="one device so far", harmless=ANY),
+    "actor_rollout_ref.nccl_timeout": Name("trainer.peers_timeout_s"),
     # generation ahead of training: fully_async_policy, one_step_off_policy
     "async_training.staleness_threshold": Name(
         note="a share of stale samples there, whole steps here: async.max_staleness is it rounded up",
