@@ -129,10 +129,11 @@ class RayRun:
                                 raise
                             pulse.forget(rank)
                             self._others.begin(rank, str(died))
-                        except PeersLate as late:
-                            raise self._hanging(running) or late from late
                         except Exception as error:
-                            raise self._death_behind(running) or error from error
+                            late = isinstance(error, PeersLate)
+                            if behind := self._hanging(running) if late else self._death_behind(running):
+                                raise behind from error
+                            raise
                         learning.discard(rank)
                     for rank, worker in self._others.come().items():
                         self._workers[rank] = worker
