@@ -1,6 +1,7 @@
 """One of four gloo ranks that learn, in two teams: 1 and 2 of the plan compute layers together, 3 and 4 do not."""
 
 import json
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -25,7 +26,7 @@ TEAMS = ((1, 2), (3, 4))
 def main(place: int, folder: Path) -> None:
     rank = place + 1
     assert backend_of(PLAN) == dist.get_backend()
-    groups, team = ProcessGroups(PLAN, TEAMS), TEAMS[place // 2]
+    groups, team = ProcessGroups(PLAN, TEAMS, timedelta(minutes=5)), TEAMS[place // 2]
     layout = team_layout(PLAN, team)
     data, tensor = layout.line("data", rank), layout.line("tensor", rank)
     assert groups.of(team) is groups.of(tensor if team == (1, 2) else data), "equal ranks are one group"

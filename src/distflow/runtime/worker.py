@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 
@@ -133,8 +133,10 @@ class Worker:
             if share is None:
                 self._end(self.step)
                 break
-            batch, measured = self.learn(share.tickets, share.batch)
-            self.finish(batch, {**share.metrics, **measured, **judged})
+            step = _LearningStep(share.tickets, share.batch)
+            for node, ctx in self._nodes(step):
+                step.went_on(*node(step.batch, ctx))
+            self.finish(step.batch, {**share.metrics, **self._measured(step), **judged})
         return self.step
 
     def serve(self) -> int:
@@ -177,26 +179,12 @@ class Worker:
         return {**self._errors.step(every.verdicts, self.step + 1), **every.counts}
 
     def learn(self, tickets: Sequence[int], batch: Batch) -> tuple[Batch, dict[str, float]]:
-        """Run the learning plane on this rank's share of a step. tickets: of all ranks. Returns the batch with what
-        nodes wrote, and what they measured, over all ranks."""
-        times, measured = dict[str, float](), list[Measured]()
-        for node, ctx in self._nodes(tickets, times):
-            name = node.node.node_id
-            if self._handovers.waits_for(name):
-                with self._recorder.phases("exchange"):
-                    batch = self._handovers.taken(name, batch, self.step)
-            before, (batch, part) = batch, node(batch, ctx)
-            measured.append(part)
-            self._auditor.scored(batch)
-            self._handovers.given(name, before, batch, self.step)
-        return batch, {**self._over_teams(over_ranks(measured, self._ports.data)), **times}
-
-    def _over_teams(self, measured: dict[str, float]) -> dict[str, float]:
-        """What the nodes of all teams measured; where several ran one, of the first of them."""
-        everyone = self._ports.everyone
-        if everyone.size == self._ports.collective.size:
-            return measured
-        return {name: value for each in reversed(everyone.gather(measured)) for name, value in each.items()}
+        """Run the learning plane on this rank's share of a step, for whoever has a loop of his own. tickets: of all
+        ranks. Returns the batch with what nodes wrote, and what they measured, over all ranks."""
+        step = _LearningStep(tickets, batch)
+        for node, ctx in self._nodes(step):
+            step.went_on(*node(step.batch, ctx))
+        return step.batch, self._measured(step)
 
     def train_step(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> dict[str, float]:
         """An optimizer step outside of the nodes, checked as theirs are."""
@@ -222,7 +210,7 @@ class Worker:
         self._released = released
         return metrics
 
-    def _nodes(self, tickets: Sequence[int], times: dict[str, float]) -> Iterator[tuple[Step, NodeContext]]:
+    def _nodes(self, step: "_LearningStep") -> Iterator[tuple[Step, NodeContext]]:
         """The learning plane, one node after another, each to be run before the next is asked for. Keeps its status,
         and its time in seconds (`perf/NODE`) where `dag.enable_perf` is on."""
         self.status = dict.fromkeys(self.status, NodeStatus.PENDING)
@@ -230,14 +218,27 @@ class Worker:
             name, started = compiled.node.node_id, time.perf_counter()
             self.status[name] = NodeStatus.RUNNING
             try:
+                if self._handovers.waits_for(name):
+                    with self._recorder.phases("exchange"):
+                        step.batch = self._handovers.taken(name, step.batch, self.step)
+                before = step.batch
                 with self._recorder.phases(compiled.node.phase):
-                    yield compiled, self._contexts.learning(self.step, tickets, name)
-            except GeneratorExit:  # it raised
+                    yield compiled, self._contexts.learning(self.step, step.tickets, name)
+                self._auditor.scored(step.batch)
+                self._handovers.given(name, before, step.batch, self.step)
+            except BaseException:  # GeneratorExit, where the node raised
                 self.status[name] = NodeStatus.FAILED
                 raise
             self.status[name] = NodeStatus.COMPLETED
             if self._spec.options.enable_perf:
-                times[f"perf/{name}"] = time.perf_counter() - started
+                step.times[f"perf/{name}"] = time.perf_counter() - started
+
+    def _measured(self, step: "_LearningStep") -> dict[str, float]:
+        """What the nodes of all teams measured, over their ranks; where several teams ran one, of the first."""
+        measured, everyone = over_ranks(step.measured, self._ports.data), self._ports.everyone
+        if everyone.size > self._ports.collective.size:
+            measured = {name: value for each in reversed(everyone.gather(measured)) for name, value in each.items()}
+        return {**measured, **step.times}
 
     def _after_step(self, released: Released, batch: Batch, metrics: dict[str, float]) -> None:
         """Validate, record and save a step; nothing is generated meanwhile, so that a validation has the engine to
@@ -377,6 +378,21 @@ class Worker:
         canary = make_canary(self._spec, self._resources) if self._resources.rollout is not None else None
         sends, dtype = self._spec.sends_weights, self._spec.weight_dtype
         return Publisher(actor, self._ports.weights, dtype, sends=sends, canary=canary, session=self._session)
+
+
+@dataclass
+class _LearningStep:
+    """On its way through the nodes. tickets: of all ranks. times: of nodes, in seconds."""
+
+    tickets: Sequence[int]
+    batch: Batch
+    measured: list[Measured] = field(default_factory=list)
+    times: dict[str, float] = field(default_factory=dict)
+
+    def went_on(self, batch: Batch, measured: Measured) -> None:
+        """What a node made of it."""
+        self.batch = batch
+        self.measured.append(measured)
 
 
 @dataclass
