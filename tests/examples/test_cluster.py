@@ -109,6 +109,7 @@ def job(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize(("words", "status"), [(("grpo", "data.seed=3"), 7), (("grpo", "wait_for_signal"), 143)])
 def test_the_slurm_job_starts_ray_runs_and_leaves_nothing(tmp_path: Path, words: tuple[str, ...], status: int) -> None:
     """On a real Ray of two nodes. Its status is that of the run, also of one that was asked to save and leave."""

@@ -12,7 +12,7 @@ from distflow.observe.listening import family, listeners
 
 pytest.importorskip("ray")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 DRIVER = """
 import os, sys, ray

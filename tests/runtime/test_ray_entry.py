@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 TWICE = """
+import ray  # before anything says how it is to be started
 import sys
 from pathlib import Path
 from distflow.runtime.ray_entry import own_ray

@@ -139,6 +139,7 @@ def test_a_run_that_begins_anew_was_not_resumed(tmp_path: Path, started_with: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize(("program", "fault"), [("grpo", "mean_of_means"), ("ppo", "idle_rank")])
 def test_ranks_that_are_not_added_up_exactly_are_found(
     program: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -169,6 +170,7 @@ def test_without_ray_its_pairs_are_left_out_and_that_is_said(
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_all_pairs_are_equal_here(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

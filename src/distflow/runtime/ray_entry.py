@@ -76,6 +76,7 @@ def _private_ray(folder: Path) -> Iterator[None]:
         file.write(_secret())
     before = {name: os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")}
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    _read_again()
     guard = subprocess.Popen(
         [sys.executable, "-I", str(Path(__file__).with_name("ray_guard.py")), str(token), str(os.getpid())],
         stdin=subprocess.PIPE,
@@ -90,6 +91,16 @@ def _private_ray(folder: Path) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+        _read_again()
+
+
+def _read_again() -> None:
+    """A Ray that was imported before has read its settings, and keeps them."""
+    if "ray" in sys.modules:
+        from ray import _raylet as compiled
+
+        compiled.Config.initialize("")  # type: ignore[attr-defined]
+        compiled.AuthenticationTokenLoader.instance().reset_cache()  # type: ignore[attr-defined]
 
 
 @functools.cache
