@@ -1,6 +1,7 @@
 """The asyncio thread: what it owes an answer gets one, also where it dies."""
 
 import asyncio
+import gc
 import threading
 from contextlib import suppress
 
@@ -49,6 +50,17 @@ def test_leaving_cancels_what_runs() -> None:
     assert ended.is_set() and future.cancelled()
     with pytest.raises(LoopEnded, match="'t' has ended"):
         thread.call(double(1))
+
+
+def test_what_waits_for_something_only_it_knows_is_not_collected() -> None:
+    """asyncio holds its tasks weakly: a task, its event and its future are a circle that nothing else refers to."""
+    with LoopThread("t") as thread:
+        future = thread.start(for_ever())
+        thread.call(double(1))  # it waits by now
+        gc.collect()
+        thread.call(double(1))
+        assert not future.done()
+    assert future.cancelled()
 
 
 def test_a_thread_that_dies_answers_all_that_wait_and_all_that_come() -> None:

@@ -47,8 +47,9 @@ class LoopThread:
         self._blocked_after_s = blocked_after_s
         self._lock = threading.Lock()
         self._ended: LoopEnded | None = None
-        # Changed by whichever thread asks or answers: `add`, `discard` and `list()` of a set are one step each.
-        self._owed: set[concurrent.futures.Future[Any]] = set()
+        # What runs for each answer: asyncio holds its tasks weakly, and one that waits for what only it knows would be
+        # collected in mid-wait. Changed by whichever thread asks or answers: each change of a dict is one step.
+        self._owed: dict[concurrent.futures.Future[Any], concurrent.futures.Future[Any]] = {}
 
     def __enter__(self) -> "LoopThread":
         self._thread.start()
@@ -75,8 +76,8 @@ class LoopThread:
                 raise self._ended
             done = asyncio.run_coroutine_threadsafe(work, self._loop)
             answer: concurrent.futures.Future[T] = concurrent.futures.Future()
-            self._owed.add(answer)
-        answer.add_done_callback(self._owed.discard)
+            self._owed[answer] = done
+        answer.add_done_callback(self._owed.pop)
         done.add_done_callback(partial(_answer, answer))
         return answer
 
