@@ -293,7 +293,7 @@ def test_both_planes_are_drawn_with_staleness_versions_and_publishes(
 ) -> None:
     browser.open(write_report(write_asynchronous_run(tmp_path / "run")).as_uri(), width=width, height=3000, theme=theme)
     lanes = browser.script("[...document.querySelectorAll('#timeline .lane-name')].map((n) => n.textContent)")
-    assert lanes[:4] == ["learner", "experience: groups", "decoding: train", "decoding: eval"]
+    assert lanes[:4] == ["learner", "experience: groups", "rollout decodes: train", "rollout decodes: eval"]
     said = browser.script("[...document.querySelectorAll('#timeline .legend .swatch')].map((n) => n.textContent)")
     assert said == ["2 steps stale", "weights published", "validation"]
     assert browser.script("document.querySelectorAll('#timeline .track:first-of-type line.publish').length") == 10

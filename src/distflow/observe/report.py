@@ -59,7 +59,7 @@ from distflow.observe.run_reader import (
 MAX_BYTES = 1_300_000
 """Of a usual report: metrics, log and config are in it whatever they take, and samples fill the rest."""
 
-HEAD = ("model", "data", "batch", "preset", "machine")
+HEAD = ("model", "data", "batch", "preset", "workers", "machine")
 HIDDEN = ("experiment", "title", "changed", "config")
 _PAGE_BYTES = 130_000
 _LEAST_SAMPLES_BYTES = 200_000

@@ -41,9 +41,10 @@ class Planes:
         )
 
     def decoded(self, start: float, end: float) -> float:
-        """The seconds in which an engine decoded for training."""
-        spans = (s for part in self.spans.values() for s in part if s.kind == "decode" and s.what == TRAINING)
-        return _covered(spans, start, end)
+        """The seconds in which an engine decoded for training; of several engines their mean."""
+        decoding = [[s for s in part if s.kind == "decode"] for part in self.spans.values()]
+        engines = [[s for s in spans if s.what == TRAINING] for spans in decoding if spans]
+        return sum(_covered(spans, start, end) for spans in engines) / max(len(engines), 1)
 
     def ran(self, start: float, end: float) -> float:
         """The seconds in which the run went on, without those of validations and saves, when neither plane is to

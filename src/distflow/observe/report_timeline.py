@@ -147,7 +147,7 @@ def _lanes(planes: Planes, start: float, end: float) -> tuple[list[Lane], list[s
 def _by_lane(actor: str, spans: Sequence[Span]) -> Mapping[tuple[str, str], list[Span]]:
     lanes: dict[tuple[str, str], list[Span]] = {}
     for span in spans:
-        name = {"phase": actor, "wait": f"{actor} waits for", "decode": f"decoding: {span.what}"}.get(span.kind)
+        name = {"phase": actor, "wait": f"{actor} waits for", "decode": f"{actor} decodes: {span.what}"}.get(span.kind)
         lanes.setdefault((span.kind, name or f"{actor}: {span.kind}s"), []).append(span)
     return lanes
 

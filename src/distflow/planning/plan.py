@@ -65,8 +65,19 @@ class Plan:
         found = (group for group in self.groups if (role, axis) in group.uses and rank in group.ranks)
         return next(found, None)
 
+    def placed(self) -> str:
+        """Which workers hold the model of each role, for people."""
+        machines = len({rank.node for rank in self.ranks})
+        roles = "; ".join(f"{layout.role} on {_listed(layout.ranks)}" for layout in self.layouts)
+        return f"{len(self.ranks)} on {machines} machine{'s' if machines > 1 else ''}: {roles}"
+
     def to_json(self) -> dict[str, object]:
         return asdict(self)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    side_by_side = ranks[-1] - ranks[0] == len(ranks) - 1 > 1
+    return f"{ranks[0]} to {ranks[-1]}" if side_by_side else ", ".join(map(str, ranks))
 
 
 def plan_local(program: Program, device: str) -> Plan:

@@ -121,6 +121,7 @@ def write_facts(spec: Spec, model_facts: Mapping[str, object], recorder: Recorde
         "python": platform.python_version(),
         "program": spec.plan.program,
         "total_steps": total_steps,
+        **({"workers": spec.plan.placed()} if len(spec.plan.ranks) > 1 else {}),
         **spec.description,
         **spec.facts,
         **model_facts,
