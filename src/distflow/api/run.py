@@ -141,7 +141,8 @@ class Run:
         return f"<Run {self.folder}: {self.status}, {self.num_steps} steps>"
 
     def _repr_html_(self) -> str:
-        return run_html(self)
+        status, accuracy = f"{self.status}, {self.num_steps} steps", (self.accuracy_before, self.accuracy_after)
+        return run_html(status, accuracy, self.metrics("train"), self.folder, self.report)
 
     def _accuracy(self) -> tuple[tuple[int, float], ...]:
         """(step, value) of each validation."""

@@ -2,31 +2,33 @@
 
 import html
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from distflow.observe.metrics import headlines
 from distflow.observe.report_summary import REWARD
 from distflow.observe.text import visible
 
-if TYPE_CHECKING:
-    from distflow.api.run import Run
-
 _WIDTH, _HEIGHT = 240, 40
 
 
-def run_html(run: "Run") -> str:
-    """A table of few rows; all text is text."""
-    trained = run.metrics("train")
-    rows = {"status": f"{run.status}, {run.num_steps} steps"}
-    before, after = run.accuracy_before, run.accuracy_after
+def run_html(
+    status: str,
+    accuracy: tuple[float | None, float | None],
+    trained: Sequence[Mapping[str, object]],
+    folder: Path,
+    report: Path,
+) -> str:
+    """A table of few rows; all text is text. accuracy: before and after. trained: the metrics of each step."""
+    before, after = accuracy
+    rows = {"status": status}
     if after is not None:
         was = f"{before:.3f} before, " if before is not None else ""
         rows["accuracy"] = f"{was}{after:.3f} now"
     if trained:
         numbers = {name: value for name, value in trained[-1].items() if isinstance(value, float)}
         rows |= {line.label: line.text(value).strip() for line, value in headlines(numbers).items()}
-    rows |= {"folder": str(run.folder), "report": str(run.report)}
+    rows |= {"folder": str(folder), "report": str(report)}
     cells = "".join(f"<tr><th>{_text(name)}</th><td>{_text(value)}</td></tr>" for name, value in rows.items())
     rewards = [value for row in trained if isinstance(value := row.get(REWARD), float) and math.isfinite(value)]
     curve = f"<tr><th>reward by step</th><td>{_curve(rewards)}</td></tr>" if len(rewards) > 1 else ""

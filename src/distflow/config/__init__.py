@@ -6,7 +6,6 @@ from distflow.config.errors import ConfigError, Problem, UserError
 from distflow.config.explain import explain
 from distflow.config.keys import key
 from distflow.config.load import (
-    Loaded,
     config_from_dict,
     config_of_run,
     fit_to,
@@ -14,6 +13,7 @@ from distflow.config.load import (
     preset_config,
     with_changes,
 )
+from distflow.config.loaded import Loaded
 from distflow.config.program import program_name
 from distflow.config.schema import Config, register_config_group
 from distflow.config.show import RESUMABLE, changed_keys, diff, flatten, to_dict, to_yaml

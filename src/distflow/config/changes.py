@@ -3,7 +3,7 @@
 from omegaconf import DictConfig, OmegaConf
 
 from distflow.config.build import ConfigBuilder
-from distflow.config.load import Loaded
+from distflow.config.loaded import Loaded
 from distflow.config.schema import Config, schema_keys
 from distflow.config.show import diff, show_value
 from distflow.config.sources import PRESETS, preset_names

@@ -2,7 +2,7 @@
 
 from distflow.config.errors import ConfigError, Problem
 from distflow.config.keys import KeyInfo
-from distflow.config.load import Loaded
+from distflow.config.loaded import Loaded
 from distflow.config.schema import schema_keys
 from distflow.config.show import flatten, show_value
 from distflow.config.sources import COMMAND_LINE

@@ -1,7 +1,7 @@
 """`load_config`: from a preset or file and overrides to a checked, frozen config that knows where each key was set."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 from distflow.config.build import ConfigBuilder
@@ -10,36 +10,13 @@ from distflow.config.errors import ConfigError, Problem, UserError
 from distflow.config.fitting import Change, Fitted, apply_changes, fit
 from distflow.config.foreign.defaults import differing, verl_preset
 from distflow.config.functions import LoadError, load_modules
+from distflow.config.loaded import Loaded
 from distflow.config.paths import find_missing
 from distflow.config.schema import Config, group_names, schema_keys
-from distflow.config.show import flatten, to_dict, to_yaml
+from distflow.config.show import to_dict, to_yaml
 from distflow.config.sizes import Room
 from distflow.config.sources import COMMAND_LINE, Setting, settings_of_value
 from distflow.config.unknown import is_known, judge_settings, parents
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A config and where it came from. origins: key → "file:line" or "command line", for each key that was set.
-    text: the resolved config as YAML. fitted: what nobody chose and was made to fit. notes: lines about settings of
-    another system that were accepted."""
-
-    config: Config
-    origins: dict[str, str]
-    text: str
-    fitted: tuple[Fitted, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    def origin(self, key: str) -> str:
-        """Where a key was set, or "default"; of one that was made to fit, why."""
-        why = [fitted.why for fitted in self.fitted if fitted.key == key]
-        return f"made to fit: {why[-1]}" if why else where(key, self.origins)
-
-    @property
-    def set_keys(self) -> dict[str, str]:
-        """The keys that somebody set to something else than the default, with their origin: those must do something."""
-        values, keys = flatten(self.config), schema_keys()
-        return {key: origin for key, origin in self.origins.items() if key in keys and values[key] != keys[key].default}
 
 
 def load_config(

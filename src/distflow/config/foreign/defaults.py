@@ -1,15 +1,12 @@
 """Where a config that speaks verl differs from what verl would train."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from distflow.config.foreign import find_names
+from distflow.config.loaded import Loaded
 from distflow.config.program import is_rl, may_have_critic
 from distflow.config.schema import schema_keys
 from distflow.config.show import flatten, show_value
-
-if TYPE_CHECKING:
-    from distflow.config.load import Loaded
 
 # What bounds memory, what names the run, and what comes to the same: nothing is trained otherwise.
 _OF_NO_WEIGHT = (
@@ -24,7 +21,7 @@ _OF_NO_WEIGHT = (
 )
 
 
-def verl_preset(loaded: "Loaded", accepted: Iterable[str]) -> str | None:
+def verl_preset(loaded: Loaded, accepted: Iterable[str]) -> str | None:
     """The preset that has verl's defaults, where keys of verl were accepted on one that has not."""
     speaks_verl = any("verl" in find_names(key) for key in accepted)
     if not speaks_verl or not is_rl(loaded.config) or any(map(is_verls, loaded.origins.values())):
@@ -32,7 +29,7 @@ def verl_preset(loaded: "Loaded", accepted: Iterable[str]) -> str | None:
     return "verl_ppo" if may_have_critic(loaded.config) else "verl_grpo"
 
 
-def differing(loaded: "Loaded", theirs: "Loaded") -> list[tuple[str, str, str]]:
+def differing(loaded: Loaded, theirs: Loaded) -> list[tuple[str, str, str]]:
     """The keys that a preset of verl sets, that no user set here, and that differ: key, value here, value there."""
     here, there, infos = flatten(loaded.config), flatten(theirs.config), schema_keys()
     unused = () if may_have_critic(loaded.config) else ("algorithm.lam",)
