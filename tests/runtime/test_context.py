@@ -87,6 +87,21 @@ def test_a_node_has_one_state_of_its_own_and_its_updates_are_told_by_role() -> N
     assert contexts.experience(waiting_group(), "c").state == {"n": 3}
 
 
+def test_where_several_workers_generate_none_keeps_anything_in_the_experience_plane() -> None:
+    parts = Resources(None, (), {}, 0)  # type: ignore[arg-type]
+    state = {"saved": {"n": 1}}
+    contexts = Contexts(Config(), parts, state, lambda *update: update[-1], lambda *update: None, keeps=False)
+    ctx = contexts.experience(waiting_group(), "c")
+    assert not ctx.state and ctx.state.get("n") is None
+    for keep in (lambda: ctx.state.update(n=1), lambda: ctx.state.setdefault("n", 1)):
+        with pytest.raises(UserError, match=r"node 'c' keeps ctx\.state\['n'\] on one of several"):
+            keep()
+    with pytest.raises(UserError, match="'saved'"):  # by a run on one worker, which this one goes on from
+        contexts.experience(waiting_group(), "saved")
+    contexts.learning(0, (), "saved").state["n"] = 2
+    assert state == {"saved": {"n": 2}}
+
+
 def test_the_order_of_mini_batches_hangs_on_the_seed() -> None:
     orders = set()
     for seed in range(4):

@@ -1,6 +1,7 @@
 """What a node may ask about the run besides the columns, engines and options that its signature names."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +39,8 @@ class NodeContext:
     """Handed to nodes that name `ctx`.
 
     step: the learning step, from 0; in the experience plane the one that the group's ticket was issued in.
-    state: the node's own JSON values; they live across steps and are in every checkpoint.
+    state: the node's own JSON values; they live across steps and are in every checkpoint. A node of the experience
+    plane has none where another worker generates, or trains.
     before_update: gives the loss function to call in an optimizer step, so that the step can be proven again.
     after_update: to be told of each optimizer step of an engine, so that it is checked.
     tickets: of the whole step, over all ranks, in order; mini-batches follow from them. Empty in the experience plane.
@@ -49,7 +51,7 @@ class NodeContext:
     config: Config
     step: int
     tokenizer: PreTrainedTokenizerBase
-    state: dict[str, Any] = field(default_factory=dict)
+    state: MutableMapping[str, Any] = field(default_factory=dict)
     before_update: Watched = lambda engine, batch, loss: loss
     after_update: Updated = lambda engine, batch, metrics, first: None
     tickets: Sequence[int] = ()
@@ -88,6 +90,8 @@ class Contexts:
 
     watched: (role, engine, mini-batch, loss function) → the loss function to call.
     updated: (role, engine, mini-batch, metrics, step, whether the first of the step), told of each optimizer step.
+    keeps: whether nodes of the experience plane may keep something: where all groups and all checkpoints are of this
+    worker.
     """
 
     config: Config
@@ -95,6 +99,7 @@ class Contexts:
     state: NodeState
     watched: Callable[[str, TrainEngine, Batch, LossFn], LossFn]
     updated: Callable[[str, TrainEngine, Batch, dict[str, float], int, bool], None]
+    keeps: bool = True
 
     def learning(self, step: int, tickets: Sequence[int], node_id: str) -> NodeContext:
         """Of a learning-plane node in a step."""
@@ -118,8 +123,23 @@ class Contexts:
             self.config,
             group.ticket.version,
             self.resources.tokenizer,
-            self.state.setdefault(node_id, {}),
+            self.state.setdefault(node_id, {}) if self.keeps else _NoState(node_id, self.state.get(node_id, {})),
             group=group,
             validating=validating,
             router=self.resources.judge,
+        )
+
+
+class _NoState(UserDict[str, Any]):
+    """Each worker would keep its own, and no checkpoint would hold them all. Raises UserError for what is kept."""
+
+    def __init__(self, node_id: str, restored: dict[str, Any]) -> None:
+        self._node_id = node_id
+        super().__init__(restored)
+
+    def __setitem__(self, name: str, value: object) -> None:
+        raise UserError(
+            f"node '{self._node_id}' keeps ctx.state['{name}'] on one of several workers: what it keeps for the groups "
+            "that it generates the others do not see, and no checkpoint holds it. Keep it in a node of the learning "
+            "plane, or let one worker generate and train"
         )

@@ -79,7 +79,8 @@ class Worker:
             spec, program, self._learning, resources, self._session, recorder, state, version, ports.collective
         )
         self._updates = updates = _Updates(self._checks, self._auditor, recorder.phases)
-        self._contexts = Contexts(spec.config, resources, state, updates.before, updates.after)
+        keeps = bool(plan.learning) and [each.rank for each in spec.plan.ranks if each.experience] == [rank]
+        self._contexts = Contexts(spec.config, resources, state, updates.before, updates.after, keeps)
         self._experience = ExperiencePlane.of(
             spec,
             [program.node(name) for name in plan.experience],
