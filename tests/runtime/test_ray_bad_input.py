@@ -12,8 +12,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from distflow.config.errors import UserError
 from distflow.runtime import ray_cluster
+from distflow.runtime.ray_blame import WorkerFailed
 from distflow.runtime.ray_entry import launch_ray
-from distflow.runtime.ray_run import WorkerFailed
 from tests.e2e.runs import Playground, Run
 from tests.runtime.test_ray_faults import wait_until, workers
 from tests.runtime.test_ray_run import distance

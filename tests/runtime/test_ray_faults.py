@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from distflow.flow import ledger
-from distflow.runtime import ray_run
+from distflow.runtime import ray_pulse
+from distflow.runtime.ray_blame import WorkerDied
 from distflow.runtime.ray_entry import launch_ray
-from distflow.runtime.ray_run import WorkerDied
 from tests.e2e.runs import Playground, Run, notes
 from tests.runtime import leftovers
 from tests.runtime.leftovers import Held
@@ -89,7 +89,7 @@ def test_a_worker_that_is_killed_ends_the_run_and_the_same_command_goes_on(groun
 def test_a_worker_that_is_stopped_is_named_within_the_deadline_and_others_leave_their_stacks(
     ground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_run, "ANSWERS_WITHIN_S", 5.0)
+    monkeypatch.setattr(ray_pulse, "ANSWERS_WITHIN_S", 5.0)
     folder = ground.folder / "run"
     _, spec = ground.spec("grpo", *ENDLESS)
     with struck(folder, lambda: os.kill(workers()[1], signal.SIGSTOP)) as when, pytest.raises(WorkerDied) as told:

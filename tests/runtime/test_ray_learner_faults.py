@@ -7,8 +7,8 @@ import pytest
 
 from distflow.flow import ledger
 from distflow.runtime.faults import Fault
+from distflow.runtime.ray_blame import WorkerDied, WorkerHangs
 from distflow.runtime.ray_entry import launch_ray
-from distflow.runtime.ray_replace import WorkerDied, WorkerHangs
 from tests.e2e.runs import Playground, Run
 from tests.runtime.test_ray_faults import wait_until, workers
 from tests.runtime.test_ray_run import CONSTANT, SPLIT, distance

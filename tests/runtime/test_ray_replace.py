@@ -7,10 +7,10 @@ from contextlib import contextmanager
 import pytest
 
 from distflow.flow import ledger
-from distflow.runtime import ray_run
+from distflow.runtime import ray_pulse
 from distflow.runtime.faults import Fault
+from distflow.runtime.ray_blame import WorkerDied
 from distflow.runtime.ray_entry import launch_ray
-from distflow.runtime.ray_run import WorkerDied
 from tests.e2e.runs import Playground, Run
 from tests.runtime.test_ray_faults import wait_until, workers
 from tests.runtime.test_ray_run import CONSTANT, STEPS, distance, validating
@@ -103,7 +103,7 @@ def test_a_worker_that_dies_again_and_again_ends_the_run_by_name(ground: Playgro
 def test_a_worker_that_is_stopped_is_killed_and_replaced_and_streams_stay_within_their_staleness(
     ground: Playground, plan: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_run, "ANSWERS_WITHIN_S", 5.0)
+    monkeypatch.setattr(ray_pulse, "ANSWERS_WITHIN_S", 5.0)
     plan(Fault("rollout.generate", rank=1, call=3, action="SIGSTOP"))
     steps = ("trainer.total_training_steps=4", CONSTANT, "async.max_staleness=1")
     found = run(ground, *TWO_GENERATE, *steps, name="stopped")

@@ -4,8 +4,8 @@ where one process does."""
 import pytest
 
 from distflow.runtime.blame import NodeError
+from distflow.runtime.ray_blame import WorkerDied
 from distflow.runtime.ray_entry import launch_ray
-from distflow.runtime.ray_run import WorkerDied
 from tests.e2e.runs import Playground, Run
 from tests.runtime.test_ray_run import check_same, distance
 

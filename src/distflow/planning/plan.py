@@ -53,6 +53,11 @@ class Plan:
     groups: tuple[ProcessGroup, ...] = ()
     backends: tuple[str, ...] = ()
 
+    @property
+    def generates(self) -> bool:
+        """Whether some worker has an engine that answers prompts."""
+        return any("rollout" in rank.engines for rank in self.ranks)
+
     def layout(self, role: str) -> Layout:
         """Raises UserError for a role that the plan does not place."""
         for layout in self.layouts:

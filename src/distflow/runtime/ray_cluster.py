@@ -13,12 +13,16 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from distflow.config.errors import UserError
 from distflow.planning.plan import Plan
 from distflow.planning.threads import usable_cores
+from distflow.runtime.spec import Spec
 
 STARTS_WITHIN_S = 120.0
 _SAYS_AFTER_S = 5.0
 _CONNECTS_WITHIN_S = 10.0
 _WORKER_BYTES = 350e6
 """Of a worker that has imported everything and holds no model yet."""
+_WORKERS_A_CORE = 4
+_SHARE_OF_STORE = 0.5
+_MB = 10**6
 
 
 @contextmanager
@@ -39,6 +43,7 @@ def connected(plan: Plan, say: Callable[[str], None]) -> Iterator[None]:
         finally:
             ray.shutdown()
         return
+    _check_room(plan)
     say(f"starting Ray for {len(plan.ranks)} workers on this machine")
     with started(len(plan.ranks)):
         yield
@@ -92,6 +97,24 @@ def _wait_for(group: PlacementGroup, say: Callable[[str], None], needs: str, tim
     ray.get(ready, timeout=timeout_s)
 
 
+def _check_room(plan: Plan) -> None:
+    """Raises UserError for a plan that a Ray of this machine alone cannot hold, or only so that nothing would ever
+    come of it."""
+    num_nodes = len({rank.node for rank in plan.ranks})
+    if num_nodes > 1:
+        raise UserError(
+            f"the plan is for {num_nodes} machines (trainer.nnodes), and RAY_ADDRESS names no cluster: `ray start` on "
+            "each of them, set it to the head's HOST:PORT, and start the run again"
+        )
+    num_workers, cores = sum(rank.device == "cpu" for rank in plan.ranks), os.cpu_count() or 1
+    if num_workers > _WORKERS_A_CORE * cores:
+        raise UserError(
+            f"the plan is for {num_workers} workers that compute on CPUs, and this machine has {cores} cores, which "
+            f"{_WORKERS_A_CORE * cores} can share at most: lower trainer.n_gpus_per_node or trainer.allocation, or "
+            "name a cluster in RAY_ADDRESS"
+        )
+
+
 def _check_reachable(address: str) -> None:
     """Raises UserError for a HOST:PORT where nobody listens: Ray itself tries for minutes, and says little."""
     host, _, port = address.rpartition(":")
@@ -128,3 +151,11 @@ def _counted(resources: Mapping[str, float]) -> str:
     """For the user: memory is what Ray hands out, which is less than the machine has."""
     counts = [f"{int(resources[name])} {name}" for name in ("CPU", "GPU") if name in resources]
     return " and ".join([*counts, f"{resources.get('memory', 0) / 1e9:.1f} GB of memory"])
+
+
+def bound_of(spec: Spec) -> int:
+    """Bytes that may wait in shared memory. Groups may all lie on one machine: the smallest object store counts."""
+    if spec.options.max_held_mb is not None:
+        return spec.options.max_held_mb * _MB
+    stores = [node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"]]
+    return int(_SHARE_OF_STORE * min(store for store in stores if store))

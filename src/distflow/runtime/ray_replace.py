@@ -10,19 +10,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from distflow.runtime.ray_worker import Place
+from distflow.runtime.place import Place
+from distflow.runtime.ray_blame import WorkerDied
 
 MOST_DEATHS = 3
 WITHIN_S = 3600.0
 STARTS_WITHIN_S = 300.0
-
-
-class WorkerDied(RuntimeError):
-    """A worker's process is gone: the run ends, and goes on from its last checkpoint when it is started again."""
-
-
-class WorkerHangs(WorkerDied):
-    """A worker's process is there, and does not come to what all ranks do together."""
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,13 @@
 """The actors of a run, watched by the process that started them."""
 
-import re
 import secrets
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -18,37 +16,24 @@ from distflow.config.errors import UserError
 from distflow.observe.terminal import TerminalView
 from distflow.planning.plan import learning_teams
 from distflow.planning.threads import usable_cores
-from distflow.runtime.begin import Start, model_line, open_store
+from distflow.runtime.begin import Start, model_line
 from distflow.runtime.callbacks import Callbacks, Caller
 from distflow.runtime.engine_watch import STACKS
-from distflow.runtime.ray_coordinator import CoordinatorActor, News
+from distflow.runtime.place import Home, Place
+from distflow.runtime.ray_blame import Blame, PeersLate, WorkerDied, told_what_next
+from distflow.runtime.ray_cluster import bound_of
+from distflow.runtime.ray_coordinator import CoordinatorActor
 from distflow.runtime.ray_exchange import ExchangeActor
-from distflow.runtime.ray_replace import Replacements, WorkerDied, WorkerHangs
-from distflow.runtime.ray_worker import Built, Home, PeersLate, Place, WorkerActor
+from distflow.runtime.ray_pulse import COORDINATOR, ENDS_WITHIN_S, Pulse
+from distflow.runtime.ray_replace import Replacements
+from distflow.runtime.ray_told import Told
+from distflow.runtime.ray_worker import Built, WorkerActor
 from distflow.runtime.saved import check_same_facts
 from distflow.runtime.spec import Spec
 from distflow.runtime.stop import StopRequest
 from distflow.runtime.teams import edge_team
 
-ANSWERS_WITHIN_S = 60.0
-ENDS_WITHIN_S = 20.0
-COORDINATOR = -1
-"""In place of a rank."""
-_LOOKS_EVERY_S = 0.5
-_DEATHS_ARE_TOLD_WITHIN_S = 2.0
-_SHARE_OF_STORE = 0.5
-_MB = 10**6
 _NUM_CALLS = 6  # of a worker that may wait at once: tickets, a step, its end, news, the pulse
-
-
-_THERE = (
-    "If it is there for the process that starts the run: have it on every machine, at the same path or installed, "
-    "modules on the PYTHONPATH with which Ray was started there"
-)
-
-
-class WorkerFailed(RuntimeError):
-    """A worker raised before the run began, and nothing that the user gave is to blame."""
 
 
 class RayRun:
@@ -79,6 +64,7 @@ class RayRun:
             places.append(Place(rank.rank, teams, generators, threads, Home.of_driver(), number))
         self._workers: list[Any] = [self._start_worker(place) for place in places]
         self._learners = [rank for team in teams for rank in team]
+        self._blame = Blame(self._spec, self._workers, self._learners)
         others = {rank: places[rank] for rank in generators if rank not in self._learners}
         leader = self._workers[self._learners[0]]
         self._others = Replacements(others, self._start_worker, self._coordinator, leader)
@@ -86,7 +72,7 @@ class RayRun:
 
     def build(self, say: Callable[[str], None]) -> list[str]:
         """Engines and services of all workers; what differs from the checkpoint without harm."""
-        with _told_what_next(self._spec):
+        with told_what_next(self._spec):
             built: list[Built] = self._all([worker.build.remote() for worker in self._workers])
         for rank, each in enumerate(built):
             if each.version != __version__:
@@ -105,13 +91,13 @@ class RayRun:
         standing = ray.get(self._coordinator.standing.remote())
         view = TerminalView(f"{options.project} / {options.experiment}", standing.total_steps)
         pulse = Pulse({**dict(enumerate(self._workers)), COORDINATOR: self._coordinator})
-        told = _Told(view, Caller(callbacks, lambda message: view.note("warning", message)))
+        told = Told(view, Caller(callbacks, lambda message: view.note("warning", message)))
 
         def asked_to_stop(name: str) -> None:
             view.note("info", f"{name}: finishing this step, then leaving; a second time leaves at once")
             self._coordinator.stop.remote()
 
-        with StopRequest(asked_to_stop, ends_process=ends_process) as stop, _told_what_next(self._spec):
+        with StopRequest(asked_to_stop, ends_process=ends_process) as stop, told_what_next(self._spec):
             running = {self._run(rank, differences): rank for rank in range(len(self._workers))}
             learning = set(self._learners)
             steps = 0
@@ -123,7 +109,7 @@ class RayRun:
                     for ref in done:
                         rank = running.pop(ref)
                         try:
-                            steps = max(steps, self._result(ref, rank))
+                            steps = max(steps, self._blame.result(ref, rank))
                         except WorkerDied as died:
                             if rank not in self._others:
                                 raise
@@ -131,7 +117,7 @@ class RayRun:
                             self._others.begin(rank, str(died))
                         except Exception as error:
                             late = isinstance(error, PeersLate)
-                            if behind := self._hanging(running) if late else self._death_behind(running):
+                            if behind := self._blame.hanging(running) if late else self._blame.death_behind(running):
                                 raise behind from error
                             raise
                         learning.discard(rank)
@@ -181,107 +167,24 @@ class RayRun:
         self._coordinator.end.remote()
         for ref, rank in running.items():
             if rank not in self._others:
-                self._result(ref, rank, ENDS_WITHIN_S)
+                self._blame.result(ref, rank, ENDS_WITHIN_S)
             elif rank in serving:
                 with suppress(WorkerDied):
-                    self._result(ref, rank, ENDS_WITHIN_S)
+                    self._blame.result(ref, rank, ENDS_WITHIN_S)
         self.finished = bool(ray.get(self._coordinator.standing.remote()).finished)
 
-    def _look_after(self, pulse: "Pulse") -> None:
+    def _look_after(self, pulse: Pulse) -> None:
         """Raises WorkerDied for a process that does not answer; one that can be replaced is killed: whatever it does
         when it wakes, nobody hears of it."""
         silent = pulse.silent()
         if silent is None:
             return
-        message = self._silence(silent)
+        message = pulse.told(silent, self._spec.run_dir / STACKS)
         if silent not in self._others:
             raise WorkerDied(message)
         self._workers[self._learners[0]].note.remote("warning", f"{message} It is killed")
         pulse.forget(silent)
         ray.kill(self._workers[silent])
-
-    def _result(self, ref: Any, rank: int, timeout_s: float | None = None) -> int:
-        try:
-            return int(ray.get(ref, timeout=timeout_s))
-        except RayTaskError as err:
-            raise err.cause from err
-        except RayActorError as err:
-            raise self._died(rank, "while the run was under way", err) from err
-
-    def _death_behind(self, running: Mapping[Any, int]) -> WorkerDied | None:
-        """A worker's error may come of the death of one that learns with it, which is told a moment later."""
-        learning = {ref: rank for ref, rank in running.items() if rank in self._learners}
-        until = time.monotonic() + _DEATHS_ARE_TOLD_WITHIN_S
-        while learning and time.monotonic() < until:
-            done, _ = ray.wait(list(learning), timeout=until - time.monotonic())
-            for ref in done:
-                try:
-                    self._result(ref, learning.pop(ref))
-                except WorkerDied as died:
-                    return died
-                except Exception:  # it came of the same
-                    continue
-        return None
-
-    def _hanging(self, running: Mapping[Any, int]) -> WorkerHangs | None:
-        """Those that did not come in time, told by one that waited for them; None where they have ended since."""
-        learning = [ref for ref, rank in running.items() if rank in self._learners]
-        if not learning:
-            return None
-        _, late = ray.wait(learning, num_returns=len(learning), timeout=_DEATHS_ARE_TOLD_WITHIN_S)
-        if not late:
-            return None
-        stacks = self._spec.run_dir / STACKS
-        asked = [self._workers[rank].write_stacks.remote(stacks) for rank in running.values()]
-        asked += [self._workers[running[ref]].where.remote() for ref in late]
-        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ENDS_WITHIN_S)
-        places = [
-            f"worker {running[ref]} is {ray.get(where) if where in answered else 'silent'}"
-            for ref, where in zip(late, asked[-len(late) :], strict=True)
-        ]
-        return WorkerHangs(
-            f"{' and '.join(places)}, and has not come to what all ranks do together within "
-            f"{self._spec.options.peers_timeout_s:g} s (trainer.peers_timeout_s): a function or a lock that "
-            f"does not end, or a rank with much more to do. What it is at stands in {stacks}."
-        )
-
-    def _died(self, rank: int, when: str, err: RayActorError) -> WorkerDied | WorkerFailed:
-        if err.actor_init_failed:  # by an exception, which is all that Ray tells of it
-            said = str(err).strip().splitlines()[-1]
-            return WorkerFailed(f"{self._who(rank, err)} could not be started: {said}")
-        plan = self._spec.plan.ranks[rank]
-        does = " and ".join(
-            name for name, nodes in (("generates", plan.experience), ("trains", plan.learning)) if nodes
-        )
-        pid = next((line.strip() for line in str(err).splitlines() if line.strip().startswith("pid:")), "pid: unknown")
-        return WorkerDied(
-            f"worker {rank} of {len(self._workers)}, which {does}, has died {when} ({pid}): killed from outside, out "
-            "of memory, or crashed in native code."
-        )
-
-    def _unbuilt(self, rank: int, err: RayTaskError) -> Exception:
-        """What a worker raised before the run began. Its traceback is in `err`, which `--debug` shows."""
-        who = self._who(rank, err)
-        if isinstance(err.cause, UserError):
-            return UserError(f"{who}: {err.cause}\n{_THERE}")
-        return WorkerFailed(f"{who} could not build its engines: {type(err.cause).__name__}: {err.cause}")
-
-    def _who(self, rank: int, err: Exception) -> str:
-        """With the process, as Ray's own text has it."""
-        where = re.search(r"pid=(\d+), ip=([^,)]+)", str(err))
-        process = f" (pid {where[1]} on {where[2]})" if where else ""
-        return f"worker {rank} of {len(self._workers)}{process}"
-
-    def _silence(self, silent: int) -> str:
-        """Every process that still answers writes what its threads are at."""
-        stacks = self._spec.run_dir / STACKS
-        asked = [worker.write_stacks.remote(stacks) for rank, worker in enumerate(self._workers) if rank != silent]
-        ray.wait(asked, num_returns=len(asked), timeout=ENDS_WITHIN_S)
-        name = "the coordinator" if silent == COORDINATOR else f"worker {silent}"
-        return (
-            f"{name} has not answered for {ANSWERS_WITHIN_S:g} s: its process is stopped, hangs in native code, or "
-            f"its machine is gone. What the others were at stands in {stacks}."
-        )
 
     def _all(self, refs: Sequence[Any]) -> list[Any]:
         """In order; what fails first is raised at once."""
@@ -292,80 +195,7 @@ class RayRun:
                 try:
                     ray.get(ref)
                 except RayTaskError as err:
-                    raise self._unbuilt(ranks[ref], err) from err
+                    raise self._blame.unbuilt(ranks[ref], err) from err
                 except RayActorError as err:
-                    raise self._died(ranks[ref], "while its engines were built", err) from err
+                    raise self._blame.died(ranks[ref], "while its engines were built", err) from err
         return ray.get(list(refs))
-
-
-def bound_of(spec: Spec) -> int:
-    """Bytes that may wait in shared memory. Groups may all lie on one machine: the smallest object store counts."""
-    if spec.options.max_held_mb is not None:
-        return spec.options.max_held_mb * _MB
-    stores = [node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"]]
-    return int(_SHARE_OF_STORE * min(store for store in stores if store))
-
-
-@contextmanager
-def _told_what_next(spec: Spec) -> Iterator[None]:
-    """A death that ends the run says where the next start begins."""
-    try:
-        yield
-    except WorkerDied as died:
-        store = open_store(spec)
-        where = store.load().path.name if store.exists() else "the start: nothing was saved yet (trainer.save_freq)"
-        raise type(died)(f"{died} The same command goes on from {where}") from died
-
-
-class Pulse:
-    """Whether processes answer, asked one question after another on a thread that does nothing else."""
-
-    def __init__(self, actors: Mapping[int, Any]) -> None:
-        """actors: by rank."""
-        self._actors: dict[int, Any] = {}
-        self._asked: dict[int, tuple[Any, float]] = {}
-        for rank, actor in actors.items():
-            self.follow(rank, actor)
-
-    def follow(self, rank: int, actor: Any) -> None:
-        """It is asked from now on."""
-        self._actors[rank] = actor
-        self._asked[rank] = (actor.alive.remote(), time.monotonic())
-
-    def forget(self, rank: int) -> None:
-        """It is asked no more."""
-        self._actors.pop(rank, None)
-        self._asked.pop(rank, None)
-
-    def silent(self) -> int | None:
-        """The rank of one that has not answered for `ANSWERS_WITHIN_S`, if there is one."""
-        for rank, (ref, since) in list(self._asked.items()):
-            if ray.wait([ref], timeout=0)[0]:
-                self.follow(rank, self._actors[rank])
-            elif time.monotonic() - since > ANSWERS_WITHIN_S:
-                return rank
-        return None
-
-
-class _Told:
-    """What workers tell, on the driver's screen and to the user's functions."""
-
-    def __init__(self, view: TerminalView, caller: Caller) -> None:
-        self._view = view
-        self._callers: dict[str, Callable[..., None]] = {
-            "on_step": caller.step,
-            "on_validation": caller.validation,
-            "on_save": caller.save,
-        }
-
-    def show(self, coordinator: Any, wait_s: float = _LOOKS_EVERY_S) -> None:
-        for method, arguments in self._news(coordinator, wait_s):
-            tell: Callable[..., None] = self._callers.get(method) or getattr(self._view, method)
-            tell(*arguments)
-
-    def _news(self, coordinator: Any, wait_s: float) -> list[News]:
-        try:
-            found: list[News] = ray.get(coordinator.news.remote(wait_s), timeout=ANSWERS_WITHIN_S + wait_s)
-        except (RayActorError, GetTimeoutError) as err:
-            raise WorkerDied(f"the coordinator's process is gone or does not answer: {type(err).__name__}") from err
-        return found

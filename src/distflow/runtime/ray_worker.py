@@ -1,19 +1,15 @@
 """A worker as an actor: a process that runs its rank's part of the plan."""
 
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from distflow import __version__
 from distflow.flow.ticket import Version
@@ -22,90 +18,28 @@ from distflow.rollout.engine import Receipt
 from distflow.runtime import faults
 from distflow.runtime.begin import Start, note_early_end, note_resume, open_store, write_facts
 from distflow.runtime.callbacks import Callbacks
+from distflow.runtime.collectives import Collectives
 from distflow.runtime.engine_watch import write_stacks
+from distflow.runtime.place import Place
 from distflow.runtime.ports import Ports
 from distflow.runtime.ports.local_weights import LocalWeights
 from distflow.runtime.ports.streamed_weights import StreamedWeights
-from distflow.runtime.ports.torch_collective import TorchCollective
 from distflow.runtime.ports.weights import WeightPort
-from distflow.runtime.process_groups import ProcessGroups, backend_of
+from distflow.runtime.ray_blame import PeersLate
 from distflow.runtime.ray_coordinator import Standing
 from distflow.runtime.ray_edge import AgreedStop, RayEdge
 from distflow.runtime.ray_exchange_port import RayExchange
-from distflow.runtime.ray_groups import answer, shorten, shortened
+from distflow.runtime.ray_groups import answer, shorten
 from distflow.runtime.ray_members import Members
+from distflow.runtime.ray_told import RemoteView, remote_callbacks
 from distflow.runtime.ray_weights import Arrivals, Fleet, RayWeights
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import build_resources
 from distflow.runtime.saved import restore, set_generators
 from distflow.runtime.spec import Spec
-from distflow.runtime.teams import kept_share, team_layout
+from distflow.runtime.teams import kept_share
 from distflow.runtime.validation import Answers
 from distflow.runtime.worker import Worker
-from distflow.training.collective import Collective, OneRank
-
-
-@dataclass(frozen=True)
-class Home:
-    """The driver's folder, from which paths and modules are named, and where it finds modules."""
-
-    folder: str
-    module_paths: tuple[str, ...]
-
-    @staticmethod
-    def of_driver() -> "Home":
-        return Home(os.getcwd(), tuple(sys.path))
-
-    def enter(self) -> None:
-        """As far as this machine has it: what is missing is told by whoever needs it."""
-        with suppress(OSError):
-            os.chdir(self.folder)
-        sys.path += [path for path in self.module_paths if path not in sys.path]
-
-
-@dataclass(frozen=True)
-class Place:
-    """A worker among the others. rank: in the plan. teams: the ranks that learn the same together, those of each in
-    order; see `learning_teams`. generators: the ranks that generate. threads: of torch. generator: its number among
-    those that generate, one that comes in place of another has a new one; of one that does not, none that is asked
-    for."""
-
-    rank: int
-    teams: tuple[tuple[int, ...], ...]
-    generators: tuple[int, ...]
-    threads: int
-    home: Home
-    generator: int = -1
-
-    @property
-    def learners(self) -> tuple[int, ...]:
-        return tuple(rank for team in self.teams for rank in team)
-
-    @property
-    def team(self) -> tuple[int, ...]:
-        """Its own; empty for a worker that does not learn."""
-        return next((team for team in self.teams if self.rank in team), ())
-
-    @property
-    def leads(self) -> bool:
-        """What is true of all is told by this one."""
-        return self.rank == self.learners[0]
-
-    @property
-    def first(self) -> int:
-        """The place of its team's first rank among those that learn."""
-        return self.learners.index(self.team[0]) if self.team else -1
-
-    @property
-    def part(self) -> int:
-        """Its number in the run's folder: the one that leads has the first."""
-        order = [*self.learners, *(rank for rank in self.generators if rank not in self.learners)]
-        return order.index(self.rank)
-
-
-class PeersLate(RuntimeError):
-    """Another rank did not come to what all do together."""
-
 
 _OTHERS_ARE_LATE = "Timed out waiting"  # gloo's words
 
@@ -141,10 +75,9 @@ class WorkerActor:
         try:
             torch.set_num_threads(self._place.threads)
             self._spec.program()  # which loads the modules of the user
-            self._join()
-            self._resources = build_resources(
-                self._spec.factories, self._spec.plan.ranks[self._place.rank], self._data, self._mesh
-            )
+            self._among = among = Collectives.joined(self._spec, self._place, self._meeting)
+            own = self._spec.plan.ranks[self._place.rank]
+            self._resources = build_resources(self._spec.factories, own, among.data, among.mesh)
         except BaseException as err:
             shorten(err)
             raise
@@ -165,7 +98,7 @@ class WorkerActor:
             standing.total_steps,
             standing.incarnation,
             start.resumed_at,
-            _told(tell) if place.leads else Callbacks(),
+            remote_callbacks(tell) if place.leads else Callbacks(),
             part=place.part,
             view=cast(TerminalView, RemoteView(tell, place)),
             speaks=not place.team or place.rank == place.team[0],
@@ -224,51 +157,19 @@ class WorkerActor:
         write_stacks(path)
 
     def validate(self, step: int, part: int, num_parts: int) -> Answers:
-        """See `Worker`."""
-        return self._entered.result().validate(step, part, num_parts)
-
-    def _join(self) -> None:
-        """The process groups of all that learn, of its team, and of those of it that have samples of their own, and a
-        mesh of the team where weights are sharded."""
-        place, learners = self._place, self._place.learners
-        self._everyone: Collective = OneRank()
-        self._collective: Collective = self._everyone
-        self._data: Collective = self._everyone
-        self._mesh: DeviceMesh | None = None
-        shards = self._spec.config.actor_rollout_ref.actor.strategy == "fsdp"
-        if not place.team or (len(learners) == 1 and not shards):
-            return
-        if len({rank.node for rank in self._spec.plan.ranks}) == 1:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else has to reach it
-        device = torch.device(self._spec.plan.ranks[place.rank].device).type
-        # A file, not a port: who cannot read the run's folder cannot take part.
-        store, timeout = (
-            dist.FileStore(str(self._meeting), len(learners)),
-            timedelta(seconds=self._spec.options.peers_timeout_s),
-        )
-        dist.init_process_group(
-            backend_of(self._spec.plan),
-            timeout=timeout,
-            store=store,
-            rank=learners.index(place.rank),
-            world_size=len(learners),
-        )
-        groups, layout = ProcessGroups(self._spec.plan, place.teams, timeout), team_layout(self._spec.plan, place.team)
-        self._everyone, self._collective = TorchCollective(), TorchCollective(groups.of(place.team))
-        self._data = TorchCollective(groups.of(layout.line("data", place.rank)))
-        if shards:
-            self._mesh = groups.mesh(place.team, layout, place.rank, device)
+        """See `HeldOut`."""
+        return self._entered.result().held_out.answer(step, part, num_parts)
 
     def _ports(self, recorder: Recorder, sends: bool) -> Ports:
-        place, waits = self._place, recorder.waits
+        place, waits, among = self._place, recorder.waits, self._among
         awaits = not place.team and "rollout" in self._spec.plan.ranks[place.rank].engines
         ready = self._arrivals.ready if awaits else None
         edge = RayEdge(self._coordinator, place.generator, place.first, waits, self._stop, ready)
         if not place.team:
-            return Ports(edge, None, self._arrivals, self._collective, self._data, self._everyone, self._abort)
-        own: WeightPort = LocalWeights(waits) if self._mesh is None else StreamedWeights(waits)
+            return Ports(edge, None, self._arrivals, among.team, among.data, among.everyone, self._abort)
+        own: WeightPort = LocalWeights(waits) if among.mesh is None else StreamedWeights(waits)
         exchange = RayExchange(self._exchange, waits) if self._exchange is not None else None
-        ports = Ports(edge, None, own, self._collective, self._data, self._everyone, self._abort, exchange=exchange)
+        ports = Ports(edge, None, own, among.team, among.data, among.everyone, self._abort, exchange=exchange)
         if not (place.leads and sends):
             return ports
         fleet = Fleet(self._members, self._spec.options.engine_timeout_s, waits)
@@ -304,42 +205,3 @@ class WorkerActor:
         if standing.finished and not self._stop.wanted:
             note_early_end(recorder, standing.account, standing.version.step, total_steps)
         recorder.status = "stopped" if self._stop.wanted and not standing.finished else "finished"
-
-
-class RemoteView:
-    """The driver's `TerminalView`, of which a worker that does not lead shows what it notes alone."""
-
-    def __init__(self, tell: Any, place: Place) -> None:
-        self._tell, self._place = tell, place
-
-    def note(self, kind: str, message: str) -> None:
-        where = "" if self._place.leads else f"worker {self._place.rank}: "
-        self._tell("note", kind, where + shortened(message))
-
-    def sample(self, prompt: str, response: str, score: float | None) -> None:
-        self._leader("sample", prompt[:_MOST_SHOWN], response[:_MOST_SHOWN], score)
-
-    def __getattr__(self, name: str) -> Any:
-        return partial(self._leader, name)
-
-    def _leader(self, method: str, *arguments: Any) -> None:
-        if self._place.leads:
-            self._tell(method, *arguments)
-
-
-_MOST_SHOWN = 1000
-
-
-def _told(tell: Any) -> Callbacks:
-    """The user's functions live in the driver."""
-
-    def on_step(step: int, metrics: dict[str, float]) -> None:
-        tell("on_step", step, metrics)
-
-    def on_validation(step: int, metrics: dict[str, float]) -> None:
-        tell("on_validation", step, metrics)
-
-    def on_save(step: int, path: Path) -> None:
-        tell("on_save", step, path)
-
-    return Callbacks(on_step, on_validation, on_save)

@@ -5,44 +5,41 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 
-from distflow.config.errors import UserError
 from distflow.data.batch import Batch
 from distflow.flow.edge import Exhausted
 from distflow.flow.ticket import Ticket, Version
 from distflow.graph import NodeStatus
 from distflow.observe.metrics import Measured
-from distflow.observe.timing import PhaseTimer
-from distflow.rewards.tally import VALIDATION, Judged
+from distflow.rewards.tally import Judged
 from distflow.rollout.activity import take_activity
-from distflow.runtime import faults
-from distflow.runtime.audit.auditor import Auditor, make_auditor
+from distflow.runtime.audit.auditor import make_auditor
 from distflow.runtime.checkpoint import CheckpointStore
-from distflow.runtime.checks.canary import make_canary
 from distflow.runtime.checks.live import LiveChecks
-from distflow.runtime.checks.replicas import check_replicas
-from distflow.runtime.checks.sent import check_served
 from distflow.runtime.context import Contexts, NodeContext, NodeState
 from distflow.runtime.engine_watch import STACKS
-from distflow.runtime.error_share import ErrorShare, warn_of_errors
+from distflow.runtime.error_share import ErrorShare
 from distflow.runtime.experience import ExperiencePlane
 from distflow.runtime.handovers import Handovers
+from distflow.runtime.held_out import HeldOut, score
 from distflow.runtime.ports import Ports
 from distflow.runtime.ports.edge import Newcomers, Released, Share
-from distflow.runtime.publish import Publisher, Receiver
+from distflow.runtime.publish import Receiver
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources
 from distflow.runtime.saved import as_it_stands, joined, part_of_rank, saved_parts
 from distflow.runtime.saver import Saver
+from distflow.runtime.serving import Serving
 from distflow.runtime.session import Session
 from distflow.runtime.spec import Spec
 from distflow.runtime.step import Step, compile_steps
 from distflow.runtime.step_metrics import Figures, batch_metrics, group_metrics, over_ranks
 from distflow.runtime.stop import Stop
-from distflow.runtime.validation import Answers, Validator, held_out_loss
+from distflow.runtime.updates import Updates
+from distflow.runtime.validation import Validator
 from distflow.training.engine import LossFn, TrainEngine
 
 
@@ -69,7 +66,7 @@ class Worker:
         self._rank = ports.collective.rank  # among those that learn
         self._recorder, self._stop, self._state = recorder, stop, state
         self._saver = Saver(store, ports.everyone, recorder.saved, waits=recorder.waits)
-        self._version, self._served = version, version.step
+        self._version = version
         warn, show = partial(recorder.note, "warning"), recorder.view.verdict_failed
         self._errors = ErrorShare(spec.options.max_error_share, warn, show)
         self._checks = LiveChecks.of(spec, resources, recorder.note)
@@ -78,7 +75,7 @@ class Worker:
         self._auditor = make_auditor(
             spec, program, self._learning, resources, self._session, recorder, state, version, ports.collective
         )
-        self._updates = updates = _Updates(self._checks, self._auditor, recorder.phases)
+        self._updates = updates = Updates(self._checks, self._auditor, recorder.phases)
         keeps = bool(plan.learning) and [each.rank for each in spec.plan.ranks if each.experience] == [rank]
         self._contexts = Contexts(spec.config, resources, state, updates.before, updates.after, keeps)
         self._experience = ExperiencePlane.of(
@@ -92,12 +89,10 @@ class Worker:
         )
         stop_token_ids, say = resources.stop_token_ids, partial(recorder.note, "warning")
         self._handovers = Handovers(spec.plan, program, rank, ports.exchange)
-        self._validator = Validator(
-            spec.validation, self._contexts, self._experience, stop_token_ids, spec.options.seed, say
-        )
-        self._generates = any("rollout" in rank.engines for rank in spec.plan.ranks)  # some worker, if not this
-        self._publisher = self._make_publisher()
-        self._validated_at = self._saved_at = version.step
+        validator = Validator(spec.validation, self._contexts, self._experience, stop_token_ids, spec.options.seed, say)
+        self.held_out = HeldOut(spec, resources, ports, self._session, validator, recorder, version.step)
+        self._serving = Serving(spec, resources, ports, self._session, recorder, updates, version)
+        self._saved_at = version.step
         self._released: Released | None = None
         self.status = {step.node.node_id: NodeStatus.PENDING for step in self._learning}
 
@@ -109,9 +104,9 @@ class Worker:
             if self._resources.rollout is not None:
                 stack.callback(self._ports.weights.attach(Receiver(self._resources.rollout, self._session)))
             if self._learning:
-                self._recorder.started(self._version.step, self._publish_first())
+                self._recorder.started(self._version.step, self._serving.begin())
                 if self._spec.options.val_before_train and self._version.step == 0:
-                    self._validate(0)
+                    self.held_out.validate(0)
             if self._experience.steps:
                 self._generating = self._session.start(self._experience.loop(self._ports.edge))
                 self._generating.add_done_callback(self._experience_ended)
@@ -163,12 +158,12 @@ class Worker:
             with self._recorder.phases("rollout"):
                 take = partial(self._ports.edge.take, self.step, self._rank, wanted, deadline)
                 while isinstance(share := self._session.wait_for(take), Newcomers):
-                    self._send_to_newcomers()
+                    self._serving.send_to_newcomers(self.step)
         except Exhausted:
             self.judged()  # which may be why
             raise
         if share is not None:
-            served = self._served if self._generates else None
+            served = self._serving.step if self._spec.plan.generates else None
             self._checks.taken(share.batch, self.step, served)
             self._auditor.took(self.step, share.tickets, share.batch, served)
         return share
@@ -204,7 +199,7 @@ class Worker:
         sent = False
         if (step + 1) % self._spec.options.update_frequency == 0:
             with self._recorder.phases("update_weights"):
-                sent, compared = self._send(Version(self._version.incarnation, step + 1))
+                sent, compared = self._serving.send(Version(self._version.incarnation, step + 1))
             metrics |= compared
         released = self._ports.edge.release(step, self._rank, sent)
         self._after_step(released, batch, metrics)
@@ -249,7 +244,7 @@ class Worker:
         """
         options, step, finished = self._spec.options, released.version.step, released.finished
         compares = options.keep_best is not None and _is_due(step, options.save_freq, finished)
-        validated = self._validate(step) if _is_due(step, options.test_freq, finished) or compares else {}
+        validated = self.held_out.validate(step) if _is_due(step, options.test_freq, finished) or compares else {}
         figures = Figures.joined(self._ports.data.gather(Figures.of(batch)))
         metrics |= batch_metrics(figures) | group_metrics(released.account, figures.versions, step - 1)
         metrics |= self._recorder.phases.finish_step() | self._recorder.memory.finish_step()
@@ -265,44 +260,10 @@ class Worker:
     def _end(self, step: int) -> None:
         """No group of the last rows came through, so that the step before, the run's `step`-th, had been the last."""
         options = self._spec.options
-        validated = self._validate(step) if options.test_freq > 0 and self._validated_at < step else {}
+        validated = self.held_out.validate(step) if options.test_freq > 0 and self.held_out.step < step else {}
         if options.save_freq > 0 and self._saved_at < step:
             assert self._released is not None, "a step that is not saved yet was released"
             self._save(self._released, validated, last=True)
-
-    def _send(self, version: Version) -> tuple[bool, dict[str, float]]:
-        """The weights of a step's end to the engines. Whether they had changed, and the canary's metrics."""
-        self._served, updated = version.step, self._updates.since_sent()
-        if self._publisher is None:
-            return updated, {}
-        outcome = self._publisher.publish_changed(version, updated)
-        check_served(self._serving(), version)
-        check_replicas(self._publisher.hashes, version.step, self._ports.collective)
-        self._recorder.serves(version)
-        return outcome
-
-    def _serving(self) -> Version | None:
-        """What the engines serve to which this rank publishes, the oldest of them; None where it has none."""
-        own = [self._resources.rollout.version] if self._resources.rollout is not None else []
-        confirmed = self._ports.weights.confirmed
-        return min([*own, *([confirmed] if confirmed is not None else [])], default=None)
-
-    def _send_to_newcomers(self) -> None:
-        """Between two steps. The weights are those that were sent last, or newer ones, which then go to all."""
-        if self._publisher is None:
-            return
-        sent = self._served < self.step and self._send(Version(self._version.incarnation, self.step))[0]
-        if not sent:
-            self._publisher.push_again()
-
-    def _publish_first(self) -> dict[str, float]:
-        """The weights that this process begins with; the canary's metrics."""
-        self._served = self._version.step
-        if self._publisher is None:
-            return {}
-        compared = self._publisher.publish(self._version, at_start=True)
-        self._recorder.serves(self._version)
-        return compared
 
     def _group_ended(self, ticket: Ticket, outcome: str, started: float, ended: float) -> None:
         self._recorder.group_ended(ticket, outcome, started, ended)
@@ -320,39 +281,6 @@ class Worker:
         if error is not None:
             self._ports.abort(error)
 
-    def validate(self, step: int, part: int, num_parts: int) -> Answers:
-        """Answer every `num_parts`-th held-out prompt from number `part` on; on any thread."""
-        answers = self._session.call(self._validator.run(step, part, num_parts))
-        self._recorder.validation(step, {}, answers.rows)
-        warn_of_errors(self._experience.tally.take(VALIDATION), partial(self._recorder.note, "warning"))
-        return replace(answers, rows=[])
-
-    def _validate(self, step: int) -> dict[str, float]:
-        """The metrics, on the rank that leads; none where there is nothing to validate on."""
-        self._validated_at = step
-        if not self._spec.validation:
-            return {}
-        with self._recorder.phases("eval"):
-            if not self._generates:
-                if self._resources.actor is None:
-                    return {}
-                metrics = held_out_loss(self._spec.validation, self._resources.actor)
-            elif answers := self._answers(step):
-                metrics = Answers.joined(answers).metrics()
-            else:
-                return {}
-        if self._spec.options.keep_best is not None:
-            _score(self._spec.options.keep_best, metrics)
-        self._recorder.validation(step, metrics, ())
-        return metrics
-
-    def _answers(self, step: int) -> Sequence[Answers]:
-        """Of all workers that have an engine. None where others have them, and another rank asks."""
-        if self._resources.rollout is None:
-            return self._ports.validate(step)
-        ranks = self._ports.collective
-        return ranks.gather(self.validate(step, ranks.rank, ranks.size))
-
     def _judged(self) -> Judged:
         """By this worker since it was asked last."""
         judge = self._resources.judge
@@ -363,22 +291,13 @@ class Worker:
         whole."""
         step, best = released.version.step, self._spec.options.keep_best
         self._saved_at = step
-        metric = _score(best, validated) if best is not None and validated else None
+        metric = score(best, validated) if best is not None and validated else None
         everyone = self._ports.everyone
         state = joined(everyone.gather(as_it_stands(self._state)))
         parts = saved_parts(self._spec, self._resources, released, state, everyone.rank)
         others = [part_of_rank(rank) for rank in range(1, everyone.size)]
         with self._recorder.phases("save"):
             self._saver.save(step, parts, others, metric, wait=last)
-
-    def _make_publisher(self) -> Publisher | None:
-        """None where nothing is trained here, or no worker generates."""
-        actor = self._resources.actor
-        if actor is None or not self._generates:
-            return None
-        canary = make_canary(self._spec, self._resources) if self._resources.rollout is not None else None
-        sends, dtype = self._spec.sends_weights, self._spec.weight_dtype
-        return Publisher(actor, self._ports.weights, dtype, sends=sends, canary=canary, session=self._session)
 
 
 @dataclass
@@ -394,44 +313,6 @@ class _LearningStep:
         """What a node made of it."""
         self.batch = batch
         self.measured.append(measured)
-
-
-@dataclass
-class _Updates:
-    """What is done before and after each optimizer step; it holds no worker, which so goes with its last user."""
-
-    checks: LiveChecks
-    auditor: Auditor
-    phases: PhaseTimer
-    _num_unsent: int = 0
-
-    def before(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
-        faults.reach("train.update")
-        with self.phases("audit"):
-            return self.auditor.before_update(role, engine, batch, loss)
-
-    def after(
-        self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int, first: bool
-    ) -> None:
-        self.checks.updated(role, engine, batch, metrics, step, first)
-        self._num_unsent += int(role == "actor" and not metrics.get("skipped"))
-        with self.phases("audit"):
-            self.auditor.after_update(role, metrics)
-
-    def since_sent(self) -> bool:
-        """Whether the policy was updated since this was asked last."""
-        unsent, self._num_unsent = self._num_unsent, 0
-        return unsent > 0
-
-
-def _score(name: str, validated: Mapping[str, float]) -> float:
-    """What `keep_best` compares, higher being better; of a loss its negative. Raises UserError for an unknown name."""
-    if name not in validated:
-        raise UserError(
-            f"trainer.keep_best_metric={name} is nothing that the validation measures; "
-            f"choose one of {', '.join(sorted(validated))}"
-        )
-    return -validated[name] if name.endswith("loss") else validated[name]
 
 
 def _is_due(step: int, frequency: int, last: bool) -> bool:

@@ -1,0 +1,131 @@
+"""Who ended a run that did not end well, as the user is told it, and what the next start does."""
+
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from distflow.config.errors import UserError
+from distflow.runtime.begin import open_store
+from distflow.runtime.engine_watch import STACKS
+from distflow.runtime.ray_pulse import ENDS_WITHIN_S
+from distflow.runtime.spec import Spec
+
+_DEATHS_ARE_TOLD_WITHIN_S = 2.0
+_THERE = (
+    "If it is there for the process that starts the run: have it on every machine, at the same path or installed, "
+    "modules on the PYTHONPATH with which Ray was started there"
+)
+
+
+class WorkerDied(RuntimeError):
+    """A worker's process is gone: the run ends, and goes on from its last checkpoint when it is started again."""
+
+
+class WorkerHangs(WorkerDied):
+    """A worker's process is there, and does not come to what all ranks do together."""
+
+
+class PeersLate(RuntimeError):
+    """Another rank did not come to what all do together."""
+
+
+class WorkerFailed(RuntimeError):
+    """A worker raised before the run began, and nothing that the user gave is to blame."""
+
+
+class Blame:
+    """What calls of a run's workers ended in."""
+
+    def __init__(self, spec: Spec, workers: Sequence[Any], learners: Sequence[int]) -> None:
+        """workers: by rank; whoever calls puts another in place of one that is gone. learners: their ranks."""
+        self._spec, self._workers, self._learners = spec, workers, learners
+
+    def result(self, ref: Any, rank: int, timeout_s: float | None = None) -> int:
+        """What the worker's `run` returned. Raises what it raised, WorkerDied, WorkerFailed."""
+        try:
+            return int(ray.get(ref, timeout=timeout_s))
+        except RayTaskError as err:
+            raise err.cause from err
+        except RayActorError as err:
+            raise self.died(rank, "while the run was under way", err) from err
+
+    def death_behind(self, running: Mapping[Any, int]) -> WorkerDied | None:
+        """A worker's error may come of the death of one that learns with it, which is told a moment later."""
+        learning = {ref: rank for ref, rank in running.items() if rank in self._learners}
+        until = time.monotonic() + _DEATHS_ARE_TOLD_WITHIN_S
+        while learning and time.monotonic() < until:
+            done, _ = ray.wait(list(learning), timeout=until - time.monotonic())
+            for ref in done:
+                try:
+                    self.result(ref, learning.pop(ref))
+                except WorkerDied as died:
+                    return died
+                except Exception:  # it came of the same
+                    continue
+        return None
+
+    def hanging(self, running: Mapping[Any, int]) -> WorkerHangs | None:
+        """Those that did not come in time, told by one that waited for them; None where they have ended since."""
+        learning = [ref for ref, rank in running.items() if rank in self._learners]
+        if not learning:
+            return None
+        _, late = ray.wait(learning, num_returns=len(learning), timeout=_DEATHS_ARE_TOLD_WITHIN_S)
+        if not late:
+            return None
+        stacks = self._spec.run_dir / STACKS
+        asked = [self._workers[rank].write_stacks.remote(stacks) for rank in running.values()]
+        asked += [self._workers[running[ref]].where.remote() for ref in late]
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ENDS_WITHIN_S)
+        places = [
+            f"worker {running[ref]} is {ray.get(where) if where in answered else 'silent'}"
+            for ref, where in zip(late, asked[-len(late) :], strict=True)
+        ]
+        return WorkerHangs(
+            f"{' and '.join(places)}, and has not come to what all ranks do together within "
+            f"{self._spec.options.peers_timeout_s:g} s (trainer.peers_timeout_s): a function or a lock that "
+            f"does not end, or a rank with much more to do. What it is at stands in {stacks}."
+        )
+
+    def died(self, rank: int, when: str, err: RayActorError) -> WorkerDied | WorkerFailed:
+        """The worker's process is gone."""
+        if err.actor_init_failed:  # by an exception, which is all that Ray tells of it
+            said = str(err).strip().splitlines()[-1]
+            return WorkerFailed(f"{self._who(rank, err)} could not be started: {said}")
+        plan = self._spec.plan.ranks[rank]
+        does = " and ".join(
+            name for name, nodes in (("generates", plan.experience), ("trains", plan.learning)) if nodes
+        )
+        pid = next((line.strip() for line in str(err).splitlines() if line.strip().startswith("pid:")), "pid: unknown")
+        return WorkerDied(
+            f"worker {rank} of {len(self._workers)}, which {does}, has died {when} ({pid}): killed from outside, out "
+            "of memory, or crashed in native code."
+        )
+
+    def unbuilt(self, rank: int, err: RayTaskError) -> Exception:
+        """What a worker raised before the run began. Its traceback is in `err`, which `--debug` shows."""
+        who = self._who(rank, err)
+        if isinstance(err.cause, UserError):
+            return UserError(f"{who}: {err.cause}\n{_THERE}")
+        return WorkerFailed(f"{who} could not build its engines: {type(err.cause).__name__}: {err.cause}")
+
+    def _who(self, rank: int, err: Exception) -> str:
+        """With the process, as Ray's own text has it."""
+        where = re.search(r"pid=(\d+), ip=([^,)]+)", str(err))
+        process = f" (pid {where[1]} on {where[2]})" if where else ""
+        return f"worker {rank} of {len(self._workers)}{process}"
+
+
+@contextmanager
+def told_what_next(spec: Spec) -> Iterator[None]:
+    """A death that ends the run says where the next start begins."""
+    try:
+        yield
+    except WorkerDied as died:
+        store = open_store(spec)
+        where = store.load().path.name if store.exists() else "the start: nothing was saved yet (trainer.save_freq)"
+        raise type(died)(f"{died} The same command goes on from {where}") from died
