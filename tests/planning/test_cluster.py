@@ -191,6 +191,23 @@ def test_independent_parts_have_devices_of_their_own() -> None:
     assert plan.group_of("critic", "data", 0) is not None
 
 
+def test_a_join_before_a_fork_is_whole_in_each_part() -> None:
+    """X and Y meet in M, M and P in Z, and Z leads to two ends, which train models of their own."""
+    deps = {"X": "", "Y": "", "M": "XY", "P": "", "Z": "MP", "J": "Z", "K": "J", "L": "Z", "N": "L"}
+    trains = {"K": "actor", "N": "critic"}
+    pipeline = Pipeline("two ends")
+    for name, ids in deps.items():
+        kind = NodeType.MODEL_TRAIN if name in trains else NodeType.COMPUTE
+        pipeline.add_node(name, nothing, list(ids), node_type=kind, engine=trains.get(name), plane="learning")
+    program = pipeline.build().bind(Config(), ["prompts"])
+    plan = plan_ray(program, devices(2, 2, dag__apportion_strategy="even"), "cpu", {"actor": "100M", "critic": "50M"})
+    check_plan(plan, program)
+    assert [set(rank.learning) for rank in plan.ranks] == [set("XYMPZJK")] * 2 + [set("XYMPZLN")] * 2
+    assert [rank.node for rank in plan.ranks] == [0, 0, 1, 1]
+    by_size = plan_ray(program, devices(2, 2), "cpu", {"actor": "100M", "critic": "50M"})
+    assert (by_size.layout("actor").ranks, by_size.layout("critic").ranks) == ((1, 2, 3), (0,))
+
+
 def test_shares_go_by_parameters_or_evenly() -> None:
     sizes: dict[str, str | float] = {"actor": "600B", "critic": "1M"}
     by_size = plan_ray(two_parts(), devices(8), "cpu", sizes)
