@@ -128,6 +128,5 @@ def _leave_what_hangs(err: BaseException, status: int) -> None:
 
 def _is_users(err: BaseException) -> bool:
     from distflow.config.errors import UserError
-    from distflow.graph import PipelineError
 
-    return isinstance(err, UserError | PipelineError)
+    return isinstance(err, UserError)

@@ -211,6 +211,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         ("module:fun",),
     ),
     "a node without func": ("grpo", ["dag.nodes=[{id: a}]"], "dag.nodes", ("entry 1 without 'func'",)),
+    "a node in siiRL's words": (
+        "grpo",
+        ["dag.nodes=[{node_id: a, node_type: COMPUTE, dependencies: [], executable_ref: 'm.f'}]"],
+        "dag.nodes",
+        ("entry 1 in the words of siiRL", "'node_id' is id, 'node_type' is type", "'executable_ref' is func here"),
+    ),
     "a node with an unknown key": ("grpo", ["dag.nodes=[{id: a, func: f, dep: b}]"], "dag.nodes", ("'dep'", "deps")),
     "a node twice": ("grpo", ["dag.nodes=[{id: a, func: f},{id: a, func: f}]"], "dag.nodes", ("two nodes",)),
     "nodes as a mapping": ("grpo", ["dag.nodes={a: b}"], "dag.nodes", ("not a list",)),

@@ -233,6 +233,12 @@ OTHERS = {
     "trainer.val_only=True": "distflow eval",
     "model.partial_pretrain=m": f"write {MODEL}.path=m",
     "use_remove_padding=True": "",
+    "dag.workflow_path=dag.yaml": "or the list dag.nodes: node_id is id there",
+    "dag_id=mine": "or the list dag.nodes: node_id is id there",
+    "global_config=1": "in a node's options stand the values themselves",
+    "dag.env_enable=False": "",
+    "dag.env_enable=True": "environments are not there yet",
+    "profiler.level=level1": "",
     "entropy_coeff=0.01": f"verl has it in another place: write {ACTOR}.entropy_coef=0.01",
     "reward_model.micro_batch_size_per_gpu=4": "",
 }

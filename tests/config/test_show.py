@@ -217,6 +217,7 @@ OF_RAY = {
     "trainer.peers_timeout_s",
     "dag.backend_threshold",
     "dag.apportion_strategy",
+    "dag.model_sizes",
     "dag.consider_node_cohesion",
     "dag.consider_node_load",
 }

@@ -139,6 +139,45 @@ def test_a_selection_sees_metadata_and_is_divided_evenly():
     assert [len(rank) for rank in ranks] == [4, 4]
 
 
+def test_a_selection_by_length_or_by_machine_takes_in_the_order_of_tickets():
+    rows = [Row(group, 0, tokens, 0) for group, tokens in enumerate((100, 600, 200, 700))]
+    parts, nodes = [[rows[3], rows[0]], [rows[1], rows[2]]], "ab"
+    assert passed(parts, Readers(1), nodes, lambda info: info.sum_tokens >= 512) == [[rows[1], rows[3]]]
+    assert passed(parts, Readers(2), nodes, lambda info: info.sum_tokens >= 512) == [[rows[1]], [rows[3]]]
+    assert passed(parts, Readers(1), nodes, lambda info: info.node_id == "a") == [[rows[0], rows[3]]]
+    assert passed(parts, Readers(3), nodes, lambda info: False) == [[], [], []]
+
+
+def test_a_selection_that_fails_leaves_the_step_as_it_was():
+    exchange: Exchange[str] = Exchange(100)
+    exchange.reserve(STEP, 0, 1, 1)
+    exchange.put(STEP, 0, metas([Row(0, 0, 1, 1)]), "object")
+    with pytest.raises(KeyError, match="scores"):
+        exchange.take(STEP, 0, Readers(1), lambda info: info.dict_info["scores"] > 0)
+    assert exchange.held_bytes == 1
+    assert exchange.take(STEP, 0, Readers(1), lambda info: True).refs == ("object",)
+
+
+@given(st.integers(0, 20), st.integers(1, 4), st.integers(1, 6))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_samples_of_one_length_are_as_many_on_each_rank_as_can_be(num_samples, num_writers, num_ranks):
+    rows = [Row(i, 0, 3, 4) for i in range(num_samples)]
+    counts = [len(rank) for rank in passed([rows[w::num_writers] for w in range(num_writers)], Readers(num_ranks))]
+    assert sum(counts) == num_samples and max(counts) - min(counts) <= 1
+
+
+def test_a_step_that_was_read_is_forgotten_and_may_come_again():
+    exchange: Exchange[str] = Exchange(100)
+    for ref in ("first", "second"):
+        assert exchange.missing(STEP) == "none of its writers has put any"
+        assert exchange.reserve(STEP, 0, 1, 7)
+        exchange.put(STEP, 0, metas([Row(0, 0, 1, 1)]), ref)
+        for _ in range(2):
+            assert exchange.take(STEP, 0, Readers(1)).refs == (ref,), "the same until it is released"
+        exchange.release(STEP, 0)
+        assert exchange.held_bytes == 0
+
+
 def test_a_rank_without_samples_is_told_where_their_columns_are():
     exchange: Exchange[str] = Exchange(100)
     for writer in range(2):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from distflow.config.errors import UserError
 from distflow.graph import NodeRole, NodeType, Pipeline, PipelineError, node
 
 
@@ -44,7 +45,7 @@ def reader_of(field):
 def fails(pipeline: Pipeline) -> str:
     with pytest.raises(PipelineError) as caught:
         pipeline.build()
-    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, UserError), "a mistake of the user's, and told as one"
     return str(caught.value)
 
 
@@ -229,7 +230,7 @@ def test_arguments_of_other_systems_pass_with_their_defaults():
         ({"writes": 3}, "names wanted, 3 given"),
         ({"writes": ("values", "values")}, "'values' is named twice"),
         ({"agent_group": 3}, "'agent_group' is not there yet"),
-        ({"filter_plugin": nothing}, "'filter_plugin' is not there yet"),
+        ({"filter_plugin": nothing}, "a filter is a node of its own, whose function returns Drop(reason)"),
         ({"func": None}, "has no func"),
         ({"func": 3}, "cannot be called"),
         ({"func": dict}, "is a class"),
@@ -256,8 +257,8 @@ def test_role_of_the_call_goes_before_that_of_the_function():
     assert [graph.get_node(i).node_role for i in "ab"] == [NodeRole.ROLLOUT, NodeRole.DEFAULT]
 
 
-@pytest.mark.parametrize("kind", [NodeType.PUT_TO_BUFFER, NodeType.GET_FROM_BUFFER, NodeType.BARRIER_SYNC])
-def test_markers_need_no_function_and_change_nothing(kind):
+@pytest.mark.parametrize("kind", [NodeType.PUT_TO_BUFFER, NodeType.GET_FROM_BUFFER])
+def test_marks_of_an_exchange_need_no_function_and_change_nothing(kind):
     graph = Pipeline("p").add_node("a", nothing).add_node("mark", deps=["a"], node_type=kind).build()
     batch = object()
     assert graph.get_node("mark").fn(batch=batch) is batch

@@ -54,6 +54,11 @@ def test_engines_services_and_reduce():
     )
 
 
+def test_a_barrier_is_over_all_ranks_that_run_it_and_not_over_those_with_samples_alone():
+    inputs = inputs_of(None, {"reduce": "REDUCE", "team": "TEAM"}, node_type="BARRIER_SYNC")
+    assert inputs == ([], {"reduce": "TEAM"})
+
+
 def test_a_name_for_an_engine_is_given_its_engine_and_no_column():
     assert inputs_of(lambda critic: None, {"critic": 1}, columns={"critic": 2}) == ([], {"critic": 1})
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distflow.graph import Node, NodeRole, Pipeline, PipelineError, TaskGraph
+from distflow.graph import Node, NodeRole, Pipeline, PipelineError, TaskGraph, node
 
 
 def nothing(ctx): ...
@@ -31,6 +31,8 @@ def test_looking(diamond):
     assert ids(diamond.get_entry_nodes()) == ["a"]
     assert ids(diamond.get_dependents("a")) == ["b", "c"] == ids(diamond.get_downstream_nodes("a"))
     assert ids(diamond.get_dependents("d")) == []
+    assert ids(diamond.get_exit_nodes()) == ["d"]
+    assert ids(diamond.get_dependencies("d")) == ["b", "c"] and diamond.get_dependencies("a") == []
     assert diamond.get_topological_sort() == ["a", "b", "c", "d"]
     assert diamond.validate_graph() == (True, None)
 
@@ -44,7 +46,8 @@ def test_ties_go_to_the_node_added_first():
 
 def test_unknown_node_names_the_nearest(diamond):
     diamond.add_node(Node("actor_train", nothing, ("d",)))
-    for ask in (diamond.get_node, diamond.remove_node, diamond.get_dependents, diamond.get_downstream_nodes):
+    looking = (diamond.get_dependencies, diamond.get_dependents, diamond.get_downstream_nodes)
+    for ask in (diamond.get_node, diamond.remove_node, *looking):
         with pytest.raises(
             PipelineError, match="graph 'diamond' has no node 'actor_trian'; did you mean 'actor_train'"
         ):
@@ -56,6 +59,15 @@ def test_adding(diamond):
     assert diamond.get_topological_sort()[-1] == "e"
     with pytest.raises(PipelineError, match="node 'e' is there already"):
         diamond.add_node(Node("e", nothing))
+    with pytest.raises(PipelineError, match="a graph holds nodes, 'f' given: write Node"):
+        diamond.add_node("f")
+
+
+def test_looking_at_what_follows_from_reads_and_writes():
+    made = node(writes="returns")(lambda ctx: None)
+    graph = Pipeline("p").add_node("read", node(reads="returns")(lambda batch: None)).add_node("make", made).build()
+    assert ids(graph.get_dependencies("read")) == ["make"] == ids(graph.get_entry_nodes())
+    assert ids(graph.get_exit_nodes()) == ["read"]
 
 
 def test_removing_joins_the_ends(diamond):

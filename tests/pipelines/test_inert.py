@@ -50,6 +50,7 @@ def test_no_example_has_one(file: Path, monkeypatch: pytest.MonkeyPatch) -> None
 INERT = [
     ("grpo", "critic.cliprange_value=0.2", ()),
     ("grpo", "critic.optim.lr=1e-3", ()),
+    ("grpo", "dag.model_sizes={actor: 7B}", ("trainer.launcher=ray",)),  # one part has all devices
     ("grpo", "critic.model.path=other", ()),
     ("grpo", "algorithm.lam=0.9", ()),
     ("grpo", "algorithm.gamma=0.9", ()),

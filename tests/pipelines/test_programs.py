@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from distflow.config import load_config
-from distflow.config.dag import NODE_KEYS
+from distflow.config.dag import MARKERS, NODE_KEYS
 from distflow.config.errors import UserError
 from distflow.graph import Pipeline, PipelineError
+from distflow.graph.roles import MARKER_TYPES
 from distflow.pipelines.dapo import dapo_pipeline
 from distflow.pipelines.grpo import grpo_pipeline
 from distflow.pipelines.ppo import ppo_pipeline
@@ -147,6 +148,13 @@ def test_a_program_in_yaml() -> None:
     assert [node.node_id for node in bind(chosen).nodes] == ["answer", "judge", "compare", "learn"]
 
 
+def test_a_marker_in_yaml_needs_no_function() -> None:
+    nodes = "[{id: load, func: 'distflow.pipelines.nodes:load_answers'}, {id: fence, type: barrier_sync, deps: [load]}]"
+    chosen = config("sft", "~dag.pipeline", f"dag.nodes={nodes}")
+    assert bind(chosen).node("fence").plane == "learning"
+    assert set(MARKERS) == {kind.name for kind in MARKER_TYPES}
+
+
 def test_a_node_in_yaml_takes_what_add_node_does() -> None:
     settings = set(inspect.signature(Pipeline.add_node).parameters) - {"self", "node_id", "node_type", "node_role"}
     assert set(NODE_KEYS) == settings | {"id", "type", "role"}
@@ -155,6 +163,13 @@ def test_a_node_in_yaml_takes_what_add_node_does() -> None:
 def test_a_custom_function_must_return_a_graph() -> None:
     with pytest.raises(UserError, match="dag.custom_pipeline_fn=os:getcwd returned str"):
         select_pipeline(config("grpo", "~dag.pipeline", "dag.custom_pipeline_fn='os:getcwd'"))
+
+
+def test_several_graphs_are_one_program_of_several_parts(tmp_path: Path) -> None:
+    file = tmp_path / "pipe.py"
+    file.write_text("from distflow.pipelines.sft import sft_pipeline\ndef prog(): return [sft_pipeline()]\n")
+    with pytest.raises(UserError, match="returned list; .*: add the nodes of all to one graph; parts of it that have"):
+        select_pipeline(config("sft", "~dag.pipeline", f"dag.custom_pipeline_fn={file}:prog"))
 
 
 def test_a_custom_function_may_lie_in_a_file(tmp_path: Path) -> None:

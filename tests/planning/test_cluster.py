@@ -18,6 +18,7 @@ from distflow.planning.agreement import follow_allocation
 from distflow.planning.cluster import plan_ray
 from distflow.planning.layout import Layout, Sizes
 from distflow.planning.plan import Plan, check_plan, rank_plan
+from tests.planning.test_scheduling import all_placements, broken_and_pieces
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -190,6 +191,23 @@ def test_independent_parts_have_devices_of_their_own() -> None:
     assert plan.group_of("critic", "data", 0) is not None
 
 
+def test_a_join_before_a_fork_is_whole_in_each_part() -> None:
+    """X and Y meet in M, M and P in Z, and Z leads to two ends, which train models of their own."""
+    deps = {"X": "", "Y": "", "M": "XY", "P": "", "Z": "MP", "J": "Z", "K": "J", "L": "Z", "N": "L"}
+    trains = {"K": "actor", "N": "critic"}
+    pipeline = Pipeline("two ends")
+    for name, ids in deps.items():
+        kind = NodeType.MODEL_TRAIN if name in trains else NodeType.COMPUTE
+        pipeline.add_node(name, nothing, list(ids), node_type=kind, engine=trains.get(name), plane="learning")
+    program = pipeline.build().bind(Config(), ["prompts"])
+    plan = plan_ray(program, devices(2, 2, dag__apportion_strategy="even"), "cpu", {"actor": "100M", "critic": "50M"})
+    check_plan(plan, program)
+    assert [set(rank.learning) for rank in plan.ranks] == [set("XYMPZJK")] * 2 + [set("XYMPZLN")] * 2
+    assert [rank.node for rank in plan.ranks] == [0, 0, 1, 1]
+    by_size = plan_ray(program, devices(2, 2), "cpu", {"actor": "100M", "critic": "50M"})
+    assert (by_size.layout("actor").ranks, by_size.layout("critic").ranks) == ((1, 2, 3), (0,))
+
+
 def test_shares_go_by_parameters_or_evenly() -> None:
     sizes: dict[str, str | float] = {"actor": "600B", "critic": "1M"}
     by_size = plan_ray(two_parts(), devices(8), "cpu", sizes)
@@ -341,33 +359,73 @@ def nothing(ctx): ...
 
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
-    """Random learning nodes, some with an engine, behind each other as they come."""
+    """Random nodes behind each other as they come: some that load, then of the learning plane, some with an engine."""
     pipeline = Pipeline("random")
-    for number in range(draw(st.integers(1, 7))):
+    num_loading = draw(st.integers(0, 2))
+    for number in range(num_loading + draw(st.integers(1, 7))):
         deps = [f"n{i}" for i in range(number) if draw(st.integers(0, 2)) == 0]
-        engine = draw(st.sampled_from([None, "actor", "critic", "ref"]))
+        loads = number < num_loading
+        engine = None if loads else draw(st.sampled_from([None, "actor", "critic", "ref", "reward_model"]))
         kind = NodeType.MODEL_INFERENCE if engine else NodeType.COMPUTE
-        pipeline.add_node(f"n{number}", nothing, deps, node_type=kind, engine=engine, plane="learning")
+        plane = "experience" if loads else "learning"
+        pipeline.add_node(f"n{number}", nothing, deps, node_type=kind, engine=engine, plane=plane)  # type: ignore[arg-type]
     return pipeline.build().bind(Config(), ["prompts"])
 
 
-SIZES = st.fixed_dictionaries({role: st.integers(0, 10**12) for role in ("actor", "critic", "ref")})
+def engines_together(program: Program) -> list[set[str]]:
+    """Engines that one part must have, by the definition: those that some exit depends on, joined where they meet."""
+    found: list[set[str]] = []
+    for end in program.learning:
+        behind = {end.node_id}
+        for other in reversed(program.learning):
+            if any(dep == other.node_id for name in behind for dep in program.node(name).deps):
+                behind.add(other.node_id)
+        engines = {engine for name in behind for engine in program.node(name).engines}
+        met = [part for part in found if part & engines]
+        found = [part for part in found if part not in met] + ([engines.union(*met)] if engines else [])
+    return found
+
+
+SIZES = st.fixed_dictionaries({role: st.integers(0, 10**12) for role in ("actor", "critic", "ref", "reward_model")})
 
 
 @settings(derandomize=True, deadline=None)
-@given(programs(), st.integers(1, 3), st.integers(3, 6), SIZES, st.sampled_from(["even", "param_aware"]))
-def test_every_rank_of_a_random_program_is_used(
+@given(programs(), st.integers(1, 3), st.integers(1, 6), SIZES, st.sampled_from(["even", "param_aware"]))
+def test_any_program_is_placed_whole_on_any_cluster_that_is_large_enough(
     program: Program, nodes: int, per_node: int, sizes: dict[str, float], strategy: str
 ) -> None:
     given_config = devices(per_node, nodes, dag__apportion_strategy=strategy)
+    parts = engines_together(program)
+    if len(parts) > nodes * per_node:
+        said = f"{len(parts)} independent parts, and there are {nodes * per_node} devices"
+        with pytest.raises(UserError, match=said):
+            plan_ray(program, given_config, "cpu", sizes)
+        return
     plan = plan_ray(program, given_config, "cpu", sizes)
     check_plan(plan, program)
-    assert len(plan.ranks) == nodes * per_node and all(rank.learning for rank in plan.ranks)
+    assert [rank.node for rank in plan.ranks] == [rank // per_node for rank in range(nodes * per_node)]
     for rank in plan.ranks:
-        for node_id in rank.learning:
-            assert set(program.node(node_id).deps) <= set(rank.learning), "an input of a join is elsewhere"
-    for role in program.engines:
-        holders = tuple(rank.rank for rank in plan.ranks if role in rank.engines)
-        assert plan.layout(role).ranks == holders
-    assert {channel.kind for channel in plan.channels} <= {"local"}
-    assert plan == plan_ray(program, given_config, "cpu", sizes)
+        assert rank.learning and (not parts or set(rank.engines) in parts), "it has a part, and one alone"
+        for node_id in (*rank.experience, *rank.learning):
+            assert {*program.node(node_id).deps} <= {*rank.experience, *rank.learning}, "an input of a join is lost"
+    assert {frozenset(rank.engines) for rank in plan.ranks} == {frozenset(part) for part in parts or [set[str]()]}
+    assert {layout.role: layout.ranks for layout in plan.layouts} == {
+        role: tuple(rank.rank for rank in plan.ranks if role in rank.engines) for role in program.engines
+    }
+    assert {channel.kind for channel in plan.channels} <= {"local", "stream"}, "no part waits for another"
+    assert plan == plan_ray(program, given_config, "cpu", dict(reversed(sizes.items())))
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(programs(), st.sampled_from([(2, 2), (3, 2), (2, 3), (5, 1), (1, 6)]), SIZES)
+def test_no_better_cohesion_of_its_parts_is_left_on_the_table(
+    program: Program, cluster: tuple[int, int], sizes: dict[str, float]
+) -> None:
+    nodes, per_node = cluster
+    plan = plan_ray(program, devices(per_node, nodes), "cpu", sizes)
+    held: dict[tuple[str, ...], list[int]] = {}
+    for rank in plan.ranks:
+        held.setdefault(rank.learning, [0] * nodes)[rank.node] += 1
+    counts = [tuple(on_node) for on_node in held.values()]
+    ways = all_placements([sum(part) for part in counts], (per_node,) * nodes)
+    assert broken_and_pieces(counts, per_node) == min(broken_and_pieces(way, per_node) for way in ways)

@@ -5,6 +5,7 @@ import pytest
 
 from distflow.planning.groups import ProcessGroup, choose_backends, process_groups
 from distflow.planning.layout import Layout, Sizes
+from distflow.planning.plan import Plan
 
 
 def layout(sizes: Sizes, role: str = "actor", first: int = 0) -> Layout:
@@ -64,15 +65,38 @@ def test_groups_are_named_in_one_order_and_shared_where_they_are_equal() -> None
     actor, critic = layout(Sizes(data=2, tensor=2)), layout(Sizes(data=4), "critic")
     found = process_groups([actor, critic, layout(Sizes(data=2), "rollout", 4)])
     assert [(group.name, group.ranks) for group in found] == [
-        ("process_group_1", (0, 1, 2, 3)),
-        ("process_group_2", (0, 2)),
-        ("process_group_3", (1, 3)),
-        ("process_group_4", (0, 1)),
+        ("process_group_1", (0, 1)),
+        ("process_group_2", (0, 1, 2, 3)),
+        ("process_group_3", (0, 2)),
+        ("process_group_4", (1, 3)),
         ("process_group_5", (2, 3)),
         ("process_group_6", (4, 5)),
     ]
-    assert found[0].uses == (("actor", "all"), ("critic", "all"), ("critic", "data"))
+    assert found[1].uses == (("actor", "all"), ("critic", "all"), ("critic", "data"))
     assert found[5] == ProcessGroup("process_group_6", (4, 5), (("rollout", "all"), ("rollout", "data")))
+
+
+def test_groups_of_sixteen_ranks_have_the_names_that_siirl_gives_them() -> None:
+    ranks = {
+        "train_1": (0, 1, 2, 3, 10),
+        "train_a": (0, 1),
+        "infer_1": (2, 3, 4, 5, 10, 11),
+        "infer_b": (2, 3, 10),
+        "train_2": (4, 5, 6, 7, 11, 12, 13),
+        "train_c": (4, 5, 11),
+        "infer_d": (6, 7, 12, 13),
+        "train_z": (14, 15),
+        "twin_z": (14, 15),
+    }
+    layouts = [Layout(role, "fsdp", held, Sizes(data=len(held))) for role, held in ranks.items()]
+    wanted = sorted(set(ranks.values()))
+    for order in (layouts, layouts[::-1]):
+        found = process_groups(order)
+        assert [group.ranks for group in found] == wanted
+        assert [group.name for group in found] == [f"process_group_{number}" for number in range(1, 9)]
+    shared = Plan("p", (), (), tuple(layouts), process_groups(layouts))
+    assert shared.group_of("train_z", "data", 14) == shared.group_of("twin_z", "all", 15) == shared.groups[-1]
+    assert shared.group_of("train_a", "data", 2) is None
 
 
 def test_a_rank_alone_has_no_group() -> None:

@@ -32,6 +32,15 @@ def test_a_join_behind_a_fork_keeps_each_input() -> None:
     assert split(graph, {}) == [("a", "b", "c", "d"), ("a", "c", "e")]
 
 
+def test_graphs_that_siirl_cuts_at_their_joins_keep_each_input() -> None:
+    """Those of its tests: two beginnings that meet, and joins before a fork, of which it makes two and six chains."""
+    meeting = {"A": (), "B": ("A",), "A1": (), "B1": ("A1",), "C": ("B", "B1"), "D": ("C",), "E": ("D",)}
+    assert split(meeting, {}) == [("A", "B", "A1", "B1", "C", "D", "E")]
+    joined = {"X": (), "Y": (), "P1": ("X",), "P2": ("Y",), "M1": ("P1", "P2"), "P3": (), "Z": ("M1", "P3")}
+    both = {**joined, "J1": ("Z",), "J2": ("Z",), "K1": ("J1",), "K2": ("J2",)}
+    assert [set(part) for part in split(both, {})] == [{*joined, "J1", "K1"}, {*joined, "J2", "K2"}]
+
+
 def test_what_is_there_once_keeps_its_users_together() -> None:
     fork = {"load": (), "left": ("load",), "right": ("load",), "third": ("load",)}
     assert split(fork, {"left": ["actor"], "third": ["actor"], "right": ["critic"]}) == [
@@ -96,6 +105,13 @@ def test_parts_are_served_by_size_and_then_by_length() -> None:
         ((3, 2, 1), 8, "even", [3, 3, 2]),
         ((7,), 6, "param_aware", [6]),
         ((100, 1, 1, 1), 4, "param_aware", [1, 1, 1, 1]),
+        ((100e6, 50e6), 4, "param_aware", [3, 1]),
+        ((100e6, 50e6), 4, "even", [2, 2]),
+        ((300e6, 10e6), 4, "param_aware", [3, 1]),
+        ((30, 20, 10), 10, "even", [4, 3, 3]),
+        ((0, 0), 10, "param_aware", [5, 5]),
+        ((10, 10, 10, 10, 10), 5, "even", [1, 1, 1, 1, 1]),
+        ((), 10, "param_aware", []),
     ],
 )
 def test_shares(sizes: tuple[float, ...], num_devices: int, strategy: str, shares: list[int]) -> None:

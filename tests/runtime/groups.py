@@ -67,13 +67,15 @@ def coordinator(**changes: Any) -> Coordinator:
     return Coordinator(DataPlan(**{**plan, **changes}))
 
 
-def bound(fn: Callable[..., Any], config: Any = None, fields: tuple[str, ...] = FIELDS, **settings: Any) -> BoundNode:
-    """The function as the only node, `x`, of a program."""
+def bound(
+    fn: Callable[..., Any] | None, config: Any = None, fields: tuple[str, ...] = FIELDS, **settings: Any
+) -> BoundNode:
+    """The function, or what a marker has in its place, as the only node, `x`, of a program."""
     graph = Pipeline("p").add_node("x", fn, [], **settings).build()
     return graph.bind(config or Config(), fields).node("x")
 
 
-def step(fn: Callable[..., Any], resources: dict[str, object] | None = None, **settings: Any) -> Step:
+def step(fn: Callable[..., Any] | None, resources: dict[str, object] | None = None, **settings: Any) -> Step:
     """The function as a compiled node `x`."""
     (compiled,) = compile_steps([bound(fn, **settings)], {"reduce": OneRank(), **(resources or {})})
     return compiled

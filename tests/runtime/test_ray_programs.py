@@ -117,6 +117,8 @@ def nodes_of(plan: Plan) -> list[tuple[str, ...]]:
 def test_two_independent_parts_run_on_the_workers_that_the_scheduler_gave_them(ground: Playground, alone: Run) -> None:
     spec = spec_of(ground, name="placed")
     assert nodes_of(spec.plan) == [LENGTHS, LENGTHS, ANSWERS]
+    sized = spec_of(ground, "dag.model_sizes={actor: 600B, critic: 500M}", name="sized").plan
+    assert nodes_of(sized) == [ANSWERS, ANSWERS, LENGTHS]
     found = Run(ground.folder / "placed", spec.config, launch_ray(spec))
     assert found.outcome.steps == 4
     assert [ran(found.folder, part) for part in range(3)] == [OF_ANSWERS, OF_LENGTHS, OF_LENGTHS]

@@ -5,7 +5,6 @@ import sys
 from typing import TYPE_CHECKING
 
 from distflow.commands.config_arguments import add_config_arguments, add_trust_argument
-from distflow.graph import PipelineError
 
 if TYPE_CHECKING:
     from distflow.config import Config, Loaded
@@ -56,7 +55,7 @@ def _fitted(loaded: "Loaded", trusted: bool) -> "Loaded":
 
     try:
         return fit_to_files(loaded)
-    except (UserError, PipelineError) as err:
+    except UserError as err:
         _note(f"note: a run would be refused: {err}")
         return loaded
 

@@ -26,8 +26,22 @@ NODE_KEYS = (
 )
 
 
+_OF_SIIRL = {
+    "node_id": "id",
+    "node_type": "type",
+    "node_role": "role",
+    "dependencies": "deps",
+    "executable_ref": "func",
+}
+"""Keys of a node in siiRL's files, and what they are called here."""
+
+MARKERS = ("PUT_TO_BUFFER", "GET_FROM_BUFFER", "BARRIER_SYNC")
+"""Types of nodes that have no func."""
+
+
 def parse_nodes(value: object) -> tuple[dict[str, object], ...]:
-    """The nodes of a program given in YAML, each with an id and a func. Raises Mismatch naming the entry."""
+    """The nodes of a program given in YAML, each with an id and, unless it is a marker, a func. Raises Mismatch naming
+    the entry."""
     if value is None:
         return ()
     if not isinstance(value, list | tuple):
@@ -41,8 +55,12 @@ def parse_nodes(value: object) -> tuple[dict[str, object], ...]:
 def _check_node(place: int, node: object, seen: set[str]) -> None:
     if not isinstance(node, Mapping):
         raise Mismatch(f"has {node!r} as entry {place}, not a mapping", f"its keys are {', '.join(NODE_KEYS)}")
+    renamed = [name for name in node if name in _OF_SIIRL]
+    if renamed:
+        names = ", ".join(f"'{name}' is {_OF_SIIRL[name]}" for name in renamed)
+        raise Mismatch(f"has an entry {place} in the words of siiRL", f"{names} here")
     for name in ("id", "func"):
-        if not isinstance(node.get(name), str):
+        if not isinstance(node.get(name), str) and not (name == "func" and _is_marker(node)):
             raise Mismatch(f"has an entry {place} without '{name}'", "every node has an id and a func: module:function")
     unknown = [name for name in node if name not in NODE_KEYS]
     if unknown:
@@ -53,6 +71,10 @@ def _check_node(place: int, node: object, seen: set[str]) -> None:
     if node["id"] in seen:
         raise Mismatch(f"has two nodes with the id '{node['id']}'", "give each node an id of its own")
     seen.add(node["id"])
+
+
+def _is_marker(node: Mapping[str, object]) -> bool:
+    return "func" not in node and str(node.get("type")).removeprefix("NodeType.").upper() in MARKERS
 
 
 @dataclass(frozen=True)
@@ -77,6 +99,11 @@ class DagConfig:
         "param_aware",
         "how independent parts of a program share the devices: by the parameters of their models, or evenly",
         choices=("param_aware", "even"),
+    )
+    model_sizes: dict[str, str | float] = key(
+        {},
+        "parameters of a role's model by which param_aware shares out, e.g. {actor: 70B, critic: 500M}; what is not "
+        "said is counted from the model's config.json",
     )
     consider_node_cohesion: bool = key(True, "a part that fits on one machine is on one machine")
     consider_node_load: bool = key(True, "of machines that suit a part alike, the one with fewer busy devices")

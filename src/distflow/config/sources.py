@@ -75,6 +75,8 @@ def yaml_problem(error: yaml.YAMLError, path: Path) -> Problem:
     advice = "look at that line and the one above: what belongs to one group starts in one column"
     if "\\t" in str(error.problem):
         advice = "indent by spaces: YAML takes no tabs"
+    if isinstance(error, yaml.constructor.ConstructorError):
+        advice = "write the value itself: tags (what begins with !) are not read"
     named = Path(mark.name) if mark and Path(mark.name).is_file() else path
     return Problem(((display(named), where),), f"is no YAML that is read here: {error.problem}", advice)
 

@@ -6,6 +6,7 @@ from typing import Protocol
 from distflow.config.errors import hint
 from distflow.graph.errors import PipelineError
 from distflow.graph.program import BoundNode
+from distflow.graph.roles import NodeType
 
 
 class Columns(Protocol):
@@ -24,8 +25,9 @@ Inputs = Callable[[Columns, Mapping[str, object]], Arguments]
 def compile_inputs(node: BoundNode, resources: Mapping[str, object]) -> Inputs:
     """The arguments of the node's function, from its columns. Its engines, services and options are looked up now.
 
-    resources: engines and services by name, and `reduce`. The function itself is not called here, so that a stack
-    shows it right below the loop over nodes.
+    resources: engines and services by name; `reduce`, over the ranks that have samples of their own; for a barrier
+    `team`, over all that run the node. The function itself is not called here, so that a stack shows it right below
+    the loop over nodes.
     Raises PipelineError where the node needs an engine or a service that this worker has not.
     """
     contract = node.contract
@@ -33,7 +35,8 @@ def compile_inputs(node: BoundNode, resources: Mapping[str, object]) -> Inputs:
     if "engine" in contract.reserved:
         fixed["engine"] = _resource(node, node.engines[0], resources)
     if "reduce" in contract.reserved:
-        fixed["reduce"] = _resource(node, "reduce", resources)
+        is_barrier = node.node_type is NodeType.BARRIER_SYNC
+        fixed["reduce"] = _resource(node, "team" if is_barrier else "reduce", resources)
     if "config" in contract.reserved:
         fixed["config"] = node.config
     of_the_call = [name for name in contract.reserved if name not in fixed]

@@ -1,7 +1,9 @@
 """The error of this room."""
 
+from distflow.config.errors import UserError
 
-class PipelineError(ValueError):
+
+class PipelineError(UserError):
     """A program is not well formed. The message names the node, the field or option, and the nearest existing name."""
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from distflow.config.errors import hint
 from distflow.graph.contract import Contract, Declared, Form, canonical, late_contract, read_contract
@@ -47,15 +47,21 @@ class Drop:
     detail: str = ""
 
 
-_NOT_THERE_YET: list[tuple[str, object]] = [("agent_group", 0), ("filter_plugin", None)]
-"""Arguments of other systems' `add_node` whose parts are not there yet: their defaults mean nothing, so they pass."""
+_ASK_FOR_NOTHING: list[tuple[str, object]] = [("agent_group", 0), ("filter_plugin", None)]
+"""Arguments of other systems' `add_node` that are not here: their defaults mean nothing, so they pass."""
 
 _T = TypeVar("_T")
 
 
 def same_batch(batch: _T) -> _T:
-    """The function of a marker node: in one process an exchange or a barrier changes nothing."""
+    """The function of a node that marks an exchange: whether there is one is the plan's to say, and rows stay those
+    that they are."""
     return batch
+
+
+def all_arrived(*, reduce: Any) -> None:
+    """The function of a barrier: returns once all ranks that run the node have come to it. reduce: over all of them."""
+    reduce.sum(0.0)
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ class Node:
         _check_arguments(self)
         settle = object.__setattr__
         settle(self, "deps", tuple(self.deps))
-        settle(self, "options", {n: value for n, value in self.options.items() if (n, value) not in _NOT_THERE_YET})
+        settle(self, "options", {n: value for n, value in self.options.items() if (n, value) not in _ASK_FOR_NOTHING})
         if self.writes is not None:
             settle(self, "writes", as_names(self.writes, f"{where}: writes"))
         if self.node_type is not None:
@@ -121,7 +127,7 @@ class Node:
 
     def _resolve(self) -> Callable[..., object]:
         if self.func is None and self.node_type in MARKER_TYPES:
-            return same_batch
+            return all_arrived if self.node_type is NodeType.BARRIER_SYNC else same_batch
         if self.func is None:
             raise PipelineError(f'{self.where} has no func; give a function or "module:function"')
         return resolve_func(self.func, self.where)

@@ -50,7 +50,12 @@ def group_of(node: Node, config: object) -> ConfigGroup:
 
 
 _SETTINGS = tuple(item.name for item in fields(Node) if item.init and item.name != "options")
-_LATER = {"agent_group": "several agents in one program", "filter_plugin": "exchanges between workers"}
+_NOT_HERE = {
+    "agent_group": "is not there yet: it will come with several agents in one program",
+    "filter_plugin": "has no meaning here: a filter is a node of its own, whose function returns Drop(reason) for a "
+    "prompt group",
+}
+"""Arguments of other systems' `add_node`."""
 
 
 def check_options(node: Node, contract: Contract) -> None:
@@ -58,8 +63,8 @@ def check_options(node: Node, contract: Contract) -> None:
     for name, value in node.options.items():
         if name in contract.options or contract.open_options:
             _check_type(node, contract, name, value)
-        elif name in _LATER:
-            raise PipelineError(f"{node.where}: '{name}' is not there yet: it will come with {_LATER[name]}")
+        elif name in _NOT_HERE:
+            raise PipelineError(f"{node.where}: '{name}' {_NOT_HERE[name]}")
         else:
             known = [*contract.options, *_SETTINGS]
             raise PipelineError(f"{node.where}: its function takes no option '{name}'{hint(name, known)}")

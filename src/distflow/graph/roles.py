@@ -9,8 +9,9 @@ class NodeType(Enum):
     """What kind of work a node does.
 
     `MODEL_INFERENCE` and `MODEL_TRAIN` use an engine: those that the function names, else the one of the node's role.
-    `PUT_TO_BUFFER`, `GET_FROM_BUFFER` force an exchange and `BARRIER_SYNC` is a barrier over the ranks; they need no
-    function, run in the learning plane, and are the identity in one process.
+    `BARRIER_SYNC` is a barrier over the ranks that run the node. `PUT_TO_BUFFER` and `GET_FROM_BUFFER` mark an exchange
+    and change nothing: there is one wherever the plan needs it. The three need no function, and run in the learning
+    plane.
     """
 
     COMPUTE = "COMPUTE"

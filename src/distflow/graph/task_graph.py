@@ -29,7 +29,9 @@ class TaskGraph:
         self.nodes: dict[str, Node] = {}
 
     def add_node(self, node: Node) -> None:
-        """Raises PipelineError if the id is taken."""
+        """Raises PipelineError for what is no node, and if the id is taken."""
+        if not isinstance(node, Node):
+            raise PipelineError(f"a graph holds nodes, {node!r} given: write Node(node_id, func, deps)")
         if node.node_id in self.nodes:
             raise PipelineError(f"node '{node.node_id}' is there already; node ids must be unique")
         self.nodes[node.node_id] = node
@@ -66,6 +68,15 @@ class TaskGraph:
     def get_entry_nodes(self) -> list[Node]:
         """The nodes that depend on none, by deps or by what they read."""
         return [self.nodes[node_id] for node_id, deps in self._all_deps().items() if not deps]
+
+    def get_exit_nodes(self) -> list[Node]:
+        """The nodes on which none depends, by deps or by what it reads."""
+        return [self.nodes[node_id] for node_id, others in dependents(self._all_deps()).items() if not others]
+
+    def get_dependencies(self, node_id: str) -> list[Node]:
+        """The nodes on which this one depends, by deps or by what it reads."""
+        self.get_node(node_id)
+        return [self.nodes[dep] for dep in self._all_deps()[node_id]]
 
     def get_dependents(self, node_id: str) -> list[Node]:
         """The nodes that depend on this one, by deps or by what they read."""

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.config import Config
 from distflow.config.actor import OptimConfig
-from distflow.config.errors import UserError
+from distflow.config.errors import UserError, hint
 from distflow.config.functions import load
 from distflow.config.names import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.config.program import is_rl, optimizer_steps
@@ -27,7 +27,7 @@ from distflow.models.sharded_loading import load_sharded_model
 from distflow.models.sharding import Sharding, shard_model
 from distflow.models.tokenizer import load_tokenizer, stop_token_ids
 from distflow.models.value_head import load_value_model
-from distflow.planning.model_size import count_parameters
+from distflow.planning.model_size import count_parameters, parse_size
 from distflow.planning.threads import share_threads, usable_cores
 from distflow.rewards.router import Overlong, RewardRouter
 from distflow.rollout.engine import RolloutEngine
@@ -180,10 +180,20 @@ def policy_context(config: Config) -> int | None:
 
 
 def model_sizes(config: Config, engines: Collection[str]) -> dict[str, int]:
-    """Parameters of the model of each engine, as its config says. Raises UserError naming the key."""
-    sources = {engine: _critic_source(config) if engine == "critic" else _policy_source(config) for engine in engines}
-    with _blaming("actor_rollout_ref.model.path"):
-        return {engine: _num_parameters(source) for engine, source in sources.items()}
+    """Parameters of the model of each role: as `dag.model_sizes` says, else counted from its config.
+
+    Raises UserError naming the key.
+    """
+    said, models = config.dag.model_sizes, sorted(set(engines) - {"rollout"})  # which serves the actor's weights
+    with _blaming("dag.model_sizes"):
+        if unknown := [role for role in said if role not in models]:
+            raise UserError(f"the program has no model '{unknown[0]}'{hint(unknown[0], models)}")
+        sizes = {role: parse_size(size) for role, size in said.items()}
+    for role in (role for role in models if role not in said):
+        is_own = role == "critic" and config.critic.model.path is not None
+        with _blaming("critic.model.path" if is_own else "actor_rollout_ref.model.path"):
+            sizes[role] = _num_parameters(_critic_source(config) if is_own else _policy_source(config))
+    return sizes
 
 
 def load_policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:

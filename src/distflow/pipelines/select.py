@@ -104,7 +104,7 @@ def _custom(path: str, config: Config) -> TaskGraph:
     if not isinstance(graph, TaskGraph):
         raise UserError(
             f"dag.custom_pipeline_fn={path} returned {_kind(graph)}; it must return what "
-            "Pipeline.build() gives, a TaskGraph"
+            f"Pipeline.build() gives, a TaskGraph{_AS_ONE if _are_graphs(graph) else ''}"
         )
     return graph
 
@@ -127,6 +127,16 @@ def _check_parameters(make_graph: Callable[..., object], path: str) -> None:
 def _made(make_graph: Callable[..., object], config: Config) -> object:
     """A program's function may take the config, or nothing."""
     return make_graph(config) if inspect.signature(make_graph).parameters else make_graph()
+
+
+_AS_ONE = (
+    ": add the nodes of all to one graph; parts of it that have nothing to do with one another run side by side, on "
+    "devices of their own (docs/planning.md)"
+)
+
+
+def _are_graphs(made: object) -> bool:
+    return isinstance(made, list | tuple) and any(isinstance(each, TaskGraph) for each in made)
 
 
 def _kind(graph: object) -> str:

@@ -52,6 +52,7 @@ from distflow.pipelines.travel import check_importable, check_pickles
 from distflow.planning.agreement import follow_allocation
 from distflow.planning.cluster import plan_ray
 from distflow.planning.plan import Plan, check_plan, plan_local
+from distflow.planning.scheduling import program_parts
 from distflow.rewards.fingerprint import fingerprint_target
 from distflow.rewards.functions import target_of
 from distflow.rewards.router import check_domains
@@ -278,7 +279,8 @@ def _plan(config: Config, program: Program) -> Plan:
     device = str(choose_device(config))
     if config.trainer.launcher == "local":
         return plan_local(program, device)
-    return plan_ray(program, config, device, model_sizes(config, program.engines))
+    is_shared_out = not config.trainer.allocation and len(program_parts(program, {})) > 1
+    return plan_ray(program, config, device, model_sizes(config, program.engines) if is_shared_out else {})
 
 
 class _Settings(TypedDict):

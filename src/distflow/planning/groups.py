@@ -19,8 +19,8 @@ class ProcessGroup:
 
 
 def process_groups(layouts: Sequence[Layout]) -> tuple[ProcessGroup, ...]:
-    """Every group of two ranks or more, once, whatever uses it: `process_group_1`, ... in the order in which each rank
-    must create them."""
+    """Every group of two ranks or more, once, whatever uses it: `process_group_1`, ... by their ranks, which is the
+    order in which each rank must create them."""
     uses: dict[tuple[int, ...], list[tuple[str, str]]] = {}
     for layout in layouts:
         lines = [("all", layout.ranks), *((axis, line) for axis in AXES for line in layout.groups(axis))]
@@ -29,7 +29,7 @@ def process_groups(layouts: Sequence[Layout]) -> tuple[ProcessGroup, ...]:
                 uses.setdefault(tuple(sorted(ranks)), []).append((layout.role, axis))
     return tuple(
         ProcessGroup(f"process_group_{number}", ranks, tuple(used))
-        for number, (ranks, used) in enumerate(uses.items(), start=1)
+        for number, (ranks, used) in enumerate(sorted(uses.items()), start=1)
     )
 
 

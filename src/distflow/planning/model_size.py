@@ -83,5 +83,6 @@ class _Shape:
     def _number(self, *names: str, default: int | None = None) -> int:
         found = next((self._config[name] for name in names if isinstance(self._config.get(name), int)), default)
         if not isinstance(found, int):
-            raise UserError(f"the model's config.json does not say its {names[0]}: give its size, e.g. 7B")
+            said = "say its size, e.g. dag.model_sizes.actor=7B"
+            raise UserError(f"the model's config.json does not say its {names[0]}: {said}")
         return found

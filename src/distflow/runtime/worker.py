@@ -70,7 +70,7 @@ class Worker:
         warn, show = partial(recorder.note, "warning"), recorder.view.verdict_failed
         self._errors = ErrorShare(spec.options.max_error_share, warn, show)
         self._checks = LiveChecks.of(spec, resources, recorder.note)
-        parts = {**resources.by_name(), "reduce": ports.data}
+        parts = {**resources.by_name(), "reduce": ports.data, "team": ports.collective}
         self._learning = compile_steps([program.node(name) for name in plan.learning], parts)
         self._auditor = make_auditor(
             spec, program, self._learning, resources, self._session, recorder, state, version, ports.collective

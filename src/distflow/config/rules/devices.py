@@ -9,7 +9,7 @@ from distflow.config.trainer import TrainerConfig
 from distflow.config.values import show
 
 _OF_TRAINER = ("nnodes", "n_gpus_per_node", "allocation", "max_held_mb", "peers_timeout_s")
-_OF_DAG = ("backend_threshold", "apportion_strategy", "consider_node_cohesion", "consider_node_load")
+_OF_DAG = ("backend_threshold", "apportion_strategy", "model_sizes", "consider_node_cohesion", "consider_node_load")
 
 
 def one_device(config: Config) -> Iterator[Finding]:
