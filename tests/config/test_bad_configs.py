@@ -111,6 +111,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     "a beta of 1": ("grpo", [f"{ACTOR}.optim.betas=[0.9,1.0]"], f"{ACTOR}.optim.betas", ("< 1",)),
     "a warm-up above 1": ("grpo", [f"{ACTOR}.optim.warmup_ratio=5"], f"{ACTOR}.optim.warmup_ratio", ("≤ 1",)),
     "no steps": ("grpo", ["trainer.total_training_steps=0"], "trainer.total_training_steps", ("total_epochs decide",)),
+    "a secret in the open": (
+        "grpo",
+        ["trainer.launcher=ray", "trainer.worker_env={HF_TOKEN: hf_x}"],
+        "trainer.worker_env",
+        ("HF_TOKEN looks like a secret", "in the environment"),
+    ),
     "no epochs": ("grpo", ["trainer.total_epochs=0"], "trainer.total_epochs", ("≥ 1",)),
     "no checkpoint kept": ("grpo", ["trainer.keep_last=0"], "trainer.keep_last", ("≥ 1",)),
     "no time for a verdict": ("grpo", ["reward.timeout_s=0"], "reward.timeout_s", ("> 0",)),

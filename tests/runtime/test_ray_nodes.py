@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 WITHIN_S = 240
 
 PROGRAM = """
+import os
 from pathlib import Path
 
 from distflow import node
@@ -36,7 +37,9 @@ def look(advantages, *, folder: str):
     import ray
     import torch.distributed as dist
 
-    Path(folder, f"worker-{dist.get_rank()}").write_text(ray.get_runtime_context().get_node_id())
+    here = Path(folder, f"worker-{dist.get_rank()}")
+    here.write_text(ray.get_runtime_context().get_node_id())
+    here.with_suffix(".env").write_text(os.environ["OWN_WORD"] + os.environ["OWN_NUMBER"])
     return advantages * 1
 
 
@@ -79,7 +82,9 @@ def test_each_worker_is_on_the_machine_of_the_plan(cluster: Any, tmp_path: Path)
     ground = Playground(tmp_path)
     (tmp_path / "program.py").write_text(PROGRAM)
     program = ("dag.pipeline=null", f"dag.custom_pipeline_fn={tmp_path}/program.py:looking")
-    status, said, _ = train(cluster, ground, *program, "trainer.n_gpus_per_node=2", "trainer.total_training_steps=2")
+    env = "trainer.worker_env={OWN_WORD: a, OWN_NUMBER: 7}"
+    keys = ("trainer.n_gpus_per_node=2", "trainer.total_training_steps=2", env)
+    status, said, _ = train(cluster, ground, *program, *keys)
     assert status == 0, said
     folder = tmp_path / "run"
     planned = [rank["node"] for rank in json.loads((folder / "plan.json").read_text())["ranks"]]
@@ -87,13 +92,15 @@ def test_each_worker_is_on_the_machine_of_the_plan(cluster: Any, tmp_path: Path)
     assert planned == [0, 0, 1, 1]
     assert found[0] == found[1] != found[2] == found[3]
     assert set(found) == {node.node_id for node in cluster.list_all_nodes()}
+    assert {(folder / f"worker-{rank}.env").read_text() for rank in range(4)} == {"a7"}
     assert ledger.verify(folder / "ledger.jsonl").consumed == 8
 
 
 def test_a_cluster_that_is_too_small_is_told_with_what_is_missing(cluster: Any, tmp_path: Path) -> None:
-    status, said, seconds = train(cluster, Playground(tmp_path), "trainer.n_gpus_per_node=3")
+    each = ("trainer.worker_cpus=2", "trainer.worker_memory_mb=400")
+    status, said, seconds = train(cluster, Playground(tmp_path), "trainer.n_gpus_per_node=3", *each)
     assert status == 2 and seconds < WITHIN_S / 2
-    assert "the plan needs 2 machine(s) with 3 CPU and 1.1 GB of memory, 3 CPU and 1.1 GB of memory" in said, said
+    assert "the plan needs 2 machine(s) with 6 CPU and 1.2 GB of memory, 6 CPU and 1.2 GB of memory" in said, said
     assert "and the cluster has 2 CPU and " in said
     assert "Traceback" not in said
 

@@ -49,6 +49,18 @@ class TrainerConfig:
         "which devices do what (launcher=ray), e.g. embedded[rollout]:d2+torch[actor]:d2; null leaves it to the "
         "scheduler",
     )
+    worker_cpus: int = key(1, "CPUs that each worker takes of its machine (launcher=ray)", minimum=1)
+    worker_memory_mb: int | None = key(
+        None,
+        "MB of memory that each worker takes of its machine; null is what one takes that holds no model yet "
+        "(launcher=ray)",
+        minimum=1,
+    )
+    worker_env: dict[str, str | int] = key(
+        {},
+        "environment variables of the workers' processes, e.g. {NCCL_DEBUG: INFO}; not secrets: Ray and the run "
+        "show them (launcher=ray)",
+    )
     max_held_mb: int | None = key(
         None,
         "MB of groups that may wait in shared memory; beyond it none starts but what the next step waits for; null is "

@@ -24,6 +24,7 @@ from distflow.config.errors import UserError
 from distflow.config.functions import LoadError, load_modules
 from distflow.config.names import CUSTOM_REWARD, REWARDS
 from distflow.config.program import CUSTOM, is_rl, program_name
+from distflow.config.trainer import TrainerConfig
 from distflow.config.watch import peek, watch
 from distflow.data.encoded import EncodedRows, write_encoded
 from distflow.data.prompts import PromptSet
@@ -60,7 +61,7 @@ from distflow.rollout.engine import SamplingParams
 from distflow.runtime.blame import is_ours
 from distflow.runtime.checks.mismatch import Tolerance
 from distflow.runtime.disk import writing_to
-from distflow.runtime.spec import Factory, RunOptions, Spec, ValidationSet
+from distflow.runtime.spec import Factory, RunOptions, Spec, ValidationSet, WorkerNeeds
 
 _MAX_THREADS = 1024
 _NUM_LOOKED_AT = 100  # rows
@@ -365,6 +366,7 @@ def _run_options(config: Config, program: Program) -> RunOptions:
         project=trainer.project_name,
         experiment=trainer.experiment_name,
         enable_perf=config.dag.enable_perf,
+        worker=_worker_needs(trainer if trainer.launcher == "ray" else peek(trainer)),
         max_held_mb=(trainer if trainer.launcher == "ray" else peek(trainer)).max_held_mb,
         peers_timeout_s=(trainer if trainer.launcher == "ray" else peek(trainer)).peers_timeout_s,
         timeout_s=config.reward.timeout_s if _has_deadline(program) else peek(config).reward.timeout_s,
@@ -377,6 +379,11 @@ def _run_options(config: Config, program: Program) -> RunOptions:
         max_skipped=trust.max_skipped_updates,
         unmoved_after=trust.unmoved_after,
     )
+
+
+def _worker_needs(trainer: TrainerConfig) -> WorkerNeeds:
+    env = {name: str(value) for name, value in trainer.worker_env.items()}
+    return WorkerNeeds(trainer.worker_cpus, trainer.worker_memory_mb, env)
 
 
 def _has_deadline(program: Program) -> bool:

@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from distflow.config.errors import UserError
 from distflow.planning.plan import Plan
 from distflow.planning.threads import usable_cores
-from distflow.runtime.spec import Spec
+from distflow.runtime.spec import Spec, WorkerNeeds
 
 STARTS_WITHIN_S = 120.0
 _SAYS_AFTER_S = 5.0
@@ -67,11 +67,11 @@ def started(num_workers: int) -> Iterator[None]:
 
 
 @contextmanager
-def bundles_of(plan: Plan, say: Callable[[str], None]) -> Iterator[PlacementGroup]:
-    """One bundle a node of the plan, with a CPU, the device and the memory of each of its workers. Raises UserError
+def bundles_of(plan: Plan, each: WorkerNeeds, say: Callable[[str], None]) -> Iterator[PlacementGroup]:
+    """One bundle a node of the plan, with the CPUs, the device and the memory of each of its workers. Raises UserError
     where the cluster does not have them."""
     nodes = sorted({rank.node for rank in plan.ranks})
-    wanted = [_needs([rank.device for rank in plan.ranks if rank.node == node]) for node in nodes]
+    wanted = [_needs([rank.device for rank in plan.ranks if rank.node == node], each) for node in nodes]
     group = placement_group(wanted, strategy="PACK" if len(nodes) == 1 else "STRICT_SPREAD")
     needs = f"{len(nodes)} machine(s) with {', '.join(map(_counted, wanted))}"
     try:
@@ -80,8 +80,9 @@ def bundles_of(plan: Plan, say: Callable[[str], None]) -> Iterator[PlacementGrou
         remove_placement_group(group)
         have = "; ".join(_counted(node["Resources"]) for node in ray.nodes() if node["Alive"])
         raise UserError(
-            f"the plan needs {needs}, and the cluster has {have}: lower trainer.nnodes, trainer.n_gpus_per_node or "
-            "trainer.allocation, add machines, or end what else runs there"
+            f"the plan needs {needs}, and the cluster has {have}: lower trainer.nnodes, trainer.n_gpus_per_node, "
+            "trainer.allocation, trainer.worker_cpus or trainer.worker_memory_mb, add machines, or end what else runs "
+            "there"
         ) from None
     try:
         yield group
@@ -129,10 +130,11 @@ def _check_reachable(address: str) -> None:
         ) from err
 
 
-def _needs(devices: Sequence[str]) -> dict[str, float]:
+def _needs(devices: Sequence[str], each: WorkerNeeds) -> dict[str, float]:
     num_gpus = sum(device.startswith("cuda") for device in devices)
-    memory = {"memory": _WORKER_BYTES * len(devices)}
-    return {"CPU": float(len(devices)), **({"GPU": float(num_gpus)} if num_gpus else {}), **memory}
+    memory = _WORKER_BYTES if each.memory_mb is None else each.memory_mb * _MB
+    gpus = {"GPU": float(num_gpus)} if num_gpus else {}
+    return {"CPU": float(each.cpus * len(devices)), **gpus, "memory": float(memory * len(devices))}
 
 
 def _fits(wanted: Sequence[Mapping[str, float]]) -> bool:

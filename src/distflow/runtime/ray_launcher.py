@@ -29,7 +29,8 @@ def launch(
         if done := done_before(spec, start, say):
             return done
         start.set_aside(spec, say)
-    with connected(spec.plan, say), bundles_of(spec.plan, say) as bundles, reported(spec.run_dir, say):
+    needs = spec.options.worker
+    with connected(spec.plan, say), bundles_of(spec.plan, needs, say) as bundles, reported(spec.run_dir, say):
         run = RayRun(spec, start, allow_change, bundles)
         try:
             differences = run.build(say)

@@ -142,16 +142,17 @@ class RayRun:
         self._meeting.unlink(missing_ok=True)
 
     def _start_worker(self, place: Place) -> Any:
-        ranks = self._spec.plan.ranks
+        ranks, needs = self._spec.plan.ranks, self._spec.options.worker
         rank, nodes = ranks[place.rank], sorted({each.node for each in ranks})
         where = PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=nodes.index(rank.node))
         return (
             ray.remote(WorkerActor)
             .options(
-                num_cpus=1,
+                num_cpus=needs.cpus,
                 num_gpus=int(rank.device.startswith("cuda")),
                 scheduling_strategy=where,
                 max_concurrency=_NUM_CALLS,
+                runtime_env={"env_vars": dict(needs.env)} if needs.env else None,
             )
             .remote(self._spec, place, self._coordinator, self._meeting, self._exchange)
         )

@@ -1,7 +1,7 @@
 """What travels to a worker: plain data and picklable factories, no live object. `pipelines` makes it of the config."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,6 +46,16 @@ class ValidationSet:
 
 
 @dataclass(frozen=True)
+class WorkerNeeds:
+    """What each worker's process takes of its machine, and its environment variables. memory_mb: None is what one takes
+    that holds no model yet."""
+
+    cpus: int = 1
+    memory_mb: int | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class RunOptions:
     """The keys of `trainer`, `trust` and the like that steer a run. A frequency of 0 or less is never.
 
@@ -76,6 +86,7 @@ class RunOptions:
     project: str
     experiment: str
     enable_perf: bool
+    worker: WorkerNeeds
     max_held_mb: int | None
     peers_timeout_s: float
     timeout_s: float

@@ -1,5 +1,6 @@
 """Rules of devices: what only one of the launchers can honour."""
 
+import re
 from collections.abc import Iterator
 
 from distflow.config.dag import DagConfig
@@ -8,7 +9,16 @@ from distflow.config.schema import Config
 from distflow.config.trainer import TrainerConfig
 from distflow.config.values import show
 
-_OF_TRAINER = ("nnodes", "n_gpus_per_node", "allocation", "max_held_mb", "peers_timeout_s")
+_OF_TRAINER = (
+    "nnodes",
+    "n_gpus_per_node",
+    "allocation",
+    "worker_cpus",
+    "worker_memory_mb",
+    "worker_env",
+    "max_held_mb",
+    "peers_timeout_s",
+)
 _OF_DAG = ("backend_threshold", "apportion_strategy", "model_sizes", "consider_node_cohesion", "consider_node_load")
 
 
@@ -28,4 +38,18 @@ def one_device(config: Config) -> Iterator[Finding]:
             )
 
 
-RULES = (one_device,)
+_LOOKS_SECRET = re.compile(r"token|secret|password|passwd|credential|api_?key|access_?key", re.IGNORECASE)
+
+
+def no_secrets(config: Config) -> Iterator[Finding]:
+    """What the config says lies in the run's folder, and in Ray's own tables."""
+    for name in config.trainer.worker_env:
+        if _LOOKS_SECRET.search(name):
+            yield Finding(
+                ("trainer.worker_env",),
+                f"{name} looks like a secret, which Ray and the run's folder would show",
+                "set it in the environment in which the command runs, or Ray starts on each machine",
+            )
+
+
+RULES = (one_device, no_secrets)
