@@ -34,6 +34,7 @@ from distflow.runtime.ports import Ports
 from distflow.runtime.ports.edge import Newcomers, Released, Share
 from distflow.runtime.publish import Publisher, Receiver
 from distflow.runtime.recorder import Recorder
+from distflow.runtime.residence import Residence
 from distflow.runtime.resources import Resources
 from distflow.runtime.saved import as_it_stands, joined, part_of_rank, saved_parts
 from distflow.runtime.saver import Saver
@@ -75,8 +76,18 @@ class Worker:
         self._checks = LiveChecks.of(spec, resources, recorder.note)
         parts = {**resources.by_name(), "reduce": ports.data}
         self._learning = compile_steps([program.node(name) for name in plan.learning], parts)
+        self._residence = Residence(resources.trained(), spec.options.offloads)
         self._auditor = make_auditor(
-            spec, program, self._learning, resources, self._session, recorder, state, version, ports.collective
+            spec,
+            program,
+            self._learning,
+            resources,
+            self._session,
+            recorder,
+            state,
+            version,
+            ports.collective,
+            self._residence.all,
         )
         self._updates = updates = _Updates(self._checks, self._auditor, recorder.phases)
         self._contexts = Contexts(spec.config, resources, state, updates.before, updates.after)
@@ -158,6 +169,7 @@ class Worker:
 
     def take(self, wanted: int | None = None, deadline: float | None = None) -> Share | None:
         """This rank's share of the next step, or of a part of it: see `EdgePort.take`. None where there is none."""
+        self._residence.only(())
         try:
             with self._recorder.phases("rollout"):
                 take = partial(self._ports.edge.take, self.step, self._rank, wanted, deadline)
@@ -188,6 +200,7 @@ class Worker:
 
     def train_step(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> dict[str, float]:
         """An optimizer step outside of the nodes, checked as theirs are."""
+        self._residence.only((role,))
         with self._recorder.phases(f"update_{role}"):
             metrics = engine.train_step(batch, self._updates.before(role, engine, batch, loss))
         self._updates.after(role, engine, batch, metrics, self.step, first=False)
@@ -223,6 +236,7 @@ class Worker:
                         step.batch = self._handovers.taken(name, step.batch, self.step)
                 before = step.batch
                 with self._recorder.phases(compiled.node.phase):
+                    self._residence.only(compiled.node.engines)
                     yield compiled, self._contexts.learning(self.step, step.tickets, name)
                 self._auditor.scored(step.batch)
                 self._handovers.given(name, before, step.batch, self.step)
@@ -274,6 +288,7 @@ class Worker:
         self._served, updated = version.step, self._updates.since_sent()
         if self._publisher is None:
             return updated, {}
+        self._residence.only(("actor",))
         outcome = self._publisher.publish_changed(version, updated)
         check_served(self._serving(), version)
         check_replicas(self._publisher.hashes, version.step, self._ports.collective)
@@ -290,6 +305,7 @@ class Worker:
         """Between two steps. The weights are those that were sent last, or newer ones, which then go to all."""
         if self._publisher is None:
             return
+        self._residence.only(("actor",))
         sent = self._served < self.step and self._send(Version(self._version.incarnation, self.step))[0]
         if not sent:
             self._publisher.push_again()
@@ -335,6 +351,7 @@ class Worker:
             if not self._generates:
                 if self._resources.actor is None:
                     return {}
+                self._residence.only(("actor",))
                 metrics = held_out_loss(self._spec.validation, self._resources.actor)
             elif answers := self._answers(step):
                 metrics = Answers.joined(answers).metrics()
@@ -347,6 +364,7 @@ class Worker:
 
     def _answers(self, step: int) -> Sequence[Answers]:
         """Of all workers that have an engine. None where others have them, and another rank asks."""
+        self._residence.only(())
         if self._resources.rollout is None:
             return self._ports.validate(step)
         ranks = self._ports.collective
