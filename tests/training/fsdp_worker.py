@@ -79,7 +79,7 @@ CASES = {
     "on-host": (policy_on_host, POLICY, 4, ("2", "2t2"), {"max_grad_norm": 0.05}),
     "critic": (critic, TokenMeanLoss(("values",)), 4, ("2", "2x2", "1t2"), {"max_grad_norm": None}),
     "tied": (tied, POLICY, 4, ("2", "1t2"), {"gradient_checkpointing": True}),
-    "adapter": (adapter, POLICY, 4, ("2",), {"gradient_checkpointing": True}),
+    "adapter": (adapter, POLICY, 4, ("2", "2x2"), {"gradient_checkpointing": True}),
 }
 
 
