@@ -8,6 +8,7 @@ from distflow.config import ConfigError, load_config
 from distflow.config.check import check
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+FSDP = (f"{ACTOR}.strategy=fsdp", "trainer.launcher=ray")
 GOOD = ("data.train_files=train.jsonl", f"{MODEL}.path=model")
 VAL = "data.val_files=val.jsonl"
 CORRECTION = "algorithm.rollout_correction"
@@ -179,6 +180,24 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         ("not there yet",),
     ),
     "fsdp": ("grpo", [f"{ACTOR}.strategy=fsdp"], f"{ACTOR}.strategy", ("trainer.launcher=ray", "torch")),
+    "shards of whole weights": (
+        "grpo",
+        [f"{ACTOR}.fsdp_config.fsdp_size=2"],
+        f"{ACTOR}.fsdp_config.fsdp_size",
+        ("leave it out", "strategy=fsdp", "launcher=ray"),
+    ),
+    "no shards": (
+        "grpo",
+        [*FSDP, f"{ACTOR}.fsdp_config.fsdp_size=0"],
+        f"{ACTOR}.fsdp_config.fsdp_size",
+        ("no rank would have the weights", "-1"),
+    ),
+    "what stays is moved": (
+        "grpo",
+        [*FSDP, f"{ACTOR}.fsdp_config.offload_policy=true", f"{ACTOR}.fsdp_config.param_offload=true"],
+        f"{ACTOR}.fsdp_config.param_offload",
+        ("offload_policy", "take one of them back"),
+    ),
     "megatron": ("grpo", [f"{ACTOR}.strategy=megatron"], f"{ACTOR}.strategy", ("not there yet",)),
     "a reward model": ("grpo", ["reward_model.enable=true"], "reward_model.enable", ("not there yet",)),
     "the profiler": ("grpo", ["profiler.enable=true"], "profiler.enable", ("not there yet",)),

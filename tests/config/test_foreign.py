@@ -13,6 +13,7 @@ from distflow.config.unknown import is_known, suggest
 from distflow.config.values import check_bounds, convert
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+REF = "actor_rollout_ref.ref"
 OPTIM, CORRECTION = f"{ACTOR}.optim", "algorithm.rollout_correction"
 
 ENTRIES = [(key, name) for names in SYSTEMS.values() for key, name in names.items()]
@@ -214,7 +215,8 @@ OTHERS = {
     "eps_clip_low_high=[0.2,0.27]": "clip_ratio_low",
     "lambd=1.0": "write algorithm.lam=1.0",
     "zero_stage=3": "",
-    "adam_offload=True": "nothing is offloaded",
+    "adam_offload=True": f"write {ACTOR}.fsdp_config.optimizer_offload=true; with {ACTOR}.strategy=fsdp",
+    "is_offload_states=true": f"param_offload=true {ACTOR}.fsdp_config.optimizer_offload=true",
     "num_return_sequences_in_group=8": f"write {ROLLOUT}.n=8",
     "pg_clip_high=0.28": f"write {ACTOR}.clip_ratio_high=0.28",
     "actor_train.training_args.learning_rate=1e-6": f"write {OPTIM}.lr=1e-06",
@@ -223,7 +225,11 @@ OTHERS = {
     "whiten_advantages=True": "in ROLL: write algorithm.adv_norm.mean_level=batch",
     f"{ACTOR}.optim.warmup_style=cosine": f"write {OPTIM}.scheduler=cosine_with_warmup",
     f"{ACTOR}.grad_clip=0.5": f"write {ACTOR}.max_grad_norm=0.5",
-    f"{ACTOR}.fsdp_config.param_offload=True": "nothing is offloaded",
+    "critic.model.fsdp_config.param_offload=True": "write critic.fsdp_config.param_offload=true",
+    "critic.fsdp.offload_policy=True": "write critic.fsdp_config.offload_policy=true",
+    "reward_model.model.fsdp_config.param_offload=True": "leave it out",
+    f"{REF}.fsdp_config.fsdp_size=4": f"as the actor does: {ACTOR}.fsdp_config.fsdp_size",
+    f"{ACTOR}.fsdp_config.forward_prefetch=True": "",
     f"{ACTOR}.ulysses_sequence_parallel_size=2": "one device",
     f"{ROLLOUT}.multi_turn.enable=True": "not there yet",
     "data.reward_fn_key=data_source": "",
@@ -273,8 +279,9 @@ def test_the_command_line_gives_the_same_answers():
 def test_a_file_gives_the_same_answers(tmp_path):
     (tmp_path / "run.yaml").write_text(
         "defaults: [grpo, _self_]\nnum_generations: 4\ngconfig:\n  n_samples: 4\n  greedy: false\n"
-        "actor_rollout_ref:\n  actor:\n    fsdp_config: {param_offload: true, optimizer_offload: false}\n"
+        "actor_rollout_ref:\n  actor:\n    fsdp_config: {param_offload: false, model_dtype: fp32}\n"
         "    ppo_micro_batch_size_per_gpu: 4\n"
+        "critic:\n  model:\n    fsdp_config: {param_offload: true, optimizer_offload: false}\n"
     )
     with pytest.raises(ConfigError) as caught:
         load_config(str(tmp_path / "run.yaml"), complete=False)
@@ -282,7 +289,7 @@ def test_a_file_gives_the_same_answers(tmp_path):
     assert said == {
         "num_generations": f"write {ROLLOUT}.n=4",
         "gconfig.n_samples": f"write {ROLLOUT}.n=4",
-        f"{ACTOR}.fsdp_config.param_offload": "nothing is offloaded: leave it out",
+        "critic.model.fsdp_config.param_offload": "write critic.fsdp_config.param_offload=true",
     }
 
 
@@ -316,7 +323,7 @@ def test_an_offload_is_accepted_only_where_nothing_is_to_be_offloaded(value):
     override = f"critic.model.fsdp_config.optimizer_offload={value}"
     if value == "false":
         (line,) = [line for line in load_config("verl_grpo", [override], complete=False).notes]
-        assert line == f"{override} (verl): nothing is offloaded: leave it out"
+        assert line == f"{override} (verl): it asks for nothing"
     else:
         assert list(refuse(override)) == ["critic.model.fsdp_config.optimizer_offload"]
 

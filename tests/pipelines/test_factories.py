@@ -5,11 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from distflow.config import Config, load_config
 from distflow.config.errors import UserError
-from distflow.pipelines.factories import make_factories, model_sizes
+from distflow.pipelines.factories import Spread, make_factories, model_sizes
 from distflow.planning.plan import RankPlan
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.hf import HFEngine
@@ -103,6 +104,21 @@ def test_weights_are_spread_over_ranks_only_where_there_are_several(engine: str)
     with pytest.raises(UserError, match="trainer.launcher=ray"):
         build(sharded, engine)
     assert build(sharded, "rollout").rollout is not None, "what only generates has whole weights"
+
+
+@pytest.mark.parametrize(
+    ("part", "key"),
+    [
+        ("policy", f"{ACTOR}.fsdp_config.offload_policy"),
+        ("critic", "critic.fsdp_config.offload_policy"),
+        ("ref", "actor_rollout_ref.ref.fsdp_config.param_offload"),
+    ],
+)
+def test_a_model_stays_in_the_hosts_memory_where_the_config_says_so(part: str, key: str) -> None:
+    keys = (f"{ACTOR}.strategy=fsdp", "trainer.launcher=ray", f"{key}=true")
+    factories = make_factories(config("ppo", *keys), ("actor", "critic", "ref"), (), 1)
+    spread = {name: factories[name].keywords["spread"] for name in ("policy", "critic", "ref")}  # type: ignore[attr-defined]  # partials
+    assert spread == {name: Spread(torch.bfloat16, on_host=name == part) for name in spread}
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from distflow.pipelines.spec import data_plan
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.checks.mismatch import Tolerance
 from distflow.runtime.local import launch_local
+from distflow.runtime.residence import Offloads
 from distflow.runtime.spec import Spec
 from tests.e2e.runs import Playground
 from tests.user_code import forgotten
@@ -261,6 +262,33 @@ def test_what_hangs_on_the_dtype_of_the_model(playground: Playground, dtype: str
     assert spec.options.canary_freq == (1 if exact else 3)
     _, spec = playground.spec("grpo", f"{MODEL}.dtype={dtype}", "trust.canary_freq=0")
     assert spec.options.canary_freq == 0
+
+
+SHARDED = ("actor_rollout_ref.actor.strategy=fsdp", "trainer.launcher=ray", "trainer.n_gpus_per_node=2")
+ACTOR_FSDP, CRITIC_FSDP = "actor_rollout_ref.actor.fsdp_config", "critic.fsdp_config"
+
+
+@pytest.mark.parametrize(
+    ("keys", "offloads"),
+    [
+        ((), {}),
+        ((f"{ACTOR_FSDP}.param_offload=true",), {"actor": Offloads(weights=True, moments=False)}),
+        ((f"{ACTOR_FSDP}.optimizer_offload=true",), {"actor": Offloads(weights=False, moments=True)}),
+        ((f"{CRITIC_FSDP}.param_offload=true",), {"critic": Offloads(weights=True, moments=False)}),
+        ((f"{CRITIC_FSDP}.optimizer_offload=true",), {"critic": Offloads(weights=False, moments=True)}),
+        ((f"{ACTOR_FSDP}.offload_policy=true", f"{CRITIC_FSDP}.offload_policy=true"), {}),
+    ],
+)
+def test_what_waits_in_the_hosts_memory_is_what_the_config_says_and_nothing_on_a_cpu(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...], offloads: dict[str, Offloads]
+) -> None:
+    if keys:
+        with pytest.raises(UserError, match=f"{keys[0].partition('=')[0]}.* lies in the host's memory already"):
+            playground.spec("ppo", *SHARDED, *keys)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # where the plan is made; nothing runs
+    _, spec = playground.spec("ppo", *SHARDED, *keys)
+    assert spec.options.offloads == offloads
+    assert spec.plan.backends == (("nccl", "gloo") if keys else ("nccl",))
 
 
 def test_answers_are_drawn_as_the_config_says_in_training_and_in_validation(playground: Playground) -> None:

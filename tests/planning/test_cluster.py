@@ -240,6 +240,32 @@ def test_on_gpus_gloo_stands_beside_nccl_from_the_threshold_on() -> None:
     assert plan_ray(grpo(), devices(4, dag__backend_threshold=4), "cuda", {}).backends == ("nccl", "gloo")
 
 
+SHARDED = {"actor_rollout_ref__actor__strategy": "fsdp"}
+SHARD = "actor_rollout_ref__actor__fsdp_config__fsdp_size"
+
+
+def test_what_waits_in_the_hosts_memory_can_be_sent_from_there() -> None:
+    keys = {**SHARDED, "actor_rollout_ref__ref__fsdp_config__param_offload": True}
+    assert plan_ray(grpo(), devices(2, **SHARDED), "cuda", {}).backends == ("nccl",)
+    assert plan_ray(grpo(), devices(2, **keys), "cuda", {}).backends == ("nccl", "gloo")
+
+
+@pytest.mark.parametrize(("size", "shard"), [(-1, None), (1, 1), (2, 2), (4, None)])
+def test_a_copy_of_the_weights_lies_over_as_many_ranks_as_the_config_says(size: int, shard: int | None) -> None:
+    plan = plan_ray(grpo(), devices(4, **SHARDED, **{SHARD: size}), "cpu", {})
+    assert {layout.role: layout.shard for layout in plan.layouts} == {"actor": shard, "ref": shard, "rollout": None}
+    pairs = [] if shard != 2 else [(0, 1), (0, 2), (1, 3), (2, 3)]
+    assert sorted(group.ranks for group in plan.groups if len(group.ranks) == 2) == pairs
+
+
+@pytest.mark.parametrize("allocation", ["embedded:d8|fsdp:d8", "embedded:d8|fsdp:d4t2"])
+def test_a_copy_over_ranks_that_do_not_divide_them_is_refused(allocation: str) -> None:
+    keys = {**SHARDED, SHARD: 3, "trainer__n_gpus_per_node": 8}
+    number = "8" if "d8|fsdp:d8" in allocation else "4"
+    with pytest.raises(UserError, match=f"fsdp_size=3 does not divide the {number} data parallel ranks of the actor"):
+        plan_ray(grpo(), config(trainer__allocation=allocation, **keys), "cpu", {})
+
+
 @pytest.mark.parametrize(
     ("allocation", "keys", "said"),
     [

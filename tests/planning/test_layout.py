@@ -61,6 +61,18 @@ def test_experts_are_shared_along_data_and_context() -> None:
     assert layout(Sizes(data=2, context=2, expert=4)).groups("expert") == [(0, 1, 2, 3)]
 
 
+def test_ranks_along_data_share_one_copy_of_the_weights_or_hold_the_same_part_of_it() -> None:
+    found = Layout("actor", "fsdp", tuple(range(8)), Sizes(data=4, tensor=2), shard=2)
+    assert found.groups("shard") == [(0, 2), (4, 6), (1, 3), (5, 7)]
+    assert found.groups("replica") == [(0, 4), (2, 6), (1, 5), (3, 7)]
+    assert found.line("replica", 6) == (2, 6) and found.line("shard", 1) == (1, 3)
+    uses = {group.ranks: group.uses for group in process_groups([found])}
+    assert uses[0, 2] == (("actor", "shard"),) and uses[3, 7] == (("actor", "replica"),)
+    whole = Layout("actor", "fsdp", tuple(range(4)), Sizes(data=4))
+    assert whole.groups("shard") == [(0, 1, 2, 3)] and whole.groups("replica") == [(0,), (1,), (2,), (3,)]
+    assert [group.uses for group in process_groups([whole])] == [(("actor", "all"), ("actor", "data"))]
+
+
 def test_groups_are_named_in_one_order_and_shared_where_they_are_equal() -> None:
     actor, critic = layout(Sizes(data=2, tensor=2)), layout(Sizes(data=4), "critic")
     found = process_groups([actor, critic, layout(Sizes(data=2), "rollout", 4)])

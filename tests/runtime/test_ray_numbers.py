@@ -26,8 +26,10 @@ KEYS = (
     f"trainer.keep_last={STEPS}",
     "data.shuffle=false",
     "trust.on_mismatch=warn",
-    # two mini-batches a step of two groups each, so that of four ranks two have none of it; a few samples a micro-batch
+    # two mini-batches a step of two groups each, so that of four ranks two have none of it, in each of two passes;
+    # a few samples a micro-batch
     f"{ACTOR}.ppo_mini_batch_size=2",
+    f"{ACTOR}.ppo_epochs=2",
     f"{ACTOR}.ppo_max_token_len_per_gpu=48",
     f"{ACTOR}.optim.scheduler=constant",
     "actor_rollout_ref.rollout.stop=['1','5','a','e','i','o','u',' ']",  # answers of unlike lengths
@@ -100,6 +102,8 @@ def test_recorded_groups_train_the_same_weights_on_any_number_of_workers(
     ground: Playground, free: Run, alone: Run, strategy: str, num_workers: int
 ) -> None:
     keys = (*replaying(ground), f"{ACTOR}.strategy={strategy}")
+    if (strategy, num_workers) == ("fsdp", 4):
+        keys = (*keys, f"{ACTOR}.fsdp_config.fsdp_size=2")  # two copies of the weights, each over two workers
     found = on_workers(ground, num_workers, *keys, name=f"{strategy}-{num_workers}")
     off = distance(trained(found), trained(alone))
     print(f"{strategy} on {num_workers}: {off:.2g} of the weights' norm")

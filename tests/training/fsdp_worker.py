@@ -1,22 +1,29 @@
-"""One gloo rank that trains sharded tiny models on its share of each mini-batch: on meshes of 1, 2 and 4 ranks, and on
-one of two replicas of two parts each."""
+"""One gloo rank that trains sharded tiny models on its share of each mini-batch: on the meshes of plans of 1, 2 and 4
+ranks, of two replicas of two parts each, and of ranks that compute layers together."""
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from distflow.algorithms import PolicyObjective
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
 from distflow.models.sharded_loading import load_sharded_model
-from distflow.models.sharding import DATA, TENSOR, Sharding, shard_model
+from distflow.models.sharding import Sharding, shard_model
+from distflow.models.shards import at_places, whole
 from distflow.models.value_head import load_value_model
+from distflow.planning.groups import process_groups
+from distflow.planning.layout import Layout, Sizes
+from distflow.planning.plan import Plan
+from distflow.runtime.checkpoint_shards import own_shards
 from distflow.runtime.ports.torch_collective import TorchCollective
+from distflow.runtime.process_groups import ProcessGroups
 from distflow.training.collective import Collective
 from distflow.training.engine import LossFn
 from distflow.training.optim import make_optimizer
@@ -25,12 +32,27 @@ from distflow.training.torch_engine import TorchTrainEngine
 from tests.training.batches import TokenMeanLoss
 from tests.training.rank_worker import SHARES, mini_batch
 
+# By the mesh's name: replicas x shards, and t ranks that compute layers together.
+LAYOUTS = {
+    "1": Layout("1", "fsdp", (0,), Sizes()),
+    "2": Layout("2", "fsdp", (0, 1), Sizes(data=2)),
+    "4": Layout("4", "fsdp", (0, 1, 2, 3), Sizes(data=4)),
+    "2x2": Layout("2x2", "fsdp", (0, 1, 2, 3), Sizes(data=4), shard=2),
+    "1t2": Layout("1t2", "fsdp", (0, 1), Sizes(tensor=2)),
+    "2t2": Layout("2t2", "fsdp", (0, 1, 2, 3), Sizes(data=2, tensor=2)),
+    "2x1t2": Layout("2x1t2", "fsdp", (0, 1, 2, 3), Sizes(data=2, tensor=2), shard=1),
+}
+PLAN = Plan("grpo", (), (), tuple(LAYOUTS.values()), process_groups(tuple(LAYOUTS.values())), ("gloo",))
 POLICY = PolicyObjective("vanilla", entropy_coef=0.01, kl_loss_type="low_var_kl", kl_loss_coef=0.1)
 
 
 def policy(folder: Path, sharding: Sharding | None) -> nn.Module:
     path = folder / "model"
     return load_sharded_model(path, sharding) if sharding else load_model(path)
+
+
+def policy_on_host(folder: Path, sharding: Sharding | None) -> nn.Module:
+    return policy(folder, replace(sharding, on_host=True) if sharding else None)
 
 
 def tied(folder: Path, sharding: Sharding | None) -> nn.Module:
@@ -53,11 +75,11 @@ def adapter(folder: Path, sharding: Sharding | None) -> nn.Module:
 # By case: the model, the loss, the steps, on which meshes, and what else the engine is made with.
 CASES: dict[str, tuple[Callable[[Path, Sharding | None], nn.Module], LossFn, int, tuple[str, ...], dict[str, object]]]
 CASES = {
-    "policy": (policy, POLICY, 10, ("1", "2", "4", "2t2"), {"max_grad_norm": 0.05}),
-    "replicas": (policy, POLICY, 4, ("2x2",), {"max_grad_norm": 0.05}),
-    "critic": (critic, TokenMeanLoss(("values",)), 4, ("2", "1t2"), {"max_grad_norm": None}),
+    "policy": (policy, POLICY, 10, ("1", "2", "4", "2x2", "2t2", "2x1t2"), {"max_grad_norm": 0.05}),
+    "on-host": (policy_on_host, POLICY, 4, ("2", "2t2"), {"max_grad_norm": 0.05}),
+    "critic": (critic, TokenMeanLoss(("values",)), 4, ("2", "2x2", "1t2"), {"max_grad_norm": None}),
     "tied": (tied, POLICY, 4, ("2", "1t2"), {"gradient_checkpointing": True}),
-    "adapter": (adapter, POLICY, 4, ("2",), {"gradient_checkpointing": True}),
+    "adapter": (adapter, POLICY, 4, ("2", "2x2"), {"gradient_checkpointing": True}),
 }
 
 
@@ -79,25 +101,24 @@ def train(case: str, engine: TorchTrainEngine, rows: list[int]) -> list[dict[str
     return [engine.train_step(mini_batch(step).select(rows), loss) for step in range(num_steps)]
 
 
-def tensor_mesh(data: int, rank: int) -> DeviceMesh | None:
-    """Of `data` rows of two ranks, which compute each layer together; None where this rank is not in it."""
-    ranks = torch.arange(2 * data).view(data, 2)
-    groups = [dist.new_group(line.tolist()) for line in (*ranks.T, *ranks)]
-    own = [group for group in groups if rank in dist.get_process_group_ranks(group)]
-    return DeviceMesh.from_group(own, "cpu", mesh=ranks, mesh_dim_names=(DATA, TENSOR)) if rank < 2 * data else None
-
-
 def main(rank: int, folder: Path) -> None:
-    groups = {size: dist.new_group(list(range(size))) for size in SHARES}
-    meshes = {str(size): DeviceMesh.from_group(group, "cpu") for size, group in groups.items() if rank < size}
-    meshes["2x2"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-    meshes |= {f"{data}t2": mesh for data in (1, 2) if (mesh := tensor_mesh(data, rank)) is not None}
+    groups = ProcessGroups(PLAN, [(0, 1, 2, 3)], timedelta(minutes=3))
     for case, (_, _, _, names, _) in CASES.items():
-        for name in (name for name in names if name in meshes):
-            data = meshes[name][DATA] if "t" in name else meshes[name]
-            group = data.get_group() if data.ndim == 1 else groups[data.size()]
-            engine = make_engine(case, folder, Sharding(meshes[name]), TorchCollective(group))
-            place = data.get_local_rank() if data.ndim == 1 else rank
-            metrics = train(case, engine, SHARES[data.size()][place])
-            (folder / f"{case}-{name}-{rank}.json").write_text(json.dumps(metrics))
-            torch.save(dict(engine.weights()), folder / f"{case}-{name}-{rank}.pt")
+        for layout in (LAYOUTS[name] for name in names if rank in LAYOUTS[name].ranks):
+            mesh = groups.mesh(layout.ranks, layout, rank, "cpu")
+            group = TorchCollective(groups.of(layout.line("data", rank)))
+            engine = make_engine(case, folder, Sharding(mesh), group)
+            metrics = train(case, engine, SHARES[layout.sizes.data][layout.place(rank)["data"]])
+            check_places(engine)
+            name = f"{case}-{layout.role}-{rank}"
+            (folder / f"{name}.json").write_text(json.dumps(metrics))
+            torch.save(dict(engine.weights()), folder / f"{name}.pt")
+            shards = own_shards(engine.state().tensors, leads=rank == 0)
+            save_file(dict(shards.tensors), folder / f"{name}.safetensors", shards.file_metadata)
+
+
+def check_places(engine: TorchTrainEngine) -> None:
+    """This rank knows which part of each weight it has."""
+    for weight in engine.state().trained_weights().values():
+        held, found = at_places(weight, torch.arange(weight.numel()))
+        assert torch.equal(found, whole(weight).flatten()[held])

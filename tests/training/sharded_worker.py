@@ -72,6 +72,10 @@ def scores(folder: Path, mesh: DeviceMesh) -> None:
         scorer = TorchScorer(model, max_tokens_per_micro_batch=30, group=TorchCollective())
         found = scorer.forward(ragged_batch().select(SHARES[mesh.get_rank()]), OUTPUTS)
         flat = {name: found.flat(name) for name in OUTPUTS}
+        kept = load_sharded_model(folder / "model", Sharding(mesh, dtype, on_host=True)).requires_grad_(False)
+        again = TorchScorer(kept, max_tokens_per_micro_batch=30, group=TorchCollective())
+        found = again.forward(ragged_batch().select(SHARES[mesh.get_rank()]), OUTPUTS)
+        assert all(torch.equal(found.flat(name), flat[name]) for name in OUTPUTS)
         torch.save(flat, folder / f"scores-{str(dtype)[6:]}-{mesh.get_rank()}.pt")
 
 
@@ -111,15 +115,62 @@ def states(folder: Path, mesh: DeviceMesh) -> None:
 
 
 def offloading(folder: Path, mesh: DeviceMesh) -> None:
+    """Weights, moments or both, again and again: the numbers are those of an engine that stays."""
     engines = [make_engine(load_sharded_model(folder / "model", Sharding(mesh))) for _ in range(2)]
-    for engine in engines:
-        train(engine, range(2))
-    engines[1].offload()
-    assert same(engines[1].state().tensors, engines[0].state().tensors)
-    engines[1].onload()
-    ours, theirs = (train(engine, range(2, 4)) for engine in engines)
+    for step, (weights, moments) in enumerate([(True, True), (True, False), (False, True)]):
+        ours, theirs = (train(engine, range(step, step + 1)) for engine in engines)
+        assert ours == theirs
+        engines[1].offload(weights, moments)
+        assert same(engines[1].state().tensors, engines[0].state().tensors)
+        assert same(dict(engines[1].weights()), dict(engines[0].weights()))
+        if weights:
+            engines[1].onload()
+    ours, theirs = (train(engine, range(3, 4)) for engine in engines)
     assert ours == theirs
     assert same(engines[1].state().tensors, engines[0].state().tensors)
+
+
+def reductions(folder: Path, mesh: DeviceMesh) -> None:
+    """What ranks computed in bfloat16 is added up in float32: two ranks give the sum of what each gives by itself."""
+    alone = DeviceMesh.from_group([dist.new_group([rank]) for rank in range(2)][mesh.get_rank()], "cpu")
+    found = []
+    for own in (mesh, alone):
+        engine = make_engine(load_sharded_model(folder / "model", Sharding(own, torch.bfloat16)))
+        kept: dict[str, Tensor] = {}
+        engine.optimizer.register_step_pre_hook(
+            lambda *_, engine=engine, kept=kept: kept.update(
+                {name: whole(p.grad).clone() for name, p in engine.model.named_parameters()}
+            )
+        )
+        engine.max_grad_norm = None
+        train(engine, range(1))
+        found.append(kept)
+    together, by_itself = found
+    assert {grad.dtype for grad in together.values()} == {torch.float32}
+    summed = {name: TorchCollective().sum(grad) for name, grad in by_itself.items()}
+    worst = max(float((together[name] - grad).norm() / grad.norm()) for name, grad in summed.items())
+    rounded = min(float((grad.bfloat16().float() - grad).norm() / grad.norm()) for grad in summed.values())
+    assert worst < 1e-6 and rounded > 1e-4, (worst, rounded)
+
+
+def not_finite(folder: Path, mesh: DeviceMesh) -> None:
+    """A gradient that is infinite in one rank's part alone, under a loss that is finite: all ranks skip the step."""
+    engine = make_engine(load_sharded_model(folder / "model", Sharding(mesh)))
+    train(engine, range(1))
+    before = TrainState({name: tensor.clone() for name, tensor in engine.state().tensors.items()}, engine.state().meta)
+    norm = dict(engine.model.named_parameters())["model.norm.weight"]
+
+    def spoil(weight: Tensor) -> None:
+        if mesh.get_rank() == 1:
+            own_part(weight.grad)[0] = float("inf")  # type: ignore[arg-type]  # it has one
+
+    handle = norm.register_post_accumulate_grad_hook(spoil)
+    (metrics,) = train(engine, range(1, 2))
+    handle.remove()
+    assert metrics["skipped"] == 1.0 and abs(metrics["loss"]) < 100 and metrics["grad_norm"] == float("inf")
+    assert engine.num_steps == before.meta["num_steps"] == 1 and same(engine.state().tensors, before.tensors)
+    (metrics,) = train(engine, range(1, 2))
+    assert metrics["skipped"] == 0.0
 
 
 def sent(folder: Path, mesh: DeviceMesh) -> None:
@@ -288,5 +339,7 @@ def _peak_bytes() -> int:
 def main(rank: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     assert sum(SHARES, []) == list(range(len(RAGGED)))
-    for part in (scores, bfloat16, states, offloading, sent, garbage, movement, refusals, halves, resources, memory):
+    for part in (scores, bfloat16, reductions, states, offloading, sent, garbage, not_finite, movement):
+        part(folder, mesh)
+    for part in (refusals, halves, resources, memory):
         part(folder, mesh)

@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from distflow.models.loading import load_model
+from distflow.runtime.checkpoint_shards import read_shards
 from distflow.training.collective import OneRank
 from distflow.training.scorer import TorchScorer
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny_model
 from tests.training.batches import ragged_batch
-from tests.training.fsdp_worker import CASES, make_engine, train
+from tests.training.fsdp_worker import CASES, LAYOUTS, make_engine, train
 from tests.training.rank_worker import EMPTY, FAULTY, mini_batch
 from tests.training.sharded_worker import BIG, OUTPUTS
 
@@ -43,7 +45,7 @@ def test_weights_and_metrics_are_those_of_whole_weights_in_one_process(folder: P
     wanted = train(case, engine, list(range(8)))
     weights = dict(engine.weights())
     files = sorted(folder.glob(f"{case}-*.pt"))
-    assert len(files) == sum({"1": 1, "2": 2, "4": 4, "2x2": 4, "1t2": 2, "2t2": 4}[name] for name in CASES[case][3])
+    assert len(files) == sum(len(LAYOUTS[name].ranks) for name in CASES[case][3])
     for file in files:
         found = torch.load(file)
         assert list(found) == list(weights)
@@ -54,6 +56,18 @@ def test_weights_and_metrics_are_those_of_whole_weights_in_one_process(folder: P
             if not theirs["skipped"]:
                 assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
                 assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5 * PER_TOKEN)
+
+
+@pytest.mark.parametrize("mesh", LAYOUTS)
+def test_each_part_of_weights_and_moments_is_saved_by_one_rank(folder: Path, mesh: str) -> None:
+    case = next(case for case, (_, _, _, names, _) in CASES.items() if mesh in names)
+    files = sorted(folder.glob(f"{case}-{mesh}-*.safetensors"))
+    saved = read_shards(files, lambda name: None)
+    weights = torch.load(folder / f"{case}-{mesh}-0.pt")
+    assert all(torch.equal(saved[f"model.{name}"], weight) for name, weight in weights.items())
+    assert len(saved) == 4 * len(weights), "weights, two moments and a count each"
+    written = sum(tensor.numel() for file in files for tensor in load_file(file).values())
+    assert written == sum(tensor.numel() for tensor in saved.values())
 
 
 def test_what_is_not_finite_on_one_rank_is_skipped_by_all(folder: Path) -> None:

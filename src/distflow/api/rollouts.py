@@ -341,9 +341,9 @@ class _Trainer:
         """See `TrainEngine`."""
         self._engine.load_state(state)
 
-    def offload(self) -> None:
+    def offload(self, weights: bool = True, moments: bool = True) -> None:
         """See `TrainEngine`."""
-        self._engine.offload()
+        self._engine.offload(weights, moments)
 
     def onload(self) -> None:
         """See `TrainEngine`."""

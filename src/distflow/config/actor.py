@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from distflow.config.fsdp import ActorFsdpConfig, RefFsdpConfig
 from distflow.config.keys import group, key
 from distflow.config.names import (
     KL_TYPES,
@@ -68,6 +69,7 @@ class ActorConfig:
     max_grad_norm: float = key(1.0, "gradients are clipped to this norm", above=0)
     model_update_frequency: int = key(1, "publish weights to the rollout every so many steps", minimum=1)
     optim: OptimConfig = group(OptimConfig)
+    fsdp_config: ActorFsdpConfig = group(ActorFsdpConfig)
 
 
 @dataclass(frozen=True)
@@ -77,3 +79,4 @@ class RefConfig:
     log_prob_max_token_len_per_gpu: int | None = key(
         None, "tokens in one micro-batch of its log-probs; null is the actor's", minimum=1
     )
+    fsdp_config: RefFsdpConfig = group(RefFsdpConfig)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from distflow.config.actor import OptimConfig
+from distflow.config.fsdp import TrainedFsdpConfig
 from distflow.config.keys import group, key
 from distflow.config.names import LOSS_AGG_MODES, VALUE_LOSSES
 
@@ -28,3 +29,4 @@ class CriticConfig:
     ppo_max_token_len_per_gpu: int | None = key(None, "tokens in one micro-batch; null is the actor's", minimum=1)
     max_grad_norm: float = key(1.0, "gradients are clipped to this norm", above=0)
     optim: OptimConfig = group(OptimConfig, lr=1e-5)
+    fsdp_config: TrainedFsdpConfig = group(TrainedFsdpConfig)

@@ -25,7 +25,7 @@ is answered with ours and your value, all of them at once,
       → write actor_rollout_ref.rollout.n=8
 ```
 
-and a setting that asks for nothing that is not so anyway (`use_remove_padding=True`, `param_offload=False`) is accepted
+and a setting that asks for nothing that is not so anyway (`use_remove_padding=True`, `model_dtype=fp32`) is accepted
 with a line. What cannot be honoured is refused, so that no command trains something else in silence.
 
 A name alone is answered too:

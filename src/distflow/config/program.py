@@ -3,8 +3,11 @@
 from math import ceil
 from typing import Literal
 
+from distflow.config.fsdp import ActorFsdpConfig, RefFsdpConfig, TrainedFsdpConfig
+from distflow.config.keys import walk
 from distflow.config.names import ESTIMATORS, PIPELINES, BuiltinPipeline, Estimator
 from distflow.config.schema import Config
+from distflow.config.watch import peek
 
 CUSTOM = "custom"
 
@@ -52,6 +55,18 @@ def find_estimator(config: Config) -> Estimator | None:
 def may_have_user_names(config: Config) -> bool:
     """Whether modules of the user are loaded that may register names of their own."""
     return bool(config.trainer.imports or config.dag.custom_pipeline_fn or config.dag.nodes)
+
+
+def offload_keys(config: Config) -> list[str]:
+    """Those that are on by which something waits in the host's memory; looked at without using them."""
+    plain = peek(config)
+    settings = plain.actor_rollout_ref
+    groups: dict[str, ActorFsdpConfig | TrainedFsdpConfig | RefFsdpConfig] = {
+        "actor_rollout_ref.actor.fsdp_config": settings.actor.fsdp_config,
+        "critic.fsdp_config": plain.critic.fsdp_config,
+        "actor_rollout_ref.ref.fsdp_config": settings.ref.fsdp_config,
+    }
+    return [name for prefix, group in groups.items() for name, _, value, _ in walk(group, prefix) if value is True]
 
 
 def optimizer_steps(config: Config, role: Literal["actor", "critic"], steps: int) -> int:

@@ -33,13 +33,34 @@ def partition(lengths: Sequence[int], num_parts: int, groups: Sequence[int] | No
     return sorted(parts, key=lambda part: part[0] if part else len(lengths))
 
 
-def divide_step(lengths: Sequence[int], mini_batches: Sequence[Sequence[int]], num_parts: int) -> Parts:
-    """The items of a step over ranks, each mini-batch by itself as even as `partition` makes it, so that no optimizer
-    step waits for a rank that has more of it than others.
+def divide_step(lengths: Sequence[int], passes: Sequence[Sequence[Sequence[int]]], num_parts: int) -> Parts:
+    """The items of a step over ranks, so that no optimizer step waits for a rank that has more of its mini-batch than
+    others.
 
-    mini_batches: indices into `lengths`, each in one of them. What is heaviest in a mini-batch goes to the part that
-    was lightest before it.
+    passes: the mini-batches of each pass over the step, of indices into `lengths`, each in one of them. Those of a
+    single pass are each as even as `partition` makes it; those of several, drawn anew in each while the items stay
+    where they are, as even as a sorted greedy makes all of them together.
     """
+    if len(passes) == 1:
+        return _divide_pass(lengths, passes[0], num_parts)
+    parts: Parts = [[] for _ in range(num_parts)]
+    loads = [[[0] * num_parts for _ in mini_batches] for mini_batches in passes]  # of each part, by mini-batch
+    homes: list[list[list[int]]] = [[] for _ in lengths]  # of each item, those of its mini-batches
+    for own, mini_batches in zip(loads, passes, strict=True):
+        for load, mini_batch in zip(own, mini_batches, strict=True):
+            for item in mini_batch:
+                homes[item].append(load)
+    totals = [0] * num_parts
+    for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
+        part = min(range(num_parts), key=lambda part: (sum(load[part] for load in homes[item]), totals[part]))
+        parts[part].append(item)
+        for load in (*homes[item], totals):
+            load[part] += lengths[item]
+    return [sorted(part) for part in parts]
+
+
+def _divide_pass(lengths: Sequence[int], mini_batches: Sequence[Sequence[int]], num_parts: int) -> Parts:
+    """What is heaviest in a mini-batch goes to the part that was lightest before it."""
     parts: Parts = [[] for _ in range(num_parts)]
     loads = [0] * num_parts
     for mini_batch in mini_batches:

@@ -23,7 +23,7 @@ def packed_hidden_states(model: nn.Module, input_ids: Tensor, lengths: Tensor) -
     lengths: int64 `(sequences,)` on the CPU, all at least 1. The output head is not run.
     """
     decoder = backbone(model)
-    lengths = lengths[lengths > 0]
+    lengths = lengths[lengths > 0].cpu()  # FSDP moves what it is called with to the device
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     position_ids = (torch.arange(int(lengths.sum())) - starts).to(input_ids.device)
     call: dict[str, Tensor | bool] = {

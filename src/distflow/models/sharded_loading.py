@@ -64,7 +64,8 @@ def load_sharded_model(
     disable_dropout(model)
     attach_packed_forward(model)
     shard_model(model, sharding)
-    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
+    kept_on = "cpu" if sharding.on_host else device
+    model._apply(lambda tensor: torch.empty_like(tensor, device=kept_on) if tensor.is_meta else tensor.to(device))
     missing = _read(model, source)
     if critic:
         source.require_all([name for name in missing if not name.startswith(VALUE_HEAD)])

@@ -6,14 +6,21 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from distflow.config.errors import UserError
 from distflow.models.heads import unwrapped
 from distflow.models.packed_forward import PACKED_METHODS
 from distflow.models.tensor_parallel import divide_layers
 
-DATA, TENSOR = "dp", "tp"
+DATA, REPLICA, SHARD, TENSOR = "dp", "dp_replicate", "dp_shard", "tp"
 
 
 @dataclass(frozen=True)
@@ -21,13 +28,23 @@ class Sharding:
     """Over which ranks, and in which precision.
 
     mesh: of one dimension; or of two with names, replicas and shards: each row holds all weights, and rows add up their
-    gradients; or of two named `dp` and `tp`: ranks of a row compute each layer together.
+    gradients. One more, the last, is named `tp`, where the ranks along it compute each layer together; then the first
+    ones are named `dp`, or `dp_replicate` and `dp_shard`.
     compute_dtype: weights are gathered, and the model computes, in it; those that are kept, and the sums of gradients
     over ranks, are float32.
+    on_host: weights and gradients are kept in the host's memory, whatever the mesh's device, and so are an optimizer's
+    moments; a layer is copied to the device when it runs.
     """
 
     mesh: DeviceMesh
     compute_dtype: torch.dtype = torch.float32
+    on_host: bool = False
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """Without the dimension along which layers are computed together."""
+        names = self.mesh.mesh_dim_names or ()
+        return self.mesh[tuple(name for name in names if name != TENSOR)] if TENSOR in names else self.mesh
 
 
 def shard_model(model: nn.Module, sharding: Sharding) -> None:
@@ -38,16 +55,16 @@ def shard_model(model: nn.Module, sharding: Sharding) -> None:
     one, and are given the same tokens. Every rank runs the model as often as others.
     Raises UserError for a family that does not name its layers, and as `divide_layers` does.
     """
-    mesh = sharding.mesh
-    if TENSOR in (mesh.mesh_dim_names or ()):
-        divide_layers(model, mesh[TENSOR])
-        mesh = mesh[DATA]
+    if TENSOR in (sharding.mesh.mesh_dim_names or ()):
+        divide_layers(model, sharding.mesh[TENSOR])
+    mesh = sharding.data_mesh
     # log-probs and logits are views of what is computed; nothing changes them in place, which is what it warns of
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     policy = MixedPrecisionPolicy(param_dtype=sharding.compute_dtype, reduce_dtype=torch.float32)
+    place = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if sharding.on_host else OffloadPolicy()
     for module in (*_layers(model), model):
         # also the root: between passes nothing but parts is there, and parameters are what optimizers know
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=True)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

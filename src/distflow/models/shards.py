@@ -22,8 +22,16 @@ def own_part(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of it on every rank of its mesh, which all call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """All of it on every rank of its mesh, which all call this; on the mesh's device, wherever the parts are kept."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    here: DTensor = tensor.to(tensor.device_mesh.device_type)  # type: ignore[assignment]  # declared as any tensor
+    return here.full_tensor()
+
+
+def device_of(tensor: Tensor) -> torch.device:
+    """On which what is computed of it is; parts of a spread tensor may be kept in the host's memory."""
+    return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
 
 
 def is_spread(model: nn.Module) -> bool:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import NotRequired, TypedDict, cast
+from typing import Literal, NamedTuple, NotRequired, TypedDict, cast
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from distflow.config.actor import OptimConfig
 from distflow.config.errors import UserError, hint
 from distflow.config.functions import load
 from distflow.config.names import ROLLOUT_ENGINES, TRAIN_ENGINES
-from distflow.config.program import is_rl, optimizer_steps
+from distflow.config.program import is_rl, offload_keys, optimizer_steps
 from distflow.flow.ticket import Version
 from distflow.models.loading import Init, context_length, load_model, model_config
 from distflow.models.lora import add_lora
@@ -98,6 +98,13 @@ class ScorerOptions(TypedDict):
     compute_dtype: torch.dtype | None
 
 
+class Spread(NamedTuple):
+    """How a model lies over ranks, beside their mesh: see `Sharding`."""
+
+    compute_dtype: torch.dtype
+    on_host: bool
+
+
 class Trainer(TypedDict):
     """A train engine but for its model. engine: "module:Class". options: of its constructor."""
 
@@ -111,7 +118,7 @@ def make_factories(
 ) -> dict[str, Factory]:
     """Of these, and of what they are made of. steps: training steps of the whole run."""
     factories: dict[str, Factory] = {
-        "policy": partial(_policy, source=_policy_source(config), lora=_lora(config), sharded=_sharded(config)),
+        "policy": partial(_policy, source=_policy_source(config), lora=_lora(config), spread=_spread(config, "actor")),
         "tokenizer": partial(_alone, make=_tokenizer_loader(config)),
         "stop_token_ids": _stop_token_ids,
     }
@@ -119,11 +126,15 @@ def make_factories(
         factories["actor"] = partial(_actor, **_actor_trainer(config, steps))
     if "critic" in engines:
         factories["critic"] = partial(
-            _critic, source=_critic_source(config), sharded=_sharded(config), **_critic_trainer(config, steps)
+            _critic, source=_critic_source(config), spread=_spread(config, "critic"), **_critic_trainer(config, steps)
         )
     if "ref" in engines:
-        source = None if config.actor_rollout_ref.model.lora_rank else _policy_source(config)
-        factories["ref"] = partial(_reference, source=source, sharded=_sharded(config), options=_scorer_options(config))
+        options = _scorer_options(config)
+        if config.actor_rollout_ref.model.lora_rank:
+            factories["ref"] = partial(_adapted_policy, options=options)
+        else:
+            source, spread = _policy_source(config), _spread(config, "ref")
+            factories["ref"] = partial(_reference, source=source, spread=spread, options=options)
     if "rollout" in engines:
         factories["rollout"] = _rollout_factory(config)
     if "judge" in services:
@@ -139,7 +150,7 @@ def compute_dtype(config: Config) -> torch.dtype:
 def shares_weights(config: Config) -> bool:
     """Whether the rollout engine may compute on the trainer's own storage: whole weights, both in the stored dtype, and
     nothing is generated while the trainer updates it."""
-    if compute_dtype(config) is not torch.float32 or _sharded(config) is not None:
+    if compute_dtype(config) is not torch.float32 or is_sharded(config):
         return False
     return not is_rl(config) or config.async_.max_staleness == 0
 
@@ -150,6 +161,15 @@ def choose_device(config: Config) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError("trainer.device=cuda, but torch finds no CUDA device here: set trainer.device=auto or cpu")
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
+
+
+def refuse_offload_here(config: Config, device: torch.device) -> None:
+    """Raises UserError for a key that has something wait in the host's memory where that is the device's."""
+    if device.type == "cpu" and (keys := offload_keys(config)):
+        raise UserError(
+            f"{', '.join(keys)}: what is on a CPU lies in the host's memory already (trainer.device="
+            f"{config.trainer.device} is a CPU here): leave {'it' if len(keys) == 1 else 'them'} out"
+        )
 
 
 def planes_threads(config: Config) -> tuple[int | None, int | None]:
@@ -299,13 +319,24 @@ def _scorer_options(config: Config, max_tokens: int | None = None) -> ScorerOpti
     return {
         "max_tokens_per_micro_batch": max_tokens,
         "temperature": settings.rollout.temperature if is_rl(config) else 1.0,
-        "compute_dtype": None if _sharded(config) else compute_dtype(config),
+        "compute_dtype": None if is_sharded(config) else compute_dtype(config),
     }
 
 
-def _sharded(config: Config) -> torch.dtype | None:
-    """What sharded models are gathered and computed in; None where no model is sharded."""
-    return compute_dtype(config) if config.actor_rollout_ref.actor.strategy == "fsdp" else None
+def is_sharded(config: Config) -> bool:
+    """Whether models lie over the ranks that train."""
+    return config.actor_rollout_ref.actor.strategy == "fsdp"
+
+
+def _spread(config: Config, role: Literal["actor", "critic", "ref"]) -> Spread | None:
+    """None where every rank has the model whole."""
+    if not is_sharded(config):
+        return None
+    settings = config.actor_rollout_ref
+    if role == "ref":
+        return Spread(compute_dtype(config), settings.ref.fsdp_config.param_offload)
+    trained = config.critic.fsdp_config if role == "critic" else settings.actor.fsdp_config
+    return Spread(compute_dtype(config), trained.offload_policy)
 
 
 def _optim(optim: OptimConfig, updates: int) -> Optim:
@@ -335,7 +366,7 @@ def _rollout_factory(config: Config) -> Factory:
         _rollout,
         engine=target,
         dtype=compute_dtype(config),
-        source=_policy_source(config) if config.actor_rollout_ref.model.lora_rank or _sharded(config) else None,
+        source=_policy_source(config) if config.actor_rollout_ref.model.lora_rank or is_sharded(config) else None,
         shares=shares_weights(config),
         options=options,
     )
@@ -362,13 +393,11 @@ def _alone(get: Get, device: torch.device, make: Callable[[], object]) -> object
     return make()
 
 
-def _policy(
-    get: Get, device: torch.device, source: Source, lora: Lora | None, sharded: torch.dtype | None
-) -> nn.Module:
+def _policy(get: Get, device: torch.device, source: Source, lora: Lora | None, spread: Spread | None) -> nn.Module:
     """Sharded where it is trained; what only generates has it whole."""
-    if sharded is None or not get.planned("actor"):
+    if spread is None or not get.planned("actor"):
         return _load_policy(source, lora, device)
-    sharding = _sharding(get, sharded)
+    sharding = _sharding(get, spread)
     if lora is None:
         with _blaming("actor_rollout_ref.model.path"):
             return load_sharded_model(**source, sharding=sharding, device=device)
@@ -377,14 +406,14 @@ def _policy(
     return model
 
 
-def _sharding(get: Get, compute_dtype: torch.dtype) -> Sharding:
+def _sharding(get: Get, spread: Spread) -> Sharding:
     mesh: DeviceMesh | None = get("mesh")
     if mesh is None:
         raise UserError(
             "actor.strategy=fsdp spreads weights over the processes that train, and this run has one: set "
             "trainer.launcher=ray, or actor.strategy=torch"
         )
-    return Sharding(mesh, compute_dtype)
+    return Sharding(mesh, spread.compute_dtype, spread.on_host)
 
 
 def _load_policy(source: Source, lora: Lora | None, device: torch.device) -> nn.Module:
@@ -412,16 +441,16 @@ def _critic(
     get: Get,
     device: torch.device,
     source: Source,
-    sharded: torch.dtype | None,
+    spread: Spread | None,
     engine: str,
     optim: Optim,
     options: Options,
 ) -> TrainEngine:
     with _blaming("critic.model.path"):
-        if sharded is None:
+        if spread is None:
             model = load_value_model(**source, device=device)
         else:
-            model = load_sharded_model(**source, sharding=_sharding(get, sharded), critic=True, device=device)
+            model = load_sharded_model(**source, sharding=_sharding(get, spread), critic=True, device=device)
     return _train_engine(get, model, engine, optim, options)
 
 
@@ -436,16 +465,19 @@ def _train_engine(get: Get, model: nn.Module, engine: str, optim: Optim, options
 
 
 def _reference(
-    get: Get, device: torch.device, source: Source | None, sharded: torch.dtype | None, options: ScorerOptions
+    get: Get, device: torch.device, source: Source, spread: Spread | None, options: ScorerOptions
 ) -> TorchScorer:
-    """The policy as it was before training; with an adapter that is the policy with the adapter switched off."""
-    if source is None:
-        model: nn.Module = get("policy")
-    elif sharded is None:
-        model = load_model(**source, device=device).requires_grad_(False)
+    """The policy as it was before training."""
+    if spread is None:
+        model: nn.Module = load_model(**source, device=device)
     else:
-        model = load_sharded_model(**source, sharding=_sharding(get, sharded), device=device).requires_grad_(False)
-    return TorchScorer(model, without_adapter=source is None, group=get("collective"), **options)
+        model = load_sharded_model(**source, sharding=_sharding(get, spread), device=device)
+    return TorchScorer(model.requires_grad_(False), group=get("collective"), **options)
+
+
+def _adapted_policy(get: Get, device: torch.device, options: ScorerOptions) -> TorchScorer:
+    """The policy with its adapter switched off, which is what it was before training."""
+    return TorchScorer(get("policy"), without_adapter=True, group=get("collective"), **options)
 
 
 def _rollout(

@@ -38,11 +38,13 @@ from distflow.pipelines.data_sets import DataSource, held_out_source, train_sour
 from distflow.pipelines.factories import (
     choose_device,
     compute_dtype,
+    is_sharded,
     load_policy_tokenizer,
     make_factories,
     model_sizes,
     planes_threads,
     policy_context,
+    refuse_offload_here,
     shares_weights,
 )
 from distflow.pipelines.inert import refuse_inert_keys
@@ -61,6 +63,7 @@ from distflow.rollout.engine import SamplingParams
 from distflow.runtime.blame import is_ours
 from distflow.runtime.checks.mismatch import Tolerance
 from distflow.runtime.disk import writing_to
+from distflow.runtime.residence import Offloads
 from distflow.runtime.spec import Factory, RunOptions, Spec, ValidationSet, WorkerNeeds
 
 _MAX_THREADS = 1024
@@ -277,11 +280,12 @@ def _spec(loaded: Loaded, program: Program, data: Data) -> Spec:
 
 
 def _plan(config: Config, program: Program) -> Plan:
-    device = str(choose_device(config))
+    device = choose_device(config)
     if config.trainer.launcher == "local":
-        return plan_local(program, device)
+        return plan_local(program, str(device))
+    refuse_offload_here(config, device)
     is_shared_out = not config.trainer.allocation and len(program_parts(program, {})) > 1
-    return plan_ray(program, config, device, model_sizes(config, program.engines) if is_shared_out else {})
+    return plan_ray(program, config, str(device), model_sizes(config, program.engines) if is_shared_out else {})
 
 
 class _Settings(TypedDict):
@@ -378,12 +382,24 @@ def _run_options(config: Config, program: Program) -> RunOptions:
         max_error_share=(config if _is_judged(program) else peek(config)).reward.max_error_share,
         max_skipped=trust.max_skipped_updates,
         unmoved_after=trust.unmoved_after,
+        offloads=_offloads(config, program) if is_sharded(config) else {},
     )
 
 
 def _worker_needs(trainer: TrainerConfig) -> WorkerNeeds:
     env = {name: str(value) for name, value in trainer.worker_env.items()}
     return WorkerNeeds(trainer.worker_cpus, trainer.worker_memory_mb, env)
+
+
+def _offloads(config: Config, program: Program) -> dict[str, Offloads]:
+    """Of what is trained, by role. What stays on the host always is not moved."""
+    settings = {"actor": config.actor_rollout_ref.actor.fsdp_config, "critic": config.critic.fsdp_config}
+    found = {
+        role: Offloads(weights=own.param_offload, moments=own.optimizer_offload)
+        for role, own in settings.items()
+        if role in program.engines
+    }
+    return {role: own for role, own in found.items() if own.weights or own.moments}
 
 
 def _has_deadline(program: Program) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from distflow.config import Config
 from distflow.config.errors import UserError
+from distflow.config.program import offload_keys
 from distflow.graph import BoundNode, Program
 from distflow.planning.agreement import check_agreement
 from distflow.planning.allocation import KEY, Allocation, parse_allocation
@@ -166,7 +167,7 @@ def _placed(program: Program, config: Config, device: str, cluster: Cluster, tea
         for rank in range(cluster.num_devices)
     )
     layouts = tuple(
-        Layout(role, engine, held, sizes)
+        Layout(role, engine, held, sizes, _shard(role, engine, sizes, config))
         for team, held in zip(teams, where, strict=True)
         for role, (engine, sizes) in team.roles.items()
     )
@@ -176,5 +177,21 @@ def _placed(program: Program, config: Config, device: str, cluster: Cluster, tea
         make_channels(program, ranks),
         layouts,
         process_groups(layouts),
-        choose_backends(device, cluster.num_devices, dag.backend_threshold),
+        # what waits in the host's memory may have to be sent from there
+        choose_backends(device, cluster.num_devices, 1 if offload_keys(config) else dag.backend_threshold),
     )
+
+
+def _shard(role: str, engine: str, sizes: Sizes, config: Config) -> int | None:
+    """How many neighbours along data share one copy of a model's weights; None for all, or where each has it whole."""
+    if role == "rollout" or engine != "fsdp":
+        return None
+    size = config.actor_rollout_ref.actor.fsdp_config.fsdp_size
+    if size in (-1, sizes.data):
+        return None
+    if sizes.data % size:
+        raise UserError(
+            f"actor_rollout_ref.actor.fsdp_config.fsdp_size={size} does not divide the {sizes.data} data parallel "
+            f"ranks of the {role}: set it to a divisor, or to -1 for all of them"
+        )
+    return size

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from distflow.planning.layout import AXES, Layout
+from distflow.planning.layout import AXES, Axis, Layout, Part
 
 Backend = Literal["gloo", "nccl"]
 
@@ -23,7 +23,8 @@ def process_groups(layouts: Sequence[Layout]) -> tuple[ProcessGroup, ...]:
     order in which each rank must create them."""
     uses: dict[tuple[int, ...], list[tuple[str, str]]] = {}
     for layout in layouts:
-        lines = [("all", layout.ranks), *((axis, line) for axis in AXES for line in layout.groups(axis))]
+        axes: tuple[Axis | Part, ...] = (*AXES, "replica", "shard") if layout.shard else AXES
+        lines = [("all", layout.ranks), *((axis, line) for axis in axes for line in layout.groups(axis))]
         for axis, ranks in lines:
             if len(ranks) > 1:
                 uses.setdefault(tuple(sorted(ranks)), []).append((layout.role, axis))

@@ -7,6 +7,8 @@ from typing import Literal
 
 Axis = Literal["data", "tensor", "pipeline", "context", "expert"]
 AXES: tuple[Axis, ...] = ("data", "tensor", "pipeline", "context", "expert")
+Part = Literal["shard", "replica"]
+"""Of the ranks along data."""
 
 # Outermost first: ranks that differ in the last axis only are neighbours.
 _TRAINING: tuple[Axis, ...] = ("pipeline", "data", "context", "tensor")
@@ -30,12 +32,16 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Layout:
-    """The model of one role. ranks: all that hold a piece of it, ascending; as many as `sizes` asks for."""
+    """The model of one role. ranks: all that hold a piece of it, ascending; as many as `sizes` asks for.
+
+    shard: how many neighbours along data share one copy of the weights, where the others hold replicas; None is all.
+    """
 
     role: str
     engine: str
     ranks: tuple[int, ...]
     sizes: Sizes
+    shard: int | None = None
 
     def rank_at(self, dp: int, tp: int = 0, pp: int = 0, cp: int = 0) -> int:
         """The rank at these coordinates. Order of ranks: pp → dp → cp → tp for training, dp → pp → cp → tp for
@@ -52,7 +58,7 @@ class Layout:
         mesh = self._mesh()
         return dict(zip(mesh, list(product(*map(range, mesh.values())))[self.ranks.index(rank)], strict=True))
 
-    def line(self, axis: Axis, rank: int) -> tuple[int, ...]:
+    def line(self, axis: Axis | Part, rank: int) -> tuple[int, ...]:
         """The ranks that differ from one of its ranks along that axis alone, itself among them, ascending."""
         return next(line for line in self.groups(axis) if rank in line)
 
@@ -64,15 +70,19 @@ class Layout:
         """The head of each data-parallel coordinate, in their order."""
         return tuple(self.head(dp) for dp in range(self.sizes.data))
 
-    def groups(self, axis: Axis) -> list[tuple[int, ...]]:
+    def groups(self, axis: Axis | Part) -> list[tuple[int, ...]]:
         """The ranks that differ along that axis alone, one tuple for each coordinate of the others, each ascending.
 
-        Experts are shared by `sizes.expert` neighbours among the ranks that differ along data and context.
+        Experts are shared by `sizes.expert` neighbours among the ranks that differ along data and context. Of the ranks
+        along data `shard` are neighbours that share one copy of the weights, `replica` those that have the same part.
         """
         if axis == "expert":
-            size = self.sizes.expert
-            lines = self._lines(("data", "context"))
-            return [line[start : start + size] for line in lines for start in range(0, len(line), size)]
+            return _neighbours(self._lines(("data", "context")), self.sizes.expert)
+        if axis == "shard" or axis == "replica":
+            lines, size = self._lines(("data",)), self.shard or self.sizes.data
+            if axis == "shard":
+                return _neighbours(lines, size)
+            return [line[place::size] for line in lines for place in range(size)]
         return self._lines((axis,))
 
     def _lines(self, along: tuple[Axis, ...]) -> list[tuple[int, ...]]:
@@ -88,3 +98,7 @@ class Layout:
         mesh = {axis: int(getattr(self.sizes, axis)) for axis in axes}
         assert prod(mesh.values()) == len(self.ranks), f"{self.role} has {len(self.ranks)} ranks for {self.sizes}"
         return mesh
+
+
+def _neighbours(lines: list[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:
+    return [line[start : start + size] for line in lines for start in range(0, len(line), size)]

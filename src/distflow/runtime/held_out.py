@@ -9,6 +9,7 @@ from distflow.rewards.tally import VALIDATION
 from distflow.runtime.error_share import warn_of_errors
 from distflow.runtime.ports import Ports
 from distflow.runtime.recorder import Recorder
+from distflow.runtime.residence import Residence
 from distflow.runtime.resources import Resources
 from distflow.runtime.session import Session
 from distflow.runtime.spec import Spec
@@ -26,11 +27,12 @@ class HeldOut:
         session: Session,
         validator: Validator,
         recorder: Recorder,
+        residence: Residence,
         step: int,
     ) -> None:
         """step: that the run goes on from."""
         self._spec, self._resources, self._ports, self._session = spec, resources, ports, session
-        self._validator, self._recorder = validator, recorder
+        self._validator, self._recorder, self._residence = validator, recorder, residence
         self.step = step
 
     def validate(self, step: int) -> dict[str, float]:
@@ -42,6 +44,7 @@ class HeldOut:
             if not self._spec.plan.generates:
                 if self._resources.actor is None:
                     return {}
+                self._residence.only(("actor",))
                 metrics = held_out_loss(self._spec.validation, self._resources.actor)
             elif answers := self._answers(step):
                 metrics = Answers.joined(answers).metrics()
@@ -61,6 +64,7 @@ class HeldOut:
 
     def _answers(self, step: int) -> Sequence[Answers]:
         """Of all workers that have an engine. None where others have them, and another rank asks."""
+        self._residence.only(())
         if self._resources.rollout is None:
             return self._ports.validate(step)
         ranks = self._ports.collective

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from distflow.models.sharding import DATA, TENSOR
-from distflow.planning.layout import Layout
+from distflow.models.sharding import DATA, REPLICA, SHARD, TENSOR
+from distflow.planning.layout import Axis, Layout, Part
 from distflow.planning.plan import Plan
 
 
@@ -40,13 +40,19 @@ class ProcessGroups:
         return self._made[ranks]
 
     def mesh(self, team: tuple[int, ...], layout: Layout, rank: int, device: str) -> DeviceMesh:
-        """Over which the models of a team are spread: of the data parallel dimension, or of that and the tensor
-        parallel one."""
-        if layout.sizes.tensor == 1:
+        """Over which the models of a team are spread: of the data parallel dimension, or of the two that replicas make
+        of it, and of the tensor parallel one where layers are divided."""
+        data, tensor = layout.sizes.data, layout.sizes.tensor
+        dimensions: dict[str, tuple[Axis | Part, int]] = {DATA: ("data", data)}
+        if layout.shard is not None:
+            dimensions = {REPLICA: ("replica", data // layout.shard), SHARD: ("shard", layout.shard)}
+        if tensor > 1:
+            dimensions[TENSOR] = ("tensor", tensor)
+        if len(dimensions) == 1:
             return DeviceMesh.from_group(self.of(team), device)
-        lines = [self.of(layout.line(axis, rank)) for axis in ("data", "tensor")]
-        places = torch.tensor(self._places(team)).view(layout.sizes.data, layout.sizes.tensor)
-        return DeviceMesh.from_group(lines, device, mesh=places, mesh_dim_names=(DATA, TENSOR))
+        lines = [self.of(layout.line(axis, rank)) for axis, _ in dimensions.values()]
+        places = torch.tensor(self._places(team)).view([size for _, size in dimensions.values()])
+        return DeviceMesh.from_group(lines, device, mesh=places, mesh_dim_names=tuple(dimensions))
 
     def _places(self, ranks: Sequence[int]) -> list[int]:
         return [self._learners.index(rank) for rank in ranks]

@@ -7,6 +7,7 @@ from distflow.runtime.checks.sent import check_served
 from distflow.runtime.ports import Ports
 from distflow.runtime.publish import Publisher
 from distflow.runtime.recorder import Recorder
+from distflow.runtime.residence import Residence
 from distflow.runtime.resources import Resources
 from distflow.runtime.session import Session
 from distflow.runtime.spec import Spec
@@ -24,10 +25,12 @@ class Serving:
         session: Session,
         recorder: Recorder,
         updates: Updates,
+        residence: Residence,
         version: Version,
     ) -> None:
         """version: of the weights that the resources hold."""
         self._ports, self._recorder, self._updates, self._version = ports, recorder, updates, version
+        self._residence = residence
         self._engine = resources.rollout
         self._publisher: Publisher | None = None
         if resources.actor is not None and spec.plan.generates:
@@ -51,6 +54,7 @@ class Serving:
         self.step, updated = version.step, self._updates.since_sent()
         if self._publisher is None:
             return updated, {}
+        self._residence.only(("actor",))
         outcome = self._publisher.publish_changed(version, updated)
         check_served(self._served(), version)
         check_replicas(self._publisher.hashes, version.step, self._ports.collective)
@@ -62,6 +66,7 @@ class Serving:
         then go to all."""
         if self._publisher is None:
             return
+        self._residence.only(("actor",))
         sent = self.step < step and self.send(Version(self._version.incarnation, step))[0]
         if not sent:
             self._publisher.push_again()

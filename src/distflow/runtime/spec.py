@@ -15,6 +15,7 @@ from distflow.planning.plan import Plan
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.callbacks import Callbacks
 from distflow.runtime.checks.mismatch import Tolerance
+from distflow.runtime.residence import Offloads
 
 
 class Get(Protocol):
@@ -67,7 +68,7 @@ class RunOptions:
     of the experience plane, for each sample. engine_timeout_s: how long a rollout engine that was asked for something
     may give no sign of life; None is for ever. certify: verifiers are tried on known answers first. max_error_share: of
     a step's verdicts, above which the run ends. max_skipped: updates that are not finite in a row before the run ends.
-    unmoved_after: updates after which a weight must have moved.
+    unmoved_after: updates after which a weight must have moved. offloads: by role of the engine.
     """
 
     seed: int
@@ -98,6 +99,7 @@ class RunOptions:
     max_error_share: float
     max_skipped: int
     unmoved_after: int
+    offloads: Mapping[str, Offloads]
 
 
 @dataclass(frozen=True)

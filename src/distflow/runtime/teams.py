@@ -30,8 +30,9 @@ def kept_share(plan: Plan, teams: Sequence[tuple[int, ...]], rank: int) -> tuple
 def edge_team(spec: Spec, ranks: Sequence[int]) -> Team:
     """ranks: of one team, in order. Mini-batches are those of the policy, where the team trains one."""
     config, engines = spec.config, spec.plan.ranks[ranks[0]].engines
-    size = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    size, epochs = actor.ppo_mini_batch_size, actor.ppo_epochs
     if "actor" not in engines:
-        size = config.critic.ppo_mini_batch_size or size
+        size, epochs = critic.ppo_mini_batch_size or size, critic.ppo_epochs
     layout = team_layout(spec.plan, tuple(ranks))
-    return Team(tuple(layout.place(rank)["data"] for rank in ranks), size, config.trainer.seed)
+    return Team(tuple(layout.place(rank)["data"] for rank in ranks), size, config.trainer.seed, epochs)

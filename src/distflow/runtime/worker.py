@@ -29,6 +29,7 @@ from distflow.runtime.ports import Ports
 from distflow.runtime.ports.edge import Newcomers, Released, Share
 from distflow.runtime.publish import Receiver
 from distflow.runtime.recorder import Recorder
+from distflow.runtime.residence import Residence
 from distflow.runtime.resources import Resources
 from distflow.runtime.saved import as_it_stands, joined, part_of_rank, saved_parts
 from distflow.runtime.saver import Saver
@@ -72,8 +73,18 @@ class Worker:
         self._checks = LiveChecks.of(spec, resources, recorder.note)
         parts = {**resources.by_name(), "reduce": ports.data, "team": ports.collective}
         self._learning = compile_steps([program.node(name) for name in plan.learning], parts)
+        self._residence = Residence(resources.trained(), spec.options.offloads)
         self._auditor = make_auditor(
-            spec, program, self._learning, resources, self._session, recorder, state, version, ports.collective
+            spec,
+            program,
+            self._learning,
+            resources,
+            self._session,
+            recorder,
+            state,
+            version,
+            ports.collective,
+            self._residence.all,
         )
         self._updates = updates = Updates(self._checks, self._auditor, recorder.phases)
         keeps = bool(plan.learning) and [each.rank for each in spec.plan.ranks if each.experience] == [rank]
@@ -90,8 +101,10 @@ class Worker:
         stop_token_ids, say = resources.stop_token_ids, partial(recorder.note, "warning")
         self._handovers = Handovers(spec.plan, program, rank, ports.exchange)
         validator = Validator(spec.validation, self._contexts, self._experience, stop_token_ids, spec.options.seed, say)
-        self.held_out = HeldOut(spec, resources, ports, self._session, validator, recorder, version.step)
-        self._serving = Serving(spec, resources, ports, self._session, recorder, updates, version)
+        self.held_out = HeldOut(
+            spec, resources, ports, self._session, validator, recorder, self._residence, version.step
+        )
+        self._serving = Serving(spec, resources, ports, self._session, recorder, updates, self._residence, version)
         self._saved_at = version.step
         self._released: Released | None = None
         self.status = {step.node.node_id: NodeStatus.PENDING for step in self._learning}
@@ -154,6 +167,7 @@ class Worker:
 
     def take(self, wanted: int | None = None, deadline: float | None = None) -> Share | None:
         """This rank's share of the next step, or of a part of it: see `EdgePort.take`. None where there is none."""
+        self._residence.only(())
         try:
             with self._recorder.phases("rollout"):
                 take = partial(self._ports.edge.take, self.step, self._rank, wanted, deadline)
@@ -184,6 +198,7 @@ class Worker:
 
     def train_step(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> dict[str, float]:
         """An optimizer step outside of the nodes, checked as theirs are."""
+        self._residence.only((role,))
         with self._recorder.phases(f"update_{role}"):
             metrics = engine.train_step(batch, self._updates.before(role, engine, batch, loss))
         self._updates.after(role, engine, batch, metrics, self.step, first=False)
@@ -219,6 +234,7 @@ class Worker:
                         step.batch = self._handovers.taken(name, step.batch, self.step)
                 before = step.batch
                 with self._recorder.phases(compiled.node.phase):
+                    self._residence.only(compiled.node.engines)
                     yield compiled, self._contexts.learning(self.step, step.tickets, name)
                 self._auditor.scored(step.batch)
                 self._handovers.given(name, before, step.batch, self.step)

@@ -83,8 +83,11 @@ class TrainEngine(Scorer, Protocol):
 
     def load_state(self, state: TrainState) -> None: ...
 
-    def offload(self) -> None:
-        """Free the device until `onload`; nothing else is called between."""
+    def offload(self, weights: bool = True, moments: bool = True) -> None:
+        """Free the device of the weights, the optimizer's moments or both, which wait in the host's memory; of weights
+        that do only `weights` and `state` are asked before `onload`."""
         ...
 
-    def onload(self) -> None: ...
+    def onload(self) -> None:
+        """Weights are back; moments come with the next optimizer step."""
+        ...

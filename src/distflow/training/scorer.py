@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from distflow.data.batch import Batch
 from distflow.models.lora import adapter_off
 from distflow.models.packed_forward import PackedForward
+from distflow.models.shards import device_of
 from distflow.training.collective import Collective, OneRank
 from distflow.training.model_inputs import model_inputs
 from distflow.training.packing import micro_batches
@@ -41,7 +42,7 @@ class TorchScorer:
 
     @property
     def device(self) -> torch.device:
-        return self._parameter.device
+        return device_of(self._parameter)
 
     @torch.no_grad()
     def forward(self, batch: Batch, outputs: tuple[str, ...]) -> Batch:

@@ -20,6 +20,8 @@ from distflow.training.packing import micro_batches
 from distflow.training.schedule import Schedule
 from distflow.training.scorer import TorchScorer
 
+HOST = torch.device("cpu")
+
 
 class TorchTrainEngine:
     """Trains `model`, whose parameters are float32, with `optimizer` over its trainable ones.
@@ -63,6 +65,7 @@ class TorchTrainEngine:
         self.num_steps = 0
         self._device = self.scorer.device
         self._trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._is_on_host = next(model.parameters()).device.type != self._device.type  # always, but for its buffers
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         _refuse_low_precision(self._trainable)
         if gradient_checkpointing:
@@ -138,21 +141,26 @@ class TorchTrainEngine:
             fill(parameter, weights[name])
         self.num_steps = int(state.meta["num_steps"])
 
-    def offload(self) -> None:
-        """Free the device: weights and moments wait in the host's memory until `onload`."""
-        self._move(torch.device("cpu"))
-
-    def onload(self) -> None:
-        """Back from `offload`, bit for bit."""
-        self._move(self._device)
-
-    def _move(self, device: torch.device) -> None:
-        self.model.to(device)
-        move_optimizer_state(self.optimizer, device)
+    def offload(self, weights: bool = True, moments: bool = True) -> None:
+        """Free the device: weights, moments or both wait in the host's memory, the weights until `onload`, the moments
+        until the next optimizer step. Both come back bit for bit."""
+        if weights:
+            self._move(HOST)
+        if moments:
+            move_optimizer_state(self.optimizer, HOST)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def onload(self) -> None:
+        """See `offload`."""
+        self._move(self._device)
+
+    def _move(self, device: torch.device) -> None:
+        if not self._is_on_host:
+            self.model.to(device)
+
     def _step(self, lrs: list[float]) -> None:
+        move_optimizer_state(self.optimizer, next(iter(self._trainable.values())).device)
         for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
             group["lr"] = lr
         self.optimizer.step()

@@ -3,6 +3,7 @@
 import threading
 from typing import Any
 
+from distflow.flow.balance import divide_step
 from distflow.flow.minibatch import minibatches
 from distflow.flow.ticket import Ticket
 from distflow.runtime.ports.edge import Newcomers
@@ -53,6 +54,13 @@ def test_every_team_has_the_whole_step_and_divides_its_own_mini_batches() -> Non
     assert sorted(first + second) == alone == list(range(len(TOKENS)))
     for mini_batch in minibatches(len(TOKENS), range(len(TOKENS)), 2, 7, 0, 0):
         assert [len(set(mini_batch) & set(share)) for share in (first, second)] == [1, 1]
+
+
+def test_mini_batches_of_later_passes_are_divided_too() -> None:
+    shared = edge(Team((0, 1), mini_batch=2, seed=7, epochs=3))
+    passes = [minibatches(len(TOKENS), range(len(TOKENS)), 2, 7, 0, epoch) for epoch in range(3)]
+    shares = [taken(shared, rank) for rank in range(2)]
+    assert shares == divide_step(TOKENS, passes, 2) != divide_step(TOKENS, passes[:1], 2)
 
 
 FACTS = Facts(5, None, None)

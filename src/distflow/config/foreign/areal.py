@@ -70,7 +70,11 @@ NAMES: dict[str, Name] = {
     "total_train_steps": Name("trainer.total_training_steps"),
     "total_train_n_seqs": Name(note="trainer.total_training_steps counts steps", harmless=(None,)),
     "tokenizer_path": Name(f"{_M}.tokenizer_path"),
-    "enable_offload": Name(note="nothing is offloaded: leave it out", harmless=OFF),
+    "enable_offload": Name(
+        f"{_A}.fsdp_config.param_offload={{}} {_A}.fsdp_config.optimizer_offload={{}}",
+        f"with {_A}.strategy=fsdp",
+        harmless=OFF,
+    ),
     "allocation_mode": Name(
         "trainer.allocation", "with trainer.launcher=ray; each part names its engine", harmless=(None, "")
     ),
@@ -151,7 +155,7 @@ NAMES: dict[str, Name] = {
     "actor.optimizer.min_lr_ratio": Name(f"{_OPTIM}.min_lr_ratio"),
     "actor.optimizer.warmup_steps_proportion": Name(f"{_OPTIM}.warmup_ratio"),
     "actor.optimizer.gradient_clipping": Name(f"{_A}.max_grad_norm"),
-    "actor.optimizer.offload": Name(note="nothing is offloaded: leave it out", harmless=OFF),
+    "actor.optimizer.offload": Name(f"{_A}.fsdp_config.optimizer_offload", f"with {_A}.strategy=fsdp", harmless=OFF),
     "actor.optimizer.*": _SPEED,
     "actor.fsdp.*": _SCHEDULING,
     "actor.megatron.*": _SCHEDULING,

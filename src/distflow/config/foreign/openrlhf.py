@@ -11,7 +11,6 @@ _CORRECTION = "algorithm.rollout_correction"
 
 _SPEED = Name(note="it changes speed and memory, not what is trained", harmless=ANY)
 _ONE_PROCESS = Name(note="one process on one device so far, so that it does nothing", harmless=ANY)
-_NO_OFFLOAD = Name(note="nothing is offloaded: leave it out", harmless=OFF)
 _REWARD_MODEL = Name(note="reward models are not there yet; reward.functions judge", harmless=(None,))
 _TURNS = Name(note="conversations of several turns are not there yet", harmless=(None,))
 _TRACKER = {None: "[console]", False: "[console]"}
@@ -156,8 +155,10 @@ NAMES: dict[str, Name] = {
     "ema_beta": Name(note="there is no moving average of the weights", harmless=ANY),
     # placement
     "zero_stage": _ONE_PROCESS,
-    "adam_offload": _NO_OFFLOAD,
-    "ref_reward_offload": _NO_OFFLOAD,
+    "adam_offload": Name(f"{_A}.fsdp_config.optimizer_offload", f"with {_A}.strategy=fsdp", harmless=OFF),
+    "ref_reward_offload": Name(
+        "actor_rollout_ref.ref.fsdp_config.param_offload", f"with {_A}.strategy=fsdp", harmless=OFF
+    ),
     "deepspeed_enable_sleep": _ONE_PROCESS,
     "ds_tensor_parallel_size": Name(note="one device so far", harmless=(1,)),
     "ring_attn_size": Name(note="one device so far", harmless=(1,)),

@@ -40,7 +40,11 @@ NAMES: dict[str, Name] = {
     "resume_from_checkpoint": Name("trainer.resume_mode", values={True: "auto", False: "never"}),
     "num_gpus_per_node": Name("trainer.n_gpus_per_node", "with trainer.launcher=ray", harmless=(1,)),
     "num_nodes": Name("trainer.nnodes", "with trainer.launcher=ray", harmless=(1,)),
-    "is_offload_states": Name(note="nothing is offloaded: leave it out", harmless=OFF),
+    "is_offload_states": Name(
+        f"{_A}.fsdp_config.param_offload={{}} {_A}.fsdp_config.optimizer_offload={{}}",
+        f"with {_A}.strategy=fsdp",
+        harmless=OFF,
+    ),
     "pretrain": Name(f"{_M}.path"),
     "reward_pretrain": Name("critic.model.path", "it is where the critic starts"),
     "rollout_batch_size": Name("data.train_batch_size", "in prompts"),

@@ -16,12 +16,12 @@ _TOKENS = Name(
 )
 _ENGINE = Name(note=f"the embedded engine has no such option; {_R}.max_num_seqs bounds what runs at once", harmless=ANY)
 _SPEED = Name(note="it changes speed and memory, not what is trained", harmless=ANY)
-_NO_OFFLOAD = Name(note="nothing is offloaded: leave it out", harmless=OFF)
+_NO_OFFLOAD = Name(note="fsdp_config of actor, critic and reference says what is offloaded: leave it out", harmless=OFF)
 _ONE_DEVICE = Name(note="one device so far: leave it out", harmless=(None, 1, -1))
 _RAY = Name(note="there is no Ray here", harmless=ANY)
 _TRACES = Name(note="traces of kernels are not there yet", harmless=OFF)
 _PACKED = Name(note="sequences are always packed without padding", harmless=ANY)
-_PACKED_CHOICE = Name(note="nothing is sharded over devices, so that it does nothing", harmless=ANY)
+_WRAPPING = Name(note="weights that are sharded are gathered layer by layer, as the model names them", harmless=ANY)
 _NO_REWARD_MODEL = Name(note="reward models are not there yet", harmless=OFF)
 _ONE_TURN = Name(note="conversations of several turns are not there yet", harmless=OFF)
 _ONE_TURN_OPTION = Name(note="it shapes conversations of several turns, which are not there yet", harmless=ANY)
@@ -114,16 +114,26 @@ NAMES: dict[str, Name] = {
     ),
     "*.router_replay.mode": Name(note="there is no router to replay", harmless=(None, "disabled")),
     # sharding
+    **{
+        f"critic.{group}.{name}": Name(f"critic.fsdp_config.{name}", harmless=OFF)
+        for group in ("model.fsdp_config", "fsdp")
+        for name in ("param_offload", "optimizer_offload", "offload_policy")
+    },
+    "actor_rollout_ref.ref.fsdp_config.offload_policy": Name(
+        "actor_rollout_ref.ref.fsdp_config.param_offload", harmless=OFF
+    ),
     "*_offload": _NO_OFFLOAD,
     "*.offload_policy": _NO_OFFLOAD,
-    "*.fsdp_size": Name(note="nothing is sharded: one device so far", harmless=(None, 1, -1)),
+    "*.fsdp_size": Name(
+        note=f"critic and reference lie over ranks as the actor does: {_A}.fsdp_config.fsdp_size", harmless=(None, -1)
+    ),
     "*.model_dtype": Name(note="weights are kept in float32", harmless=(None, "fp32", "float32")),
     "*.fsdp_config.dtype": Name(f"{_M}.dtype"),
     "*.full_determinism": Name(note="on one device a run gives the same bits each time", harmless=ANY),
     "*.megatron.*": Name(note="Megatron is not there yet"),
-    "*.fsdp_config.*": _PACKED_CHOICE,
-    "*.fsdp.*": _PACKED_CHOICE,
-    "*.wrap_policy.*": _PACKED_CHOICE,
+    "*.fsdp_config.*": _WRAPPING,
+    "*.fsdp.*": _WRAPPING,
+    "*.wrap_policy.*": _WRAPPING,
     "actor_rollout_ref.ref.strategy": Name(f"{_A}.strategy", "one train engine computes both", values={}),
     "actor_rollout_ref.ref.model": Name(note="the reference is the model before the first step", harmless=(None,)),
     "actor_rollout_ref.hybrid_engine": Name(note="one process trains and generates", harmless=(True,)),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from distflow.config.rules import advantages, algorithm, data, devices, engines, program, rewards, run
+from distflow.config.rules import advantages, algorithm, data, devices, engines, program, rewards, run, sharding
 from distflow.config.rules.finding import Finding
 from distflow.config.rules.sizes import SIZE_RULES
 from distflow.config.schema import Config
@@ -11,6 +11,7 @@ RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     *program.RULES,
     *data.RULES,
     *engines.RULES,
+    *sharding.RULES,
     *advantages.RULES,
     *algorithm.RULES,
     *rewards.RULES,

@@ -114,27 +114,6 @@ def in_flight(config: Config) -> Iterator[Finding]:
         )
 
 
-def sharding(config: Config) -> Iterator[Finding]:
-    """Weights are spread over ranks where there are several, and where all that reads them can do so in parts."""
-    if config.actor_rollout_ref.actor.strategy != "fsdp":
-        return
-    whole = f"{ACTOR}.strategy=torch"
-    if config.trainer.launcher == "local":
-        yield Finding(
-            (f"{ACTOR}.strategy", "trainer.launcher"),
-            "weights would be spread over the ranks that train, and the local launcher has one process",
-            f"set trainer.launcher=ray, or {whole}",
-        )
-        return
-    optims = {ACTOR: config.actor_rollout_ref.actor.optim, "critic": config.critic.optim}
-    for prefix in (prefix for prefix, optim in optims.items() if optim.optimizer == "adamw_8bit"):
-        yield Finding(
-            (f"{ACTOR}.strategy", f"{prefix}.optim.optimizer"),
-            "bitsandbytes takes no weights that are spread over ranks",
-            f"set {prefix}.optim.optimizer=adamw, or {whole}",
-        )
-
-
 def _optimizer(prefix: str, optim: OptimConfig) -> Iterator[Finding]:
     if not all(0 <= beta < 1 for beta in optim.betas):
         yield Finding((f"{prefix}.betas",), f"{list(optim.betas)} must each be ≥ 0 and < 1", "write e.g. [0.9, 0.999]")
@@ -167,4 +146,4 @@ def _is_pinned(model: ModelConfig) -> bool:
     return not is_builtin and model.revision is not None and bool(_COMMIT.fullmatch(model.revision))
 
 
-RULES = (model_source, remote_code, lora, optimizers, sampling, publishing, in_flight, sharding)
+RULES = (model_source, remote_code, lora, optimizers, sampling, publishing, in_flight)

@@ -196,6 +196,7 @@ class Auditor:
         if self._batch is None:
             return
         self._schedule.begins()
+        self._parts.bring()
         self._evidence = self._evidence_of(_copied(self._batch))
         self._found = self._prove(BEFORE, self._evidence)
 
@@ -286,8 +287,9 @@ def make_auditor(
     state: NodeState,
     version: Version,
     group: Collective,
+    bring: Callable[[], None],
 ) -> Auditor:
-    """Of a worker. state: of all nodes. group: the ranks that learn the same."""
+    """Of a worker. state: of all nodes. group: the ranks that learn the same. bring: see `Parts`."""
     witness, judge = Witness(), resources.judge
     if judge is not None and spec.options.audit_freq > 0:
         judge.pool.told = witness.judged
@@ -334,6 +336,7 @@ def make_auditor(
         num_ranks=sum(bool(rank.learning) for rank in spec.plan.ranks),
         estimate=estimate if estimator is not None else None,
         turns=Turns(group, _models(resources.actor, resources.critic, resources.ref)),
+        bring=bring,
     )
     return Auditor(
         parts,

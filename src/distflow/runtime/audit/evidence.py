@@ -39,7 +39,8 @@ class Parts:
     arguments, one at a time. judged_in_groups: names of those that judge all answers to a prompt at a time.
     hashes: of the tensors that the rollout engine computes with, None where it is not here.
     weight_dtype: of those. exact: models compute in float32. estimate: the function that writes the advantages, and
-    what it is called with for a batch; None where there is none. turns: through which models are run.
+    what it is called with for a batch; None where there is none. turns: through which models are run. bring: has them
+    all on the device.
     """
 
     config: Config
@@ -60,6 +61,7 @@ class Parts:
     num_ranks: int
     estimate: Callable[[Batch], Inputs] | None
     turns: Turns
+    bring: Callable[[], None]
 
 
 @dataclass

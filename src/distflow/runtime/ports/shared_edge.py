@@ -45,12 +45,14 @@ class Team:
     """Ranks that learn the same, together, from every step.
 
     shares: by rank, which part of a step it takes, from 0; ranks that hold parts of the same tensors take the same.
-    mini_batch: groups of the optimizer steps of the first pass, drawn by `seed`; None where a step has one.
+    mini_batch: groups of an optimizer step, drawn by `seed` in each pass; None where a step has one. epochs: passes
+    over a step.
     """
 
     shares: tuple[int, ...] = (0,)
     mini_batch: int | None = None
     seed: int = 0
+    epochs: int = 1
 
 
 @dataclass(frozen=True)
@@ -471,6 +473,6 @@ class SharedEdge(Generic[T]):
 def _places(team: Team, loads: Sequence[int], numbers: Sequence[int], step: int) -> Iterator[list[int]]:
     """Of each rank of the team, which of the step's groups it takes."""
     size = team.mini_batch or len(numbers)
-    mini_batches = minibatches(len(numbers), numbers, size, team.seed, step, epoch=0)
-    parts = divide_step(loads, mini_batches, max(team.shares) + 1)
+    passes = [minibatches(len(numbers), numbers, size, team.seed, step, epoch) for epoch in range(team.epochs)]
+    parts = divide_step(loads, passes, max(team.shares) + 1)
     return (parts[share] for share in team.shares)
