@@ -29,6 +29,7 @@ from distflow.runtime.saved import check_same_facts
 from distflow.runtime.spec import Spec
 from distflow.runtime.stop import StopRequest
 from distflow.runtime.teams import edge_team
+from distflow.runtime.weight_files import remove_weights
 
 ANSWERS_WITHIN_S = 60.0
 ENDS_WITHIN_S = 20.0
@@ -154,6 +155,7 @@ class RayRun:
             with suppress(Exception):  # it is gone already
                 ray.kill(actor)
         self._meeting.unlink(missing_ok=True)
+        remove_weights(self._spec.run_dir)
 
     def _start_worker(self, place: Place) -> Any:
         ranks = self._spec.plan.ranks

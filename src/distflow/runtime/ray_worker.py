@@ -34,13 +34,14 @@ from distflow.runtime.ray_edge import AgreedStop, RayEdge
 from distflow.runtime.ray_exchange_port import RayExchange
 from distflow.runtime.ray_groups import answer, shorten, shortened
 from distflow.runtime.ray_members import Members
-from distflow.runtime.ray_weights import Arrivals, Fleet, RayWeights
+from distflow.runtime.ray_weights import Arrivals, Fleet, RayWeights, carrier_of
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import build_resources
 from distflow.runtime.saved import restore, set_generators
 from distflow.runtime.spec import Spec
 from distflow.runtime.teams import kept_share, team_layout
 from distflow.runtime.validation import Answers
+from distflow.runtime.weight_buckets import Sent
 from distflow.runtime.worker import Worker
 from distflow.training.collective import Collective, OneRank
 
@@ -191,9 +192,9 @@ class WorkerActor:
                 self._note_end(recorder, standing.total_steps)
         return steps
 
-    def take(self, version: Version, number: int, sent: Any) -> None:
+    def take(self, version: Version, number: int, sent: Sent, wanted: str) -> str | None:
         """See `Arrivals`."""
-        self._arrivals.take(version, number, sent)
+        return self._arrivals.take(version, number, sent, wanted)
 
     def serve(self, version: Version, num_buckets: int | None) -> Receipt:
         """See `Arrivals`."""
@@ -271,7 +272,7 @@ class WorkerActor:
         ports = Ports(edge, None, own, self._collective, self._data, self._everyone, self._abort, exchange=exchange)
         if not (place.leads and sends):
             return ports
-        fleet = Fleet(self._members, self._spec.options.engine_timeout_s, waits)
+        fleet = Fleet(self._members, carrier_of(self._spec), self._spec.options.engine_timeout_s, waits)
         return replace(ports, weights=RayWeights(own, fleet), validate=self._members.validate)
 
     @contextmanager
