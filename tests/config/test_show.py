@@ -215,6 +215,7 @@ OF_RAY = {
     "trainer.allocation",
     "trainer.max_held_mb",
     "trainer.peers_timeout_s",
+    "actor_rollout_ref.actor.weight_update_mode",
     "dag.backend_threshold",
     "dag.apportion_strategy",
     "dag.consider_node_cohesion",

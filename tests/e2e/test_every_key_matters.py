@@ -24,6 +24,7 @@ CASES: tuple[Case, ...] = (
 ELSEWHERE = {
     "actor_rollout_ref.model.gguf_file": "tests/models/test_gguf.py",
     "dag.nodes": "tests/pipelines/test_programs.py",
+    "actor_rollout_ref.actor.weight_update_mode": "tests/runtime/test_ray_run.py",
     "trainer.launcher": "tests/runtime/test_ray_run.py",
     "trainer.nnodes": "tests/planning/test_cluster.py",
     "trainer.n_gpus_per_node": "tests/planning/test_cluster.py",

@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from torch import Tensor
 
+from distflow.config.errors import UserError
 from distflow.flow.ticket import Version
 from distflow.rollout.engine import Receipt
 from distflow.runtime import faults
@@ -122,7 +123,7 @@ class Fleet:
             going.sent.drop()
             if not refusals:
                 break
-            told = "; ".join(f"worker {rank}: {why}" for rank, why in refusals.items())
+            told = "; ".join(f"worker {rank}: {why}" for rank, why in sorted(refusals.items()))
             what = f"bucket {going.number} of the weights of step {version.step}"
             if num_sent == MOST_SENT:
                 raise TrustError(
@@ -156,6 +157,8 @@ class Fleet:
         try:
             with self._waits("learner", what, on=on):
                 return self._members.answers(asked, f"the {what}", self._timeout_s)
+        except UserError:
+            raise
         except ValueError as err:
             raise refused(version, err) from err
 

@@ -48,10 +48,7 @@ def pack(weights: Bucket) -> Packed:
 
 def unpack(packed: Packed) -> list[tuple[str, Tensor]]:
     """On the memory of the bytes."""
-    return [
-        (name, torch.from_numpy(values).view(getattr(torch, dtype)).view(shape))
-        for name, dtype, shape, values in packed
-    ]
+    return [(name, _tensor(getattr(torch, dtype), shape, values)) for name, dtype, shape, values in packed]
 
 
 def hash_of(packed: Packed) -> str:
@@ -71,3 +68,9 @@ def _hash_of_tensor(each: tuple[str, str, tuple[int, ...], NDArray[np.uint8]]) -
 def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
     values: NDArray[np.uint8] = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return values
+
+
+def _tensor(dtype: torch.dtype, shape: tuple[int, ...], values: NDArray[np.uint8]) -> Tensor:
+    if not len(values):  # which torch gives strides that no other dtype can have
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(values).view(dtype).view(shape)
