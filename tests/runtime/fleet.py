@@ -19,9 +19,10 @@ from distflow.rollout.engine import Receipt
 from distflow.rollout.receipts import stripe_hashes
 from distflow.rollout.weights import copy_weights
 from distflow.runtime import faults
+from distflow.runtime.ports.arriving_weights import Arrivals
 from distflow.runtime.publish import Publisher
 from distflow.runtime.ray_members import Members
-from distflow.runtime.ray_weights import Arrivals, Fleet, put_in_store
+from distflow.runtime.ray_weights import Fleet, put_in_store
 from distflow.runtime.waits import Waits
 from distflow.runtime.weight_buckets import Carry
 from distflow.runtime.weight_files import write_bucket

@@ -24,6 +24,7 @@ from distflow.runtime.begin import Start, note_early_end, note_resume, open_stor
 from distflow.runtime.callbacks import Callbacks
 from distflow.runtime.engine_watch import write_stacks
 from distflow.runtime.ports import Ports
+from distflow.runtime.ports.arriving_weights import Arrivals
 from distflow.runtime.ports.local_weights import LocalWeights
 from distflow.runtime.ports.streamed_weights import StreamedWeights
 from distflow.runtime.ports.torch_collective import TorchCollective
@@ -34,7 +35,7 @@ from distflow.runtime.ray_edge import AgreedStop, RayEdge
 from distflow.runtime.ray_exchange_port import RayExchange
 from distflow.runtime.ray_groups import answer, shorten, shortened
 from distflow.runtime.ray_members import Members
-from distflow.runtime.ray_weights import Arrivals, Fleet, RayWeights, carrier_of
+from distflow.runtime.ray_weights import Fleet, RayWeights, carrier_of
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import build_resources
 from distflow.runtime.saved import restore, set_generators
