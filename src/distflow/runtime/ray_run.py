@@ -155,7 +155,8 @@ class RayRun:
             with suppress(Exception):  # it is gone already
                 ray.kill(actor)
         self._meeting.unlink(missing_ok=True)
-        remove_weights(self._spec.run_dir)
+        with suppress(OSError):  # the next start tries again
+            remove_weights(self._spec.run_dir)
 
     def _start_worker(self, place: Place) -> Any:
         ranks = self._spec.plan.ranks
