@@ -13,6 +13,7 @@ from distflow.flow.ticket import Version
 from distflow.runtime.checks import TrustError
 from distflow.runtime.ports.weights import Bucket, Detach, Receive, WeightPort, check_receipt, refused
 from distflow.runtime.ray_members import Members
+from distflow.runtime.session import on_a_thread
 from distflow.runtime.spec import Spec
 from distflow.runtime.waits import Waits
 from distflow.runtime.weight_buckets import Carry, Packed, Sent, hash_of, pack, unpack
@@ -20,6 +21,10 @@ from distflow.runtime.weight_files import write_bucket
 
 MOST_SENT = 3
 """How often a bucket goes to a worker that refuses it."""
+
+
+class Stalled(RuntimeError):
+    """Weights cannot be put where others read them."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +110,25 @@ class Fleet:
         self._serve(self._members.informed(), version, None, hashes)
 
     def _send(self, version: Version, number: int, packed: Packed, own_hash: str, to: Container[int]) -> None:
-        sent = self._carry(version, number, packed)
+        sent = self._put_down(version, number, packed)
         workers = {rank: worker for rank, worker in self._taking.items() if rank in to}
         asked = {rank: worker.take.remote(version, number, sent, own_hash) for rank, worker in workers.items()}
         self._going = _OnItsWay(number, packed, own_hash, sent, asked)
+
+    def _put_down(self, version: Version, number: int, packed: Packed) -> Sent:
+        """On a thread of its own: a file system that hangs lets nobody go who writes to it. Raises Stalled."""
+        putting = on_a_thread(partial(self._carry, version, number, packed))
+        try:
+            with self._waits("learner", f"weights of step {version.step}", on="storage"):
+                return putting.result(self._timeout_s)
+        except TimeoutError as err:
+            if putting.done():  # its own
+                raise
+            raise Stalled(
+                f"bucket {number} of the weights of step {version.step} could not be put where workers read it within "
+                f"{self._timeout_s:g} s (actor_rollout_ref.rollout.timeout_s): Ray's object store, or with "
+                "actor.weight_update_mode=disk the file system of the run's folder, hangs"
+            ) from err
 
     def _finish_bucket(self, version: Version) -> None:
         """Whoever is still there has it."""
