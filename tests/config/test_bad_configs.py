@@ -147,6 +147,18 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     ),
     # parts that are not there yet
     "two machines": ("grpo", ["trainer.nnodes=2"], "trainer.nnodes", ("leave it at 1, or set trainer.launcher=ray",)),
+    "weights by disk within a process": (
+        "grpo",
+        [f"{ACTOR}.weight_update_mode=disk"],
+        f"{ACTOR}.weight_update_mode",
+        ("one process", "leave it at 'store', or set trainer.launcher=ray"),
+    ),
+    "weights by broadcast": (
+        "grpo",
+        ["trainer.launcher=ray", f"{ACTOR}.weight_update_mode=xccl"],
+        f"{ACTOR}.weight_update_mode",
+        ("store, disk",),
+    ),
     "eight devices": ("grpo", ["trainer.n_gpus_per_node=8"], "trainer.n_gpus_per_node", ("launcher=ray",)),
     "an allocation": ("grpo", ["trainer.allocation='d4'"], "trainer.allocation", ("leave it at null, or",)),
     "an engine that cannot be updated below its answers": (

@@ -181,6 +181,7 @@ OTHERS = {
     "async_training=True": "",
     "new_tokens_per_chunk=1024": "",
     "actor.weight_update_mode=xccl": "",
+    "actor.weight_update_mode=disk": f"write {ACTOR}.weight_update_mode=disk; to workers that only generate",
     "actor.behave_imp_weight_cap=5.0": f"write {ACTOR}.policy_loss_kwargs.behav_imp_weight_cap=5.0",
     "actor.behav_imp_weight_mode=token_truncate": f"write {ACTOR}.policy_loss_kwargs.behav_imp_weight_mode=clamp",
     "actor.behave_imp_weight_mode=sequence_mask": "rejection_sampling={level:sequence,action:mask,upper:5.0}",

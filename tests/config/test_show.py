@@ -218,6 +218,7 @@ OF_RAY = {
     "trainer.worker_env",
     "trainer.max_held_mb",
     "trainer.peers_timeout_s",
+    "actor_rollout_ref.actor.weight_update_mode",
     "dag.backend_threshold",
     "dag.apportion_strategy",
     "dag.model_sizes",

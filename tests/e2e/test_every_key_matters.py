@@ -32,6 +32,7 @@ ELSEWHERE = {
     "critic.fsdp_config.param_offload": "tests/pipelines/test_spec.py",
     "critic.fsdp_config.optimizer_offload": "tests/pipelines/test_spec.py",
     "critic.fsdp_config.offload_policy": "tests/pipelines/test_factories.py",
+    "actor_rollout_ref.actor.weight_update_mode": "tests/runtime/test_ray_run.py",
     "trainer.launcher": "tests/runtime/test_ray_run.py",
     "trainer.nnodes": "tests/planning/test_cluster.py",
     "trainer.n_gpus_per_node": "tests/planning/test_cluster.py",

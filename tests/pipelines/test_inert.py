@@ -8,6 +8,7 @@ import pytest
 from distflow.config import load_config
 from distflow.config.errors import UserError
 from distflow.pipelines.spec import read_config
+from distflow.planning.agreement import follow_allocation
 from tests.user_code import forgotten
 
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -114,6 +115,18 @@ def test_what_matters_to_two_planes_at_once_is_refused_where_they_take_turns(ine
     refuse("grpo", inert, "async.max_staleness=1")
     with pytest.raises(UserError, match=inert.partition("=")[0]):
         refuse("sft", inert)
+
+
+@pytest.mark.parametrize("more", [(), ("trainer.allocation='embedded:d2|torch:d2'",)])
+def test_how_weights_travel_is_refused_where_every_worker_that_generates_trains(more: tuple[str, ...]) -> None:
+    disk = (f"{ACTOR}.weight_update_mode=disk", "trainer.launcher=ray", f"{MODEL}.path=builtin:tiny-arithmetic")
+    with pytest.raises(UserError, match=r"weight_update_mode \(command line\): every worker that generates trains as"):
+        follow("grpo", *disk, *more)
+    follow("grpo", *disk, "trainer.allocation='embedded[rollout]:d1+torch[actor]:d1'")
+
+
+def follow(preset: str, *overrides: str) -> None:
+    read_config(follow_allocation(load_config(preset, [*NEEDED, *overrides])))
 
 
 def test_the_file_and_line_are_the_origin(tmp_path: Path) -> None:

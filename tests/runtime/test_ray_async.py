@@ -8,6 +8,7 @@ import pytest
 from distflow.flow import ledger
 from distflow.runtime.ray_entry import launch_ray
 from tests.e2e.runs import Playground, Run
+from tests.runtime.test_ray_run import DISK
 
 pytestmark = pytest.mark.slow
 
@@ -71,7 +72,7 @@ def test_answers_go_on_over_new_weights_within_the_bound(
 def test_answers_that_an_update_cuts_off_are_begun_again_and_a_stream_is_resumed(ground: Playground) -> None:
     abort = "actor_rollout_ref.rollout.kv_on_update=abort"
     run(ground, *APART, abort, steps=3, name="resumed")
-    found = run(ground, *APART, abort, steps=6, name="resumed")
+    found = run(ground, *APART, abort, DISK, steps=6, name="resumed")
     check_stream(found, {"0", "1"}, 6)
     assert {len(of_sample) for of_sample in versions(found)} == {1}
     assert any("resumed from step-000003" in note for note in found.notes("info"))

@@ -9,9 +9,10 @@ from distflow.flow import ledger
 from distflow.runtime.faults import Fault
 from distflow.runtime.ray_blame import WorkerDied, WorkerHangs
 from distflow.runtime.ray_entry import launch_ray
+from distflow.runtime.weight_files import WEIGHTS
 from tests.e2e.runs import Playground, Run
 from tests.runtime.test_ray_faults import wait_until, workers
-from tests.runtime.test_ray_run import CONSTANT, SPLIT, distance
+from tests.runtime.test_ray_run import CONSTANT, DISK, SPLIT, distance
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
@@ -34,7 +35,7 @@ def alone(ground: Playground) -> Run:
     ("layout", "fault"),
     [
         (TOGETHER, Fault("train.update", rank=1, call=3)),
-        (APART, Fault("weights.put", rank=1, call=3)),
+        ((*APART, DISK), Fault("weights.put", rank=1, call=3)),
         (TOGETHER, Fault("checkpoint.manifest", rank=0, call=2)),
         (TOGETHER, Fault("checkpoint.renamed", rank=0, call=2)),
     ],
@@ -56,6 +57,7 @@ def test_a_killed_worker_is_named_and_the_resume_ends_where_an_undisturbed_run_d
     ledger.verify(resumed.folder / "ledger.jsonl")
     assert resumed.outcome.steps == 4
     assert distance(resumed.weights(4), alone.weights(4)) < 1e-6
+    assert not (resumed.folder / WEIGHTS).exists()
 
 
 def test_a_worker_that_does_not_come_is_named_with_its_step_and_phase(

@@ -13,7 +13,7 @@ from distflow.runtime.ray_blame import WorkerDied
 from distflow.runtime.ray_entry import launch_ray
 from tests.e2e.runs import Playground, Run
 from tests.runtime.test_ray_faults import wait_until, workers
-from tests.runtime.test_ray_run import CONSTANT, STEPS, distance, validating
+from tests.runtime.test_ray_run import CONSTANT, DISK, STEPS, distance, validating
 
 pytestmark = pytest.mark.faults
 
@@ -116,7 +116,10 @@ def test_a_worker_that_is_stopped_is_killed_and_replaced_and_streams_stay_within
 def test_a_receiver_killed_in_a_weight_update_is_replaced_and_nobody_serves_a_mixed_version(
     ground: Playground, alone: Run, plan: Callable[..., None]
 ) -> None:
-    plan(Fault("weights.take", rank=1, call=3))
-    found = run(ground, *TWO_GENERATE, *STEPS, *validating(ground), name="update")
+    """By files, of which the other finds one spoiled."""
+    plan(Fault("weights.take", rank=1, call=3), Fault("weights.arrived", rank=0, call=2, action="flip"))
+    found = run(ground, *TWO_GENERATE, *STEPS, *validating(ground), DISK, name="update")
     check_whole(found)
+    refused = "bucket 0 of the weights of step 1 was refused and is sent again (worker 0: its bytes"
+    assert any(note.startswith(refused) for note in found.notes("warning"))
     assert distance(found.weights(4), alone.weights(4)) < 1e-6

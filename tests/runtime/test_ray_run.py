@@ -17,6 +17,7 @@ from tests.runtime.distance import distance
 RAY = "trainer.launcher=ray"
 CONSTANT = "actor_rollout_ref.actor.optim.scheduler=constant"
 STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2", CONSTANT)
+DISK = "actor_rollout_ref.actor.weight_update_mode=disk"
 SPLIT = "trainer.allocation='embedded[rollout]:d1+torch[actor]:d2'"
 
 
@@ -195,6 +196,8 @@ def test_weights_that_are_not_sent_to_an_engine_elsewhere_are_named(ground: Play
 
 
 @pytest.mark.slow
-def test_weights_spread_over_two_workers_go_to_an_engine_elsewhere(ground: Playground, alone: Run) -> None:
+def test_weights_spread_over_two_workers_go_to_an_engine_elsewhere_by_files(ground: Playground, alone: Run) -> None:
     apart = "trainer.allocation='embedded[rollout]:d1+fsdp[actor]:d2'"
-    check_same_figures(run(ground, *STEPS, *validating(ground), apart, name="spread"), alone)
+    found = run(ground, *STEPS, *validating(ground), apart, DISK, name="spread")
+    check_same_figures(found, alone)
+    assert {name for name in os.listdir(found.folder) if name.startswith(".")} == {".distflow-run", ".writer"}

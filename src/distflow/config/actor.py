@@ -12,6 +12,7 @@ from distflow.config.names import (
     POLICY_LOSSES,
     SCHEDULERS,
     TRAIN_ENGINES,
+    WEIGHT_UPDATE_MODES,
     not_there_yet,
 )
 
@@ -68,6 +69,12 @@ class ActorConfig:
     )
     max_grad_norm: float = key(1.0, "gradients are clipped to this norm", above=0)
     model_update_frequency: int = key(1, "publish weights to the rollout every so many steps", minimum=1)
+    weight_update_mode: str = key(
+        "store",
+        "how they go to workers that only generate (launcher=ray): through Ray's object store, or as files of "
+        "the run's folder",
+        choices=WEIGHT_UPDATE_MODES,
+    )
     optim: OptimConfig = group(OptimConfig)
     fsdp_config: ActorFsdpConfig = group(ActorFsdpConfig)
 

@@ -278,6 +278,8 @@ ROLLOUT_ENGINES: dict[str, RolloutEngineEntry] = {
 
 KV_ON_UPDATE = ("keep", "recompute", "abort")
 
+WEIGHT_UPDATE_MODES = ("store", "disk")
+
 TRACKERS: dict[str, Tracker] = {
     "console": Tracker("lines or a live view in the terminal", "distflow.observe.terminal:TerminalView"),
     "tensorboard": Tracker(

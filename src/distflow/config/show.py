@@ -37,6 +37,7 @@ _DEVICES = (
     "trainer.max_held_mb",
     "trainer.peers_timeout_s",
     "actor_rollout_ref.actor.strategy",
+    "actor_rollout_ref.actor.weight_update_mode",
 )
 
 RESUMABLE: frozenset[str] = frozenset(

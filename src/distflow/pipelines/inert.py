@@ -8,7 +8,11 @@ from distflow.graph import Program
 from distflow.runtime.blame import is_ours
 
 _WAITS = "with async.max_staleness=0 the trainer's thread generates, and no answer runs while weights change"
-_REASONS = {f"actor_rollout_ref.rollout.{name}": _WAITS for name in ("kv_on_update", "num_threads")}
+_REASONS = {
+    **{f"actor_rollout_ref.rollout.{name}": _WAITS for name in ("kv_on_update", "num_threads")},
+    "actor_rollout_ref.actor.weight_update_mode": "every worker that generates trains as well, and weights stay in its "
+    "process; trainer.allocation can have some that only generate",
+}
 # Of terms that a program may leave out: 0 says the same as leaving it out.
 _COEFFICIENTS = ("algorithm.kl_ctrl.kl_coef", "actor_rollout_ref.actor.kl_loss_coef")
 

@@ -210,8 +210,7 @@ def read_config(loaded: Loaded) -> Reading:
     program = bind(config)
     judged = "judge" in program.services
     train, held_out = train_source(config, judged), held_out_source(config, judged)
-    _settings(config, program, num_rows=1)
-    _run_options(config, program)
+    _run_options(config, program, _settings(config, program, num_rows=1)["plan"])
     _validation_params(config, _sampling(config))
     unused = refuse_inert_keys(loaded, reads, program)
     check_importable(loaded.config)
@@ -264,18 +263,18 @@ def import_user_modules(config: Config) -> None:
 
 def _spec(loaded: Loaded, program: Program, data: Data) -> Spec:
     config, run_dir = loaded.config, loaded.config.trainer.run_dir
-    sampling = _sampling(config)
+    sampling, settings = _sampling(config), _settings(config, program, len(data.train))
     return Spec(
         config=config,
         text=loaded.text,
-        options=_run_options(config, program),
+        options=_run_options(config, program, settings["plan"]),
         program=partial(rebuild, config),
         rows=EncodedRows(write_encoded(data.train, run_dir, "train")),
         validation=_validation(config, data.held_out, sampling),
         sampling=sampling,
         facts={**_facts(data.train, data.tokenizer), **_reward_facts(config), **_rollout_facts(config)},
         description=_description(loaded, data.train, data.held_out),
-        **_settings(config, program, len(data.train)),
+        **settings,
     )
 
 
@@ -349,12 +348,14 @@ def data_plan(config: Config, num_rows: int) -> DataPlan:
     )
 
 
-def _run_options(config: Config, program: Program) -> RunOptions:
+def _run_options(config: Config, program: Program, plan: Plan) -> RunOptions:
     trainer, trust = config.trainer, config.trust
+    goes_elsewhere = any("rollout" in rank.engines and not rank.learning for rank in plan.ranks)
     has_val = bool(config.data.val_files)
     return RunOptions(
         seed=trainer.seed,
         update_frequency=config.actor_rollout_ref.actor.model_update_frequency if "rollout" in program.engines else 1,
+        weight_update_mode=(config if goes_elsewhere else peek(config)).actor_rollout_ref.actor.weight_update_mode,
         val_before_train=trainer.val_before_train,
         # Off is always understood; a frequency means something only where there is something to validate on.
         test_freq=trainer.test_freq if has_val or peek(trainer).test_freq <= 0 else 0,

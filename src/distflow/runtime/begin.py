@@ -24,6 +24,7 @@ from distflow.runtime.recorder import Recorder
 from distflow.runtime.resume import CHECKPOINTS, LEDGER, find_checkpoint, goes_on_here, is_done, remaining, told_done
 from distflow.runtime.saved import check_same_config
 from distflow.runtime.spec import Outcome, Spec
+from distflow.runtime.weight_files import remove_weights
 
 FROM_THE_START = -1
 
@@ -53,6 +54,7 @@ def starting(spec: Spec, allow_change: tuple[str, ...]) -> Iterator[Start]:
         store = open_store(spec)
         store.remove_leftovers()
         remove_asides(spec.run_dir)
+        remove_weights(spec.run_dir)
         finish_moving(spec.run_dir)
         mode = spec.options.resume
         checkpoint = find_checkpoint(store, mode)

@@ -48,9 +48,9 @@ def write_part(folder: Path, name: str, part: object) -> None:
     is_tensors = isinstance(part, Shards) or is_all_tensors(part)
     with replacing(folder / f"{name}{'.safetensors' if is_tensors else '.json'}") as aside:
         if isinstance(part, Shards):
-            save_file(_separate(part.tensors), aside, part.file_metadata)
+            save_file(separate(part.tensors), aside, part.file_metadata)
         elif is_all_tensors(part):
-            save_file(_separate(part), aside)
+            save_file(separate(part), aside)
         else:
             aside.write_text(json.dumps(part))
 
@@ -124,7 +124,7 @@ def verify(folder: Path) -> Manifest:
     return manifest
 
 
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous tensors that share no storage, as safetensors wants them; tied ones become copies."""
     seen: set[int] = set()
     out = {}

@@ -22,13 +22,13 @@ _LONG_S: Final = 3600.0
 @dataclass(frozen=True)
 class Fault:
     """point: what `reach` is given there. rank: of the worker that it strikes. call: at which time that the point is
-    reached, from 1. action: a signal, a long sleep, or a full disk. again: also in each process that comes in the place
-    of one that it struck."""
+    reached, from 1. action: a signal, a long sleep, a full disk, or a flipped bit in the bytes that are there. again:
+    also in each process that comes in the place of one that it struck."""
 
     point: str
     rank: int
     call: int = 1
-    action: Literal["SIGKILL", "SIGSTOP", "sleep", "full"] = "SIGKILL"
+    action: Literal["SIGKILL", "SIGSTOP", "sleep", "full", "flip"] = "SIGKILL"
     again: bool = False
 
 
@@ -40,7 +40,7 @@ class _Armed:
         self._reached: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def reach(self, point: str) -> None:
+    def reach(self, point: str, data: memoryview | None) -> None:
         with self._lock:
             self._reached[point] += 1
             here = (point, self._reached[point])
@@ -48,7 +48,7 @@ class _Armed:
             if (fault.point, fault.call) == here:
                 with open(os.open(self._fired, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "w") as file:
                     file.write(f"{number}\n")
-                _strike(fault)
+                _strike(fault, data)
 
 
 _armed: _Armed | None = None
@@ -66,10 +66,10 @@ def arm(rank: int) -> None:
     _armed = _Armed(own, _fired_file(plan))
 
 
-def reach(point: str) -> None:
-    """This process is there now."""
+def reach(point: str, data: memoryview | None = None) -> None:
+    """This process is there now. data: bytes that it has there."""
     if _armed is not None:
-        _armed.reach(point)
+        _armed.reach(point, data)
 
 
 def fired(plan: Path) -> list[int]:
@@ -82,10 +82,13 @@ def _fired_file(plan: Path) -> Path:
     return plan.with_suffix(".fired")
 
 
-def _strike(fault: Fault) -> None:
+def _strike(fault: Fault, data: memoryview | None) -> None:
     if fault.action == "sleep":
         time.sleep(_LONG_S)
     elif fault.action == "full":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    elif fault.action == "flip":
+        assert data, "bytes to flip a bit of"
+        data[len(data) // 2] ^= 1
     else:
         os.kill(os.getpid(), signal.Signals[fault.action])

@@ -18,8 +18,8 @@ class Members:
     any more, and whoever started it sees that it is gone."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
-        """note: told why one left."""
-        self._note = note
+        """note: told why one left, and what is wrong with another."""
+        self.note = note
         self._workers: dict[int, Any] = {}
         self._versions: dict[int, Version] = {}
         self._lock = threading.Lock()
@@ -97,7 +97,7 @@ class Members:
             found = self.answers(asked, f"the validation after step {step}", None)
             answers |= {parts[rank]: answer for rank, answer in found.items()}
         if not answers or len(answers) < num_parts:
-            self._note(f"no worker is there that could answer held-out prompts: no validation after step {step}")
+            self.note(f"no worker is there that could answer held-out prompts: no validation after step {step}")
             return []
         return [answers[part] for part in range(num_parts)]
 
@@ -106,4 +106,4 @@ class Members:
             if self._workers.get(rank) is worker:
                 del self._workers[rank]
                 self._versions.pop(rank, None)
-        self._note(why)
+        self.note(why)

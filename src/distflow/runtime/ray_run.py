@@ -32,6 +32,7 @@ from distflow.runtime.saved import check_same_facts
 from distflow.runtime.spec import Spec
 from distflow.runtime.stop import StopRequest
 from distflow.runtime.teams import edge_team
+from distflow.runtime.weight_files import remove_weights
 
 _NUM_CALLS = 6  # of a worker that may wait at once: tickets, a step, its end, news, the pulse
 
@@ -140,6 +141,8 @@ class RayRun:
             with suppress(Exception):  # it is gone already
                 ray.kill(actor)
         self._meeting.unlink(missing_ok=True)
+        with suppress(OSError):  # the next start tries again
+            remove_weights(self._spec.run_dir)
 
     def _start_worker(self, place: Place) -> Any:
         ranks, needs = self._spec.plan.ranks, self._spec.options.worker

@@ -1,48 +1,92 @@
-"""The weight edge to engines in other processes: buckets in the object store, receipts back."""
+"""The weight edge to engines in other processes: buckets by Ray's object store or by files, receipts back."""
 
-import threading
-from collections.abc import Mapping
-from concurrent.futures import Future
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
 import ray
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from distflow.config.errors import UserError
 from distflow.flow.ticket import Version
-from distflow.rollout.engine import Receipt
-from distflow.runtime import faults
+from distflow.runtime.checks import TrustError
 from distflow.runtime.ports.weights import Bucket, Detach, Receive, WeightPort, check_receipt, refused
 from distflow.runtime.ray_members import Members
+from distflow.runtime.session import on_a_thread
+from distflow.runtime.spec import Spec
 from distflow.runtime.waits import Waits
+from distflow.runtime.weight_buckets import Carry, Packed, Sent, hash_of, pack, unpack
+from distflow.runtime.weight_files import write_bucket
 
-Packed = list[tuple[str, str, tuple[int, ...], NDArray[np.uint8]]]
-"""Of each tensor its name, dtype and shape, and its bytes."""
+MOST_SENT = 3
+"""How often a bucket goes to a worker that refuses it."""
+
+
+class Stalled(RuntimeError):
+    """Weights cannot be put where others read them."""
+
+
+@dataclass(frozen=True)
+class InStore:
+    """A bucket in Ray's object store, which forgets it with this."""
+
+    ref: "ray.ObjectRef[Packed]"
+
+    def get(self) -> list[tuple[str, Tensor]]:
+        """See `Sent`."""
+        shared = ray.get(self.ref)  # read-only
+        return unpack([(name, dtype, shape, values.copy()) for name, dtype, shape, values in shared])
+
+    def drop(self) -> None:
+        """See `Sent`."""
+
+
+def put_in_store(version: Version, number: int, packed: Packed) -> InStore:
+    """See `Carry`."""
+    return InStore(ray.put(packed))
+
+
+def carrier_of(spec: Spec) -> Carry:
+    """What the config names."""
+    return partial(write_bucket, spec.run_dir) if spec.options.weight_update_mode == "disk" else put_in_store
+
+
+@dataclass
+class _OnItsWay:
+    """A bucket that is being taken. asked: by rank."""
+
+    number: int
+    packed: Packed
+    hash: str
+    sent: Sent
+    asked: dict[int, Any]
 
 
 class Fleet:
     """The engines of other processes, from the one trainer that pushes to them.
 
-    A bucket is one object, which goes to all of them; it is gone when each has copied it, and before the next is there.
+    A bucket is put in one place, for all of them; it is gone when each has copied it, and before the next is there. Who
+    finds other bytes than were sent refuses it, and has it again, twice.
     Who dies on the way, or is late, is passed over from then on: whoever comes in its place has nothing of the version.
     Used by the learning thread alone.
     """
 
-    def __init__(self, members: Members, timeout_s: float | None, waits: Waits) -> None:
+    def __init__(self, members: Members, carry: Carry, timeout_s: float | None, waits: Waits) -> None:
         """timeout_s: that one bucket may take to arrive everywhere, or a version to be taken, None for ever."""
         self.confirmed = Version(0, 0)  # as they are built
-        self._members, self._timeout_s, self._waits = members, timeout_s, waits
+        self._members, self._carry, self._timeout_s, self._waits = members, carry, timeout_s, waits
         self._version: Version | None = None
         self._taking: dict[int, Any] = {}  # workers by rank
-        self._under_way: dict[int, Any] = {}
+        self._going: _OnItsWay | None = None
         self._num_buckets = 0
 
     def begin(self, version: Version) -> None:
         """See `WeightPort`; for those that do not serve the version yet."""
+        if self._going is not None:  # of one that was broken off
+            self._going.sent.drop()
         self._version, self._taking = version, self._members.without(version)
-        self._under_way, self._num_buckets = {}, 0
+        self._going, self._num_buckets = None, 0
 
     def put(self, bucket: Bucket) -> None:
         """See `WeightPort`."""
@@ -50,8 +94,8 @@ class Fleet:
         self._finish_bucket(self._version)
         if not self._taking:
             return
-        number, sent = self._num_buckets, (ray.put(pack(bucket)),)
-        self._under_way = {rank: each.take.remote(self._version, number, sent) for rank, each in self._taking.items()}
+        packed = pack(bucket)
+        self._send(self._version, self._num_buckets, packed, hash_of(packed), self._taking)
         self._num_buckets += 1
 
     def commit(self, hashes: Mapping[str, str]) -> None:
@@ -65,11 +109,53 @@ class Fleet:
         """See `WeightPort`; for those that have weights."""
         self._serve(self._members.informed(), version, None, hashes)
 
+    def _send(self, version: Version, number: int, packed: Packed, own_hash: str, to: Container[int]) -> None:
+        sent = self._put_down(version, number, packed)
+        workers = {rank: worker for rank, worker in self._taking.items() if rank in to}
+        asked = {rank: worker.take.remote(version, number, sent, own_hash) for rank, worker in workers.items()}
+        self._going = _OnItsWay(number, packed, own_hash, sent, asked)
+
+    def _put_down(self, version: Version, number: int, packed: Packed) -> Sent:
+        """On a thread of its own: a file system that hangs lets nobody go who writes to it. Raises Stalled."""
+        putting = on_a_thread(partial(self._carry, version, number, packed))
+        try:
+            with self._waits("learner", f"weights of step {version.step}", on="storage"):
+                return putting.result(self._timeout_s)
+        except TimeoutError as err:
+            if putting.done():  # its own
+                raise
+            raise Stalled(
+                f"bucket {number} of the weights of step {version.step} could not be put where workers read it within "
+                f"{self._timeout_s:g} s (actor_rollout_ref.rollout.timeout_s): Ray's object store, or with "
+                "actor.weight_update_mode=disk the file system of the run's folder, hangs"
+            ) from err
+
     def _finish_bucket(self, version: Version) -> None:
-        if self._under_way:
-            answered = self._answers(self._under_way, version)
-            self._taking = {rank: worker for rank, worker in self._taking.items() if rank in answered}
-            self._under_way = {}
+        """Whoever is still there has it."""
+        num_sent = 1
+        while (going := self._going) is not None:
+            refusals = self._refusals(going, version)
+            self._going = None
+            going.sent.drop()
+            if not refusals:
+                break
+            told = "; ".join(f"worker {rank}: {why}" for rank, why in sorted(refusals.items()))
+            what = f"bucket {going.number} of the weights of step {version.step}"
+            if num_sent == MOST_SENT:
+                raise TrustError(
+                    f"{what} was sent {MOST_SENT} times, and was refused each time ({told}). The memory, the disk or "
+                    "the network between this process and that one changes what they hold: see to it first"
+                )
+            self._members.note(f"{what} was refused and is sent again ({told})")
+            self._send(version, going.number, going.packed, going.hash, refusals)
+            num_sent += 1
+
+    def _refusals(self, going: _OnItsWay, version: Version) -> dict[int, str]:
+        """Why a bucket was not taken, by rank."""
+        answers = self._answers(going.asked, version)
+        gone = going.asked.keys() - answers.keys()
+        self._taking = {rank: worker for rank, worker in self._taking.items() if rank not in gone}
+        return {rank: why for rank, why in answers.items() if why is not None}
 
     def _serve(
         self, workers: Mapping[int, Any], version: Version, num_buckets: int | None, hashes: Mapping[str, str]
@@ -87,6 +173,8 @@ class Fleet:
         try:
             with self._waits("learner", what, on=on):
                 return self._members.answers(asked, f"the {what}", self._timeout_s)
+        except UserError:
+            raise
         except ValueError as err:
             raise refused(version, err) from err
 
@@ -125,83 +213,3 @@ class RayWeights:
         """See `WeightPort`."""
         self._own.alias(version, hashes)
         self._fleet.alias(version, hashes)
-
-
-class Arrivals:
-    """The weight port of a worker that does not train. A version is put together beside the weights of its engine,
-    which serves them until all of the new ones are there; of one that is begun and not ended nothing is left when the
-    next begins. `take` and `serve` are called from outside, one after another."""
-
-    confirmed = None  # it sends nothing
-
-    def __init__(self) -> None:
-        self.ready: Future[None] = Future()  # once a first version is served
-        self._receive: Receive | None = None
-        self._attached = threading.Event()
-        self._version: Version | None = None
-        self._buckets: list[list[tuple[str, Tensor]]] = []
-
-    def attach(self, receive: Receive) -> Detach:
-        """See `WeightPort`."""
-        self._receive = receive
-        self._attached.set()
-        return lambda: None
-
-    def take(self, version: Version, number: int, sent: "tuple[ray.ObjectRef[Any]]") -> None:
-        """A bucket of a version, copied out of the object store. number: from 0; the first one begins the version.
-        Raises ValueError where one before is missing."""
-        faults.reach("weights.take")
-        if number == 0:
-            self._version, self._buckets = version, []
-        if (version, number) != (self._version, len(self._buckets)):
-            raise ValueError(
-                f"bucket {number} of {version} came behind {len(self._buckets)} buckets of {self._version}"
-            )
-        self._buckets.append(unpack(ray.get(sent[0])))
-
-    def serve(self, version: Version, num_buckets: int | None) -> Receipt:
-        """The engine takes the version that has come, None the one that it has under another number. Waits until the
-        worker has begun. Raises ValueError where buckets are missing, and as `Receive`."""
-        buckets, self._buckets = self._buckets, []
-        if num_buckets and (version, num_buckets) != (self._version, len(buckets)):
-            raise ValueError(f"{len(buckets)} buckets of {self._version} came, not {num_buckets} of {version}")
-        self._attached.wait()
-        assert self._receive is not None, "it is attached"
-        weights = None if num_buckets is None else [each for bucket in buckets for each in bucket]
-        receipt = self._receive(version, weights)
-        if not self.ready.done():
-            self.ready.set_result(None)
-        return receipt
-
-    def begin(self, version: Version) -> None:
-        raise AssertionError("a worker that trains nothing publishes nothing")
-
-    def put(self, bucket: Bucket) -> None:
-        raise AssertionError("a worker that trains nothing publishes nothing")
-
-    def commit(self, hashes: Mapping[str, str]) -> None:
-        raise AssertionError("a worker that trains nothing publishes nothing")
-
-    def alias(self, version: Version, hashes: Mapping[str, str]) -> None:
-        raise AssertionError("a worker that trains nothing publishes nothing")
-
-
-def pack(weights: Bucket) -> Packed:
-    """Their own memory seen as bytes, where it is the CPU's."""
-    return [
-        (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), _bytes(tensor))
-        for name, tensor in weights
-    ]
-
-
-def unpack(packed: Packed) -> list[tuple[str, Tensor]]:
-    """Each in memory of its own: what arrives may be shared, and is read-only."""
-    return [
-        (name, torch.from_numpy(values.copy()).view(getattr(torch, dtype)).view(shape))
-        for name, dtype, shape, values in packed
-    ]
-
-
-def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    values: NDArray[np.uint8] = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return values

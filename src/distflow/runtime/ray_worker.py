@@ -22,6 +22,7 @@ from distflow.runtime.collectives import Collectives
 from distflow.runtime.engine_watch import write_stacks
 from distflow.runtime.place import Place
 from distflow.runtime.ports import Ports
+from distflow.runtime.ports.arriving_weights import Arrivals
 from distflow.runtime.ports.local_weights import LocalWeights
 from distflow.runtime.ports.streamed_weights import StreamedWeights
 from distflow.runtime.ports.weights import WeightPort
@@ -32,13 +33,14 @@ from distflow.runtime.ray_exchange_port import RayExchange
 from distflow.runtime.ray_groups import answer, shorten
 from distflow.runtime.ray_members import Members
 from distflow.runtime.ray_told import RemoteView, remote_callbacks
-from distflow.runtime.ray_weights import Arrivals, Fleet, RayWeights
+from distflow.runtime.ray_weights import Fleet, RayWeights, carrier_of
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import build_resources
 from distflow.runtime.saved import restore, set_generators
 from distflow.runtime.spec import Spec
 from distflow.runtime.teams import kept_share
 from distflow.runtime.validation import Answers
+from distflow.runtime.weight_buckets import Sent
 from distflow.runtime.worker import Worker
 
 _OTHERS_ARE_LATE = "Timed out waiting"  # gloo's words
@@ -124,9 +126,9 @@ class WorkerActor:
                 self._note_end(recorder, standing.total_steps)
         return steps
 
-    def take(self, version: Version, number: int, sent: Any) -> None:
+    def take(self, version: Version, number: int, sent: Sent, wanted: str) -> str | None:
         """See `Arrivals`."""
-        self._arrivals.take(version, number, sent)
+        return self._arrivals.take(version, number, sent, wanted)
 
     def serve(self, version: Version, num_buckets: int | None) -> Receipt:
         """See `Arrivals`."""
@@ -172,7 +174,7 @@ class WorkerActor:
         ports = Ports(edge, None, own, among.team, among.data, among.everyone, self._abort, exchange=exchange)
         if not (place.leads and sends):
             return ports
-        fleet = Fleet(self._members, self._spec.options.engine_timeout_s, waits)
+        fleet = Fleet(self._members, carrier_of(self._spec), self._spec.options.engine_timeout_s, waits)
         return replace(ports, weights=RayWeights(own, fleet), validate=self._members.validate)
 
     @contextmanager

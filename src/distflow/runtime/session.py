@@ -107,7 +107,7 @@ class Session:
     def wait_for(self, blocking: Callable[[], T]) -> T:
         """What a function returns that waits for others, or raises what it raised. It is called on a thread of its own,
         which ends with it, where this one has an engine to compute for meanwhile."""
-        return blocking() if self._host is None else self._wait(lambda: _on_a_thread(blocking))
+        return blocking() if self._host is None else self._wait(lambda: on_a_thread(blocking))
 
     def _wait(self, begin: "Callable[[], concurrent.futures.Future[T]]") -> T:
         return begin().result() if self._host is None else self._host.wait(begin)
@@ -132,7 +132,7 @@ class Session:
             await self._stack.enter_async_context(rollout)
 
 
-def _on_a_thread(blocking: Callable[[], T]) -> "concurrent.futures.Future[T]":
+def on_a_thread(blocking: Callable[[], T]) -> "concurrent.futures.Future[T]":
     """Call it on a thread of its own. One that is left waiting there does not keep the process."""
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
 

@@ -60,9 +60,10 @@ class WorkerNeeds:
 class RunOptions:
     """The keys of `trainer`, `trust` and the like that steer a run. A frequency of 0 or less is never.
 
-    test_freq, save_freq, update_frequency: in steps; the last is of weights that are sent to the engine. canary_freq:
-    in such sends. audit_freq: in steps. on_mismatch: "correct", "stop" or "warn". keep_last: checkpoints, None for
-    all. keep_best: the metric of which the best one is kept besides.
+    test_freq, save_freq, update_frequency: in steps; the last is of weights that are sent to the engine.
+    weight_update_mode: "store" or "disk", how they go to workers that only generate. canary_freq: in such sends.
+    audit_freq: in steps. on_mismatch: "correct", "stop" or "warn". keep_last: checkpoints, None for all. keep_best: the
+    metric of which the best one is kept besides.
     max_held_mb: of groups and columns that wait in Ray's object store, in all; None for half of the smallest store.
     save_groups_last: steps whose groups are kept where `save_groups` is "last_k". timeout_s: of a plain node function
     of the experience plane, for each sample. engine_timeout_s: how long a rollout engine that was asked for something
@@ -73,6 +74,7 @@ class RunOptions:
 
     seed: int
     update_frequency: int
+    weight_update_mode: str
     val_before_train: bool
     test_freq: int
     save_freq: int

@@ -135,7 +135,13 @@ NAMES: dict[str, Name] = {
     "actor.disable_dropout": Name(note="pretrained decoders drop nothing", harmless=ANY),
     "actor.pad_to_maximum": Name(note="sequences are always packed without padding", harmless=ANY),
     "actor.grad_reduce_dtype": _SCHEDULING,
-    "actor.weight_update_mode": Name(note="within one process weights are copied in memory", harmless=ANY),
+    "actor.weight_update_mode": Name(
+        f"{_A}.weight_update_mode",
+        "to workers that only generate (trainer.allocation); within a process weights are copied in memory, and there "
+        "is no collective broadcast",
+        {"disk": "disk"},
+        harmless=("xccl", "nccl"),
+    ),
     "actor.mb_spec.max_tokens_per_mb": Name(f"{_A}.ppo_max_token_len_per_gpu"),
     "actor.mb_spec.*": _SPEED,
     "actor.use_lora": Name(note=f"adapters are on where {_M}.lora_rank is above 0", harmless=OFF),

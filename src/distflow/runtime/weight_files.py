@@ -1,0 +1,103 @@
+"""Buckets of weights as files of the run's folder: one a bucket, in a folder for each version, gone once all have it.
+
+A file has its name when it is whole and on the disk. Of a run that is killed files are left, for the next start to
+remove.
+"""
+
+import re
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
+from torch import Tensor
+
+from distflow.config.errors import UserError
+from distflow.flow.ticket import Version
+from distflow.observe.files import is_aside, replacing
+from distflow.runtime.checkpoint_files import separate
+from distflow.runtime.disk import writing_to
+from distflow.runtime.weight_buckets import Packed, Spoiled, unpack
+
+WEIGHTS: Final = ".weights"
+APPEARS_WITHIN_S = 3.0
+
+_VERSION: Final = re.compile(r"\d+-\d{6,}")
+_BUCKET: Final = re.compile(r"bucket-\d{5,}\.safetensors")
+
+
+@dataclass(frozen=True)
+class InFile:
+    """A bucket that is a file."""
+
+    path: Path
+    num_bytes: int
+
+    def get(self) -> list[tuple[str, Tensor]]:
+        """See `Sent`."""
+        self._wait()
+        try:
+            found = self.path.stat().st_size  # before it is read: whatever lies there, it is no larger than it should
+            if found != self.num_bytes:
+                raise Spoiled(f"{self.path} has {found} bytes, and {self.num_bytes} were written")
+            return list(load(self.path.read_bytes()).items())
+        except OSError as err:
+            raise Spoiled(f"{self.path} cannot be read: {err.strerror}") from err
+        except (SafetensorError, KeyError, RuntimeError) as err:
+            raise Spoiled(f"{self.path} is not what was written there: {err}") from err
+
+    def drop(self) -> None:
+        """See `Sent`."""
+        self.path.unlink(missing_ok=True)
+        for folder in (self.path.parent, self.path.parent.parent):
+            with suppress(OSError):  # another bucket lies there
+                folder.rmdir()
+
+    def _wait(self) -> None:
+        """A network's file system may show what is new a moment later."""
+        since = time.monotonic()
+        while not self.path.exists():
+            if time.monotonic() - since > APPEARS_WITHIN_S:
+                raise UserError(
+                    f"{self.path}, which holds new weights, is not there on {socket.gethostname()}: with "
+                    "actor_rollout_ref.actor.weight_update_mode=disk the run's folder (trainer.default_local_dir) must "
+                    "be on a file system that all machines of the run see at the same path; else leave it at store"
+                )
+            time.sleep(0.05)
+
+
+def write_bucket(run_dir: Path, version: Version, number: int, packed: Packed) -> InFile:
+    """See `Carry`. Raises UserError for a disk that is full or refuses."""
+    folder = run_dir / WEIGHTS / f"{version.incarnation}-{version.step:06d}"
+    path = folder / f"bucket-{number:05d}.safetensors"
+    with writing_to(run_dir):
+        for each in (folder.parent, folder):
+            each.mkdir(mode=0o700, exist_ok=True)
+        with replacing(path) as aside:
+            save_file(separate(dict(unpack(packed))), aside)
+        return InFile(path, path.stat().st_size)
+
+
+def remove_weights(run_dir: Path) -> None:
+    """What is left of versions that were on their way when their run ended. Files of somebody else stay."""
+    folder = run_dir / WEIGHTS
+    for version in _folders(folder):
+        if _VERSION.fullmatch(version.name):
+            for path in version.iterdir():
+                if _BUCKET.fullmatch(path.name) or is_aside(path.name):
+                    path.unlink(missing_ok=True)
+            with suppress(OSError):  # something else lies there
+                version.rmdir()
+    with suppress(OSError):  # or it is not there
+        folder.rmdir()
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Links are not followed."""
+    if folder.is_symlink() or not folder.is_dir():
+        return []
+    return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
