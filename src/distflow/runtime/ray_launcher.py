@@ -29,7 +29,11 @@ def launch(
         if done := done_before(spec, start, say):
             return done
         start.set_aside(spec, say)
-    with connected(spec.plan, say), bundles_of(spec.plan, say) as bundles, reported(spec.run_dir, say):
+    with (
+        connected(spec.plan, say) as ends,
+        bundles_of(spec.plan, say, ends) as bundles,
+        reported(spec.run_dir, say),
+    ):
         run = RayRun(spec, start, allow_change, bundles)
         try:
             differences = run.build(say)

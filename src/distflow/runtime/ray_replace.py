@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from distflow.runtime.ray_worker import Place
 
 MOST_DEATHS = 3
 WITHIN_S = 3600.0
 STARTS_WITHIN_S = 300.0
+ANSWERS_WITHIN_S = 60.0
 
 
 class WorkerDied(RuntimeError):
@@ -23,6 +24,14 @@ class WorkerDied(RuntimeError):
 
 class WorkerHangs(WorkerDied):
     """A worker's process is there, and does not come to what all ranks do together."""
+
+
+def answer_of(ref: Any, who: str, within_s: float = ANSWERS_WITHIN_S) -> Any:
+    """Raises WorkerDied where its process is gone, or does not answer."""
+    try:
+        return ray.get(ref, timeout=within_s)
+    except (RayActorError, GetTimeoutError) as err:
+        raise WorkerDied(f"{who}'s process is gone or does not answer: {type(err).__name__}.") from err
 
 
 @dataclass(frozen=True)
@@ -58,9 +67,9 @@ class Replacements:
     def begin(self, rank: int, why: str) -> None:
         """The worker's process is gone, or is to be taken as gone: its groups go to others, and another is started in
         its place. Raises WorkerDied."""
-        num_groups = ray.get(self._coordinator.lose.remote(self._places[rank].generator))
+        num_groups = answer_of(self._coordinator.lose.remote(self._places[rank].generator), "the coordinator")
         self._check(rank, why)
-        number = ray.get(self._coordinator.join.remote(str(rank)))
+        number = answer_of(self._coordinator.join.remote(str(rank)), "the coordinator")
         self._places[rank] = replace(self._places[rank], generator=number)
         worker = self._start(self._places[rank])
         self._coming[worker.build.remote()] = _Coming(rank, worker, time.monotonic() + STARTS_WITHIN_S)

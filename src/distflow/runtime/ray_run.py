@@ -21,23 +21,32 @@ from distflow.planning.threads import usable_cores
 from distflow.runtime.begin import Start, model_line, open_store
 from distflow.runtime.callbacks import Callbacks, Caller
 from distflow.runtime.engine_watch import STACKS
-from distflow.runtime.ray_coordinator import CoordinatorActor, News
+from distflow.runtime.ray_cluster import ailing, gone
+from distflow.runtime.ray_coordinator import CoordinatorActor, News, Standing
 from distflow.runtime.ray_exchange import ExchangeActor
-from distflow.runtime.ray_replace import Replacements, WorkerDied, WorkerHangs
+from distflow.runtime.ray_replace import (
+    ANSWERS_WITHIN_S,
+    STARTS_WITHIN_S,
+    Replacements,
+    WorkerDied,
+    WorkerHangs,
+    answer_of,
+)
 from distflow.runtime.ray_worker import Built, Home, PeersLate, Place, WorkerActor
 from distflow.runtime.saved import check_same_facts
 from distflow.runtime.spec import Spec
 from distflow.runtime.stop import StopRequest
 from distflow.runtime.teams import edge_team
 
-ANSWERS_WITHIN_S = 60.0
 ENDS_WITHIN_S = 20.0
-COORDINATOR = -1
+COORDINATOR, EXCHANGE = -1, -2
 """In place of a rank."""
 _LOOKS_EVERY_S = 0.5
 _DEATHS_ARE_TOLD_WITHIN_S = 2.0
 _SHARE_OF_STORE = 0.5
 _MB = 10**6
+_AWAY_S = 5.0
+_CAUSES = "killed from outside, out of memory, or crashed in native code."
 _NUM_CALLS = 6  # of a worker that may wait at once: tickets, a step, its end, news, the pulse
 
 
@@ -82,6 +91,7 @@ class RayRun:
         others = {rank: places[rank] for rank in generators if rank not in self._learners}
         leader = self._workers[self._learners[0]]
         self._others = Replacements(others, self._start_worker, self._coordinator, leader)
+        self._pulse = Pulse({**dict(enumerate(self._workers)), **self._services})
         self.finished = False
 
     def build(self, say: Callable[[str], None]) -> list[str]:
@@ -102,9 +112,10 @@ class RayRun:
     def watch(self, differences: list[str], callbacks: Callbacks, ends_process: bool) -> tuple[int, StopRequest]:
         """Until the run has ended; the steps consumed in all. Raises what a worker raised first."""
         options = self._spec.options
-        standing = ray.get(self._coordinator.standing.remote())
+        with _told_what_next(self._spec):
+            standing = self._standing()
         view = TerminalView(f"{options.project} / {options.experiment}", standing.total_steps)
-        pulse = Pulse({**dict(enumerate(self._workers)), COORDINATOR: self._coordinator})
+        pulse = self._pulse
         told = _Told(view, Caller(callbacks, lambda message: view.note("warning", message)))
 
         def asked_to_stop(name: str) -> None:
@@ -141,7 +152,7 @@ class RayRun:
                         running[self._run(rank, differences)] = rank
                         self._others.welcome(rank, worker)
                 self._end(running)
-                told.show(self._coordinator, wait_s=0.0)
+                told.show(self._coordinator, last=True)
             finally:
                 view.close()
         return steps, stop
@@ -149,11 +160,19 @@ class RayRun:
     def kill(self) -> None:
         """No process of the run is left."""
         self._others.kill()
-        actors = [*self._workers, self._coordinator, *([self._exchange] if self._exchange is not None else [])]
-        for actor in actors:
+        for actor in [*self._workers, *self._services.values()]:
             with suppress(Exception):  # it is gone already
                 ray.kill(actor)
         self._meeting.unlink(missing_ok=True)
+
+    @property
+    def _services(self) -> dict[int, Any]:
+        """Actors that are no workers."""
+        return {COORDINATOR: self._coordinator, **({EXCHANGE: self._exchange} if self._exchange is not None else {})}
+
+    def _standing(self) -> Standing:
+        standing: Standing = answer_of(self._coordinator.standing.remote(), _name(COORDINATOR), ANSWERS_WITHIN_S)
+        return standing
 
     def _start_worker(self, place: Place) -> Any:
         ranks = self._spec.plan.ranks
@@ -177,19 +196,21 @@ class RayRun:
 
     def _end(self, running: Mapping[Any, int]) -> None:
         """All has been learned: those that generate leave. One that has died, or just come, has nothing to end."""
-        serving: list[int] = ray.get(self._workers[self._learners[0]].serving.remote())
+        leader = self._learners[0]
+        serving: list[int] = answer_of(self._workers[leader].serving.remote(), _name(leader), ANSWERS_WITHIN_S)
         self._coordinator.end.remote()
         for ref, rank in running.items():
             if rank not in self._others:
                 self._result(ref, rank, ENDS_WITHIN_S)
             elif rank in serving:
-                with suppress(WorkerDied):
+                with suppress(WorkerDied, GetTimeoutError):
                     self._result(ref, rank, ENDS_WITHIN_S)
-        self.finished = bool(ray.get(self._coordinator.standing.remote()).finished)
+        self.finished = self._standing().finished
 
     def _look_after(self, pulse: "Pulse") -> None:
         """Raises WorkerDied for a process that does not answer; one that can be replaced is killed: whatever it does
         when it wakes, nobody hears of it."""
+        _check_ray()
         silent = pulse.silent()
         if silent is None:
             return
@@ -209,7 +230,14 @@ class RayRun:
             raise self._died(rank, "while the run was under way", err) from err
 
     def _death_behind(self, running: Mapping[Any, int]) -> WorkerDied | None:
-        """A worker's error may come of the death of one that learns with it, which is told a moment later."""
+        """A worker's error may come of the death of one that it needs, which is told a moment later."""
+        for number, actor in self._services.items():
+            try:
+                ray.get(actor.alive.remote(), timeout=_DEATHS_ARE_TOLD_WITHIN_S)
+            except RayActorError as err:
+                return WorkerDied(f"{_name(number)} has died ({_process_of(err)}): {_CAUSES}")
+            except GetTimeoutError:  # told by its pulse, if it is more than slow
+                continue
         learning = {ref: rank for ref, rank in running.items() if rank in self._learners}
         until = time.monotonic() + _DEATHS_ARE_TOLD_WITHIN_S
         while learning and time.monotonic() < until:
@@ -253,10 +281,8 @@ class RayRun:
         does = " and ".join(
             name for name, nodes in (("generates", plan.experience), ("trains", plan.learning)) if nodes
         )
-        pid = next((line.strip() for line in str(err).splitlines() if line.strip().startswith("pid:")), "pid: unknown")
         return WorkerDied(
-            f"worker {rank} of {len(self._workers)}, which {does}, has died {when} ({pid}): killed from outside, out "
-            "of memory, or crashed in native code."
+            f"worker {rank} of {len(self._workers)}, which {does}, has died {when} ({_process_of(err)}): {_CAUSES}"
         )
 
     def _unbuilt(self, rank: int, err: RayTaskError) -> Exception:
@@ -277,17 +303,19 @@ class RayRun:
         stacks = self._spec.run_dir / STACKS
         asked = [worker.write_stacks.remote(stacks) for rank, worker in enumerate(self._workers) if rank != silent]
         ray.wait(asked, num_returns=len(asked), timeout=ENDS_WITHIN_S)
-        name = "the coordinator" if silent == COORDINATOR else f"worker {silent}"
         return (
-            f"{name} has not answered for {ANSWERS_WITHIN_S:g} s: its process is stopped, hangs in native code, or "
-            f"its machine is gone. What the others were at stands in {stacks}."
+            f"{_name(silent)} has not answered for {self._pulse.limit_s(silent):g} s: its process is stopped, hangs in "
+            f"native code, or its machine is gone. What the others were at stands in {stacks}."
         )
 
     def _all(self, refs: Sequence[Any]) -> list[Any]:
         """In order; what fails first is raised at once."""
         waiting, ranks = list(refs), {ref: rank for rank, ref in enumerate(refs)}
         while waiting:
-            done, waiting = ray.wait(waiting)
+            _check_ray()
+            if (silent := self._pulse.silent()) is not None:
+                raise WorkerDied(self._silence(silent))
+            done, waiting = ray.wait(waiting, timeout=_LOOKS_EVERY_S)
             for ref in done:
                 try:
                     ray.get(ref)
@@ -306,15 +334,32 @@ def bound_of(spec: Spec) -> int:
     return int(_SHARE_OF_STORE * min(store for store in stores if store))
 
 
+def _name(number: int) -> str:
+    return {COORDINATOR: "the coordinator", EXCHANGE: "the exchange"}.get(number, f"worker {number}")
+
+
+def _check_ray() -> None:
+    """Raises WorkerDied: without all of its Ray a run comes to no end."""
+    if what := gone():
+        raise WorkerDied(what)
+
+
+def _process_of(err: RayActorError) -> str:
+    """As Ray's own text has it."""
+    return next((line.strip() for line in str(err).splitlines() if line.strip().startswith("pid:")), "pid: unknown")
+
+
 @contextmanager
 def _told_what_next(spec: Spec) -> Iterator[None]:
-    """A death that ends the run says where the next start begins."""
+    """A death that ends the run says where the next start begins. Where a process of Ray itself is gone or stopped, the
+    others died of that."""
     try:
         yield
     except WorkerDied as died:
+        told = f"{what}, and the workers with it: {_CAUSES}" if (what := ailing()) else str(died)
         store = open_store(spec)
         where = store.load().path.name if store.exists() else "the start: nothing was saved yet (trainer.save_freq)"
-        raise type(died)(f"{died} The same command goes on from {where}") from died
+        raise type(died)(f"{told} The same command goes on from {where}") from died
 
 
 class Pulse:
@@ -324,6 +369,8 @@ class Pulse:
         """actors: by rank."""
         self._actors: dict[int, Any] = {}
         self._asked: dict[int, tuple[Any, float]] = {}
+        self._heard = set[int]()
+        self._looked = time.monotonic()
         for rank, actor in actors.items():
             self.follow(rank, actor)
 
@@ -338,13 +385,22 @@ class Pulse:
         self._asked.pop(rank, None)
 
     def silent(self) -> int | None:
-        """The rank of one that has not answered for `ANSWERS_WITHIN_S`, if there is one."""
+        """The rank of one that has not answered for `limit_s`, if there is one."""
+        now, before = time.monotonic(), self._looked
+        self._looked = now
+        if now - before > _AWAY_S:  # this process itself was stopped: answers are on their way
+            self._asked = {rank: (ref, since + now - before) for rank, (ref, since) in self._asked.items()}
         for rank, (ref, since) in list(self._asked.items()):
             if ray.wait([ref], timeout=0)[0]:
+                self._heard.add(rank)
                 self.follow(rank, self._actors[rank])
-            elif time.monotonic() - since > ANSWERS_WITHIN_S:
+            elif now - since > self.limit_s(rank):
                 return rank
         return None
+
+    def limit_s(self, rank: int) -> float:
+        """How long it may take to answer. The first time it is on its way: it starts, and imports."""
+        return ANSWERS_WITHIN_S if rank in self._heard else STARTS_WITHIN_S
 
 
 class _Told:
@@ -357,15 +413,18 @@ class _Told:
             "on_validation": caller.validation,
             "on_save": caller.save,
         }
+        self._asked: Any = None
 
-    def show(self, coordinator: Any, wait_s: float = _LOOKS_EVERY_S) -> None:
-        for method, arguments in self._news(coordinator, wait_s):
+    def show(self, coordinator: Any, last: bool = False) -> None:
+        """What was told since, or is within a moment. Raises WorkerDied where the coordinator's process is gone."""
+        for method, arguments in self._news(coordinator, last):
             tell: Callable[..., None] = self._callers.get(method) or getattr(self._view, method)
             tell(*arguments)
 
-    def _news(self, coordinator: Any, wait_s: float) -> list[News]:
-        try:
-            found: list[News] = ray.get(coordinator.news.remote(wait_s), timeout=ANSWERS_WITHIN_S + wait_s)
-        except (RayActorError, GetTimeoutError) as err:
-            raise WorkerDied(f"the coordinator's process is gone or does not answer: {type(err).__name__}") from err
+    def _news(self, coordinator: Any, last: bool) -> list[News]:
+        self._asked = self._asked or coordinator.news.remote(0.0 if last else _LOOKS_EVERY_S)
+        if not last and not ray.wait([self._asked], timeout=2 * _LOOKS_EVERY_S)[0]:
+            return []  # whether it answers at all is told by its pulse
+        asked, self._asked = self._asked, None
+        found: list[News] = answer_of(asked, _name(COORDINATOR), ANSWERS_WITHIN_S)
         return found
