@@ -174,6 +174,13 @@ class RayRun:
         standing: Standing = answer_of(self._coordinator.standing.remote(), _name(COORDINATOR), ANSWERS_WITHIN_S)
         return standing
 
+    def _in_step(self) -> str:
+        try:
+            standing: Standing = ray.get(self._coordinator.standing.remote(), timeout=_DEATHS_ARE_TOLD_WITHIN_S)
+        except (RayActorError, GetTimeoutError):  # which is told by itself
+            return ""
+        return f", in step {min(standing.version.step + 1, standing.total_steps)}"
+
     def _start_worker(self, place: Place) -> Any:
         ranks = self._spec.plan.ranks
         rank, nodes = ranks[place.rank], sorted({each.node for each in ranks})
@@ -227,7 +234,7 @@ class RayRun:
         except RayTaskError as err:
             raise err.cause from err
         except RayActorError as err:
-            raise self._died(rank, "while the run was under way", err) from err
+            raise self._died(rank, f"while the run was under way{self._in_step()}", err) from err
 
     def _death_behind(self, running: Mapping[Any, int]) -> WorkerDied | None:
         """A worker's error may come of the death of one that it needs, which is told a moment later."""

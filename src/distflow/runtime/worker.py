@@ -321,6 +321,7 @@ class Worker:
 
     def validate(self, step: int, part: int, num_parts: int) -> Answers:
         """Answer every `num_parts`-th held-out prompt from number `part` on; on any thread."""
+        faults.reach("validate")
         answers = self._session.call(self._validator.run(step, part, num_parts))
         self._recorder.validation(step, {}, answers.rows)
         warn_of_errors(self._experience.tally.take(VALIDATION), partial(self._recorder.note, "warning"))
@@ -407,7 +408,7 @@ class _Updates:
     def before(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
         faults.reach("train.update")
         with self.phases("audit"):
-            return self.auditor.before_update(role, engine, batch, loss)
+            return faults.in_backward(self.auditor.before_update(role, engine, batch, loss))
 
     def after(
         self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int, first: bool
