@@ -75,7 +75,7 @@ def test_a_run_goes_on_or_ends_by_name_and_is_resumed(
     seed: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ray_run, "ANSWERS_WITHIN_S", 8.0)
+    monkeypatch.setattr(ray_run, "ANSWERS_WITHIN_S", 15.0)
     monkeypatch.setattr(ray_run, "STARTS_WITHIN_S", 90.0)
     allocation, fault = draw(seed)
     keys = (*STEPS, *validating(ground), f"trainer.allocation='{allocation}'")
@@ -89,7 +89,7 @@ def test_a_run_goes_on_or_ends_by_name_and_is_resumed(
     else:
         with pytest.raises(WorkerDied, match=rf"worker {fault.rank} .* The same command goes on from"):
             launch_ray(spec)
-    assert faults.fired(fault_plan), f"{fault} is not reached: this seed tests nothing"
+    assert faults.fired(fault_plan), f"{fault} is not reached: something else came of it, or this seed tests nothing"
     assert time.monotonic() - started < ENDS_WITHIN_S
     wait_until(lambda: not workers(), "no worker is left, a stopped one neither")
     if not goes_on:

@@ -17,6 +17,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from distflow.config.errors import UserError
 from distflow.planning.plan import Plan
 from distflow.planning.threads import usable_cores
+from distflow.runtime.ray_guard import Process as Started
+from distflow.runtime.ray_guard import descendants, kill_those
 
 STARTS_WITHIN_S = 120.0
 ENDS_WITHIN_S = 20.0
@@ -135,16 +137,19 @@ def _end_own() -> None:
     node = ray._private.worker._global_node
     processes = [info.process for each in node.all_processes.values() for info in each] if node is not None else []
 
-    def kill() -> None:
-        for process in processes:
-            process.kill()
+    below = set[Started]().union(*(descendants(process.pid) for process in processes))
 
+    def kill() -> None:
+        if node is not None:
+            node.kill_all_processes(check_alive=False, allow_graceful=False, wait=False)
+        kill_those(below)
+
+    if any(map(_is_stopped, processes)):
+        kill()
     late = threading.Timer(ENDS_WITHIN_S, kill)
     late.start()
     ray.shutdown()
     late.cancel()
-    for process in filter(_is_stopped, processes):
-        process.kill()
 
 
 def _wait_for(group: PlacementGroup, say: Callable[[str], None], needs: str, timeout_s: float) -> None:

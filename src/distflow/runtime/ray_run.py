@@ -203,8 +203,9 @@ class RayRun:
 
     def _end(self, running: Mapping[Any, int]) -> None:
         """All has been learned: those that generate leave. One that has died, or just come, has nothing to end."""
-        leader = self._learners[0]
-        serving: list[int] = answer_of(self._workers[leader].serving.remote(), _name(leader), ANSWERS_WITHIN_S)
+        leader, serving = self._learners[0], list[int]()
+        with suppress(WorkerDied):
+            serving = answer_of(self._workers[leader].serving.remote(), _name(leader), ANSWERS_WITHIN_S)
         self._coordinator.end.remote()
         for ref, rank in running.items():
             if rank not in self._others:
