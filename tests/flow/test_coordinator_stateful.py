@@ -237,9 +237,15 @@ class Run(RuleBasedStateMachine):
         self.waiting[number] = self.attempts[number]
 
     @precondition(lambda self: self.plays)
-    @rule(how=st.sampled_from(["sent", "sent", "late", "alias", "held"]), takes=st.booleans())
-    def train(self, how="sent", takes=False):
-        """how: the weights are sent and served at once, or not yet; nothing was updated and the engine only gets a new
+    @rule(
+        how=st.sampled_from(["sent", "sent", "late", "alias", "held"]),
+        takes=st.booleans(),
+        unread=st.sampled_from([False] * 4 + [True]),
+    )
+    def train(self, how="sent", takes=False, unread=False):
+        """unread: its groups could not be read, and wait again.
+
+        how: the weights are sent and served at once, or not yet; nothing was updated and the engine only gets a new
         number; or it keeps what it has. takes: tickets are taken between sending and releasing."""
         step, plan = self.coordinator.step, self.plan
         try:
@@ -252,6 +258,10 @@ class Run(RuleBasedStateMachine):
         if numbers is None:
             return
         self.check_step(step, numbers)
+        if unread:
+            self.coordinator.untake()
+            assert self.coordinator.untaken == sorted(self.complete)
+            return
         if how == "held" and step + 1 - self.sent > plan.max_staleness:
             how = "sent"
         if how in ("sent", "alias"):

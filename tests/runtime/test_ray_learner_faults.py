@@ -1,11 +1,12 @@
-"""Workers that train are killed at chosen points over a real Ray: the run ends by name, and its resume ends where one
-does that nothing struck."""
+"""Workers that train are killed at chosen points over a real Ray, or find the disk full: the run ends by name, and its
+resume ends where one does that nothing struck, bit for bit."""
 
 from collections.abc import Callable
 
 import pytest
 
 from distflow.flow import ledger
+from distflow.runtime.checkpoint_folder import CheckpointError
 from distflow.runtime.faults import Fault
 from distflow.runtime.ray_blame import WorkerDied, WorkerHangs
 from distflow.runtime.ray_entry import launch_ray
@@ -27,37 +28,51 @@ def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground
 
 
 @pytest.fixture(scope="module")
-def alone(ground: Playground) -> Run:
-    return ground.run("grpo", *STEPS, name="alone")
+def whole(ground: Playground) -> Run:
+    return start(ground, TOGETHER, "whole")
+
+
+def start(ground: Playground, layout: tuple[str, ...], name: str) -> Run:
+    config, spec = ground.spec("grpo", *layout, *STEPS, name=name)
+    return Run(ground.folder / name, config, launch_ray(spec))
 
 
 @pytest.mark.parametrize(
-    ("layout", "fault"),
+    ("layout", "fault", "says"),
     [
-        (TOGETHER, Fault("train.update", rank=1, call=3)),
-        ((*APART, DISK), Fault("weights.put", rank=1, call=3)),
-        (TOGETHER, Fault("checkpoint.manifest", rank=0, call=2)),
-        (TOGETHER, Fault("checkpoint.renamed", rank=0, call=2)),
+        (TOGETHER, Fault("train.backward", rank=1, call=3), ", in step 3 "),
+        ((*APART, DISK), Fault("weights.put", rank=1, call=3), ", in step 2 "),
+        (TOGETHER, Fault("checkpoint.manifest", rank=0, call=2), ""),
     ],
     ids=lambda value: value.point if isinstance(value, Fault) else "",
 )
 def test_a_killed_worker_is_named_and_the_resume_ends_where_an_undisturbed_run_does(
-    ground: Playground, alone: Run, plan: Callable[..., None], layout: tuple[str, ...], fault: Fault
+    ground: Playground, whole: Run, plan: Callable[..., None], layout: tuple[str, ...], fault: Fault, says: str
 ) -> None:
     plan(fault)
-    name = fault.point
-    config, spec = ground.spec("grpo", *layout, *STEPS, name=name)
-    with pytest.raises(
-        WorkerDied, match=rf"worker {fault.rank} of \d, .* has died .* The same command goes on from step-"
-    ):
-        launch_ray(spec)
+    died = rf"worker {fault.rank} of \d, .* has died while the run was under way.*{says}.* goes on from step-"
+    with pytest.raises(WorkerDied, match=died):
+        start(ground, layout, fault.point)
     wait_until(lambda: not workers(), "no worker is left")
-    config, spec = ground.spec("grpo", *layout, *STEPS, name=name)
-    resumed = Run(ground.folder / name, config, launch_ray(spec))
+    check_resumed(start(ground, layout, fault.point), whole)
+
+
+def check_resumed(resumed: Run, whole: Run) -> None:
     ledger.verify(resumed.folder / "ledger.jsonl")
     assert resumed.outcome.steps == 4
-    assert distance(resumed.weights(4), alone.weights(4)) < 1e-6
+    assert distance(resumed.weights(4), whole.weights(4)) == 0
     assert not (resumed.folder / WEIGHTS).exists()
+
+
+def test_a_disk_that_is_full_for_one_of_two_is_told_and_what_was_saved_before_is_gone_on_from(
+    ground: Playground, whole: Run, plan: Callable[..., None]
+) -> None:
+    plan(Fault("checkpoint.part rank_1", rank=1, call=2, action="full"))
+    with pytest.raises(CheckpointError, match="checkpoint of step 2 could not be written .* the disk is full"):
+        start(ground, TOGETHER, "full")
+    wait_until(lambda: not workers(), "no worker is left")
+    assert [path.name for path in (ground.folder / "full" / "checkpoints").glob("step-*")] == ["step-000001"]
+    check_resumed(start(ground, TOGETHER, "full"), whole)
 
 
 def test_a_worker_that_does_not_come_is_named_with_its_step_and_phase(

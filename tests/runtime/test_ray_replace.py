@@ -1,13 +1,18 @@
 """Workers that only generate die or stop over a real Ray, and the run goes on; every fault is seen to have fired."""
 
 import json
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from distflow.flow import ledger
-from distflow.runtime import ray_pulse
+from distflow.runtime import faults, ray_pulse
 from distflow.runtime.faults import Fault
 from distflow.runtime.ray_blame import WorkerDied
 from distflow.runtime.ray_entry import launch_ray
@@ -89,6 +94,33 @@ def test_the_only_one_that_generates_comes_back_with_the_newest_weights(
     check_whole(found)
     assert "worker 0 is there again" in found.notes("warning")
     assert distance(found.weights(4), alone.weights(4)) < 1e-6
+
+
+@pytest.mark.slow
+def test_groups_that_die_with_their_worker_between_their_step_and_its_reader_are_made_again(
+    ground: Playground, alone: Run, plan: Callable[..., None], fault_plan: Path
+) -> None:
+    plan(Fault("edge.taken", rank=1, call=2, action="SIGSTOP"))
+
+    def strike() -> None:
+        """The one that generates, while the one that trains has been told what to read; who trains then goes on."""
+        wait_until(lambda: faults.fired(fault_plan), "the step is taken")
+        stopped = next(pid for pid in workers() if is_stopped(pid))
+        for pid in workers():
+            if pid != stopped:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(1.0)  # which has been heard of
+        os.kill(stopped, signal.SIGCONT)
+
+    threading.Thread(target=strike, daemon=True).start()
+    found = run(ground, *ONE_GENERATES, *STEPS, *validating(ground), name="lost")
+    check_whole(found)
+    assert set(attempts(found)) == {1}
+    assert distance(found.weights(4), alone.weights(4)) < 1e-6
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 @pytest.mark.slow

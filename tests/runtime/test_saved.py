@@ -9,10 +9,11 @@ import torch
 
 from distflow.config.errors import UserError
 from distflow.flow.coordinator import Coordinator
+from distflow.runtime.audit.auditor import STATE
 from distflow.runtime.checkpoint import CheckpointStore
 from distflow.runtime.ports.edge import Kept, Live, Released
 from distflow.runtime.resources import build_resources
-from distflow.runtime.saved import check_same_facts, restore, saved_parts, set_generators
+from distflow.runtime.saved import check_same_facts, joined, restore, saved_parts, set_generators
 from tests.e2e.runs import Playground
 from tests.runtime.groups import group
 
@@ -86,6 +87,17 @@ def test_a_run_that_starts_draws_by_its_seed() -> None:
         set_generators(None, seed)
         drawn.append(draws())
     assert drawn[0] == drawn[1] and all(one != other for one, other in zip(drawn[0], drawn[2], strict=True))
+
+
+def test_what_ranks_keep_is_that_of_the_first_but_of_updates_each_has_those_of_its_own_models() -> None:
+    first = {"mine": {"seen": 1}, STATE: {"updates": {"actor": 5}, "reference": [1]}}
+    second = {"mine": {"seen": 2}, "theirs": {}, STATE: {"updates": {"critic": 4}, "reference": [2]}}
+    assert joined([first, second]) == {
+        "mine": {"seen": 1},
+        "theirs": {},
+        STATE: {"updates": {"actor": 5, "critic": 4}, "reference": [1]},
+    }
+    assert joined([{}, {}]) == {}
 
 
 def test_weights_data_or_tokens_that_are_not_those_of_before_are_refused_and_another_machine_is_told(

@@ -183,6 +183,10 @@ class Coordinator:
         """
         return self._edge.part(step, wanted, exhausted=self._edge.num_taken == 0 and self._is_spent())
 
+    def untake(self) -> None:
+        """The step that is formed could not be read: its groups wait again, and those that are gone can be lost."""
+        self._edge.untake()
+
     def num_owed(self) -> int:
         """See `ExperienceEdge.num_owed`."""
         return self._edge.num_owed()
@@ -191,6 +195,11 @@ class Coordinator:
     def num_untaken(self) -> int:
         """Complete groups that no step has taken yet."""
         return self._edge.num_untaken
+
+    @property
+    def untaken(self) -> list[int]:
+        """See `ExperienceEdge.untaken`."""
+        return self._edge.untaken
 
     @property
     def stalled(self) -> bool:

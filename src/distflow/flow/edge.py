@@ -112,6 +112,12 @@ class ExperienceEdge:
         return self._num_complete - len(self._formed)
 
     @property
+    def untaken(self) -> list[int]:
+        """Tickets of complete groups that no step has taken yet, ascending."""
+        formed = set(self._formed)
+        return [group.ticket.number for group in self.live if group.complete and group.ticket.number not in formed]
+
+    @property
     def live(self) -> list[Group]:
         """All groups, in ticket order."""
         return [self._groups[number] for number in sorted(self._groups)]
@@ -216,6 +222,12 @@ class ExperienceEdge:
             self._leave(self._groups[number])
         self._formed += numbers or ()
         return numbers
+
+    def untake(self) -> None:
+        """What the next step has taken waits for it again."""
+        for number in self._formed:
+            self._enter(self._groups[number])
+        self._formed = ()
 
     def num_owed(self) -> int:
         """Groups that the next step must take besides those that it has, so that none of what it leaves behind gets

@@ -71,7 +71,7 @@ class Writing:
         assert name != "manifest" and _NAME.fullmatch(name), f"a part's name becomes a file's: {name!r}"
         with or_give_up(self.step, self.partial.parent, self._given_up):
             write_part(self.partial, name, part)
-        self.on_point(f"part {name}")
+            self.on_point(f"part {name}")
 
     def commit(
         self,

@@ -11,9 +11,15 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
+
+from torch import Tensor
+
+from distflow.data.batch import Batch
+from distflow.training.engine import Counts, LossFn
 
 VARIABLE: Final = "DISTFLOW_FAULTS"
 _LONG_S: Final = 3600.0
@@ -70,6 +76,23 @@ def reach(point: str, data: memoryview | None = None) -> None:
     """This process is there now. data: bytes that it has there."""
     if _armed is not None:
         _armed.reach(point, data)
+
+
+def in_backward(loss: LossFn) -> LossFn:
+    """The loss, in whose backward pass `train.backward` is reached where there are faults."""
+    return loss if _armed is None else _Watched(loss)
+
+
+class _Watched:
+    def __init__(self, loss: LossFn) -> None:
+        self._loss, self.outputs = loss, loss.outputs
+        self.counts, self.finish = loss.counts, loss.finish
+
+    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Counts]:
+        value, sums = self._loss(outputs, micro, counts)
+        if value.requires_grad:
+            value.register_hook(lambda gradient: reach("train.backward"))
+        return value, sums
 
 
 def fired(plan: Path) -> list[int]:

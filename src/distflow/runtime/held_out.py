@@ -6,6 +6,7 @@ from functools import partial
 
 from distflow.config.errors import UserError
 from distflow.rewards.tally import VALIDATION
+from distflow.runtime import faults
 from distflow.runtime.error_share import warn_of_errors
 from distflow.runtime.ports import Ports
 from distflow.runtime.recorder import Recorder
@@ -57,6 +58,7 @@ class HeldOut:
 
     def answer(self, step: int, part: int, num_parts: int) -> Answers:
         """Answer every `num_parts`-th held-out prompt from number `part` on; on any thread."""
+        faults.reach("validate")
         answers = self._session.call(self._validator.run(step, part, num_parts))
         self._recorder.validation(step, {}, answers.rows)
         warn_of_errors(self._validator.plane.tally.take(VALIDATION), partial(self._recorder.note, "warning"))

@@ -7,15 +7,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from distflow.config.errors import UserError
+from distflow.runtime import ray_pulse
 from distflow.runtime.begin import open_store
 from distflow.runtime.engine_watch import STACKS
-from distflow.runtime.ray_pulse import ENDS_WITHIN_S
+from distflow.runtime.ray_cluster import ailing
+from distflow.runtime.ray_coordinator import Standing
+from distflow.runtime.ray_pulse import COORDINATOR, ENDS_WITHIN_S, name_of
 from distflow.runtime.spec import Spec
 
 _DEATHS_ARE_TOLD_WITHIN_S = 2.0
+_CAUSES = "killed from outside, out of memory, or crashed in native code."
 _THERE = (
     "If it is there for the process that starts the run: have it on every machine, at the same path or installed, "
     "modules on the PYTHONPATH with which Ray was started there"
@@ -38,12 +42,23 @@ class WorkerFailed(RuntimeError):
     """A worker raised before the run began, and nothing that the user gave is to blame."""
 
 
+def answer_of(ref: Any, number: int) -> Any:
+    """What the actor of a rank (or what stands in its place) answers. Raises WorkerDied where it is gone or silent."""
+    try:
+        return ray.get(ref, timeout=ray_pulse.ANSWERS_WITHIN_S)
+    except (RayActorError, GetTimeoutError) as err:
+        raise WorkerDied(f"{name_of(number)}'s process is gone or does not answer: {type(err).__name__}.") from err
+
+
 class Blame:
     """What calls of a run's workers ended in."""
 
-    def __init__(self, spec: Spec, workers: Sequence[Any], learners: Sequence[int]) -> None:
-        """workers: by rank; whoever calls puts another in place of one that is gone. learners: their ranks."""
-        self._spec, self._workers, self._learners = spec, workers, learners
+    def __init__(
+        self, spec: Spec, workers: Sequence[Any], learners: Sequence[int], services: Mapping[int, Any]
+    ) -> None:
+        """workers: by rank; whoever calls puts another in place of one that is gone. learners: their ranks. services:
+        the actors that are no workers, by what stands in place of a rank."""
+        self._spec, self._workers, self._learners, self._services = spec, workers, learners, services
 
     def result(self, ref: Any, rank: int, timeout_s: float | None = None) -> int:
         """What the worker's `run` returned. Raises what it raised, WorkerDied, WorkerFailed."""
@@ -52,10 +67,17 @@ class Blame:
         except RayTaskError as err:
             raise err.cause from err
         except RayActorError as err:
-            raise self.died(rank, "while the run was under way", err) from err
+            raise self.died(rank, f"while the run was under way{self._in_step()}", err) from err
 
     def death_behind(self, running: Mapping[Any, int]) -> WorkerDied | None:
-        """A worker's error may come of the death of one that learns with it, which is told a moment later."""
+        """A worker's error may come of the death of one that it needs, which is told a moment later."""
+        for number, actor in self._services.items():
+            try:
+                ray.get(actor.alive.remote(), timeout=_DEATHS_ARE_TOLD_WITHIN_S)
+            except RayActorError as err:
+                return WorkerDied(f"{name_of(number)} has died ({_process_of(err)}): {_CAUSES}")
+            except GetTimeoutError:  # told by its pulse, if it is more than slow
+                continue
         learning = {ref: rank for ref, rank in running.items() if rank in self._learners}
         until = time.monotonic() + _DEATHS_ARE_TOLD_WITHIN_S
         while learning and time.monotonic() < until:
@@ -100,10 +122,8 @@ class Blame:
         does = " and ".join(
             name for name, nodes in (("generates", plan.experience), ("trains", plan.learning)) if nodes
         )
-        pid = next((line.strip() for line in str(err).splitlines() if line.strip().startswith("pid:")), "pid: unknown")
         return WorkerDied(
-            f"worker {rank} of {len(self._workers)}, which {does}, has died {when} ({pid}): killed from outside, out "
-            "of memory, or crashed in native code."
+            f"worker {rank} of {len(self._workers)}, which {does}, has died {when} ({_process_of(err)}): {_CAUSES}"
         )
 
     def unbuilt(self, rank: int, err: RayTaskError) -> Exception:
@@ -113,6 +133,14 @@ class Blame:
             return UserError(f"{who}: {err.cause}\n{_THERE}")
         return WorkerFailed(f"{who} could not build its engines: {type(err.cause).__name__}: {err.cause}")
 
+    def _in_step(self) -> str:
+        try:
+            asked = self._services[COORDINATOR].standing.remote()
+            standing: Standing = ray.get(asked, timeout=_DEATHS_ARE_TOLD_WITHIN_S)
+        except (RayActorError, GetTimeoutError):  # which is told by itself
+            return ""
+        return f", in step {min(standing.version.step + 1, standing.total_steps)}"
+
     def _who(self, rank: int, err: Exception) -> str:
         """With the process, as Ray's own text has it."""
         where = re.search(r"pid=(\d+), ip=([^,)]+)", str(err))
@@ -120,12 +148,19 @@ class Blame:
         return f"worker {rank} of {len(self._workers)}{process}"
 
 
+def _process_of(err: RayActorError) -> str:
+    """As Ray's own text has it."""
+    return next((line.strip() for line in str(err).splitlines() if line.strip().startswith("pid:")), "pid: unknown")
+
+
 @contextmanager
 def told_what_next(spec: Spec) -> Iterator[None]:
-    """A death that ends the run says where the next start begins."""
+    """A death that ends the run says where the next start begins. Where a process of Ray itself is gone or stopped, the
+    others died of that."""
     try:
         yield
     except WorkerDied as died:
+        told = f"{what}, and the workers with it: {_CAUSES}" if (what := ailing()) else str(died)
         store = open_store(spec)
         where = store.load().path.name if store.exists() else "the start: nothing was saved yet (trainer.save_freq)"
-        raise type(died)(f"{died} The same command goes on from {where}") from died
+        raise type(died)(f"{told} The same command goes on from {where}") from died

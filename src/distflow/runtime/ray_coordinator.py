@@ -73,7 +73,7 @@ class CoordinatorActor:
             if self._coordinator.holds(number):
                 self._coordinator.weigh(number, num_bytes)
         self._edge = SharedEdge[GroupRef](
-            self._coordinator, Waits(), teams, workers, live=held, changed=self._show_queue
+            self._coordinator, Waits(), teams, workers, live=held, changed=self._show_queue, may_be_lost=True
         )
         self._rests: dict[int, Sequence[GroupRef]] = {}  # of portions, by rank
         self._consumed: Consumed[GroupRef] | None = None  # with what is left of it, until the rank that leads goes on
@@ -140,6 +140,10 @@ class CoordinatorActor:
         found = self._rests[rank][:_PAGE]
         self._rests[rank] = self._rests[rank][_PAGE:]
         return found
+
+    def read(self, step: int, rank: int, lost: Sequence[int]) -> bool:
+        """See `SharedEdge`."""
+        return self._edge.read(step, rank, lost)
 
     def release(self, step: int, rank: int, published: bool) -> Consumed[GroupRef]:
         """See `EdgePort`; what a checkpoint goes on from, `kept` has."""

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +14,9 @@ from distflow.rewards.tally import Judged
 from distflow.runtime import faults
 from distflow.runtime.ports.edge import Failure, Kept, Newcomers, Released, Share
 from distflow.runtime.ports.local_edge import facts_of, live_of
-from distflow.runtime.ports.shared_edge import Consumed, Held
+from distflow.runtime.ports.shared_edge import Consumed, Held, Portion
 from distflow.runtime.ray_coordinator import Page
-from distflow.runtime.ray_groups import GroupRef, answer, shortened, to_batch, to_group
+from distflow.runtime.ray_groups import GroupLost, GroupRef, answer, lost_among, shortened, to_batch, to_group
 from distflow.runtime.waits import Waits
 
 
@@ -76,17 +77,23 @@ class RayEdge:
     def take(
         self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
     ) -> Share | Newcomers | None:
-        """See `EdgePort`; whole steps only."""
+        """See `EdgePort`; whole steps only. Groups that are gone with the worker that held them are made again."""
         assert wanted is None and deadline is None, "a loop of the user's own runs in one process"
-        with self._waits("learner", f"step {step}", on="experience"):
-            portion = answer(self._coordinator.take.remote(step, self._first + rank))
-        if portion is None or isinstance(portion, Newcomers):
-            return portion
-        groups = [*portion.groups]
-        while more := answer(self._coordinator.rest.remote(self._first + rank)):
-            groups += more
-        batch = to_batch(groups, portion.like)
-        return Share(portion.tickets, batch, portion.metrics, portion.judged)
+        while True:
+            with self._waits("learner", f"step {step}", on="experience"):
+                portion = answer(self._coordinator.take.remote(step, self._first + rank))
+            if portion is None or isinstance(portion, Newcomers):
+                return portion
+            groups = [*portion.groups]
+            while more := answer(self._coordinator.rest.remote(self._first + rank)):
+                groups += more
+            faults.reach("edge.taken")
+            batch, lost = _read(portion, groups)
+            with self._waits("learner", f"step {step}", on="other ranks"):
+                whole = answer(self._coordinator.read.remote(step, self._first + rank, lost))
+            if whole:
+                assert batch is not None, "nothing of it is lost"
+                return Share(portion.tickets, batch, portion.metrics, portion.judged)
 
     def release(self, step: int, rank: int, published: bool) -> Released:
         """See `EdgePort`."""
@@ -102,16 +109,20 @@ class RayEdge:
             pages.append(answer(self._coordinator.kept.remote(len(pages))))
         cut = pages[0].cut
         cut["live"] = [group for page in pages for group in page.cut["live"]]
-        return Kept(
-            cut,
-            live_of(
-                {
-                    number: Held(to_batch([each.group], each.group), each.num_tokens, each.measured)
-                    for page in pages
-                    for number, each in page.live.items()
-                }
-            ),
-        )
+        held = {}
+        for number, each in ((number, each) for page in pages for number, each in page.live.items()):
+            with suppress(GroupLost):  # who goes on from here has it made again
+                held[number] = Held(to_batch([each.group], each.group), each.num_tokens, each.measured)
+        return Kept(cut, live_of(held))
+
+
+def _read(portion: Portion[GroupRef], groups: Sequence[GroupRef]) -> tuple[Batch | None, list[int]]:
+    """The rows of the groups, or which of them are lost; of a portion without any, the step's first."""
+    try:
+        return to_batch(groups, portion.like), []
+    except GroupLost:
+        wanted = dict(zip(portion.own, groups, strict=True)) or {portion.tickets[0]: portion.like}
+        return None, lost_among(wanted)
 
 
 def _shortened(failure: Failure | None) -> Failure | None:

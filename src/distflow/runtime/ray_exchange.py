@@ -58,6 +58,9 @@ class ExchangeActor:
         self._exchange.release(key, rank)
         await self._wake()
 
+    async def alive(self) -> None:
+        """Answered whatever waits."""
+
     async def held_bytes(self) -> int:
         return self._exchange.held_bytes
 

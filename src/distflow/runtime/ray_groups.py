@@ -1,6 +1,6 @@
 """Prompt groups on their way between processes: references, and the columns behind them as plain buffers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -31,12 +31,22 @@ def to_batch(groups: Sequence[GroupRef], like: GroupRef) -> Batch:
             return from_buffers(ray.get(like[0])).select([])
         parts = ray.get([group[0] for group in groups])
     except ObjectLostError as err:
-        raise GroupLost(
-            "a worker has died that held prompt groups which a step had just taken: the same command goes on from the "
-            "last checkpoint"
-        ) from err
+        raise GroupLost("a worker has died that held prompt groups") from err
     rows = [(part, row) for part, buffers in enumerate(parts) for row in range(buffers["lengths.prompt"].size // 8)]
     return gather(parts, rows)
+
+
+def lost_among(groups: Mapping[int, GroupRef]) -> list[int]:
+    """Which of them nobody can read any more."""
+    return [number for number, group in groups.items() if _is_lost(group)]
+
+
+def _is_lost(group: GroupRef) -> bool:
+    try:
+        ray.get(group[0])
+    except ObjectLostError:
+        return True
+    return False
 
 
 MOST_TEXT = 2000

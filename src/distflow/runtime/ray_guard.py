@@ -20,26 +20,28 @@ Process = tuple[int, str]
 def main(token: str, driver: int) -> None:
     """token: a file to be removed at the end. driver: pid of the process that holds the other end of standard input. It
     says something there when all is well."""
-    others, known = _descendants(driver), set[Process]()
+    others, known = descendants(driver), set[Process]()
     while not select.select([sys.stdin], [], [], _LOOKS_EVERY_S)[0]:
-        known |= _descendants(driver) - others
+        known |= descendants(driver) - others
     if not sys.stdin.buffer.read(1):
-        _kill((known | _descendants(driver) - others) & set(_processes()))
+        kill_those(known | descendants(driver) - others)
     Path(token).unlink(missing_ok=True)
 
 
-def _kill(left: set[Process]) -> None:
-    for pid, _ in left:
+def kill_those(processes: set[Process]) -> None:
+    """As far as they are still there; this one lives on."""
+    for pid, _ in processes & set(_processes()):
         if pid != os.getpid():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
-def _descendants(driver: int) -> set[Process]:
+def descendants(root: int) -> set[Process]:
+    """All below a process, it not included."""
     children: dict[int, list[Process]] = {}
     for process, parent in _processes().items():
         children.setdefault(parent, []).append(process)
-    found, look = set[Process](), [driver]
+    found, look = set[Process](), [root]
     while look:
         below = children.get(look.pop(), [])
         found.update(below)

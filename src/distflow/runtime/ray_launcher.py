@@ -30,7 +30,11 @@ def launch(
             return done
         start.set_aside(spec, say)
     needs = spec.options.worker
-    with connected(spec.plan, say), bundles_of(spec.plan, needs, say) as bundles, reported(spec.run_dir, say):
+    with (
+        connected(spec.plan, say) as ends,
+        bundles_of(spec.plan, needs, say, ends) as bundles,
+        reported(spec.run_dir, say),
+    ):
         run = RayRun(spec, start, allow_change, bundles)
         try:
             differences = run.build(say)

@@ -8,9 +8,16 @@ from typing import Any
 import ray
 
 ANSWERS_WITHIN_S = 60.0
+STARTS_WITHIN_S = 300.0
 ENDS_WITHIN_S = 20.0
-COORDINATOR = -1
+COORDINATOR, EXCHANGE = -1, -2
 """In place of a rank."""
+_AWAY_S = 5.0
+
+
+def name_of(number: int) -> str:
+    """number: a rank, or what stands in place of one."""
+    return {COORDINATOR: "the coordinator", EXCHANGE: "the exchange"}.get(number, f"worker {number}")
 
 
 class Pulse:
@@ -20,6 +27,8 @@ class Pulse:
         """actors: by rank."""
         self._actors: dict[int, Any] = {}
         self._asked: dict[int, tuple[Any, float]] = {}
+        self._heard = set[int]()
+        self._looked = time.monotonic()
         for rank, actor in actors.items():
             self.follow(rank, actor)
 
@@ -34,25 +43,30 @@ class Pulse:
         self._asked.pop(rank, None)
 
     def silent(self) -> int | None:
-        """The rank of one that has not answered for `ANSWERS_WITHIN_S`, if there is one."""
+        """The rank of one that has not answered for `limit_s`, if there is one."""
+        now, before = time.monotonic(), self._looked
+        self._looked = now
+        if now - before > _AWAY_S:  # this process itself was stopped: answers are on their way
+            self._asked = {rank: (ref, since + now - before) for rank, (ref, since) in self._asked.items()}
         for rank, (ref, since) in list(self._asked.items()):
             if ray.wait([ref], timeout=0)[0]:
+                self._heard.add(rank)
                 self.follow(rank, self._actors[rank])
-            elif time.monotonic() - since > ANSWERS_WITHIN_S:
+            elif now - since > self._limit_s(rank):
                 return rank
         return None
 
     def told(self, silent: int, stacks: Path) -> str:
         """What is said of one that is silent, once every worker that still answers has written to `stacks` what its
         threads are at."""
-        asked = [
-            actor.write_stacks.remote(stacks)
-            for rank, actor in self._actors.items()
-            if rank not in (silent, COORDINATOR)
-        ]
+        workers = [actor for rank, actor in self._actors.items() if rank >= 0 and rank != silent]
+        asked = [worker.write_stacks.remote(stacks) for worker in workers]
         ray.wait(asked, num_returns=len(asked), timeout=ENDS_WITHIN_S)
-        name = "the coordinator" if silent == COORDINATOR else f"worker {silent}"
         return (
-            f"{name} has not answered for {ANSWERS_WITHIN_S:g} s: its process is stopped, hangs in native code, or "
-            f"its machine is gone. What the others were at stands in {stacks}."
+            f"{name_of(silent)} has not answered for {self._limit_s(silent):g} s: its process is stopped, hangs in "
+            f"native code, or its machine is gone. What the others were at stands in {stacks}."
         )
+
+    def _limit_s(self, rank: int) -> float:
+        """How long it may take to answer. The first time it is on its way: it starts, and imports."""
+        return ANSWERS_WITHIN_S if rank in self._heard else STARTS_WITHIN_S

@@ -10,12 +10,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from distflow.runtime import ray_pulse
 from distflow.runtime.place import Place
-from distflow.runtime.ray_blame import WorkerDied
+from distflow.runtime.ray_blame import WorkerDied, answer_of
+from distflow.runtime.ray_pulse import COORDINATOR
 
 MOST_DEATHS = 3
 WITHIN_S = 3600.0
-STARTS_WITHIN_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,12 @@ class Replacements:
     def begin(self, rank: int, why: str) -> None:
         """The worker's process is gone, or is to be taken as gone: its groups go to others, and another is started in
         its place. Raises WorkerDied."""
-        num_groups = ray.get(self._coordinator.lose.remote(self._places[rank].generator))
+        num_groups = answer_of(self._coordinator.lose.remote(self._places[rank].generator), COORDINATOR)
         self._check(rank, why)
-        number = ray.get(self._coordinator.join.remote(str(rank)))
+        number = answer_of(self._coordinator.join.remote(str(rank)), COORDINATOR)
         self._places[rank] = replace(self._places[rank], generator=number)
         worker = self._start(self._places[rank])
-        self._coming[worker.build.remote()] = _Coming(rank, worker, time.monotonic() + STARTS_WITHIN_S)
+        self._coming[worker.build.remote()] = _Coming(rank, worker, time.monotonic() + ray_pulse.STARTS_WITHIN_S)
         self._say(f"{why} The {num_groups} prompt groups that it had are issued again; another is started in its place")
 
     def come(self) -> dict[int, Any]:
@@ -104,8 +105,8 @@ class Replacements:
         _kill(coming.worker)
         self._given_up.add(coming.rank)
         message = (
-            f"no other process could be started as worker {coming.rank} within {STARTS_WITHIN_S:g} s: its machine or "
-            "its device may be gone"
+            f"no other process could be started as worker {coming.rank} within {ray_pulse.STARTS_WITHIN_S:g} s: its "
+            "machine or its device may be gone"
         )
         if self._given_up == set(self._places[coming.rank].generators):
             raise WorkerDied(f"{message}, and no worker that generates is left")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -20,11 +20,11 @@ from distflow.runtime.begin import Start, model_line
 from distflow.runtime.callbacks import Callbacks, Caller
 from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.place import Home, Place
-from distflow.runtime.ray_blame import Blame, PeersLate, WorkerDied, told_what_next
-from distflow.runtime.ray_cluster import bound_of
-from distflow.runtime.ray_coordinator import CoordinatorActor
+from distflow.runtime.ray_blame import Blame, PeersLate, WorkerDied, answer_of, told_what_next
+from distflow.runtime.ray_cluster import bound_of, gone
+from distflow.runtime.ray_coordinator import CoordinatorActor, Standing
 from distflow.runtime.ray_exchange import ExchangeActor
-from distflow.runtime.ray_pulse import COORDINATOR, ENDS_WITHIN_S, Pulse
+from distflow.runtime.ray_pulse import COORDINATOR, ENDS_WITHIN_S, EXCHANGE, Pulse
 from distflow.runtime.ray_replace import Replacements
 from distflow.runtime.ray_told import Told
 from distflow.runtime.ray_worker import Built, WorkerActor
@@ -34,6 +34,7 @@ from distflow.runtime.stop import StopRequest
 from distflow.runtime.teams import edge_team
 from distflow.runtime.weight_files import remove_weights
 
+_LOOKS_EVERY_S = 0.5
 _NUM_CALLS = 6  # of a worker that may wait at once: tickets, a step, its end, news, the pulse
 
 
@@ -65,10 +66,14 @@ class RayRun:
             places.append(Place(rank.rank, teams, generators, threads, Home.of_driver(), number))
         self._workers: list[Any] = [self._start_worker(place) for place in places]
         self._learners = [rank for team in teams for rank in team]
-        self._blame = Blame(self._spec, self._workers, self._learners)
+        self._services = {COORDINATOR: self._coordinator}
+        if self._exchange is not None:
+            self._services[EXCHANGE] = self._exchange
+        self._blame = Blame(self._spec, self._workers, self._learners, self._services)
         others = {rank: places[rank] for rank in generators if rank not in self._learners}
         leader = self._workers[self._learners[0]]
         self._others = Replacements(others, self._start_worker, self._coordinator, leader)
+        self._pulse = Pulse({**dict(enumerate(self._workers)), **self._services})
         self.finished = False
 
     def build(self, say: Callable[[str], None]) -> list[str]:
@@ -89,9 +94,10 @@ class RayRun:
     def watch(self, differences: list[str], callbacks: Callbacks, ends_process: bool) -> tuple[int, StopRequest]:
         """Until the run has ended; the steps consumed in all. Raises what a worker raised first."""
         options = self._spec.options
-        standing = ray.get(self._coordinator.standing.remote())
+        with told_what_next(self._spec):
+            standing = self._standing()
         view = TerminalView(f"{options.project} / {options.experiment}", standing.total_steps)
-        pulse = Pulse({**dict(enumerate(self._workers)), COORDINATOR: self._coordinator})
+        pulse = self._pulse
         told = Told(view, Caller(callbacks, lambda message: view.note("warning", message)))
 
         def asked_to_stop(name: str) -> None:
@@ -128,7 +134,7 @@ class RayRun:
                         running[self._run(rank, differences)] = rank
                         self._others.welcome(rank, worker)
                 self._end(running)
-                told.show(self._coordinator, wait_s=0.0)
+                told.show(self._coordinator, last=True)
             finally:
                 view.close()
         return steps, stop
@@ -136,13 +142,16 @@ class RayRun:
     def kill(self) -> None:
         """No process of the run is left."""
         self._others.kill()
-        actors = [*self._workers, self._coordinator, *([self._exchange] if self._exchange is not None else [])]
-        for actor in actors:
+        for actor in [*self._workers, *self._services.values()]:
             with suppress(Exception):  # it is gone already
                 ray.kill(actor)
         self._meeting.unlink(missing_ok=True)
         with suppress(OSError):  # the next start tries again
             remove_weights(self._spec.run_dir)
+
+    def _standing(self) -> Standing:
+        standing: Standing = answer_of(self._coordinator.standing.remote(), COORDINATOR)
+        return standing
 
     def _start_worker(self, place: Place) -> Any:
         ranks, needs = self._spec.plan.ranks, self._spec.options.worker
@@ -167,19 +176,22 @@ class RayRun:
 
     def _end(self, running: Mapping[Any, int]) -> None:
         """All has been learned: those that generate leave. One that has died, or just come, has nothing to end."""
-        serving: list[int] = ray.get(self._workers[self._learners[0]].serving.remote())
+        leader, serving = self._learners[0], list[int]()
+        with suppress(WorkerDied):
+            serving = answer_of(self._workers[leader].serving.remote(), leader)
         self._coordinator.end.remote()
         for ref, rank in running.items():
             if rank not in self._others:
                 self._blame.result(ref, rank, ENDS_WITHIN_S)
             elif rank in serving:
-                with suppress(WorkerDied):
+                with suppress(WorkerDied, GetTimeoutError):
                     self._blame.result(ref, rank, ENDS_WITHIN_S)
-        self.finished = bool(ray.get(self._coordinator.standing.remote()).finished)
+        self.finished = self._standing().finished
 
     def _look_after(self, pulse: Pulse) -> None:
         """Raises WorkerDied for a process that does not answer; one that can be replaced is killed: whatever it does
         when it wakes, nobody hears of it."""
+        _check_ray()
         silent = pulse.silent()
         if silent is None:
             return
@@ -194,7 +206,10 @@ class RayRun:
         """In order; what fails first is raised at once."""
         waiting, ranks = list(refs), {ref: rank for rank, ref in enumerate(refs)}
         while waiting:
-            done, waiting = ray.wait(waiting)
+            _check_ray()
+            if (silent := self._pulse.silent()) is not None:
+                raise WorkerDied(self._pulse.told(silent, self._spec.run_dir / STACKS))
+            done, waiting = ray.wait(waiting, timeout=_LOOKS_EVERY_S)
             for ref in done:
                 try:
                     ray.get(ref)
@@ -203,3 +218,9 @@ class RayRun:
                 except RayActorError as err:
                     raise self._blame.died(ranks[ref], "while its engines were built", err) from err
         return ray.get(list(refs))
+
+
+def _check_ray() -> None:
+    """Raises WorkerDied: without all of its Ray a run comes to no end."""
+    if what := gone():
+        raise WorkerDied(what)

@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
 
 from distflow.observe.terminal import TerminalView
-from distflow.runtime import ray_pulse
 from distflow.runtime.callbacks import Callbacks, Caller
 from distflow.runtime.place import Place
-from distflow.runtime.ray_blame import WorkerDied
+from distflow.runtime.ray_blame import answer_of
 from distflow.runtime.ray_coordinator import News
 from distflow.runtime.ray_groups import shortened
+from distflow.runtime.ray_pulse import COORDINATOR
 
 _MOST_SHOWN = 1000  # characters of a sample
 _LOOKS_EVERY_S = 0.5
@@ -66,16 +65,18 @@ class Told:
             "on_validation": caller.validation,
             "on_save": caller.save,
         }
+        self._asked: Any = None
 
-    def show(self, coordinator: Any, wait_s: float = _LOOKS_EVERY_S) -> None:
-        """What is new; waits for some, but no longer than that. Raises WorkerDied where the coordinator is gone."""
-        for method, arguments in self._news(coordinator, wait_s):
+    def show(self, coordinator: Any, last: bool = False) -> None:
+        """What was told since, or is within a moment. Raises WorkerDied where the coordinator's process is gone."""
+        for method, arguments in self._news(coordinator, last):
             tell: Callable[..., None] = self._callers.get(method) or getattr(self._view, method)
             tell(*arguments)
 
-    def _news(self, coordinator: Any, wait_s: float) -> list[News]:
-        try:
-            found: list[News] = ray.get(coordinator.news.remote(wait_s), timeout=ray_pulse.ANSWERS_WITHIN_S + wait_s)
-        except (RayActorError, GetTimeoutError) as err:
-            raise WorkerDied(f"the coordinator's process is gone or does not answer: {type(err).__name__}") from err
+    def _news(self, coordinator: Any, last: bool) -> list[News]:
+        self._asked = self._asked or coordinator.news.remote(0.0 if last else _LOOKS_EVERY_S)
+        if not last and not ray.wait([self._asked], timeout=2 * _LOOKS_EVERY_S)[0]:
+            return []  # whether it answers at all is told by its pulse
+        asked, self._asked = self._asked, None
+        found: list[News] = answer_of(asked, COORDINATOR)
         return found

@@ -13,6 +13,7 @@ from distflow.data import generators
 from distflow.data.batch import Batch
 from distflow.models.magnitude import magnitudes, unsound
 from distflow.planning.plan import learning_teams
+from distflow.runtime.audit.auditor import STATE
 from distflow.runtime.checkpoint import Checkpoint
 from distflow.runtime.checkpoint_files import shard_name
 from distflow.runtime.checkpoint_folder import CheckpointError
@@ -181,8 +182,13 @@ def _numpy_state() -> list[object]:
 
 
 def joined(states: Sequence[NodeState]) -> NodeState:
-    """What all nodes keep, given that of each rank's; of a node that several run what the first has."""
-    return {node: kept for state in reversed(states) for node, kept in state.items()}
+    """What all nodes keep, given that of each rank's; of a node that several run what the first has. The audit keeps a
+    count of each model's updates, which only the ranks that train it have."""
+    found = {node: kept for state in reversed(states) for node, kept in state.items()}
+    if audits := [state[STATE] for state in reversed(states) if STATE in state]:
+        found[STATE] = {name: kept for audit in audits for name, kept in audit.items()}
+        found[STATE]["updates"] = {role: count for audit in audits for role, count in audit.get("updates", {}).items()}
+    return found
 
 
 def as_it_stands(state: NodeState) -> NodeState:

@@ -23,7 +23,7 @@ class Updates:
         """The loss that the step is to compute."""
         faults.reach("train.update")
         with self.phases("audit"):
-            return self.auditor.before_update(role, engine, batch, loss)
+            return faults.in_backward(self.auditor.before_update(role, engine, batch, loss))
 
     def after(
         self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int, first: bool

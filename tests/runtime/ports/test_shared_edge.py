@@ -1,13 +1,17 @@
 """The edge of several teams and workers: what each rank takes of a step, when a step is over, who leaves and comes."""
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+import pytest
 
 from distflow.flow.balance import divide_step
 from distflow.flow.minibatch import minibatches
 from distflow.flow.ticket import Ticket
 from distflow.runtime.ports.edge import Newcomers
-from distflow.runtime.ports.shared_edge import Facts, Portion, SharedEdge, Team
+from distflow.runtime.ports.shared_edge import Facts, Held, Portion, SharedEdge, Team
 from distflow.runtime.waits import Waits
 from tests.runtime.groups import coordinator
 
@@ -69,9 +73,10 @@ FACTS = Facts(5, None, None)
 class Shared:
     """An edge of streams with two workers; groups are their tickets."""
 
-    def __init__(self, num_ranks: int = 1, **changes: Any) -> None:
+    def __init__(self, num_ranks: int = 1, may_be_lost: bool = False, **changes: Any) -> None:
         self.coordinator = coordinator(max_staleness=1, **changes)
-        self.edge = SharedEdge[Ticket](self.coordinator, Waits(), (Team(tuple(range(num_ranks))),), ("0", "1"))
+        teams = (Team(tuple(range(num_ranks))),)
+        self.edge = SharedEdge[Ticket](self.coordinator, Waits(), teams, ("0", "1"), may_be_lost=may_be_lost)
 
     def tickets(self, worker: int, served: int = 0) -> list[Ticket]:
         found = self.edge.tickets(worker, served)
@@ -80,6 +85,20 @@ class Shared:
 
     def put(self, ticket: Ticket) -> None:
         self.edge.put(ticket, ticket, FACTS, [])
+
+    def portion(self, rank: int) -> Portion[Ticket]:
+        found = self.edge.take(0, rank)
+        assert isinstance(found, Portion)
+        return found
+
+    def told(self, lost: list[list[int]]) -> list[bool]:
+        """What each rank hears that tells what it has lost."""
+        return self.from_ranks(lambda rank: self.edge.read(0, rank, lost[rank]))
+
+    @staticmethod
+    def from_ranks(call: Callable[[int], Any]) -> list[Any]:
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(call, (0, 1)))
 
 
 def test_groups_of_a_worker_that_is_gone_go_to_others_and_what_still_comes_of_it_is_passed_over() -> None:
@@ -99,6 +118,50 @@ def test_groups_of_a_worker_that_is_gone_go_to_others_and_what_still_comes_of_it
     portion = shared.edge.take(0, 0)
     assert portion is not None and not isinstance(portion, Newcomers)
     assert {ticket.attempt for ticket in portion.groups} == {0, 1}
+
+
+def test_a_step_of_which_a_group_is_lost_before_all_ranks_have_read_it_is_taken_back_and_formed_again() -> None:
+    """By one rank, while the other has read all of its own."""
+    shared = Shared(num_ranks=2, may_be_lost=True)
+    for worker in (0, 1):
+        for ticket in shared.tickets(worker):
+            shared.put(ticket)
+    before, portions = shared.coordinator.accounting(), [shared.portion(rank) for rank in (0, 1)]
+    lost = portions[1].own[0]
+    assert shared.told([[], [lost]]) == [False, False]
+    shared.edge.lose(0)  # whoever held it is gone; groups of the step that lie with it are lost with the others
+    again = shared.tickets(1)
+    assert (lost, 1) in {(ticket.number, ticket.attempt) for ticket in again}
+    for ticket in again:
+        shared.put(ticket)
+    portions = [shared.portion(rank) for rank in (0, 1)]
+    assert lost in {number for portion in portions for number in portion.own}
+    assert shared.told([[], []]) == [True, True]
+    assert shared.coordinator.accounting().issued >= before.issued
+    ends = shared.from_ranks(lambda rank: shared.edge.release(0, rank, True).account.consumed)
+    assert ends == [len(portions[0].tickets)] * 2
+
+
+def test_a_failure_ends_the_wait_for_ranks_that_have_not_read_yet() -> None:
+    shared = Shared(num_ranks=2, may_be_lost=True)
+    for worker in (0, 1):
+        for ticket in shared.tickets(worker):
+            shared.put(ticket)
+    shared.portion(0)
+    threading.Timer(0.1, lambda: shared.edge.fail(RuntimeError("gone"))).start()
+    with pytest.raises(RuntimeError, match="gone"):
+        shared.edge.read(0, 0, [])
+
+
+def test_complete_groups_whose_batch_a_checkpoint_does_not_have_are_made_again() -> None:
+    counted = coordinator(max_staleness=1)
+    numbers = [ticket.number for ticket in counted.take_tickets()]
+    for number in numbers:
+        counted.complete(number, 5)
+    kept = Held(None, 5, ())
+    SharedEdge[None](counted, Waits(), live=dict.fromkeys(numbers[:-1], kept))
+    assert counted.untaken == numbers[:-1] and counted.accounting().running == 1
+    assert [ticket.number for ticket in counted.take_tickets()][0] == numbers[-1]
 
 
 def test_a_worker_that_comes_gets_no_ticket_before_it_asks() -> None:

@@ -6,6 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -90,23 +91,30 @@ class NonFinite:
         return bundle
 
     def _make_folder(self, role: str, step: int) -> Path:
-        """Under a name that nothing has: an earlier start may have saved one of this step."""
+        """Under a name that nothing has: an earlier start, or another rank, may have saved one of this step."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         while True:
             self._num_saved += 1
             bundle = self.folder / f"step-{step + 1:06d}-{role}-{self._num_saved}"
-            if not os.path.lexists(bundle):
+            with suppress(FileExistsError):
                 bundle.mkdir(mode=0o700)
                 return bundle
 
     def _remove_old(self) -> None:
         """Of bundles the files that we write; what somebody put beside them stays."""
-        bundles = sorted(filter(_is_bundle, self.folder.iterdir()), key=lambda path: path.stat().st_mtime_ns)
+        bundles = sorted(filter(_is_bundle, self.folder.iterdir()), key=_written)
         for old in bundles[: -self.limit]:
             for name in (BATCH, WEIGHTS, CONFIG, FACTS):
                 (old / name).unlink(missing_ok=True)
-            if not any(old.iterdir()):
+            with suppress(OSError):  # it is not empty, or another rank was there first
                 old.rmdir()
+
+
+def _written(bundle: Path) -> int:
+    try:
+        return bundle.stat().st_mtime_ns
+    except FileNotFoundError:  # another rank has just removed it
+        return 0
 
 
 def _is_bundle(path: Path) -> bool:

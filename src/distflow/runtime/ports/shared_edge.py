@@ -3,7 +3,7 @@ where workers have processes of their own."""
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -66,10 +66,11 @@ class Held(Generic[T]):
 
 @dataclass(frozen=True)
 class Portion(Generic[T]):
-    """One rank's part of a step: see `Share`. groups: its own, whole, in ticket order. like: any of the step's, where
-    it has none."""
+    """One rank's part of a step: see `Share`. own, groups: its own tickets and their groups, whole, in ticket order.
+    like: the step's first, for where it has none."""
 
     tickets: tuple[int, ...]
+    own: tuple[int, ...]
     groups: Sequence[T]
     like: T
     metrics: Mapping[str, float]
@@ -103,6 +104,20 @@ class _Intake:
     gone: bool = False
 
 
+@dataclass
+class _Reading(Generic[T]):
+    """A step between its division and the moment in which all ranks have it. groups: all of them, by ticket. holders:
+    with whom they lie, where that may die. judged: told with it. ranks: that have not said yet what they miss. whole:
+    None until all have."""
+
+    groups: dict[int, Held[T]] = field(default_factory=dict)
+    holders: dict[int, _Intake] = field(default_factory=dict)
+    judged: Judged = Judged()
+    ranks: set[int] = field(default_factory=set)
+    missing: set[int] = field(default_factory=set)
+    whole: bool | None = None
+
+
 class SharedEdge(Generic[T]):
     """The coordinator decides; this object only guards it with a lock, holds the groups, and wakes who waits.
 
@@ -127,16 +142,22 @@ class SharedEdge(Generic[T]):
         live: Mapping[int, Held[T]] | None = None,
         changed: Callable[[Account], None] = lambda account: None,
         wake: Callable[[], None] = lambda: None,
+        may_be_lost: bool = False,
     ) -> None:
         """teams: every one learns from every step, its ranks share it; ranks are counted through all teams. workers:
         names of those that generate, empty for the one of a run that has no others. live: the groups that the
-        coordinator's snapshot holds as complete. Those that it has dropped since are left out. changed: told how many
-        groups are where, from any thread, inside the lock. wake: called when `tickets` may have another answer.
+        coordinator's snapshot holds as complete. Those that it has dropped since are left out, those that are
+        missing here are made again. changed: told how many groups are where, from any thread, inside the lock. wake:
+        called when `tickets` may have another answer. may_be_lost: between `take` and the moment in which a rank has
+        its groups, so that each tells with `read` what became of them.
         """
         self._coordinator, self._waits, self._changed = coordinator, waits, changed
         self._teams, self._num_ranks = teams, sum(len(team.shares) for team in teams)
         self._wake_tickets = wake
         self._groups = {number: held for number, held in (live or {}).items() if coordinator.holds(number)}
+        for number in coordinator.untaken:
+            if number not in self._groups:
+                coordinator.lose(number)
         # One lock guards the coordinator, the groups, and all down to `_outcome`. Who learns and who generates wait
         # apart: each of the latter asks the coordinator when woken, which is news to the former alone.
         lock = threading.RLock()
@@ -155,6 +176,7 @@ class SharedEdge(Generic[T]):
         self._held = False
         self._stopping = False
         self._portions: dict[int, Portion[T]] = {}
+        self._reading = _Reading[T]() if may_be_lost else None
         self._released: set[int] = set()
         self._outcome: Consumed[T] | None = None  # of the last step that all ranks have released
 
@@ -269,6 +291,24 @@ class SharedEdge(Generic[T]):
                 if not self._lock.wait(None if deadline is None else deadline - time.monotonic()):
                     raise TimeoutError(f"not in time: {self._so_far(wanted)}")
 
+    def read(self, step: int, rank: int, lost: Collection[int]) -> bool:
+        """The rank has all groups of its portion but those that are lost. Waits until all ranks have told; whether the
+        step is whole on all of them. If not, what is lost is made again, and all are to ask for the step again."""
+        reading = self._reading
+        assert reading is not None, "groups of this edge may be lost"
+        with self._lock:
+            reading.missing |= {number for number in lost if number in reading.groups}
+            reading.ranks.discard(rank)
+            if not reading.ranks and reading.whole is None:
+                reading.whole = not reading.missing
+                self._take_back(reading, step)
+            while reading.whole is None:
+                if self._failure is not None:
+                    raise self._failure
+                with self._waits("learner", f"step {step}", on="other ranks"):
+                    self._lock.wait()
+            return reading.whole
+
     def release(self, step: int, rank: int, published: bool) -> Consumed[T]:
         """See `EdgePort`."""
         with self._lock:
@@ -378,16 +418,45 @@ class SharedEdge(Generic[T]):
     def _divided(self, step: int, numbers: tuple[int, ...]) -> dict[int, Portion[T]]:
         """The groups of a step over the ranks, whole, each mini-batch evened out by tokens."""
         held = [self._groups.pop(number) for number in numbers]
+        holders = {number: worker for worker in self._workers for number in worker.holds.intersection(numbers)}
         for worker in self._workers:
             worker.holds.difference_update(numbers)
         metrics = combine([part for each in held for part in each.measured])
         groups = [each.group for each in held]
         loads = [each.num_tokens for each in held]
         places = [place for team in self._teams for place in _places(team, loads, numbers, step)]
+        judged = [self._take_judged() for _ in places]
+        if self._reading is not None:
+            waiting = dict(zip(numbers, held, strict=True))
+            self._reading = _Reading(waiting, holders, judged[0], set(range(self._num_ranks)))
         return {
-            rank: Portion(numbers, [groups[place] for place in own], groups[0], metrics, self._take_judged())
+            rank: Portion(
+                numbers,
+                tuple(numbers[place] for place in own),
+                [groups[place] for place in own],
+                groups[0],
+                metrics,
+                judged[rank],
+            )
             for rank, own in enumerate(places)
         }
+
+    def _take_back(self, reading: "_Reading[T]", step: int) -> None:
+        """All ranks have told. Inside the lock."""
+        if not reading.whole:
+            self._coordinator.untake()
+            self._divided_step = step - 1
+            self._judged = Judged.joined([reading.judged, self._judged])
+            for number, held in reading.groups.items():
+                if number in reading.missing:
+                    self._coordinator.lose(number)
+                    continue
+                self._groups[number] = held
+                if number in reading.holders:
+                    reading.holders[number].holds.add(number)
+        reading.groups, reading.holders = {}, {}
+        self._tell()
+        self._wake()
 
     def _take_judged(self) -> Judged:
         judged, self._judged = self._judged, Judged()
