@@ -42,10 +42,10 @@ def workers() -> list[int]:
     return processes("ray::WorkerActor")
 
 
-def wait_until(holds: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + WITHIN_S
+def wait_until(holds: Callable[[], object], what: str, within_s: float = WITHIN_S) -> None:
+    deadline = time.monotonic() + within_s
     while not holds():
-        assert time.monotonic() < deadline, f"not within {WITHIN_S} s: {what}"
+        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
         time.sleep(0.05)
 
 

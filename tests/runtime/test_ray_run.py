@@ -114,6 +114,7 @@ def test_a_run_of_two_workers_goes_on_with_one_and_with_four(ground: Playground,
         assert distance(found.weights(4), alone.weights(4)) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_is_told_as_in_one_process(ground: Playground) -> None:
     (ground.folder / "broken.py").write_text("def compute_score(**kwargs):\n    raise KeyError('mine')\n")
     broken = f"custom_reward_function.path={ground.folder}/broken.py"
