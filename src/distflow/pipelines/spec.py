@@ -35,6 +35,7 @@ from distflow.graph import NodeRole, Program
 from distflow.observe.claim import claimed
 from distflow.pipelines.data_sets import DataSource, held_out_source, train_source
 from distflow.pipelines.factories import (
+    check_layouts,
     choose_device,
     compute_dtype,
     load_policy_tokenizer,
@@ -278,7 +279,9 @@ def _plan(config: Config, program: Program) -> Plan:
     device = str(choose_device(config))
     if config.trainer.launcher == "local":
         return plan_local(program, device)
-    return plan_ray(program, config, device, model_sizes(config, program.engines))
+    plan = plan_ray(program, config, device, model_sizes(config, program.engines))
+    check_layouts(config, plan.layouts)
+    return plan
 
 
 class _Settings(TypedDict):
