@@ -77,5 +77,5 @@ class Told:
         try:
             found: list[News] = ray.get(coordinator.news.remote(wait_s), timeout=ray_pulse.ANSWERS_WITHIN_S + wait_s)
         except (RayActorError, GetTimeoutError) as err:
-            raise WorkerDied(f"the coordinator's process is gone or does not answer: {type(err).__name__}") from err
+            raise WorkerDied(f"the coordinator's process is gone or does not answer ({type(err).__name__}).") from err
         return found
