@@ -754,6 +754,7 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     ),
     "a name that is the folder": ("grpo", ["trainer.project_name='..'"], "trainer.project_name", ("no name",)),
     "a count that is not taken": ("grpo", ["trainer.save_groups_last=3"], "trainer.save_groups_last", ("last_k",)),
+    "a file of this folder for a module": ("grpo", ["trainer.imports=[code.py]"], "trainer.imports", ("write code,",)),
     "a file for a module": ("grpo", ["trainer.imports=[my/code.py]"], "trainer.imports", ("write code",)),
 }
 

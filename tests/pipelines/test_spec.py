@@ -20,6 +20,7 @@ from distflow.config.errors import UserError
 from distflow.data.encoded import EncodedRows
 from distflow.graph import PipelineError
 from distflow.pipelines.spec import data_plan
+from distflow.pipelines.travel import check_importable
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.checks.mismatch import Tolerance
 from distflow.runtime.local import launch_local
@@ -204,6 +205,22 @@ def test_a_program_that_no_worker_can_import(
     monkeypatch.setitem(sys.modules, module, by_hand)
     with pytest.raises(UserError, match=rf"dag\.custom_pipeline_fn.*'{module}'"):
         playground.spec("grpo", *chosen(f"{module}:make"))
+
+
+def test_a_node_that_no_worker_can_import(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_hand = types.ModuleType("made_by_hand")
+    by_hand.look = homeless("def homeless(scores): return scores", "made_by_hand")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "made_by_hand", by_hand)
+    nodes = "dag.nodes=[{id: look, func: made_by_hand.look}]"
+    config = load_config("grpo", playground.overrides("run", "~dag.pipeline", nodes, "dag.generates=true")).config
+    with pytest.raises(UserError, match=r"dag\.nodes: the function homeless lives in 'made_by_hand'.*my_code:homeless"):
+        check_importable(config)
+
+
+def test_ranks_that_do_not_divide_a_models_layers_are_told_before_anything_is_started(playground: Playground) -> None:
+    allocation = "trainer.allocation=embedded[rollout]:d3|fsdp[actor]:d1t3"
+    with pytest.raises(UserError, match=r"model\.path: 3 tensor parallel ranks .* num_attention_heads=4"):
+        playground.spec("grpo", "trainer.launcher=ray", "trainer.n_gpus_per_node=3", allocation)
 
 
 def test_imports_that_no_worker_can_import(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,21 @@
 """What only some processes of a run can use: one message on the driver that names the worker, and no worker is left."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from ray.util.placement_group import placement_group, remove_placement_group
 
+from distflow import __version__
 from distflow.config.errors import UserError
-from distflow.runtime import ray_cluster
+from distflow.runtime import ray_cluster, ray_worker
 from distflow.runtime.ray_blame import WorkerFailed
 from distflow.runtime.ray_entry import launch_ray
 from tests.e2e.runs import Playground, Run
@@ -60,6 +64,21 @@ def test_engines_that_cannot_be_built_are_told_with_the_workers_traceback(ground
     with pytest.raises(WorkerFailed, match="worker 0 of 1 .*could not be started: .*No such file") as told:
         launch_ray(spec)
     assert "encoded.py" in str(told.value.__cause__), "where it was"
+
+
+@pytest.mark.slow
+def test_another_distflow_on_a_worker_is_told(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_worker, "__version__", ray_worker.__version__)  # back again, here
+    monkeypatch.syspath_prepend(ground.folder)
+    (ground.folder / "older.py").write_text("from distflow.runtime import ray_worker\nray_worker.__version__ = '0.0.9'")
+    _, spec = ground.spec("grpo", *TWO, "trainer.n_gpus_per_node=1", "trainer.imports=[older]")
+    with pytest.raises(UserError, match=rf"worker 0 has distflow 0\.0\.9, and this process {re.escape(__version__)}"):
+        launch_ray(spec)
+    newer = types.ModuleType("newer")
+    exec("class Fact: pass", newer.__dict__)
+    monkeypatch.setitem(sys.modules, "newer", newer)
+    with pytest.raises(UserError, match="worker 0 of 1 .*'newer'\nWhat .* have the same distflow on every machine"):
+        launch_ray(replace(spec, facts={**spec.facts, "newer": newer.Fact()}))
 
 
 @pytest.mark.slow

@@ -1,17 +1,20 @@
 """What becomes of a run over a real Ray whose processes are killed, stopped or asked to end: signals, no pretence."""
 
+import io
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 import pytest
 
+from distflow import cli
 from distflow.flow import ledger
 from distflow.runtime import ray_pulse
 from distflow.runtime.ray_blame import WorkerDied
@@ -76,6 +79,7 @@ def test_a_worker_that_is_killed_ends_the_run_and_the_same_command_goes_on(groun
     assert time.monotonic() - when[0] < 20
     assert f"worker {victim} of 2" in str(told.value) and "goes on from step-" in str(told.value)
     assert notes(folder, "end") == ["the run failed"] and notes(folder, "error")
+    assert all('"release of step 1"' in (folder / "spans" / f"learner{part}.jsonl").read_text() for part in ("", "-1"))
     wait_until(lambda: not workers() and not processes("ray::CoordinatorActor"), "no process is left")
     steps = f"trainer.total_training_steps={8 + 2 * len(list((folder / 'checkpoints').glob('step-*')))}"
     config, spec = ground.spec("grpo", *TWO, steps)
@@ -134,11 +138,14 @@ def test_a_driver_that_is_killed_takes_all_its_processes_with_it(tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_signal_saves_the_step_under_way_and_ends_with_its_status(tmp_path: Path) -> None:
-    ground, held = Playground(tmp_path), list[Held]()
+    """Before, `doctor` finds every process of it that listens, and none of them beyond loopback."""
+    ground, held, told = Playground(tmp_path), list[Held](), io.StringIO()
     with command(ground, *ENDLESS) as driver:
 
         def ask() -> None:
             held.append(Held.below(driver.pid))
+            with redirect_stdout(told):
+                cli.main(["doctor", "--run", str(ground.folder / "run")])
             driver.send_signal(signal.SIGTERM)
 
         with struck(ground.folder / "run", ask):
@@ -146,6 +153,12 @@ def test_a_signal_saves_the_step_under_way_and_ends_with_its_status(tmp_path: Pa
     assert driver.returncode == 128 + signal.SIGTERM, out
     assert held[0] and not held[0].left()
     folder = ground.folder / "run"
+    _, _, ports = told.getvalue().partition(f"ports of {folder}\n")
+    listening = re.findall(r"^  (\S+).* \((\d+)\): [\d, ]+ on (.*)$", ports.partition("\n\n")[0], re.MULTILINE)
+    names = {name.partition(".")[0] for name, _, _ in listening}
+    assert names >= {"gcs_server", "raylet", "ray::WorkerActor", "ray::CoordinatorActor"}
+    assert {int(pid) for _, pid, _ in listening} <= held[0].pids | {driver.pid}
+    assert {where for _, _, where in listening} == {"loopback"}
     assert notes(folder, "end") == ["the run stopped"]
     consumed = [
         record["step"] for _, record in ledger.timeline(folder / "ledger.jsonl") if record["kind"] == "consumed"

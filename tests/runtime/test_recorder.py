@@ -45,6 +45,18 @@ def test_groups_are_kept_as_asked(spec: Spec, tmp_path: Path, mode: dict[str, An
     assert found == [f"{step:06d}.safetensors" for step in left]
 
 
+def test_spans_of_each_worker_are_there_after_a_step_whatever_becomes_of_it(spec: Spec, tmp_path: Path) -> None:
+    spec = replace(spec, options=replace(spec.options, run_dir=tmp_path / "run", logger=()))
+    for part, name in enumerate(("learner.jsonl", "learner-1.jsonl")):
+        recorder = Recorder(spec, 5, 0, None, part=part)
+        with recorder.waits("learner", "step 0", on="experience"):
+            pass
+        recorder.training_step(1, {"actor/loss": 1.0}, group())
+        (line,) = (tmp_path / "run" / "spans" / name).read_text().splitlines()
+        assert json.loads(line)["on"] == "experience"
+        recorder.folder.close()
+
+
 def test_how_a_run_ended_is_the_last_event(spec: Spec, tmp_path: Path) -> None:
     for status in ("finished", "stopped"):
         with record(spec, tmp_path / status) as recorder:

@@ -1,10 +1,9 @@
 """The pairs on a healthy machine, and with a fault in one of their runs."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
-from itertools import islice
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from distflow.rollout.embedded import engine
 from distflow.runtime.ray_entry import own_ray
 from distflow.selftest import pairs, runs
 from distflow.selftest import recorded as recorded_file
-from distflow.selftest.pairs import Row, compare_all, compare_workers
+from distflow.selftest.pairs import Row, compare, of_paths, of_workers
 from distflow.selftest.recorded import RECORDED, Recorded, read_recorded, write_recorded
 
 PERTURBED = """
@@ -48,10 +47,11 @@ def started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     yield tmp_path / "first" / "sitecustomize.py"
 
 
-def rows(program: str, folder: Path, most: int = 3) -> list[Row]:
-    """The first pairs, which are of one process."""
-    folder.mkdir()
-    return list(islice(compare_all(only(program), folder), most))
+def of_one_process(program: str, folder: Path) -> Iterator[Callable[[], Row]]:
+    """Compares a pair each: the reference loop, the asynchronous path, the run that is killed."""
+    (recorded,) = only(program).values()
+    lab = runs.Lab.of(folder, program, recorded)
+    return (partial(compare, lab, pair) for pair in of_paths(lab, recorded.figures, cache(lab.sync)))
 
 
 def test_the_asynchronous_path_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,9 +64,10 @@ def test_the_asynchronous_path_is_another_one(tmp_path: Path, monkeypatch: pytes
         original(self)
 
     monkeypatch.setattr(engine.EmbeddedEngine, "step", step)
-    assert [row.ok for row in rows("grpo", tmp_path / "runs", most=2)] == [True, True]
+    _, asynchronous, _ = of_one_process("grpo", tmp_path / "runs")
+    assert asynchronous().ok
     canary = {
-        run: ["canary/mean_abs" in record.values for record in read_metrics(tmp_path / "runs" / "grpo" / run)]
+        run: ["canary/mean_abs" in record.values for record in read_metrics(tmp_path / "runs" / run)]
         for run in ("sync", "async")
     }
     assert canary == {"sync": [False] * 8, "async": [True] * 8}
@@ -85,9 +86,9 @@ def test_an_engine_with_a_changed_weight_is_found(tmp_path: Path, monkeypatch: p
         return hashes
 
     monkeypatch.setattr(engine, "copy_weights", copy_weights)
-    reference, asynchronous = rows("grpo", tmp_path / "runs", most=2)
-    assert reference.ok and not asynchronous.ok
-    assert asynchronous.fault or asynchronous.found.log_prob > 0  # type: ignore[union-attr]
+    reference, asynchronous, _ = of_one_process("grpo", tmp_path / "runs")
+    assert reference().ok and not (found := asynchronous()).ok
+    assert found.fault or found.found.log_prob > 0  # type: ignore[union-attr]
 
 
 def test_a_run_that_fails_is_a_row_that_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,8 +96,8 @@ def test_a_run_that_fails_is_a_row_that_says_why(tmp_path: Path, monkeypatch: py
         raise ValueError("no such weights")
 
     monkeypatch.setattr(engine, "copy_weights", broken)
-    _, asynchronous = rows("grpo", tmp_path / "runs", most=2)
-    assert not asynchronous.ok and "no such weights" in asynchronous.fault
+    _, asynchronous, _ = of_one_process("grpo", tmp_path / "runs")
+    assert not (found := asynchronous()).ok and "no such weights" in found.fault
 
 
 def test_a_wrong_figure_turns_the_command_red(
@@ -109,12 +110,14 @@ def test_a_wrong_figure_turns_the_command_red(
     figures = replace(program.figures, steps=[wrong, *program.figures.steps[1:]])
     write_recorded(tmp_path / "wrong.json", {"grpo": replace(program, figures=figures)})
     monkeypatch.setattr(recorded_file, "RECORDED", tmp_path / "wrong.json")
+    original = pairs.of_paths
+    monkeypatch.setattr(pairs, "of_paths", lambda *arguments: original(*arguments)[:2])
     monkeypatch.setattr(pairs, "is_installed", lambda: False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["selftest"]) == 1
     said = capsys.readouterr().out
     verdicts = [line.split()[-1] for line in said.splitlines() if line.startswith("grpo ")]
-    assert verdicts == ["FAILED", "ok", "ok", "out", "out", "out"]
+    assert verdicts == ["FAILED", "ok", "out", "out", "out"]
     (kept,) = tmp_path.glob("distflow-selftest-*")
     assert f"{kept}/PROGRAM/RUN" in said and (kept / "grpo" / "replayed" / "report.html").is_file()
     assert "reference loop" in said.partition("FAILED: ")[2] and "they differ by more than the limit" in said
@@ -126,16 +129,16 @@ def test_a_weight_that_is_changed_when_a_run_is_resumed_is_found(
     program: str, tmp_path: Path, started_with: Path
 ) -> None:
     started_with.write_text(PERTURBED)
-    *_, killed = rows(program, tmp_path / "runs")
-    assert not killed.ok and killed.found is not None and killed.found.weight > 0
+    *_, killed = of_one_process(program, tmp_path / "runs")
+    assert not (found := killed()).ok and found.found is not None and found.found.weight > 0
 
 
 @pytest.mark.slow
 def test_a_run_that_begins_anew_was_not_resumed(tmp_path: Path, started_with: Path) -> None:
     """Though its numbers are those of the whole run."""
     started_with.write_text(BEGUN_ANEW)
-    *_, killed = rows("grpo", tmp_path / "runs")
-    assert not killed.ok and "did not go on from" in killed.fault
+    *_, killed = of_one_process("grpo", tmp_path / "runs")
+    assert not (found := killed()).ok and "did not go on from" in found.fault
 
 
 @pytest.mark.slow
@@ -144,16 +147,16 @@ def test_a_run_that_begins_anew_was_not_resumed(tmp_path: Path, started_with: Pa
 def test_ranks_that_are_not_added_up_exactly_are_found(
     program: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In replicas and in shards; one rank has nothing to add."""
+    """In replicas and in shards."""
     keys = (*runs.PROGRAMS[program], f"trainer.imports=[tests.selftest.{fault}]")
     monkeypatch.setitem(runs.PROGRAMS, program, keys)
     (recorded,) = only(program).values()
     lab = runs.Lab.of(tmp_path / "lab", program, recorded)
     with own_ray(tmp_path / "ray", 2):
-        one, *several = compare_workers(lab, cache(lab.sync), lambda: None)
-    assert one.ok, one.fault
-    assert [row.ok for row in several] == [False, False]
-    assert several[0].found is None or several[0].found.weight > several[0].limit
+        _, *several = of_workers(lab, cache(lab.sync), lambda: None)
+        replicas, shards = (compare(lab, pair) for pair in several)
+    assert not replicas.ok and not shards.ok
+    assert replicas.found is None or replicas.found.weight > replicas.limit
 
 
 def test_without_ray_its_pairs_are_left_out_and_that_is_said(
@@ -161,7 +164,7 @@ def test_without_ray_its_pairs_are_left_out_and_that_is_said(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(pairs, "is_installed", lambda: False)
-    monkeypatch.setattr(pairs, "compare_paths", lambda *arguments: iter(()))
+    monkeypatch.setattr(pairs, "of_paths", lambda *arguments: [])
     assert main(["selftest"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-2:] for line in lines if line.startswith(("grpo ", "ppo "))] == [["left", "out"]] * 6

@@ -65,14 +65,6 @@ def context_length(
     return found if isinstance(found, int) else None
 
 
-def model_config(
-    path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False, gguf_file: str | None = None
-) -> dict[str, Any]:
-    """What a model's config says of the text part. Loads no weights. Raises UserError as `load_model` does."""
-    config = ModelSource(path, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file).config()
-    return dict(config.get_text_config().to_dict())
-
-
 class ModelSource:
     """Where a model comes from, and how to read it. `str()` names it in messages."""
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from transformers import PreTrainedConfig
 
 from distflow.config.errors import UserError
 from distflow.models.heads import unwrapped
@@ -36,9 +37,8 @@ def divide_layers(model: nn.Module, mesh: DeviceMesh) -> None:
     number of ranks does not divide.
     """
     causal, size = unwrapped(model), mesh.size()
-    config = causal.config.get_text_config()
-    plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
-    _check(model, plan, size)
+    check_divisible(causal.config, size, adapted=causal is not model)
+    plan = _plan_of(causal.config)
     for name, module in causal.base_model.named_modules():
         if style := plan.get(re.sub(r"\.\d+(?=\.)", ".*", name)):
             parallelize_module(module, mesh, _STYLES[style]())
@@ -47,9 +47,10 @@ def divide_layers(model: nn.Module, mesh: DeviceMesh) -> None:
         parallelize_module(head, mesh, ColwiseParallel(output_layouts=Replicate()))
 
 
-def _check(model: nn.Module, plan: dict[str, str], size: int) -> None:
-    causal = unwrapped(model)
-    config, family = causal.config.get_text_config(), causal.config.model_type
+def check_divisible(config: PreTrainedConfig, size: int, adapted: bool) -> None:
+    """Whether `size` ranks can compute the layers of such a model together. adapted: with an adapter. Raises UserError
+    as `divide_layers` does."""
+    text, plan, family = config.get_text_config(), _plan_of(config), config.model_type
     if not plan:
         raise UserError(
             f"the family '{family}' has no plan for tensor parallelism: allocate data parallel ranks (d) alone"
@@ -59,10 +60,14 @@ def _check(model: nn.Module, plan: dict[str, str], size: int) -> None:
             f"the family '{family}' divides layers in ways that are not there yet ({', '.join(unknown)}): allocate "
             "data parallel ranks (d) alone"
         )
-    if causal is not model:
+    if adapted:
         raise UserError("adapters (lora_rank) are not divided over tensor parallel ranks yet: allocate d alone")
     for name in _DIVIDED:
-        if getattr(config, name) % size:
+        if getattr(text, name) % size:
             raise UserError(
-                f"{size} tensor parallel ranks (t{size}) do not divide the model's {name}={getattr(config, name)}"
+                f"{size} tensor parallel ranks (t{size}) do not divide the model's {name}={getattr(text, name)}"
             )
+
+
+def _plan_of(config: PreTrainedConfig) -> dict[str, str]:
+    return getattr(config.get_text_config(), "base_model_tp_plan", None) or {}

@@ -82,6 +82,11 @@ class RunFolder:
         }
         with self._lock:
             self._metrics.append(record)
+        self.flush()
+
+    def flush(self) -> None:
+        """Spans so far are in their files, whatever becomes of the process."""
+        with self._lock:
             for spans in self._spans.values():
                 spans.flush()
 

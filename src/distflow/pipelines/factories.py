@@ -2,7 +2,7 @@
 values and functions of modules, so that it can be sent to the worker that builds the part."""
 
 import copy
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, NotRequired, TypedDict, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from distflow.config import Config
 from distflow.config.actor import OptimConfig
@@ -21,12 +21,14 @@ from distflow.config.functions import load
 from distflow.config.names import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.config.program import is_rl, offload_keys, optimizer_steps
 from distflow.flow.ticket import Version
-from distflow.models.loading import Init, context_length, load_model, model_config
+from distflow.models.loading import Init, ModelSource, context_length, load_model
 from distflow.models.lora import add_lora
 from distflow.models.sharded_loading import load_sharded_model
 from distflow.models.sharding import Sharding, shard_model
+from distflow.models.tensor_parallel import check_divisible
 from distflow.models.tokenizer import load_tokenizer, stop_token_ids
 from distflow.models.value_head import load_value_model
+from distflow.planning.layout import Layout
 from distflow.planning.model_size import count_parameters, parse_size
 from distflow.planning.threads import share_threads, usable_cores
 from distflow.rewards.router import Overlong, RewardRouter
@@ -210,10 +212,27 @@ def model_sizes(config: Config, engines: Collection[str]) -> dict[str, int]:
             raise UserError(f"the program has no model '{unknown[0]}'{hint(unknown[0], models)}")
         sizes = {role: parse_size(size) for role, size in said.items()}
     for role in (role for role in models if role not in said):
-        is_own = role == "critic" and config.critic.model.path is not None
-        with _blaming("critic.model.path" if is_own else "actor_rollout_ref.model.path"):
-            sizes[role] = _num_parameters(_critic_source(config) if is_own else _policy_source(config))
+        key, source = _source_of(config, role)
+        with _blaming(key):
+            sizes[role] = _num_parameters(source)
     return sizes
+
+
+def _source_of(config: Config, role: str) -> tuple[str, ModelSource]:
+    """With the key that names it."""
+    if role == "critic" and config.critic.model.path is not None:
+        return "critic.model.path", _critic_source(config)
+    return "actor_rollout_ref.model.path", _policy_source(config)
+
+
+def check_layouts(config: Config, layouts: Sequence[Layout]) -> None:
+    """Raises UserError, naming the key, where the layers of a model cannot be divided as a layout has it."""
+    adapted = config.actor_rollout_ref.model.lora_rank > 0
+    for layout in layouts:
+        if layout.sizes.tensor > 1:
+            key, source = _source_of(config, layout.role)
+            with _blaming(key):
+                check_divisible(_model_config(source), layout.sizes.tensor, adapted and layout.role != "critic")
 
 
 def load_policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
@@ -243,13 +262,16 @@ def _source(config: Config, path: str | None) -> Source:
 
 
 def _num_parameters(source: Source) -> int:
-    config = model_config(
+    return count_parameters(_model_config(source).get_text_config().to_dict())
+
+
+def _model_config(source: Source) -> PreTrainedConfig:
+    return ModelSource(
         source["path"],
         revision=source["revision"],
         trust_remote_code=source["trust_remote_code"],
         gguf_file=source["gguf_file"],
-    )
-    return count_parameters(config)
+    ).config()
 
 
 def _lora(config: Config) -> Lora | None:

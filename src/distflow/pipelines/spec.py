@@ -36,6 +36,7 @@ from distflow.graph import NodeRole, Program
 from distflow.observe.claim import claimed
 from distflow.pipelines.data_sets import DataSource, held_out_source, train_source
 from distflow.pipelines.factories import (
+    check_layouts,
     choose_device,
     compute_dtype,
     is_sharded,
@@ -284,7 +285,10 @@ def _plan(config: Config, program: Program) -> Plan:
         return plan_local(program, str(device))
     refuse_offload_here(config, device)
     is_shared_out = not config.trainer.allocation and len(program_parts(program, {})) > 1
-    return plan_ray(program, config, str(device), model_sizes(config, program.engines) if is_shared_out else {})
+    sizes = model_sizes(config, program.engines) if is_shared_out else {}
+    plan = plan_ray(program, config, str(device), sizes)
+    check_layouts(config, plan.layouts)
+    return plan
 
 
 class _Settings(TypedDict):

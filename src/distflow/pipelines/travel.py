@@ -13,19 +13,26 @@ from distflow.config.program import is_rl
 from distflow.graph.functions import innermost
 from distflow.runtime.spec import Spec
 
+_REGISTERED = _ESTIMATOR, _LOSS = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss"
+_ADVICE = "Put it into a file beside your script or on the PYTHONPATH, say my_code.py, and set "
+
 
 def check_importable(config: Config) -> None:
     """Raises UserError naming a module or function that a worker could not import."""
     for name in config.trainer.imports:
-        if not name.endswith(".py") and not _can_be_imported(name):
-            raise UserError(f"trainer.imports: a worker in another process cannot import '{name}': give it a file")
+        if not _can_be_imported(name):
+            raise UserError(
+                f"trainer.imports: a worker in another process cannot import '{name}': it comes from no file that "
+                f"Python finds. {_ADVICE}trainer.imports=[my_code]"
+            )
     for key, fn in _users_functions(config):
         plain = innermost(fn)
         if not _can_be_imported(plain.__module__):
             name = getattr(plain, "__qualname__", repr(fn))
+            named = "trainer.imports=[my_code]" if key in _REGISTERED else f"my_code:{name} in its place"
             raise UserError(
                 f"{key}: the function {name} lives in '{plain.__module__}', which a worker in another process cannot "
-                "import: put it into a module of its own file, and name that in trainer.imports"
+                f"import. {_ADVICE}{named}"
             )
 
 
@@ -42,9 +49,11 @@ def _users_functions(config: Config) -> Iterator[tuple[str, Callable[..., object
     """(key that chose it, function) of what is found by name."""
     if config.dag.custom_pipeline_fn:
         yield "dag.custom_pipeline_fn", load_function(config.dag.custom_pipeline_fn)
+    for node in config.dag.nodes:
+        yield "dag.nodes", load_function(str(node["func"]))
     if is_rl(config):
-        yield "algorithm.adv_estimator", find_adv_est(config.algorithm.adv_estimator).fn
-        yield "actor_rollout_ref.actor.policy_loss", find_policy_loss(config.actor_rollout_ref.actor.policy_loss).fn
+        yield _ESTIMATOR, find_adv_est(config.algorithm.adv_estimator).fn
+        yield _LOSS, find_policy_loss(config.actor_rollout_ref.actor.policy_loss).fn
 
 
 def _can_be_imported(module: str) -> bool:

@@ -24,6 +24,8 @@ _THERE = (
     "If it is there for the process that starts the run: have it on every machine, at the same path or installed, "
     "modules on the PYTHONPATH with which Ray was started there"
 )
+_SAME = "What the process that starts the run has imported, it has not: have the same distflow on every machine"
+_OF_IMPORTS = ("ModuleNotFoundError", "ImportError", "AttributeError")
 
 
 class WorkerDied(RuntimeError):
@@ -47,7 +49,7 @@ def answer_of(ref: Any, number: int) -> Any:
     try:
         return ray.get(ref, timeout=ray_pulse.ANSWERS_WITHIN_S)
     except (RayActorError, GetTimeoutError) as err:
-        raise WorkerDied(f"{name_of(number)}'s process is gone or does not answer: {type(err).__name__}.") from err
+        raise WorkerDied(f"{name_of(number)}'s process is gone or does not answer ({type(err).__name__}).") from err
 
 
 class Blame:
@@ -113,11 +115,12 @@ class Blame:
             f"does not end, or a rank with much more to do. What it is at stands in {stacks}."
         )
 
-    def died(self, rank: int, when: str, err: RayActorError) -> WorkerDied | WorkerFailed:
+    def died(self, rank: int, when: str, err: RayActorError) -> WorkerDied | WorkerFailed | UserError:
         """The worker's process is gone."""
         if err.actor_init_failed:  # by an exception, which is all that Ray tells of it
             said = str(err).strip().splitlines()[-1]
-            return WorkerFailed(f"{self._who(rank, err)} could not be started: {said}")
+            message = f"{self._who(rank, err)} could not be started: {said}"
+            return UserError(f"{message}\n{_SAME}") if said.startswith(_OF_IMPORTS) else WorkerFailed(message)
         plan = self._spec.plan.ranks[rank]
         does = " and ".join(
             name for name, nodes in (("generates", plan.experience), ("trains", plan.learning)) if nodes

@@ -30,6 +30,10 @@ _CONNECTS_WITHIN_S = 10.0
 _WORKER_BYTES = 350e6
 """Of a worker that has imported everything and holds no model yet."""
 _WORKERS_A_CORE = 4
+_TOKEN_ADVICE = (
+    ". It wants a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file that holds the cluster's "
+    "(docs/cluster.md), as it was set for `ray start`"
+)
 _SHARE_OF_STORE = 0.5
 _MB = 10**6
 
@@ -50,13 +54,14 @@ def connected(plan: Plan, say: Callable[[str], None]) -> Iterator[bool]:
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError) as err:  # not there, no token, or other versions
-            raise UserError(f"the Ray that RAY_ADDRESS={address} names cannot be used: {err}") from err
+            token = _TOKEN_ADVICE if "InvalidAuthToken" in str(err.__cause__) else ""
+            raise UserError(f"the Ray that RAY_ADDRESS={address} names cannot be used: {err}{token}") from err
         try:
             yield False
         finally:
             ray.shutdown()
         return
-    _check_room(plan)
+    check_room(plan)
     say(f"starting Ray for {len(plan.ranks)} workers on this machine")
     with started(len(plan.ranks)):
         yield True
@@ -166,14 +171,14 @@ def _wait_for(group: PlacementGroup, say: Callable[[str], None], needs: str, tim
     ray.get(ready, timeout=timeout_s)
 
 
-def _check_room(plan: Plan) -> None:
+def check_room(plan: Plan) -> None:
     """Raises UserError for a plan that a Ray of this machine alone cannot hold, or only so that nothing would ever
     come of it."""
     num_nodes = len({rank.node for rank in plan.ranks})
     if num_nodes > 1:
         raise UserError(
-            f"the plan is for {num_nodes} machines (trainer.nnodes), and RAY_ADDRESS names no cluster: `ray start` on "
-            "each of them, set it to the head's HOST:PORT, and start the run again"
+            f"the plan is for {num_nodes} machines (trainer.nnodes, trainer.allocation), and RAY_ADDRESS names no "
+            "cluster: lower them, or `ray start` on each machine and set it to the head's HOST:PORT"
         )
     num_workers, cores = sum(rank.device == "cpu" for rank in plan.ranks), os.cpu_count() or 1
     if num_workers > _WORKERS_A_CORE * cores:

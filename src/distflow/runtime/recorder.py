@@ -129,6 +129,7 @@ class Recorder:
         if self._share is not None:
             self.folder.samples(step, sample_rows(batch))
         if not self._leads:
+            self.folder.flush()
             return
         self.folder.metrics(step, "train", metrics)
         self._trackers.log(step, metrics)

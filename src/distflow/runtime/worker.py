@@ -285,6 +285,7 @@ class Worker:
         self._recorder.group_ended(ticket, outcome, started, ended)
         if not self._learning:
             self._recorder.decoded(take_activity(self._resources.rollout))
+            self._recorder.folder.flush()
             self._ports.edge.count(self._judged())
 
     def _experience_ended(self, experience: "Future[None]") -> None:

@@ -19,6 +19,19 @@ workers. With the vector instructions of several kinds of processors at most 1.2
 _MOST_WORKERS = 2
 
 
+Run = Callable[[], Figures]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two runs that must have the same figures, to `limit`."""
+
+    name: str
+    limit: float
+    one: Run
+    other: Run
+
+
 @dataclass(frozen=True)
 class Row:
     """A pair that was compared. found: None where it could not be, and `fault` says why. left_out: why nobody tried."""
@@ -43,22 +56,24 @@ def compare_all(recorded: dict[str, Recorded], folder: Path) -> Iterator[Row]:
         for program, found in recorded.items():
             lab = Lab.of(folder / program, program, found)
             sync = functools.cache(lab.sync)
-            yield from compare_paths(lab, found.figures, sync)
-            yield from compare_workers(lab, sync, start_ray)
+            yield from (compare(lab, pair) for pair in of_paths(lab, found.figures, sync))
+            over_ray = compare if is_installed() else leave_out
+            yield from (over_ray(lab, pair) for pair in of_workers(lab, sync, start_ray))
 
 
-def compare_paths(lab: Lab, reference: Figures, sync: Callable[[], Figures]) -> Iterator[Row]:
-    """Of one process. sync: the figures of a synchronous run."""
-    killed_behind = _some_step(lab)
-    killed = functools.partial(lab.killed, killed_behind)
-    row = functools.partial(_row, lab)
-    yield row("reference loop = synchronous, on its answers", TOLERANCE, lambda: reference, lab.replayed)
-    yield row("synchronous = asynchronous path, staleness 0", 0.0, sync, lab.asynchronous)
-    yield row(f"synchronous = killed behind step {killed_behind}, resumed", 0.0, sync, killed)
+def of_paths(lab: Lab, reference: Figures, sync: Run) -> list[Pair]:
+    """Of one process. sync: a synchronous run."""
+    behind = _some_step(lab)
+    killed = functools.partial(lab.killed, behind)
+    return [
+        Pair("reference loop = synchronous, on its answers", TOLERANCE, lambda: reference, lab.replayed),
+        Pair("synchronous = asynchronous path, staleness 0", 0.0, sync, lab.asynchronous),
+        Pair(f"synchronous = killed behind step {behind}, resumed", 0.0, sync, killed),
+    ]
 
 
-def compare_workers(lab: Lab, sync: Callable[[], Figures], start_ray: Callable[[], object]) -> Iterator[Row]:
-    """Over Ray, where it is installed."""
+def of_workers(lab: Lab, sync: Run, start_ray: Callable[[], object]) -> list[Pair]:
+    """Over Ray, which `start_ray` starts once."""
 
     def on(num_workers: int) -> Figures:
         start_ray()
@@ -68,24 +83,29 @@ def compare_workers(lab: Lab, sync: Callable[[], Figures], start_ray: Callable[[
         start_ray()
         return lab.resharded(saved_at)
 
-    row, saved_at = functools.partial(_row if is_installed() else _left_out, lab), _some_step(lab)
-    yield row("synchronous = 1 worker", 0.0, sync, functools.partial(on, 1))
-    yield row("synchronous = 2 workers", TOLERANCE, sync, functools.partial(on, 2))
-    yield row(f"synchronous = 2 shards to step {saved_at}, then 1", TOLERANCE, sync, resharded)
+    saved_at = _some_step(lab)
+    return [
+        Pair("synchronous = 1 worker", 0.0, sync, functools.partial(on, 1)),
+        Pair("synchronous = 2 workers", TOLERANCE, sync, functools.partial(on, 2)),
+        Pair(f"synchronous = 2 shards to step {saved_at}, then 1", TOLERANCE, sync, resharded),
+    ]
+
+
+def compare(lab: Lab, pair: Pair) -> Row:
+    """Run both."""
+    row = functools.partial(Row, lab.preset, pair.name, len(lab.prompts), pair.limit)
+    try:
+        return row(differences(pair.one(), pair.other()))
+    except Exception as err:  # the edge of a pair: whatever stops its runs is what it has to tell
+        return row(None, f"{type(err).__name__}: {err}")
+
+
+def leave_out(lab: Lab, pair: Pair) -> Row:
+    """Run neither."""
+    why = f"Ray is not installed: it {NEEDED}"
+    return Row(lab.preset, pair.name, len(lab.prompts), pair.limit, None, left_out=why)
 
 
 def _some_step(lab: Lab) -> int:
     """Steps are left to be killed in."""
     return random.randint(1, len(lab.prompts) - 4)
-
-
-def _row(lab: Lab, pair: str, limit: float, one: Callable[[], Figures], other: Callable[[], Figures]) -> Row:
-    row = functools.partial(Row, lab.preset, pair, len(lab.prompts), limit)
-    try:
-        return row(differences(one(), other()))
-    except Exception as err:  # the edge of a pair: whatever stops its runs is what it has to tell
-        return row(None, f"{type(err).__name__}: {err}")
-
-
-def _left_out(lab: Lab, pair: str, limit: float, *runs: Callable[[], Figures]) -> Row:
-    return Row(lab.preset, pair, len(lab.prompts), limit, None, left_out=f"Ray is not installed: it {NEEDED}")

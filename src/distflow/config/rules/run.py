@@ -94,7 +94,7 @@ def saved_groups(config: Config) -> Iterator[Finding]:
 def user_modules(config: Config) -> Iterator[Finding]:
     """Modules are named, not files."""
     for module in config.trainer.imports:
-        if not all(part.isidentifier() for part in module.split(".")):
+        if module.endswith(".py") or not all(part.isidentifier() for part in module.split(".")):
             advice = f"write {Path(module).stem}, and start where Python finds it (PYTHONPATH)"
             yield Finding(("trainer.imports",), f"'{module}' is no name of a module", advice)
 
