@@ -218,7 +218,7 @@ def model_sizes(config: Config, engines: Collection[str]) -> dict[str, int]:
     return sizes
 
 
-def _source_of(config: Config, role: str) -> tuple[str, ModelSource]:
+def _source_of(config: Config, role: str) -> tuple[str, Source]:
     """With the key that names it."""
     if role == "critic" and config.critic.model.path is not None:
         return "critic.model.path", _critic_source(config)
