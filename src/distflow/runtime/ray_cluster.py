@@ -135,7 +135,8 @@ def _is_stopped(process: Process) -> bool:
 def _end_own() -> None:
     """Ray asks its processes to end. One that is stopped hears of it as little as of any other question."""
     node = ray._private.worker._global_node
-    processes = [info.process for each in node.all_processes.values() for info in each] if node is not None else []
+    known: Mapping[str, Sequence[Any]] = node.all_processes if node is not None else {}
+    processes: list[Process] = [info.process for each in known.values() for info in each]
 
     below = set[Started]().union(*(descendants(process.pid) for process in processes))
 
