@@ -108,7 +108,7 @@ def test_groups_that_die_with_their_worker_between_their_step_and_its_reader_are
         for pid in workers():
             if pid != stopped:
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(1.0)  # which has been heard of
+        time.sleep(6.0)  # until Ray has let go of what was theirs
         os.kill(stopped, signal.SIGCONT)
 
     threading.Thread(target=strike, daemon=True).start()
