@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -79,6 +80,7 @@ def watched(offloads: dict[str, Offloads], spec: Spec) -> Spec:
     return replace(spec, factories=factories, options=replace(spec.options, offloads=offloads))
 
 
+@pytest.mark.slow
 def test_a_run_moves_engines_as_it_needs_them_and_ends_where_one_that_moves_none_does(tmp_path: Path) -> None:
     playground = Playground(tmp_path)
     keys = (*KEYS, f"critic.model.path={playground.write_critic()}", f"data.val_files={tmp_path}/rows.jsonl")

@@ -59,6 +59,14 @@ def test_weights_and_metrics_are_those_of_whole_weights_in_one_process(folder: P
 
 
 @pytest.mark.parametrize("mesh", LAYOUTS)
+def test_all_ranks_of_a_mesh_replicas_too_have_the_same_bits(folder: Path, mesh: str) -> None:
+    case = next(case for case, (_, _, _, names, _) in CASES.items() if mesh in names)
+    first, *others = [torch.load(file) for file in sorted(folder.glob(f"{case}-{mesh}-*.pt"))]
+    assert len(others) == len(LAYOUTS[mesh].ranks) - 1
+    assert all(torch.equal(weights[name], first[name]) for weights in others for name in first)
+
+
+@pytest.mark.parametrize("mesh", LAYOUTS)
 def test_each_part_of_weights_and_moments_is_saved_by_one_rank(folder: Path, mesh: str) -> None:
     case = next(case for case, (_, _, _, names, _) in CASES.items() if mesh in names)
     files = sorted(folder.glob(f"{case}-{mesh}-*.safetensors"))

@@ -84,8 +84,8 @@ class TrainEngine(Scorer, Protocol):
     def load_state(self, state: TrainState) -> None: ...
 
     def offload(self, weights: bool = True, moments: bool = True) -> None:
-        """Free the device of the weights, the optimizer's moments or both, which wait in the host's memory; of weights
-        that do only `weights` and `state` are asked before `onload`."""
+        """Free the device of the weights, the optimizer's moments or both, which wait in the host's memory. Without its
+        weights an engine is asked for `weights` and `state` alone, until `onload`."""
         ...
 
     def onload(self) -> None:
