@@ -13,8 +13,8 @@ from distflow.config.errors import UserError
 from distflow.runtime import ray_pulse
 from distflow.runtime.begin import open_store
 from distflow.runtime.engine_watch import STACKS
-from distflow.runtime.ray_cluster import ailing
 from distflow.runtime.ray_coordinator import Standing
+from distflow.runtime.ray_own import ailing
 from distflow.runtime.ray_pulse import COORDINATOR, ENDS_WITHIN_S, name_of
 from distflow.runtime.spec import Spec
 

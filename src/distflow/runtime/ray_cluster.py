@@ -3,12 +3,8 @@
 import logging
 import os
 import socket
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from subprocess import Popen
-from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError
@@ -16,16 +12,11 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from distflow.config.errors import UserError
 from distflow.planning.plan import Plan
-from distflow.planning.threads import usable_cores
-from distflow.runtime.ray_guard import Process as Started
-from distflow.runtime.ray_guard import descendants, kill_those
+from distflow.runtime.ray_own import started
 from distflow.runtime.spec import Spec, WorkerNeeds
 
 STARTS_WITHIN_S = 120.0
-ENDS_WITHIN_S = 20.0
-_RAYLET, _GCS = "raylet", "gcs_server"
 _SAYS_AFTER_S = 5.0
-Process = Popen[Any]
 _CONNECTS_WITHIN_S = 10.0
 _WORKER_BYTES = 350e6
 """Of a worker that has imported everything and holds no model yet."""
@@ -36,10 +27,6 @@ _TOKEN_ADVICE = (
 )
 _SHARE_OF_STORE = 0.5
 _MB = 10**6
-
-
-class RayFailed(RuntimeError):
-    """The Ray of this process's own could not be started."""
 
 
 @contextmanager
@@ -68,36 +55,6 @@ def connected(plan: Plan, say: Callable[[str], None]) -> Iterator[bool]:
 
 
 @contextmanager
-def started(num_workers: int) -> Iterator[None]:
-    """A Ray of this machine with a CPU for each worker at least, which ends with the block."""
-    try:
-        ray.init(
-            address="local",  # never one that somebody else has started here
-            num_cpus=max(num_workers, usable_cores()),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _node_ip_address="127.0.0.1",
-        )
-    except Exception as err:  # Ray raises no type of its own
-        raise RayFailed(f"no Ray could be started on this machine: {err}") from err
-    try:
-        yield
-    finally:
-        _end_own()
-
-
-def gone() -> str | None:
-    """Which process of this one's own Ray is not there any more, for people; None where all are, or it has none."""
-    return _named(_own_processes(), lambda process: process.poll() is not None, "has died")
-
-
-def ailing() -> str | None:
-    """The same, or which is stopped: what a worker that is gone may have died of."""
-    return gone() or _named(_own_processes(), _is_stopped, "is stopped")
-
-
-@contextmanager
 def bundles_of(plan: Plan, each: WorkerNeeds, say: Callable[[str], None], ends: bool) -> Iterator[PlacementGroup]:
     """One bundle a node of the plan, with the CPUs, the device and the memory of each of its workers. Raises UserError
     where the cluster does not have them.
@@ -123,44 +80,6 @@ def bundles_of(plan: Plan, each: WorkerNeeds, say: Callable[[str], None], ends: 
     finally:
         if not ends:
             remove_placement_group(group)
-
-
-def _own_processes() -> dict[str, Process]:
-    """By what Ray calls them; only those that a run needs."""
-    node = ray._private.worker._global_node
-    found: Mapping[str, Sequence[Any]] = node.all_processes if node is not None else {}
-    return {kind: info.process for kind in (_RAYLET, _GCS) for info in found.get(kind, ())}
-
-
-def _named(processes: Mapping[str, Process], ails: Callable[[Process], bool], how: str) -> str | None:
-    return next((f"Ray's {kind} (pid {each.pid}) {how}" for kind, each in processes.items() if ails(each)), None)
-
-
-def _is_stopped(process: Process) -> bool:
-    try:
-        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except OSError:  # it has ended, or this is no Linux
-        return False
-
-
-def _end_own() -> None:
-    """Ray asks its processes to end. One that is stopped hears of it as little as of any other question."""
-    node = ray._private.worker._global_node
-    found: Mapping[str, Sequence[Any]] = node.all_processes if node is not None else {}
-    processes: list[Process] = [info.process for each in found.values() for info in each]
-    below = set[Started]().union(*(descendants(process.pid) for process in processes))
-
-    def kill() -> None:
-        if node is not None:
-            node.kill_all_processes(check_alive=False, allow_graceful=False, wait=False)
-        kill_those(below)
-
-    if any(map(_is_stopped, processes)):
-        kill()
-    late = threading.Timer(ENDS_WITHIN_S, kill)
-    late.start()
-    ray.shutdown()
-    late.cancel()
 
 
 def _wait_for(group: PlacementGroup, say: Callable[[str], None], needs: str, timeout_s: float) -> None:

@@ -51,7 +51,7 @@ def own_ray(folder: Path, num_workers: int) -> Iterator[None]:
     address = os.environ.pop("RAY_ADDRESS", None)
     try:
         with _private_ray(folder):
-            from distflow.runtime.ray_cluster import started
+            from distflow.runtime.ray_own import started
 
             with started(num_workers):
                 yield

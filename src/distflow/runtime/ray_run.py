@@ -21,9 +21,10 @@ from distflow.runtime.callbacks import Callbacks, Caller
 from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.place import Home, Place
 from distflow.runtime.ray_blame import Blame, PeersLate, WorkerDied, answer_of, told_what_next
-from distflow.runtime.ray_cluster import bound_of, gone
+from distflow.runtime.ray_cluster import bound_of
 from distflow.runtime.ray_coordinator import CoordinatorActor, Standing
 from distflow.runtime.ray_exchange import ExchangeActor
+from distflow.runtime.ray_own import gone
 from distflow.runtime.ray_pulse import COORDINATOR, ENDS_WITHIN_S, EXCHANGE, Pulse
 from distflow.runtime.ray_replace import Replacements
 from distflow.runtime.ray_told import Told
