@@ -1,6 +1,7 @@
 """The actors of a run, watched by the process that started them."""
 
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -13,6 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from distflow import __version__
 from distflow.config.errors import UserError
+from distflow.observe.claim import writer_of
 from distflow.observe.terminal import TerminalView
 from distflow.planning.plan import learning_teams
 from distflow.planning.threads import usable_cores
@@ -141,12 +143,15 @@ class RayRun:
         return steps, stop
 
     def kill(self) -> None:
-        """No process of the run is left."""
+        """No process of the run is left, and none holds its folder: the same command may follow at once."""
         self._others.kill()
         for actor in [*self._workers, *self._services.values()]:
             with suppress(Exception):  # it is gone already
                 ray.kill(actor)
         self._meeting.unlink(missing_ok=True)
+        until = time.monotonic() + ENDS_WITHIN_S
+        while writer_of(self._spec.run_dir) is not None and time.monotonic() < until:
+            time.sleep(0.05)
         with suppress(OSError):  # the next start tries again
             remove_weights(self._spec.run_dir)
 
