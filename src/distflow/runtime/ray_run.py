@@ -50,6 +50,8 @@ class RayRun:
         spec = replace(spec, data=replace(spec.data, max_held_bytes=max_held_bytes))
         teams = learning_teams(spec.plan)
         generators = tuple(rank.rank for rank in ranks if rank.experience)
+        for left in spec.run_dir.glob(".meeting-*"):  # by a driver that was killed: the folder is this one's now
+            left.unlink(missing_ok=True)
         meeting = spec.run_dir / f".meeting-{secrets.token_hex(4)}"
         self._meeting = meeting
         calls = _NUM_CALLS * len(ranks) + _NUM_CALLS
