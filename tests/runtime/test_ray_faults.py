@@ -116,8 +116,25 @@ def command(ground: Playground, *overrides: str) -> Iterator["subprocess.Popen[s
         process.kill()
 
 
+def held_until_the_end(driver: "subprocess.Popen[str]") -> tuple[Held, str]:
+    """By its processes while it ran, at one time or another; and what it said."""
+    seen: list[Held] = []
+
+    def look() -> None:
+        while driver.poll() is None:
+            seen.append(Held.below(driver.pid))
+            time.sleep(0.5)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    out, _ = driver.communicate(timeout=10 * WITHIN_S)
+    looking.join()
+    columns = zip(*((each.pids, each.listening, each.shared) for each in seen), strict=True)
+    return Held(*(frozenset().union(*column) for column in columns)), out
+
+
 @pytest.mark.slow
-def test_a_driver_that_is_killed_takes_all_its_processes_with_it(tmp_path: Path) -> None:
+def test_a_driver_that_is_killed_takes_all_its_processes_with_it_as_does_one_that_ends(tmp_path: Path) -> None:
     ground, held = Playground(tmp_path), list[Held]()
     with command(ground, *ENDLESS) as driver:
 
@@ -131,8 +148,9 @@ def test_a_driver_that_is_killed_takes_all_its_processes_with_it(tmp_path: Path)
     wait_until(lambda: not held[0].left(), f"nothing of its Ray is left: {held[0].left()}")
     assert time.monotonic() - when[0] < 20
     with command(ground, *TWO, "trainer.total_training_steps=100") as driver:
-        out, _ = driver.communicate(timeout=10 * WITHIN_S)
+        whole, out = held_until_the_end(driver)
     assert driver.returncode == 0, out
+    assert len(whole.pids) > 4 and whole.listening and not whole.left()
     ledger.verify(ground.folder / "run" / "ledger.jsonl")
 
 

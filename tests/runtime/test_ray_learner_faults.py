@@ -64,11 +64,11 @@ def check_resumed(resumed: Run, whole: Run) -> None:
     assert not (resumed.folder / WEIGHTS).exists()
 
 
-def test_a_disk_that_is_full_for_one_of_two_ends_the_run_and_what_was_saved_before_is_gone_on_from(
+def test_a_disk_that_is_full_for_one_of_two_is_told_and_what_was_saved_before_is_gone_on_from(
     ground: Playground, whole: Run, plan: Callable[..., None]
 ) -> None:
     plan(Fault("checkpoint.part rank_1", rank=1, call=2, action="full"))
-    with pytest.raises(CheckpointError, match="checkpoint of step 2 .* Those before it are whole"):
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written .* the disk is full\. Those before"):
         start(ground, TOGETHER, "full")
     wait_until(lambda: not workers(), "no worker is left")
     assert [path.name for path in (ground.folder / "full" / "checkpoints").glob("step-*")] == ["step-000001"]

@@ -39,6 +39,16 @@ _NAME: Final = re.compile(r"\w+(-rank\d+)?")
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+class GivenUp(CheckpointError):
+    """Another process could not write its part, and knows why."""
+
+    def __init__(self, step: int, folder: Path) -> None:
+        super().__init__(
+            f"the checkpoint of step {step} was not written to {folder}: another process could not write its part of "
+            "it, and says why. Those before it are whole"
+        )
+
+
 @dataclass(frozen=True)
 class Retention:
     """Which checkpoints stay. keep_last: how many of the newest, None for all. keep_best: how many of those with the
@@ -107,7 +117,7 @@ class Writing:
     def _files(self, expected: Collection[str]) -> dict[str, FileEntry]:
         missing = self._missing(expected)
         if missing and self._given_up():
-            raise CheckpointError(_given_up_by_another(self.step, self.partial.parent))
+            raise GivenUp(self.step, self.partial.parent)
         if missing:
             with suppress(OSError):
                 remove_partial(self.partial)
@@ -150,17 +160,10 @@ def or_give_up(step: int, folder: Path, given_up: Callable[[], bool] = lambda: F
     try:
         yield
     except (OSError, SafetensorError) as err:
-        message = _given_up_by_another(step, folder) if given_up() else _failure(step, folder, err)
+        failure = GivenUp(step, folder) if given_up() else CheckpointError(_failure(step, folder, err))
         with suppress(OSError):  # the failure of the write itself is the one to tell
             remove_leftovers(folder)
-        raise CheckpointError(message) from err
-
-
-def _given_up_by_another(step: int, folder: Path) -> str:
-    return (
-        f"the checkpoint of step {step} was not written to {folder}: another process could not write its part of it, "
-        "and says why. Those before it are whole"
-    )
+        raise failure from err
 
 
 def _failure(step: int, folder: Path, err: Exception) -> str:

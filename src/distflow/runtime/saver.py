@@ -21,7 +21,7 @@ from distflow.runtime.checkpoint import CheckpointStore
 from distflow.runtime.checkpoint_files import is_all_tensors
 from distflow.runtime.checkpoint_folder import CheckpointError
 from distflow.runtime.checkpoint_shards import Shards
-from distflow.runtime.checkpoint_writing import Writing
+from distflow.runtime.checkpoint_writing import GivenUp, Writing
 from distflow.runtime.waits import Waits
 from distflow.training.collective import Collective
 
@@ -138,13 +138,23 @@ class Saver:
             error = outcome.exception()
         try:
             with self._waits("learner", f"checkpoint of step {step}", on="other ranks"):
-                failed = self._ranks.max(float(error is not None))
-        finally:
+                told = [why for why in self._ranks.gather(_told(error)) if why is not None]
+        except Exception:
             if error is not None:
-                raise error  # also where the others are gone: it may say which
-        if failed:
-            raise CheckpointError(f"the checkpoint of step {step} was given up: another rank failed, and says why")
+                raise error from error.__cause__  # it may say why the others are gone
+            raise
+        if error is not None and not isinstance(error, GivenUp):
+            raise error
+        if told:
+            raise CheckpointError(next(filter(None, told), str(error))) from error
         return outcome.result()
+
+
+def _told(error: BaseException | None) -> str | None:
+    """To the other ranks: None where nothing failed, nothing ("") where another one knows why."""
+    if error is None:
+        return None
+    return "" if isinstance(error, GivenUp) else str(error)
 
 
 def _settled(call: Callable[[], T]) -> "Future[T]":
