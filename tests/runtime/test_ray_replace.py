@@ -99,17 +99,22 @@ def test_the_only_one_that_generates_comes_back_with_the_newest_weights(
 def test_groups_that_die_with_their_worker_between_their_step_and_its_reader_are_made_again(
     ground: Playground, alone: Run, plan: Callable[..., None], fault_plan: Path
 ) -> None:
-    plan(Fault("edge.taken", rank=1, call=2, action="SIGSTOP"))
+    """The trainer is stopped while it waits for the step; its answer comes, and who made the groups dies, before it is
+    read."""
+    plan(Fault("edge.put", rank=0, call=8, action="SIGSTOP"))  # the last group of the second step
+    journal = ground.folder / "lost" / "ledger.jsonl"
 
     def strike() -> None:
-        """The one that generates, while the one that trains has been told what to read; who trains then goes on."""
-        wait_until(lambda: faults.fired(fault_plan), "the step is taken", within_s=300.0)
-        stopped = next(pid for pid in workers() if is_stopped(pid))
-        for pid in workers():
-            if pid != stopped:
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(6.0)  # until Ray has let go of what was theirs
-        os.kill(stopped, signal.SIGCONT)
+        wait_until(lambda: faults.fired(fault_plan) and any(map(is_stopped, workers())), "it puts", within_s=300.0)
+        makes = next(pid for pid in workers() if is_stopped(pid))
+        (trains,) = (pid for pid in workers() if pid != makes)
+        os.kill(trains, signal.SIGSTOP)
+        os.kill(makes, signal.SIGCONT)
+        wait_until(lambda: journal.read_text().count('"complete"') == 8, "the step is complete")
+        time.sleep(1.0)  # until the answer is there
+        os.kill(makes, signal.SIGKILL)
+        time.sleep(3.0)  # until Ray knows
+        os.kill(trains, signal.SIGCONT)
 
     threading.Thread(target=strike, daemon=True).start()
     found = run(ground, *ONE_GENERATES, *STEPS, *validating(ground), name="lost")
