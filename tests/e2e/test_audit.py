@@ -135,7 +135,7 @@ def hotter_reference(patch: Patch) -> None:
     patch.setattr(TorchScorer, "forward", hotter)
 
 
-def follow(get: Any, device: Any, source: Any, sharded: Any, options: Any) -> TorchScorer:
+def follow(get: Any, device: Any, source: Any, spread: Any, options: Any) -> TorchScorer:
     return TorchScorer(get("policy"), group=get("collective"), **options)
 
 
