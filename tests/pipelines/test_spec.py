@@ -217,6 +217,13 @@ def test_a_node_that_no_worker_can_import(playground: Playground, monkeypatch: p
         check_importable(config)
 
 
+def test_a_marker_among_the_nodes_has_no_function_to_import(playground: Playground) -> None:
+    nodes = "dag.nodes=[{id: wait, type: BARRIER_SYNC}]"
+    check_importable(
+        load_config("grpo", playground.overrides("run", "~dag.pipeline", nodes, "dag.generates=true")).config
+    )
+
+
 def test_ranks_that_do_not_divide_a_models_layers_are_told_before_anything_is_started(playground: Playground) -> None:
     allocation = "trainer.allocation=embedded[rollout]:d3|fsdp[actor]:d1t3"
     with pytest.raises(UserError, match=r"model\.path: 3 tensor parallel ranks .* num_attention_heads=4"):

@@ -57,15 +57,24 @@ def may_have_user_names(config: Config) -> bool:
     return bool(config.trainer.imports or config.dag.custom_pipeline_fn or config.dag.nodes)
 
 
-def offload_keys(config: Config) -> list[str]:
-    """Those that are on by which something waits in the host's memory; looked at without using them."""
-    plain = peek(config)
-    settings = plain.actor_rollout_ref
-    groups: dict[str, ActorFsdpConfig | TrainedFsdpConfig | RefFsdpConfig] = {
+def is_sharded(config: Config) -> bool:
+    """Whether models lie over the ranks that train."""
+    return config.actor_rollout_ref.actor.strategy == "fsdp"
+
+
+def fsdp_groups(config: Config) -> dict[str, ActorFsdpConfig | TrainedFsdpConfig | RefFsdpConfig]:
+    """What is said of how each model lies over ranks, by the dotted name of the group."""
+    settings = config.actor_rollout_ref
+    return {
         "actor_rollout_ref.actor.fsdp_config": settings.actor.fsdp_config,
-        "critic.fsdp_config": plain.critic.fsdp_config,
+        "critic.fsdp_config": config.critic.fsdp_config,
         "actor_rollout_ref.ref.fsdp_config": settings.ref.fsdp_config,
     }
+
+
+def offload_keys(config: Config) -> list[str]:
+    """Those that are on by which something waits in the host's memory; looked at without using them."""
+    groups = fsdp_groups(peek(config))
     return [name for prefix, group in groups.items() for name, _, value, _ in walk(group, prefix) if value is True]
 
 

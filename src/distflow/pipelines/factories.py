@@ -19,7 +19,7 @@ from distflow.config.actor import OptimConfig
 from distflow.config.errors import UserError, hint
 from distflow.config.functions import load
 from distflow.config.names import ROLLOUT_ENGINES, TRAIN_ENGINES
-from distflow.config.program import is_rl, offload_keys, optimizer_steps
+from distflow.config.program import is_rl, is_sharded, offload_keys, optimizer_steps
 from distflow.flow.ticket import Version
 from distflow.models.loading import Init, ModelSource, context_length, load_model
 from distflow.models.lora import add_lora
@@ -343,11 +343,6 @@ def _scorer_options(config: Config, max_tokens: int | None = None) -> ScorerOpti
         "temperature": settings.rollout.temperature if is_rl(config) else 1.0,
         "compute_dtype": None if is_sharded(config) else compute_dtype(config),
     }
-
-
-def is_sharded(config: Config) -> bool:
-    """Whether models lie over the ranks that train."""
-    return config.actor_rollout_ref.actor.strategy == "fsdp"
 
 
 def _spread(config: Config, role: Literal["actor", "critic", "ref"]) -> Spread | None:

@@ -23,7 +23,7 @@ from distflow.config.changes import changes
 from distflow.config.errors import UserError
 from distflow.config.functions import LoadError, load_modules
 from distflow.config.names import CUSTOM_REWARD, REWARDS
-from distflow.config.program import CUSTOM, is_rl, program_name
+from distflow.config.program import CUSTOM, is_rl, is_sharded, program_name
 from distflow.config.trainer import TrainerConfig
 from distflow.config.watch import peek, watch
 from distflow.data.encoded import EncodedRows, write_encoded
@@ -39,7 +39,6 @@ from distflow.pipelines.factories import (
     check_layouts,
     choose_device,
     compute_dtype,
-    is_sharded,
     load_policy_tokenizer,
     make_factories,
     model_sizes,

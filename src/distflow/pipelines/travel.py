@@ -50,7 +50,8 @@ def _users_functions(config: Config) -> Iterator[tuple[str, Callable[..., object
     if config.dag.custom_pipeline_fn:
         yield "dag.custom_pipeline_fn", load_function(config.dag.custom_pipeline_fn)
     for node in config.dag.nodes:
-        yield "dag.nodes", load_function(str(node["func"]))
+        if "func" in node:  # a marker has none
+            yield "dag.nodes", load_function(str(node["func"]))
     if is_rl(config):
         yield _ESTIMATOR, find_adv_est(config.algorithm.adv_estimator).fn
         yield _LOSS, find_policy_loss(config.actor_rollout_ref.actor.policy_loss).fn

@@ -102,7 +102,6 @@ class RayRun:
         with told_what_next(self._spec):
             standing = self._standing()
         view = TerminalView(f"{options.project} / {options.experiment}", standing.total_steps)
-        pulse = self._pulse
         told = Told(view, Caller(callbacks, lambda message: view.note("warning", message)))
 
         def asked_to_stop(name: str) -> None:
@@ -116,7 +115,7 @@ class RayRun:
             try:
                 while learning:
                     told.show(self._coordinator)
-                    self._look_after(pulse)
+                    self._look_after()
                     done, _ = ray.wait(list(running), num_returns=len(running), timeout=0)
                     for ref in done:
                         rank = running.pop(ref)
@@ -125,7 +124,7 @@ class RayRun:
                         except WorkerDied as died:
                             if rank not in self._others:
                                 raise
-                            pulse.forget(rank)
+                            self._pulse.forget(rank)
                             self._others.begin(rank, str(died))
                         except Exception as error:
                             late = isinstance(error, PeersLate)
@@ -135,7 +134,7 @@ class RayRun:
                         learning.discard(rank)
                     for rank, worker in self._others.come().items():
                         self._workers[rank] = worker
-                        pulse.follow(rank, worker)
+                        self._pulse.follow(rank, worker)
                         running[self._run(rank, differences)] = rank
                         self._others.welcome(rank, worker)
                 self._end(running)
@@ -196,18 +195,18 @@ class RayRun:
                     self._blame.result(ref, rank, ENDS_WITHIN_S)
         self.finished = self._standing().finished
 
-    def _look_after(self, pulse: Pulse) -> None:
+    def _look_after(self) -> None:
         """Raises WorkerDied for a process that does not answer; one that can be replaced is killed: whatever it does
         when it wakes, nobody hears of it."""
         _check_ray()
-        silent = pulse.silent()
+        silent = self._pulse.silent()
         if silent is None:
             return
-        message = pulse.told(silent, self._spec.run_dir / STACKS)
+        message = self._pulse.told(silent, self._spec.run_dir / STACKS)
         if silent not in self._others:
             raise WorkerDied(message)
         self._workers[self._learners[0]].note.remote("warning", f"{message} It is killed")
-        pulse.forget(silent)
+        self._pulse.forget(silent)
         ray.kill(self._workers[silent])
 
     def _all(self, refs: Sequence[Any]) -> list[Any]:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 MODEL = "actor_rollout_ref.model"
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
-REF = "actor_rollout_ref.ref"
 
 
 @dataclass(frozen=True)

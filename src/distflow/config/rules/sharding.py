@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from distflow.config.fsdp import ActorFsdpConfig, RefFsdpConfig, TrainedFsdpConfig
 from distflow.config.keys import walk
-from distflow.config.rules.finding import ACTOR, REF, Finding
+from distflow.config.program import fsdp_groups, is_sharded
+from distflow.config.rules.finding import ACTOR, Finding
 from distflow.config.schema import Config
 
 _WHOLE = f"{ACTOR}.strategy=torch"
@@ -12,7 +12,7 @@ _WHOLE = f"{ACTOR}.strategy=torch"
 
 def strategy(config: Config) -> Iterator[Finding]:
     """Weights are spread over ranks where there are several, and where all that reads them can do so in parts."""
-    if not _is_spread(config):
+    if not is_sharded(config):
         return
     if config.trainer.launcher == "local":
         yield Finding(
@@ -32,15 +32,9 @@ def strategy(config: Config) -> Iterator[Finding]:
 
 def whole_weights(config: Config) -> Iterator[Finding]:
     """Where each rank has the weights whole, nothing is said of how they are spread."""
-    if _is_spread(config):
+    if is_sharded(config):
         return
-    settings = config.actor_rollout_ref
-    groups: dict[str, ActorFsdpConfig | TrainedFsdpConfig | RefFsdpConfig] = {
-        f"{ACTOR}.fsdp_config": settings.actor.fsdp_config,
-        "critic.fsdp_config": config.critic.fsdp_config,
-        f"{REF}.fsdp_config": settings.ref.fsdp_config,
-    }
-    for prefix, own in groups.items():
+    for prefix, own in fsdp_groups(config).items():
         for (name, _, value, _), (_, _, default, _) in zip(walk(own, prefix), walk(type(own)(), prefix), strict=True):
             if value != default:
                 yield Finding(
@@ -52,7 +46,7 @@ def whole_weights(config: Config) -> Iterator[Finding]:
 
 def placement(config: Config) -> Iterator[Finding]:
     """Some rank has the weights; what stays in the host's memory is not moved there."""
-    if not _is_spread(config):
+    if not is_sharded(config):
         return
     if config.actor_rollout_ref.actor.fsdp_config.fsdp_size == 0:
         yield Finding(
@@ -69,10 +63,6 @@ def placement(config: Config) -> Iterator[Finding]:
                     "with offload_policy weights and moments stay in the host's memory: nothing is left to be moved",
                     "take one of them back",
                 )
-
-
-def _is_spread(config: Config) -> bool:
-    return config.actor_rollout_ref.actor.strategy == "fsdp"
 
 
 RULES = (strategy, whole_weights, placement)
