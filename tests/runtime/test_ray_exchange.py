@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError
 from distflow.data.batch import Batch
 from distflow.flow.exchange import ExchangeError, Key, Readers
 from distflow.runtime.ray_exchange import ExchangeActor
-from distflow.runtime.ray_exchange_port import packed_metas
+from distflow.runtime.ray_exchange_port import LITTLE_BYTES, packed_metas
 from tests.runtime.exchange_worker import Peer, made
 
 pytestmark = pytest.mark.slow
@@ -83,18 +83,22 @@ def test_a_selection_is_shipped_and_the_rest_is_let_go(start: Start, peers: list
     assert ray.get(exchange.held_bytes.remote()) == 0
 
 
-def test_a_put_beyond_the_bound_waits_until_the_step_before_it_is_read(start: Start, peers: list[ActorHandle]) -> None:
+@pytest.mark.parametrize("num_groups", [2, 8000], ids=["little", "much"])
+def test_a_put_beyond_the_bound_waits_until_the_step_before_it_is_read(
+    start: Start, peers: list[ActorHandle], num_groups: int
+) -> None:
     exchange = start(limit_bytes=1)
     writer, reader = peers
-    ray.get(writer.make.remote(0, 2))
+    ray.get(writer.make.remote(0, num_groups))
     ray.get(writer.put.remote(STEP, 0, 1))
     held = ray.get(exchange.held_bytes.remote())
+    assert (held > LITTLE_BYTES) == (num_groups > 2)
     second = writer.put.remote(NEXT, 0, 1)
     wait_until_it_waits(writer, f"room for {NEXT}")
     assert ray.wait([second], timeout=0) == ([], [second]) and ray.get(exchange.held_bytes.remote()) == held
-    assert columns(ray.get(reader.get.remote(STEP, 0, Readers(1)))) == columns(made(0, 2))
+    assert columns(ray.get(reader.get.remote(STEP, 0, Readers(1)))) == columns(made(0, num_groups))
     ray.get(second)
-    assert columns(ray.get(reader.get.remote(NEXT, 0, Readers(1)))) == columns(made(0, 2))
+    assert columns(ray.get(reader.get.remote(NEXT, 0, Readers(1)))) == columns(made(0, num_groups))
 
 
 def test_a_wait_ends_in_time_and_names_who_is_missing(start: Start, peers: list[ActorHandle]) -> None:

@@ -34,9 +34,16 @@ class ExchangeActor:
         )
 
     async def put(self, key: Key, writer: int, metas: Metas, ref: Sequence[ObjectRef]) -> None:
-        """ref: one, in a list: Ray would replace a bare one by its object."""
+        """Of a writer that has reserved room. ref: one, in a list: Ray would replace a bare one by its object."""
         self._exchange.put(key, writer, metas, ref[0])
         await self._wake()
+
+    async def put_at_once(
+        self, key: Key, writer: int, num_writers: int, num_bytes: int, metas: Metas, ref: Sequence[ObjectRef]
+    ) -> None:
+        """Of one that has not, because it is little that lies there while he waits for room."""
+        await self.reserve(key, writer, num_writers, num_bytes)
+        await self.put(key, writer, metas, ref)
 
     async def take(self, key: Key, rank: int, readers: Readers, select: Select | None) -> Share[ObjectRef]:
         """Waits until the step is complete."""

@@ -18,6 +18,9 @@ from distflow.data.buffers import Buffers, gather, to_buffers
 from distflow.flow.exchange import ExchangeError, Key, Metas, Readers, Select, Share
 from distflow.runtime.waits import Waits
 
+LITTLE_BYTES = 2**20
+"""A put of no more than this is in shared memory before there is room for it, which saves a question."""
+
 
 class RayExchange:
     """What a worker puts and gets steps by; each call waits until it is done."""
@@ -34,10 +37,14 @@ class RayExchange:
         """
         buffers = to_buffers(batch)
         num_bytes = sum(array.nbytes for array in buffers.values())
+        metas = packed_metas(batch, self._node_id, info)
         with self._waits("exchange", f"room for {key}", on="readers"):
-            _result(self._actor.reserve.remote(key, writer, num_writers, num_bytes))
-        ref = ray.put(buffers)
-        _result(self._actor.put.remote(key, writer, packed_metas(batch, self._node_id, info), [ref]))
+            if num_bytes > LITTLE_BYTES:
+                _result(self._actor.reserve.remote(key, writer, num_writers, num_bytes))
+                _result(self._actor.put.remote(key, writer, metas, [ray.put(buffers)]))
+                return
+            refs = [ray.put(buffers)]
+            _result(self._actor.put_at_once.remote(key, writer, num_writers, num_bytes, metas, refs))
 
     def get(self, key: Key, rank: int, readers: Readers, select: Select | None = None) -> Batch:
         """This rank's samples of a step, in ticket order and in memory of its own.
