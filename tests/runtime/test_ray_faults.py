@@ -110,7 +110,12 @@ def command(ground: Playground, *overrides: str) -> Iterator["subprocess.Popen[s
     arguments = [sys.executable, "-m", "distflow", "train", "grpo", *ground.overrides("run", *overrides)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     with subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        arguments,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,  # a group of its own, as a shell gives it
     ) as process:
         yield process
         process.kill()
@@ -182,3 +187,25 @@ def test_a_signal_saves_the_step_under_way_and_ends_with_its_status(tmp_path: Pa
         record["step"] for _, record in ledger.timeline(folder / "ledger.jsonl") if record["kind"] == "consumed"
     ]
     assert (folder / "checkpoints" / f"step-{consumed[-1] + 1:06d}" / "manifest.json").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_and_a_run_that_cannot_go_on_leave_nothing(tmp_path: Path) -> None:
+    """Ctrl-C goes to all processes of the group, as a terminal sends it."""
+    ground, held = Playground(tmp_path), list[Held]()
+    with command(ground, *ENDLESS) as driver:
+
+        def interrupt() -> None:
+            held.append(Held.below(driver.pid))
+            os.killpg(driver.pid, signal.SIGINT)
+
+        with struck(ground.folder / "run", interrupt):
+            out, _ = driver.communicate(timeout=10 * WITHIN_S)
+    assert driver.returncode == 128 + signal.SIGINT, out
+    assert held[0] and not held[0].left()
+    assert notes(ground.folder / "run", "end") == ["the run stopped"]
+    ground.write_reward("def compute_score(solution_str):\n    raise ValueError('as it should')\n")
+    with command(ground, *TWO, "trainer.total_training_steps=100", "trainer.resume_mode=never") as driver:
+        whole, out = held_until_the_end(driver)
+    assert driver.returncode == 2 and "as it should" in out, out
+    assert len(whole.pids) > 4 and whole.listening and not whole.left()

@@ -136,6 +136,23 @@ def test_a_worker_that_dies_again_and_again_ends_the_run_by_name(ground: Playgro
 
 
 @pytest.mark.slow
+def test_the_only_one_that_generates_and_cannot_be_started_again_ends_the_run_by_name(
+    ground: Playground, plan: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No process of torch is ready within a second."""
+    plan(Fault("edge.put", rank=0, call=7))
+
+    def allow_a_second() -> None:
+        wait_until((ground.folder / "without" / "metrics.jsonl").exists, "the run is under way", within_s=300.0)
+        monkeypatch.setattr(ray_pulse, "STARTS_WITHIN_S", 1.0)
+
+    threading.Thread(target=allow_a_second, daemon=True).start()
+    told = "no other process could be started as worker 0 within 1 s: .*no worker that generates is left"
+    with pytest.raises(WorkerDied, match=told):
+        run(ground, *ONE_GENERATES, *STEPS, name="without")
+
+
+@pytest.mark.slow
 def test_a_worker_that_is_stopped_is_killed_and_replaced_and_streams_stay_within_their_staleness(
     ground: Playground, plan: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
