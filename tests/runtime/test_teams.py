@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from distflow.runtime.ports.shared_edge import Team
+from distflow.runtime.ports.held import Team
 from distflow.runtime.teams import edge_team
 from tests.e2e.runs import Playground
 

@@ -15,8 +15,9 @@ from distflow.observe.metrics import Measured
 from distflow.rewards.tally import Judged
 from distflow.runtime.begin import Start, begin_account
 from distflow.runtime.ports.edge import Failure, Newcomers
+from distflow.runtime.ports.held import Consumed, Facts, Held, Portion, Team
 from distflow.runtime.ports.local_edge import held_groups
-from distflow.runtime.ports.shared_edge import Consumed, Facts, Held, Portion, SharedEdge, Team
+from distflow.runtime.ports.shared_edge import SharedEdge
 from distflow.runtime.ray_groups import GroupRef, to_group
 from distflow.runtime.saved import load_live
 from distflow.runtime.spec import Spec

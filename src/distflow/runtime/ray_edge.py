@@ -13,8 +13,8 @@ from distflow.observe.metrics import Measured
 from distflow.rewards.tally import Judged
 from distflow.runtime import faults
 from distflow.runtime.ports.edge import Failure, Kept, Newcomers, Released, Share
+from distflow.runtime.ports.held import Consumed, Held, Portion
 from distflow.runtime.ports.local_edge import facts_of, live_of
-from distflow.runtime.ports.shared_edge import Consumed, Held, Portion
 from distflow.runtime.ray_coordinator import Page
 from distflow.runtime.ray_groups import GroupLost, GroupRef, answer, lost_among, shortened, to_batch, to_group
 from distflow.runtime.waits import Waits

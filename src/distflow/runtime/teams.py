@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from distflow.planning.layout import Layout, Sizes
 from distflow.planning.plan import Plan
-from distflow.runtime.ports.shared_edge import Team
+from distflow.runtime.ports.held import Team
 from distflow.runtime.spec import Spec
 
 

@@ -11,7 +11,8 @@ from distflow.flow.balance import divide_step
 from distflow.flow.minibatch import minibatches
 from distflow.flow.ticket import Ticket
 from distflow.runtime.ports.edge import Newcomers
-from distflow.runtime.ports.shared_edge import Facts, Held, Portion, SharedEdge, Team
+from distflow.runtime.ports.held import Facts, Held, Portion, Team
+from distflow.runtime.ports.shared_edge import SharedEdge
 from distflow.runtime.waits import Waits
 from tests.runtime.groups import coordinator
 

@@ -10,7 +10,8 @@ from distflow.flow.ticket import Ticket
 from distflow.observe.metrics import Measured
 from distflow.rewards.tally import Judged
 from distflow.runtime.ports.edge import Failure, Kept, Live, Newcomers, Released, Share
-from distflow.runtime.ports.shared_edge import Facts, Held, Portion, SharedEdge, Team
+from distflow.runtime.ports.held import Facts, Held, Portion, Team
+from distflow.runtime.ports.shared_edge import SharedEdge
 from distflow.runtime.waits import Waits
 
 

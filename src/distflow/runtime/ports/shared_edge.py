@@ -9,99 +9,19 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from distflow.flow.account import Account
-from distflow.flow.balance import divide_step
 from distflow.flow.coordinator import Coordinator
 from distflow.flow.edge import Exhausted
-from distflow.flow.minibatch import minibatches
-from distflow.flow.snapshot import Snapshot
-from distflow.flow.ticket import Ticket, Version
+from distflow.flow.ticket import Ticket
 from distflow.observe.metrics import Measured, combine
 from distflow.rewards.tally import Judged
-from distflow.runtime.blame import REPAIR_ADVICE
-from distflow.runtime.ports.edge import Failure, Newcomers, NoProgress, UserNoProgress
+from distflow.runtime.ports.edge import Failure, Newcomers, NoProgress
+from distflow.runtime.ports.failures import FailuresInARow
+from distflow.runtime.ports.generators import Generator, Generators
+from distflow.runtime.ports.held import Consumed, Facts, Held, Portion, Team, places
 from distflow.runtime.ports.intake import NothingToWaitFor, Standing
 from distflow.runtime.waits import Waits
 
 T = TypeVar("T")
-
-_MOST_TICKETS = 1000
-"""In one answer: 40 kB, where they go to another process."""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the edge knows of a complete group. num_tokens: of all its samples, prompts included. version: the lowest of
-    any of their tokens, None where there is none. failure: why it has no verdict at all. num_bytes: that it takes where
-    groups are held, where that is bounded."""
-
-    num_tokens: int
-    version: int | None
-    failure: Failure | None
-    num_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Team:
-    """Ranks that learn the same, together, from every step.
-
-    shares: by rank, which part of a step it takes, from 0; ranks that hold parts of the same tensors take the same.
-    mini_batch: groups of an optimizer step, drawn by `seed` in each pass; None where a step has one. epochs: passes
-    over a step.
-    """
-
-    shares: tuple[int, ...] = (0,)
-    mini_batch: int | None = None
-    seed: int = 0
-    epochs: int = 1
-
-
-@dataclass(frozen=True)
-class Held(Generic[T]):
-    """A group that waits for its step. measured: by its nodes."""
-
-    group: T
-    num_tokens: int
-    measured: Sequence[Measured]
-
-
-@dataclass(frozen=True)
-class Portion(Generic[T]):
-    """One rank's part of a step: see `Share`. own, groups: its own tickets and their groups, whole, in ticket order.
-    like: the step's first, for where it has none."""
-
-    tickets: tuple[int, ...]
-    own: tuple[int, ...]
-    groups: Sequence[T]
-    like: T
-    metrics: Mapping[str, float]
-    judged: Judged
-
-
-@dataclass(frozen=True)
-class Consumed(Generic[T]):
-    """How the run stands once all ranks have trained on a step: see `Released`. live: groups that no step has taken."""
-
-    version: Version
-    finished: bool
-    stopping: bool
-    account: Account
-    cut: Snapshot
-    live: Mapping[int, Held[T]]
-
-
-@dataclass
-class _Intake:
-    """One worker that generates. served: the lowest step that its engine serves, as it said last. given: tickets that
-    are to be fetched. running: the groups that it has, by number, those included. holds: complete groups that lie with
-    it. takes: False before one that came later has asked first, and of one that is gone."""
-
-    name: str
-    served: int | None
-    given: list[Ticket] = field(default_factory=list)
-    running: dict[int, Ticket] = field(default_factory=dict)
-    holds: set[int] = field(default_factory=set)
-    takes: bool = True
-    gone: bool = False
 
 
 @dataclass
@@ -111,7 +31,7 @@ class _Reading(Generic[T]):
     None until all have."""
 
     groups: dict[int, Held[T]] = field(default_factory=dict)
-    holders: dict[int, _Intake] = field(default_factory=dict)
+    holders: dict[int, Generator] = field(default_factory=dict)
     judged: Judged = Judged()
     ranks: set[int] = field(default_factory=set)
     missing: set[int] = field(default_factory=set)
@@ -163,10 +83,8 @@ class SharedEdge(Generic[T]):
         lock = threading.RLock()
         self._lock, self._askers = threading.Condition(lock), threading.Condition(lock)
         self._failure: BaseException | None = None
-        self._failed_in_a_row: list[Failure] = []
-        self._workers = [_Intake(name, coordinator.step) for name in workers]
-        self._worker_of: dict[int, int] = {}
-        self._taken_away = set[Ticket]()  # from workers that are gone: what still comes of them is passed over
+        self._failures = FailuresInARow(coordinator.plan.consumer_batch)
+        self._generators = Generators(workers, coordinator.step)
         self._newcomers = False  # workers wait for weights
         self._telling = set[int]()  # ranks that are still to hear of them
         self._divided_step = -1
@@ -201,14 +119,12 @@ class SharedEdge(Generic[T]):
     def put(self, ticket: Ticket, group: T, facts: Facts, measured: Sequence[Measured]) -> None:
         """See `EdgePort`. A group without any verdict counts among those that fail."""
         with self._lock:
-            if ticket in self._taken_away:
+            if self._generators.is_passed_over(ticket):
                 return
             self._groups[ticket.number] = Held(group, facts.num_tokens, measured)
             self._coordinator.complete(ticket.number, facts.num_tokens, facts.version)
             self._coordinator.weigh(ticket.number, facts.num_bytes)
-            worker = self._ended(ticket)
-            if worker is not None:
-                worker.holds.add(ticket.number)
+            self._generators.end(ticket, complete=True)
             self._count(facts.failure)
             self._tell()
             self._askers.notify_all()
@@ -217,13 +133,13 @@ class SharedEdge(Generic[T]):
     def drop(self, ticket: Ticket, reason: str, failure: Failure | None = None, *, lost: bool = False) -> None:
         """See `EdgePort`."""
         with self._lock:
-            if ticket in self._taken_away:
+            if self._generators.is_passed_over(ticket):
                 return
             if not (lost and self._coordinator.retry(ticket.number)):
                 if not lost:
                     self._coordinator.drop(ticket.number, reason)
                 self._count(failure)
-            self._ended(ticket)
+            self._generators.end(ticket, complete=False)
             self._tell()
             self._askers.notify_all()
         self._wake_tickets()
@@ -237,27 +153,21 @@ class SharedEdge(Generic[T]):
         """A worker is gone, and what it made that no step has taken: its groups are handed out again, and what still
         comes of it is passed over. Returns how many they are."""
         with self._lock:
-            gone = self._workers[worker]
-            gone.takes, gone.gone, gone.served = False, True, None
-            groups = [*sorted(gone.running), *sorted(gone.holds)]
-            for ticket in gone.running.values():
-                self._taken_away.add(ticket)
-                self._worker_of.pop(ticket.number)
+            name, tickets, holds = self._generators.lose(worker)
+            for ticket in tickets:
                 if not self._coordinator.retry(ticket.number):
-                    self._count(Failure(f"worker {gone.name} died while it worked on it", users=False))
-            for number in gone.holds:
+                    self._count(Failure(f"worker {name} died while it worked on it", users=False))
+            for number in holds:
                 self._coordinator.lose(number)
                 del self._groups[number]
-            gone.running, gone.given, gone.holds = {}, [], set()
             self._tell()
         self._wake()
-        return len(groups)
+        return len(tickets) + len(holds)
 
     def join(self, name: str) -> int:
         """A worker comes in place of one that is gone; its number. It gets tickets once it has asked."""
         with self._lock:
-            self._workers.append(_Intake(name, None, takes=False))
-            return len(self._workers) - 1
+            return self._generators.join(name)
 
     def tell_of_newcomers(self) -> None:
         """Engines that have come since wait for weights: all ranks that learn hear of it where none has a part of the
@@ -279,14 +189,14 @@ class SharedEdge(Generic[T]):
                 if rank in self._portions:
                     return self._portions.pop(rank)
                 if self._coordinator.finished:
-                    self._refuse_failures(of_steps=1)
+                    self._failures.refuse(of_steps=1)
                     return None
                 numbers = None if self._telling else self._ready(step, wanted)
                 if numbers is not None:
                     self._portions, self._divided_step = self._divided(step, numbers), step
                     continue
                 if wanted is not None and self._stalled():
-                    self._refuse_failures(of_steps=1)
+                    self._failures.refuse(of_steps=1)
                     raise NothingToWaitFor(self._why_stalled(wanted))
                 if not self._lock.wait(None if deadline is None else deadline - time.monotonic()):
                     raise TimeoutError(f"not in time: {self._so_far(wanted)}")
@@ -378,7 +288,7 @@ class SharedEdge(Generic[T]):
             self._num_waiting -= 1
 
     def _is_over(self, worker: int) -> bool:
-        return self._failure is not None or self._workers[worker].gone
+        return self._failure is not None or self._generators.is_gone(worker)
 
     def _tells(self, rank: int) -> bool:
         """Whether this rank is to hear of newcomers now. Inside the lock."""
@@ -390,42 +300,25 @@ class SharedEdge(Generic[T]):
 
     def _hand_out(self, worker: int, served: int | None) -> list[Ticket]:
         """Inside the lock."""
-        mine = self._workers[worker]
-        mine.served, mine.takes = served, True
-        opens = not self._held and (self._num_waiting >= self._num_ranks or self._coordinator.plan.max_staleness > 0)
-        known = [each.served for each in self._workers if each.served is not None]
-        for ticket in self._coordinator.take_tickets(min(known, default=None)) if opens else ():
-            takers = [number for number, each in enumerate(self._workers) if each.takes]
-            chosen = min(takers, key=lambda other: len(self._workers[other].running))
-            self._workers[chosen].given.append(ticket)
-            self._workers[chosen].running[ticket.number] = ticket
-            self._worker_of[ticket.number] = chosen
-            if name := self._workers[chosen].name:
-                self._coordinator.assign(ticket.number, name)
-            self._askers.notify_all()
-        tickets, mine.given = mine.given[:_MOST_TICKETS], mine.given[_MOST_TICKETS:]
+        oldest = self._generators.ask(worker, served)
+        if not self._held and (self._num_waiting >= self._num_ranks or self._coordinator.plan.max_staleness > 0):
+            for ticket in self._coordinator.take_tickets(oldest):
+                if name := self._generators.give(ticket):
+                    self._coordinator.assign(ticket.number, name)
+                self._askers.notify_all()
+        tickets = self._generators.fetch(worker)
         self._tell()
         return tickets
-
-    def _ended(self, ticket: Ticket) -> _Intake | None:
-        """Who worked on it; None where whoever has the coordinator handed it out."""
-        number = self._worker_of.pop(ticket.number, None)
-        if number is None:
-            return None
-        self._workers[number].running.pop(ticket.number)
-        return self._workers[number]
 
     def _divided(self, step: int, numbers: tuple[int, ...]) -> dict[int, Portion[T]]:
         """The groups of a step over the ranks, whole, each mini-batch evened out by tokens."""
         held = [self._groups.pop(number) for number in numbers]
-        holders = {number: worker for worker in self._workers for number in worker.holds.intersection(numbers)}
-        for worker in self._workers:
-            worker.holds.difference_update(numbers)
+        holders = self._generators.take(numbers)
         metrics = combine([part for each in held for part in each.measured])
         groups = [each.group for each in held]
         loads = [each.num_tokens for each in held]
-        places = [place for team in self._teams for place in _places(team, loads, numbers, step)]
-        judged = [self._take_judged() for _ in places]
+        owned = [own for team in self._teams for own in places(team, loads, numbers, step)]
+        judged = [self._take_judged() for _ in owned]
         if self._reading is not None:
             waiting = dict(zip(numbers, held, strict=True))
             self._reading = _Reading(waiting, holders, judged[0], set(range(self._num_ranks)))
@@ -438,7 +331,7 @@ class SharedEdge(Generic[T]):
                 metrics,
                 judged[rank],
             )
-            for rank, own in enumerate(places)
+            for rank, own in enumerate(owned)
         }
 
     def _take_back(self, reading: "_Reading[T]", step: int) -> None:
@@ -478,7 +371,7 @@ class SharedEdge(Generic[T]):
         try:
             return self._coordinator.ready(step) if wanted is None else self._coordinator.part(step, wanted)
         except Exhausted:
-            self._refuse_failures(of_steps=1)
+            self._failures.refuse(of_steps=1)
             raise
 
     def _stalled(self) -> bool:
@@ -506,7 +399,7 @@ class SharedEdge(Generic[T]):
                 f"(async.max_staleness={plan.max_staleness}, data.train_batch_size={plan.consumer_batch}, "
                 f"{plan.total_steps} steps in all), and others start after publish()"
             )
-        failed = f". The last that failed said: {self._failed_in_a_row[-1].message}" if self._failed_in_a_row else ""
+        failed = f". The last that failed said: {self._failures.last}" if self._failures.last else ""
         return f"this would wait for ever: {so_far}: {why}{failed}"
 
     def _wake(self) -> None:
@@ -517,31 +410,9 @@ class SharedEdge(Generic[T]):
         self._wake_tickets()
 
     def _count(self, failure: Failure | None) -> None:
-        """Keep the failure, or forget those before it where a group came through. What then ends the run is raised in
-        `take`: here, on the asyncio thread, it would end one group's task and nobody would hear of it."""
-        if failure is None:
-            self._failed_in_a_row.clear()
-            return
-        self._failed_in_a_row.append(failure)
+        """What then ends the run is raised in `take`: here, on the asyncio thread, it would end one group's task and
+        nobody would hear of it."""
         try:
-            self._refuse_failures(of_steps=2)
+            self._failures.count(failure)
         except NoProgress as err:
             self._failure = self._failure or err
-
-    def _refuse_failures(self, of_steps: int) -> None:
-        failures = self._failed_in_a_row
-        if len(failures) < of_steps * self._coordinator.plan.consumer_batch:
-            return
-        first = failures[0]
-        message = f"the last {len(failures)} prompt groups all failed, so nothing can progress; the first said: "
-        if first.users:
-            raise UserNoProgress(f"{message}{first.message}\n{REPAIR_ADVICE}")
-        raise NoProgress(f"{message}{first.message}")
-
-
-def _places(team: Team, loads: Sequence[int], numbers: Sequence[int], step: int) -> Iterator[list[int]]:
-    """Of each rank of the team, which of the step's groups it takes."""
-    size = team.mini_batch or len(numbers)
-    passes = [minibatches(len(numbers), numbers, size, team.seed, step, epoch) for epoch in range(team.epochs)]
-    parts = divide_step(loads, passes, max(team.shares) + 1)
-    return (parts[share] for share in team.shares)
