@@ -4,11 +4,13 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
 import ray
+from ray._private import services
 
 from distflow.planning.threads import usable_cores
 from distflow.runtime.ray_guard import Process as Started
@@ -27,20 +29,33 @@ class RayFailed(RuntimeError):
 def started(num_workers: int) -> Iterator[None]:
     """A Ray of this machine with a CPU for each worker at least, which ends with the block."""
     try:
-        ray.init(
-            address="local",  # never one that somebody else has started here
-            num_cpus=max(num_workers, usable_cores()),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _node_ip_address="127.0.0.1",
-        )
+        with _groups_apart():
+            ray.init(
+                address="local",  # never one that somebody else has started here
+                num_cpus=max(num_workers, usable_cores()),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _node_ip_address="127.0.0.1",
+            )
     except Exception as err:  # Ray raises no type of its own
         raise RayFailed(f"no Ray could be started on this machine: {err}") from err
     try:
         yield
     finally:
         _end_own()
+
+
+@contextmanager
+def _groups_apart() -> Iterator[None]:
+    """What Ray starts inside is in no process group of ours: a signal to that, as `timeout` sends it, is for the run to
+    answer, which saves before its Ray ends."""
+    popen = services.ConsolePopen
+    services.ConsolePopen = partial(popen, process_group=0)  # type: ignore[misc,assignment]
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen  # type: ignore[misc]
 
 
 def gone() -> str | None:
