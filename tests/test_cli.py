@@ -1,6 +1,7 @@
 """The command line: what each command prints and how it exits. In this process, but for one start of it."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -148,3 +149,14 @@ def test_python_dash_m_starts_it_and_imports_wait() -> None:
     done = subprocess.run([sys.executable, "-c", probe], env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout == "2\n", done.stdout + done.stderr
     assert "data.train_batch_size" in done.stderr
+
+
+def test_output_that_nobody_reads_ends_the_command_with_the_status_of_its_signal() -> None:
+    """As `distflow config grpo | head -1`: what it did not get to do is no success."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "distflow", "config", "grpo"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+    assert (process.returncode, said) == (128 + signal.SIGPIPE, b"")

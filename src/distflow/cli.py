@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return exit_status(number)
         except BrokenPipeError:  # whoever read our output has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
+            return exit_status(signal.SIGPIPE)
         except Exception as err:  # the process's edge: one message, a status, the traceback on request
             if arguments.debug:
                 traceback.print_exc()
