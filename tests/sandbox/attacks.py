@@ -75,7 +75,9 @@ atexit.register(lambda: os.write(1, b""))
         "signals to others",
         """
 import signal
-for pid in (1, 2, os.getppid(), -1, 0, -os.getppid(), VICTIM):
+for pid in (-1, 0, 1, 2):
+    got(f"kill {pid}", lambda: os.kill(pid, 0))
+for pid in (os.getppid(), -os.getppid(), VICTIM):
     for number in (0, 9, 15, 19):
         got(f"kill {pid}", lambda: os.kill(pid, number))
     got(f"killpg {pid}", lambda: os.killpg(pid, 9))
@@ -328,7 +330,7 @@ while True: pass
     Attack(
         "recursion in C",
         "sys.setrecursionlimit(10**9)\nx, y = [], []\nfor _ in range(10**6): x, y = [x], [y]\nx == y",
-        ("signal",),
+        ("signal", "exit"),  # Python 3.12 and newer notice it
     ),
     Attack("wild pointer", "ctypes.string_at(1)", ("signal",)),
     Attack("abort", "libc.abort()", ("signal",)),
