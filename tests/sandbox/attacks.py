@@ -228,8 +228,12 @@ for folder in ("/tmp", "/var/tmp", "/dev/shm", "/run", "/root", ".", "/", "/usr/
     got("symlink " + path, lambda: os.symlink(SECRET, path))
     got("hard link " + path, lambda: os.link(SECRET, path))
     got("rename " + path, lambda: os.rename(SECRET, path))
-for path in (SECRET, __file__, os.__file__, PACKAGE + "/__init__.py", "/dev/vda", "/etc/passwd"):
-    got("overwrite " + path, lambda: open(path, "r+b"))
+for path in (os.__file__, PACKAGE + "/__init__.py", "/dev/vda", "/etc/passwd", SECRET):
+    got("open to write " + path, lambda: open(path, "r+b"))
+    got("times " + path, lambda: os.utime(path, ns=(os.stat(path).st_atime_ns, os.stat(path).st_mtime_ns)))
+    got("mode " + path, lambda: os.chmod(path, os.stat(path).st_mode & 0o7777))
+    got("owner " + path, lambda: os.chown(path, os.stat(path).st_uid, os.stat(path).st_gid))
+for path in (SECRET, os.path.dirname(SECRET)):
     got("truncate " + path, lambda: open(path, "w"))
     got("truncate by name " + path, lambda: os.truncate(path, 0))
     got("remove " + path, lambda: os.remove(path))
@@ -238,7 +242,6 @@ for path in (SECRET, __file__, os.__file__, PACKAGE + "/__init__.py", "/dev/vda"
     got("owner " + path, lambda: os.chown(path, 1, 1))
     got("times " + path, lambda: os.utime(path))
     got("attribute " + path, lambda: os.setxattr(path, "user.x", b"1"))
-    got("folder's mode", lambda: os.chmod(os.path.dirname(path), 0o777))
 got("tempfile", lambda: tempfile.mkstemp())
 got("sqlite", lambda: __import__("sqlite3").connect("/tmp/made-by-a-program").execute("create table t (x)"))
 got("sticky bytecode", lambda: __import__("py_compile").compile(os.__file__, "/tmp/made-by-a-program"))
