@@ -240,6 +240,14 @@ REWARDS: dict[str, Reward] = {
         needs_answer=True,
         scores_own_answer=True,
     ),
+    "code": Reward(
+        "the program in the response passes all of the row's tests, in a sandbox",
+        "distflow.rewards.code_reward:compute_score",
+    ),
+    "code_share": Reward(
+        "the share of the row's tests that the program in the response passes",
+        "distflow.rewards.code_reward:compute_share",
+    ),
     "format": Reward("the response has the wanted form", "distflow.rewards.format_reward:compute_score"),
     "ifeval": Reward(
         "the response follows all of IFEval's instructions in the row", "distflow.rewards.ifeval_reward:compute_score"

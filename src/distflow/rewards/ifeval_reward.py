@@ -3,12 +3,12 @@
 Zhou et al. 2023, arXiv:2311.07911; as google-research's `evaluation_lib.py`, strict and loose.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from distflow.observe.jsonlines import JSON
 from distflow.rewards.case import Case
+from distflow.rewards.columns import decoded
 from distflow.rewards.ifeval_checks import INSTRUCTIONS, follows
 
 IDS, KWARGS = "instruction_id_list", "kwargs"
@@ -74,9 +74,9 @@ def _variants(response: str) -> list[str]:
 
 def _instructions(ground_truth: object, row: Mapping[str, object] | None) -> list[tuple[str, dict[str, Any]]]:
     """(name, arguments) of each. Raises ValueError."""
-    given = _decoded(ground_truth)
+    given = decoded(ground_truth)
     source = given if isinstance(given, Mapping) and IDS in given else row or {}
-    names, kwargs = _decoded(source.get(IDS)), _decoded(source.get(KWARGS))
+    names, kwargs = decoded(source.get(IDS)), decoded(source.get(KWARGS))
     if not isinstance(names, list | tuple) or not isinstance(kwargs, list | tuple) or not names:
         raise ValueError(f"'ifeval' needs a row with a list '{IDS}' and a list '{KWARGS}', or both in its answer")
     if len(names) != len(kwargs):
@@ -98,13 +98,3 @@ def _arguments(name: str, given: object) -> dict[str, Any]:
         return INSTRUCTIONS[name].read(given or {})
     except ValueError as error:
         raise ValueError(f"{name} in '{KWARGS}': {error}") from error
-
-
-def _decoded(value: object) -> object:
-    """What a column that holds JSON as text means."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value

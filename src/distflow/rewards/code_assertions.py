@@ -1,0 +1,177 @@
+"""A data set's assertions, told apart, and run away from the program that they test.
+
+They run in a sandbox of their own, whose process holds no program: names that they do not define stand for functions of
+the program, and a call of one leaves that process as a question. The program's process is asked by who judges, and gets
+names and plain arguments only; its answer, a plain value, is what the assertion then sees.
+"""
+
+import ast
+import builtins
+import symtable
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from distflow.rewards.code_tests import AssertTests, parse
+
+_SHOWN = 200
+
+# Runs in the sandbox. A call that has no answer yet ends the run of the assertion, which is run again from its start
+# when there is one: so nothing has to wait in there. What it draws is the same each time.
+HARNESS = """
+import builtins, random
+
+class Asked(BaseException):
+    pass
+
+class Log:
+    def __init__(self, code, names):
+        self.code, self.names, self.answers = compile(code, "tests.py", "exec"), names, []
+
+    def answer(self, name, args, kwargs):
+        self.count += 1
+        if self.count > len(self.answers):
+            self.asked = self.asked or [name, list(args), kwargs]
+            raise Asked
+        kind, *told = self.answers[self.count - 1]
+        if kind == "value":
+            return told[0]
+        error = getattr(builtins, told[0], None)
+        known = isinstance(error, type) and issubclass(error, Exception)
+        try:
+            raised = error(told[1]) if known else Exception(": ".join(told))
+        except TypeError:
+            raised = Exception(": ".join(told))
+        raise raised
+
+    def run(self):
+        self.count, self.asked = 0, None
+        random.seed(0)
+        scope = {"__name__": "tests"}
+        for name in self.names:
+            scope[name] = lambda *args, _name=name, **kwargs: self.answer(_name, args, kwargs)
+        failure = None
+        try:
+            exec(self.code, scope)
+        except BaseException as error:
+            failure = [type(error).__name__, str(error)[:500]]
+        if self.asked:
+            return ["call", *self.asked]
+        return ["failed", *failure] if failure else ["passed"]
+
+def begin(code, names):
+    global log
+    log = Log(code, names)
+    return log.run()
+
+def go_on(answer):
+    log.answers.append(answer)
+    return log.run()
+"""
+
+
+class Assertions(NamedTuple):
+    """cases: whole modules, each with what goes before its assertion. shown: the assertions, for people.
+
+    names: what in them stands for a function of the program: name → that function's.
+    together: there is one case, of several assertions that cannot be told apart.
+    """
+
+    cases: tuple[str, ...]
+    shown: tuple[str, ...]
+    names: Mapping[str, str]
+    together: bool
+
+
+def tell_apart(tests: AssertTests) -> Assertions:
+    """Each assertion at the top level (or in that of HumanEval's `check`) is a case, with all that stands before it but
+    the other assertions. Where some stand in loops or the like, all are one case. Raises ValueError for tests that are
+    no Python, or test nothing.
+    """
+    setup, module = parse(tests.setup, "their setup"), parse(tests.code, "their code")
+    check = _check_of(module) if tests.aliases else None
+    if check is not None:
+        before = [statement for statement in module.body if statement is not check and not _calls_check(statement)]
+        parts = [(*before, _with_body(check, body), _call(check)) for body in _split(check.body)]
+        shown = _shown(check.body, len(parts))
+    else:
+        parts = [tuple(body) for body in _split(module.body)]
+        shown = _shown(module.body, len(parts))
+    cases = tuple(ast.unparse(ast.Module([*setup.body, *part], [])) for part in parts)
+    names = {name: tests.aliases.get(name, name) for case in cases for name in _names(case, tests.aliases)}
+    if not names:
+        raise ValueError("the tests are broken: they call no function of the program")
+    return Assertions(cases, shown, names, together=len(parts) == 1 and _num_asserts(parts[0]) > 1)
+
+
+def _check_of(module: ast.Module) -> ast.FunctionDef | None:
+    found = [each for each in module.body if isinstance(each, ast.FunctionDef) and each.name == "check"]
+    return found[-1] if found and len(found[-1].args.args) == 1 else None
+
+
+def _calls_check(statement: ast.stmt) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Call)
+        and isinstance(statement.value.func, ast.Name)
+        and statement.value.func.id == "check"
+    )
+
+
+def _with_body(check: ast.FunctionDef, body: list[ast.stmt]) -> ast.FunctionDef:
+    return ast.FunctionDef(check.name, check.args, body, [], lineno=1)
+
+
+def _call(check: ast.FunctionDef) -> ast.Expr:
+    called = ast.Call(ast.Name(check.name, ast.Load()), [ast.Name("candidate", ast.Load())], [])
+    return ast.Expr(called)
+
+
+def _split(body: list[ast.stmt]) -> list[list[ast.stmt]]:
+    if any(_num_asserts([each]) and not isinstance(each, ast.Assert) for each in body):
+        return [body]
+    parts, before = [], list[ast.stmt]()
+    for statement in body:
+        if not isinstance(statement, ast.Assert):
+            before.append(statement)
+        elif not isinstance(statement.test, ast.Constant):  # `assert True` says nothing
+            parts.append([*before, statement])
+    return parts or [body]
+
+
+def _shown(body: list[ast.stmt], num_parts: int) -> tuple[str, ...]:
+    tested = [each for each in body if isinstance(each, ast.Assert) and not isinstance(each.test, ast.Constant)]
+    if len(tested) == num_parts:
+        return tuple(ast.unparse(each)[:_SHOWN] for each in tested)
+    return ("all assertions",)
+
+
+def _num_asserts(body: "list[ast.stmt] | tuple[ast.stmt, ...]") -> int:
+    return sum(isinstance(node, ast.Assert) for statement in body for node in ast.walk(statement))
+
+
+def _names(case: str, aliases: Mapping[str, str]) -> list[str]:
+    """What the code reads and nobody defines. A built-in is the program's only where nothing else is: a program that
+    defines `abs` must not change what the tests mean by it."""
+    try:
+        table = symtable.symtable(case, "tests.py", "exec")
+    except SyntaxError as error:
+        raise ValueError(f"the tests are broken: {error}") from error
+    bound = {each.get_name() for each in table.get_symbols() if each.is_assigned() or each.is_imported()}
+    bound |= {"__name__"} | {
+        each.get_name() for scope in _scopes(table) for each in scope.get_symbols() if _binds_global(each)
+    }
+    read = {each.get_name() for scope in _scopes(table) for each in scope.get_symbols() if each.is_global()}
+    read |= {each.get_name() for each in table.get_symbols() if each.is_referenced()}
+    free = sorted(read - bound)
+    own = [name for name in free if not hasattr(builtins, name) or name in aliases.values()]
+    return own or [name for name in free if isinstance(getattr(builtins, name), type(len) | type)]
+
+
+def _binds_global(symbol: symtable.Symbol) -> bool:
+    return symbol.is_declared_global() and symbol.is_assigned()
+
+
+def _scopes(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
+    yield table
+    for child in table.get_children():
+        yield from _scopes(child)

@@ -1,0 +1,218 @@
+"""A program's cases, run one by one in the sandbox: which fail, and why.
+
+Expected values stay here: a program gets its input or arguments, and nothing else. It meets its cases either each in a
+fresh process, or at least `SHUFFLED_FROM` of them shuffled in one: who remembers an order of answers has no use of it.
+"""
+
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from distflow.rewards.code_assertions import HARNESS, Assertions
+from distflow.rewards.code_outputs import same_output, same_value
+from distflow.rewards.code_tests import CallTests, StreamTests
+from distflow.sandbox.errors import Broken, Raised
+from distflow.sandbox.limits import Limits
+from distflow.sandbox.sandbox import Ran, Sandbox, Session
+
+SHUFFLED_FROM = 8
+MAX_CALLS = 1000
+"""Of the program, in one case."""
+_SHOWN = 200
+
+
+class Outcome(NamedTuple):
+    """why: empty where the program passed. printed: the end of what it wrote."""
+
+    case: str
+    why: str
+    printed: str = ""
+
+
+class Stopped(Exception):
+    """No further case can be run: the program cannot be loaded, or it or the verdict has no time left."""
+
+
+class Box:
+    """A sandbox, and what is left of a verdict's time in it."""
+
+    def __init__(self, sandbox: Sandbox, seconds: float) -> None:
+        self._sandbox, self._limits, self._end = sandbox, sandbox.limits, time.monotonic() + seconds
+
+    def _bounded(self, limits: Limits) -> Sandbox:
+        """The sandbox, for a process that has no more time by the clock than is left. Raises Stopped."""
+        left_s = self._end - time.monotonic()
+        if left_s <= 0:
+            raise Stopped("no time was left for it")
+        self._sandbox.limits = limits._replace(wall_s=min(limits.wall_s, left_s))
+        return self._sandbox
+
+    def open(self, code: str) -> Session:
+        """Raises as `Sandbox.open` does, and Stopped."""
+        return self._bounded(self._limits).open(code)
+
+    def run(self, code: str, stdin: str) -> Ran:
+        """All that it prints is kept. Raises Stopped."""
+        return self._bounded(self._limits._replace(output_bytes=self._limits.printed_bytes)).run(code, stdin)
+
+    @property
+    def level(self) -> str:
+        return self._sandbox.level.name
+
+
+class Tested:
+    """The program under test: a process that is made when it is asked something, and anew where it broke."""
+
+    def __init__(self, box: Box, code: str) -> None:
+        self._box, self._code = box, code
+        self._session: Session | None = None
+        self._num_answers = 0
+
+    def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Raises Raised, Broken, Stopped. A process that breaks after other calls of its may have used up what they
+        left: the call has another try in a fresh one."""
+        while True:
+            session = self._process()
+            try:
+                value = session.call(name, args, kwargs)
+            except Raised:
+                self._num_answers += 1
+                raise
+            except Broken as error:
+                if error.cause == "value":
+                    raise
+                is_first = not self._num_answers
+                self._printed = _printed(session)
+                self.leave()
+                if is_first and error.cause == "time":
+                    raise Stopped(error.reason) from None
+                if is_first:
+                    raise
+            else:
+                self._num_answers += 1
+                return value
+
+    def printed(self) -> str:
+        """The end of what it wrote, by the process that was asked last."""
+        return _printed(self._session) if self._session else self._printed
+
+    def leave(self) -> None:
+        """The next call is to a fresh process."""
+        if self._session:
+            self._session.close()
+        self._session, self._num_answers = None, 0
+
+    def _process(self) -> Session:
+        if self._session is None:
+            self._printed = ""
+            try:
+                self._session = self._box.open(self._code)
+            except Raised as error:
+                raise Stopped(f"it raised {error}") from None
+            except Broken as error:
+                raise Stopped(error.reason) from None
+        return self._session
+
+
+def run_streams(box: Box, code: str, tests: StreamTests) -> Iterator[Outcome]:
+    """Raises Stopped where the rest is not run."""
+    for given, wanted in zip(tests.inputs, tests.outputs, strict=True):
+        ran = box.run(code, given)
+        shown = f"stdin {_short(given)}"
+        printed = (ran.stdout[-_SHOWN:] + ran.stderr[-_SHOWN:]).strip()
+        if ran.status == "time":
+            raise Stopped("it ran out of time")
+        if ran.status != "ok":
+            last = ran.stderr.strip().rpartition("\n")[2][:_SHOWN]
+            yield Outcome(shown, f"it ended by {ran.status}, status {ran.exit_code}: {last}", printed)
+        elif not same_output(ran.stdout, wanted):
+            yield Outcome(shown, f"it printed {_short(ran.stdout)}, wanted is {_short(wanted)}", printed)
+        else:
+            yield Outcome(shown, "")
+
+
+def run_calls(program: Tested, tests: CallTests) -> Iterator[Outcome]:
+    """Raises Stopped where the rest is not run."""
+    for i in _order(program, len(tests.inputs)):
+        shown = f"{tests.name}({', '.join(map(_short, tests.inputs[i]))})"[:_SHOWN]
+        try:
+            value = program.call(tests.name, tests.inputs[i], {})
+        except Raised as error:
+            yield Outcome(shown, f"it raised {error}", program.printed())
+        except Broken as error:
+            yield Outcome(shown, error.reason, program.printed())
+        else:
+            same = same_value(value, tests.outputs[i])
+            why = "" if same else f"it returned {_short(value)}, wanted is {_short(tests.outputs[i])}"
+            yield Outcome(shown, why, "" if same else program.printed())
+
+
+def run_assertions(box: Box, program: Tested, tests: Assertions) -> Iterator[Outcome]:
+    """Raises Stopped where the rest is not run; ValueError where the tests are at fault."""
+    bench = Tested(box, HARNESS)
+    try:
+        for i in _order(program, len(tests.cases)):
+            why = _why_fails(bench, program, tests, i)
+            yield Outcome(tests.shown[i], why, program.printed() if why else "")
+    finally:
+        bench.leave()
+
+
+def _order(program: Tested, num_cases: int) -> Iterator[int]:
+    """Of the cases; with a fresh process for each where they are few."""
+    shuffled = num_cases >= SHUFFLED_FROM
+    for i in random.sample(range(num_cases), num_cases) if shuffled else range(num_cases):
+        if not shuffled:
+            program.leave()
+        yield i
+
+
+def _why_fails(bench: Tested, program: Tested, tests: Assertions, i: int) -> str:
+    """Empty where the case passes."""
+    step = _at_fault(bench, "begin", [tests.cases[i], list(tests.names)])
+    said = ""
+    for _ in range(MAX_CALLS):
+        if step[0] == "passed":
+            return ""
+        if step[0] == "failed" and not said:
+            raise ValueError(f"the tests are broken: {tests.shown[i]}: {': '.join(step[1:])}")
+        if step[0] == "failed":
+            return said if step[1] == "AssertionError" else f"{said}, and the test raised {': '.join(step[1:])}"
+        _, name, args, kwargs = step
+        if tests.together:
+            program.leave()
+        try:
+            value = program.call(tests.names[name], args, kwargs)
+            answer, said = ["value", value], f"it returned {_short(value)}"
+        except Raised as error:
+            answer, said = ["raised", error.type, error.text], f"it raised {error}"
+        except Broken as error:
+            return error.reason
+        try:
+            step = bench.call("go_on", [answer], {})
+        except (Broken, Stopped) as error:
+            if isinstance(error, Broken) and error.cause == "value":
+                raise ValueError(f"the tests are broken: {tests.shown[i]}: {error}") from None
+            bench.leave()
+            return f"{said}, and the test did not end: {error}"
+    raise ValueError(f"the tests are broken: {tests.shown[i]} calls the program more than {MAX_CALLS} times")
+
+
+def _at_fault(bench: Tested, name: str, args: Sequence[Any]) -> list[Any]:
+    """Before the program was asked anything, whatever goes wrong is the tests' fault."""
+    try:
+        return list(bench.call(name, args, {}))
+    except (Raised, Broken) as error:
+        raise ValueError(f"the tests are broken: {error}") from None
+
+
+def _printed(session: Session) -> str:
+    return (session.stdout[-_SHOWN:] + session.stderr[-_SHOWN:]).strip()
+
+
+def _short(value: object) -> str:
+    try:
+        return f"{value!r:.{_SHOWN}}"
+    except ValueError:  # an int of more digits than Python writes
+        return "a huge number"
