@@ -1,0 +1,113 @@
+"""The fork server's process, seen from its owner: started with nothing of the owner's, and ended with it."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal
+
+import distflow
+from distflow.sandbox import bubblewrap
+from distflow.sandbox.errors import SandboxFault
+from distflow.sandbox.inside.program import Request
+from distflow.sandbox.inside.server import MAX_REQUEST_BYTES
+
+LevelName = Literal["namespaces", "floor"]
+START_TIMEOUT_S = 60.0
+_END_TIMEOUT_S = 10.0
+_PACKAGE = Path(distflow.__file__).parent
+_CODE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from distflow.sandbox.inside.server import main
+main(int(sys.argv[2]), int(sys.argv[3]))
+"""
+# Where memory runs short, the kernel ends what runs here before anything else.
+_SHELL = 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"'
+
+
+class ServerGone(Exception):
+    """It was killed, or it ended."""
+
+
+class ForkServer:
+    """One process, and in namespaces bubblewrap's beside it. Used by one thread at a time."""
+
+    def __init__(self, level: LevelName) -> None:
+        """Raises SandboxFault where it does not start."""
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        owner = os.pidfd_open(os.getpid())
+        try:
+            self._popen = self._start(level, theirs.fileno(), owner)
+        except OSError as error:
+            self.control.close()
+            raise SandboxFault(str(error)) from None
+        finally:
+            theirs.close()
+            os.close(owner)
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def ask(self, request: Request, descriptors: list[int]) -> None:
+        """Fork a process for it; the descriptors are those of `server.NUM_DESCRIPTORS`. Raises ServerGone."""
+        message = json.dumps(request).encode()
+        assert len(message) <= MAX_REQUEST_BYTES
+        try:
+            socket.send_fds(self.control, [message], descriptors)
+        except OSError as error:
+            raise ServerGone(str(error)) from None
+
+    def close(self) -> None:
+        """End it, and all programs with it. Idempotent."""
+        self.control.close()
+        try:
+            self._popen.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+        if self._popen.stderr:
+            self._popen.stderr.close()
+
+    def _start(self, level: LevelName, control: int, owner: int) -> "subprocess.Popen[bytes]":
+        source, command = str(_PACKAGE.parent), []
+        if level == "namespaces":
+            source, command = bubblewrap.SOURCE, bubblewrap.command(_PACKAGE)
+        python = os.path.realpath(sys.executable)
+        command += [python, "-I", "-S", "-B", "-X", "utf8", "-c", _CODE, source, str(control), str(owner)]
+        return subprocess.Popen(
+            ["/bin/sh", "-c", _SHELL, "sh", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=(control, owner),
+            env={},
+            cwd="/",
+            start_new_session=True,
+        )
+
+    def _wait_until_ready(self) -> None:
+        self.control.settimeout(START_TIMEOUT_S)
+        try:
+            message = self.control.recv(MAX_REQUEST_BYTES)
+        except TimeoutError:
+            raise SandboxFault(f"it was not ready after {START_TIMEOUT_S:g} s") from None
+        except OSError as error:
+            raise SandboxFault(f"it did not start: {error}") from None
+        self.control.settimeout(None)
+        told = json.loads(message) if message else {"failed": self._last_words()}
+        if "failed" in told:
+            raise SandboxFault(told["failed"])
+
+    def _last_words(self) -> str:
+        assert self._popen.stderr
+        said = self._popen.stderr.read().decode(errors="replace").strip()
+        return said.splitlines()[-1] if said else f"it ended with exit status {self._popen.wait()}"

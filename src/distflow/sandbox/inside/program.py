@@ -1,0 +1,179 @@
+"""The forked child: it raises the walls, says so, and runs the program."""
+
+import ast
+import atexit
+import builtins
+import gc
+import json
+import linecache
+import os
+import sys
+import traceback
+from types import ModuleType
+from typing import Any, NamedTuple, NoReturn
+
+from distflow.sandbox.inside.frames import MAX_BYTES, read_frame, write_frame
+from distflow.sandbox.inside.values import NotPlain, from_text, to_text
+from distflow.sandbox.inside.walls import Walls, die_with, restrict_calls, restrict_files, restrict_use
+
+EXIT_OUT_OF_MEMORY = 86
+ANSWERS = 3
+"""The private descriptor of a session."""
+_FILE = "program.py"
+_SHOWN_TEXT = 2000
+
+
+class Request(NamedTuple):
+    """What is asked of the fork server. token: of the frame which says that the walls are up.
+
+    Descriptors follow: of the code, standard input, output, error, and of the answers.
+    """
+
+    is_main: bool
+    token: str
+    cpu_s: int
+    memory_bytes: int
+    open_files: int
+
+
+def run_program(request: Request, descriptors: list[int], walls: Walls, server: int) -> NoReturn:
+    """In the forked child. `server` is the process that forked it."""
+    token = bytes.fromhex(request.token)
+    try:
+        code = _shut_in(request, descriptors, walls, server)
+        write_frame(ANSWERS, token, b"true")
+    except BaseException as error:
+        write_frame(descriptors[-1], token, json.dumps(f"{type(error).__name__}: {error}").encode())
+        os._exit(1)
+    if request.is_main:
+        os.close(ANSWERS)
+        _leave(_run_main(code))
+    _leave(_serve_calls(code, token))
+
+
+def _shut_in(request: Request, descriptors: list[int], walls: Walls, server: int) -> bytes:
+    """Returns the code."""
+    die_with(server)
+    os.setsid()
+    restrict_files(walls)
+    code_at, *standard, answers = descriptors
+    code = os.pread(code_at, os.fstat(code_at).st_size, 0)
+    for number, descriptor in enumerate(standard):
+        os.dup2(descriptor, number)
+    os.dup2(answers, ANSWERS)
+    os.closerange(ANSWERS + 1, os.sysconf("SC_OPEN_MAX"))
+    descriptors[-1] = ANSWERS
+    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = (  # type: ignore[misc]
+        open(0, encoding="utf-8", errors="surrogateescape", closefd=False),  # noqa: SIM115  as long as the process
+        open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False),  # noqa: SIM115
+        open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False),  # noqa: SIM115
+    )
+    restrict_use(request.cpu_s, request.memory_bytes, request.open_files)
+    restrict_calls(walls)
+    return code
+
+
+def _run_main(code: bytes) -> int:
+    """Exit status."""
+    module = _new_module("__main__")
+    try:
+        exec(_compiled(code), module.__dict__)
+        status = 0
+    except SystemExit as error:
+        status = _status_of(error)
+    except BaseException as error:
+        status = _shown(error)
+    atexit._run_exitfuncs()
+    return status
+
+
+def _serve_calls(code: bytes, token: bytes) -> int:
+    """Execute the code as a module and answer calls until the other end is closed; exit status."""
+    module = _new_module("program")
+    try:
+        write_frame(ANSWERS, token, _outcome(lambda: exec(_compiled(code), module.__dict__)))
+        while (frame := read_frame(ANSWERS)) is not None:
+            token, body = frame
+            name, args, kwargs = from_text(body)
+            write_frame(ANSWERS, token, _outcome(lambda: _find(module, name)(*args, **kwargs)))  # noqa: B023  called here
+    except SystemExit as error:
+        return _status_of(error)
+    return 0
+
+
+def _find(module: ModuleType, name: str) -> Any:
+    try:
+        return module.__dict__[name]
+    except KeyError:
+        raise NameError(f"name '{name}' is not defined") from None
+
+
+def _outcome(call: Any) -> bytes:
+    """The body of an answer: {"value": ...}, {"raised": [type, text]} or {"refused": why}."""
+    try:
+        value = call()
+        text = f'{{"value": {to_text(value)}}}'
+        if len(text) > MAX_BYTES:
+            raise NotPlain(f"an answer of {len(text):,} bytes; at most {MAX_BYTES:,}")
+    except SystemExit:
+        raise
+    except NotPlain as error:
+        text = json.dumps({"refused": str(error)})
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        text = json.dumps({"raised": [type(error).__name__, _text_of(error)]})
+    sys.stdout.flush()
+    return text.encode()
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)[:_SHOWN_TEXT]
+    except Exception:
+        return ""
+
+
+def _new_module(name: str) -> ModuleType:
+    """The program's own, where `sys.modules` has the server's; nothing of ours can be imported from here on."""
+    for ours in [name for name in sys.modules if name == "__main__" or name.partition(".")[0] == "distflow"]:
+        del sys.modules[ours]
+    module = ModuleType(name)
+    module.__dict__.update(__builtins__=builtins, __file__=_FILE)
+    sys.modules[name] = module
+    sys.argv, sys.orig_argv = [_FILE], [_FILE]
+    gc.enable()
+    return module
+
+
+def _compiled(code: bytes) -> Any:
+    """Tracebacks show its lines."""
+    text = code.decode("utf-8", "surrogatepass")
+    linecache.cache[_FILE] = (len(text), None, text.splitlines(keepends=True), _FILE)
+    return compile(ast.parse(code, _FILE), _FILE, "exec", dont_inherit=True)
+
+
+def _status_of(error: SystemExit) -> int:
+    if error.code is None or isinstance(error.code, int):
+        return (error.code or 0) & 0xFF
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def _shown(error: BaseException) -> int:
+    """Print the traceback, without our part of it; exit status."""
+    shown = error.__traceback__.tb_next if error.__traceback__ else None
+    if isinstance(error, MemoryError):
+        traceback.clear_frames(error.__traceback__)
+        print("MemoryError", file=sys.stderr)
+        return EXIT_OUT_OF_MEMORY
+    traceback.print_exception(error.with_traceback(shown))
+    return 1
+
+
+def _leave(status: int) -> NoReturn:
+    """Without the interpreter's own end, which takes longer than most programs."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):  # closed by the program, or by who reads
+        status = status or 120
+    os._exit(status)

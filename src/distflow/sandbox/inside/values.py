@@ -1,0 +1,136 @@
+"""Plain values as JSON and back, with their exact types: what goes in and comes out of a program under test.
+
+An array is a list, an object is a tag with what it tags: `{"tuple": [1]}`, `{"dict": [["a", 1]]}`. What is read may
+come from a program that lies: its size is capped before, and here its depth and the keys that share a hash (many of
+them would keep whoever builds the dictionary busy for minutes).
+"""
+
+import json
+import math
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+JSON: TypeAlias = "None | bool | int | float | str | list[JSON] | dict[str, JSON]"
+
+MAX_DEPTH = 100
+MAX_ITEMS = 1_000_000
+MAX_SAME_HASH = 64
+_SMALL_INT = 2**53
+_AS_DICT = (Counter, OrderedDict, defaultdict)
+
+
+class NotPlain(ValueError):
+    """A value of another type, or one that is too deep or too large."""
+
+
+def to_text(value: object) -> str:
+    """JSON in ASCII. Plain: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict.
+    A named tuple goes as a tuple, `Counter`, `OrderedDict` and `defaultdict` as a dict. Raises NotPlain."""
+    return json.dumps(_Writer().tagged(value, 0), allow_nan=False)
+
+
+def from_text(text: str | bytes) -> Any:
+    """The value. Raises ValueError for anything that `to_text` does not write."""
+    try:
+        return _untagged(json.loads(text, parse_constant=_refuse), 0)
+    except (RecursionError, TypeError, OverflowError) as error:
+        raise ValueError(f"no plain value: {error}") from None
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.num_items = 0
+
+    def tagged(self, value: Any, depth: int) -> JSON:
+        self.num_items += 1
+        if depth > MAX_DEPTH or self.num_items > MAX_ITEMS:
+            raise NotPlain(f"a value nested deeper than {MAX_DEPTH} or of more than {MAX_ITEMS:,} items")
+        kind = type(value)  # what an object says of its class may be a lie
+        if value is None or kind is bool or kind is str:
+            return value
+        if kind is int:
+            return value if -_SMALL_INT < value < _SMALL_INT else {"int": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"float": repr(value)}
+        if kind is list:
+            return self._each(value, depth)
+        if kind in (tuple, set, frozenset):
+            return {kind.__name__: self._each(value, depth)}
+        if kind is dict or kind in _AS_DICT:
+            return {"dict": [self._each(pair, depth) for pair in dict.items(value)]}
+        if kind in (bytes, bytearray):
+            return {kind.__name__: value.hex()}
+        if kind is complex:
+            return {"complex": [repr(value.real), repr(value.imag)]}
+        if kind.__mro__[1:] == (tuple, object) and hasattr(kind, "_fields"):
+            return {"tuple": self._each(tuple.__iter__(value), depth)}
+        raise NotPlain(f"a value of type {kind.__name__}")
+
+    def _each(self, values: Iterable[Any], depth: int) -> list[JSON]:
+        return [self.tagged(value, depth + 1) for value in values]
+
+
+def _untagged(value: JSON, depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")
+    if isinstance(value, list):
+        return [_untagged(item, depth + 1) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((tag, content),) = value.items()
+    if tag not in _READ:
+        raise ValueError("an unknown tag")
+    return _READ[tag](content, depth)
+
+
+def _read_each(content: Any, depth: int) -> list[Any]:
+    if not isinstance(content, list):
+        raise ValueError("a tag without its items")
+    return [_untagged(item, depth + 1) for item in content]
+
+
+def _read_hashed(content: Any, depth: int) -> list[Any]:
+    return _hashable(_read_each(content, depth))
+
+
+def _hashable(keys: list[Any]) -> list[Any]:
+    if len(keys) > MAX_SAME_HASH and max(Counter(map(hash, keys)).values()) > MAX_SAME_HASH:
+        raise ValueError(f"more than {MAX_SAME_HASH} keys with one hash")
+    return keys
+
+
+def _read_dict(content: Any, depth: int) -> dict[Any, Any]:
+    pairs = [_read_each(pair, depth) for pair in content]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ValueError("no pair of key and value")
+    _hashable([key for key, _ in pairs])
+    return {key: value for key, value in pairs}
+
+
+def _read_text(content: Any) -> str:
+    if not isinstance(content, str):
+        raise ValueError("a tag without its text")
+    return content
+
+
+def _read_complex(content: Any, depth: int) -> complex:
+    real, imag = content
+    return complex(float(_read_text(real)), float(_read_text(imag)))
+
+
+def _refuse(name: str) -> float:
+    raise ValueError(f"{name} without its tag")
+
+
+_READ: dict[str, Callable[[Any, int], Any]] = {
+    "int": lambda content, _: int(_read_text(content), 16),
+    "float": lambda content, _: float(_read_text(content)),
+    "complex": _read_complex,
+    "bytes": lambda content, _: bytes.fromhex(_read_text(content)),
+    "bytearray": lambda content, _: bytearray.fromhex(_read_text(content)),
+    "tuple": lambda content, depth: tuple(_read_each(content, depth)),
+    "set": lambda content, depth: set(_read_hashed(content, depth)),
+    "frozenset": lambda content, depth: frozenset(_read_hashed(content, depth)),
+    "dict": _read_dict,
+}

@@ -1,0 +1,72 @@
+"""What a process does to itself, for good, before it runs a program that nobody trusts."""
+
+import ctypes
+import os
+import platform
+import resource
+import signal
+from typing import NamedTuple
+
+from distflow.sandbox.inside import landlock, seccomp
+from distflow.sandbox.inside.kernel import prctl, syscall
+from distflow.sandbox.inside.readable import DEVICES_WRITTEN, readable_paths
+from distflow.sandbox.inside.syscalls import ARCHITECTURES, CAPSET
+
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_CAPABILITY_VERSION = 0x20080522
+_STACK_BYTES = 64 * 2**20
+
+
+class Walls(NamedTuple):
+    """Made once, stood behind by every program: the filter of system calls, and the descriptor of the files' rules."""
+
+    machine: str
+    filter_: bytes
+    ruleset: int
+
+
+def make_walls() -> Walls:
+    """Raises OSError where this kernel cannot."""
+    machine = platform.machine()
+    if machine not in ARCHITECTURES:
+        raise OSError(f"no filter of system calls for {machine}: there is one for {', '.join(ARCHITECTURES)}")
+    ruleset = landlock.make_ruleset(readable_paths(), DEVICES_WRITTEN)
+    return Walls(machine, seccomp.make_filter(machine), ruleset)
+
+
+def die_with(parent: int) -> None:
+    """Be killed when the process that forked this one ends."""
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def restrict_files(walls: Walls) -> None:
+    """No new privileges, none of those there are, and no files but Python's own. Raises OSError."""
+    prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    syscall(CAPSET[walls.machine], header, (ctypes.c_uint32 * 6)())
+    landlock.restrict_self(walls.ruleset)
+
+
+def restrict_use(cpu_s: int, memory_bytes: int, open_files: int) -> None:
+    """Limits of the kernel, which nobody can raise again. Raises OSError."""
+    # Not readable for others of the same user, and never dumped, whatever the machine does with cores.
+    prctl(_PR_SET_DUMPABLE, 0)
+    for limit, value in (
+        (resource.RLIMIT_CPU, cpu_s),  # soft and hard at once: the first signal is the one that cannot be caught
+        (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_STACK, _STACK_BYTES),
+        (resource.RLIMIT_NOFILE, open_files),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NPROC, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+    ):
+        resource.setrlimit(limit, (value, value))
+
+
+def restrict_calls(walls: Walls) -> None:
+    """No system calls but those that are listed. Raises OSError."""
+    seccomp.install(walls.filter_, walls.machine)

@@ -1,0 +1,255 @@
+"""One program that runs behind the walls, seen from outside: what it printed, what it answered, how it ended."""
+
+import fcntl
+import json
+import os
+import secrets
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+from distflow.sandbox.errors import Broken, Cause, SandboxFault
+from distflow.sandbox.fork_server import ForkServer, ServerGone
+from distflow.sandbox.inside.frames import HEADER, MAX_BYTES
+from distflow.sandbox.inside.program import EXIT_OUT_OF_MEMORY, Request
+from distflow.sandbox.limits import Limits
+
+_CHUNK_BYTES = 65536
+_KILL_TIMEOUT_S = 30.0
+_TOKEN_BYTES = 8
+
+
+class End(NamedTuple):
+    """exit_code: as of `subprocess`, negative for a signal. cpu_s: seconds of the processor."""
+
+    exit_code: int
+    cpu_s: float
+
+
+class Printed:
+    """What came out of one stream: the first `kept_bytes`, and how much in all."""
+
+    def __init__(self, descriptor: int, kept_bytes: int) -> None:
+        self.descriptor = descriptor
+        self.kept = bytearray()
+        self.num_bytes = 0
+        self._kept_bytes = kept_bytes
+
+    def read(self) -> bool:
+        """False at the end, and where nothing is there."""
+        try:
+            part = os.read(self.descriptor, _CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        self.num_bytes += len(part)
+        self.kept += part[: self._kept_bytes - len(self.kept)]
+        return bool(part)
+
+    def text(self) -> str:
+        return self.kept.decode("utf-8", "replace")
+
+
+class Program:
+    """Used by one thread at a time, and closed by whoever made it: after `close` nothing is left of it."""
+
+    def __init__(self, server: ForkServer, is_main: bool, code: bytes, stdin: bytes, limits: Limits) -> None:
+        """Starts it. Raises ServerGone, SandboxFault."""
+        self.limits = limits
+        self.end: End | None = None
+        self._killed_for: Cause | None = None
+        self._left_s = limits.wall_s
+        self._inbox = bytearray()
+        self._report, report = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._answers, answers = socket.socketpair()
+        pipes = [os.pipe(), os.pipe()]
+        theirs = [report.detach(), _sealed(code), _sealed(stdin), pipes[0][1], pipes[1][1], answers.detach()]
+        self.out, self.err = (Printed(ours, limits.output_bytes) for ours, _ in pipes)
+        self._readers: dict[int, Callable[[], bool]] = {
+            self._report.fileno(): self._read_report,
+            self._answers.fileno(): self._read_answers,
+            self.out.descriptor: self.out.read,
+            self.err.descriptor: self.err.read,
+        }
+        self._poll = select.poll()
+        for descriptor in self._readers:
+            os.set_blocking(descriptor, False)
+            self._poll.register(descriptor, select.POLLIN)
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        cpu_s = max(1, -int(-limits.cpu_s // 1))
+        request = Request(is_main, token.hex(), cpu_s, limits.memory_bytes, limits.open_files)
+        try:
+            try:
+                server.ask(request, theirs)
+            finally:
+                for descriptor in theirs:
+                    os.close(descriptor)
+            self._wait_for_walls(token)
+        except BaseException:
+            self.close()
+            raise
+        self._token = token
+
+    def question(self, body: bytes) -> bytes:
+        """Send a call and return the answer's body. Raises Broken, ServerGone."""
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        rest = memoryview(HEADER.pack(self._token, len(body)) + body)
+        deadline = time.monotonic() + self._left_s
+        while rest and self.end is None:
+            try:
+                rest = rest[self._answers.send(rest) :]
+            except BlockingIOError:
+                self._turn(deadline, writing=True)
+            except OSError:  # the other end is closed
+                break
+        self._left_s = deadline - time.monotonic()
+        return self.answer()
+
+    def answer(self) -> bytes:
+        """The body of the answer that is due. Raises Broken, ServerGone."""
+        deadline = time.monotonic() + self._left_s
+        while (body := self._take_frame()) is None:
+            if self.end is not None:
+                raise self.broken()
+            self._turn(deadline)
+        self._left_s = deadline - time.monotonic()
+        return body
+
+    def wait(self) -> End:
+        """Until it ended, or was ended for what it did. Raises ServerGone."""
+        deadline = time.monotonic() + self._left_s
+        while self.end is None:
+            self._turn(deadline)
+            self._inbox.clear()  # it has no way to answer, and is asked nothing
+        return self.end
+
+    def cause(self) -> Cause | None:
+        """Why it ended; None for its own end with exit status 0."""
+        assert self.end is not None
+        if self._killed_for:
+            return self._killed_for
+        if self.end.exit_code < 0:
+            used_up = self.end.cpu_s > 0.9 * self.limits.cpu_s  # the kernel's two clocks differ a little
+            return "time" if used_up and self.end.exit_code == -signal.SIGKILL else "signal"
+        if self.end.exit_code == EXIT_OUT_OF_MEMORY:
+            return "memory"
+        return "exit" if self.end.exit_code else None
+
+    def broken(self) -> Broken:
+        """What to raise for a program that ended and owes an answer."""
+        assert self.end is not None
+        code, cause = self.end.exit_code, self.cause() or "exit"
+        limits = self.limits
+        reasons: dict[Cause, str] = {
+            "time": f"it ran out of time ({limits.cpu_s:g} s of the processor, {limits.wall_s:g} s by the clock)",
+            "memory": f"it ran out of memory ({limits.memory_bytes / 2**20:,.0f} MiB)",
+            "output": f"it printed more than {limits.printed_bytes:,} bytes",
+            "signal": f"it was ended by signal {-code}",
+            "exit": f"it ended with exit status {code} and no answer",
+            "frame": "it wrote nonsense to the descriptor for answers",
+        }
+        return Broken(cause, reasons[cause])
+
+    def close(self) -> None:
+        """Kill it, if it lives, and wait for its end. Idempotent."""
+        if not self._readers:
+            return
+        with suppress(ServerGone):  # and its processes with it
+            self.kill(None)
+        self._readers.clear()
+        self._report.close()
+        self._answers.close()
+        for printed in (self.out, self.err):
+            os.close(printed.descriptor)
+
+    def _wait_for_walls(self, token: bytes) -> None:
+        self._token = token
+        deadline = time.monotonic() + _KILL_TIMEOUT_S
+        while (body := self._take_frame()) is None:
+            if self.end is not None or self._killed_for:
+                raise SandboxFault("a process ended before its walls were up")
+            self._turn(deadline)
+        if body != b"true":
+            raise SandboxFault(f"the walls could not be raised: {json.loads(body)}")
+
+    def _take_frame(self) -> bytes | None:
+        """The body of a whole frame that came. Ends the program where it is not the one that is due."""
+        if len(self._inbox) < HEADER.size:
+            return None
+        token, size = HEADER.unpack_from(self._inbox)
+        if token != self._token or size > MAX_BYTES:
+            self.kill("frame")
+            return None
+        if len(self._inbox) < HEADER.size + size:
+            return None
+        body = bytes(self._inbox[HEADER.size : HEADER.size + size])
+        del self._inbox[: HEADER.size + size]
+        return body
+
+    def _turn(self, deadline: float, writing: bool = False) -> None:
+        """Read what is there, waiting for it until the deadline; end the program where it passed a limit."""
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            self.kill("time")
+            return
+        answers = self._answers.fileno()
+        if writing:
+            self._poll.modify(answers, select.POLLIN | select.POLLOUT)
+        events = self._poll.poll(left_s * 1000 + 1)
+        if writing:
+            self._poll.modify(answers, select.POLLIN)
+        for descriptor, event in events:
+            if event & ~select.POLLOUT and not self._readers[descriptor]() and event & select.POLLHUP:
+                self._poll.unregister(descriptor)
+        if max(self.out.num_bytes, self.err.num_bytes) > self.limits.printed_bytes:
+            self.kill("output")
+        if len(self._inbox) > HEADER.size + MAX_BYTES + _CHUNK_BYTES:
+            self.kill("frame")
+
+    def _read_answers(self) -> bool:
+        try:
+            part = self._answers.recv(_CHUNK_BYTES)
+        except OSError:
+            return False
+        self._inbox += part
+        return bool(part)
+
+    def _read_report(self) -> bool:
+        try:
+            message = self._report.recv(_CHUNK_BYTES)
+        except TimeoutError:
+            raise ServerGone("the fork server does not answer") from None
+        if not message:
+            self._readers.pop(self._report.fileno(), None)
+            raise ServerGone("the fork server ended")
+        told = json.loads(message)
+        if "failed" in told:
+            raise SandboxFault(told["failed"])
+        self.end = End(**told)
+        for read in (self.out.read, self.err.read, self._read_answers):  # what it had written before
+            while read():
+                pass
+        return False
+
+    def kill(self, cause: Cause | None) -> None:
+        """At once, and wait for its end; `cause` is why. Raises ServerGone."""
+        if self.end is not None:
+            return
+        self._killed_for = cause
+        with suppress(OSError):  # the server is gone, which reading tells
+            self._report.shutdown(socket.SHUT_WR)
+        self._report.settimeout(_KILL_TIMEOUT_S)
+        self._read_report()
+
+
+def _sealed(content: bytes) -> int:
+    """A descriptor of a file that nobody can change."""
+    descriptor = os.memfd_create("", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(content)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    return descriptor

@@ -1,0 +1,182 @@
+"""The sandbox: runs programs that nobody trusts, each in a fresh process behind walls, of which nothing is left."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, Self, cast
+
+from distflow.sandbox.errors import Broken, Raised, SandboxFault
+from distflow.sandbox.fork_server import ForkServer, LevelName, ServerGone
+from distflow.sandbox.inside.values import from_text, to_text
+from distflow.sandbox.level import start_server
+from distflow.sandbox.limits import DEFAULT_LIMITS, Limits
+from distflow.sandbox.program import Program
+
+Status = Literal["ok", "exit", "time", "memory", "signal", "output"]
+_VALUE = b'{"value": '
+_SHOWN_TEXT = 2000
+
+
+class Ran(NamedTuple):
+    """What became of a program.
+
+    status: "ok" for exit status 0. exit_code: negative for a signal, as of `subprocess`. stdout, stderr: the first
+    `Limits.output_bytes` of each; cut: whether there was more. seconds: by the clock.
+    """
+
+    status: Status
+    exit_code: int
+    stdout: str
+    stderr: str
+    cut: bool
+    seconds: float
+
+
+class Session:
+    """A process that has executed a program as a module, and answers calls of its functions.
+
+    Used by one thread at a time; a context manager, after which nothing is left of the process.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    def call(self, name: str, args: Sequence[object] = (), kwargs: Mapping[str, object] = MappingProxyType({})) -> Any:
+        """What the function of that name returns for these plain values (`inside.values`).
+
+        A list comes back as a list, a tuple as a tuple, and so on; an int may be of any size, so that `repr` of it may
+        raise. Raises `Raised` where the function raised, `Broken` where there is no answer and for one that is not
+        plain; after a `Broken` of another cause than "value" every further call raises `Broken`. NotPlain for arguments
+        that are not plain.
+        """
+        body = to_text([name, list(args), dict(kwargs)]).encode()
+        return _value_of(self._program, lambda: self._program.question(body))
+
+    @property
+    def stdout(self) -> str:
+        """What it printed until the last answer, as much of it as is kept."""
+        return self._program.out.text()
+
+    @property
+    def stderr(self) -> str:
+        return self._program.err.text()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._program.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Sandbox:
+    """A fork server and the level at which it runs programs. A context manager; may be used by several threads.
+
+    It is made for the process that made it: not for one that was forked from that.
+    """
+
+    def __init__(self, limits: Limits = DEFAULT_LIMITS, level: str | None = None) -> None:
+        """level: "namespaces", "floor", or None for the strongest that this machine has. Raises UserError where it has
+        none, or not that one, with what to install."""
+        self.limits = limits
+        self._lock = threading.Lock()
+        self._closed = False
+        self._server, self.level = start_server(level)
+
+    def run(self, code: str, stdin: str = "") -> Ran:
+        """Run a program as `__main__`, in a fresh process. Raises SandboxFault where the machine fails, not for
+        anything that the program does."""
+        given = stdin.encode("utf-8", "surrogateescape")
+        started = time.monotonic()
+        try:
+            return self._run(code, given, started)
+        except ServerGone:
+            return self._run(code, given, started)
+
+    def open(self, code: str) -> Session:
+        """Execute a program as a module, in a fresh process. Raises Raised, Broken; SandboxFault."""
+        program = self._start(False, code, b"")
+        try:
+            _value_of(program, program.answer)
+        except BaseException:
+            program.close()
+            raise
+        return Session(program)
+
+    def close(self) -> None:
+        """End everything that runs here. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._server.close()
+
+    def _run(self, code: str, stdin: bytes, started: float) -> Ran:
+        with closing(self._start(True, code, stdin)) as program:
+            end = program.wait()
+        out, err = program.out, program.err
+        cut = max(out.num_bytes - len(out.kept), err.num_bytes - len(err.kept)) > 0
+        status = cast(Status, program.cause() or "ok")  # it has no descriptor for answers: no other cause
+        return Ran(status, end.exit_code, out.text(), err.text(), cut, time.monotonic() - started)
+
+    def _start(self, is_main: bool, code: str, stdin: bytes) -> Program:
+        """By the server, or by a new one where that was killed."""
+        written = code.encode("utf-8", "surrogatepass")
+        server = self._server
+        try:
+            return Program(server, is_main, written, stdin, self.limits)
+        except ServerGone:
+            return Program(self._renewed(server), is_main, written, stdin, self.limits)
+
+    def _renewed(self, gone: ForkServer) -> ForkServer:
+        with self._lock:
+            if self._closed:
+                raise SandboxFault("the sandbox is closed")
+            if self._server is gone:
+                gone.close()
+                self._server = ForkServer(cast(LevelName, self.level.name))
+            return self._server
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _value_of(program: Program, ask: Callable[[], bytes]) -> Any:
+    """What the answer holds. Raises Raised, Broken, SandboxFault."""
+    try:
+        kind, content = _read(ask())
+    except ServerGone:
+        raise SandboxFault("the fork server was killed while a program ran") from None
+    except ValueError as error:
+        program.kill("frame")
+        raise Broken("frame", f"its answer cannot be read: {error}") from None
+    if kind == "value":
+        return content
+    if kind == "refused":
+        raise Broken("value", f"its answer is {content}")
+    name, text = content
+    if name == "MemoryError":
+        program.kill("memory")
+        raise program.broken()
+    raise Raised(name, text)
+
+
+def _read(body: bytes) -> tuple[str, Any]:
+    """Raises ValueError for anything that no honest process writes."""
+    if not body.startswith(_VALUE):
+        content = json.loads(body)
+        if isinstance(content, dict):
+            if isinstance(content.get("refused"), str):
+                return "refused", content["refused"][:_SHOWN_TEXT]
+            match content.get("raised"):
+                case [str(name), str(text)]:
+                    return "raised", (name[:_SHOWN_TEXT], text[:_SHOWN_TEXT])
+        raise ValueError("neither a value nor an error")
+    return "value", from_text(body[len(_VALUE) : -1])
