@@ -8,8 +8,9 @@ names and plain arguments only; its answer, a plain value, is what the assertion
 import ast
 import builtins
 import symtable
+import sys
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from distflow.rewards.code_tests import AssertTests, parse
 
@@ -73,13 +74,11 @@ class Assertions(NamedTuple):
     """cases: whole modules, each with what goes before its assertion. shown: the assertions, for people.
 
     names: what in them stands for a function of the program: name → that function's.
-    together: there is one case, of several assertions that cannot be told apart.
     """
 
     cases: tuple[str, ...]
     shown: tuple[str, ...]
     names: Mapping[str, str]
-    together: bool
 
 
 def tell_apart(tests: AssertTests) -> Assertions:
@@ -89,18 +88,19 @@ def tell_apart(tests: AssertTests) -> Assertions:
     """
     setup, module = parse(tests.setup, "their setup"), parse(tests.code, "their code")
     check = _check_of(module) if tests.aliases else None
-    if check is not None:
+    body = check.body if check else module.body
+    split = _split(body)
+    parts = split
+    if check:
         before = [statement for statement in module.body if statement is not check and not _calls_check(statement)]
-        parts = [(*before, _with_body(check, body), _call(check)) for body in _split(check.body)]
-        shown = _shown(check.body, len(parts))
-    else:
-        parts = [tuple(body) for body in _split(module.body)]
-        shown = _shown(module.body, len(parts))
-    cases = tuple(ast.unparse(ast.Module([*setup.body, *part], [])) for part in parts)
+        parts = [[*before, _with_body(check, part), _call(check)] for part in split]
+    whole = ast.Module([*setup.body, *module.body], [])
+    modules = [ast.Import([ast.alias(name)]) for name in _modules(whole, _names(ast.unparse(whole), tests.aliases))]
+    cases = tuple(ast.unparse(ast.Module([*setup.body, *modules, *part], [])) for part in parts)
     names = {name: tests.aliases.get(name, name) for case in cases for name in _names(case, tests.aliases)}
     if not names:
         raise ValueError("the tests are broken: they call no function of the program")
-    return Assertions(cases, shown, names, together=len(parts) == 1 and _num_asserts(parts[0]) > 1)
+    return Assertions(cases, _shown(body, split), names)
 
 
 def _check_of(module: ast.Module) -> ast.FunctionDef | None:
@@ -127,7 +127,7 @@ def _call(check: ast.FunctionDef) -> ast.Expr:
 
 
 def _split(body: list[ast.stmt]) -> list[list[ast.stmt]]:
-    if any(_num_asserts([each]) and not isinstance(each, ast.Assert) for each in body):
+    if any(_asserts(each) and not isinstance(each, ast.Assert) for each in body):
         return [body]
     parts, before = [], list[ast.stmt]()
     for statement in body:
@@ -138,15 +138,12 @@ def _split(body: list[ast.stmt]) -> list[list[ast.stmt]]:
     return parts or [body]
 
 
-def _shown(body: list[ast.stmt], num_parts: int) -> tuple[str, ...]:
-    tested = [each for each in body if isinstance(each, ast.Assert) and not isinstance(each.test, ast.Constant)]
-    if len(tested) == num_parts:
-        return tuple(ast.unparse(each)[:_SHOWN] for each in tested)
-    return ("all assertions",)
+def _shown(body: list[ast.stmt], parts: list[list[ast.stmt]]) -> tuple[str, ...]:
+    return tuple("all assertions" if part is body else ast.unparse(part[-1])[:_SHOWN] for part in parts)
 
 
-def _num_asserts(body: "list[ast.stmt] | tuple[ast.stmt, ...]") -> int:
-    return sum(isinstance(node, ast.Assert) for statement in body for node in ast.walk(statement))
+def _asserts(statement: ast.stmt) -> bool:
+    return any(isinstance(node, ast.Assert) for node in ast.walk(statement))
 
 
 def _names(case: str, aliases: Mapping[str, str]) -> list[str]:
@@ -165,6 +162,17 @@ def _names(case: str, aliases: Mapping[str, str]) -> list[str]:
     free = sorted(read - bound)
     own = [name for name in free if not hasattr(builtins, name) or name in aliases.values()]
     return own or [name for name in free if isinstance(getattr(builtins, name), type(len) | type)]
+
+
+def _modules(tests: ast.Module, names: list[str]) -> list[str]:
+    """Those that the tests use without importing them, as the program does: of the standard library, by attribute."""
+    owners = {node.value.id for node in ast.walk(tests) if isinstance(node, ast.Attribute) and _is_name(node.value)}
+    called = {node.func.id for node in ast.walk(tests) if isinstance(node, ast.Call) and _is_name(node.func)}
+    return [name for name in names if name in owners - called and name in sys.stdlib_module_names]
+
+
+def _is_name(node: ast.expr) -> TypeGuard[ast.Name]:
+    return isinstance(node, ast.Name)
 
 
 def _binds_global(symbol: symtable.Symbol) -> bool:

@@ -7,7 +7,7 @@ fresh process, or at least `SHUFFLED_FROM` of them shuffled in one: who remember
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from distflow.rewards.code_assertions import HARNESS, Assertions
 from distflow.rewards.code_outputs import same_output, same_value
@@ -20,6 +20,7 @@ SHUFFLED_FROM = 8
 MAX_CALLS = 1000
 """Of the program, in one case."""
 _SHOWN = 200
+_NOT_PLAIN = "it hands the program what is no plain value"
 
 
 class Outcome(NamedTuple):
@@ -68,10 +69,13 @@ class Tested:
         self._box, self._code = box, code
         self._session: Session | None = None
         self._num_answers = 0
+        self._printed = ""
+        self.was_asked = False
 
     def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Raises Raised, Broken, Stopped. A process that breaks after other calls of its may have used up what they
         left: the call has another try in a fresh one."""
+        self.was_asked = True
         while True:
             session = self._process()
             try:
@@ -150,13 +154,45 @@ def run_calls(program: Tested, tests: CallTests) -> Iterator[Outcome]:
 
 def run_assertions(box: Box, program: Tested, tests: Assertions) -> Iterator[Outcome]:
     """Raises Stopped where the rest is not run; ValueError where the tests are at fault."""
-    bench = Tested(box, HARNESS)
-    try:
+    with Bench(box) as bench:
         for i in _order(program, len(tests.cases)):
             why = _why_fails(bench, program, tests, i)
             yield Outcome(tests.shown[i], why, program.printed() if why else "")
-    finally:
-        bench.leave()
+
+
+class Bench:
+    """Where assertions run, without the program."""
+
+    def __init__(self, box: Box) -> None:
+        self._box = box
+        self._session: Session | None = None
+
+    def begin(self, code: str, names: Sequence[str]) -> list[Any]:
+        return self._ask("begin", code, list(names))
+
+    def go_on(self, answer: list[Any]) -> list[Any]:
+        """answer: ["value", it] or ["raised", type, text]. Raises as `Session.call`."""
+        return self._ask("go_on", answer)
+
+    def _ask(self, name: str, *args: Any) -> list[Any]:
+        if self._session is None:
+            self._session = self._box.open(HARNESS)
+        try:
+            return list(self._session.call(name, args))
+        except (Raised, Broken):
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._session:
+            self._session.close()
+        self._session = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 def _order(program: Tested, num_cases: int) -> Iterator[int]:
@@ -168,43 +204,48 @@ def _order(program: Tested, num_cases: int) -> Iterator[int]:
         yield i
 
 
-def _why_fails(bench: Tested, program: Tested, tests: Assertions, i: int) -> str:
+def _why_fails(bench: Bench, program: Tested, tests: Assertions, i: int) -> str:
     """Empty where the case passes."""
-    step = _at_fault(bench, "begin", [tests.cases[i], list(tests.names)])
-    said = ""
+    step = _first_step(bench, program, tests, i)
     for _ in range(MAX_CALLS):
-        if step[0] == "passed":
-            return ""
-        if step[0] == "failed" and not said:
-            raise ValueError(f"the tests are broken: {tests.shown[i]}: {': '.join(step[1:])}")
-        if step[0] == "failed":
-            return said if step[1] == "AssertionError" else f"{said}, and the test raised {': '.join(step[1:])}"
         _, name, args, kwargs = step
-        if tests.together:
+        if len(tests.cases) < SHUFFLED_FROM:
             program.leave()
         try:
             value = program.call(tests.names[name], args, kwargs)
-            answer, said = ["value", value], f"it returned {_short(value)}"
+            said, answer = f"it returned {_short(value)}", ["value", value]
         except Raised as error:
-            answer, said = ["raised", error.type, error.text], f"it raised {error}"
+            said, answer = f"it raised {error}", ["raised", error.type, error.text]
         except Broken as error:
             return error.reason
         try:
-            step = bench.call("go_on", [answer], {})
-        except (Broken, Stopped) as error:
-            if isinstance(error, Broken) and error.cause == "value":
-                raise ValueError(f"the tests are broken: {tests.shown[i]}: {error}") from None
-            bench.leave()
+            step = bench.go_on(answer)
+        except Broken as error:
+            if error.cause == "value":
+                raise ValueError(f"the tests are broken: {tests.shown[i]}: {_NOT_PLAIN}") from None
             return f"{said}, and the test did not end: {error}"
-    raise ValueError(f"the tests are broken: {tests.shown[i]} calls the program more than {MAX_CALLS} times")
+        if step[0] == "passed":
+            return ""
+        if step[0] == "failed":
+            is_told = step[1] == "AssertionError" or answer[0] == "raised"
+            return said if is_told else f"{said}, and the test raised {': '.join(step[1:])}"
+    return f"the test called it more than {MAX_CALLS} times"
 
 
-def _at_fault(bench: Tested, name: str, args: Sequence[Any]) -> list[Any]:
-    """Before the program was asked anything, whatever goes wrong is the tests' fault."""
+def _first_step(bench: Bench, program: Tested, tests: Assertions, i: int) -> list[Any]:
+    """The first call of the program. What goes wrong before is the tests' fault: raises ValueError."""
     try:
-        return list(bench.call(name, args, {}))
-    except (Raised, Broken) as error:
-        raise ValueError(f"the tests are broken: {error}") from None
+        step = bench.begin(tests.cases[i], list(tests.names))
+        if step[0] == "call":
+            return step
+        why = ": ".join(step[1:]) or "it does not call the program"
+    except Raised as error:
+        why = str(error)
+    except Broken as error:
+        if error.cause == "time" and program.was_asked:
+            raise Stopped("no time was left for it") from None
+        why = _NOT_PLAIN if error.cause == "value" else error.reason
+    raise ValueError(f"the tests are broken: {tests.shown[i]}: {why}")
 
 
 def _printed(session: Session) -> str:

@@ -21,8 +21,8 @@ _NUM_SHOWN = 3
 # What the judges of function-call tasks import for a program, as their prompts take it for granted.
 _IMPORTS = (
     "import bisect, collections, functools, heapq, itertools, math, operator, random, re, string; "
-    "from typing import *; from bisect import *; from collections import *; from functools import *; from heapq import *; "
-    "from itertools import *; from math import *; from builtins import *\n"
+    "from typing import *; from bisect import *; from collections import *; from functools import *; "
+    "from heapq import *; from itertools import *; from math import *; from builtins import *\n"
 )
 _TYPING = "from typing import *\n"
 _METHOD = """
@@ -122,7 +122,9 @@ def _outcomes(box: Box, code: str, plan: "StreamTests | CallTests | Assertions")
 
 
 def _told(outcomes: list[Outcome], stopped: str, num_cases: int, level: str) -> dict[str, JSON]:
-    failed: list[JSON] = [outcome._asdict() for outcome in outcomes if outcome.why][:_NUM_SHOWN]
+    failed: list[JSON] = []
+    for case, why, printed in [outcome for outcome in outcomes if outcome.why][:_NUM_SHOWN]:
+        failed.append({"case": case, "why": why, "printed": printed})
     if stopped:
         rest = num_cases - len(outcomes)
         failed.append({"case": f"{rest} of {num_cases} cases", "why": f"not passed: {stopped}", "printed": ""})
