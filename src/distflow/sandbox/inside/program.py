@@ -1,12 +1,12 @@
 """The forked child: it raises the walls, says so, and runs the program."""
 
-import ast
 import atexit
 import builtins
 import gc
 import json
 import linecache
 import os
+import site
 import sys
 import traceback
 from types import ModuleType
@@ -19,8 +19,25 @@ from distflow.sandbox.inside.walls import Walls, die_with, restrict_calls, restr
 EXIT_OUT_OF_MEMORY = 86
 ANSWERS = 3
 """The private descriptor of a session."""
-_FILE = "program.py"
+FILE = "program.py"
 _SHOWN_TEXT = 2000
+
+
+def prepare() -> None:
+    """What every program finds, done once, in the server: streams of its own where 0, 1 and 2 will be, no names of ours
+    to import, `exit`, which is there only where `site` was run."""
+    os.dup2(os.memfd_create(""), 0)
+    for number in (1, 2):
+        os.dup2(os.pipe()[1], number)
+    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = (  # type: ignore[misc]
+        open(0, encoding="utf-8", errors="surrogateescape", closefd=False),  # noqa: SIM115  as long as the process
+        open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False),  # noqa: SIM115
+        open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False),  # noqa: SIM115
+    )
+    site.setquit()
+    for ours in [name for name in sys.modules if name.partition(".")[0] in ("__main__", "distflow")]:
+        del sys.modules[ours]
+    sys.argv, sys.orig_argv = [FILE], [FILE]
 
 
 class Request(NamedTuple):
@@ -63,11 +80,6 @@ def _shut_in(request: Request, descriptors: list[int], walls: Walls, server: int
     os.dup2(answers, ANSWERS)
     os.closerange(ANSWERS + 1, os.sysconf("SC_OPEN_MAX"))
     descriptors[-1] = ANSWERS
-    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = (  # type: ignore[misc]
-        open(0, encoding="utf-8", errors="surrogateescape", closefd=False),  # noqa: SIM115  as long as the process
-        open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False),  # noqa: SIM115
-        open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False),  # noqa: SIM115
-    )
     restrict_use(request.cpu_s, request.memory_bytes, request.open_files)
     restrict_calls(walls)
     return code
@@ -134,13 +146,10 @@ def _text_of(error: BaseException) -> str:
 
 
 def _new_module(name: str) -> ModuleType:
-    """The program's own, where `sys.modules` has the server's; nothing of ours can be imported from here on."""
-    for ours in [name for name in sys.modules if name == "__main__" or name.partition(".")[0] == "distflow"]:
-        del sys.modules[ours]
+    """The program's own, where the server's was."""
     module = ModuleType(name)
-    module.__dict__.update(__builtins__=builtins, __file__=_FILE)
+    module.__dict__.update(__builtins__=builtins, __file__=FILE)
     sys.modules[name] = module
-    sys.argv, sys.orig_argv = [_FILE], [_FILE]
     gc.enable()
     return module
 
@@ -148,8 +157,8 @@ def _new_module(name: str) -> ModuleType:
 def _compiled(code: bytes) -> Any:
     """Tracebacks show its lines."""
     text = code.decode("utf-8", "surrogatepass")
-    linecache.cache[_FILE] = (len(text), None, text.splitlines(keepends=True), _FILE)
-    return compile(ast.parse(code, _FILE), _FILE, "exec", dont_inherit=True)
+    linecache.cache[FILE] = (len(text), None, text.splitlines(keepends=True), FILE)
+    return compile(code, FILE, "exec", dont_inherit=True)
 
 
 def _status_of(error: SystemExit) -> int:

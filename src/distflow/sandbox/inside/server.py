@@ -10,14 +10,13 @@ import json
 import os
 import select
 import signal
-import site
 import socket
 import sys
 from contextlib import suppress
 from importlib import import_module
 from typing import NamedTuple
 
-from distflow.sandbox.inside.program import Request, run_program
+from distflow.sandbox.inside.program import Request, prepare, run_program
 from distflow.sandbox.inside.walls import Walls, die_with, make_walls
 
 NUM_DESCRIPTORS = 6
@@ -43,7 +42,6 @@ def main(control_at: int, owner: int) -> None:
         die_with(0)
     control = socket.socket(fileno=control_at)
     sys.path[:] = [path for path in sys.path[1:] if path.startswith(sys.base_prefix)]
-    site.setquit()  # `exit`, which programs call, is there only where `site` was run
     for name in _IMPORTED:
         import_module(name)
     try:
@@ -51,6 +49,7 @@ def main(control_at: int, owner: int) -> None:
     except OSError as error:
         control.send(json.dumps({"failed": str(error)}).encode())
         return
+    prepare()
     control.send(b"{}")
     gc.collect()
     gc.disable()

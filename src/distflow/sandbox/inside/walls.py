@@ -14,7 +14,13 @@ from distflow.sandbox.inside.syscalls import ARCHITECTURES, CAPSET
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 _CAPABILITY_VERSION = 0x20080522
-_STACK_BYTES = 64 * 2**20
+_ALWAYS = (
+    (resource.RLIMIT_STACK, 64 * 2**20),
+    (resource.RLIMIT_FSIZE, 0),
+    (resource.RLIMIT_CORE, 0),
+    (resource.RLIMIT_MEMLOCK, 0),
+    (resource.RLIMIT_MSGQUEUE, 0),
+)
 
 
 class Walls(NamedTuple):
@@ -26,10 +32,11 @@ class Walls(NamedTuple):
 
 
 def make_walls() -> Walls:
-    """Raises OSError where this kernel cannot."""
+    """And give up what privileges this process has. Raises OSError where this kernel cannot."""
     machine = platform.machine()
     if machine not in ARCHITECTURES:
         raise OSError(f"no filter of system calls for {machine}: there is one for {', '.join(ARCHITECTURES)}")
+    give_up_privileges(machine)
     ruleset = landlock.make_ruleset(readable_paths(), DEVICES_WRITTEN)
     return Walls(machine, seccomp.make_filter(machine), ruleset)
 
@@ -41,11 +48,17 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def restrict_files(walls: Walls) -> None:
-    """No new privileges, none of those there are, and no files but Python's own. Raises OSError."""
+def give_up_privileges(machine: str) -> None:
+    """None of those there are, and no new ones, for this process and its children. Raises OSError."""
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
-    syscall(CAPSET[walls.machine], header, (ctypes.c_uint32 * 6)())
+    syscall(CAPSET[machine], header, (ctypes.c_uint32 * 6)())
+    for limit, value in _ALWAYS:
+        resource.setrlimit(limit, (value, value))
+
+
+def restrict_files(walls: Walls) -> None:
+    """None but Python's own. Raises OSError."""
     landlock.restrict_self(walls.ruleset)
 
 
@@ -56,13 +69,8 @@ def restrict_use(cpu_s: int, memory_bytes: int, open_files: int) -> None:
     for limit, value in (
         (resource.RLIMIT_CPU, cpu_s),  # soft and hard at once: the first signal is the one that cannot be caught
         (resource.RLIMIT_AS, memory_bytes),
-        (resource.RLIMIT_STACK, _STACK_BYTES),
         (resource.RLIMIT_NOFILE, open_files),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NPROC, 0),
-        (resource.RLIMIT_MEMLOCK, 0),
-        (resource.RLIMIT_MSGQUEUE, 0),
     ):
         resource.setrlimit(limit, (value, value))
 
