@@ -240,8 +240,17 @@ def test_a_sandbox_that_does_not_work_is_an_error():
         list(run_streams(Box(sandbox, 5.0), "print(3)", StreamTests(("",), ("3",))))
 
 
-def test_no_case_is_begun_when_the_time_is_up():
-    with Sandbox() as sandbox, pytest.raises(Stopped, match="no time was left"):
+def test_no_case_is_begun_when_the_program_has_used_up_the_time():
+    with Sandbox() as sandbox:
+        asleep = StreamTests(("", ""), ("", ""))
+        outcomes = run_streams(Box(sandbox, 1.5), "import time\ntime.sleep(1)", asleep)
+        assert next(outcomes).why == ""
+        with pytest.raises(Stopped, match="ran out of time"):
+            next(outcomes)
+
+
+def test_a_time_that_is_up_without_the_program_having_used_it_is_no_wrong_answer():
+    with Sandbox() as sandbox, pytest.raises(TimeoutError, match="raise reward.timeout_s"):
         list(run_streams(Box(sandbox, 0.0), "print(3)", StreamTests(("",), ("3",))))
 
 

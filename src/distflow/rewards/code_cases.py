@@ -7,6 +7,7 @@ fresh process, or at least `SHUFFLED_FROM` of them shuffled in one: who remember
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
 from distflow.rewards.code_assertions import HARNESS, Assertions
@@ -20,6 +21,7 @@ SHUFFLED_FROM = 8
 MAX_CALLS = 1000
 """Of the program, in one case."""
 _SHOWN = 200
+_START_S = 0.1
 _NOT_PLAIN = "it hands the program what is no plain value"
 
 
@@ -39,27 +41,42 @@ class Box:
     """A sandbox, and what is left of a verdict's time in it."""
 
     def __init__(self, sandbox: Sandbox, seconds: float) -> None:
-        self._sandbox, self._limits, self._end = sandbox, sandbox.limits, time.monotonic() + seconds
-
-    def _bounded(self, limits: Limits) -> Sandbox:
-        """The sandbox, for a process that has no more time by the clock than is left. Raises Stopped."""
-        left_s = self._end - time.monotonic()
-        if left_s <= 0:
-            raise Stopped("no time was left for it")
-        self._sandbox.limits = limits._replace(wall_s=min(limits.wall_s, left_s))
-        return self._sandbox
-
-    def open(self, code: str) -> Session:
-        """Raises as `Sandbox.open` does, and Stopped."""
-        return self._bounded(self._limits).open(code)
-
-    def run(self, code: str, stdin: str) -> Ran:
-        """All that it prints is kept. Raises Stopped."""
-        return self._bounded(self._limits._replace(output_bytes=self._limits.printed_bytes)).run(code, stdin)
+        self._sandbox, self._limits = sandbox, sandbox.limits
+        self._began = time.monotonic()
+        self._end = self._began + seconds
+        self._used_s = 0.0
 
     @property
     def level(self) -> str:
         return self._sandbox.level.name
+
+    def open(self, code: str) -> Session:
+        """Raises as `Sandbox.open` does, and as `_bounded`."""
+        return self._bounded(self._limits).open(code)
+
+    def run(self, code: str, stdin: str) -> Ran:
+        """All that it prints is kept. Raises as `_bounded`."""
+        return self._bounded(self._limits._replace(output_bytes=self._limits.printed_bytes)).run(code, stdin)
+
+    @contextmanager
+    def used_by_program(self) -> Iterator[None]:
+        """Inside, it is the program under test that takes its time, but for the start of its process."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._used_s += max(time.monotonic() - began - _START_S, 0.0)
+
+    def _bounded(self, limits: Limits) -> Sandbox:
+        """The sandbox, for a process that has no more time by the clock than is left. Raises Stopped, and TimeoutError
+        where the time went by without the program having used the most of it: then it is no fault of the program's."""
+        now = time.monotonic()
+        if now >= self._end and 2 * self._used_s < now - self._began:
+            raise TimeoutError(f"{now - self._began:.1f} s were too short for its cases here: raise reward.timeout_s")
+        if now >= self._end:
+            raise Stopped("no time was left for it")
+        self._sandbox.limits = limits._replace(wall_s=min(limits.wall_s, self._end - now))
+        return self._sandbox
 
 
 class Tested:
@@ -79,7 +96,8 @@ class Tested:
         while True:
             session = self._process()
             try:
-                value = session.call(name, args, kwargs)
+                with self._box.used_by_program():
+                    value = session.call(name, args, kwargs)
             except Raised:
                 self._num_answers += 1
                 raise
@@ -111,7 +129,8 @@ class Tested:
         if self._session is None:
             self._printed = ""
             try:
-                self._session = self._box.open(self._code)
+                with self._box.used_by_program():
+                    self._session = self._box.open(self._code)
             except Raised as error:
                 raise Stopped(f"it raised {error}") from None
             except Broken as error:
@@ -122,7 +141,8 @@ class Tested:
 def run_streams(box: Box, code: str, tests: StreamTests) -> Iterator[Outcome]:
     """Raises Stopped where the rest is not run."""
     for given, wanted in zip(tests.inputs, tests.outputs, strict=True):
-        ran = box.run(code, given)
+        with box.used_by_program():
+            ran = box.run(code, given)
         shown = f"stdin {_short(given)}"
         printed = (ran.stdout[-_SHOWN:] + ran.stderr[-_SHOWN:]).strip()
         if ran.status == "time":
