@@ -50,21 +50,22 @@ def compute_score(
     Of what is returned `share` is the part that it passes, `failed` the first that it does not, why, and what it
     printed. Raises ValueError where the tests are broken, UserError where nothing would hold a program, SandboxFault.
     """
-    return _verdict(solution_str, ground_truth, extra_info or {})
+    return judge(_sandbox(), solution_str, ground_truth, extra_info or {})
 
 
 def compute_share(
     data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping[str, object] | None = None
 ) -> dict[str, JSON]:
     """The same, paid by the share of the tests that it passes; right (`acc`) is still only who passes all."""
-    verdict = _verdict(solution_str, ground_truth, extra_info or {})
+    verdict = compute_score(data_source, solution_str, ground_truth, extra_info)
     return {**verdict, "score": verdict["share"]}
 
 
-def _verdict(answer: str, ground_truth: object, row: Mapping[str, object]) -> dict[str, JSON]:
+def judge(sandbox: Sandbox, answer: str, ground_truth: object, row: Mapping[str, object]) -> dict[str, JSON]:
+    """The same, in a sandbox of the caller's, whose limits it may change."""
     tests = read_tests(ground_truth, row)
     plan = tell_apart(tests) if isinstance(tests, AssertTests) else tests
-    box = Box(_sandbox(), min(LONGEST_S, _SHARE_OF_TIME * left_s()))
+    box = Box(sandbox, min(LONGEST_S, _SHARE_OF_TIME * left_s()))
     outcomes, stopped = list[Outcome](), ""
     program = find_program(answer, _names(plan))
     if program is None:
