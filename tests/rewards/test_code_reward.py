@@ -1,6 +1,9 @@
 """`code` on real programs in the real sandbox: right, wrong, broken, and those that cheat."""
 
+import asyncio
 import json
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -10,6 +13,7 @@ from distflow.rewards.code_cases import Box, Stopped, run_streams
 from distflow.rewards.code_reward import compute_score, compute_share
 from distflow.rewards.code_tests import StreamTests
 from distflow.rewards.deadline import due_within
+from distflow.rewards.pool import VerifierPool
 from distflow.sandbox.errors import SandboxFault
 from distflow.sandbox.sandbox import Sandbox
 
@@ -252,6 +256,35 @@ def test_no_case_is_begun_when_the_program_has_used_up_the_time():
 def test_a_time_that_is_up_without_the_program_having_used_it_is_no_wrong_answer():
     with Sandbox() as sandbox, pytest.raises(TimeoutError, match="raise reward.timeout_s"):
         list(run_streams(Box(sandbox, 0.0), "print(3)", StreamTests(("",), ("3",))))
+
+
+def test_the_order_of_the_cases_is_the_same_for_the_same_program():
+    program = "def f(x): return 2 * x if x % 2 else 0"
+    assert len({json.dumps(judge(program, DOUBLE)["failed"]) for _ in range(3)}) == 1
+
+
+def test_a_method_of_a_class():
+    program = "class Solution:\n    def f(self, x: List[int]) -> int: return 2 * x"
+    assert judge(program, {**DOUBLE, "fn_name": "Solution().f"})["score"] == 1.0
+    assert judge(program, CHECK, entry_point="Solution().f")["score"] == 1.0
+
+
+def test_through_the_pool_an_endless_program_is_wrong_and_a_dead_sandbox_is_replaced():
+    answers = [fenced("while True: pass"), fenced("def f(x): return 2 * x"), fenced("def f(x): return 2 * x")]
+    pool = VerifierPool({"code": "distflow.rewards.code_reward:compute_score"}, num_workers=1, timeout_s=3.0)
+    try:
+        verdicts = []
+        for answer in answers:
+            arguments = {"data_source": "", "solution_str": answer, "ground_truth": FEW, "extra_info": {}}
+            verdicts.append(asyncio.run(pool.judge("code", arguments)))
+            (worker,) = pool.pids()
+            children = Path(f"/proc/{worker}/task/{worker}/children").read_text().split()
+            for child in children:
+                os.kill(int(child), signal.SIGKILL)
+    finally:
+        pool.close()
+    assert [verdict.value for verdict in verdicts] == [0.0, 1.0, 1.0]
+    assert "ran out of time" in str(verdicts[0].extra["failed"])
 
 
 def rows(name, number):

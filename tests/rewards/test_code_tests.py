@@ -51,6 +51,10 @@ def test_assertions():
     assert read_tests(["assert f(1)", "assert f(2)"], {"test_setup_code": "x = 1"}) == mbpp
     assert read_tests(None, {"test_list": '["assert f(1)", "assert f(2)"]', "test_setup_code": "x = 1"}) == mbpp
     human = AssertTests(CHECK, "", {"candidate": "f"})
+    assert (
+        read_tests("def f(x): return x", {"test_list": ["assert f(1)", "assert f(2)"], "test_setup_code": "x = 1"})
+        == mbpp
+    )
     assert read_tests(CHECK, {"entry_point": "f"}) == read_tests(None, {"test": CHECK, "entry_point": "f"}) == human
     assert read_tests(CHECK, {"entry_point": "f", "prompt": "Write f."}) == human
     prompt = "import math\n\ndef f(x):\n    '''...'''\n"
@@ -64,6 +68,7 @@ def test_assertions():
     [
         (None, {}, "'code' needs tests"),
         ("", {"answer": "7"}, "'code' needs tests"),
+        ("def f(x): return x", {}, "'code' needs tests"),
         ({"inputs": ["1"], "outputs": []}, {}, "1 'inputs' and 0 'outputs'"),
         ({"inputs": ["1"], "outputs": "2"}, {}, "must be lists"),
         ({"inputs": [1], "outputs": ["2"]}, {}, "1 is no text for standard input"),

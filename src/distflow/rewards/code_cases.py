@@ -83,7 +83,7 @@ class Tested:
     """The program under test: a process that is made when it is asked something, and anew where it broke."""
 
     def __init__(self, box: Box, code: str) -> None:
-        self._box, self._code = box, code
+        self._box, self.code = box, code
         self._session: Session | None = None
         self._num_answers = 0
         self._printed = ""
@@ -130,7 +130,7 @@ class Tested:
             self._printed = ""
             try:
                 with self._box.used_by_program():
-                    self._session = self._box.open(self._code)
+                    self._session = self._box.open(self.code)
             except Raised as error:
                 raise Stopped(f"it raised {error}") from None
             except Broken as error:
@@ -216,9 +216,10 @@ class Bench:
 
 
 def _order(program: Tested, num_cases: int) -> Iterator[int]:
-    """Of the cases; with a fresh process for each where they are few."""
+    """Of the cases, the same for the same program; with a fresh process for each where they are few."""
     shuffled = num_cases >= SHUFFLED_FROM
-    for i in random.sample(range(num_cases), num_cases) if shuffled else range(num_cases):
+    generator = random.Random(program.code.encode("utf-8", "surrogatepass"))
+    for i in generator.sample(range(num_cases), num_cases) if shuffled else range(num_cases):
         if not shuffled:
             program.leave()
         yield i

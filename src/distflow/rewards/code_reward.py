@@ -18,6 +18,7 @@ LONGEST_S = 60.0
 """Of a verdict outside of a pool, by the clock."""
 _SHARE_OF_TIME = 0.8
 _NUM_SHOWN = 3
+_SHOWN = 500
 # What the judges of function-call tasks import for a program, as their prompts take it for granted.
 _IMPORTS = (
     "import bisect, collections, functools, heapq, itertools, math, operator, random, re, string; "
@@ -125,7 +126,7 @@ def _outcomes(box: Box, code: str, plan: "StreamTests | CallTests | Assertions")
 def _told(outcomes: list[Outcome], stopped: str, num_cases: int, level: str) -> dict[str, JSON]:
     failed: list[JSON] = []
     for case, why, printed in [outcome for outcome in outcomes if outcome.why][:_NUM_SHOWN]:
-        failed.append({"case": case, "why": why, "printed": printed})
+        failed.append({"case": case, "why": why[:_SHOWN], "printed": printed})
     if stopped:
         rest = num_cases - len(outcomes)
         failed.append({"case": f"{rest} of {num_cases} cases", "why": f"not passed: {stopped}", "printed": ""})

@@ -54,7 +54,7 @@ def read_tests(ground_truth: object, row: Mapping[str, object]) -> Tests:
         given = _from_pairs(given)
     elif isinstance(given, list):
         given = {"test_list": given}
-    elif isinstance(given, str) and given.strip():
+    elif isinstance(given, str) and "assert" in given:  # else it may be a solution
         given = {"test": given}
     columns = {**row, **given} if isinstance(given, Mapping) else dict(row)
     kind = next((name for name in _KINDS if isinstance(given, Mapping) and given.get(name)), None)
