@@ -37,6 +37,7 @@ COMMANDS: dict[str, Command] = {
     "export": Command("write a checkpoint as a Hugging Face folder", "distflow.commands.export"),
     "config": Command("print the resolved config", "distflow.commands.config"),
     "doctor": Command("what this machine has, what extras would add, what is wrong", "distflow.commands.doctor"),
+    "sandbox": Command("run a program as the code under test is run", "distflow.commands.sandbox"),
     "selftest": Command("prove on this machine that each path gives the same numbers", "distflow.commands.selftest"),
     "replay": Command("run a saved non-finite update again, on the CPU", "distflow.commands.replay"),
     "why": Command("what a step was made of: its groups, and what was dropped", "distflow.commands.why"),

@@ -45,6 +45,7 @@ def _machine() -> list[str]:
     import torch
 
     from distflow.planning.threads import share_threads, usable_cores
+    from distflow.sandbox.level import probe
 
     trainer, rollout = share_threads(usable_cores(), None, None)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -55,6 +56,7 @@ def _machine() -> list[str]:
         f"threads where training and generation take turns (async.max_staleness=0): {torch.get_num_threads()}",
         f"threads where they run at once (async.max_staleness=1 or more): {trainer} to train, {rollout} to generate",
         f"accelerators: {', '.join(devices) or 'none'}",
+        f"sandbox for programs under test: {visible(str(probe()), one_line=True)}",
         f"{shutil.disk_usage(Path.cwd()).free / 1024**3:.0f} GiB free on the disk of {Path.cwd()}",
     ]
 

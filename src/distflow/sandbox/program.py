@@ -159,11 +159,18 @@ class Program:
             return
         with suppress(ServerGone):  # and its processes with it
             self.kill(None)
+            self._wait_until_forgotten()
         self._readers.clear()
         self._report.close()
         self._answers.close()
         for printed in (self.out, self.err):
             os.close(printed.descriptor)
+
+    def _wait_until_forgotten(self) -> None:
+        """The server tells an end, and then lets go of the last that it held of the process."""
+        self._report.settimeout(_KILL_TIMEOUT_S)
+        with suppress(OSError):
+            self._report.recv(1)
 
     def _wait_for_walls(self, token: bytes) -> None:
         self._token = token

@@ -89,6 +89,11 @@ class Sandbox:
         self._closed = False
         self._server, self.level = start_server(level)
 
+    @property
+    def server_pid(self) -> int:
+        """Of the process below which all programs are."""
+        return self._server.pid
+
     def run(self, code: str, stdin: str = "") -> Ran:
         """Run a program as `__main__`, in a fresh process. Raises SandboxFault where the machine fails, not for
         anything that the program does."""

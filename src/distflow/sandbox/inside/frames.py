@@ -5,7 +5,7 @@ import os
 import struct
 
 HEADER = struct.Struct(">8sI")
-MAX_BYTES = 4 * 2**20
+MAX_BYTES = 2 * 2**20
 
 
 def write_frame(descriptor: int, token: bytes, body: bytes) -> None:

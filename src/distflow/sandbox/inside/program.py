@@ -34,6 +34,7 @@ def prepare() -> None:
         open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False),  # noqa: SIM115
         open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False),  # noqa: SIM115
     )
+    os.environ.clear()  # the shell's and the interpreter's own
     site.setquit()
     for ours in [name for name in sys.modules if name.partition(".")[0] in ("__main__", "distflow")]:
         del sys.modules[ours]
@@ -96,6 +97,7 @@ def _run_main(code: bytes) -> int:
     except BaseException as error:
         status = _shown(error)
     atexit._run_exitfuncs()
+    module.__dict__.clear()  # a file that it opened on descriptor 1 writes what it holds
     return status
 
 
@@ -182,7 +184,9 @@ def _shown(error: BaseException) -> int:
 def _leave(status: int) -> NoReturn:
     """Without the interpreter's own end, which takes longer than most programs."""
     try:
-        sys.stdout.flush()
-    except (OSError, ValueError):  # closed by the program, or by who reads
+        for stream in (sys.stdout, sys.__stdout__):
+            if stream is not None and not stream.closed:
+                stream.flush()
+    except (AttributeError, OSError, ValueError):  # a stream of the program's own, or what it stands on is closed
         status = status or 120
     os._exit(status)

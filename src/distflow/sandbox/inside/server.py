@@ -14,7 +14,7 @@ import socket
 import sys
 from contextlib import suppress
 from importlib import import_module
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from distflow.sandbox.inside.program import Request, prepare, run_program
 from distflow.sandbox.inside.walls import Walls, die_with, make_walls
@@ -75,7 +75,7 @@ class _Server:
             # In the order of registering, forks first: no number that an end frees is another's in the same round.
             for descriptor, _ in self.poll.poll():
                 if descriptor == self.owner:
-                    os._exit(0)  # the children die with this process
+                    self._end()
                 if descriptor == self.control.fileno():
                     asked = self._fork()
                     if asked is not None:
@@ -88,7 +88,7 @@ class _Server:
     def _fork(self) -> tuple[Request, list[int]] | None:
         message, descriptors, _, _ = socket.recv_fds(self.control, MAX_REQUEST_BYTES, NUM_DESCRIPTORS)
         if not message:
-            os._exit(0)
+            self._end()
         request = Request(*json.loads(message))
         report = socket.socket(fileno=descriptors[0])
         try:
@@ -108,6 +108,13 @@ class _Server:
             self.poll.register(descriptor, select.POLLIN)
         return None
 
+    def _end(self) -> NoReturn:
+        """Everything dies with this process by itself; what is waited for leaves no zombie either."""
+        for child in self.by_handle.values():
+            os.kill(child.pid, signal.SIGKILL)
+            os.waitpid(child.pid, 0)
+        os._exit(0)
+
     def _kill(self, child: _Child) -> None:
         """Its end is told when it has come."""
         del self.by_report[child.report.fileno()]
@@ -122,10 +129,10 @@ class _Server:
             self.poll.unregister(child.report.fileno())
         del self.by_handle[child.handle]
         self.poll.unregister(child.handle)
+        os.close(child.handle)
         with suppress(OSError):  # who asked is gone
             child.report.send(json.dumps(told).encode())
         child.report.close()
-        os.close(child.handle)
 
 
 def _close(descriptors: list[int]) -> None:

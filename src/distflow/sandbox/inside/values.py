@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 JSON: TypeAlias = "None | bool | int | float | str | list[JSON] | dict[str, JSON]"
 
 MAX_DEPTH = 100
-MAX_ITEMS = 1_000_000
+MAX_ITEMS = 500_000
 MAX_SAME_HASH = 64
 _SMALL_INT = 2**53
 _AS_DICT = (Counter, OrderedDict, defaultdict)

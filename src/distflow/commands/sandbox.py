@@ -1,0 +1,44 @@
+"""`distflow sandbox run`: runs one program as the code under test is run, and says how it ended and what held it."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from distflow.config.errors import UserError, missing_path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    action = actions.add_parser("run", help="run a Python file with the limits of a verdict")
+    action.add_argument("file", metavar="FILE", help="the program")
+    action.add_argument("--stdin", metavar="FILE", help="what it finds on standard input; nothing by default")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0 where the program ended with exit status 0. What it printed goes where it printed it; the last line, on
+    standard error, is ours."""
+    from distflow.sandbox.sandbox import Sandbox
+
+    code = _read(arguments.file)
+    stdin = _read(arguments.stdin) if arguments.stdin else ""
+    with Sandbox() as sandbox:
+        ran, level = sandbox.run(code, stdin), sandbox.level
+    sys.stdout.write(ran.stdout)
+    sys.stdout.flush()
+    sys.stderr.write(ran.stderr)
+    cut = f"; of each stream the first {sandbox.limits.output_bytes:,} bytes" if ran.cut else ""
+    print(
+        f"{ran.status}: exit status {ran.exit_code} after {ran.seconds:.2f} s{cut}; sandbox: {level}", file=sys.stderr
+    )
+    return 0 if ran.status == "ok" else 1
+
+
+def _read(name: str) -> str:
+    """Bytes that are no UTF-8 reach the program as they are. Raises UserError."""
+    path = Path(name)
+    try:
+        return path.read_bytes().decode("utf-8", "surrogateescape")
+    except FileNotFoundError:
+        raise UserError(": ".join([name, "; ".join(missing_path(path))])) from None
+    except OSError as error:
+        raise UserError(f"{name} cannot be read: {error.strerror}") from None

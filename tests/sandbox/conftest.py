@@ -1,0 +1,20 @@
+"""One sandbox for each level that this machine has, with limits that end a hang soon."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from distflow.sandbox.level import LEVELS, probe
+from distflow.sandbox.limits import Limits
+from distflow.sandbox.sandbox import Sandbox
+
+LIMITS = Limits(cpu_s=2.0, wall_s=20.0, memory_bytes=2**28)
+
+
+@pytest.fixture(scope="module", params=LEVELS)
+def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+    missing = probe().missing
+    if request.param in missing:
+        pytest.skip(f"no {request.param} here: {missing[request.param]}")
+    with Sandbox(LIMITS, request.param) as sandbox:
+        yield sandbox
