@@ -53,7 +53,13 @@ def gone(pids: set[int], within_s: float = 5.0) -> bool:
 def test_it_has_nothing_of_its_owner(sandbox: Sandbox) -> None:
     """Neither environment nor descriptors; what it runs on is what came with Python."""
     for pid in {sandbox.server_pid, *family(sandbox.server_pid)}:
-        assert set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")) <= {b"", b"PWD=/", b"OLDPWD=/"}
+        assert set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")) <= {
+            b"",
+            b"PYTHONHASHSEED=0",
+            b"PWD=/",
+            b"OLDPWD=/",
+        }
+        assert Path(f"/proc/{pid}/oom_score_adj").read_text() == "1000\n"
         links = [os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
         allowed = r"/dev/null|pipe:.*|socket:.*|anon_inode:\[?(pidfd|landlock-ruleset|signalfd)\]?|/memfd:.*|pidfd:.*|/"
         assert all(re.fullmatch(allowed, link) for link in links), links

@@ -94,6 +94,13 @@ def test_state_is_kept_between_calls_and_not_between_processes(sandbox: Sandbox)
         assert (session.stdout, other.stdout) == ("1\n2\n", "3\n")
 
 
+def test_sets_have_one_order(sandbox: Sandbox) -> None:
+    """Also in the sandbox of another run: a verdict can be had again."""
+    code = "print({str(number) for number in range(100)})"
+    with Sandbox(LIMITS, sandbox.level.name) as other:
+        assert sandbox.run(code).stdout == other.run(code).stdout
+
+
 def test_main_is_not_run_in_a_session(sandbox: Sandbox) -> None:
     with sandbox.open("name = __name__\ndef f(): return name\nif name == '__main__': exit(1)") as session:
         assert session.call("f") == "program"
@@ -146,6 +153,12 @@ FORGED = {
     "garbage": ("import os\ndef f(): os.write(3, b'x' * 1000)", "frame"),
     "a length without end": ("import os\ndef f(): os.write(3, b'x' * 8 + b'\\xff' * 4)", "frame"),
     "1 GB of answers": ("import os\ndef f():\n  while True: os.write(3, bytes(2**20))", "frame"),
+    "nested without end": (
+        "import os, sys\nframe = sys._getframe()\nwhile 'token' not in frame.f_locals: frame = frame.f_back\n"
+        "def f():\n  body = b'[' * 10**6\n"
+        "  os.write(3, frame.f_locals['token'] + len(body).to_bytes(4, 'big') + body)",
+        "frame",
+    ),
     "half a header": ("import os, time\ndef f():\n  os.write(3, b'xx')\n  os._exit(0)", "exit"),
     "exit 0 before an answer": ("import os\ndef f(): os._exit(0)", "exit"),
     "exit": ("def f(): raise SystemExit", "exit"),

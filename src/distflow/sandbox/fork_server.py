@@ -24,6 +24,8 @@ sys.path.insert(0, sys.argv[1])
 from distflow.sandbox.inside.server import main
 main(int(sys.argv[2]), int(sys.argv[3]))
 """
+_ENVIRONMENT = {"PYTHONHASHSEED": "0"}
+"""Sets have one order, so that a program has one verdict. Programs find no environment at all."""
 # Where memory runs short, the kernel ends what runs here before anything else.
 _SHELL = 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"'
 
@@ -82,14 +84,14 @@ class ForkServer:
         if level == "namespaces":
             source, command = bubblewrap.SOURCE, bubblewrap.command(_PACKAGE)
         python = os.path.realpath(sys.executable)
-        command += [python, "-I", "-S", "-B", "-X", "utf8", "-c", _CODE, source, str(control), str(owner)]
+        command += [python, "-P", "-s", "-S", "-B", "-X", "utf8", "-c", _CODE, source, str(control), str(owner)]
         return subprocess.Popen(
             ["/bin/sh", "-c", _SHELL, "sh", *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             pass_fds=(control, owner),
-            env={},
+            env=_ENVIRONMENT,
             cwd="/",
             start_new_session=True,
         )

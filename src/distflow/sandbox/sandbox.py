@@ -159,7 +159,7 @@ def _value_of(program: Program, ask: Callable[[], bytes]) -> Any:
         kind, content = _read(ask())
     except ServerGone:
         raise SandboxFault("the fork server was killed while a program ran") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         program.kill("frame")
         raise Broken("frame", f"its answer cannot be read: {error}") from None
     if kind == "value":

@@ -5,6 +5,7 @@ import os
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
+_CLOSE_RANGE = 436  # on every architecture
 
 
 def syscall(number: int, *arguments: object) -> int:
@@ -22,3 +23,8 @@ def prctl(option: int, value: int) -> None:
     if _libc.prctl(option, *map(ctypes.c_ulong, (value, 0, 0, 0))) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
+
+
+def close_from(descriptor: int) -> None:
+    """Close this one and all above it, whatever the limit of their number was or is. Raises OSError."""
+    syscall(_CLOSE_RANGE, descriptor, 0xFFFFFFFF, 0)

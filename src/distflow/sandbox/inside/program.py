@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 from distflow.sandbox.inside.frames import MAX_BYTES, read_frame, write_frame
+from distflow.sandbox.inside.kernel import close_from
 from distflow.sandbox.inside.values import NotPlain, from_text, to_text
 from distflow.sandbox.inside.walls import Walls, die_with, restrict_calls, restrict_files, restrict_use
 
@@ -79,7 +80,7 @@ def _shut_in(request: Request, descriptors: list[int], walls: Walls, server: int
     for number, descriptor in enumerate(standard):
         os.dup2(descriptor, number)
     os.dup2(answers, ANSWERS)
-    os.closerange(ANSWERS + 1, os.sysconf("SC_OPEN_MAX"))
+    close_from(ANSWERS + 1)
     descriptors[-1] = ANSWERS
     restrict_use(request.cpu_s, request.memory_bytes, request.open_files)
     restrict_calls(walls)

@@ -40,6 +40,8 @@ def main(control_at: int, owner: int) -> None:
     """control_at: the descriptor of a socket for requests. owner: of a pidfd of the process whose server this is."""
     if os.getpid() == 1:  # in a namespace, where bubblewrap is the parent
         die_with(0)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # what an owner ignores or blocks is no matter here
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
     control = socket.socket(fileno=control_at)
     sys.path[:] = [path for path in sys.path[1:] if path.startswith(sys.base_prefix)]
     for name in _IMPORTED:
