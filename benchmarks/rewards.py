@@ -5,9 +5,9 @@
 Each line is one verifier on one kind of work: how many verdicts a second one and two processes give, once they are up;
 how many seconds they take to be up (started, loaded, one verdict each); and which share of a step of 1,024 verdicts
 that would be. `code` is measured at each level of the sandbox that this machine has: programs called with eight cases
-in one process, MBPP's three assertions (a process each, and one for the assertions), and two inputs on standard input.
-Then a verdict that hangs is asked for beside others on two processes: the longest that one of the others took, with and
-without. Rounds take turns; the best counts.
+in one process, MBPP's three assertions (a process each), and two inputs on standard input. Then a verdict that hangs is
+asked for beside others on two processes: the longest that one of the others took, with and without. Rounds take turns;
+the best counts.
 """
 
 import argparse

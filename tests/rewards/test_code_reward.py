@@ -133,6 +133,9 @@ def test_an_order_that_is_remembered_is_of_no_use():
     assert judge(REPLAY.format([0, 2, 4, 6, 8, 10, 12, 14]), DOUBLE)["score"] == 0.0
     many = [f"assert f({i}) == {2 * i}" for i in range(8)]
     assert judge(REPLAY.format([0, 2, 4, 6, 8, 10, 12, 14]), many)["score"] == 0.0
+    long = "for i in range(20):\n    assert f(i) == 2 * i\n"
+    assert judge(REPLAY.format([2 * i for i in range(20)]), [long])["score"] == 0.0
+    assert judge("def f(x): return 2 * x", [long])["score"] == 1.0
     loop = "for i in range(4):\n    assert f(i) == 2 * i\n"
     assert judge(REPLAY.format([0, 2, 4, 6]), [loop])["score"] == 0.0
     assert judge("def f(x): return 2 * x", [loop])["score"] == 1.0

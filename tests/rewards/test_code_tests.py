@@ -47,10 +47,10 @@ def test_calls(ground_truth, row):
 
 
 def test_assertions():
-    mbpp = AssertTests("assert f(1)\nassert f(2)", "x = 1", {})
+    mbpp = AssertTests("assert f(1)\nassert f(2)", "x = 1")
     assert read_tests(["assert f(1)", "assert f(2)"], {"test_setup_code": "x = 1"}) == mbpp
     assert read_tests(None, {"test_list": '["assert f(1)", "assert f(2)"]', "test_setup_code": "x = 1"}) == mbpp
-    human = AssertTests(CHECK, "", {"candidate": "f"})
+    human = AssertTests(CHECK, "", "f")
     assert (
         read_tests("def f(x): return x", {"test_list": ["assert f(1)", "assert f(2)"], "test_setup_code": "x = 1"})
         == mbpp
@@ -58,9 +58,7 @@ def test_assertions():
     assert read_tests(CHECK, {"entry_point": "f"}) == read_tests(None, {"test": CHECK, "entry_point": "f"}) == human
     assert read_tests(CHECK, {"entry_point": "f", "prompt": "Write f."}) == human
     prompt = "import math\n\ndef f(x):\n    '''...'''\n"
-    assert read_tests(CHECK, {"entry_point": "f", "prompt": prompt}) == AssertTests(
-        CHECK, "", {"candidate": "f"}, prompt
-    )
+    assert read_tests(CHECK, {"entry_point": "f", "prompt": prompt}) == AssertTests(CHECK, "", "f", prompt)
 
 
 @pytest.mark.parametrize(
@@ -91,20 +89,20 @@ def test_tests_that_mean_nothing(ground_truth, row, message):
 
 
 def test_assertions_are_told_apart():
-    told = tell_apart(AssertTests("x = 1\nassert f(x) == g\nassert True\nassert f(2)", "import math", {}))
+    told = tell_apart(AssertTests("x = 1\nassert f(x) == g\nassert True\nassert f(2)", "import math"))
     assert told.shown == ("assert f(x) == g", "assert f(2)")
     assert told.cases == ("import math\nx = 1\nassert f(x) == g", "import math\nx = 1\nassert f(2)")
     assert told.names == {"f": "f", "g": "g"}
 
 
 def test_those_of_a_check_too():
-    told = tell_apart(AssertTests("M = {}\n" + CHECK + "check(f)", "", {"candidate": "f"}))
+    told = tell_apart(AssertTests("M = {}\n" + CHECK + "check(f)", "", "f"))
     assert told.shown == ("assert candidate(1) == 2", "assert candidate(2) == 3")
     assert [case.count("assert") for case in told.cases] == [1, 1] and told.names == {"candidate": "f"}
 
 
 def test_assertions_in_a_loop_stay_together():
-    told = tell_apart(AssertTests("for i in range(3):\n    assert f(i)\nassert f(9)", "", {}))
+    told = tell_apart(AssertTests("for i in range(3):\n    assert f(i)\nassert f(9)"))
     assert len(told.cases) == 1 and told.shown == ("all assertions",)
 
 
@@ -119,13 +117,60 @@ def test_assertions_in_a_loop_stay_together():
     ],
 )
 def test_names_that_stand_for_the_program(code, names):
-    assert list(tell_apart(AssertTests(code, "", {})).names) == names
+    assert list(tell_apart(AssertTests(code)).names) == names
+
+
+@pytest.mark.parametrize(
+    ("code", "args", "right", "wrong"),
+    [
+        ("assert f(1, [2.5, 'a'], x={'b': None}) == (-4,)", ([1, [2.5, "a"]], {"x": {"b": None}}), (-4,), [-4]),
+        ("'text'\nM = {'a': 1}\nassert f((1, 2)) == {1, 2}, 'so'", ([(1, 2)], {}), {2, 1}, [1, 2]),
+        ("assert f()", ([], {}), [0], []),
+        ("assert not f()", ([], {}), 0, "0"),
+        ("assert f() is True", ([], {}), True, 1),
+        ("assert f() is None", ([], {}), None, 0),
+        ("assert f() == 1", ([], {}), True, "1"),
+        ("assert (f(1) == 1)", ([1], {}), 1.0, 2),
+    ],
+)
+def test_assertions_of_literals(code, args, right, wrong):
+    (literal,) = tell_apart(AssertTests(code)).literals
+    assert literal is not None and literal.name == "f" and (literal.args, literal.kwargs) == args
+    assert literal.holds(right) is True and literal.holds(wrong) is False
+
+
+def test_those_of_a_check_are_of_its_entry():
+    check = "def check(g):\n    assert g(1) == 2\n    assert helper(3) == 4\n"
+    assert [each.name for each in tell_apart(AssertTests(check, "", "f")).literals] == ["f", "helper"]
+
+
+@pytest.mark.parametrize(
+    ("code", "setup"),
+    [
+        ("assert f(x) == 1", ""),
+        ("assert f(1) == g(1)", ""),
+        ("assert f(*[1]) == 1", ""),
+        ("assert f(**{'a': 1}) == 1", ""),
+        ("assert f(1) != 1", ""),
+        ("assert f(1) == 1 == 1", ""),
+        ("assert f(f(1)) == 1", ""),
+        ("assert f(1) == 1, f(2)", ""),
+        ("assert len(f(1)) == 1", ""),
+        ("x = g(1)\nassert f(1) == 1", ""),
+        ("x = {}\nx['a'] = 1\nassert f(1) == 1", ""),
+        ("assert f(1) == 1", "import math"),
+        ("assert f(1) == 1", "1 / 0"),
+        ("for x in (1, 2):\n    assert f(1) == 1", ""),
+    ],
+)
+def test_assertions_that_must_be_run(code, setup):
+    assert tell_apart(AssertTests(code, setup)).literals == (None,)
 
 
 @pytest.mark.parametrize("code", ["assert f(1", "assert 1 == 1", "x = 3", "assert f(" + "(" * 5000 + ")" * 5000 + ")"])
 def test_tests_that_are_broken(code):
     with pytest.raises(ValueError, match="the tests are broken"):
-        tell_apart(AssertTests(code, "", {}))
+        tell_apart(AssertTests(code))
 
 
 @pytest.mark.parametrize(

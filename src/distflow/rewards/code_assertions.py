@@ -1,8 +1,9 @@
 """A data set's assertions, told apart, and run away from the program that they test.
 
-They run in a sandbox of their own, whose process holds no program: names that they do not define stand for functions of
-the program, and a call of one leaves that process as a question. The program's process is asked by who judges, and gets
-names and plain arguments only; its answer, a plain value, is what the assertion then sees.
+Those of literals alone need not be run (`code_literals.py`). The others run in a sandbox of their own, whose process
+holds no program: names that they do not define stand for functions of the program, and a call of one leaves that
+process as a question. The program's process is asked by who judges, and gets names and plain arguments only; its
+answer, a plain value, is what the assertion then sees.
 """
 
 import ast
@@ -10,11 +11,14 @@ import builtins
 import symtable
 import sys
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import NamedTuple, TypeGuard
 
+from distflow.rewards.code_literals import Literal, read_literal
 from distflow.rewards.code_tests import AssertTests, parse
 
 _SHOWN = 200
+_CANDIDATE = "candidate"
 
 # Runs in the sandbox. A call that has no answer yet ends the run of the assertion, which is run again from its start
 # when there is one: so nothing has to wait in there. What it draws is the same each time.
@@ -74,33 +78,40 @@ class Assertions(NamedTuple):
     """cases: whole modules, each with what goes before its assertion. shown: the assertions, for people.
 
     names: what in them stands for a function of the program: name → that function's.
+    literals: what the cases come to that hold only literals, and None for those that must be run.
     """
 
     cases: tuple[str, ...]
     shown: tuple[str, ...]
     names: Mapping[str, str]
+    literals: tuple[Literal | None, ...]
 
 
+@lru_cache(maxsize=64)  # the answers to a prompt have the same tests
 def tell_apart(tests: AssertTests) -> Assertions:
     """Each assertion at the top level (or in that of HumanEval's `check`) is a case, with all that stands before it but
     the other assertions. Where some stand in loops or the like, all are one case. Raises ValueError for tests that are
     no Python, or test nothing.
     """
     setup, module = parse(tests.setup, "their setup"), parse(tests.code, "their code")
-    check = _check_of(module) if tests.aliases else None
+    check = _check_of(module) if tests.entry else None
     body = check.body if check else module.body
-    split = _split(body)
-    parts = split
+    split, before = _split(body), list(setup.body)
     if check:
-        before = [statement for statement in module.body if statement is not check and not _calls_check(statement)]
-        parts = [[*before, _with_body(check, part), _call(check)] for part in split]
-    whole = ast.Module([*setup.body, *module.body], [])
-    modules = [ast.Import([ast.alias(name)]) for name in _modules(whole, _names(ast.unparse(whole), tests.aliases))]
-    cases = tuple(ast.unparse(ast.Module([*setup.body, *modules, *part], [])) for part in parts)
-    names = {name: tests.aliases.get(name, name) for case in cases for name in _names(case, tests.aliases)}
+        before += [statement for statement in module.body if statement is not check and not _calls_check(statement)]
+    parts = [[_with_body(check, part), _call(check)] if check else part for part in split]
+    whole = ast.unparse(ast.Module([*setup.body, *module.body], []))
+    modules = [ast.Import([ast.alias(name)]) for name in _modules(module, _names(whole, tests.entry))]
+    cases = tuple(ast.unparse(ast.Module([*modules, *before, *part], [])) for part in parts)
+    names = {name: name for case in cases for name in _names(case, tests.entry)}
     if not names:
         raise ValueError("the tests are broken: they call no function of the program")
-    return Assertions(cases, _shown(body, split), names)
+    called = names
+    if check:
+        names = {name: tests.entry if name == _CANDIDATE else name for name in names}
+        called = {**names, check.args.args[0].arg: tests.entry}
+    literals = tuple(read_literal([*before, *part], called) for part in split)
+    return Assertions(cases, _shown(body, split), names, literals)
 
 
 def _check_of(module: ast.Module) -> ast.FunctionDef | None:
@@ -122,7 +133,7 @@ def _with_body(check: ast.FunctionDef, body: list[ast.stmt]) -> ast.FunctionDef:
 
 
 def _call(check: ast.FunctionDef) -> ast.Expr:
-    called = ast.Call(ast.Name(check.name, ast.Load()), [ast.Name("candidate", ast.Load())], [])
+    called = ast.Call(ast.Name(check.name, ast.Load()), [ast.Name(_CANDIDATE, ast.Load())], [])
     return ast.Expr(called)
 
 
@@ -146,7 +157,7 @@ def _asserts(statement: ast.stmt) -> bool:
     return any(isinstance(node, ast.Assert) for node in ast.walk(statement))
 
 
-def _names(case: str, aliases: Mapping[str, str]) -> list[str]:
+def _names(case: str, entry: str) -> list[str]:
     """What the code reads and nobody defines. A built-in is the program's only where nothing else is: a program that
     defines `abs` must not change what the tests mean by it."""
     try:
@@ -160,7 +171,7 @@ def _names(case: str, aliases: Mapping[str, str]) -> list[str]:
     read = {each.get_name() for scope in _scopes(table) for each in scope.get_symbols() if each.is_global()}
     read |= {each.get_name() for each in table.get_symbols() if each.is_referenced()}
     free = sorted(read - bound)
-    own = [name for name in free if not hasattr(builtins, name) or name in aliases.values()]
+    own = [name for name in free if not hasattr(builtins, name) or name == entry]
     return own or [name for name in free if isinstance(getattr(builtins, name), type(len) | type)]
 
 

@@ -2,6 +2,7 @@
 
 Expected values stay here: a program gets its input or arguments, and nothing else. It meets its cases either each in a
 fresh process, or at least `SHUFFLED_FROM` of them shuffled in one: who remembers an order of answers has no use of it.
+Of a case that calls often, in a loop say, as many calls are each to a fresh process, and the rest to one.
 """
 
 import random
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
 from distflow.rewards.code_assertions import HARNESS, Assertions
+from distflow.rewards.code_literals import Literal
 from distflow.rewards.code_outputs import same_output, same_value
 from distflow.rewards.code_tests import CallTests, StreamTests
 from distflow.sandbox.errors import Broken, Raised
@@ -176,8 +178,20 @@ def run_assertions(box: Box, program: Tested, tests: Assertions) -> Iterator[Out
     """Raises Stopped where the rest is not run; ValueError where the tests are at fault."""
     with Bench(box) as bench:
         for i in _order(program, len(tests.cases)):
-            why = _why_fails(bench, program, tests, i)
+            literal = tests.literals[i]
+            why = _why_literal_fails(program, literal) if literal else _why_fails(bench, program, tests, i)
             yield Outcome(tests.shown[i], why, program.printed() if why else "")
+
+
+def _why_literal_fails(program: Tested, case: Literal) -> str:
+    """Empty where it passes."""
+    try:
+        value = program.call(case.name, case.args, case.kwargs)
+    except Raised as error:
+        return f"it raised {error}"
+    except Broken as error:
+        return error.reason
+    return "" if case.holds(value) else f"it returned {_short(value)}"
 
 
 class Bench:
@@ -228,9 +242,10 @@ def _order(program: Tested, num_cases: int) -> Iterator[int]:
 def _why_fails(bench: Bench, program: Tested, tests: Assertions, i: int) -> str:
     """Empty where the case passes."""
     step = _first_step(bench, program, tests, i)
-    for _ in range(MAX_CALLS):
+    num_fresh = SHUFFLED_FROM if len(tests.cases) < SHUFFLED_FROM else 0
+    for number in range(MAX_CALLS):
         _, name, args, kwargs = step
-        if len(tests.cases) < SHUFFLED_FROM:
+        if number < num_fresh:
             program.leave()
         try:
             value = program.call(tests.names[name], args, kwargs)

@@ -105,7 +105,7 @@ def _whole(program: str, tests: Tests, plan: "StreamTests | CallTests | Assertio
         return program + methods
     if isinstance(tests, CallTests):
         return _IMPORTS + program + methods
-    if not tests.aliases:
+    if not tests.entry:
         return program
     if tests.prompt and not any(defines(program, name) for name in _names(plan)):
         program = program if program.lstrip("\r\n")[:1].isspace() else textwrap.indent(program, "    ")

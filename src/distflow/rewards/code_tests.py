@@ -33,14 +33,14 @@ class CallTests:
 
 @dataclass(frozen=True)
 class AssertTests:
-    """Python code that asserts. aliases: names in it that stand for others of the program, e.g. `candidate`.
+    """Python code that asserts. entry: the function of the program that HumanEval's `check` is to get, or empty.
 
     prompt: code that the answer continues, or defines again; empty where there is none.
     """
 
     code: str
-    setup: str
-    aliases: Mapping[str, str]
+    setup: str = ""
+    entry: str = ""
     prompt: str = ""
 
 
@@ -144,7 +144,7 @@ def _read_list(columns: Mapping[str, object]) -> AssertTests:
     setup = columns.get("test_setup_code") or ""
     if not isinstance(setup, str):
         raise ValueError(f"'test_setup_code' is {_short(setup)}, and no text")
-    return AssertTests("\n".join(tests), "\n".join([*imports, setup]), {})
+    return AssertTests("\n".join(tests), "\n".join([*imports, setup]))
 
 
 def _read_check(columns: Mapping[str, object]) -> AssertTests:
@@ -152,10 +152,10 @@ def _read_check(columns: Mapping[str, object]) -> AssertTests:
     if not isinstance(test, str):
         raise ValueError(f"'test' is {_short(test)}, and no text")
     if entry is None or entry == "":
-        return AssertTests(test, "", {})
+        return AssertTests(test)
     name = _function(entry)
     continued = isinstance(prompt, str) and re.search(rf"^(?:async )?def {name}\b", prompt, re.M)
-    return AssertTests(test, "", {"candidate": name}, str(prompt) if continued else "")
+    return AssertTests(test, "", name, str(prompt) if continued else "")
 
 
 def parse(code: str, what: str) -> ast.Module:
