@@ -198,12 +198,12 @@ def test_no_answer_but_an_honest_one(sandbox: Sandbox, code: str, cause: str) ->
 
 
 def test_a_hang_in_a_call_and_in_the_module(sandbox: Sandbox) -> None:
-    sandbox.limits = LIMITS._replace(wall_s=0.5)
+    sandbox.limits = LIMITS._replace(wall_s=0.3)
     with sandbox.open("def f():\n  while True: pass") as session, pytest.raises(Broken, match="out of time"):
         session.call("f")
     with pytest.raises(Broken, match="out of time"):
         sandbox.open("import time\ntime.sleep(99)")
-    with sandbox.open("import time\ndef f(): time.sleep(0.2)") as session, pytest.raises(Broken, match="out of time"):
+    with sandbox.open("import time\ndef f(): time.sleep(0.1)") as session, pytest.raises(Broken, match="out of time"):
         for _ in range(9):  # the time of all calls counts
             session.call("f")
     sandbox.limits = LIMITS

@@ -15,7 +15,6 @@ from distflow.sandbox.inside.readable import (
     DEVICES_WRITTEN,
     PACKAGES,
     SYSTEM,
-    shared_libraries,
     standard_library,
 )
 
@@ -34,7 +33,7 @@ def command(package: Path) -> list[str]:
     for path in SYSTEM:
         words += _link_or_bind(path)
     library = standard_library()
-    for path in (os.path.realpath(sys.executable), library, *shared_libraries()):
+    for path in (os.path.realpath(sys.executable), os.path.join(sys.base_prefix, "lib"), library):
         words += ["--ro-bind", path, path]
     for name in PACKAGES:
         if os.path.isdir(os.path.join(library, name)):

@@ -44,7 +44,8 @@ class Level(NamedTuple):
     missing: dict[str, str]
 
     def __str__(self) -> str:
-        return "; ".join([self.name, *(f"no {name}: {reason}" for name, reason in self.missing.items())])
+        lacks = [f"no {name}: {reason}" for name, reason in self.missing.items()]
+        return "; ".join([self.name, *lacks, *([INSTALL] if self.name == "none" else [])])
 
 
 def probe() -> Level:
