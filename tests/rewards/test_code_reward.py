@@ -11,6 +11,7 @@ import pytest
 
 from distflow.rewards.code_cases import Box, Stopped, run_streams
 from distflow.rewards.code_reward import compute_score, compute_share
+from distflow.rewards.code_reward import judge as judge_in
 from distflow.rewards.code_tests import StreamTests
 from distflow.rewards.deadline import due_within
 from distflow.rewards.pool import VerifierPool
@@ -256,6 +257,17 @@ def test_no_case_is_begun_when_the_program_has_used_up_the_time():
             next(outcomes)
 
 
+def test_a_verdict_that_ran_short_takes_nothing_from_the_next():
+    with Sandbox() as sandbox:
+        limits = sandbox.limits
+        with due_within(1.0):
+            assert judge_in(sandbox, fenced("while True: pass"), FEW, {})["score"] == 0.0
+            assert judge_in(sandbox, fenced("while True: pass"), LINES, {})["score"] == 0.0
+        assert sandbox.limits == limits
+        slow = "import time\ntime.sleep(1)\ndef f(x): return 2 * x"
+        assert judge_in(sandbox, fenced(slow), FEW[:1], {})["score"] == 1.0
+
+
 def test_a_time_that_is_up_without_the_program_having_used_it_is_no_wrong_answer():
     with Sandbox() as sandbox, pytest.raises(TimeoutError, match="raise reward.timeout_s"):
         list(run_streams(Box(sandbox, 0.0), "print(3)", StreamTests(("",), ("3",))))
@@ -272,6 +284,16 @@ def test_a_method_of_a_class():
     assert judge(program, CHECK, entry_point="Solution().f")["score"] == 1.0
 
 
+def kill_children(pid):
+    """And wait until they are dead."""
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    assert children
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        while Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
+
+
 def test_through_the_pool_an_endless_program_is_wrong_and_a_dead_sandbox_is_replaced():
     answers = [fenced("while True: pass"), fenced("def f(x): return 2 * x"), fenced("def f(x): return 2 * x")]
     pool = VerifierPool({"code": "distflow.rewards.code_reward:compute_score"}, num_workers=1, timeout_s=3.0)
@@ -281,12 +303,10 @@ def test_through_the_pool_an_endless_program_is_wrong_and_a_dead_sandbox_is_repl
             arguments = {"data_source": "", "solution_str": answer, "ground_truth": FEW, "extra_info": {}}
             verdicts.append(asyncio.run(pool.judge("code", arguments)))
             (worker,) = pool.pids()
-            children = Path(f"/proc/{worker}/task/{worker}/children").read_text().split()
-            for child in children:
-                os.kill(int(child), signal.SIGKILL)
+            kill_children(worker)
     finally:
         pool.close()
-    assert [verdict.value for verdict in verdicts] == [0.0, 1.0, 1.0]
+    assert [getattr(verdict, "value", verdict) for verdict in verdicts] == [0.0, 1.0, 1.0]
     assert "ran out of time" in str(verdicts[0].extra["failed"])
 
 

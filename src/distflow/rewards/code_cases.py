@@ -43,7 +43,7 @@ class Box:
     """A sandbox, and what is left of a verdict's time in it."""
 
     def __init__(self, sandbox: Sandbox, seconds: float) -> None:
-        self._sandbox, self._limits = sandbox, sandbox.limits
+        self._sandbox = sandbox
         self._began = time.monotonic()
         self._end = self._began + seconds
         self._used_s = 0.0
@@ -54,11 +54,14 @@ class Box:
 
     def open(self, code: str) -> Session:
         """Raises as `Sandbox.open` does, and as `_bounded`."""
-        return self._bounded(self._limits).open(code)
+        with self._bounded(self._sandbox.limits) as sandbox:
+            return sandbox.open(code)
 
     def run(self, code: str, stdin: str) -> Ran:
         """All that it prints is kept. Raises as `_bounded`."""
-        return self._bounded(self._limits._replace(output_bytes=self._limits.printed_bytes)).run(code, stdin)
+        limits = self._sandbox.limits
+        with self._bounded(limits._replace(output_bytes=limits.printed_bytes)) as sandbox:
+            return sandbox.run(code, stdin)
 
     @contextmanager
     def used_by_program(self) -> Iterator[None]:
@@ -69,7 +72,8 @@ class Box:
         finally:
             self._used_s += max(time.monotonic() - began - _START_S, 0.0)
 
-    def _bounded(self, limits: Limits) -> Sandbox:
+    @contextmanager
+    def _bounded(self, limits: Limits) -> Iterator[Sandbox]:
         """The sandbox, for a process that has no more time by the clock than is left. Raises Stopped, and TimeoutError
         where the time went by without the program having used the most of it: then it is no fault of the program's."""
         now = time.monotonic()
@@ -77,8 +81,12 @@ class Box:
             raise TimeoutError(f"{now - self._began:.1f} s were too short for its cases here: raise reward.timeout_s")
         if now >= self._end:
             raise Stopped("no time was left for it")
+        usual = self._sandbox.limits
         self._sandbox.limits = limits._replace(wall_s=min(limits.wall_s, self._end - now))
-        return self._sandbox
+        try:
+            yield self._sandbox
+        finally:
+            self._sandbox.limits = usual
 
 
 class Tested:

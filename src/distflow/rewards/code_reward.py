@@ -63,7 +63,7 @@ def compute_share(
 
 
 def judge(sandbox: Sandbox, answer: str, ground_truth: object, row: Mapping[str, object]) -> dict[str, JSON]:
-    """The same, in a sandbox of the caller's, whose limits it may change."""
+    """The same, in a sandbox of the caller's, which nobody else uses meanwhile."""
     tests = read_tests(ground_truth, row)
     plan = tell_apart(tests) if isinstance(tests, AssertTests) else tests
     box = Box(sandbox, min(LONGEST_S, _SHARE_OF_TIME * left_s()))
