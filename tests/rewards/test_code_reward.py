@@ -238,6 +238,10 @@ def test_tests_that_an_answer_upsets_are_failed():
     assert (
         "the test did not end" in judge("def f(x): return 1", ["x = f(1)\nwhile x: pass\nassert x"])["failed"][0]["why"]
     )
+    for depth in range(94, 104):  # at the edge of what is plain
+        nested = f"def f(x):\n    v = []\n    for _ in range({depth}): v = [v]\n    return v"
+        assert judge(nested, ["assert len(f(1)) == 2"])["score"] == 0.0
+        assert judge(nested, ["assert f([f(1)]) == 2"])["score"] == 0.0
     assert "TypeError" in judge("def f(x): return None", ["assert len(f(1)) == 1"])["failed"][0]["why"]
 
 

@@ -16,6 +16,7 @@ from distflow.rewards.code_literals import Literal
 from distflow.rewards.code_outputs import same_output, same_value
 from distflow.rewards.code_tests import CallTests, StreamTests
 from distflow.sandbox.errors import Broken, Raised
+from distflow.sandbox.inside.values import NotPlain
 from distflow.sandbox.limits import Limits
 from distflow.sandbox.sandbox import Ran, Sandbox, Session
 
@@ -24,7 +25,7 @@ MAX_CALLS = 1000
 """Of the program, in one case."""
 _SHOWN = 200
 _START_S = 0.1
-_NOT_PLAIN = "it hands the program what is no plain value"
+_NOT_PLAIN = "the test hands the program what is no plain value"
 
 
 class Outcome(NamedTuple):
@@ -264,9 +265,11 @@ def _why_fails(bench: Bench, program: Tested, tests: Assertions, i: int) -> str:
             return error.reason
         try:
             step = bench.go_on(answer)
+        except NotPlain as error:  # it just came through, and is no longer plain among other values
+            return f"its answer is {error}"
         except Broken as error:
             if error.cause == "value":
-                raise ValueError(f"the tests are broken: {tests.shown[i]}: {_NOT_PLAIN}") from None
+                return f"{said}, and then {_NOT_PLAIN}"
             return f"{said}, and the test did not end: {error}"
         if step[0] == "passed":
             return ""
