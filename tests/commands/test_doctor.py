@@ -8,6 +8,8 @@ from subprocess import PIPE, Popen
 import pytest
 
 from distflow.cli import main
+from distflow.sandbox import bubblewrap, fork_server
+from distflow.sandbox.level import INSTALL, probe
 
 # Holds the folder as a run does, listens, and ends when its input does.
 RUN = """
@@ -56,3 +58,18 @@ def test_the_ports_of_a_run(
 def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--run", "no/such/run"]) == 2
     assert "no/such/run" in capsys.readouterr().err
+
+
+def test_what_would_hold_programs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The level, and what keeps the stronger one away; where there is none, what to install."""
+    told = "sandbox for programs under test: "
+
+    def line() -> str:
+        (found,) = [line for line in sections(capsys)["machine"] if line.startswith(told)]
+        return found.removeprefix(told)
+
+    assert line().startswith(str(probe()))
+    monkeypatch.setattr(bubblewrap.shutil, "which", lambda _: None)
+    assert line().startswith("floor; no namespaces: bubblewrap is not installed")
+    monkeypatch.setattr(fork_server.sys, "executable", "/no/such/python")
+    assert line().startswith("none; no namespaces: ") and line().endswith(INSTALL)
