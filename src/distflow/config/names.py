@@ -240,7 +240,26 @@ REWARDS: dict[str, Reward] = {
         needs_answer=True,
         scores_own_answer=True,
     ),
+    "code": Reward(
+        "the program in the response passes all of the row's tests, in a sandbox",
+        "distflow.rewards.code_reward:compute_score",
+    ),
+    "code_share": Reward(
+        "the share of the row's tests that the program in the response passes",
+        "distflow.rewards.code_reward:compute_share",
+    ),
     "format": Reward("the response has the wanted form", "distflow.rewards.format_reward:compute_score"),
+    "ifeval": Reward(
+        "the response follows all of IFEval's instructions in the row", "distflow.rewards.ifeval_reward:compute_score"
+    ),
+    "ifeval_loose": Reward(
+        "the same, or does so without its first or last line or asterisks",
+        "distflow.rewards.ifeval_reward:compute_loose_score",
+    ),
+    "ifeval_share": Reward(
+        "the share of IFEval's instructions in the row that are followed",
+        "distflow.rewards.ifeval_reward:compute_share",
+    ),
     CUSTOM_REWARD: Reward("the function of custom_reward_function"),
 }
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 from distflow.data import generators
 from distflow.graph.functions import is_async
 from distflow.observe.jsonlines import JSON
+from distflow.rewards.deadline import due_within
 from distflow.rewards.functions import call, call_batched, is_batched, read_score, split_batch
 
 if TYPE_CHECKING:
@@ -24,6 +25,11 @@ Answer: TypeAlias = dict[str, JSON]
 
 def judge(name: str, function: Callable[..., object], asked: Sequence[Arguments], timeout_s: float) -> list[Answer]:
     """An answer to each of the asked. Raises MemoryError: the heap of this process is then no longer to be trusted."""
+    with due_within(timeout_s * len(asked)):
+        return _judge(name, function, asked, timeout_s)
+
+
+def _judge(name: str, function: Callable[..., object], asked: Sequence[Arguments], timeout_s: float) -> list[Answer]:
     try:
         if is_batched(function):
             return _judge_together(name, function, asked)

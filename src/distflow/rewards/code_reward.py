@@ -1,0 +1,136 @@
+"""`code`: does the program in the answer pass the row's tests? It runs in the sandbox (docs/sandbox.md)."""
+
+import atexit
+import textwrap
+from collections.abc import Iterator, Mapping
+from functools import cache
+
+from distflow.observe.jsonlines import JSON
+from distflow.rewards.case import Case
+from distflow.rewards.code_answers import defines, find_program
+from distflow.rewards.code_assertions import Assertions, tell_apart
+from distflow.rewards.code_cases import Box, Outcome, Stopped, Tested, run_assertions, run_calls, run_streams
+from distflow.rewards.code_tests import AssertTests, CallTests, StreamTests, Tests, read_tests
+from distflow.rewards.deadline import left_s
+from distflow.sandbox.sandbox import Sandbox
+
+LONGEST_S = 60.0
+"""Of a verdict outside of a pool, by the clock."""
+_SHARE_OF_TIME = 0.8
+_NUM_SHOWN = 3
+_SHOWN = 500
+# What the judges of function-call tasks import for a program, as their prompts take it for granted.
+_IMPORTS = (
+    "import bisect, collections, functools, heapq, itertools, math, operator, random, re, string; "
+    "from typing import *; from bisect import *; from collections import *; from functools import *; "
+    "from heapq import *; from itertools import *; from math import *; from builtins import *\n"
+)
+_TYPING = "from typing import *\n"
+_METHOD = """
+if "{0}" not in globals() and "Solution" in globals():
+    def {0}(*args, **kwargs):
+        return Solution().{0}(*args, **kwargs)
+"""
+
+_ADD = "```python\ndef add(a, b):\n    return a {} b\n```"
+CASES = (
+    Case(_ADD.format("+"), {"test_list": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]}, True),
+    Case(_ADD.format("*"), {"test_list": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]}, False),
+    Case(_ADD.format("+"), {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, True),
+    Case("```python\nprint(int(input()) + 1)\n```", {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "3\n"]}, True),
+    Case("```python\nprint(2)\n```", {"inputs": ["1\n"], "outputs": ["3\n"]}, False),
+    Case("I do not know.", {"inputs": ["1\n"], "outputs": ["2\n"]}, False),
+)
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping[str, object] | None = None
+) -> dict[str, JSON]:
+    """1.0 where the program passes all tests, else 0.0.
+
+    Of what is returned `share` is the part that it passes, `failed` the first that it does not, why, and what it
+    printed. Raises ValueError where the tests are broken, UserError where nothing would hold a program, SandboxFault.
+    """
+    return judge(_sandbox(), solution_str, ground_truth, extra_info or {})
+
+
+def compute_share(
+    data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping[str, object] | None = None
+) -> dict[str, JSON]:
+    """The same, paid by the share of the tests that it passes; right (`acc`) is still only who passes all."""
+    verdict = compute_score(data_source, solution_str, ground_truth, extra_info)
+    return {**verdict, "score": verdict["share"]}
+
+
+def judge(sandbox: Sandbox, answer: str, ground_truth: object, row: Mapping[str, object]) -> dict[str, JSON]:
+    """The same, in a sandbox of the caller's, which nobody else uses meanwhile."""
+    tests = read_tests(ground_truth, row)
+    plan = tell_apart(tests) if isinstance(tests, AssertTests) else tests
+    box = Box(sandbox, min(LONGEST_S, _SHARE_OF_TIME * left_s()))
+    outcomes, stopped = list[Outcome](), ""
+    program = find_program(answer, _names(plan))
+    if program is None:
+        stopped = "the answer has no program in Python"
+    else:
+        try:
+            for outcome in _outcomes(box, _whole(program, tests, plan), plan):
+                outcomes.append(outcome)
+        except Stopped as reason:
+            stopped = str(reason)
+    num_cases = len(plan.cases if isinstance(plan, Assertions) else plan.inputs)
+    return _told(outcomes, stopped, num_cases, box.level)
+
+
+@cache
+def _sandbox() -> Sandbox:
+    """One for all verdicts of this process."""
+    sandbox = Sandbox()
+    atexit.register(sandbox.close)
+    return sandbox
+
+
+def _names(plan: "StreamTests | CallTests | Assertions") -> list[str]:
+    """What the program must define."""
+    if isinstance(plan, CallTests):
+        return [plan.name]
+    return list(plan.names.values()) if isinstance(plan, Assertions) else []
+
+
+def _whole(program: str, tests: Tests, plan: "StreamTests | CallTests | Assertions") -> str:
+    """The program with what its tests take for granted before it, and its method as a function after it."""
+    if isinstance(tests, StreamTests):
+        return program
+    methods = "".join(_METHOD.format(name) for name in _names(plan))
+    if "__future__" in program:  # such an import must come first
+        return program + methods
+    if isinstance(tests, CallTests):
+        return _IMPORTS + program + methods
+    if not tests.entry:
+        return program
+    if tests.prompt and not any(defines(program, name) for name in _names(plan)):
+        program = program if program.lstrip("\r\n")[:1].isspace() else textwrap.indent(program, "    ")
+    return (tests.prompt or _TYPING) + "\n" + program + methods
+
+
+def _outcomes(box: Box, code: str, plan: "StreamTests | CallTests | Assertions") -> Iterator[Outcome]:
+    if isinstance(plan, StreamTests):
+        yield from run_streams(box, code, plan)
+        return
+    program = Tested(box, code)
+    try:
+        yield from run_calls(program, plan) if isinstance(plan, CallTests) else run_assertions(box, program, plan)
+    finally:
+        program.leave()
+
+
+def _told(outcomes: list[Outcome], stopped: str, num_cases: int, level: str) -> dict[str, JSON]:
+    failed: list[JSON] = []
+    for case, why, printed in [outcome for outcome in outcomes if outcome.why][:_NUM_SHOWN]:
+        failed.append({"case": case, "why": why[:_SHOWN], "printed": printed})
+    if stopped:
+        rest = num_cases - len(outcomes)
+        failed.append({"case": f"{rest} of {num_cases} cases", "why": f"not passed: {stopped}", "printed": ""})
+    num_passed = sum(not outcome.why for outcome in outcomes)
+    right = float(num_passed == num_cases)
+    share = num_passed / num_cases
+    return {"score": right, "acc": right, "share": share, "cases": num_cases, "failed": failed, "sandbox": level}

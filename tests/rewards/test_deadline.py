@@ -1,0 +1,31 @@
+"""What a verifier can know of the time that it has."""
+
+import math
+
+import pytest
+
+from distflow.rewards.deadline import due_within, left_s
+from distflow.rewards.judging import judge
+
+
+def test_the_time_that_is_left():
+    assert left_s() == math.inf
+    with due_within(5.0):
+        assert 4.0 < left_s() <= 5.0
+        with pytest.raises(KeyError), due_within(1.0):
+            assert left_s() <= 1.0
+            raise KeyError
+        assert 4.0 < left_s() <= 5.0
+    assert left_s() == math.inf
+
+
+def test_a_reward_has_the_time_of_all_that_are_judged_with_it():
+    def seconds(solution_str: str) -> float:
+        return left_s()
+
+    def all_seconds(solution_strs: list[str]) -> list[float]:
+        return [left_s()] * len(solution_strs)
+
+    assert 6.0 < judge("r", seconds, [{"solution_str": "a"}], 7.0)[0]["score"] <= 7.0
+    asked = [{"solution_str": "a"}, {"solution_str": "b"}]
+    assert all(13.0 < answer["score"] <= 14.0 for answer in judge("r", all_seconds, asked, 7.0))
