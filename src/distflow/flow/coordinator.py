@@ -90,10 +90,8 @@ class Coordinator:
         max_concurrent = plan.max_concurrent or (plan.max_staleness + 1) * plan.consumer_batch
         self._credits = Credits(max_concurrent, plan.max_staleness, plan.consumer_batch)
         batches = plan.max_num_gen_batches
-        self._draws = [
-            Draws(batches, self.step, partial(self._quotas.in_all, number))
-            for number in range(len(plan.sources) if batches is not None else 0)
-        ]
+        sources = range(0 if batches is None else len(plan.sources))
+        self._draws = [Draws(batches or 0, self.step, partial(self._quotas.in_all, number)) for number in sources]
         self._room = Room(plan.max_held_bytes)
         self._served = self.step
         self._asked = False  # for tickets, since the last release

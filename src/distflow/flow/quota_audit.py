@@ -23,7 +23,7 @@ class QuotaAudit:
         self._apply: dict[str, Callable[[Record], None]] = {
             "plan": self._plan,
             "issued": self._issued,
-            "dropped": lambda record: self._forget(record["ticket"]),
+            "dropped": self._dropped,
             "consumed": self._consumed,
             "inherited": self._inherited,
         }
@@ -45,6 +45,9 @@ class QuotaAudit:
     def _issued(self, record: Record) -> None:
         if "domain" in record:
             self._domain_of[record["ticket"]] = record["domain"]
+
+    def _dropped(self, record: Record) -> None:
+        self._forget(record["ticket"])
 
     def _consumed(self, record: Record) -> None:
         if not self._shares:
