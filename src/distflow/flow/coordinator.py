@@ -79,7 +79,9 @@ class Coordinator:
         self._dropped = Counter(start["dropped"])
         before = start.get("domains", {})
         self._domains = {
-            name: DomainAccount(each["issued"], each["consumed"], each["dropped"]) for name, each in before.items()
+            name: DomainAccount(each["issued"], each["consumed"], each["dropped"])
+            for name, each in before.items()
+            if each["issued"]
         }
         self._quotas = Quotas(
             plan.consumer_batch,
@@ -484,8 +486,9 @@ class Coordinator:
             for group in map(restored, start["live"])
         ]
         counts = {key: start[key] for key in ("step", "issued", "consumed", "dropped")}
-        domains = {"domains": start["domains"]} if "domains" in start else {}
-        self._journal("inherited", **counts, **({"live": live} if live else {}), **domains)
+        domains = {name: asdict(account) for name, account in self._domains.items()}
+        listed = {"live": live, "domains": domains}
+        self._journal("inherited", **counts, **{key: value for key, value in listed.items() if value})
 
     def _check(self) -> None:
         account = self.accounting()
