@@ -23,6 +23,7 @@ CASES: tuple[Case, ...] = (
 )
 ELSEWHERE = {
     "actor_rollout_ref.model.gguf_file": "tests/models/test_gguf.py",
+    "data.domains": "tests/e2e/test_domains.py",
     "dag.nodes": "tests/pipelines/test_programs.py",
     "actor_rollout_ref.actor.fsdp_config.param_offload": "tests/pipelines/test_spec.py",
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "tests/pipelines/test_spec.py",

@@ -7,6 +7,7 @@ writes says in which order they run; prompt groups go through the first part one
 from distflow.algorithms.registry import selects_tokens
 from distflow.config import Config, preset_config
 from distflow.config.algorithm import is_on
+from distflow.config.by_domain import filters_groups, unfiltered_domains
 from distflow.graph import Pipeline, TaskGraph
 from distflow.pipelines import nodes
 from distflow.pipelines.objectives import interpolates_prox, mends_mismatch
@@ -33,8 +34,11 @@ def answer_and_judge(pipeline: Pipeline, config: Config) -> None:
     pipeline.add_node("function_reward", nodes.compute_reward)
     if config.algorithm.adv_estimator == "remax":
         pipeline.add_node("reward_baseline", nodes.greedy_baseline)
-    if config.algorithm.filter_groups.enable:
-        pipeline.add_node("dynamic_sampling", nodes.dynamic_sampling)
+    if filters_groups(config):
+        if unfiltered := sorted(unfiltered_domains(config)):
+            pipeline.add_node("dynamic_sampling", nodes.dynamic_sampling, unfiltered=unfiltered)
+        else:
+            pipeline.add_node("dynamic_sampling", nodes.dynamic_sampling)
 
 
 def score(pipeline: Pipeline, config: Config) -> None:

@@ -16,7 +16,9 @@ _STEPS = Name(
     note=f"it counts answers of an optimizer step; {_A}.ppo_mini_batch_size counts its prompts, and "
     f"{_A}.ppo_max_token_len_per_gpu bounds memory"
 )
-_DOMAINS = Name(note="shares of domains are not there yet: mix the data")
+_DOMAINS = Name(
+    note="the share of a domain is its weight: data.domains.NAME={train_files: FILE, weight: 0.4}; weights are relative"
+)
 _KL = "algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef={}"
 
 NAMES: dict[str, Name] = {
@@ -154,12 +156,19 @@ NAMES: dict[str, Name] = {
     "reference.*": Name(
         note="the reference is the model before the first step, computed as the actor is", harmless=ANY
     ),
-    "rewards.*": Name(note="a domain's reward worker is an entry of reward.functions"),
+    "rewards.*": Name(
+        note="a domain's reward worker is its reward: data.domains.NAME.reward, or reward.functions.NAME"
+    ),
 }
 
 PAGES: tuple[tuple[str, str], ...] = (
-    ("a domain's reward worker", "an entry of `reward.functions`"),
-    ("`domain_interleave_probs`, estimators and normalisation by domain", "not there yet"),
+    ("a domain's reward worker", "`data.domains.NAME.reward`, or an entry of `reward.functions`"),
+    (
+        "`domain_interleave_probs`",
+        "`data.domains.NAME.weight`: shares are exact over time, also where groups are dropped; each domain names its "
+        "own files, and the column `tag` is not looked at",
+    ),
+    ("estimators and normalisation by domain", "not there yet"),
     (
         "dropping groups without a signal",
         "`algorithm.filter_groups.enable=true`, the preset `dapo`; `metric` is `acc` or `seq_reward` as in verl, or "

@@ -2,7 +2,18 @@
 
 from collections.abc import Callable, Iterator
 
-from distflow.config.rules import advantages, algorithm, data, devices, engines, program, rewards, run, sharding
+from distflow.config.rules import (
+    advantages,
+    algorithm,
+    data,
+    devices,
+    domains,
+    engines,
+    program,
+    rewards,
+    run,
+    sharding,
+)
 from distflow.config.rules.finding import Finding
 from distflow.config.rules.sizes import SIZE_RULES
 from distflow.config.schema import Config
@@ -10,6 +21,7 @@ from distflow.config.schema import Config
 RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     *program.RULES,
     *data.RULES,
+    *domains.RULES,
     *engines.RULES,
     *sharding.RULES,
     *advantages.RULES,

@@ -113,14 +113,19 @@ def dynamic_sampling(
     scores: Tensor,
     valid: Tensor,
     reward_parts: list[dict[str, float]] | None = None,
+    domain: list[str] | None = None,
     *,
     metric: str,
+    unfiltered: Sequence[str] = (),
 ) -> Drop | None:
     """DAPO (arXiv:2503.14476, equation 11): a group whose samples are all right, or all wrong, teaches nothing and is
     replaced.
 
     metric: `acc` is that accuracy; `score` (or `seq_reward`) the whole score, penalties too; else a part of the reward.
+    unfiltered: domains whose groups are kept.
     """
+    if domain and domain[0] in unfiltered:
+        return None
     if metric in WHOLE_SCORE:
         acc = scores
     elif metric != ACC:
