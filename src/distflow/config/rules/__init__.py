@@ -2,7 +2,18 @@
 
 from collections.abc import Callable, Iterator
 
-from distflow.config.rules import advantages, algorithm, data, devices, engines, program, rewards, run, sharding
+from distflow.config.rules import (
+    advantages,
+    algorithm,
+    data,
+    devices,
+    domains_algorithm,
+    engines,
+    program,
+    rewards,
+    run,
+    sharding,
+)
 from distflow.config.rules.finding import Finding
 from distflow.config.rules.sizes import SIZE_RULES
 from distflow.config.schema import Config
@@ -14,6 +25,7 @@ RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     *sharding.RULES,
     *advantages.RULES,
     *algorithm.RULES,
+    *domains_algorithm.RULES,
     *rewards.RULES,
     *run.RULES,
     *devices.RULES,
