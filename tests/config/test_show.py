@@ -206,6 +206,9 @@ ELSEWHERE = {
     "actor_rollout_ref.actor.prox": "interpolate",
     "async.max_concurrent_rollouts": 4,
     "async.max_staleness": 2,
+    "data.domains": {
+        "a": {"train_files": ["a.jsonl"], "weight": 2.5, "reward": ["math", {"name": "format", "weight": 0.5}]}
+    },
     "dag.custom_pipeline_fn": "module:function",
     "dag.nodes": [{"id": "a", "func": "m:f", "deps": [], "options": {"scale": 0.5}}],
 }
@@ -250,6 +253,8 @@ def test_keys_that_exclude_others_can_be_set_too(name):
     keys = {key: ELSEWHERE[name]}
     if rest == ["model"]:
         keys["path"] = "model"
+    if group == "data":
+        keys["train_files"] = []
     if rest == ["actor"]:
         keys["policy_loss"] = "decoupled"
     for part in rest:

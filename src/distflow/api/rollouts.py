@@ -13,6 +13,7 @@ from distflow.api.overrides import Overrides
 from distflow.api.reading import PresetOrConfig, make_spec_of, preset_and_lines, read, say, settings_kept
 from distflow.api.run import Run
 from distflow.config import Config, Loaded, load_config, program_name
+from distflow.config.by_domain import train_files
 from distflow.config.errors import UserError
 from distflow.config.program import is_rl
 
@@ -49,7 +50,7 @@ def rollouts(
     Raises UserError or PipelineError for what is to be changed.
     """
     given = Given(data, val_data, reward)
-    has_data = data is not None or bool(_peek(preset_or_config, overrides).data.train_files)
+    has_data = data is not None or any(files for _, files in train_files(_peek(preset_or_config, overrides)))
     if not has_data:
         given = replace(given, data=_placeholders(_peek(preset_or_config, overrides)))
     loaded = read(preset_or_config, overrides, given, resume)
@@ -135,10 +136,11 @@ class Rollouts:
     def submit(self, row: Mapping[str, object]) -> None:
         """A prompt of your own, with the columns of a row of data. It starts as soon as staleness allows.
 
-        Raises UserError for a row that cannot be used.
+        Raises UserError for a row that cannot be used, and where data.domains share out every step.
         """
         from distflow.pipelines.own_rows import encode_row
 
+        self._refuse_domains("submit")
         running = self._entered
         tokenizer = running.worker.resources.tokenizer
         encoded = encode_row(row, self._num_submitted + 1, self.config, self._program, tokenizer)
@@ -152,6 +154,7 @@ class Rollouts:
         finished, because too few were submitted, or `publish` or `resume` must come first; and whatever ended the
         rollouts.
         """
+        self._refuse_domains("wait")
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise UserError(f"wait({count!r}): a number of prompt groups, from 1")
         batch = self._take(count, timeout)
@@ -278,6 +281,10 @@ class Rollouts:
         spec = replace(spec, options=replace(spec.options, audit_freq=0))
         self.config = spec.config
         return accepting(spec, self._should_accept) if self._should_accept is not None else spec
+
+    def _refuse_domains(self, method: str) -> None:
+        if self.config.data.domains:
+            raise UserError(f"{method}: data.domains share out every step among themselves; take it by prepare_batch")
 
     def _take(self, wanted: int, timeout: float | None) -> "Batch | None":
         running = self._entered

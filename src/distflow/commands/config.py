@@ -45,8 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _fitted(loaded: "Loaded", trusted: bool) -> "Loaded":
     """As a run would have it, where that can be told from files of this machine alone; else as it is."""
     from distflow.config import UserError
+    from distflow.config.by_domain import train_files
 
-    if not loaded.config.actor_rollout_ref.model.path or not loaded.config.data.train_files:
+    if not loaded.config.actor_rollout_ref.model.path or not any(files for _, files in train_files(loaded.config)):
         return loaded
     if reason := _not_from_files(loaded.config, trusted):
         _note(f"note: sizes are not made to fit the data: {reason}")
@@ -62,11 +63,14 @@ def _fitted(loaded: "Loaded", trusted: bool) -> "Loaded":
 
 def _not_from_files(config: "Config", trusted: bool) -> str:
     """Why model and data are not looked at: a config may be somebody else's, and the hub is slow."""
+    from distflow.config.by_domain import train_files, val_files
     from distflow.config.paths import is_local_data, is_local_model
     from distflow.pipelines.code import program_code
     from distflow.runtime.policy import is_of_a_run
 
-    elsewhere = [file for file in (*config.data.train_files, *config.data.val_files) if not is_local_data(file)]
+    elsewhere = [
+        file for _, files in (*train_files(config), *val_files(config)) for file in files if not is_local_data(file)
+    ]
     if elsewhere:
         return f"'{elsewhere[0]}' is no file of this machine"
     model = config.actor_rollout_ref.model

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from distflow.config import Config
+from distflow.config.by_domain import reward_functions
 from distflow.config.program import find_pipeline
 from distflow.rewards.ahead import PoolSettings, started_ahead
 from distflow.rewards.certify import faults_certified
@@ -21,7 +22,7 @@ def verifiers_ahead(config: Config) -> Iterator[None]:
     program, settings, custom = find_pipeline(config), config.reward, config.custom_reward_function
     with ExitStack() as stack:
         if program is not None and program.generates:
-            targets = find_targets(settings.functions, (custom.path, custom.name) if custom.path else None)
+            targets = find_targets(reward_functions(config), (custom.path, custom.name) if custom.path else None)
             stack.enter_context(started_ahead(PoolSettings(targets, settings.num_workers, settings.timeout_s)))
             if config.trust.certify_rewards:
                 faults_certified()

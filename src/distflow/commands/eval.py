@@ -45,7 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_whole(config: "Config") -> None:
     """Raises UserError where there is nothing to evaluate, or nothing to evaluate on."""
-    if not config.data.val_files:
+    from distflow.config.by_domain import validates
+
+    if not validates(config):
         raise UserError("there are no problems to answer: set data.val_files=FILE.jsonl (or .parquet, .csv)")
     if not config.actor_rollout_ref.model.path:
         raise UserError("there is no model to evaluate: set actor_rollout_ref.model.path to a folder or a hub id")

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from distflow.config.domains import DomainConfig, parse_domains, plain_domains
 from distflow.config.keys import key
 
 _ALL_OR_SOME = "-1 means all"
@@ -13,6 +14,12 @@ class DataConfig:
 
     train_files: tuple[str, ...] = key((), "data to train on: a path, a data set's id, builtin:NAME, or a list of them")
     val_files: tuple[str, ...] = key((), "data to validate on, in the same forms; null is no validation")
+    domains: dict[str, DomainConfig] = key(
+        {},
+        "several sources in place of train_files and val_files, each with its share of every step: name → settings",
+        parse=parse_domains,
+        plain=plain_domains,
+    )
     prompt_key: str = key("prompt", "column of the prompt: a text or a list of chat messages")
     answer_key: str = key("answer", "column of what the reward compares with")
     response_key: str = key("response", "column of the response to learn (sft)")

@@ -1,5 +1,6 @@
 """What the numbers of a config mean together, in a few lines for people."""
 
+from distflow.config.by_domain import validates
 from distflow.config.names import POLICY_LOSSES
 from distflow.config.program import CUSTOM, clip_range, find_estimator, is_rl, optimizer_steps_a_step, program_name
 from distflow.config.schema import Config
@@ -103,8 +104,8 @@ def _run(config: Config) -> str:
         else _count(trainer.total_training_steps, "step")
     )
     saves = f"checkpoint {_every(trainer.save_freq)}"
-    validates = f"validation {_every(trainer.test_freq)}" if config.data.val_files else "no validation data"
-    return f"{length}, {saves}, {validates}, in {trainer.run_dir}"
+    validation = f"validation {_every(trainer.test_freq)}" if validates(config) else "no validation data"
+    return f"{length}, {saves}, {validation}, in {trainer.run_dir}"
 
 
 def _notes(config: Config) -> list[str]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from distflow.config.by_domain import reward_functions
 from distflow.config.check import where
 from distflow.config.names import CUSTOM_REWARD
 from distflow.config.program import is_rl, may_have_critic
@@ -62,12 +63,24 @@ def is_free(key: str, origins: Mapping[str, str]) -> bool:
     return origin == "default" or is_preset(origin)
 
 
+def _domains(config: Config, is_free: IsFree, room: Room) -> Iterator[Change]:
+    """What names data and rewards for all gives way to domains, which name their own."""
+    if not config.data.domains:
+        return
+    given: Sequence[tuple[str, object]] = ("data.train_files", ()), ("data.val_files", ()), ("reward.functions", {})
+    for key, nothing in given:
+        if _value(config, key) and is_free(key):
+            yield key, nothing, "data.domains is given"
+
+
 def _reward(config: Config, is_free: IsFree, room: Room) -> Iterator[Change]:
     """A function that is given judges the domains that name no other."""
     functions = config.reward.functions
-    if config.custom_reward_function.path is None or _uses_custom(functions) or not is_rl(config):
+    if config.custom_reward_function.path is None or _uses_custom(reward_functions(config)) or not is_rl(config):
         return
     ours = is_free("reward.functions")
+    if ours and config.data.domains and all(domain.reward for domain in config.data.domains.values()):
+        return
     if ours or (functions and _DEFAULT not in functions):
         named = {} if ours else functions
         value = {**named, _DEFAULT: (RewardPart(CUSTOM_REWARD),)}
@@ -128,7 +141,7 @@ def _warm_ups(config: Config, is_free: IsFree, room: Room) -> Iterator[Change]:
             yield key, updates // 10, f"the run has {_count(updates, 'optimizer step')}"
 
 
-_STEPS = (_reward, _lengths, _overlong_zone, _batch, _mini_batches, _warm_ups)
+_STEPS = (_domains, _reward, _lengths, _overlong_zone, _batch, _mini_batches, _warm_ups)
 
 
 def _uses_custom(functions: Mapping[str, Sequence[RewardPart]]) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
+from distflow.config.by_domain import train_files, val_files
 from distflow.config.check import where
 from distflow.config.errors import Problem, missing_path, nearest
 from distflow.config.functions import split_name
@@ -21,9 +22,11 @@ _FUNCTION_IN_MODULE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 _MODEL = "actor_rollout_ref.model"
 _TRAIN = "data.train_files"
+_DOMAINS = re.compile(r"data\.domains\.[\w.-]+(?=\.)")
 NEEDED_TO_EVALUATE = frozenset(
     {
         "data.val_files",
+        "data.reward",
         f"{_MODEL}.path",
         f"{_MODEL}.tokenizer_path",
         "critic.model.path",
@@ -34,13 +37,13 @@ NEEDED_TO_EVALUATE = frozenset(
     }
 )
 NEEDED_TO_TRAIN = NEEDED_TO_EVALUATE | {_TRAIN}
-"""Keys that name what must be there."""
+"""Keys that name what must be there; `data.reward` is that of domains."""
 
 
 def find_missing(config: Config, origins: Mapping[str, str], needed: Collection[str]) -> Iterator[Problem]:
     """One problem for each path of the `needed` keys that leads nowhere."""
     for key, path, fault in _named(config):
-        if key in needed and (found := fault(path)):
+        if _DOMAINS.sub("data", key) in needed and (found := fault(path)):
             what, advice = found
             yield Problem(((f"{key} = '{path}'", where(key, origins)),), what, advice)
 
@@ -56,13 +59,14 @@ def _named(config: Config) -> Iterator[tuple[str, str, Fault]]:
     if may_have_critic(config):
         models.append(("critic.model.path", config.critic.model.path))
     yield from ((key, path, model_fault) for key, path in models if path)
-    for key, files in (("data.val_files", config.data.val_files), (_TRAIN, config.data.train_files)):
+    for key, files in (*val_files(config), *train_files(config)):
         yield from ((key, file, data_fault) for file in files if file.strip())
     custom = config.custom_reward_function
     if custom.path and is_rl(config):
         yield "custom_reward_function.path", custom.path, partial(_reward_fault, custom.name)
-    functions = [part.name for parts in config.reward.functions.values() for part in parts]
-    yield from (("reward.functions", name, _function_fault) for name in functions)
+    judged = [("reward.functions", parts) for parts in config.reward.functions.values()]
+    judged += [(f"data.domains.{name}.reward", domain.reward) for name, domain in config.data.domains.items()]
+    yield from ((key, part.name, _function_fault) for key, parts in judged for part in parts)
     if config.dag.custom_pipeline_fn:
         yield "dag.custom_pipeline_fn", config.dag.custom_pipeline_fn, _function_fault
     yield from (("dag.nodes", str(node.get("func", "")), _function_fault) for node in config.dag.nodes)

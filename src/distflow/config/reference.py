@@ -7,6 +7,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from distflow.config import migrating
+from distflow.config.domains import domain_keys
 from distflow.config.keys import KeyInfo
 from distflow.config.names import (
     ESTIMATORS,
@@ -68,7 +69,9 @@ Keys of verl, siiRL, TRL, AReaL, OpenRLHF and ROLL are answered with the key her
 def render() -> str:
     """The whole page."""
     parts = [_INTRO, _presets(), "## Keys\n"]
-    parts += [_table(name, keys) for name, keys in _by_group(schema_keys().values()).items()]
+    tables_of_groups = {name: _table(name, keys) for name, keys in _by_group(schema_keys().values()).items()}
+    tables_of_groups["data"] += "\n" + _table("data.domains.NAME", domain_keys().values())
+    parts += tables_of_groups.values()
     tables: tuple[tuple[str, Mapping[str, Entry]], ...] = (
         ("Advantage estimators", ESTIMATORS),
         ("Policy losses", POLICY_LOSSES),

@@ -1,6 +1,6 @@
 """Keys of `reward`, `custom_reward_function` and `reward_model`: what a response is worth."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
@@ -23,15 +23,17 @@ def parse_functions(value: object) -> dict[str, tuple[RewardPart, ...]]:
     """Reward functions by domain from plain data. Raises Mismatch."""
     if not isinstance(value, Mapping):
         raise Mismatch("is not a mapping from domains to reward functions", _FORM)
-    return {_domain(domain): _parse_parts(domain, parts) for domain, parts in value.items()}
+    return {_domain(domain): parse_parts(f"the domain '{domain}'", parts) for domain, parts in value.items()}
 
 
 def plain_functions(functions: Mapping[str, tuple[RewardPart, ...]]) -> dict[str, list[object]]:
     """What `parse_functions` would read again, in its shortest form."""
-    return {
-        domain: [part.name if part.weight == 1.0 else {"name": part.name, "weight": part.weight} for part in parts]
-        for domain, parts in functions.items()
-    }
+    return {domain: plain_parts(parts) for domain, parts in functions.items()}
+
+
+def plain_parts(parts: Sequence[RewardPart]) -> list[object]:
+    """The same of one domain."""
+    return [part.name if part.weight == 1.0 else {"name": part.name, "weight": part.weight} for part in parts]
 
 
 def _domain(name: object) -> str:
@@ -40,19 +42,20 @@ def _domain(name: object) -> str:
     return name
 
 
-def _parse_parts(domain: str, value: object) -> tuple[RewardPart, ...]:
+def parse_parts(whose: str, value: object) -> tuple[RewardPart, ...]:
+    """Those of one domain, from a name, {name, weight} or a list of such. whose: for messages. Raises Mismatch."""
     entries = value if isinstance(value, list | tuple) else [value]
     if not entries:
-        raise Mismatch(f"has no reward function for the domain '{domain}'", _FORM)
-    parts = tuple(_parse_part(domain, entry) for entry in entries)
+        raise Mismatch(f"has no reward function for {whose}", _FORM)
+    parts = tuple(_parse_part(whose, entry) for entry in entries)
     names = [part.name for part in parts]
     for name in names:
         if names.count(name) > 1:
-            raise Mismatch(f"has '{name}' twice for the domain '{domain}'", "name it once, with the sum of the weights")
+            raise Mismatch(f"has '{name}' twice for {whose}", "name it once, with the sum of the weights")
     return parts
 
 
-def _parse_part(domain: str, value: object) -> RewardPart:
+def _parse_part(whose: str, value: object) -> RewardPart:
     if isinstance(value, str):
         return RewardPart(value)
     if isinstance(value, Mapping) and set(value) in ({"name"}, {"name", "weight"}) and isinstance(value["name"], str):
@@ -62,7 +65,7 @@ def _parse_part(domain: str, value: object) -> RewardPart:
             raise Mismatch(f"has a weight of '{value['name']}' that {error.what}", error.advice) from None
         assert isinstance(weight, float)
         return RewardPart(value["name"], weight)
-    raise Mismatch(f"has {value!r} for the domain '{domain}', neither a name nor {{name, weight}}", _FORM)
+    raise Mismatch(f"has {value!r} for {whose}, neither a name nor {{name, weight}}", _FORM)
 
 
 class Patience(NamedTuple):

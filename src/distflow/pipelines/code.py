@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from distflow.config import Config
+from distflow.config.by_domain import train_files, val_files
 from distflow.config.errors import UserError
 from distflow.data.sources import is_function
 from distflow.models.remote_code import code_of
@@ -66,7 +67,7 @@ def _imports(config: Config) -> list[str]:
 
 
 def _data_code(config: Config) -> Iterator[str]:
-    for key, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
+    for key, files in (*train_files(config), *val_files(config)):
         for file in files:
             if is_function(file):
                 yield f"{key}: {file}"

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from distflow.config import Config
 from distflow.config.actor import OptimConfig
+from distflow.config.by_domain import reward_functions
 from distflow.config.errors import UserError, hint
 from distflow.config.functions import load
 from distflow.config.names import ROLLOUT_ENGINES, TRAIN_ENGINES
@@ -395,7 +396,7 @@ def _router(config: Config) -> Callable[[], RewardRouter]:
     settings, custom = config.reward, config.custom_reward_function
     return partial(
         RewardRouter,
-        settings.functions,
+        reward_functions(config),
         timeout_s=settings.timeout_s,
         num_workers=settings.num_workers,
         retries=settings.retries,

@@ -7,6 +7,7 @@ from typing import overload
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config import Config
+from distflow.config.by_domain import reward_functions
 from distflow.config.errors import UserError
 from distflow.data.prompts import PromptRow, encode_rows
 from distflow.data.rows import BadRows, Record, plain, read_rows
@@ -59,5 +60,5 @@ def encode_row(
     options = replace(source.options, num_workers=0, filter_overlong=False)
     (row,) = encode_rows(rows, tokenizer, options, bad, end_token_ids(tokenizer))
     if judged:
-        check_domains(config.reward.functions, [row.domain])
+        check_domains(reward_functions(config), [row.domain])
     return row

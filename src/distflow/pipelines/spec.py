@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from distflow.algorithms.objective import PolicyObjective
 from distflow.algorithms.registry import describe_estimator
 from distflow.config import Config, Loaded, Room, describe, fit_to, with_changes
+from distflow.config.by_domain import reward_functions, validates
 from distflow.config.changes import changes
 from distflow.config.errors import UserError
 from distflow.config.functions import LoadError, load_modules
@@ -145,7 +146,7 @@ def _told(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
         if found is not None:
             yield f"{name} data: {', '.join(found.report.lines())}"
             if "judge" in reading.program.services:
-                check_domains(config.reward.functions, found.domains)
+                check_domains(reward_functions(config), found.domains)
     yield from (f"made to fit: {fitted}" for fitted in loaded.fitted)
     if reading.unused:
         yield f"not used by the program '{reading.program.graph_id}': {', '.join(reading.unused)}"
@@ -354,7 +355,7 @@ def data_plan(config: Config, num_rows: int) -> DataPlan:
 def _run_options(config: Config, program: Program, plan: Plan) -> RunOptions:
     trainer, trust = config.trainer, config.trust
     goes_elsewhere = any("rollout" in rank.engines and not rank.learning for rank in plan.ranks)
-    has_val = bool(config.data.val_files)
+    has_val = validates(config)
     return RunOptions(
         seed=trainer.seed,
         update_frequency=config.actor_rollout_ref.actor.model_update_frequency if "rollout" in program.engines else 1,
@@ -448,7 +449,7 @@ def _validation_params(
     config: Config, sampling: SamplingParams
 ) -> tuple[SamplingParams | None, SamplingParams | None, int]:
     """How `rollout.val_kwargs` wants held-out prompts answered: greedily, by sampling, how often."""
-    if not config.data.val_files or not is_rl(config):
+    if not validates(config) or not is_rl(config):
         return None, None, 0
     settings = config.actor_rollout_ref.rollout.val_kwargs
     greedy = SamplingParams(sampling.max_tokens, greedy=True, stop=sampling.stop) if settings.greedy else None
@@ -504,7 +505,7 @@ def _rollout_facts(config: Config) -> dict[str, object]:
 def _reward_facts(config: Config) -> dict[str, object]:
     """The code of the user's reward functions, which may change on resume, and is then told."""
     custom = config.custom_reward_function
-    names = {part.name for parts in config.reward.functions.values() for part in parts}
+    names = {part.name for parts in reward_functions(config).values() for part in parts}
     own = sorted(name for name in names if name == CUSTOM_REWARD or name not in REWARDS)
     path = (custom.path, custom.name) if custom.path else None
     return {f"code_of_reward_{name}": fingerprint_target(target_of(name, path)) for name in own}

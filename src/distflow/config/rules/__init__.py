@@ -7,6 +7,7 @@ from distflow.config.rules import (
     algorithm,
     data,
     devices,
+    domains,
     domains_algorithm,
     engines,
     program,
@@ -21,6 +22,7 @@ from distflow.config.schema import Config
 RULES: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     *program.RULES,
     *data.RULES,
+    *domains.RULES,
     *engines.RULES,
     *sharding.RULES,
     *advantages.RULES,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from distflow.config.algorithm import NormConfig, is_on
+from distflow.config.by_domain import reward_functions
 from distflow.config.program import find_estimator, find_pipeline, is_rl
 from distflow.config.rules.finding import ROLLOUT, Finding
 from distflow.config.schema import Config
@@ -128,7 +129,7 @@ def parts_of_rewards(config: Config) -> Iterator[Finding]:
             f"{name} reads the parts of the reward, from which no KL is taken off",
             "set actor_rollout_ref.actor.use_kl_loss=true instead",
         )
-    parts = max(map(len, config.reward.functions.values()), default=0) + (config.reward.overlong.buffer_tokens > 0)
+    parts = max(map(len, reward_functions(config).values()), default=0) + (config.reward.overlong.buffer_tokens > 0)
     if parts < 2 and find_pipeline(config) is not None:
         yield Finding(
             ("algorithm.adv_estimator", "reward.functions"),

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from distflow.config.algorithm import RolloutCorrectionConfig, spread
+from distflow.config.by_domain import filters_groups, reward_functions
 from distflow.config.critic import CriticConfig
 from distflow.config.names import FILTER_METRICS, POLICY_LOSSES
 from distflow.config.program import is_rl
@@ -176,15 +177,15 @@ def rejection(config: Config) -> Iterator[Finding]:
 def dynamic_sampling(config: Config) -> Iterator[Finding]:
     """A filter compares the samples of a group by a score that there is."""
     filters = config.algorithm.filter_groups
-    if not filters.enable or not is_rl(config):
+    if not filters_groups(config) or not is_rl(config):
         return
-    if config.actor_rollout_ref.rollout.n == 1:
+    if filters.enable and config.actor_rollout_ref.rollout.n == 1:
         yield Finding(
             ("algorithm.filter_groups.enable", f"{ROLLOUT}.n"),
             "the only sample of a group equals itself: every group would be dropped",
             f"set {ROLLOUT}.n=8, or algorithm.filter_groups.enable=false",
         )
-    names = {part.name for parts in config.reward.functions.values() for part in parts}
+    names = {part.name for parts in reward_functions(config).values() for part in parts}
     if filters.metric not in {*FILTER_METRICS, *names}:
         yield Finding(
             ("algorithm.filter_groups.metric", "reward.functions"),

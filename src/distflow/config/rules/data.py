@@ -11,9 +11,9 @@ from distflow.config.schema import Config
 
 def train_files(config: Config) -> Iterator[Finding]:
     """There is something to train on."""
-    if not config.data.train_files:
+    if not config.data.train_files and not config.data.domains:
         yield Finding(
-            ("data.train_files",),
+            ("data.train_files", "data.domains"),
             "there is no data to train on",
             "set data.train_files=FILE.jsonl (or .parquet, .csv, a data set's id, builtin:NAME)",
             missing=True,
@@ -57,7 +57,7 @@ def columns(config: Config) -> Iterator[Finding]:
 def prompts(config: Config) -> Iterator[Finding]:
     """How a prompt is made is said without contradiction."""
     data = config.data
-    if data.prompt_template is not None and not _takes_prompt(data.prompt_template):
+    if data.prompt_template is not None and not takes_prompt(data.prompt_template):
         yield Finding(
             ("data.prompt_template",),
             f"'{data.prompt_template}' must hold {{prompt}} and no other field",
@@ -90,7 +90,8 @@ def prompts(config: Config) -> Iterator[Finding]:
         )
 
 
-def _takes_prompt(template: str) -> bool:
+def takes_prompt(template: str) -> bool:
+    """Whether it has a place for the prompt, and no other."""
     try:
         names = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
     except ValueError:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from distflow.config.domain_algorithm import config_of, takes_values
+from distflow.config.errors import nearest
 from distflow.config.program import CUSTOM, is_rl, may_have_critic, program_name
 from distflow.config.rules import advantages, algorithm, program
 from distflow.config.rules.finding import Finding
@@ -36,4 +37,17 @@ def critics(config: Config) -> Iterator[Finding]:
             )
 
 
-RULES = (of_each, critics)
+def known(config: Config) -> Iterator[Finding]:
+    """Where the run names its domains, this is about them."""
+    domains = config.data.domains
+    for domain in config.algorithm.domains:
+        if domains and domain not in domains:
+            near = nearest(domain, domains)
+            yield Finding(
+                (f"algorithm.domains.{domain}", "data.domains"),
+                f"there is no domain '{domain}'",
+                f"{f'did you mean {near}? ' if near else ''}the domains are {', '.join(domains)}",
+            )
+
+
+RULES = (of_each, critics, known)

@@ -88,9 +88,11 @@ def known_names(config: Config) -> Iterator[Finding]:
         ("algorithm.adv_estimator", config.algorithm.adv_estimator, tuple(ESTIMATORS)),
         (f"{ACTOR}.policy_loss", config.actor_rollout_ref.actor.policy_loss, tuple(POLICY_LOSSES)),
     ]
-    for domain, parts in config.reward.functions.items():
+    judged = [(f"reward.functions.{domain}", parts) for domain, parts in config.reward.functions.items()]
+    judged += [(f"data.domains.{name}.reward", domain.reward) for name, domain in config.data.domains.items()]
+    for key, parts in judged:
         named = (part.name for part in parts if ":" not in part.name)  # module:function names itself
-        asked += [(f"reward.functions.{domain}", name, tuple(REWARDS)) for name in named]
+        asked += [(key, name, tuple(REWARDS)) for name in named]
     for key, name, table in asked:
         if name not in table:
             guess = nearest(name, table)

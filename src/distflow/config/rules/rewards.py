@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from distflow.config.by_domain import reward_functions
 from distflow.config.names import CUSTOM_REWARD
 from distflow.config.program import is_rl
 from distflow.config.reward import OverlongConfig, RewardConfig, patience_of
@@ -11,7 +12,7 @@ from distflow.config.schema import Config
 
 def functions(config: Config) -> Iterator[Finding]:
     """Every domain has a reward that can move."""
-    if not config.reward.functions:
+    if not config.reward.functions and not config.data.domains:
         yield Finding(("reward.functions",), "there is no reward", "set e.g. reward.functions.default=[math]")
     for domain, parts in config.reward.functions.items():
         if all(part.weight == 0 for part in parts):
@@ -24,7 +25,7 @@ def functions(config: Config) -> Iterator[Finding]:
 
 def custom_function(config: Config) -> Iterator[Finding]:
     """The reward `custom` and its function belong together."""
-    uses_custom = any(part.name == CUSTOM_REWARD for parts in config.reward.functions.values() for part in parts)
+    uses_custom = any(part.name == CUSTOM_REWARD for parts in reward_functions(config).values() for part in parts)
     path = config.custom_reward_function.path
     if uses_custom and path is None:
         yield Finding(
@@ -70,13 +71,13 @@ def patience(config: Config) -> Iterator[Finding]:
                     "no verdict is asked for again",
                     "set reward.retries=3, or remove it",
                 )
-    functions = config.reward.functions
+    functions = reward_functions(config)
     for name in config.reward.domains:
         if functions and name not in functions and "default" not in functions:
             yield Finding(
                 (f"reward.domains.{name}", "reward.functions"),
                 f"no reward function judges the domain '{name}'",
-                f"set reward.functions.{name}, or take it out",
+                f"set reward.functions.{name} (data.domains.{name} where data.domains is), or take it out",
             )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from distflow.config.by_domain import val_files, validates
 from distflow.config.errors import missing_path, nearest
 from distflow.config.program import is_rl
 from distflow.config.rules.finding import ROLLOUT, Finding
@@ -13,19 +14,23 @@ from distflow.config.trainer import TrainerConfig
 def validation(config: Config) -> Iterator[Finding]:
     """Validation that is asked for has data and answers."""
     val_kwargs = config.actor_rollout_ref.rollout.val_kwargs
-    if config.trainer.val_before_train and not config.data.val_files:
+    if config.trainer.val_before_train and not validates(config):
         yield Finding(
-            ("trainer.val_before_train", "data.val_files"),
+            ("trainer.val_before_train", _val_files(config)),
             "there is nothing to validate on",
-            "set data.val_files, or trainer.val_before_train=false",
+            f"set {_val_files(config)}, or trainer.val_before_train=false",
             missing=True,
         )
-    if is_rl(config) and config.data.val_files and not val_kwargs.greedy and val_kwargs.n == 0:
+    if is_rl(config) and validates(config) and not val_kwargs.greedy and val_kwargs.n == 0:
         yield Finding(
             (f"{ROLLOUT}.val_kwargs.n", f"{ROLLOUT}.val_kwargs.greedy"),
             "validation would ask for no answer at all",
             f"set {ROLLOUT}.val_kwargs.greedy=true, or {ROLLOUT}.val_kwargs.n=4",
         )
+
+
+def _val_files(config: Config) -> str:
+    return next(key for key, _ in val_files(config))
 
 
 def keep_best(config: Config) -> Iterator[Finding]:
@@ -39,11 +44,11 @@ def keep_best(config: Config) -> Iterator[Finding]:
                 "set trainer.keep_best=true, or remove the metric",
             )
         return
-    if not config.data.val_files:
+    if not validates(config):
         yield Finding(
-            ("trainer.keep_best", "data.val_files"),
+            ("trainer.keep_best", _val_files(config)),
             "without validation no checkpoint is the best",
-            "set data.val_files, or trainer.keep_best=false",
+            f"set {_val_files(config)}, or trainer.keep_best=false",
         )
     for name, value in (("test_freq", trainer.test_freq), ("save_freq", trainer.save_freq)):
         if value <= 0:

@@ -13,6 +13,7 @@ from distflow.algorithms.registry import check_choices, check_options, find_adv_
 from distflow.algorithms.rejection import Bounds, compute_rejection_mask
 from distflow.config import Config
 from distflow.config.algorithm import is_on, spread
+from distflow.config.by_domain import reward_functions
 from distflow.config.program import find_estimator
 from distflow.data.batch import Batch
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
@@ -329,7 +330,7 @@ def _compute_advantage(config: Config) -> Callable[..., object]:
     check_choices(what, estimator.fn, given)
     derived: dict[str, object] = {}
     if "reward_weights" in estimator.options:
-        derived["reward_weights"] = {name: dict(parts) for name, parts in config.reward.functions.items()}
+        derived["reward_weights"] = {name: dict(parts) for name, parts in reward_functions(config).items()}
     if "whiten" in estimator.options and is_on(settings.adv_norm):
         derived["whiten"] = False
     options = {**derived, **given}

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 
+from distflow.config.by_domain import reward_functions
 from distflow.rewards.functions import FAILS
 from distflow.rewards.verdict import Score, Verdict
 from distflow.runtime.audit.check import Check, Wrong
@@ -38,7 +39,7 @@ def prove(evidence: Evidence) -> str | None:
 
 def functions_of(evidence: Evidence, sample: Sample) -> dict[str, float]:
     """Names and weights of the verifiers of the sample's domain."""
-    functions = evidence.config.reward.functions
+    functions = reward_functions(evidence.config)
     parts = functions.get(sample["domain"]) or functions.get("default") or ()
     return {part.name: part.weight for part in parts}
 

@@ -1,0 +1,119 @@
+"""Settings of a domain, one source of prompts among several: `data.domains.NAME`."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from distflow.config.errors import nearest
+from distflow.config.keys import KeyInfo, collect, key
+from distflow.config.reward import RewardPart, parse_parts, plain_parts
+from distflow.config.values import Mismatch, check_bounds, convert
+
+_FORM = "write e.g. {math: {train_files: math.jsonl, reward: math}, code: {train_files: code.jsonl, reward: custom}}"
+_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
+_TAKEN = ("default", "all")
+
+
+def _of_data(name: str) -> str:
+    return f"null is data.{name}"
+
+
+def _of_rollout(name: str) -> str:
+    return f"null is actor_rollout_ref.rollout.{name}"
+
+
+@dataclass(frozen=True)
+class DomainConfig:
+    """What a domain does otherwise than the rest of the run."""
+
+    train_files: tuple[str, ...] = key((), "data to train on, in the forms of data.train_files")
+    val_files: tuple[str, ...] = key((), "data to validate on")
+    weight: float = key(
+        1.0, "share of each step's prompts, in proportion to the weights of the others; 0 is never drawn", minimum=0
+    )
+    reward: tuple[RewardPart, ...] = key(
+        (),
+        "names or {name, weight}, as in reward.functions; null is what reward.functions says of it",
+        parse=lambda value: () if value is None else parse_parts("it", value),
+        plain=plain_parts,
+    )
+    filter_groups: bool | None = key(None, "drop and refill groups without a signal; null is algorithm.filter_groups")
+    prompt_key: str | None = key(None, f"column of the prompt; {_of_data('prompt_key')}")
+    answer_key: str | None = key(None, f"column of what the reward compares with; {_of_data('answer_key')}")
+    response_key: str | None = key(None, f"column of the response to learn (sft); {_of_data('response_key')}")
+    messages_key: str | None = key(None, f"column of conversations (sft); {_of_data('messages_key')}")
+    tools_key: str | None = key(None, f"column of functions for the chat template; {_of_data('tools_key')}")
+    prompt_format: str | None = key(None, _of_data("prompt_format"), choices=("text", "chat"))
+    prompt_template: str | None = key(None, f"text around a text prompt; {_of_data('prompt_template')}")
+    system_prompt: str | None = key(None, f"system message (chat); {_of_data('system_prompt')}")
+    enable_thinking: bool | None = key(None, f"handed to the chat template; {_of_data('enable_thinking')}")
+    train_max_samples: int = key(-1, "use only the first rows of train_files; -1 means all", minimum=-1)
+    val_max_samples: int = key(-1, "use only the first rows of val_files; -1 means all", minimum=-1)
+    max_response_length: int | None = key(
+        None, f"longest response in tokens; {_of_data('max_response_length')}, the most it can be", minimum=1
+    )
+    top_p: float | None = key(None, _of_rollout("top_p"), above=0, maximum=1)
+    top_k: int | None = key(None, _of_rollout("top_k"), minimum=-1)
+    min_p: float | None = key(None, _of_rollout("min_p"), minimum=0, below=1)
+    repetition_penalty: float | None = key(None, _of_rollout("repetition_penalty"), above=0)
+    stop: tuple[str, ...] | None = key(None, f"texts that end a response; {_of_rollout('stop')}")
+
+
+def domain_keys() -> dict[str, KeyInfo]:
+    """The keys of a domain by name."""
+    return collect(DomainConfig())
+
+
+def parse_domains(value: object) -> dict[str, DomainConfig]:
+    """Domains by name from plain data. Raises Mismatch."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise Mismatch("is not a mapping from domains to their settings", _FORM)
+    return {_name(name): _parse_domain(str(name), settings) for name, settings in value.items()}
+
+
+def plain_domains(domains: Mapping[str, DomainConfig]) -> dict[str, dict[str, object]]:
+    """What `parse_domains` would read again, without defaults."""
+    keys = domain_keys()
+    return {
+        name: {
+            item.name: spec.plain(value) if (spec := keys[item.name].spec).plain else value
+            for item in fields(domain)
+            if (value := getattr(domain, item.name)) != keys[item.name].default
+        }
+        for name, domain in domains.items()
+    }
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise Mismatch(f"has a domain called {name!r}", "name it by letters, digits, '_', '-' and '.': metrics have it")
+    if name in _TAKEN:
+        raise Mismatch(f"has a domain called '{name}', which stands for all of them", "call it otherwise")
+    return name
+
+
+def _parse_domain(name: str, settings: object) -> DomainConfig:
+    if not isinstance(settings, Mapping):
+        raise Mismatch(f"has {settings!r} for the domain '{name}', which is no mapping of settings", _FORM)
+    keys = domain_keys()
+    values: dict[str, Any] = {}
+    for setting, value in settings.items():
+        if setting not in keys:
+            near = nearest(str(setting), keys)
+            meant = f"did you mean {near}? " if near else ""
+            raise Mismatch(f"has '{setting}' for the domain '{name}'", f"{meant}a domain has {', '.join(keys)}")
+        values[setting] = _parse_value(name, value, keys[setting])
+    return DomainConfig(**values)
+
+
+def _parse_value(domain: str, value: object, info: KeyInfo) -> object:
+    try:
+        made = info.spec.parse(value) if info.spec.parse else convert(value, info.annotation)
+        for mismatch in check_bounds(made, info):
+            raise mismatch
+    except Mismatch as error:
+        raise Mismatch(f"has '{info.name}' of the domain '{domain}', which {error.what}", error.advice) from None
+    return made

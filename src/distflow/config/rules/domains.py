@@ -1,0 +1,162 @@
+"""Rules of `data.domains`: what each domain cannot do without, and what contradicts the rest of the config."""
+
+from collections.abc import Iterator
+
+from distflow.config.by_domain import reward_functions
+from distflow.config.domains import DomainConfig
+from distflow.config.errors import nearest
+from distflow.config.program import find_pipeline, is_rl
+from distflow.config.rules.data import takes_prompt
+from distflow.config.rules.finding import ROLLOUT, Finding
+from distflow.config.schema import Config
+
+_LEARNS = ("response_key", "messages_key")
+_GENERATES = (
+    *("reward", "filter_groups", "answer_key"),
+    *("top_p", "top_k", "min_p", "repetition_penalty", "stop"),
+)
+
+
+def one_form(config: Config) -> Iterator[Finding]:
+    """Files are named by domain or for all."""
+    for name in ("train_files", "val_files") if config.data.domains else ():
+        if getattr(config.data, name):
+            yield Finding(
+                (f"data.{name}", "data.domains"),
+                "both name data",
+                f"remove data.{name}, or make a domain of it: data.domains.NAME.{name}",
+            )
+
+
+def sources(config: Config) -> Iterator[Finding]:
+    """Each domain has data for what it is there for."""
+    domains = config.data.domains
+    for name, domain in domains.items():
+        key = f"data.domains.{name}"
+        if domain.weight > 0 and not domain.train_files:
+            yield Finding(
+                (f"{key}.train_files",),
+                f"the domain '{name}' has no data to train on",
+                f"set {key}.train_files=FILE.jsonl, or {key}.weight=0 to validate on it only",
+            )
+        if domain.weight == 0 and not domain.val_files and any(other.weight for other in domains.values()):
+            yield Finding(
+                (f"{key}.weight", f"{key}.val_files"),
+                f"the domain '{name}' is never drawn, and not validated on: it does nothing",
+                f"give it a weight or {key}.val_files, or take it out",
+            )
+        for split in ("train", "val"):
+            files, limit = getattr(domain, f"{split}_files"), getattr(domain, f"{split}_max_samples")
+            if any(not file.strip() for file in files):
+                yield Finding(
+                    (f"{key}.{split}_files",), "one of the files has an empty name", "remove it from the list"
+                )
+            if limit == 0 or (limit > 0 and not files):
+                what = "no row would be left" if limit == 0 else "it limits data, and there are none"
+                yield Finding((f"{key}.{split}_max_samples",), what, "set it to -1 for all rows, or to 1 or more")
+
+
+def weights(config: Config) -> Iterator[Finding]:
+    """Something is drawn."""
+    domains = config.data.domains
+    if domains and not any(domain.weight for domain in domains.values()):
+        yield Finding(
+            tuple(f"data.domains.{name}.weight" for name in domains),
+            "all weights are 0: nothing would be trained on",
+            "give a domain a weight above 0; weights are relative and need not add up to 1",
+        )
+
+
+def rewards(config: Config) -> Iterator[Finding]:
+    """Each domain is judged, and in one way."""
+    domains, functions = config.data.domains, config.reward.functions
+    if not domains or not is_rl(config):
+        return
+    judged = reward_functions(config)
+    for name, domain in domains.items():
+        key = f"data.domains.{name}.reward"
+        if name not in judged and find_pipeline(config) is not None:
+            yield Finding(
+                (key,), f"the domain '{name}' has no verifier", f"set {key}=math, or reward.functions.{name}=[math]"
+            )
+        if domain.reward and name in functions and functions[name] != domain.reward:
+            yield Finding(
+                (key, f"reward.functions.{name}"),
+                f"they judge the domain '{name}' by different functions",
+                "keep one of the two",
+            )
+        if domain.reward and all(part.weight == 0 for part in domain.reward):
+            what = f"all weights of the domain '{name}' are 0: its score never moves"
+            yield Finding((key,), what, "give a reward function a weight")
+    has_default = any(not domain.reward and name not in functions for name, domain in domains.items())
+    for name in functions:
+        if name not in domains and not (name == "default" and has_default):
+            near = nearest(name, domains)
+            meant = f"did you mean {near}? " if near else ""
+            what = "no domain is called so" if name != "default" else "each domain names its own functions"
+            yield Finding(
+                (f"reward.functions.{name}", "data.domains"),
+                what,
+                f"{meant}take it out; the domains are {', '.join(domains)}",
+            )
+
+
+def prompts(config: Config) -> Iterator[Finding]:
+    """How a domain's prompts are made is said without contradiction."""
+    for name, domain in config.data.domains.items():
+        key, is_chat = f"data.domains.{name}", (domain.prompt_format or config.data.prompt_format) == "chat"
+        if domain.prompt_template is not None and not takes_prompt(domain.prompt_template):
+            yield Finding(
+                (f"{key}.prompt_template",),
+                f"'{domain.prompt_template}' must hold {{prompt}} and no other field",
+                'write e.g. "Question: {prompt} Answer:", with {{ and }} for plain braces',
+            )
+        if domain.system_prompt is not None and not is_chat:
+            yield Finding(
+                (f"{key}.system_prompt", f"{key}.prompt_format"),
+                "a system message needs a chat, and prompts are plain text",
+                f"set {key}.prompt_format=chat, or put the words into {key}.prompt_template",
+            )
+        prompt, other = domain.prompt_key or config.data.prompt_key, "answer_key" if is_rl(config) else "response_key"
+        if prompt == (getattr(domain, other) or getattr(config.data, other)):
+            yield Finding(
+                (f"{key}.prompt_key", f"{key}.{other}"),
+                f"both are read from the column '{prompt}'",
+                f"set {key}.{other} to the other column",
+            )
+
+
+def lengths(config: Config) -> Iterator[Finding]:
+    """A domain's responses fit into what there is for all."""
+    longest = config.data.max_response_length
+    for name, domain in config.data.domains.items():
+        key, own = f"data.domains.{name}.max_response_length", domain.max_response_length
+        if own is not None and own > longest:
+            yield Finding(
+                (key, "data.max_response_length"), f"a response may have {longest} tokens at most", "raise the latter"
+            )
+        if own not in (None, longest) and config.reward.overlong.buffer_tokens > 0:
+            yield Finding(
+                (key, "reward.overlong.buffer_tokens"),
+                "the zone of the penalty lies before the limit of all domains, and this one has its own",
+                f"set reward.overlong.buffer_tokens=0, or remove {key}",
+            )
+
+
+def used(config: Config) -> Iterator[Finding]:
+    """What is set of a domain does something in the program."""
+    default = DomainConfig()
+    for name, domain in config.data.domains.items():
+        for setting in _LEARNS if is_rl(config) else _GENERATES:
+            if getattr(domain, setting) != getattr(default, setting):
+                what = "samples its answers" if is_rl(config) else "learns the answers of the data"
+                yield Finding((f"data.domains.{name}.{setting}",), f"it does nothing: the program {what}", "remove it")
+        if domain.filter_groups and config.actor_rollout_ref.rollout.n == 1:
+            yield Finding(
+                (f"data.domains.{name}.filter_groups", f"{ROLLOUT}.n"),
+                "the only sample of a group equals itself: every group would be dropped",
+                f"set {ROLLOUT}.n=8, or data.domains.{name}.filter_groups=false",
+            )
+
+
+RULES = (one_form, sources, weights, rewards, prompts, lengths, used)
