@@ -10,6 +10,7 @@ import torch
 
 from distflow.config import Config, load_config
 from distflow.config.errors import UserError
+from distflow.config.reward import OnError
 from distflow.data.batch import Batch
 from distflow.data.prompts import PromptRow
 from distflow.data.sample import Sample
@@ -128,6 +129,49 @@ def test_a_group_with_too_few_verdicts_to_compare_is_dropped_and_says_why() -> N
     assert isinstance(dropped, Drop) and dropped.reason == "too_few_verdicts" and "crashed" in dropped.detail
     assert not isinstance(judged(*faults, min_valid=1), Drop), "an estimator that compares nothing takes it"
     assert not isinstance(judged(*faults, validating=True), Drop), "a validation counts it as wrong"
+
+
+def judged_as(on_error: OnError, *verdicts: Verdict, validating: bool = False, **domains: OnError) -> object:
+    group = answered()
+    own = {name: (0, otherwise) for name, otherwise in domains.items()}
+    work = judge_samples(
+        group.samples,
+        Verdicts(*verdicts),  # type: ignore[arg-type]
+        context(group, validating),
+        min_valid=2,
+        on_error=on_error,
+        domains=own,
+    )
+    return asyncio.run(work)
+
+
+def test_a_group_with_one_failed_verdict_is_dropped_where_the_config_says_so() -> None:
+    faults = (Score(1.0), Error("crashed"), Score(0.0))
+    dropped = judged_as("drop", *faults)
+    assert isinstance(dropped, Drop) and dropped.reason == "too_few_verdicts" and "crashed" in dropped.detail
+    assert isinstance(judged_as("mask", *faults, sums="drop"), Drop), "by its domain"
+    assert not isinstance(judged_as("drop", *faults, sums="mask"), Drop)
+    assert not isinstance(judged_as("drop", Score(1.0), Score(0.0), Score(1.0)), Drop)
+    written = judged_as("drop", *faults, validating=True)
+    assert isinstance(written, dict) and written["valid"] == [True, False, True], "a validation drops nothing"
+
+
+def test_a_sample_without_a_verdict_may_be_given_a_score_and_still_says_why() -> None:
+    faults = (Score(1.0), Error("crashed"), Timeout(1.0))
+    written = judged_as(-0.5, *faults)
+    assert isinstance(written, dict)
+    assert written["scores"] == [1.0, -0.5, -0.5] and written["valid"] == [True] * 3
+    assert written["acc"] == [1.0, 0.0, 0.0] and [bool(error) for error in written["reward_errors"]] == [0, 1, 1]
+    in_validation = judged_as(-0.5, *faults, validating=True)
+    assert isinstance(in_validation, dict) and in_validation["valid"] == [True, False, False]
+
+
+def test_a_filter_by_accuracy_compares_no_answer_whose_verdict_is_missing() -> None:
+    acc, errors = torch.tensor([1.0, 1.0, 0.0]), [None, None, "crashed"]
+    valid, scores = torch.ones(3, dtype=torch.bool), torch.tensor([1.0, 1.0, -0.5])
+    dropped = dynamic_sampling(acc, scores, valid, None, errors, metric="acc")
+    assert isinstance(dropped, Drop) and dropped.reason == "all_equal"
+    assert dynamic_sampling(acc, scores, valid, None, errors, metric="score") is None, "its score was given"
 
 
 def test_the_baseline_is_the_score_of_one_greedy_answer_for_all_samples() -> None:
