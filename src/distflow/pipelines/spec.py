@@ -21,6 +21,7 @@ from distflow.algorithms.registry import describe_estimator
 from distflow.config import Config, Loaded, Room, describe, fit_to, with_changes
 from distflow.config.by_domain import reward_functions, validates
 from distflow.config.changes import changes
+from distflow.config.domain_algorithm import algorithms
 from distflow.config.errors import UserError
 from distflow.config.functions import LoadError, load_modules
 from distflow.config.names import CUSTOM_REWARD, REWARDS
@@ -49,6 +50,7 @@ from distflow.pipelines.factories import (
     shares_weights,
 )
 from distflow.pipelines.inert import refuse_inert_keys
+from distflow.pipelines.nodes.by_domain import options_of
 from distflow.pipelines.objectives import is_anchored, loss_terms
 from distflow.pipelines.run_models import with_models_of_runs
 from distflow.pipelines.select import bound, generates, select_pipeline
@@ -152,8 +154,10 @@ def _told(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
         yield f"not used by the program '{reading.program.graph_id}': {', '.join(reading.unused)}"
     yield from _notes(loaded, reading, data)
     if is_rl(config):
-        options = _estimator_options(reading.program)
-        yield f"advantages: {describe_estimator(config.algorithm.adv_estimator, options)}"
+        for domain, algorithm in algorithms(config):
+            of = "" if domain is None else f" of '{domain}'"
+            options = _estimator_options(reading.program, domain)
+            yield f"advantages{of}: {describe_estimator(algorithm.adv_estimator, options)}"
 
 
 def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
@@ -461,10 +465,10 @@ def _validation_params(
     return greedy, sampled, settings.n
 
 
-def _estimator_options(program: Program) -> dict[str, object]:
+def _estimator_options(program: Program, domain: str | None) -> dict[str, object]:
     for node in program.nodes:
         if node.node_role is NodeRole.ADVANTAGE:
-            return dict(node.options)
+            return options_of(node, domain)
     return {}
 
 

@@ -65,6 +65,13 @@ def in_domains(
     return NodeOutput(Batch.concat(done).select(order.argsort()), metrics)
 
 
+def options_of(bound: BoundNode, domain: str | None) -> dict[str, object]:
+    """Those that the function has which runs for the domain, None for all without settings of their own."""
+    parts = bound.options.get("parts")
+    part = parts.get(domain) if isinstance(parts, Mapping) else bound
+    return dict(part.options) if part is not None else {}
+
+
 def _bound(make: Factory, config: Config) -> BoundNode:
     return bind_alone(Node(make.__name__, make(config)), config)
 

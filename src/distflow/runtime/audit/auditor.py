@@ -48,7 +48,18 @@ NUM_GROUPS = 2
 """That are looked at then."""
 
 LOOKED_AT = (
-    *("uid", "group_index", "domain", "valid", "truncated", "reward_parts", "reward_baselines", "scores", "versions"),
+    *(
+        "uid",
+        "group_index",
+        "domain",
+        "valid",
+        "truncated",
+        "reward_parts",
+        "reward_errors",
+        "reward_baselines",
+        "scores",
+        "versions",
+    ),
     *(
         "response_ids",
         "response_mask",

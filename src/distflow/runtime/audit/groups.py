@@ -34,7 +34,7 @@ def _teach(evidence: Evidence, groups: dict[int, list[Sample]]) -> None:
     if not settings.enable or not filters or settings.metric != "acc":
         return
     for number, group in groups.items():
-        values = {float(sample["acc"]) for sample in group if sample["valid"] and not sample["reward_errors"]}
+        values = {float(sample["acc"]) for sample in group if sample["valid"] and not sample.get("reward_errors")}
         if len(values) < 2:
             raise Wrong(
                 f"group {number} was kept though all its samples have the accuracy {values}: it teaches nothing"
