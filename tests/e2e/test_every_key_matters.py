@@ -32,6 +32,7 @@ ELSEWHERE = {
     "reward.retries": "tests/rewards/test_pools.py",
     "reward.backoff_s": "tests/rewards/test_pools.py",
     "reward.domains": "tests/e2e/test_rlvr.py",
+    "data.domains": "tests/e2e/test_domains.py",
     "dag.nodes": "tests/pipelines/test_programs.py",
     "actor_rollout_ref.actor.fsdp_config.param_offload": "tests/pipelines/test_spec.py",
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "tests/pipelines/test_spec.py",

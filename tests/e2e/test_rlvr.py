@@ -74,7 +74,7 @@ def test_every_domain_is_judged_processed_and_estimated_by_its_own_settings(tmp_
     assert metrics[-1]["reward_norm/running_mean/words"] == pytest.approx(statistics.fmean(seen))
     assert metrics[-1]["actor/kl_coef/sums"] == 0.2
     file = tmp_path / "rewards.py"
-    assert {f"reward/{file}:sums/mean", f"reward/{file}:words/mean", "reward/format/mean"} <= metrics[-1].keys()
+    assert {f"reward/sums/{file}:sums", "reward/sums/format", f"reward/words/{file}:words"} <= metrics[-1].keys()
 
 
 def check_words(batch: Batch, seen: list[float]) -> list[float]:

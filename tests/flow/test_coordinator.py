@@ -286,7 +286,7 @@ def test_what_is_on_the_edge_at_a_release_is_in_the_cut_and_goes_on_from_it(tmp_
     assert sorted(live) == [0, 1, 4, 6, 8, 9, 10, 11]
     assert live[11] == {
         "ticket": {"number": 11, "epoch": 1, "row": tickets[11].row, "group_size": 8, "version": 0, "attempt": 0,
-                   "stream": "train"},
+                   "stream": "train", "position": 0},
         "complete": True, "num_tokens": 21, "failures": 0, "version": 0,
     }  # fmt: skip
     assert (live[9]["complete"], live[9]["failures"]) == (False, 1)

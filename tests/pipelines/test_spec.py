@@ -357,7 +357,7 @@ def test_a_number_of_steps_may_go_beyond_the_epochs_and_answers_of_the_data_are_
     needed = (f"{MODEL}.path=builtin:tiny", "data.train_files=rows.jsonl", "data.train_batch_size=4")
     short = (*needed, "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=3")
     for preset, size in (("grpo", 3), ("sft", 1)):
-        by_epochs = data_plan(load_config(preset, [*short, "trainer.total_epochs=2"]).config, 12)
+        by_epochs = data_plan(load_config(preset, [*short, "trainer.total_epochs=2"]).config, {"": 12})
         assert (by_epochs.total_tickets, by_epochs.total_steps, by_epochs.group_size) == (24, 6, size)
-        by_steps = data_plan(load_config(preset, [*short, "trainer.total_training_steps=9"]).config, 12)
+        by_steps = data_plan(load_config(preset, [*short, "trainer.total_training_steps=9"]).config, {"": 12})
         assert (by_steps.total_tickets, by_steps.total_steps) == (None, 9)

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import TYPE_CHECKING, overload
 
@@ -125,6 +125,12 @@ class PromptReport:
         used = f"{self.num_rows:,} rows, longest prompt {self.longest_prompt_tokens} tokens"
         return [used, *(f"{number:,} {what}" for what, number in counts.items() if number)]
 
+    @staticmethod
+    def joined(parts: Sequence["PromptReport"]) -> "PromptReport":
+        """Of several sets as one."""
+        sums = {item.name: sum(getattr(part, item.name) for part in parts) for item in fields(PromptReport)}
+        return PromptReport(**{**sums, "longest_prompt_tokens": max(part.longest_prompt_tokens for part in parts)})
+
 
 class PromptSet(Sequence[PromptRow]):
     """Prompts in the order of their rows, their tokens stored flat."""
@@ -161,6 +167,20 @@ class PromptSet(Sequence[PromptRow]):
             origin=row.origin,
             turns=self._turns[index],
         )
+
+    @staticmethod
+    def joined(sets: Sequence["PromptSet"]) -> "PromptSet":
+        """One behind the other."""
+        if len(sets) == 1:
+            return sets[0]
+        rows = [row for each in sets for row in each._rows]
+        encoded = [entry for each in sets for entry in each._encoded()]
+        return PromptSet(rows, encoded, PromptReport.joined([each.report for each in sets]))
+
+    def _encoded(self) -> Iterator["_Encoded"]:
+        for i, (text, turns) in enumerate(zip(self._texts, self._turns, strict=True)):
+            response = None if self._responses is None else self._responses[i]
+            yield _Encoded(text, self._prompts[i], response, turns)
 
     @property
     def domains(self) -> list[str]:

@@ -37,19 +37,22 @@ TEMPLATE_KWARGS_COLUMN = "chat_template_kwargs"
 class Columns:
     """Names of the columns. A dotted name reaches into nested values: `reward_model.ground_truth`.
 
-    answer_required: a row without an answer is then bad. domain: may be missing where it has its default name.
+    answer_required: a row without an answer is then bad. domain: may be missing where it has its default name; None
+    where all rows are of one, `only_domain`. group: of the config keys that name the columns, for messages.
     response: the column to learn from (SFT), or None. messages: of conversations to learn from, where a row has no
     prompt and response; or None. tools: functions for the chat template. is_chat: texts go through it too.
     """
 
     prompt: str = "prompt"
     answer: str = "answer"
-    domain: str = _DEFAULT_DOMAIN_KEY
+    domain: str | None = _DEFAULT_DOMAIN_KEY
     response: str | None = None
     answer_required: bool = True
     messages: str | None = None
     tools: str = "tools"
     is_chat: bool = False
+    only_domain: str = DEFAULT_DOMAIN
+    group: str = "data"
 
 
 @dataclass(frozen=True)
@@ -150,8 +153,8 @@ def _required(columns: Columns) -> dict[str, str]:
         required["data.answer_key"] = columns.answer
     if columns.response is not None:
         required["data.response_key"] = columns.response
-    if columns.domain != _DEFAULT_DOMAIN_KEY:
-        required["data.domain_key"] = columns.domain
+    if columns.domain not in (None, _DEFAULT_DOMAIN_KEY):
+        required["data.domain_key"] = str(columns.domain)
     return required
 
 
@@ -163,6 +166,11 @@ def _is_conversation(values: Mapping[str, object], columns: Columns) -> bool:
 
 
 def _no_column(key: str, name: str, columns: Columns, source: str, seen: set[str]) -> str:
+    said = _what_is_missing(key, name, columns, source, seen)
+    return said.replace(key, key.replace("data.", f"{columns.group}.", 1))
+
+
+def _what_is_missing(key: str, name: str, columns: Columns, source: str, seen: set[str]) -> str:
     if name in seen:
         return f"the column '{name}' ({key}) of {source} is empty in every row"
     if len(seen) == 1 and (found := re.search(r"[;\t|]", next(iter(seen)))):
@@ -193,7 +201,7 @@ def _raw_row(record: Record, columns: Columns) -> RawRow:
     answer = plain(find(values, columns.answer))
     if columns.answer_required and answer in (None, "", []):
         raise RowError(f"no answer in the column '{columns.answer}'")
-    domain = find(values, columns.domain)
+    domain = find(values, columns.domain) if columns.domain is not None else columns.only_domain
     is_chat = columns.is_chat or not isinstance(prompt, str)
     return RawRow(
         origin=record.origin,

@@ -48,7 +48,7 @@ def load_rows(
         wanted = -1 if max_samples < 0 else max_samples - len(rows)
         if wanted == 0:
             break
-        file = run_folder / "data" / f"{key.rpartition('.')[2]}-{number}.arrow" if run_folder is not None else None
+        file = run_folder / "data" / f"{_kept_as(key)}-{number}.arrow" if run_folder is not None else None
         records = _records(source, key, file, max_iterator_rows, wanted)
         found = read_rows(records, columns, bad, f"'{source}'")
         rows.extend(found if wanted < 0 else islice(found, wanted))
@@ -58,6 +58,11 @@ def load_rows(
         named = ", ".join(f"'{source}'" for source in listed)
         raise UserError(f"{key}: no rows in {named or 'an empty list'}{skipped}")
     return rows, bad
+
+
+def _kept_as(key: str) -> str:
+    """`train_files`, or `NAME.train_files` of a domain."""
+    return key.removeprefix("data.").removeprefix("domains.")
 
 
 def forget_rows(run_folder: Path) -> None:

@@ -9,14 +9,25 @@ class AccountingError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class DomainAccount:
+    """Of one domain: tickets that were issued, consumed, and dropped by reason."""
+
+    issued: int = 0
+    consumed: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Account:
-    """How many tickets are where. dropped: counts by reason."""
+    """How many tickets are where. dropped: counts by reason. domains: of each that a ticket was issued for, empty of a
+    run without them."""
 
     issued: int = 0
     running: int = 0
     complete: int = 0
     consumed: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
+    domains: Mapping[str, DomainAccount] = field(default_factory=dict)
 
     def check(self) -> None:
         """Raises AccountingError where a ticket is nowhere or in two places."""

@@ -1,20 +1,34 @@
 """The coordinator: hands out tickets on credits, knows where every group is, and says when a step may be consumed."""
 
 from collections import Counter, deque
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from fractions import Fraction
+from functools import partial
 from typing import cast
 
-from distflow.flow.account import Account, AccountingError
+from distflow.flow.account import Account, AccountingError, DomainAccount
 from distflow.flow.credits import Credits
 from distflow.flow.data_plan import DataPlan
 from distflow.flow.draws import Draws
-from distflow.flow.edge import ExperienceEdge, Group, still_consumable
+from distflow.flow.edge import ExperienceEdge, still_consumable
+from distflow.flow.lane import Group
 from distflow.flow.ledger import Ledger, Mark
 from distflow.flow.order import place
+from distflow.flow.quotas import Quotas
+from distflow.flow.record import Quota
 from distflow.flow.room import Room
-from distflow.flow.snapshot import SavedMark, Snapshot, at_start, check_resumable, restored, saved, saved_plan
+from distflow.flow.snapshot import (
+    SavedDomain,
+    SavedMark,
+    Snapshot,
+    at_start,
+    check_resumable,
+    restored,
+    saved,
+    saved_plan,
+)
 from distflow.flow.tally import STALE
-from distflow.flow.ticket import Ticket, Version
+from distflow.flow.ticket import Ticket, Version, domain_of, stream_of
 
 LOST = "lost"
 """Why a group of an offered row is dropped: its process ended before it did, and the row with it."""
@@ -28,6 +42,10 @@ class Coordinator:
     ticket. At staleness 0 every step consumes all that was drawn for it, so a release leaves nothing behind (but what a
     run of more staleness had begun), and a run that goes on from one repeats what an uninterrupted run would do.
     Otherwise groups stay on the edge, and the cut lists them.
+
+    Of several domains each has its own order, epoch and position, and its places in every step (`flow.quotas`): a new
+    ticket is of the domain whose next place without a group comes first, so that what takes the place of a dropped one
+    is of its domain.
 
     Tickets are of rows of the data set, and of rows that somebody offers: these have the row numbers behind the data
     set's, and go first. data_open: whether tickets of the data set are handed out; they may not be wanted yet.
@@ -59,10 +77,23 @@ class Coordinator:
         self.data_open = True
         self._consumed = start["consumed"]
         self._dropped = Counter(start["dropped"])
+        before = start.get("domains", {})
+        self._domains = {
+            name: DomainAccount(each["issued"], each["consumed"], each["dropped"])
+            for name, each in before.items()
+            if each["issued"]
+        }
+        self._quotas = Quotas(
+            plan.consumer_batch,
+            self.step,
+            plan.shares,
+            [Fraction(before[source.name]["lag"]) for source in plan.sources] if before else None,
+        )
         max_concurrent = plan.max_concurrent or (plan.max_staleness + 1) * plan.consumer_batch
         self._credits = Credits(max_concurrent, plan.max_staleness, plan.consumer_batch)
         batches = plan.max_num_gen_batches
-        self._draws = None if batches is None else Draws(batches * plan.consumer_batch, self.step)
+        sources = range(0 if batches is None else len(plan.sources))
+        self._draws = [Draws(batches or 0, self.step, partial(self._quotas.in_all, number)) for number in sources]
         self._room = Room(plan.max_held_bytes)
         self._served = self.step
         self._asked = False  # for tickets, since the last release
@@ -71,8 +102,11 @@ class Coordinator:
             max_staleness=plan.max_staleness,
             next_step=self.step,
             when_exhausted=plan.when_exhausted,
+            quotas=self._quotas,
+            domains=[source.name for source in plan.sources],
         )
-        self._journal("plan", max_staleness=plan.max_staleness, consumer_batch=plan.consumer_batch)
+        quotas = {"quotas": self._shown_quotas()} if plan.domains else {}
+        self._journal("plan", max_staleness=plan.max_staleness, consumer_batch=plan.consumer_batch, **quotas)
         if ledger and ledger.inherits:
             self._journal_inheritance(start)
         self._restore([restored(group) for group in start["live"]])
@@ -102,13 +136,12 @@ class Coordinator:
         if self.finished:
             return []
         tickets = [self._edge.reissue(number, served) for number in self._lost_to_start(served)]
-        for number in range(self._issued, self._issued + self._num_new(served)):
-            epoch, row = self._next_row()
-            tickets.append(Ticket(number, epoch, row, self.plan.group_size, served))
+        for source in self._new(served):
+            tickets.append(self._next_ticket(source, served))
             self._edge.issue(tickets[-1])
             self._issued += 1
-            if self._draws is not None:
-                self._draws.issue(served + self.plan.max_staleness)
+            if self._draws:
+                self._draws[source].issue(served + self.plan.max_staleness)
         for ticket in tickets:
             self._journal_issue(ticket)
         self._close_at_end()
@@ -119,7 +152,9 @@ class Coordinator:
         self._journal("assigned", ticket=number, worker=worker)
 
     def offer(self) -> int:
-        """Somebody has a row of his own to be answered; the number that its ticket will name it by."""
+        """Somebody has a row of his own to be answered; the number that its ticket will name it by. Not of a run with
+        domains, which have all places."""
+        assert not self.plan.domains
         row = self.plan.num_rows + self._num_offered
         self._num_offered += 1
         self._offered.append(row)
@@ -143,9 +178,9 @@ class Coordinator:
 
     def drop(self, number: int, reason: str) -> None:
         """A group leaves without being trained on. Its ticket is spent, its credit comes back."""
-        self._edge.drop(number, reason)
+        group = self._edge.drop(number, reason)
         self._journal("dropped", ticket=number, reason=reason)
-        self._dropped[reason] += 1
+        self._count_dropped(group.ticket, reason)
 
     def retry(self, number: int) -> bool:
         """A group was lost while the run goes on: with the engine or the process that worked on it.
@@ -204,7 +239,7 @@ class Coordinator:
     @property
     def stalled(self) -> bool:
         """Whether no group runs, and none will start before a step is released or a row is offered."""
-        return self._asked and not self._edge.num_running and not self._num_new(min(self._served, self.step))
+        return self._asked and not self._edge.num_running and not self._new(min(self._served, self.step))
 
     def holds(self, number: int) -> bool:
         """Whether the group is complete and waits for its step: its batch is to be kept."""
@@ -223,6 +258,9 @@ class Coordinator:
         assert self.plan.max_staleness or not left, "at staleness 0 a step leaves nothing behind that has started"
         numbers = [group.ticket.number for group in groups]
         self._consumed += len(numbers)
+        for group in groups:
+            if name := domain_of(group.ticket.stream):
+                self._domains[name] = replace(self._domains[name], consumed=self._domains[name].consumed + 1)
         self._room.keep(self._edge.holds)
         self.version = Version(self._incarnation, step + 1)
         self.weights_step = step + 1 if published else self.weights_step
@@ -242,6 +280,7 @@ class Coordinator:
             complete=self._edge.num_complete,
             consumed=self._consumed,
             dropped=dict(self._dropped),
+            domains=dict(self._domains),
         )
 
     def snapshot(self) -> Snapshot:
@@ -265,12 +304,23 @@ class Coordinator:
         """Tickets of rows of the data set."""
         return self._issued - self._num_drawn_offered
 
-    def _next_row(self) -> tuple[int, int]:
-        """Epoch and row of the next ticket."""
+    def _next_ticket(self, source: int, served: int) -> Ticket:
+        """The next new one of the source."""
+        plan, number = self.plan, self._issued
         if self._offered:
             self._num_drawn_offered += 1
-            return 0, self._offered.popleft()
-        return place(self._num_drawn, self.plan.num_rows, self.plan.seed, self.plan.shuffle)
+            return Ticket(number, 0, self._offered.popleft(), plan.group_size, served)
+        if not plan.domains:
+            return Ticket(
+                number, *place(self._num_drawn, plan.num_rows, plan.seed, plan.shuffle), plan.group_size, served
+            )
+        domain = plan.domains[source]
+        account = self._domains.get(domain.name, DomainAccount())
+        self._domains[domain.name] = replace(account, issued=account.issued + 1)
+        epoch, row = place(account.issued, domain.num_rows, plan.seed, plan.shuffle, domain.name)
+        row += sum(other.num_rows for other in plan.domains[:source])
+        stream = stream_of(domain.name)
+        return Ticket(number, epoch, row, plan.group_size, served, stream=stream, position=account.issued)
 
     def _see(self, served_step: int) -> int:
         """Take note of the version that is served now; the one to issue tickets with."""
@@ -283,11 +333,13 @@ class Coordinator:
         return min(served_step, self.step)
 
     def _is_spent(self) -> bool:
-        """Whether no ticket can be drawn before the next step is consumed: all were that may be at the version served,
-        and no later version is on its way."""
-        if self._draws is None or not self._knows_last_version():
+        """Whether no ticket can be drawn before the next step is consumed, of a source that it lacks groups of: all
+        were that may be at the version served, and no later version is on its way."""
+        if not self._draws or not self._knows_last_version():
             return False
-        return self._draws.room(min(self._served, self.step) + self.plan.max_staleness) == 0
+        due, lanes = min(self._served, self.step) + self.plan.max_staleness, list(self._edge.lanes.values())
+        lacking = [draws for draws, lane in zip(self._draws, lanes, strict=True) if lane.num_untaken < lane.num_wanted]
+        return all(draws.room(due) == 0 for draws in lacking or self._draws)
 
     def _is_stuck(self) -> bool:
         """Whether nothing runs and nothing may start before the next step is consumed, for want of newer weights."""
@@ -300,39 +352,98 @@ class Coordinator:
         return self._asked and self._served >= self.weights_step
 
     def _lost_to_start(self, served: int) -> list[int]:
-        num_credits = self._open(self._edge.num_running - self._edge.num_waiting, served)
-        return self._edge.waiting[:num_credits] if num_credits else []
+        num_credits = self._open(self._num_started, served)
+        if not num_credits or not self._edge.num_waiting:
+            return []
+        room = {lane: lane.room(self._last_step(served)) + len(lane.waiting) for lane in self._edge.lanes.values()}
+        started = list[int]()
+        for number in self._edge.waiting[: None if self.plan.domains else num_credits]:
+            lane = self._edge.lane_of(number)
+            if room[lane] > 0 and len(started) < num_credits:
+                room[lane] -= 1
+                started.append(number)
+        return started
 
-    def _num_new(self, served: int) -> int:
-        """Tickets to issue now. Where memory is full these are the ones that the next step waits for, and no other."""
-        bounds = [self._open(self._edge.num_running, served)]
-        if (room := self._room.left(self._edge.num_running)) is not None:
-            bounds.append(max(room, self.plan.consumer_batch - self._edge.num_live))
+    def _new(self, served: int) -> list[int]:
+        """Tickets to issue now, each by its source. Where memory is full these are the ones that the next step waits
+        for, and no other."""
+        lanes = list(self._edge.lanes.values())
+        room = [lane.room(self._last_step(served)) for lane in lanes]
+        if self._draws:
+            due = served + self.plan.max_staleness
+            room = [min(own, draws.room(due)) for own, draws in zip(room, self._draws, strict=True)]
+        room = [max(0, own) for own in room]
+        bounds = [self._open(self._num_started, served), sum(room)]
+        if (left := self._room.left(self._edge.num_running)) is not None:
+            bounds.append(max(left, sum(max(0, lane.room(self.step)) for lane in lanes)))
         if (left := self._left()) is not None:
             bounds.append(left)
-        if self._draws is not None:
-            bounds.append(self._draws.room(served + self.plan.max_staleness))
-        return min(bounds)
+        return self._by_place([lane.num_live for lane in lanes], room, min(bounds))
+
+    def _by_place(self, filled: list[int], room: list[int], count: int) -> list[int]:
+        """The sources of the first `count` places without a group. filled, room: by source, places with one, and more
+        that may have one."""
+        if len(filled) == 1:
+            return [0] * count
+        last = [full + more for full, more in zip(filled, room, strict=True)]
+        chosen = list[int]()
+        while len(chosen) < count:
+            open_ones = (source for source, full in enumerate(filled) if full < last[source])
+            chosen.append(min(open_ones, key=lambda source: self._quotas.place(source, filled[source])))
+            filled[chosen[-1]] += 1
+        return chosen
+
+    @property
+    def _num_started(self) -> int:
+        return self._edge.num_running - self._edge.num_waiting
+
+    def _last_step(self, served: int) -> int:
+        """The last that groups which start now may be for."""
+        return min(served + self.plan.max_staleness, self.plan.total_steps - 1)
 
     def _open(self, running: int, served: int) -> int:
         """Credits: none for steps that the run does not have."""
-        plan = self.plan
-        version = min(served, plan.total_steps - 1 - plan.max_staleness)
+        plan, version = self.plan, self._last_step(served) - self.plan.max_staleness
         return self._credits.open(running, version, self.step * plan.consumer_batch + self._edge.num_complete)
 
     def _restore(self, groups: list[Group]) -> None:
         complete = [group for group in groups if group.complete]
-        fit, stale = still_consumable(complete, self.step, self.plan.max_staleness, self.plan.consumer_batch)
+        fit, stale = list[Group](), list[Group]()
+        for number, source in enumerate(self.plan.sources):
+            own = [group for group in complete if domain_of(group.ticket.stream) == source.name]
+            parts = still_consumable(own, self.plan.max_staleness, partial(self._quotas.up_to, number))
+            fit += parts[0]
+            stale += parts[1]
         running = [group for group in groups if not group.complete]
         lost = [group for group in running if group.ticket.row >= self.plan.num_rows]
         for group in [*fit, *(group for group in running if group not in lost)]:
             self._edge.restore(group)
         for group, reason in [*((group, STALE) for group in stale), *((group, LOST) for group in lost)]:
             self._journal("dropped", ticket=group.ticket.number, reason=reason)
-            self._dropped[reason] += 1
+            self._count_dropped(group.ticket, reason)
+
+    def _count_dropped(self, ticket: Ticket, reason: str) -> None:
+        self._dropped[reason] += 1
+        if name := domain_of(ticket.stream):
+            account = self._domains[name]
+            dropped = {**account.dropped, reason: account.dropped.get(reason, 0) + 1}
+            self._domains[name] = replace(account, dropped=dropped)
+
+    def _shown_quotas(self) -> dict[str, Quota]:
+        """As a record has them."""
+        known = zip(self.plan.domains, self.plan.shares, self._quotas.lags, strict=True)
+        return {domain.name: {"share": str(share), "lag": str(lag)} for domain, share, lag in known}
+
+    def _saved_domains(self) -> dict[str, SavedDomain]:
+        saved: dict[str, SavedDomain] = {}
+        for domain, lag in zip(self.plan.domains, self._quotas.lags, strict=True):
+            account = self._domains.get(domain.name, DomainAccount())
+            counts = {"issued": account.issued, "consumed": account.consumed, "dropped": dict(account.dropped)}
+            saved[domain.name] = cast(SavedDomain, {**counts, "lag": str(lag)})
+        return saved
 
     def _describe(self) -> Snapshot:
-        return {
+        described: Snapshot = {
             "plan": saved_plan(self.plan),
             "incarnation": self._incarnation,
             "step": self.step,
@@ -343,12 +454,16 @@ class Coordinator:
             "live": [saved(group) for group in self._edge.live],
             "ledger": cast(SavedMark, asdict(self._ledger.mark())) if self._ledger else None,
         }
+        if self.plan.domains:
+            described["domains"] = self._saved_domains()
+        return described
 
     def _journal(self, kind: str, **fields: object) -> None:
         if self._ledger:
             self._ledger.append(kind, **fields)
 
     def _journal_issue(self, ticket: Ticket) -> None:
+        name = domain_of(ticket.stream)
         self._journal(
             "issued",
             ticket=ticket.number,
@@ -356,6 +471,7 @@ class Coordinator:
             row=ticket.row,
             version=ticket.version,
             attempt=ticket.attempt,
+            **({"domain": name} if name else {}),
         )
 
     def _journal_inheritance(self, start: Snapshot) -> None:
@@ -365,11 +481,14 @@ class Coordinator:
                 "attempt": group.ticket.attempt,
                 "complete": group.complete,
                 "version": group.ticket.version if group.version is None else group.version,
+                **({"domain": name} if (name := domain_of(group.ticket.stream)) else {}),
             }
             for group in map(restored, start["live"])
         ]
         counts = {key: start[key] for key in ("step", "issued", "consumed", "dropped")}
-        self._journal("inherited", **counts, **({"live": live} if live else {}))
+        domains = {name: asdict(account) for name, account in self._domains.items()}
+        listed = {"live": live, "domains": domains}
+        self._journal("inherited", **counts, **{key: value for key, value in listed.items() if value})
 
     def _check(self) -> None:
         account = self.accounting()

@@ -29,8 +29,7 @@ class Credits:
     consumer_batch: int
 
     def open(self, running: int, version: int, accepted: int) -> int:
-        """Credits to give out now: for lost groups, with none of them counted in `running`; then for new ones, with
-        all of them counted there.
+        """Credits to give out now, with the lost groups that wait to be issued again not counted in `running`.
 
         At staleness 0 they open in waves: none while a group of the last wave runs. What shares a batch in the
         engine is then decided by the ledger alone, never by who finished first, and a resumed run repeats it.

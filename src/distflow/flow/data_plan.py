@@ -1,7 +1,19 @@
 """What a run draws from its data."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
+
+
+@dataclass(frozen=True)
+class DomainPlan:
+    """A domain that is drawn from. weight: relative to the others', above 0, taken as the decimal that it is written
+    as."""
+
+    name: str
+    num_rows: int
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -13,7 +25,8 @@ class DataPlan:
     max_staleness: steps by which weights that made a token may be older than the step that trains on it.
     max_concurrent: groups that may run at once, None for as many as staleness allows. max_num_gen_batches: bound on
     the tickets drawn for a step, in batches. max_held_bytes: of groups that wait for their step or are trained on,
-    None for no bound.
+    None for no bound. domains: in the order of their rows, none for one source; each goes round by itself, so that with
+    them `total_tickets` is None.
     """
 
     num_rows: int
@@ -28,7 +41,21 @@ class DataPlan:
     max_num_gen_batches: int | None = None
     when_exhausted: Literal["error", "continue"] = "error"
     max_held_bytes: int | None = None
+    domains: tuple[DomainPlan, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.domains:
+            assert self.total_tickets is None and sum(domain.num_rows for domain in self.domains) == self.num_rows
         assert min(self.num_rows, self.consumer_batch, self.group_size) > 0
         assert self.max_num_gen_batches is None or self.max_num_gen_batches > 0
+
+    @property
+    def sources(self) -> tuple[DomainPlan, ...]:
+        """The domains, or the one source that there is, without a name."""
+        return self.domains or (DomainPlan("", self.num_rows),)
+
+    @property
+    def shares(self) -> Sequence[Fraction]:
+        """Of each source, exact, 1 in all."""
+        weights = [Fraction(str(source.weight)) for source in self.sources]
+        return [weight / sum(weights) for weight in weights]

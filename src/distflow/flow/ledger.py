@@ -3,16 +3,18 @@
 One JSON object a line: {"t": seconds since 1970, "inc": incarnation, "kind": ..., ...}. The kinds that count tickets:
 
     opened      ledger (its id)                                the first line
-    plan        max_staleness, consumer_batch                  of the run from here on: at its start and each resume
-    issued      ticket, epoch, row, version, attempt           version: the step whose weights were served
+    plan        max_staleness, consumer_batch, quotas          of the run from here on: at its start and each resume;
+                                                               quotas: of domains, share and lag at the next step
+    issued      ticket, epoch, row, version, attempt, domain   version: the step whose weights were served; domain: if
+                                                               the run has any
     assigned    ticket, worker                                 who works on it from here on, where several could
     complete    ticket, tokens, version                        version: the lowest of any of its tokens
     lost        ticket                                         it was complete, and is to be issued again
     dropped     ticket, reason                                 consumed    step, tickets, tokens
     version     step, weights (the step that made them: less than `step` where none were sent)
-    inherited   step, issued, consumed, dropped, live          the account of a checkpoint from another folder; live:
-                                                               ticket, attempt, complete, version of groups on the edge,
-                                                               if any
+    inherited   step, issued, consumed, dropped, live, domains the account of a checkpoint from another folder; live:
+                                                               ticket, attempt, complete, version, domain of groups on
+                                                               the edge, if any; domains: issued, consumed, dropped
     rolled_back to (a byte offset)                             a resume: the records since `to` no longer hold
 
 Nothing is ever rewritten. Records of other kinds may be added by anyone; readers pass over what they do not know.
@@ -29,6 +31,7 @@ from typing import cast
 
 from distflow.config.errors import UserError
 from distflow.flow.account import Account, AccountingError
+from distflow.flow.quota_audit import QuotaAudit
 from distflow.flow.record import Record
 from distflow.flow.staleness import StalenessAudit
 from distflow.flow.tally import Tally
@@ -175,7 +178,7 @@ def replay(path: Path) -> Account:
 
 def verify(path: Path) -> Account:
     """`replay`, and that each row of an epoch was issued under one ticket only, each step ended in a version, no group
-    was staler than the plan in force allowed, and versions never went backwards.
+    was staler than the plan in force allowed, versions never went backwards, and each domain had its share.
 
     Raises AccountingError.
     """
@@ -183,7 +186,7 @@ def verify(path: Path) -> Account:
     account.check()
     owner: dict[tuple[int, int], int] = {}
     num_consumed = num_versions = 0
-    staleness = StalenessAudit()
+    staleness, quotas = StalenessAudit(), QuotaAudit()
     for _, record in timeline(path):
         if record["kind"] == "issued":
             where = (record["epoch"], record["row"])
@@ -193,6 +196,7 @@ def verify(path: Path) -> Account:
                     f"{record['ticket']}"
                 )
         staleness.apply(record)
+        quotas.apply(record)
         num_consumed += record["kind"] == "consumed"
         num_versions += record["kind"] == "version"
     if num_consumed > num_versions:

@@ -1,15 +1,31 @@
 """A line of the journal."""
 
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 
 class InheritedGroup(TypedDict):
-    """A group that was on the edge of another run."""
+    """A group that was on the edge of another run. domain: missing in a run without any."""
 
     ticket: int
     attempt: int
     complete: bool
     version: int
+    domain: NotRequired[str]
+
+
+class InheritedDomain(TypedDict):
+    """What became of a domain's tickets in another run."""
+
+    issued: int
+    consumed: int
+    dropped: dict[str, int]
+
+
+class Quota(TypedDict):
+    """A domain's share of all places, and by how many it is behind it at the next step: fractions as texts."""
+
+    share: str
+    lag: str
 
 
 class Record(TypedDict, total=False):
@@ -36,4 +52,7 @@ class Record(TypedDict, total=False):
     dropped: dict[str, int]
     live: list[InheritedGroup]
     worker: str
+    domain: str
+    domains: dict[str, InheritedDomain]
+    quotas: dict[str, Quota]
     to: int

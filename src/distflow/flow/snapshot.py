@@ -4,7 +4,7 @@ from typing import NotRequired, TypedDict, cast
 
 from distflow.config.errors import UserError
 from distflow.flow.data_plan import DataPlan
-from distflow.flow.edge import Group
+from distflow.flow.lane import Group
 from distflow.flow.ticket import Ticket
 
 
@@ -18,6 +18,7 @@ class SavedTicket(TypedDict):
     version: int
     attempt: int
     stream: str
+    position: NotRequired[int]
 
 
 class LiveGroup(TypedDict):
@@ -34,12 +35,22 @@ class LiveGroup(TypedDict):
     version: int | None
 
 
+class SavedDomain(TypedDict):
+    """How far a domain is. lag: places by which it is behind its share at the next step, as a fraction."""
+
+    issued: int
+    consumed: int
+    dropped: dict[str, int]
+    lag: str
+
+
 class SavedPlan(TypedDict):
-    """What of a `DataPlan` a run that goes on may not change."""
+    """What of a `DataPlan` a run that goes on may not change. domains: their rows, in order; missing without any."""
 
     num_rows: int
     seed: int
     shuffle: bool
+    domains: NotRequired[dict[str, int]]
 
 
 class SavedMark(TypedDict):
@@ -52,7 +63,8 @@ class SavedMark(TypedDict):
 
 class Snapshot(TypedDict):
     """issued, consumed, dropped: tickets, as in `Account`. offered: issued for rows that are not of the data set. live:
-    groups on the edge, in ticket order. ledger: where it stood, None without one."""
+    groups on the edge, in ticket order. ledger: where it stood, None without one. domains: by name, missing without
+    any."""
 
     plan: SavedPlan
     incarnation: int
@@ -63,6 +75,7 @@ class Snapshot(TypedDict):
     dropped: dict[str, int]
     live: list[LiveGroup]
     ledger: SavedMark | None
+    domains: NotRequired[dict[str, SavedDomain]]
 
 
 def at_start(plan: DataPlan) -> Snapshot:
@@ -80,7 +93,10 @@ def at_start(plan: DataPlan) -> Snapshot:
 
 
 def saved_plan(plan: DataPlan) -> SavedPlan:
-    return {"num_rows": plan.num_rows, "seed": plan.seed, "shuffle": plan.shuffle}
+    saved: SavedPlan = {"num_rows": plan.num_rows, "seed": plan.seed, "shuffle": plan.shuffle}
+    if plan.domains:
+        saved["domains"] = {domain.name: domain.num_rows for domain in plan.domains}
+    return saved
 
 
 def saved(group: Group) -> LiveGroup:
@@ -106,6 +122,7 @@ def check_resumable(plan: DataPlan, snapshot: Snapshot) -> None:
     """Raises UserError where the plan is not one that can go on from the snapshot."""
     before, now = snapshot["plan"], saved_plan(plan)
     for key, then, wanted, option in (
+        ("domains", _shown(before), _shown(now), "data.domains"),
         ("num_rows", before["num_rows"], now["num_rows"], "data.train_files"),
         ("seed", before["seed"], now["seed"], "data.seed"),
         ("shuffle", before["shuffle"], now["shuffle"], "data.shuffle"),
@@ -116,3 +133,8 @@ def check_resumable(plan: DataPlan, snapshot: Snapshot) -> None:
                 f"skipped. Restore {option}, or start anew with trainer.resume_mode=never and another "
                 "trainer.default_local_dir"
             )
+
+
+def _shown(plan: SavedPlan) -> str:
+    """The domains with their rows, in order."""
+    return ", ".join(f"{name} ({rows} rows)" for name, rows in plan.get("domains", {}).items()) or "none"

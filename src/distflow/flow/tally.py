@@ -2,9 +2,10 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import IntEnum
 
-from distflow.flow.account import Account, AccountingError
+from distflow.flow.account import Account, AccountingError, DomainAccount
 from distflow.flow.record import Record
 
 STALE = "stale"
@@ -21,6 +22,15 @@ class _State(IntEnum):
     """Consumed or dropped in another run's journal, of which only the counts were inherited."""
 
 
+@dataclass
+class _Domain:
+    """As `DomainAccount`."""
+
+    issued: int = 0
+    consumed: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
 class Tally:
     """Applies the records of one surviving timeline in order. One byte a ticket.
 
@@ -33,6 +43,8 @@ class Tally:
         self._attempts: dict[int, int] = {}
         self._counts: Counter[_State] = Counter()
         self._dropped: Counter[str] = Counter()
+        self._domains: dict[str, _Domain] = {}
+        self._domain_of: dict[int, str] = {}  # of tickets on the edge
         self._apply: dict[str, Callable[[Record], None]] = {
             "issued": self._issued,
             "complete": lambda record: self._move(record["ticket"], _State.RUNNING, _State.COMPLETE),
@@ -51,6 +63,10 @@ class Tally:
             complete=counts[_State.COMPLETE],
             consumed=counts[_State.CONSUMED],
             dropped=dict(self._dropped),
+            domains={
+                name: DomainAccount(counts.issued, counts.consumed, dict(counts.dropped))
+                for name, counts in self._domains.items()
+            },
         )
 
     def apply(self, record: Record) -> None:
@@ -64,6 +80,9 @@ class Tally:
         if number == len(self._states):
             self._states.append(_State.RUNNING)
             self._counts[_State.RUNNING] += 1
+            if "domain" in record:
+                self._domain_of[number] = record["domain"]
+                self._domains.setdefault(record["domain"], _Domain()).issued += 1
         elif number > len(self._states):
             raise AccountingError(f"ticket {number} was issued, but {len(self._states)} is the next one")
         elif self._states[number] != _State.RUNNING or attempt <= self._attempts[number]:
@@ -75,12 +94,16 @@ class Tally:
         source = _State.COMPLETE if record["reason"] == STALE else _State.RUNNING
         self._move(record["ticket"], source, _State.DROPPED)
         self._dropped[record["reason"]] += 1
+        if record["ticket"] in self._domain_of:
+            self._domains[self._domain_of.pop(record["ticket"])].dropped[record["reason"]] += 1
 
     def _consumed(self, record: Record) -> None:
         if record["step"] != self.next_step:
             raise AccountingError(f"step {record['step']} was consumed, but {self.next_step} is the next one")
         for number in record["tickets"]:
             self._move(number, _State.COMPLETE, _State.CONSUMED)
+            if number in self._domain_of:
+                self._domains[self._domain_of.pop(number)].consumed += 1
         self.next_step += 1
 
     def _inherited(self, record: Record) -> None:
@@ -90,11 +113,17 @@ class Tally:
         self._states = bytearray([_State.SETTLED]) * record["issued"]
         self._counts = Counter({_State.CONSUMED: record["consumed"]})
         self._dropped = Counter(record["dropped"])
+        self._domains = {
+            name: _Domain(counts["issued"], counts["consumed"], Counter(counts["dropped"]))
+            for name, counts in record.get("domains", {}).items()
+        }
         for group in record.get("live", ()):
             state = _State.COMPLETE if group["complete"] else _State.RUNNING
             self._states[group["ticket"]] = state
             self._counts[state] += 1
             self._attempts[group["ticket"]] = group["attempt"]
+            if "domain" in group:
+                self._domain_of[group["ticket"]] = group["domain"]
 
     def _move(self, number: int, source: _State, target: _State) -> None:
         state = _State(self._states[number]) if number < len(self._states) else _State.UNKNOWN

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+TRAIN = "train"
+
 
 @dataclass(frozen=True, order=True)
 class Version:
@@ -20,7 +22,8 @@ class Ticket:
     group_size: samples to draw for the prompt.
     version: the step whose weights were served when the ticket was issued.
     attempt: raised each time a crash makes the group start again.
-    stream: "train", or "val/<set>".
+    stream: "train", "train/<domain>", or "val/<set>".
+    position: in the order of its domain, from 0; 0 of a run without domains, where `number` says it.
     """
 
     number: int
@@ -29,4 +32,15 @@ class Ticket:
     group_size: int
     version: int
     attempt: int = 0
-    stream: str = "train"
+    stream: str = TRAIN
+    position: int = 0
+
+
+def stream_of(domain: str) -> str:
+    """What a training ticket of the domain has; "" is that of a run without."""
+    return f"{TRAIN}/{domain}" if domain else TRAIN
+
+
+def domain_of(stream: str) -> str:
+    """The inverse."""
+    return stream.partition("/")[2]

@@ -7,7 +7,7 @@ writes says in which order they run; prompt groups go through the first part one
 from distflow.algorithms.registry import selects_tokens
 from distflow.config import Config, preset_config
 from distflow.config.algorithm import is_on
-from distflow.config.by_domain import filters_groups
+from distflow.config.by_domain import filters_groups, unfiltered_domains
 from distflow.config.domain_algorithm import algorithms
 from distflow.graph import Pipeline, TaskGraph
 from distflow.pipelines import nodes
@@ -37,7 +37,10 @@ def answer_and_judge(pipeline: Pipeline, config: Config) -> None:
     if any(each.adv_estimator == "remax" for _, each in algorithms(config)):
         pipeline.add_node("reward_baseline", nodes.greedy_baseline)
     if filters_groups(config):
-        pipeline.add_node("dynamic_sampling", nodes.dynamic_sampling)
+        if unfiltered := sorted(unfiltered_domains(config)):
+            pipeline.add_node("dynamic_sampling", nodes.dynamic_sampling, unfiltered=unfiltered)
+        else:
+            pipeline.add_node("dynamic_sampling", nodes.dynamic_sampling)
 
 
 def score(pipeline: Pipeline, config: Config) -> None:

@@ -13,7 +13,7 @@ from distflow.data.prompts import PromptRow, encode_rows
 from distflow.data.rows import BadRows, Record, plain, read_rows
 from distflow.graph import Program
 from distflow.models.tokenizer import end_token_ids
-from distflow.pipelines.data_sets import train_source
+from distflow.pipelines.data_sets import train_sources
 from distflow.rewards.router import check_domains
 
 
@@ -52,7 +52,7 @@ def encode_row(
     if not isinstance(values, Mapping):
         raise UserError(f"submit takes a dict such as {{'prompt': ..., 'answer': ...}}, not a {type(values).__name__}")
     judged = "judge" in program.services
-    source = train_source(config, judged)
+    (source,) = train_sources(config, judged)
     record = Record(f"submitted prompt {number}", {str(key): plain(value) for key, value in values.items()})
     bad = BadRows("error")
     rows = list(read_rows(iter([record]), source.columns, bad, "what was submitted"))

@@ -7,11 +7,12 @@ import os
 import platform
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +23,7 @@ from distflow.config import Config, Loaded, Room, describe, fit_to, with_changes
 from distflow.config.by_domain import reward_functions, validates
 from distflow.config.changes import changes
 from distflow.config.domain_algorithm import algorithms
-from distflow.config.errors import UserError
+from distflow.config.errors import UserError, hint
 from distflow.config.functions import LoadError, load_modules
 from distflow.config.names import CUSTOM_REWARD, REWARDS
 from distflow.config.program import CUSTOM, is_rl, is_sharded, program_name
@@ -32,11 +33,11 @@ from distflow.data.encoded import EncodedRows, write_encoded
 from distflow.data.prompts import PromptSet
 from distflow.data.rows import TEMPLATE_KWARGS_COLUMN
 from distflow.data.sources import forget_rows
-from distflow.flow.data_plan import DataPlan
+from distflow.flow.data_plan import DataPlan, DomainPlan
 from distflow.flow.order import total_steps
 from distflow.graph import NodeRole, Program
 from distflow.observe.claim import claimed
-from distflow.pipelines.data_sets import DataSource, held_out_source, train_source
+from distflow.pipelines.data_sets import DataSource, held_out_sources, train_sources
 from distflow.pipelines.factories import (
     check_layouts,
     choose_device,
@@ -98,27 +99,29 @@ class Reading:
 
     program: Program
     unused: list[str]
-    train: DataSource
-    held_out: DataSource | None
+    train: list[DataSource]
+    held_out: list[DataSource]
 
 
 @dataclass(frozen=True)
 class Data:
-    """What the files hold, as tokens."""
+    """What the files hold, as tokens; held out by the domain that has the files, "" where none has."""
 
     tokenizer: PreTrainedTokenizerBase
     train: PromptSet
-    held_out: PromptSet | None
+    held_out: dict[str, PromptSet]
 
 
 def _read_data(config: Config, reading: Reading) -> Data:
     """All files are read before anything is loaded. What validates comes first: `eval` trains on nothing else."""
     run_dir = config.trainer.run_dir
-    held_out_rows = reading.held_out.read(run_dir) if reading.held_out else None
-    rows = reading.train.read(run_dir)
+    held_out_rows = [source.read(run_dir) for source in reading.held_out]
+    rows = [source.read(run_dir) for source in reading.train]
     tokenizer = load_policy_tokenizer(config)
-    held_out = reading.held_out.encode(held_out_rows, tokenizer) if reading.held_out and held_out_rows else None
-    return Data(tokenizer, reading.train.encode(rows, tokenizer), held_out)
+    encoded = [source.encode(own, tokenizer) for source, own in zip(reading.held_out, held_out_rows, strict=True)]
+    held_out = {source.domain: prompts for source, prompts in zip(reading.held_out, encoded, strict=True)}
+    train = [source.encode(own, tokenizer) for source, own in zip(reading.train, rows, strict=True)]
+    return Data(tokenizer, PromptSet.joined(train), held_out)
 
 
 def fit_to_files(loaded: Loaded) -> Loaded:
@@ -144,11 +147,12 @@ def _fitted(loaded: Loaded, reading: Reading, room: Room) -> tuple[Loaded, Readi
 def _told(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
     """What the run starts from. Raises UserError for a domain that nothing judges."""
     config = loaded.config
-    for name, found in (("train", data.train), ("validation", data.held_out)):
-        if found is not None:
-            yield f"{name} data: {', '.join(found.report.lines())}"
-            if "judge" in reading.program.services:
-                check_domains(reward_functions(config), found.domains)
+    named = {"train": data.train}
+    named |= {f"validation{' ' if name else ''}{name}": found for name, found in data.held_out.items()}
+    for name, found in named.items():
+        yield f"{name} data: {', '.join(found.report.lines())}"
+        if "judge" in reading.program.services:
+            check_domains(reward_functions(config), found.domains)
     yield from (f"made to fit: {fitted}" for fitted in loaded.fitted)
     if reading.unused:
         yield f"not used by the program '{reading.program.graph_id}': {', '.join(reading.unused)}"
@@ -190,6 +194,10 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
                 f"note: rows have the column '{name}', which only a chat template is handed, and prompts are plain "
                 "text: see data.prompt_format"
             )
+    known = {domain for found in (data.train, *data.held_out.values()) for domain in found.domains}
+    for key, named in (("reward.domains", config.reward.domains), ("algorithm.domains", config.algorithm.domains)):
+        for name in sorted(set(named) - known):
+            yield f"note: {key} has settings of '{name}', and no row is of that domain{hint(name, known)}"
     if "judge" in reading.program.services and all(row.ground_truth is None for row in data.train):
         yield (
             f"note: no row has the column '{config.data.answer_key}' (data.answer_key): the reward is called with "
@@ -214,9 +222,11 @@ def read_config(loaded: Loaded) -> Reading:
     import_user_modules(config)
     program = bind(config)
     judged = "judge" in program.services
-    train, held_out = train_source(config, judged), held_out_source(config, judged)
-    _run_options(config, program, _settings(config, program, num_rows=1)["plan"])
+    train, held_out = train_sources(config, judged), held_out_sources(config, judged)
+    _run_options(config, program, _settings(config, program, num_rows={source.domain: 1 for source in train})["plan"])
     _validation_params(config, _sampling(config))
+    for source in train:
+        _sampling(config, source.domain)
     unused = refuse_inert_keys(loaded, reads, program)
     check_importable(loaded.config)
     return Reading(program, unused, train, held_out)
@@ -268,15 +278,16 @@ def import_user_modules(config: Config) -> None:
 
 def _spec(loaded: Loaded, program: Program, data: Data) -> Spec:
     config, run_dir = loaded.config, loaded.config.trainer.run_dir
-    sampling, settings = _sampling(config), _settings(config, program, len(data.train))
+    sampling, settings = _sampling(config), _settings(config, program, _num_rows(config, data.train))
     return Spec(
         config=config,
         text=loaded.text,
         options=_run_options(config, program, settings["plan"]),
         program=partial(rebuild, config),
         rows=EncodedRows(write_encoded(data.train, run_dir, "train")),
-        validation=_validation(config, data.held_out, sampling),
+        validation=_validation(config, data.held_out),
         sampling=sampling,
+        sampling_of={name: _sampling(config, name) for name in config.data.domains},
         facts={**_facts(data.train, data.tokenizer), **_reward_facts(config), **_rollout_facts(config)},
         description=_description(loaded, data.train, data.held_out),
         **settings,
@@ -309,7 +320,14 @@ class _Settings(TypedDict):
     loss_terms: tuple[str, ...]
 
 
-def _settings(config: Config, program: Program, num_rows: int) -> _Settings:
+def _num_rows(config: Config, prompts: PromptSet) -> dict[str, int]:
+    """By domain in the order of the rows, or of the one source, ""."""
+    if not config.data.domains:
+        return {"": len(prompts)}
+    return dict(Counter(row.domain for row in prompts))
+
+
+def _settings(config: Config, program: Program, num_rows: Mapping[str, int]) -> _Settings:
     exact, shares = compute_dtype(config) is torch.float32, shares_weights(config)
     data = data_plan(config, num_rows)
     return {
@@ -331,19 +349,24 @@ def _trains_by_policy_loss(program: Program) -> bool:
     return any(isinstance(fn.keywords.get("objective"), PolicyObjective) for fn in updates)
 
 
-def data_plan(config: Config, num_rows: int) -> DataPlan:
-    """What the run draws from its data. total_training_steps may cut the epochs short, or go on beyond them."""
+def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
+    """What the run draws from its data. total_training_steps may cut the epochs short, or go on beyond them. Of domains
+    an epoch is as many groups as there are rows in all.
+
+    rows: how many there are by domain, in their order, "" of one source.
+    """
     data, trainer = config.data, config.trainer
-    steps, epochs = trainer.total_training_steps, trainer.total_epochs
+    steps, epochs, num_rows = trainer.total_training_steps, trainer.total_epochs, sum(rows.values())
     plan = DataPlan(
         num_rows=num_rows,
         consumer_batch=data.train_batch_size,
         group_size=config.actor_rollout_ref.rollout.n if is_rl(config) else 1,
-        total_tickets=None if steps else epochs * num_rows,
+        total_tickets=None if steps or data.domains else epochs * num_rows,
         total_steps=steps or total_steps(epochs, num_rows, data.train_batch_size),
         seed=data.seed if data.shuffle else 0,
         shuffle=data.shuffle,
         max_concurrent=config.async_.max_concurrent_rollouts,
+        domains=tuple(DomainPlan(name, rows[name], data.domains[name].weight) for name in rows if name),
     )
     if not is_rl(config):
         return plan
@@ -427,26 +450,38 @@ def _canary_freq(config: Config, program: Program) -> int:
     return 1 if plain > 0 and shares_weights(config) else config.trust.canary_freq
 
 
-def _sampling(config: Config) -> SamplingParams:
+def _sampling(config: Config, domain: str = "") -> SamplingParams:
+    """The temperature is one for all: the trainer scores by it."""
+    own = config.data.domains.get(domain)
+    longest = config.data.max_response_length
+    if own is not None and own.max_response_length is not None:
+        longest = own.max_response_length
     if not is_rl(config):
-        return SamplingParams(config.data.max_response_length)
+        return SamplingParams(longest)
     settings = config.actor_rollout_ref.rollout
+
+    def chosen(name: str) -> Any:
+        value = getattr(own, name, None)
+        return getattr(settings, name) if value is None else value
+
     return SamplingParams(
-        config.data.max_response_length,
+        longest,
         temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        min_p=settings.min_p,
-        repetition_penalty=settings.repetition_penalty,
-        stop=tuple(settings.stop),
+        top_p=chosen("top_p"),
+        top_k=chosen("top_k"),
+        min_p=chosen("min_p"),
+        repetition_penalty=chosen("repetition_penalty"),
+        stop=tuple(chosen("stop")),
     )
 
 
-def _validation(config: Config, held_out: PromptSet | None, sampling: SamplingParams) -> tuple[ValidationSet, ...]:
-    if held_out is None:
-        return ()
-    rows = EncodedRows(write_encoded(held_out, config.trainer.run_dir, "val"))
-    return (ValidationSet("val", rows, *_validation_params(config, sampling)),)
+def _validation(config: Config, held_out: Mapping[str, PromptSet]) -> tuple[ValidationSet, ...]:
+    """One set, or one for each domain that has some, under its name."""
+    sets = []
+    for domain, prompts in held_out.items():
+        rows = EncodedRows(write_encoded(prompts, config.trainer.run_dir, f"val-{domain}" if domain else "val"))
+        sets.append(ValidationSet(domain or "val", rows, *_validation_params(config, _sampling(config, domain))))
+    return tuple(sets)
 
 
 def _validation_params(
@@ -472,13 +507,14 @@ def _estimator_options(program: Program, domain: str | None) -> dict[str, object
     return {}
 
 
-def _description(loaded: Loaded, train: PromptSet, held_out: PromptSet | None) -> dict[str, object]:
+def _description(loaded: Loaded, train: PromptSet, held_out: Mapping[str, PromptSet]) -> dict[str, object]:
     """The head of the report, and what it says about the config."""
     config, (preset, changed) = loaded.config, changes(loaded)
+    num_held_out = sum(map(len, held_out.values()))
     return {
         "experiment": f"{config.trainer.project_name} / {config.trainer.experiment_name}",
         "model": str(config.actor_rollout_ref.model.path),
-        "data": f"{len(train):,} prompts" + (f", {len(held_out):,} held out" if held_out is not None else ""),
+        "data": f"{len(train):,} prompts" + (f", {num_held_out:,} held out" if held_out else ""),
         "batch": describe(config)[0],
         "command": shlex.join(sys.argv),
         "machine": f"{platform.node()}: {_cpu_name()}, {os.cpu_count()} cores",

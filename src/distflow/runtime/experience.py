@@ -146,10 +146,13 @@ class ExperiencePlane:
         parts = {**resources.by_name(), **({"rollout": gate} if gate else {})}
         if resources.judge is not None:
             parts["judge"] = partial(_judged, resources.judge, waits or Waits())
-        sampling = replace(spec.sampling, stop_token_ids=resources.stop_token_ids)
+        ends = resources.stop_token_ids
+        sampling = replace(spec.sampling, stop_token_ids=ends)
+        sampling_of = {name: replace(own, stop_token_ids=ends) for name, own in spec.sampling_of.items()}
 
         def make_group(ticket: Ticket) -> Group:
-            return new_group(ticket, spec.rows[ticket.row], sampling, spec.options.seed)
+            row = spec.rows[ticket.row]
+            return new_group(ticket, row, sampling_of.get(row.domain, sampling), spec.options.seed)
 
         return ExperiencePlane(
             compile_steps(nodes, parts),

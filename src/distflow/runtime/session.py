@@ -66,7 +66,7 @@ class Session:
         stacks: see `Deadline`.
         """
         options = spec.options
-        certify_on = spec.rows[:NUM_CERTIFIED_ROWS] if options.certify else None
+        certify_on = _first_rows(spec) if options.certify else None
         timeout_s = options.engine_timeout_s
         deadline = Deadline(timeout_s, stacks) if timeout_s is not None else None
         blocked_after_s = options.timeout_s * spec.data.group_size
@@ -146,3 +146,12 @@ def on_a_thread(blocking: Callable[[], T]) -> "concurrent.futures.Future[T]":
 
     threading.Thread(target=wait, name="waits", daemon=True).start()
     return future
+
+
+def _first_rows(spec: Spec) -> list[PromptRow]:
+    """The first of each source, a few in all."""
+    rows, first, sources = list[PromptRow](), 0, spec.data.sources
+    for source in sources:
+        rows += spec.rows[first : first + min(source.num_rows, max(1, NUM_CERTIFIED_ROWS // len(sources)))]
+        first += source.num_rows
+    return rows

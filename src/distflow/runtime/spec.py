@@ -127,12 +127,12 @@ class Spec:
     text: the resolved config as YAML. program: builds and binds the program. factories: of engines and services by
     name; a worker calls those that its part of the plan needs. plan: which rank runs which nodes with which engines.
     rows, validation: encoded in the run's folder, read where they are needed. sampling: without the stop tokens, which
-    the worker's model and tokenizer name. weight_dtype: of the rollout engine's weights. shares_weights: the engine may
-    compute on the trainer's own storage, where it is on the same worker. sends_weights: False where it then needs no
-    tensor at all (an adapter is applied unmerged). tolerance: how far engine and trainer may differ in log-probs.
-    ratio_limit: mean |log ratio| allowed before a step's first update. loss_terms: metrics that hold what each loss
-    term that is on contributes. facts: what a resumed run must share with its checkpoint. description: the head of the
-    report.
+    the worker's model and tokenizer name. sampling_of: the same of domains. weight_dtype: of the rollout engine's
+    weights. shares_weights: the engine may compute on the trainer's own storage, where it is on the same worker.
+    sends_weights: False where it then needs no tensor (an adapter is applied unmerged). tolerance: how far engine
+    and trainer may differ in log-probs. ratio_limit: mean |log ratio| allowed before a step's first update. loss_terms:
+    metrics that hold what each loss term that is on contributes. facts: what a resumed run must share with its
+    checkpoint. description: the head of the report.
     """
 
     config: Config
@@ -153,6 +153,7 @@ class Spec:
     loss_terms: tuple[str, ...]
     facts: Mapping[str, object]
     description: Mapping[str, object]
+    sampling_of: Mapping[str, SamplingParams] = field(default_factory=dict)
 
     @property
     def run_dir(self) -> Path:

@@ -1,7 +1,7 @@
 """What is measured of every step's batch, and each sample's row in the samples file."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from distflow.algorithms.advantages.group import sample_scores
 from distflow.data.batch import Batch
+from distflow.data.rows import DEFAULT_DOMAIN
 from distflow.flow.account import Account
 from distflow.observe.metrics import Measured, find_metric
 from distflow.training.collective import Collective
@@ -26,6 +27,7 @@ class Figures:
     response_lengths: Tensor
     truncated: Tensor
     groups: Tensor
+    domains: list[str]
     scores: Tensor | None
     valid: Tensor | None
     parts: list[Mapping[str, float]] | None
@@ -40,6 +42,7 @@ class Figures:
             batch.lengths("response"),
             batch["truncated"],
             batch["group_index"],
+            batch["domain"],
             scores(batch) if judged else None,
             batch["valid"] if judged else None,
             batch["reward_parts"] if "reward_parts" in batch else None,  # noqa: SIM401  no dict
@@ -55,6 +58,7 @@ class Figures:
             torch.cat([rank.response_lengths for rank in ranks]),
             torch.cat([rank.truncated for rank in ranks]),
             torch.cat([rank.groups for rank in ranks]),
+            [domain for rank in ranks for domain in rank.domains],
             torch.cat([rank.scores for rank in ranks if rank.scores is not None])
             if ranks[0].scores is not None
             else None,
@@ -79,6 +83,23 @@ def batch_metrics(figures: Figures) -> dict[str, float]:
         metrics |= equal_groups(figures.scores, figures.valid, figures.groups)
     if figures.parts is not None:
         metrics |= part_metrics(figures.parts)
+    if set(figures.domains) - {DEFAULT_DOMAIN}:
+        metrics |= domain_metrics(figures)
+    return metrics
+
+
+def domain_metrics(figures: Figures) -> dict[str, float]:
+    """Of each domain that rows name: its groups in this step, `reward/<domain>/mean_score` and each part of its
+    reward, `reward/<domain>/<part>`, over the samples that have it."""
+    metrics = {}
+    for domain in sorted(set(figures.domains)):
+        own = [i for i, name in enumerate(figures.domains) if name == domain]
+        metrics[f"domains/{domain}/groups"] = float(figures.groups[own].unique().numel())
+        if figures.scores is not None and figures.valid is not None:
+            scored = score_metrics(figures.scores[own], figures.valid[own])
+            metrics |= {f"reward/{domain}/mean_score": value for name, value in scored.items() if "mean" in name}
+        if figures.parts is not None:
+            metrics |= {f"reward/{domain}/{name}": value for name, value in part_means([figures.parts[i] for i in own])}
     return metrics
 
 
@@ -115,12 +136,14 @@ def equal_groups(values: Tensor, valid: Tensor, groups: Tensor) -> dict[str, flo
 
 def part_metrics(parts: list[Mapping[str, float]]) -> dict[str, float]:
     """Mean of each reward part over the samples that have it."""
-    names = sorted({name for part in parts for name in part})
-    means = {}
-    for name in names:
+    return {f"reward/{name}/mean": value for name, value in part_means(parts)}
+
+
+def part_means(parts: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, float]]:
+    """The same, by name."""
+    for name in sorted({name for part in parts for name in part}):
         values = [part[name] for part in parts if name in part]
-        means[f"reward/{name}/mean"] = sum(values) / len(values)
-    return means
+        yield name, sum(values) / len(values)
 
 
 def group_metrics(account: Account, versions: Mapping[int, int], step: int) -> dict[str, float]:
@@ -137,6 +160,9 @@ def group_metrics(account: Account, versions: Mapping[int, int], step: int) -> d
         "async/stale_data_count": float(account.dropped.get("stale", 0)),
     }
     metrics |= {f"async/dropped/{reason}": float(count) for reason, count in account.dropped.items()}
+    for name, domain in account.domains.items():
+        metrics |= {f"domains/{name}/issued": float(domain.issued), f"domains/{name}/consumed": float(domain.consumed)}
+        metrics |= {f"domains/{name}/dropped/{reason}": float(count) for reason, count in domain.dropped.items()}
     if versions:
         shares = staleness_shares({step - version: count for version, count in versions.items()})
         total = sum(versions.values())

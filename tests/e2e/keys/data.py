@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from distflow.models.tokenizer import load_tokenizer
-from distflow.pipelines.data_sets import train_source
+from distflow.pipelines.data_sets import train_sources
 from tests.e2e.keys.case import Case, a_run, allowed, refused, the_prompts
 from tests.e2e.keys.lab import Lab, Run
 
@@ -97,7 +97,7 @@ def threads_and_rows(lab: Lab, base: str, changes: Sequence[str]) -> tuple[set[s
     config = lab.config(base, changes)
     workers = config.data.num_loader_workers
     tokenizer = WatchedTokenizer(load_tokenizer(config.actor_rollout_ref.model.path or ""), max(workers, 1))
-    source = train_source(config, judged=True)
+    (source,) = train_sources(config, judged=True)
     prompts = source.encode(source.read(lab.folder), tokenizer)  # type: ignore[arg-type]
     return tokenizer.threads, [row.prompt_ids for row in prompts]
 

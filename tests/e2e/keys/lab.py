@@ -19,7 +19,7 @@ from distflow.data.batch import Batch
 from distflow.data.prompts import PromptSet
 from distflow.models.tokenizer import load_tokenizer
 from distflow.observe.run_reader import Event, read_events, read_metrics, read_samples
-from distflow.pipelines.data_sets import held_out_source, train_source
+from distflow.pipelines.data_sets import held_out_sources, train_sources
 from distflow.pipelines.factories import choose_device, load_policy
 from distflow.pipelines.spec import make_spec
 from distflow.runtime.local import launch_local
@@ -221,10 +221,11 @@ class Lab:
         config = self.config(base, changes)
         tokenizer = load_tokenizer(config.actor_rollout_ref.model.path or "")
         folder = self.folder / "prompts"
-        train, held_out = train_source(config, judged=True), held_out_source(config, judged=True)
+        (train,) = train_sources(config, judged=True)
+        held_out = held_out_sources(config, judged=True)
         return (
             train.encode(train.read(folder), tokenizer),
-            held_out.encode(held_out.read(folder), tokenizer) if held_out is not None else None,
+            held_out[0].encode(held_out[0].read(folder), tokenizer) if held_out else None,
         )
 
     def policy(self, base: str, changes: Sequence[str]) -> nn.Module:

@@ -140,15 +140,20 @@ def dynamic_sampling(
     valid: Tensor,
     reward_parts: list[dict[str, float]] | None = None,
     reward_errors: list[str | None] | None = None,
+    domain: list[str] | None = None,
     *,
     metric: str,
+    unfiltered: Sequence[str] = (),
 ) -> Drop | None:
     """DAPO (arXiv:2503.14476, equation 11): a group whose samples are all right, or all wrong, teaches nothing and is
     replaced.
 
     metric: `acc` is that accuracy; `score` (or `seq_reward`) the whole score, penalties too; else a part of the reward.
-    Of a sample with an error only the score that it was given counts, where it was.
+    Of a sample with an error only the score that it was given counts, where it was. unfiltered: domains whose groups
+    are kept.
     """
+    if domain and domain[0] in unfiltered:
+        return None
     if reward_errors is not None and metric not in WHOLE_SCORE:
         valid = valid & torch.tensor([error is None for error in reward_errors])
     if metric in WHOLE_SCORE:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from distflow.flow.ticket import Version
+from distflow.flow.ticket import TRAIN, Version
 from distflow.models.decoder import DecoderView, PromptKV
 from distflow.rollout.activity import Activity, ActivityLog
 from distflow.rollout.checks import check_request
@@ -109,7 +109,7 @@ class EmbeddedEngine:
         """
         check_request(request, vocab_size=self._decoder.vocab_size, max_positions=self._decoder.max_positions)
         loop, number = asyncio.get_running_loop(), next(self._numbers)
-        lane = self._train if request.stream.name == "train" else self._other
+        lane = self._train if request.stream.name.partition("/")[0] == TRAIN else self._other
         pending = _Pending(loop, loop.create_future(), lane, sequences_of(number, request))
         self._loop.post(partial(self._submit, number, pending))
         try:

@@ -17,7 +17,7 @@ def prove(evidence: Evidence) -> str | None:
         record = evidence.records.get(int(sample["group_index"]))
         if record is None:
             continue
-        ticket, own = record.ticket, evidence.row_of(record.ticket.number)
+        ticket, (_, own) = record.ticket, evidence.place_of(record.ticket)
         if ticket.row != own:
             raise Wrong(f"ticket {ticket.number} went with row {ticket.row} of the data, and names row {own}")
         row = evidence.parts.rows[own]
@@ -73,7 +73,7 @@ def _tokenised(evidence: Evidence, sample: Sample, row: PromptRow) -> None:
 
 def _ended(evidence: Evidence, sample: Sample) -> None:
     """A sample is finished where its last token or its text ends it, else it must be as long as it may be."""
-    sampling, ids = evidence.parts.sampling, sample["response_ids"].tolist()
+    sampling, ids = evidence.sampling(sample), sample["response_ids"].tolist()
     text = evidence.parts.tokenizer.decode(ids, skip_special_tokens=False)
     stopped = bool(ids) and (ids[-1] in sampling.stop_token_ids or any(stop in text for stop in sampling.stop))
     earlier = [token for token in ids[:-1] if token in sampling.stop_token_ids]
@@ -86,7 +86,9 @@ def _ended(evidence: Evidence, sample: Sample) -> None:
             f"({sample['finish_reason']}), but its {len(ids)} tokens {'end' if stopped else 'do not end'} with a stop "
             "token or text"
         )
-    if sampling.max_tokens != evidence.config.data.max_response_length:
+    data = evidence.config.data
+    own = data.domains[sample["domain"]].max_response_length if data.domains else None
+    if sampling.max_tokens != (data.max_response_length if own is None else own):
         raise Wrong(f"answers may have {sampling.max_tokens} tokens, but data.max_response_length is another")
     if not stopped and len(ids) != sampling.max_tokens:
         raise Wrong(f"sample {sample['uid']} ended after {len(ids)} of {sampling.max_tokens} tokens without a stop")

@@ -335,6 +335,9 @@ def make_auditor(
         rows=spec.rows,
         data=spec.data,
         sampling=replace(spec.sampling, stop_token_ids=resources.stop_token_ids),
+        sampling_of={
+            name: replace(own, stop_token_ids=resources.stop_token_ids) for name, own in spec.sampling_of.items()
+        },
         tokenizer=resources.tokenizer,
         actor=resources.actor,
         critic=resources.critic,

@@ -25,11 +25,11 @@ def prove(evidence: Evidence) -> str | None:
         if request.params.repetition_penalty != 1.0 or request.params.greedy:
             return "draws under a repetition penalty, and greedy ones, are not drawn again"
         ticket = evidence.records[int(sample["group_index"])].ticket
-        row, epoch = ticket.row, ticket.number // evidence.parts.data.num_rows
+        row, (epoch, _) = ticket.row, evidence.place_of(ticket)
         own, drawn = (evidence.config.trainer.seed, epoch, row), request.stream
         if (drawn.seed, drawn.epoch, drawn.row) != own:
             raise Wrong(f"sample {sample['uid']} drew from the stream of {drawn}, its own is (seed, epoch, row) {own}")
-        _by_the_config(evidence, request)
+        _by_the_config(evidence, request, sample["domain"])
         key = _key(request, epoch, row, int(sample["uid"].split("-")[1]))
         for position in [place for place, is_known in enumerate(known) if is_known]:
             uniform = _uniform(key, request.num_drawn + position)
@@ -51,10 +51,11 @@ def prove(evidence: Evidence) -> str | None:
     return None if seen else "no sample was drawn by this process and scored again"
 
 
-def _by_the_config(evidence: Evidence, request: GenerateRequest) -> None:
-    settings = evidence.config.actor_rollout_ref.rollout
+def _by_the_config(evidence: Evidence, request: GenerateRequest, domain: str) -> None:
+    settings, own = evidence.config.actor_rollout_ref.rollout, evidence.config.data.domains.get(domain)
     for name in ("temperature", "top_p", "top_k", "min_p"):
-        if getattr(request.params, name) != getattr(settings, name):
+        wanted = getattr(own, name, None)
+        if getattr(request.params, name) != (getattr(settings, name) if wanted is None else wanted):
             raise Wrong(f"tokens were drawn with {name}={getattr(request.params, name)}, rollout.{name} is another")
 
 

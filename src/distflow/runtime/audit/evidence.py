@@ -1,5 +1,6 @@
 """What is known of an audited step, sample by sample: plain tensors of one sample each, never columns of many."""
 
+import hashlib
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from distflow.config import Config
 from distflow.data.batch import Batch
 from distflow.data.prompts import PromptRow
 from distflow.flow.data_plan import DataPlan
+from distflow.flow.ticket import Ticket
 from distflow.graph import BoundNode, Program
 from distflow.graph.fields import TOKEN_AXES
 from distflow.rewards.verdict import Verdict
@@ -35,7 +37,8 @@ Sample = Mapping[str, Any]
 class Parts:
     """What the run has to ask.
 
-    learning: the nodes of that plane on this worker. data: which row a ticket names. judge: a verifier by its name and
+    learning: the nodes of that plane on this worker. data: which row a ticket names. sampling_of: that of domains which
+    have their own. judge: a verifier by its name and
     arguments, one at a time. judged_in_groups: names of those that judge all answers to a prompt at a time.
     hashes: of the tensors that the rollout engine computes with, None where it is not here.
     weight_dtype: of those. exact: models compute in float32. estimate: the function that writes the advantages, and
@@ -49,6 +52,7 @@ class Parts:
     rows: Sequence[PromptRow]
     data: DataPlan
     sampling: SamplingParams
+    sampling_of: Mapping[str, SamplingParams]
     tokenizer: PreTrainedTokenizerBase
     actor: TrainEngine | None
     critic: TrainEngine | None
@@ -96,7 +100,7 @@ class Evidence:
     partial: bool = False
     plain: dict[str, PlainScores] = field(default_factory=dict)
     drawn: dict[str, tuple[PlainScores, Tensor]] = field(default_factory=dict)
-    _orders: dict[int, Any] = field(default_factory=dict, repr=False)
+    _orders: dict[tuple[int, int], Any] = field(default_factory=dict, repr=False)
     _samples: list[Sample] | None = field(default=None, repr=False)
 
     @property
@@ -142,18 +146,32 @@ class Evidence:
         """Whether a node of the program writes the column."""
         return any(column in node.contract.writes for node in self.parts.program.nodes)
 
-    def row_of(self, ticket: int) -> int:
-        """The row that a ticket of this number names: sorted raw Philox words, keyed by the seed and the epoch."""
-        data = self.parts.data
-        epoch, position = divmod(ticket, data.num_rows)
+    def sampling(self, sample: Sample) -> SamplingParams:
+        """How its tokens are to be drawn."""
+        return self.parts.sampling_of.get(str(sample["domain"]), self.parts.sampling)
+
+    def place_of(self, ticket: Ticket) -> tuple[int, int]:
+        """Epoch and row that a ticket names by its number, of a domain by its position there: sorted raw Philox words,
+        keyed by the seed, the epoch and the domain's name."""
+        data, first, word = self.parts.data, 0, 0
+        num_rows, position = data.num_rows, ticket.number
+        if data.domains:
+            position, name = ticket.position, ticket.stream.removeprefix("train/")
+            word = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+            for domain in data.domains:
+                num_rows = domain.num_rows
+                if domain.name == name:
+                    break
+                first += num_rows
+        epoch, position = divmod(position, num_rows)
         if not data.shuffle:
-            return position
-        if epoch not in self._orders:
+            return epoch, first + position
+        if (word, epoch) not in self._orders:
             words = np.random.Philox(
-                key=np.array([data.seed, 0], np.uint64), counter=np.array([0, 0, epoch, 0], np.uint64)
+                key=np.array([data.seed, 0], np.uint64), counter=np.array([0, 0, epoch, word], np.uint64)
             )
-            self._orders[epoch] = np.argsort(words.random_raw(data.num_rows), kind="stable")
-        return int(self._orders[epoch][position])
+            self._orders[word, epoch] = np.argsort(words.random_raw(num_rows), kind="stable")
+        return epoch, first + int(self._orders[word, epoch][position])
 
     def updates_of(self, role: str) -> list[UpdateRecord]:
         return [update for update in self.updates if update.role == role]

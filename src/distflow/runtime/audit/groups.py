@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from distflow.config.by_domain import filters_groups, unfiltered_domains
 from distflow.runtime.audit.check import Check, Wrong
 from distflow.runtime.audit.evidence import Evidence, Sample
 
@@ -31,9 +32,12 @@ def prove(evidence: Evidence) -> str | None:
 def _teach(evidence: Evidence, groups: dict[int, list[Sample]]) -> None:
     settings = evidence.config.algorithm.filter_groups
     filters = any(node.node_id == "dynamic_sampling" for node in evidence.parts.program.nodes)
-    if not settings.enable or not filters or settings.metric != "acc":
+    if not filters_groups(evidence.config) or not filters or settings.metric != "acc":
         return
+    unfiltered = unfiltered_domains(evidence.config)
     for number, group in groups.items():
+        if group[0]["domain"] in unfiltered:
+            continue
         values = {float(sample["acc"]) for sample in group if sample["valid"] and not sample.get("reward_errors")}
         if len(values) < 2:
             raise Wrong(

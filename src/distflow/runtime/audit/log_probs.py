@@ -101,7 +101,7 @@ def _score_policy(evidence: Evidence, model: nn.Module, chosen: list[Sample]) ->
     with torch.no_grad(), plainly(model, compute_dtype=dtype_of(evidence.parts.actor)):
         found = logits_of(evidence.parts.turns.run, model, [ids_of(sample) for sample in chosen])
         for logits, sample in zip(found, chosen, strict=True):
-            evidence.plain[sample["uid"]] = plain_scores(logits, ids_of(sample)[1], evidence.parts.sampling)
+            evidence.plain[sample["uid"]] = plain_scores(logits, ids_of(sample)[1], evidence.sampling(sample))
 
 
 def score_before(evidence: Evidence, update: UpdateRecord) -> None:
@@ -114,7 +114,7 @@ def score_before(evidence: Evidence, update: UpdateRecord) -> None:
     ids = ids_of(chosen[uid])
     with torch.no_grad(), plainly(actor.model, compute_dtype=dtype_of(actor)):
         (logits,) = logits_of(evidence.parts.turns.run, actor.model, [ids])
-    update.plain[uid] = plain_scores(logits, ids[1], evidence.parts.sampling)
+    update.plain[uid] = plain_scores(logits, ids[1], evidence.sampling(chosen[uid]))
 
 
 def ids_of(sample: Sample) -> Ids:

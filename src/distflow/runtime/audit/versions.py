@@ -56,7 +56,7 @@ def _scores(evidence: Evidence, model: nn.Module, sample: Sample) -> tuple[Plain
     else:
         known = known.cummin(0).values  # a token sees those before it as their weights saw them
         logits = _over_older_keys(evidence.parts.turns, model, [*prompt, *response], weights)
-    return plain_scores(logits, response, evidence.parts.sampling), known & policy
+    return plain_scores(logits, response, evidence.sampling(sample)), known & policy
 
 
 def _weights_of(evidence: Evidence, version: int) -> Weights | None:

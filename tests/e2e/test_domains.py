@@ -1,0 +1,161 @@
+"""Runs over several domains: shares counted in the ledger, of runs that drop groups, resume, and are asynchronous."""
+
+import json
+import shutil
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from distflow.config.errors import UserError
+from distflow.flow.account import Account
+from distflow.flow.ledger import timeline, verify
+from distflow.observe.run_reader import read_metrics
+from distflow.rollout.engine import SamplingParams
+from tests.e2e.runs import Playground, Run
+
+# Every other group of `code` has nothing to teach.
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if data_source == "code" and extra_info["number"] % 2:
+        return 1.0
+    return sum(map(ord, solution_str)) % 7 / 6
+"""
+DOMAINS = {
+    "math": {"train_files": "math.jsonl", "val_files": "math.jsonl", "weight": 3, "filter_groups": False},
+    "code": {
+        "train_files": "code.jsonl",
+        "val_files": "code.jsonl",
+        "reward": ["custom", {"name": "format", "weight": 0}],
+        "prompt_key": "question",
+        "prompt_template": "do {prompt}",
+        "max_response_length": 4,
+        "top_k": 30,
+    },
+}
+FILTERED = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=20")
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
+    ground = Playground(tmp_path_factory.mktemp("domains"))
+    ground.write_reward(REWARD)
+    for name, key, num_rows in (("math", "prompt", 7), ("code", "question", 5)):
+        rows = [
+            {key: f"{'ab' * (i % 3 + 1)}{i}=", "answer": "7", "number": i, "data_source": "x"} for i in range(num_rows)
+        ]
+        (ground.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ground
+
+
+def given(ground: Playground, *more: str, domains: Any = DOMAINS) -> tuple[str, ...]:
+    found = json.loads(json.dumps(domains))
+    for domain in found.values():
+        for key in ("train_files", "val_files"):
+            if key in domain:
+                domain[key] = str(ground.folder / domain[key])
+    text = json.dumps(found).replace('"', "'")
+    # JSON quotes keys, which Hydra's grammar does not take.
+    for key in {key for name, domain in found.items() for key in (name, *domain)} | {"name", "weight"}:
+        text = text.replace(f"'{key}':", f"{key}:")
+    return (
+        "data.train_files=[]",
+        f"data.domains={text}".replace("True", "true").replace("False", "false"),
+        "trainer.save_freq=2",
+        *more,
+    )
+
+
+def steps_of(run: Run) -> list[Counter[str]]:
+    """Groups of each domain by step, from the ledger alone."""
+    domains: dict[int, str] = {}
+    steps = []
+    for _, record in timeline(run.folder / "ledger.jsonl"):
+        if record["kind"] == "issued":
+            domains[record["ticket"]] = record["domain"]
+        if record["kind"] == "consumed":
+            steps.append(Counter(domains[ticket] for ticket in record["tickets"]))
+    return steps
+
+
+def issued(run: Run) -> list[tuple[int, int, int]]:
+    """Ticket, epoch and row of those that were handed out first."""
+    records = [record for _, record in timeline(run.folder / "ledger.jsonl") if record["kind"] == "issued"]
+    return [(record["ticket"], record["epoch"], record["row"]) for record in records if record["attempt"] == 0]
+
+
+def go_back(run: Run, step: int, name: str) -> None:
+    """A copy of the run's folder as a kill behind that checkpoint leaves it: the ledger knows more."""
+    copy = run.folder.parent / name
+    shutil.copytree(run.folder, copy)
+    for checkpoint in (copy / "checkpoints").glob("step-*"):
+        if int(checkpoint.name.removeprefix("step-")) > step:
+            shutil.rmtree(checkpoint)
+    (copy / "checkpoints" / "latest").write_text(f"step-{step:06d}\n")
+
+
+def test_a_run_that_is_resumed_is_the_run_that_was_not(ground: Playground) -> None:
+    settings = given(ground, *FILTERED, "trainer.total_training_steps=4", "trainer.test_freq=4", "trust.audit_freq=2")
+    whole = ground.run("grpo", *settings, name="whole")
+    go_back(whole, 2, "killed")
+    killed = ground.run("grpo", *settings, name="killed")
+    there = f"trainer.resume_mode={whole.folder}/checkpoints/step-000002"
+    elsewhere = ground.run("grpo", *settings, there, name="elsewhere")
+    assert steps_of(whole) == steps_of(killed) == [Counter(math=3, code=1)] * 4
+    assert steps_of(elsewhere) == [Counter(math=3, code=1)] * 2
+    assert issued(whole) == issued(killed) and issued(whole)[-len(issued(elsewhere)) :] == issued(elsewhere)
+    account = verify(whole.folder / "ledger.jsonl")
+    assert account == verify(killed.folder / "ledger.jsonl") == verify(elsewhere.folder / "ledger.jsonl")
+    assert account.domains["math"].dropped == {} and account.domains["math"].consumed == 12
+    assert account.domains["code"].dropped["all_equal"] > 0 and account.domains["code"].consumed == 4
+    check_metrics(whole, killed, account)
+    assert not whole.notes("warning")
+
+
+def check_metrics(whole: Run, other: Run, account: Account) -> None:
+    last, again = whole.metrics()[-1], other.metrics()[-1]
+    names = [name for name in last if name.startswith(("reward/", "domains/", "actor/"))]
+    assert {name: last[name] for name in names} == {name: again[name] for name in names}
+    assert (last["domains/math/groups"], last["domains/code/groups"]) == (3, 1)
+    assert last["domains/code/dropped/all_equal"] == account.domains["code"].dropped["all_equal"]
+    assert {"reward/math/custom", "reward/code/custom", "reward/code/format"} <= set(last)
+    assert "reward/math/format" not in last
+    (validated,) = [record.values for record in read_metrics(whole.folder) if record.kind != "train"]
+    assert {"val_correct/math/mean", "val_correct/code/mean", "val_correct/all/mean"} <= set(validated)
+
+
+def test_ahead_of_training_the_shares_are_as_exact(ground: Playground) -> None:
+    settings = given(
+        ground, *FILTERED, "async.max_staleness=2", "actor_rollout_ref.actor.policy_loss=decoupled",
+        "trainer.total_training_steps=4", "trust.audit_freq=2",
+    )  # fmt: skip
+    run = ground.run("grpo", *settings, name="ahead")
+    go_back(run, 2, "ahead_killed")
+    killed = ground.run("grpo", *settings, name="ahead_killed")
+    for each in (run, killed):
+        assert steps_of(each) == [Counter(math=3, code=1)] * 4 and not each.notes("warning")
+        verify(each.folder / "ledger.jsonl")
+
+
+def test_a_domain_has_its_own_prompts_rewards_and_sampling(ground: Playground) -> None:
+    config, spec = ground.spec("grpo", *given(ground, *FILTERED))
+    assert spec.sampling_of["math"] == SamplingParams(10)
+    assert spec.sampling_of["code"] == SamplingParams(4, top_k=30)
+    assert [(domain.name, domain.num_rows, domain.weight) for domain in spec.data.domains] == [
+        ("math", 7, 3.0),
+        ("code", 5, 1.0),
+    ]
+    assert (spec.data.total_tickets, spec.data.total_steps) == (None, config.trainer.total_epochs * 12 // 4)
+    assert {row.domain for row in spec.rows[:7]} == {"math"} and {row.domain for row in spec.rows[7:]} == {"code"}
+    assert spec.rows[7].prompt_text == "do ab0=" and spec.rows[7].extra_info == {"number": 0, "data_source": "x"}
+    math, code = spec.validation
+    assert (math.name, len(math.rows), code.name, len(code.rows)) == ("math", 7, "code", 5)
+    assert math.greedy is not None and math.greedy.max_tokens == 10
+    assert code.greedy is not None and code.greedy.max_tokens == 4
+
+
+def test_a_column_that_a_domain_lacks_is_told_with_its_key(ground: Playground) -> None:
+    domains = {**DOMAINS, "code": {**DOMAINS["code"], "prompt_key": "prompt"}}
+    said = r"'prompt' \(data.domains.code.prompt_key\); set data.domains.code.prompt_key=question"
+    with pytest.raises(UserError, match=said):
+        ground.spec("grpo", *given(ground, *FILTERED, domains=domains))
