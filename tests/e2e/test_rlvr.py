@@ -135,8 +135,20 @@ def test_a_resumed_run_goes_on_with_the_moments_of_each_domain(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_domains_are_trained_while_the_next_answers_are_made(tmp_path: Path) -> None:
-    more = ("trainer.total_training_steps=4", "async.max_staleness=1", "reward.domains={words: {on_error: drop}}")
-    run = playground(tmp_path).run("rlvr", *settings(tmp_path, *more))
+    """The domains are named, each with files, verifier and share; whoever lost a verdict is replaced within it."""
+    made = playground(tmp_path)
+    rows = (tmp_path / "rows.jsonl").read_text().splitlines()
+    for i, name in enumerate(("sums", "words")):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows[i::2]))
+    file = tmp_path / "rewards.py"
+    run = made.run(
+        "rlvr",
+        *settings(tmp_path, "trainer.total_training_steps=4", "async.max_staleness=1", "data.train_files=[]"),
+        f"data.domains.sums={{train_files: '{tmp_path}/sums.jsonl', reward: ['{file}:sums', format]}}",
+        f"data.domains.words={{train_files: '{tmp_path}/words.jsonl', reward: '{file}:words'}}",
+        "reward.domains={words: {on_error: drop}}",
+        *("custom_reward_function.path=null", "~reward.functions"),
+    )
     assert run.outcome.steps == 4
     metrics = run.metrics()
     assert any(each["async/version_diff/max"] > 0 for each in metrics)

@@ -183,6 +183,18 @@ def test_the_baseline_is_the_score_of_one_greedy_answer_for_all_samples() -> Non
     assert len(group.samples) == 3 and not group.written, "the group itself is as it was"
 
 
+def test_a_domain_whose_estimator_reads_no_baseline_is_not_answered_greedily() -> None:
+    for wanted, answered_for in (
+        ({None: False, "sums": True}, 1),
+        ({None: True, "sums": False}, 0),
+        ({None: False}, 0),
+    ):
+        group, engine, judge = answered(), OneToken(), Verdicts(Score(0.75))
+        made = asyncio.run(greedy_baseline(group, engine, judge, tiny_tokenizer(), wanted=wanted))  # type: ignore[arg-type]
+        assert isinstance(made, torch.Tensor) and made.tolist() == [0.75 * answered_for] * 3
+        assert len(engine.requests) == len(judge.asked) == answered_for
+
+
 @pytest.mark.parametrize("fault", [Error("crashed"), Timeout(1.0)])
 def test_a_fault_of_the_verifier_is_no_baseline(fault: Verdict) -> None:
     dropped, *_ = run_baseline(fault)

@@ -34,8 +34,11 @@ def answer_and_judge(pipeline: Pipeline, config: Config) -> None:
     """The experience plane: from a prompt to a judged, filtered group."""
     pipeline.add_node("rollout_actor", nodes.generate)
     pipeline.add_node("function_reward", nodes.compute_reward)
-    if any(each.adv_estimator == "remax" for _, each in algorithms(config)):
+    baselines = {domain: each.adv_estimator == "remax" for domain, each in algorithms(config)}
+    if all(baselines.values()):
         pipeline.add_node("reward_baseline", nodes.greedy_baseline)
+    elif any(baselines.values()):
+        pipeline.add_node("reward_baseline", nodes.greedy_baseline, wanted=baselines)
     if filters_groups(config):
         if unfiltered := sorted(unfiltered_domains(config)):
             pipeline.add_node("dynamic_sampling", nodes.dynamic_sampling, unfiltered=unfiltered)

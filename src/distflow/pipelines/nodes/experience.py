@@ -121,12 +121,20 @@ async def judge_samples(
 
 @node(writes="reward_baselines", scope="group", reads=("responses",))
 async def greedy_baseline(
-    group: Group, rollout: RolloutEngine, judge: RewardRouter, tokenizer: PreTrainedTokenizerBase
+    group: Group,
+    rollout: RolloutEngine,
+    judge: RewardRouter,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    wanted: Mapping[str | None, bool] | None = None,
 ) -> Tensor | Drop:
     """Score of one greedy answer to the group's prompt (ReMax, arXiv:2310.10505).
 
-    No REWARD node: it serves the advantage, and a validation has no use for it.
+    No REWARD node: it serves the advantage, and a validation has no use for it. wanted: by domain, None for the others,
+    whether its estimator reads it; else it is 0 and nobody answers. None is everywhere.
     """
+    if wanted is not None and not wanted.get(group.row.domain, wanted[None]):
+        return torch.zeros(len(group.samples))
     (judgement,) = await judge(await generate(group.greedy(), rollout, tokenizer))
     if not isinstance(judgement.verdict, Score):  # a fault is never a baseline of 0
         return Drop(TOO_FEW_VERDICTS, str(judgement.verdict))

@@ -63,6 +63,8 @@ def _same_baseline(evidence: Evidence, sample: Sample) -> None:
     record = evidence.records.get(int(sample["group_index"]))
     if "reward_baselines" not in sample or record is None or not evidence.is_ours("reward_baselines"):
         return
+    if algorithm_of(evidence.config, sample["domain"]).adv_estimator != "remax":
+        return
     found = [(request, result.generations[0]) for request, result in record.generated if request.params.greedy]
     if len(found) != 1:
         raise Wrong(f"group {record.ticket.number} has {len(found)} greedy answers, and its baseline needs one")
