@@ -64,8 +64,9 @@ def process(
 
 def main(rank: int, folder: Path) -> None:
     batch, rows = mixed_batch(), SHARES[rank]
-    whole, kept, _ = process(batch, OneRank())
-    mine, own, _ = process(batch.select(rows), TorchCollective())
+    whole, kept, measured = process(batch, OneRank())
+    mine, own, metrics = process(batch.select(rows), TorchCollective())
     wanted = whole.select(rows)
     apart = {name: float((mine[name] - wanted[name]).abs().max()) for name in COLUMNS}
-    (folder / f"{rank}.json").write_text(json.dumps({"apart": apart, "kept": kept, "own": own}))
+    found = {"apart": apart, "kept": {**kept, "metrics": measured}, "own": {**own, "metrics": metrics}}
+    (folder / f"{rank}.json").write_text(json.dumps(found))

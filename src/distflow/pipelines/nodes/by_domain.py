@@ -14,6 +14,7 @@ from distflow.data.columns import Written
 from distflow.graph import BoundNode, Node, NodeOutput, compile_inputs, node
 from distflow.graph.bind import bind_alone
 from distflow.runtime.context import NodeContext
+from distflow.runtime.step_metrics import over_ranks
 from distflow.training.collective import Collective
 
 Factory = Callable[[Config], Callable[..., object]]
@@ -43,7 +44,8 @@ def in_domains(
     batch: Batch, ctx: NodeContext, reduce: Collective, *, parts: Mapping[str | None, BoundNode | None]
 ) -> NodeOutput:
     """parts: by domain, None for all others: what runs on these rows. Every rank runs all of them, in this order, also
-    on no row: they may sum over the ranks. A part's metrics end in its domain, and each has a state of its own."""
+    on no row: they may sum over the ranks. A part's metrics are over all ranks and end in its domain; each part has a
+    state of its own."""
     writes = next(part.contract.writes for part in parts.values() if part is not None)
     rows: dict[str | None, list[int]] = {domain: [] for domain in parts}
     for row, domain in enumerate(batch["domain"]):
@@ -56,8 +58,9 @@ def in_domains(
             if domain is not None:
                 state = ctx.state.setdefault("domains", {}).setdefault(domain, {})
             output = _call(part, own, replace(ctx, state=state), reduce)
-            end = "" if domain is None else f"/{domain}"
-            metrics |= {f"{name}{end}": value for name, value in output.metrics.items()}
+            end, weight = "" if domain is None else f"/{domain}", output.weight
+            measured = [(dict(output.metrics), float(len(own)) if weight is None else weight)]
+            metrics |= {f"{name}{end}": value for name, value in over_ranks(measured, reduce).items()}
             for name, value in _columns(output.batch, writes).items():
                 own[name] = value
         done.append(own.only(writes))

@@ -223,4 +223,4 @@ def _normalization(norm: NormConfig) -> Normalization:
 
 
 def _share(hit: Tensor, counted: Tensor) -> float:
-    return float((hit & counted).sum() / counted.sum().clamp(min=1))
+    return int((hit & counted).sum()) / max(int(counted.sum()), 1)
