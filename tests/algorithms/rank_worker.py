@@ -18,14 +18,17 @@ from distflow.algorithms import LOSS_AGG_MODES, PolicyObjective, ValueObjective,
 from distflow.algorithms.corrections import LEVELS, compute_rollout_weights, mismatch_statistics
 from distflow.algorithms.kl import apply_kl_penalty
 from distflow.algorithms.masking import Reduce
+from distflow.algorithms.moments import Moments
 from distflow.algorithms.normalization import Normalization
 from distflow.algorithms.rejection import compute_rejection_mask
+from distflow.algorithms.sample_weights import length_weights, with_mean_one
 from distflow.config.names import POLICY_LOSSES
 from distflow.data.batch import Batch
 from distflow.runtime.ports.torch_collective import TorchCollective
 from tests.algorithms.toy_policy import LONGEST, gradient, toy_batch
 
 ROWS = 13
+LEVELS_OF_STD = ("running", "batch", None)
 # Rows of each rank: unequal, none for one of them.
 SHARES = {
     1: [list(range(ROWS))],
@@ -91,6 +94,11 @@ def over_the_batch() -> dict[str, Callable[[Batch, Reduce | None], Tensor]]:
         **{name: partial(estimate, *which) for name, which in estimators.items()},
         **{name: partial(normalise, norm) for name, norm in normalised.items()},
         **{f"kl {mean}": partial(kl, mean) for mean in ("token", "sequence")},
+        **{
+            f"running {std}": partial(normalise_by_run, Normalization("running", std_level=std))
+            for std in LEVELS_OF_STD
+        },
+        "weights": weights_of_lengths,
     }
 
 
@@ -102,6 +110,19 @@ def estimate(name: str, options: dict[str, Any], batch: Batch, reduce: Reduce | 
 
 def normalise(norm: Normalization, batch: Batch, reduce: Reduce | None) -> Tensor:
     return norm(batch["advantages"], batch["response_mask"], batch["group_index"], batch["valid"], reduce=reduce)
+
+
+def normalise_by_run(norm: Normalization, batch: Batch, reduce: Reduce | None) -> Tensor:
+    mask = batch["response_mask"] * batch["valid"][:, None]
+    moments = Moments(3.0, 0.5, 2.0).with_values(batch["advantages"], mask, reduce)
+    rows = (batch["advantages"], batch["response_mask"], batch["group_index"], batch["valid"])
+    return norm(*rows, reduce=reduce, moments=moments)
+
+
+def weights_of_lengths(batch: Batch, reduce: Reduce | None) -> Tensor:
+    """On each of its tokens."""
+    weights = length_weights(batch.lengths("response"), batch["valid"], (1.5, 0.5), reduce)
+    return with_mean_one(weights, batch["valid"], reduce)[:, None] * batch["response_mask"]
 
 
 def kl(mean: str, batch: Batch, reduce: Reduce | None) -> Tensor:

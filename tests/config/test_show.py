@@ -59,6 +59,16 @@ algorithm:
     eps: 1e-3
     group_size: 2
   adv_norm: *norm
+  reward_shift: -0.5
+  reward_scale: 2
+  reward_clip: 5
+  advantage_clip: 10
+  mask_truncated: true
+  difficulty_mask: [0.1, 0.95]
+  difficulty_weight: [0.5, 2]
+  length_weight: [1.5, 0.5]
+  domains:
+    format: {reward_norm: {mean_level: running}, kl_ctrl: {kl_coef: 0.5}, difficulty_mask: [0, 0.5]}
   allow_group_of_one: true
   bootstrap_truncated: true
   use_kl_in_reward: true
@@ -171,6 +181,10 @@ reward:
   timeout_s: 3
   max_error_share: 0.9
   num_workers: 1
+  retries: 2
+  backoff_s: 0.5
+  on_error: {score: -1}
+  domains: {a: {timeout_s: 9, num_workers: 4, retries: 0, backoff_s: 3, on_error: drop}}
   overlong: {buffer_tokens: 50, factor: 0.5}
 custom_reward_function: {path: my_reward.py, name: score}
 trainer:

@@ -23,6 +23,15 @@ CASES: tuple[Case, ...] = (
 )
 ELSEWHERE = {
     "actor_rollout_ref.model.gguf_file": "tests/models/test_gguf.py",
+    "algorithm.domains": "tests/e2e/test_rlvr.py",
+    "algorithm.reward_shift": "tests/pipelines/test_by_domain.py",
+    "algorithm.reward_scale": "tests/pipelines/test_by_domain.py",
+    "algorithm.reward_clip": "tests/pipelines/test_by_domain.py",
+    "algorithm.difficulty_mask": "tests/pipelines/test_by_domain.py",
+    "algorithm.length_weight": "tests/pipelines/test_by_domain.py",
+    "reward.retries": "tests/rewards/test_pools.py",
+    "reward.backoff_s": "tests/rewards/test_pools.py",
+    "reward.domains": "tests/e2e/test_rlvr.py",
     "data.domains": "tests/e2e/test_domains.py",
     "dag.nodes": "tests/pipelines/test_programs.py",
     "actor_rollout_ref.actor.fsdp_config.param_offload": "tests/pipelines/test_spec.py",

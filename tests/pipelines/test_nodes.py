@@ -10,6 +10,7 @@ import torch
 
 from distflow.config import Config, load_config
 from distflow.config.errors import UserError
+from distflow.config.reward import OnError
 from distflow.data.batch import Batch
 from distflow.data.prompts import PromptRow
 from distflow.data.sample import Sample
@@ -130,6 +131,49 @@ def test_a_group_with_too_few_verdicts_to_compare_is_dropped_and_says_why() -> N
     assert not isinstance(judged(*faults, validating=True), Drop), "a validation counts it as wrong"
 
 
+def judged_as(on_error: OnError, *verdicts: Verdict, validating: bool = False, **domains: OnError) -> object:
+    group = answered()
+    own = {name: (0, otherwise) for name, otherwise in domains.items()}
+    work = judge_samples(
+        group.samples,
+        Verdicts(*verdicts),  # type: ignore[arg-type]
+        context(group, validating),
+        min_valid=2,
+        on_error=on_error,
+        domains=own,
+    )
+    return asyncio.run(work)
+
+
+def test_a_group_with_one_failed_verdict_is_dropped_where_the_config_says_so() -> None:
+    faults = (Score(1.0), Error("crashed"), Score(0.0))
+    dropped = judged_as("drop", *faults)
+    assert isinstance(dropped, Drop) and dropped.reason == "too_few_verdicts" and "crashed" in dropped.detail
+    assert isinstance(judged_as("mask", *faults, sums="drop"), Drop), "by its domain"
+    assert not isinstance(judged_as("drop", *faults, sums="mask"), Drop)
+    assert not isinstance(judged_as("drop", Score(1.0), Score(0.0), Score(1.0)), Drop)
+    written = judged_as("drop", *faults, validating=True)
+    assert isinstance(written, dict) and written["valid"] == [True, False, True], "a validation drops nothing"
+
+
+def test_a_sample_without_a_verdict_may_be_given_a_score_and_still_says_why() -> None:
+    faults = (Score(1.0), Error("crashed"), Timeout(1.0))
+    written = judged_as(-0.5, *faults)
+    assert isinstance(written, dict)
+    assert written["scores"] == [1.0, -0.5, -0.5] and written["valid"] == [True] * 3
+    assert written["acc"] == [1.0, 0.0, 0.0] and [bool(error) for error in written["reward_errors"]] == [0, 1, 1]
+    in_validation = judged_as(-0.5, *faults, validating=True)
+    assert isinstance(in_validation, dict) and in_validation["valid"] == [True, False, False]
+
+
+def test_a_filter_by_accuracy_compares_no_answer_whose_verdict_is_missing() -> None:
+    acc, errors = torch.tensor([1.0, 1.0, 0.0]), [None, None, "crashed"]
+    valid, scores = torch.ones(3, dtype=torch.bool), torch.tensor([1.0, 1.0, -0.5])
+    dropped = dynamic_sampling(acc, scores, valid, None, errors, metric="acc")
+    assert isinstance(dropped, Drop) and dropped.reason == "all_equal"
+    assert dynamic_sampling(acc, scores, valid, None, errors, metric="score") is None, "its score was given"
+
+
 def test_the_baseline_is_the_score_of_one_greedy_answer_for_all_samples() -> None:
     baselines, engine, judge, group = run_baseline(Score(0.75))
     assert isinstance(baselines, torch.Tensor) and torch.equal(baselines, torch.full((3,), 0.75))
@@ -137,6 +181,18 @@ def test_the_baseline_is_the_score_of_one_greedy_answer_for_all_samples() -> Non
     assert request.params.greedy and request.samples == (0,)
     assert [len(samples) for samples in judge.asked] == [1]
     assert len(group.samples) == 3 and not group.written, "the group itself is as it was"
+
+
+def test_a_domain_whose_estimator_reads_no_baseline_is_not_answered_greedily() -> None:
+    for wanted, answered_for in (
+        ({None: False, "sums": True}, 1),
+        ({None: True, "sums": False}, 0),
+        ({None: False}, 0),
+    ):
+        group, engine, judge = answered(), OneToken(), Verdicts(Score(0.75))
+        made = asyncio.run(greedy_baseline(group, engine, judge, tiny_tokenizer(), wanted=wanted))  # type: ignore[arg-type]
+        assert isinstance(made, torch.Tensor) and made.tolist() == [0.75 * answered_for] * 3
+        assert len(engine.requests) == len(judge.asked) == answered_for
 
 
 @pytest.mark.parametrize("fault", [Error("crashed"), Timeout(1.0)])
@@ -162,7 +218,7 @@ def test_a_text_has_no_special_tokens_and_its_tokens_keep_them() -> None:
 @pytest.mark.parametrize(("estimator", "needed"), [("grpo", 2), ("reinforce_plus_plus", 0)])
 def test_how_many_verdicts_a_group_needs_is_the_estimator_s_to_say(estimator: str, needed: int) -> None:
     config = load_config("grpo", [f"algorithm.adv_estimator={estimator}"], complete=False).config
-    assert compute_reward(config).keywords == {"min_valid": needed}  # type: ignore[attr-defined]
+    assert compute_reward(config).keywords["min_valid"] == needed  # type: ignore[attr-defined]
 
 
 def test_a_group_of_one_is_never_dropped_for_too_few_verdicts() -> None:

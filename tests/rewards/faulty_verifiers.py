@@ -56,6 +56,26 @@ def count_then_exit(extra_info):
     os._exit(0)
 
 
+def fails_at_first(extra_info):
+    """As often as it is told to, in whatever process."""
+    with open(extra_info["file"], "a+") as file:
+        file.write("x")
+        file.seek(0)
+        if len(file.read()) <= extra_info["times"]:
+            raise ConnectionError("503")
+    return 1.0
+
+
+def batch_that_fails_at_first(solution_strs, extra_infos):
+    """With its second answer, in its first call."""
+    with open(extra_infos[0]["file"], "a+") as file:
+        file.write(str(len(solution_strs)))
+        file.seek(0)
+        if len(file.read()) == 1:
+            return [0.0, float("nan"), 0.0]
+    return [float(text) for text in solution_strs]
+
+
 def raises(extra_info):
     raise KeyError("what is missing")
 
@@ -78,6 +98,7 @@ ACTIONS = {
     "segfault": segfault,
     "crash once": crash_once,
     "count then exit": count_then_exit,
+    "fails at first": fails_at_first,
     "raises": raises,
     "chatty": chatty,
     "nan": lambda extra_info: float("nan"),

@@ -35,8 +35,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[VerifierPool]:
 def test_the_router_of_the_same_settings_takes_it_over_once(made: list[VerifierPool]) -> None:
     with started_ahead(SETTINGS):
         with RewardRouter(FORMAT, timeout_s=5.0, num_workers=1, max_response_length=9) as router:
-            assert made == [router.pool]
-            pids = router.pool.pids()
+            assert made == [router.pools.of("default")]
+            pids = router.pools.pids()
             take_pool(SETTINGS).close()
             assert len(made) == 2
         assert pids and not any(map(is_there, pids)), "who took it closed it"

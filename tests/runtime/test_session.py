@@ -30,14 +30,14 @@ def test_leaving_cancels_work_before_it_closes_what_the_work_needs(ground: Playg
             await asyncio.Event().wait()
         finally:
             assert resources.judge is not None
-            seen.append("closed" if resources.judge.pool._closed else "open")
+            seen.append("closed" if resources.judge.pools.of("default").closed else "open")
 
     with pytest.raises(KeyError, match="the first"), Session(resources, None) as session:
         future = session.start(works())
         session.call(asyncio.sleep(0))
         raise KeyError("the first")
     assert seen == ["open"] and future.cancelled()
-    assert resources.judge is not None and resources.judge.pool.pids() == []
+    assert resources.judge is not None and resources.judge.pools.pids() == []
 
 
 def test_a_service_that_cannot_end_is_told_only_where_nothing_failed_before(

@@ -1,6 +1,7 @@
 """Rewards and advantages normalised over the batch or their group: AReaL's `reward_norm` and `adv_norm`.
 
-The keys and the formula are those of `NormConfig` and `Normalization` of AReaL 1.0, exact over the ranks.
+The keys and the formula are those of `NormConfig` and `Normalization` of AReaL 1.0, exact over the ranks. The level
+"running" is ROLL's: the moments of all rewards so far.
 """
 
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from distflow.algorithms.advantages.group import Groups
 from distflow.algorithms.masking import Reduce, global_sum, under_mask
+from distflow.algorithms.moments import Moments
 
-Level = Literal["batch", "group"]
+Level = Literal["batch", "group", "running"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,8 @@ class Normalization:
     mean_leave1out: a value is not in the mean that is taken off it. std_unbiased: over n − 1 values, and 1 where there
     is one only. The standard deviation is that of the differences to this mean, also where the mean is of another
     level, leaves the value out, or is 0 for want of one. group_size: a group is cut into runs of so many episodes.
+
+    "running" is over all values so far, those at hand among them: their mean, and the standard deviation about it.
     """
 
     mean_level: Level | None = None
@@ -39,21 +43,33 @@ class Normalization:
         valid: Tensor | None = None,
         episode_index: Tensor | None = None,
         reduce: Reduce | None = None,
+        moments: Moments | None = None,
     ) -> Tensor:
         """The values under the mask normalised, float64 `(bs, length)`, 0 elsewhere and for invalid samples.
 
         values, mask: `(bs, length)`; group_index, valid, episode_index: `(bs,)`. Each value under the mask counts by
-        itself; where all of a level are equal its differences to their mean are exactly 0. Raises ValueError where
-        `group_size` is set without `episode_index`.
+        itself; where all of a batch or group are equal its differences to their mean are exactly 0. moments: of all
+        values so far with these, for "running". Raises ValueError where `group_size` is set without `episode_index`.
         """
         groups = Groups(self._cut(group_index, episode_index), valid)
         counted = (mask > 0) & groups.valid[:, None]
         centred = under_mask(values.double(), counted)
-        if self.mean_level is not None:
+        if self.mean_level == "running":
+            assert moments is not None
+            centred = under_mask(centred - moments.mean, counted)
+        elif self.mean_level is not None:
             centred = self._centred(centred, _Pool(self.mean_level, groups, counted, reduce))
-        if self.std_level is not None:
+        if self.std_level == "running":
+            assert moments is not None
+            centred = centred / (moments.std(self.std_unbiased) + self.eps)
+        elif self.std_level is not None:
             centred = centred / self._scale(centred, _Pool(self.std_level, groups, counted, reduce))
         return centred
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it needs moments."""
+        return "running" in (self.mean_level, self.std_level)
 
     def _centred(self, values: Tensor, pool: "_Pool") -> Tensor:
         total, count = pool.sum(values), pool.count

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distflow.config.keys import group, key
+from distflow.config.differing import Differing, nested, parse_differing
+from distflow.config.keys import collect, group, key
 from distflow.config.names import ESTIMATORS, KL_TYPES, NO_FULL_KL, ROLLOUT_RS
 from distflow.config.values import Mismatch, convert, show
 
@@ -55,7 +56,7 @@ def spread(bounds: tuple[Bounds, ...], count: int) -> tuple[Bounds, ...]:
     return bounds * count if len(bounds) == 1 else bounds
 
 
-LEVELS = ("batch", "group")
+LEVELS = ("batch", "group", "running")
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ class KLControlConfig:
 
 @dataclass(frozen=True)
 class NormConfig:
-    """A normalisation over the batch or the groups (AReaL); off where both levels are null."""
+    """A normalisation over the batch or the groups (AReaL), or by the moments of all rewards so far (ROLL); off where
+    both levels are null."""
 
     mean_level: str | None = key(None, "what the mean that is taken off is over", choices=LEVELS)
     mean_leave1out: bool = key(False, "leave a value out of the mean that is taken off it")
@@ -135,6 +137,29 @@ class FilterGroupsConfig:
     )
 
 
+def parse_share_band(value: object) -> object:
+    """[low, high] within 0..1, or nothing. Raises Mismatch."""
+    band = convert(value, tuple[float, float] | None)
+    if band is not None and not 0 <= band[0] < band[1] <= 1:  # type: ignore[index]  # just made one
+        raise Mismatch(f"is {show(value)}, which is no part of 0..1", "write e.g. [0.1, 0.95]")
+    return band
+
+
+DIFFERING = (
+    *("adv_estimator", "adv_estimator_kwargs", "gamma", "lam", "norm_adv_by_std_in_grpo", "scale_rewards"),
+    *("adv_epsilon", "reward_shift", "reward_scale", "reward_norm", "reward_clip", "adv_norm", "advantage_clip"),
+    *("bootstrap_truncated", "use_kl_in_reward", "kl_penalty", "kl_ctrl", "mask_truncated", "difficulty_mask"),
+    *("difficulty_weight", "length_weight"),
+)
+"""Keys of `algorithm` that a domain may have otherwise."""
+
+
+def parse_domains(value: object) -> Differing:
+    """Settings by domain from plain data. Raises Mismatch."""
+    form = "write e.g. {code: {adv_estimator: reinforce, reward_norm: {mean_level: running}}}"
+    return parse_differing(value, collect(AlgorithmConfig()), DIFFERING, form)
+
+
 @dataclass(frozen=True)
 class AlgorithmConfig:
     """How rewards become advantages."""
@@ -157,8 +182,30 @@ class AlgorithmConfig:
         choices=("group", "batch", "none"),
     )
     adv_epsilon: float = key(1e-6, "added to that standard deviation", above=0)
+    reward_shift: float = key(0.0, "added to the score of each sample, before anything else")
+    reward_scale: float = key(1.0, "what that is then multiplied by", above=0)
     reward_norm: NormConfig = group(NormConfig)
+    reward_clip: float | None = key(None, "bound of |reward| of a sample, behind reward_norm", above=0)
     adv_norm: NormConfig = group(NormConfig)
+    advantage_clip: float | None = key(None, "bound of |advantage| of a token, behind adv_norm", above=0)
+    mask_truncated: bool = key(False, "leave answers that were cut off at the length limit out of the loss")
+    difficulty_mask: tuple[float, float] | None = key(
+        None,
+        "[low, high]: leave out of the loss the groups whose share of right answers is not above low and below high",
+        parse=parse_share_band,
+    )
+    difficulty_weight: tuple[float, float] | None = key(
+        None, "[easiest, hardest]: weight of advantages, linear in the group's share of wrong answers"
+    )
+    length_weight: tuple[float, float] | None = key(
+        None, "[shortest, longest]: weight of advantages, linear in the answer's length between those of the batch"
+    )
+    domains: Differing = key(
+        {},
+        "domain → keys of algorithm that differ there; each such domain is processed and whitened by itself",
+        parse=parse_domains,
+        plain=nested,
+    )
     allow_group_of_one: bool = key(False, "accept rollout.n=1 with an estimator that compares the samples of a group")
     bootstrap_truncated: bool = key(
         False, "GAE continues a truncated response with the critic's last value, not with 0"

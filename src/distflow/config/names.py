@@ -52,10 +52,14 @@ class Reward(Entry):
 
 @dataclass(frozen=True)
 class BuiltinPipeline(Entry):
-    """A program: whether it trains a critic, and whether it generates what it learns from."""
+    """A program: whether it trains a critic, and whether it generates what it learns from.
+
+    by_estimator: it trains one where an estimator reads values, that of the run or of a domain.
+    """
 
     has_critic: bool = False
     generates: bool = True
+    by_estimator: bool = False
 
 
 @dataclass(frozen=True)
@@ -271,6 +275,11 @@ PIPELINES: dict[str, BuiltinPipeline] = {
     "grpo": BuiltinPipeline("group-relative policy optimisation: no critic", "distflow.pipelines.grpo:grpo_pipeline"),
     "ppo": BuiltinPipeline("actor and critic with GAE", "distflow.pipelines.ppo:ppo_pipeline", has_critic=True),
     "dapo": BuiltinPipeline("GRPO with dynamic sampling", "distflow.pipelines.dapo:dapo_pipeline"),
+    "rlvr": BuiltinPipeline(
+        "domains side by side, each with its verifiers and its way from rewards to advantages",
+        "distflow.pipelines.rlvr:rlvr_pipeline",
+        by_estimator=True,
+    ),
     "sft": BuiltinPipeline(
         "supervised fine-tuning on given responses", "distflow.pipelines.sft:sft_pipeline", generates=False
     ),

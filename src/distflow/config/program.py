@@ -3,6 +3,7 @@
 from math import ceil
 from typing import Literal
 
+from distflow.config.domain_algorithm import algorithms, takes_values
 from distflow.config.fsdp import ActorFsdpConfig, RefFsdpConfig, TrainedFsdpConfig
 from distflow.config.keys import walk
 from distflow.config.names import ESTIMATORS, PIPELINES, BuiltinPipeline, Estimator
@@ -39,7 +40,12 @@ def is_rl(config: Config) -> bool:
 def may_have_critic(config: Config) -> bool:
     """Whether the program trains a critic; one of the user's may."""
     pipeline = find_pipeline(config)
-    return pipeline is None or pipeline.has_critic
+    return pipeline is None or pipeline.has_critic or (pipeline.by_estimator and reads_values(config))
+
+
+def reads_values(config: Config) -> bool:
+    """Whether an estimator needs a critic, that of the run or of a domain."""
+    return any(takes_values(algorithm) for _, algorithm in algorithms(config))
 
 
 def find_pipeline(config: Config) -> BuiltinPipeline | None:

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 from distflow.config.keys import group, key
-from distflow.config.values import Mismatch, convert
+from distflow.config.values import Mismatch, convert, show
 
+OnError: TypeAlias = Literal["mask", "drop"] | float
+"""What becomes of a sample without a verdict: out of the loss, its group out of the run, or a score."""
 _FORM = "write e.g. {default: [math], code: [{name: format, weight: 0.1}]}"
 
 
@@ -66,6 +68,75 @@ def _parse_part(whose: str, value: object) -> RewardPart:
     raise Mismatch(f"has {value!r} for {whose}, neither a name nor {{name, weight}}", _FORM)
 
 
+class Patience(NamedTuple):
+    """What the verdicts of a domain may cost, and what becomes of a sample without one; None is as `reward` has it."""
+
+    timeout_s: float | None = None
+    num_workers: int | None = None
+    retries: int | None = None
+    backoff_s: float | None = None
+    on_error: OnError | None = None
+
+
+def parse_on_error(value: object) -> OnError:
+    """`mask`, `drop`, or the score of `{score: x}`. Raises Mismatch."""
+    if value in ("mask", "drop"):
+        return cast(OnError, value)
+    if isinstance(value, Mapping) and set(value) == {"score"}:
+        return cast(float, convert(value["score"], float))
+    raise Mismatch(f"is {show(value)}, not mask, drop or {{score: x}}", "write e.g. drop, or {score: 0}")
+
+
+def plain_on_error(value: OnError) -> object:
+    """What `parse_on_error` would read again."""
+    return value if isinstance(value, str) else {"score": value}
+
+
+def parse_patience(value: object) -> dict[str, Patience]:
+    """By domain from plain data. Raises Mismatch."""
+    if not isinstance(value, Mapping):
+        raise Mismatch("is not a mapping from domains to their settings", _PATIENCE)
+    return {_domain(domain): _parse_patience(domain, settings) for domain, settings in value.items()}
+
+
+def plain_patience(domains: Mapping[str, Patience]) -> dict[str, dict[str, object]]:
+    """What `parse_patience` would read again."""
+    return {
+        domain: {
+            name: plain_on_error(value) if name == "on_error" else value
+            for name, value in settings._asdict().items()
+            if value is not None
+        }
+        for domain, settings in domains.items()
+    }
+
+
+def _parse_patience(domain: str, value: object) -> Patience:
+    if not isinstance(value, Mapping):
+        raise Mismatch(f"has {show(value)} for the domain '{domain}', which is no mapping", _PATIENCE)
+    found: dict[str, Any] = {}
+    for name, given in value.items():
+        if name not in Patience._fields:
+            raise Mismatch(f"has the unknown setting '{name}' for the domain '{domain}'", _PATIENCE)
+        try:
+            found[name] = parse_on_error(given) if name == "on_error" else convert(given, _LEAST[name][0])
+        except Mismatch as error:
+            raise Mismatch(f"has a {name} for the domain '{domain}' that {error.what}", error.advice) from None
+        least = None if name == "on_error" else _LEAST[name][1]
+        if least is not None and not (found[name] > 0 if least == "> 0" else found[name] >= int(least[-1])):
+            raise Mismatch(f"has the {name} {show(given)} for the domain '{domain}'", f"write a number {least}")
+    return Patience(**found)
+
+
+_LEAST: dict[str, tuple[type, str]] = {
+    "timeout_s": (float, "> 0"),
+    "num_workers": (int, "≥ 1"),
+    "retries": (int, "≥ 0"),
+    "backoff_s": (float, "> 0"),
+}
+_PATIENCE = f"write e.g. {{code: {{timeout_s: 30, num_workers: 4}}}}; there are {', '.join(Patience._fields)}"
+
+
 @dataclass(frozen=True)
 class OverlongConfig:
     """Linear penalty on responses that end close to the length limit (DAPO)."""
@@ -88,7 +159,23 @@ class RewardConfig:
     max_error_share: float = key(
         0.5, "share of a step's verdicts that may fail before the run stops; 1 never stops", minimum=0, maximum=1
     )
-    num_workers: int = key(2, "processes that judge", minimum=1)
+    num_workers: int = key(2, "processes that judge, of each domain of functions and domains", minimum=1)
+    retries: int = key(0, "how often a verdict that failed is asked for again", minimum=0)
+    backoff_s: float = key(1.0, "seconds before it is, doubled each time", above=0)
+    on_error: OnError = key(
+        "mask",
+        "a sample without a verdict: mask leaves it out of baselines and the loss, drop its whole group out of the "
+        "run; {score: x} trains it with that score",
+        parse=parse_on_error,
+        plain=plain_on_error,
+    )
+    domains: dict[str, Patience] = key(
+        {},
+        "domain → timeout_s, num_workers, retries, backoff_s, on_error where they differ there; such a domain has "
+        "processes of its own",
+        parse=parse_patience,
+        plain=plain_patience,
+    )
     overlong: OverlongConfig = group(OverlongConfig)
 
 
@@ -105,3 +192,15 @@ class RewardModelConfig:
     """A trained model that judges."""
 
     enable: bool = key(False, "score with a reward model", later=True)
+
+
+def patience_of(reward: RewardConfig, domain: str) -> dict[str, Any]:
+    """Of that domain, by name, with nothing left open; without `on_error`."""
+    own = reward.domains.get(domain, Patience())._asdict()
+    return {name: getattr(reward, name) if own[name] is None else own[name] for name in _LEAST}
+
+
+def on_error_of(reward: RewardConfig, domain: str) -> OnError:
+    """What becomes of a sample of that domain without a verdict."""
+    own = reward.domains.get(domain, Patience()).on_error
+    return reward.on_error if own is None else own

@@ -1,7 +1,7 @@
 """A config that notes which of its keys are read, so that one that was set and never read can be named."""
 
 from collections.abc import Hashable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from typing import TypeVar, cast
 
@@ -31,6 +31,12 @@ def watch(config: Config) -> tuple[Config, set[str]]:
 def peek(config: T) -> T:
     """The plain config or group behind a watched one, to look at a key without using it."""
     return cast(T, config.__dict__["_plain"]) if isinstance(config, _Watching) else config
+
+
+def with_group(config: Config, name: str, group: object) -> Config:
+    """The config with another top-level group; where it is watched, keys that are read of it count as before."""
+    made = replace(peek(config), **{name: group})  # type: ignore[arg-type]  # a group of the kind that is there
+    return _watched(made, "", config.__dict__["_reads"]) if isinstance(config, _Watching) else made
 
 
 def whole(group: T) -> T:

@@ -46,6 +46,13 @@ def bind_program(graph_id: str, nodes: tuple[Node, ...], config: object, data_fi
     )
 
 
+def bind_alone(node: Node, config: object) -> BoundNode:
+    """A node outside of a graph: whoever calls it sees to its columns. Raises PipelineError as `bind_program` does."""
+    settled = _settle(node, config)
+    contract = read_contract(settled.node.fn, _declared(settled, frozenset()))
+    return _bind_node(Wiring({node.node_id: Vertex(settled.node, contract, ())}), settled)
+
+
 def _settle(node: Node, config: object) -> _Settled:
     node = made(node, config)
     return _Settled(node, group_of(node, config))

@@ -21,6 +21,7 @@ from distflow.config.errors import UserError, hint
 from distflow.config.functions import load
 from distflow.config.names import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.config.program import is_rl, is_sharded, offload_keys, optimizer_steps
+from distflow.config.reward import patience_of
 from distflow.flow.ticket import Version
 from distflow.models.loading import Init, ModelSource, context_length, load_model
 from distflow.models.lora import add_lora
@@ -32,6 +33,7 @@ from distflow.models.value_head import load_value_model
 from distflow.planning.layout import Layout
 from distflow.planning.model_size import count_parameters, parse_size
 from distflow.planning.threads import share_threads, usable_cores
+from distflow.rewards.pools import Patience
 from distflow.rewards.router import Overlong, RewardRouter
 from distflow.rollout.engine import RolloutEngine
 from distflow.runtime.spec import Factory, Get
@@ -397,6 +399,9 @@ def _router(config: Config) -> Callable[[], RewardRouter]:
         reward_functions(config),
         timeout_s=settings.timeout_s,
         num_workers=settings.num_workers,
+        retries=settings.retries,
+        backoff_s=settings.backoff_s,
+        domains={name: Patience(**patience_of(settings, name)) for name in settings.domains},
         overlong=Overlong(settings.overlong.buffer_tokens, settings.overlong.factor),
         max_response_length=config.data.max_response_length,
         custom=(custom.path, custom.name) if custom.path else None,

@@ -8,8 +8,10 @@ from distflow.algorithms.registry import selects_tokens
 from distflow.config import Config, preset_config
 from distflow.config.algorithm import is_on
 from distflow.config.by_domain import filters_groups, unfiltered_domains
+from distflow.config.domain_algorithm import algorithms
 from distflow.graph import Pipeline, TaskGraph
 from distflow.pipelines import nodes
+from distflow.pipelines.nodes.normalizing import changes_rewards, masks_samples, weighs_samples
 from distflow.pipelines.objectives import interpolates_prox, mends_mismatch
 
 
@@ -32,8 +34,11 @@ def answer_and_judge(pipeline: Pipeline, config: Config) -> None:
     """The experience plane: from a prompt to a judged, filtered group."""
     pipeline.add_node("rollout_actor", nodes.generate)
     pipeline.add_node("function_reward", nodes.compute_reward)
-    if config.algorithm.adv_estimator == "remax":
+    baselines = {domain: each.adv_estimator == "remax" for domain, each in algorithms(config)}
+    if all(baselines.values()):
         pipeline.add_node("reward_baseline", nodes.greedy_baseline)
+    elif any(baselines.values()):
+        pipeline.add_node("reward_baseline", nodes.greedy_baseline, wanted=baselines)
     if filters_groups(config):
         if unfiltered := sorted(unfiltered_domains(config)):
             pipeline.add_node("dynamic_sampling", nodes.dynamic_sampling, unfiltered=unfiltered)
@@ -45,7 +50,8 @@ def score(pipeline: Pipeline, config: Config) -> None:
     """What the trainer finds out about a step before it is trained on."""
     pipeline.add_node("actor_old_log_prob", nodes.compute_old_log_prob, plane="learning", only_forward_compute=True)
     # Without a KL term against the reference it is not even built.
-    if config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss:
+    kl_in_reward = any(each.use_kl_in_reward for _, each in algorithms(config))
+    if kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss:
         pipeline.add_node("reference_log_prob", nodes.compute_ref_log_prob, only_forward_compute=True)
     correction = config.algorithm.rollout_correction
     if correction.level and not interpolates_prox(config):  # which is known within the loss only
@@ -56,16 +62,32 @@ def score(pipeline: Pipeline, config: Config) -> None:
         # Weights are of whole sequences, also of what is then rejected.
         behind = ["mismatch_weights"] if correction.level or mends_mismatch(config) else []
         pipeline.add_node("mismatch_rejection", nodes.reject_mismatch, behind, phase="mismatch_rejection")
-    if is_on(config.algorithm.reward_norm):
+    each = [algorithm for _, algorithm in algorithms(config)]
+    if any(map(masks_samples, each)):
+        behind = ["mismatch_rejection"] if correction.rollout_rs else []
+        pipeline.add_node("sample_mask", nodes.mask_samples, behind, plane="learning")
+    if any(map(changes_rewards, each)):
         pipeline.add_node("reward_norm", nodes.normalize_rewards)
-    if config.algorithm.use_kl_in_reward:
-        pipeline.add_node("kl_penalty", nodes.apply_kl_penalty, validates=False)
+    clips = any(algorithm.reward_clip is not None for algorithm in each)
+    if clips:
+        pipeline.add_node("reward_clip", nodes.clip_rewards, plane="learning")
+    if kl_in_reward:
+        behind = ["reward_clip"] if clips else []
+        pipeline.add_node("kl_penalty", nodes.apply_kl_penalty, behind, validates=False)
 
 
 def estimate_advantages(pipeline: Pipeline, config: Config) -> None:
     """What each token is worth, and which of them the policy loss treats apart."""
     pipeline.add_node("calculate_advantages", nodes.compute_advantage, plane="learning")
-    if is_on(config.algorithm.adv_norm):
-        pipeline.add_node("advantage_norm", nodes.normalize_advantages)
+    each = [algorithm for _, algorithm in algorithms(config)]
+    behind: list[str] = []  # they update one column, in this order
+    for node_id, function, is_used in (
+        ("advantage_norm", nodes.normalize_advantages, any(is_on(algorithm.adv_norm) for algorithm in each)),
+        ("advantage_clip", nodes.clip_advantages, any(algorithm.advantage_clip is not None for algorithm in each)),
+        ("sample_weights", nodes.weigh_samples, any(map(weighs_samples, each))),
+    ):
+        if is_used:
+            pipeline.add_node(node_id, function, behind, plane="learning")
+            behind = [node_id]
     if selects_tokens(config.actor_rollout_ref.actor.policy_loss):
         pipeline.add_node("token_selection", nodes.select_tokens, phase="token_selection")

@@ -22,7 +22,8 @@ from distflow.algorithms.registry import describe_estimator
 from distflow.config import Config, Loaded, Room, describe, fit_to, with_changes
 from distflow.config.by_domain import reward_functions, validates
 from distflow.config.changes import changes
-from distflow.config.errors import UserError
+from distflow.config.domain_algorithm import algorithms
+from distflow.config.errors import UserError, hint
 from distflow.config.functions import LoadError, load_modules
 from distflow.config.names import CUSTOM_REWARD, REWARDS
 from distflow.config.program import CUSTOM, is_rl, is_sharded, program_name
@@ -50,6 +51,7 @@ from distflow.pipelines.factories import (
     shares_weights,
 )
 from distflow.pipelines.inert import refuse_inert_keys
+from distflow.pipelines.nodes.by_domain import options_of
 from distflow.pipelines.objectives import is_anchored, loss_terms
 from distflow.pipelines.run_models import with_models_of_runs
 from distflow.pipelines.select import bound, generates, select_pipeline
@@ -158,8 +160,10 @@ def _told(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
         yield f"not used by the program '{reading.program.graph_id}': {', '.join(reading.unused)}"
     yield from _notes(loaded, reading, data)
     if is_rl(config):
-        options = _estimator_options(reading.program)
-        yield f"advantages: {describe_estimator(config.algorithm.adv_estimator, options)}"
+        for domain, algorithm in algorithms(config):
+            of = "" if domain is None else f" of '{domain}'"
+            options = _estimator_options(reading.program, domain)
+            yield f"advantages{of}: {describe_estimator(algorithm.adv_estimator, options)}"
 
 
 def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
@@ -192,6 +196,10 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
                 f"note: rows have the column '{name}', which only a chat template is handed, and prompts are plain "
                 "text: see data.prompt_format"
             )
+    known = {domain for found in (data.train, *data.held_out.values()) for domain in found.domains}
+    for key, named in (("reward.domains", config.reward.domains), ("algorithm.domains", config.algorithm.domains)):
+        for name in sorted(set(named) - known):
+            yield f"note: {key} has settings of '{name}', and no row is of that domain{hint(name, known)}"
     if "judge" in reading.program.services and all(row.ground_truth is None for row in data.train):
         yield (
             f"note: no row has the column '{config.data.answer_key}' (data.answer_key): the reward is called with "
@@ -494,10 +502,10 @@ def _validation_params(
     return greedy, sampled, settings.n
 
 
-def _estimator_options(program: Program) -> dict[str, object]:
+def _estimator_options(program: Program, domain: str | None) -> dict[str, object]:
     for node in program.nodes:
         if node.node_role is NodeRole.ADVANTAGE:
-            return dict(node.options)
+            return options_of(node, domain)
     return {}
 
 

@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from distflow.algorithms.registry import find_adv_est, find_policy_loss
 from distflow.config import Config
+from distflow.config.domain_algorithm import algorithms
 from distflow.config.errors import UserError
 from distflow.config.functions import load_function
 from distflow.config.program import is_rl
@@ -53,7 +54,9 @@ def _users_functions(config: Config) -> Iterator[tuple[str, Callable[..., object
         if "func" in node:  # a marker has none
             yield "dag.nodes", load_function(str(node["func"]))
     if is_rl(config):
-        yield _ESTIMATOR, find_adv_est(config.algorithm.adv_estimator).fn
+        for domain, algorithm in algorithms(config):
+            key = _ESTIMATOR if domain is None else f"algorithm.domains.{domain}.adv_estimator"
+            yield key, find_adv_est(algorithm.adv_estimator).fn
         yield _LOSS, find_policy_loss(config.actor_rollout_ref.actor.policy_loss).fn
 
 

@@ -31,7 +31,7 @@ async def certify(router: "RewardRouter") -> None:
     """
     for name in router.names:
         for case in known_cases(name):
-            verdict = await router.pool.judge(name, _arguments(case.response, case.ground_truth, case.extra_info))
+            verdict = await router.pools.judge(name, _arguments(case.response, case.ground_truth, case.extra_info))
             if not isinstance(verdict, Score) or verdict.value != float(case.good):
                 raise RuntimeError(
                     f"the verifier '{name}' is not fit for use here: {case.response!r} against {case.ground_truth!r} "
@@ -87,7 +87,7 @@ async def certify_answers(router: "RewardRouter", rows: Iterable[tuple[str, obje
         for name in (name for name, _ in router.functions_of(domain) if _scores_own_answer(name)):
             totals[domain] = totals.get(domain, 0) + 1
             response = f"\\boxed{{{_bare(ground_truth)}}}"
-            verdict = await router.pool.judge(name, _arguments(response, ground_truth, extra_info))
+            verdict = await router.pools.judge(name, _arguments(response, ground_truth, extra_info))
             if not isinstance(verdict, Score) or verdict.value != 1.0:
                 failures.setdefault(domain, []).append((ground_truth, verdict))
     for domain, failed in failures.items():

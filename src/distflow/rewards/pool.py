@@ -30,7 +30,7 @@ _CLOSING = "the run was closing its verifiers"
 
 class VerifierPool:
     """`num_workers` processes, each with the same functions loaded, each judging one answer at a time; by a function in
-    `takes_groups` (one that is batched or async) several.
+    `takes_groups` (one that is batched or async) several; `takes_batches` are those of them that are batched.
 
     The deadline of a verdict runs from the moment its process takes it, not while it queues: n hangs cost at most
     n · timeout_s / num_workers. A process that crashed or ran out of memory is replaced and the answer judged once
@@ -57,6 +57,7 @@ class VerifierPool:
         self._settings = (dict(functions), memory_bytes, start_timeout_s)
         self.told: Told = lambda name, arguments, verdict: None
         self.takes_groups = frozenset[str]()
+        self.takes_batches = frozenset[str]()
         self._closed = False
         # Processes are started by these threads only: Linux kills a child when the thread that started it ends.
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="distflow-verifier")
@@ -75,6 +76,11 @@ class VerifierPool:
         """Call function `name` with `arguments` (by their names in `functions.PARAMETERS`; plain JSON values)."""
         (verdict,) = await self.judge_group(name, [arguments], timeout_s)
         return verdict
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed: no verdict will come any more."""
+        return self._closed
 
     async def judge_group(
         self, name: str, asked: Sequence[Mapping[str, object]], timeout_s: float | None = None
@@ -167,7 +173,7 @@ class VerifierPool:
         try:
             if self._closed:  # asked after the process is known to `close`: one of the two kills it
                 raise _StartFailed(_CLOSING)
-            self.takes_groups = frozenset(process.load(functions, start_timeout_s))
+            self.takes_groups, self.takes_batches = process.load(functions, start_timeout_s)
         except _StartFailed:
             self._retire(process)
             raise
@@ -232,8 +238,8 @@ class _Process:
         self.in_step = True
         self._killed = False
 
-    def load(self, functions: Mapping[str, str], timeout_s: float) -> list[str]:
-        """Returns those that take groups."""
+    def load(self, functions: Mapping[str, str], timeout_s: float) -> tuple[frozenset[str], frozenset[str]]:
+        """Returns those that take groups, and those of them that judge these as one batch."""
         try:
             answer = self._exchange(encode({"functions": dict(functions)}), timeout_s)
         except TimeoutError:
@@ -242,7 +248,7 @@ class _Process:
             raise _StartFailed(self.cause_of_death()) from None
         if "error" in answer:
             raise _StartFailed(str(answer["error"]))
-        return cast(list[str], answer["ready"])
+        return frozenset(cast(list[str], answer["ready"])), frozenset(cast(list[str], answer["batched"]))
 
     def ask(self, request: bytes, timeout_s: float, num_asked: int) -> list[Verdict]:
         """Raises TimeoutError, PeerGone; the process is then out of step and must go. ValueError for nonsense."""

@@ -10,17 +10,16 @@ from typing import NamedTuple
 import torch
 
 from distflow.algorithms.filters import overlong_penalty
-from distflow.config.errors import UserError, hint
+from distflow.config.errors import UserError
 from distflow.data.sample import Sample
 from distflow.observe.jsonlines import JSON
-from distflow.rewards.ahead import PoolSettings, take_pool
 from distflow.rewards.correctness import accuracy
-from distflow.rewards.functions import Functions, find_targets
-from distflow.rewards.pool import MEMORY_BYTES
+from distflow.rewards.functions import Functions
+from distflow.rewards.pool import MEMORY_BYTES, VerifierPool
+from distflow.rewards.pools import Patience, Pools, functions_of
 from distflow.rewards.tally import TRAINING, Tally, counted_for
 from distflow.rewards.verdict import Error, Score, Timeout, Verdict
 
-DEFAULT_DOMAIN = "default"
 OVERLONG = "overlong"
 
 
@@ -58,15 +57,20 @@ class RewardRouter:
         timeout_s: float,
         num_workers: int,
         max_response_length: int,
+        retries: int = 0,
+        backoff_s: float = 1.0,
+        domains: Mapping[str, Patience] | None = None,
         overlong: Overlong = Overlong(),  # noqa: B008  immutable
         custom: tuple[str, str] | None = None,
         memory_bytes: int = MEMORY_BYTES,
     ) -> None:
         """functions: domain → (name, weight) of its parts; "default" serves domains that are not named.
+        timeout_s, num_workers, retries, backoff_s: see `Patience`; domains: that of those with one of their own.
         max_response_length: in tokens, for the overlong penalty.
 
         A name is a built-in one, "custom" (then `custom` is the path and the name of the user's function) or
-        "module:function". Starts a verifier process; raises UserError where a function is unknown or cannot be loaded.
+        "module:function". Starts a verifier process for each domain; raises UserError where a function is
+        unknown or cannot be loaded.
         """
         if not functions or not all(functions.values()):
             raise UserError("reward.functions names no function; write e.g. reward.functions={default: [math]}")
@@ -76,7 +80,8 @@ class RewardRouter:
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()  # the asyncio thread counts, the learner takes the counts
         self.names = sorted({name for parts in self._functions.values() for name, _ in parts})
-        self.pool = take_pool(PoolSettings(find_targets(functions, custom), num_workers, timeout_s, memory_bytes))
+        patience = Patience(timeout_s, num_workers, retries, backoff_s)
+        self.pools = Pools(self._functions, patience, domains, custom, memory_bytes)
 
     def __enter__(self) -> "RewardRouter":
         return self
@@ -86,49 +91,52 @@ class RewardRouter:
 
     def close(self) -> None:
         """Kill the verifier processes."""
-        self.pool.close()
+        self.pools.close()
 
     def functions_of(self, domain: str) -> Sequence[tuple[str, float]]:
         """Names and weights that judge the domain. Raises UserError where none do."""
-        return _functions_of(self._functions, domain)
+        return functions_of(self._functions, domain)
 
     async def __call__(self, samples: Sequence[Sample]) -> list[Judgement]:
         """What the parameter `judge` of a node is called for: a judgement on each sample, in their order.
 
         Raises UserError for a domain that no function judges.
         """
-        asked: dict[str, list[int]] = {}
+        asked: dict[tuple[str, str], list[int]] = {}
         for i, sample in enumerate(samples):
             for name, _ in self.functions_of(sample.domain):
-                asked.setdefault(name, []).append(i)
-        answered = await asyncio.gather(*(self._ask(name, [samples[i] for i in asked[name]]) for name in asked))
-        verdicts = {
-            name: dict(zip(asked[name], found, strict=True)) for name, found in zip(asked, answered, strict=True)
-        }
-        return [
-            self._judgement(sample, {name: verdicts[name][i] for name, _ in self.functions_of(sample.domain)})
-            for i, sample in enumerate(samples)
-        ]
+                asked.setdefault((sample.domain, name), []).append(i)
+        answered = await asyncio.gather(
+            *(self._ask(domain, name, [samples[i] for i in of_these]) for (domain, name), of_these in asked.items())
+        )
+        parts: list[dict[str, Verdict]] = [{} for _ in samples]
+        for ((_, name), of_these), verdicts in zip(asked.items(), answered, strict=True):
+            for i, verdict in zip(of_these, verdicts, strict=True):
+                parts[i][name] = verdict
+        return [self._judgement(sample, found) for sample, found in zip(samples, parts, strict=True)]
 
     async def score(self, sample: Sample) -> Judgement:
         """The same for one."""
         (judgement,) = await self([sample])
         return judgement
 
-    async def _ask(self, name: str, samples: Sequence[Sample]) -> list[Verdict]:
-        """Of one function, on each sample."""
-        asked = [
-            {
-                "data_source": sample.domain,
-                "solution_str": sample.response,
-                "ground_truth": sample.ground_truth,
-                "extra_info": sample.extra_info,
-            }
-            for sample in samples
-        ]
-        if name in self.pool.takes_groups:
-            return await self.pool.judge_group(name, asked)
-        return list(await asyncio.gather(*(self.pool.judge(name, arguments) for arguments in asked)))
+    async def _ask(self, domain: str, name: str, samples: Sequence[Sample]) -> list[Verdict]:
+        """Of one function, on each sample of the domain; those that fail are asked for again, as it may be patient."""
+        pool, patience = self.pools.of(domain), self.pools.patience(domain)
+        asked = [_arguments(sample) for sample in samples]
+        verdicts = await _judged(pool, name, asked)
+        for attempt in range(patience.retries):
+            failed = [i for i, verdict in enumerate(verdicts) if not isinstance(verdict, Score)]
+            if not failed or pool.closed:
+                break
+            self._count_retries(len(failed))
+            await asyncio.sleep(patience.backoff_s * 2**attempt)
+            if name in pool.takes_batches:  # judges them beside each other
+                verdicts = max(verdicts, await _judged(pool, name, asked), key=_num_scores)
+            else:
+                for i, verdict in zip(failed, await _judged(pool, name, [asked[i] for i in failed]), strict=True):
+                    verdicts[i] = verdict
+        return verdicts
 
     def _judgement(self, sample: Sample, parts: dict[str, Verdict]) -> Judgement:
         """The weighted sum of the parts and the overlong penalty. A part without a score leaves the sample without."""
@@ -155,6 +163,11 @@ class RewardRouter:
         length = sum(len(segment.token_ids) for segment in sample.response_segments)
         return float(overlong_penalty(torch.tensor([length]), self._max_response_length, *self._overlong))
 
+    def _count_retries(self, number: int) -> None:
+        if counted_for.get() == TRAINING:
+            with self._lock:
+                self._counts["retries"] += number
+
     def _count(self, parts: Mapping[str, Verdict]) -> None:
         if counted_for.get() != TRAINING:
             return
@@ -167,20 +180,29 @@ class RewardRouter:
                     self._counts[f"{kind}/{name}"] += 1
 
 
+def _arguments(sample: Sample) -> dict[str, object]:
+    return {
+        "data_source": sample.domain,
+        "solution_str": sample.response,
+        "ground_truth": sample.ground_truth,
+        "extra_info": sample.extra_info,
+    }
+
+
+async def _judged(pool: VerifierPool, name: str, asked: Sequence[Mapping[str, object]]) -> list[Verdict]:
+    if name in pool.takes_groups:
+        return await pool.judge_group(name, asked)
+    return list(await asyncio.gather(*(pool.judge(name, arguments) for arguments in asked)))
+
+
+def _num_scores(verdicts: Sequence[Verdict]) -> int:
+    return sum(isinstance(verdict, Score) for verdict in verdicts)
+
+
 def check_domains(functions: Functions, domains: Iterable[str]) -> None:
     """Raises UserError for the first domain that no function judges; for before the run starts."""
     for domain in sorted(set(domains)):
-        _functions_of(functions, domain)
-
-
-def _functions_of(functions: Functions, domain: str) -> Sequence[tuple[str, float]]:
-    parts = functions.get(domain) or functions.get(DEFAULT_DOMAIN)
-    if parts is None:
-        raise UserError(
-            f"no reward function for the domain '{domain}': add it to reward.functions, or a '{DEFAULT_DOMAIN}' "
-            f"entry, or see data.domain_key{hint(domain, functions)}"
-        )
-    return parts
+        functions_of(functions, domain)
 
 
 def _combine(parts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Verdict:

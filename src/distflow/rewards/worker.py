@@ -15,7 +15,7 @@ from typing import cast
 from distflow.config.functions import LoadError
 from distflow.observe.jsonlines import JSON
 from distflow.rewards.frames import PeerGone, encode, receive_frame, send_frame
-from distflow.rewards.functions import load_reward, takes_groups
+from distflow.rewards.functions import is_batched, load_reward, takes_groups
 from distflow.rewards.judging import describe, judge
 
 EXIT_OUT_OF_MEMORY = 86
@@ -46,7 +46,8 @@ def serve(channel: socket.socket) -> None:
     except LoadError as error:
         send_frame(channel, encode({"error": str(error)}))
         return
-    send_frame(channel, encode({"ready": [name for name, function in functions.items() if takes_groups(function)]}))
+    ready = [name for name, function in functions.items() if takes_groups(function)]
+    send_frame(channel, encode({"ready": ready, "batched": [name for name in ready if is_batched(functions[name])]}))
     while True:
         request = receive_frame(channel)
         name, asked = str(request["name"]), cast(list[Mapping[str, object]], request["asked"])

@@ -63,6 +63,26 @@ def advantages_are_normalised(**options: Any) -> Any:
     return check
 
 
+def advantages_are_bound(before: Run, after: Run) -> None:
+    close(after.batch()["advantages"], before.batch()["advantages"].clamp(-0.5, 0.5))
+    assert after.column("advantage_clip/clipped")[0] > 0
+
+
+def cut_off_are_left_out(before: Run, after: Run) -> None:
+    one, other = before.batch(), after.batch()
+    kept = ~other["truncated"]
+    assert 0 < int(kept.sum()) < len(other)
+    close(other["loss_mask"], one["loss_mask"] * kept[:, None])
+    close(other["advantages"], one["advantages"])
+
+
+def hard_prompts_weigh_more(before: Run, after: Run) -> None:
+    one, other = before.batch(), after.batch()
+    weights = 0.5 + 1.5 * (1 - one["acc"].double().view(-1, 4).mean(-1).repeat_interleave(4))
+    assert len(weights.unique()) > 1
+    close(other["advantages"], one["advantages"] * (weights / weights.mean())[:, None])
+
+
 # key → the change, and what must be set with it
 CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mean_level": ("group", {}),
@@ -94,6 +114,27 @@ CASES = (
         "algorithm.scale_rewards=batch",
         "advantages: over the standard deviation of all scores",
         scaled_by_the_batch,
+        given=(ONE,),
+    ),
+    Case(
+        "algorithm.advantage_clip",
+        "algorithm.advantage_clip=0.5",
+        "advantages: none beyond it",
+        advantages_are_bound,
+        given=(ONE,),
+    ),
+    Case(
+        "algorithm.mask_truncated",
+        "algorithm.mask_truncated=true",
+        "loss_mask: 0 on answers that were cut off",
+        cut_off_are_left_out,
+        given=(ONE,),
+    ),
+    Case(
+        "algorithm.difficulty_weight",
+        "algorithm.difficulty_weight=[0.5, 2.0]",
+        "advantages: times the weight of their prompt",
+        hard_prompts_weigh_more,
         given=(ONE,),
     ),
     *cases_of("reward_norm", "rewards", rewards_are_normalised, slow=False),

@@ -35,6 +35,15 @@ def some_time_out(before: Run, after: Run) -> None:
     assert after.column("async/dropped/too_few_verdicts")[0] > 0
 
 
+def failed_are_given_a_score(before: Run, after: Run) -> None:
+    for run, score in ((before, 0.0), (after, -0.5)):
+        batch = run.batch()
+        failed = torch.tensor([error is not None for error in batch["reward_errors"]])
+        assert 0 < int(failed.sum()) < len(batch)
+        assert set(batch["scores"][failed].tolist()) == {score}
+        assert batch["valid"].tolist() == [not each or run is after for each in failed.tolist()]
+
+
 def judged_by(before_num: int, after_num: int) -> Callable[[Run, Run], None]:
     """The score is the id of the process."""
 
@@ -203,6 +212,13 @@ REWARDS = (
         "the run stops at the first verdict that fails",
         refused("reward.max_error_share=0"),
         given=(ONE, "custom_reward_function.name=sometimes"),
+    ),
+    Case(
+        "reward.on_error",
+        "reward.on_error={score: -0.5}",
+        "scores of samples without a verdict",
+        failed_are_given_a_score,
+        given=(ONE, "custom_reward_function.name=sometimes", "reward.max_error_share=1"),
     ),
     Case(
         "reward.num_workers",

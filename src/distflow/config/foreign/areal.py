@@ -176,11 +176,11 @@ NAMES: dict[str, Name] = {
     "actor.temperature": Name(f"{_R}.temperature"),
     "actor.max_new_tokens": Name("data.max_response_length"),
     "actor.m2_threshold": Name(note="there is no such loss", harmless=(None,)),
-    "actor.reward_scaling": Name(
-        note="scale the scores in your reward function, or by the weights of reward.functions", harmless=(1, 1.0)
+    "actor.reward_scaling": Name("algorithm.reward_scale"),
+    "actor.reward_bias": Name("algorithm.reward_shift"),
+    "actor.reward_clip": Name(
+        "algorithm.reward_clip", "it bounds rewards behind reward_norm", harmless=(None, 20, 20.0)
     ),
-    "actor.reward_bias": Name(note="shift the scores in your reward function", harmless=(0, 0.0)),
-    "actor.reward_clip": Name(note="scores are not clipped", harmless=(None, 20, 20.0)),
     "actor.overlong_reward_penalty": Name(note="on where reward.overlong.buffer_tokens is above 0", harmless=OFF),
     "actor.overlong_tokens": Name("reward.overlong.buffer_tokens"),
     "actor.overlong_penalty_factor": Name("reward.overlong.factor"),

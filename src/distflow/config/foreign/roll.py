@@ -95,8 +95,11 @@ NAMES: dict[str, Name] = {
     "whiten_rewards": _ABSENT,
     "norm_mean_type": Name("algorithm.reward_norm.mean_level"),
     "norm_std_type": Name("algorithm.reward_norm.std_level"),
-    "reward_clip": Name(note="scores are not clipped", harmless=(None,)),
-    "advantage_clip": Name(note="advantages are not clipped", harmless=(None,)),
+    "reward_norm": Name("algorithm.reward_norm.mean_level={} algorithm.reward_norm.std_level={}"),
+    "reward_shift": Name(values={True: "algorithm.reward_norm.std_level=null"}, harmless=OFF),
+    "reward_scale": Name(values={True: "algorithm.reward_norm.mean_level=null"}, harmless=OFF),
+    "reward_clip": Name("algorithm.reward_clip", "before the KL is taken off"),
+    "advantage_clip": Name("algorithm.advantage_clip"),
     "use_reward_scaling": _ABSENT,
     "use_reward_norm": _ABSENT,
     "add_len_reward": _ABSENT,
@@ -112,10 +115,21 @@ NAMES: dict[str, Name] = {
     ),
     "val_greedy": Name(f"{_R}.val_kwargs.greedy"),
     "val_n_sample": Name(f"{_R}.val_kwargs.n", "besides one greedy answer"),
-    "max_len_mask": Name(note="cut-off answers count", harmless=OFF),
-    "difficulty_mask": _ABSENT,
-    "difficulty_loss_weight": _ABSENT,
-    "length_loss_weight": _ABSENT,
+    "max_len_mask": Name("algorithm.mask_truncated"),
+    "difficulty_mask": Name(
+        values={True: "algorithm.difficulty_mask=[0.0,1.0]"},
+        note="the band is [difficulty_low_threshold, difficulty_high_threshold], of the share of right answers",
+        harmless=OFF,
+    ),
+    "difficulty_low_threshold": Name(note="the first of algorithm.difficulty_mask", harmless=(0, 0.0)),
+    "difficulty_high_threshold": Name(note="the second of algorithm.difficulty_mask", harmless=(1, 1.0)),
+    "difficulty_loss_weight": Name(
+        values={True: "algorithm.difficulty_weight=[0.5,2.0]"},
+        note="how hard a prompt is is measured on its own answers",
+        harmless=OFF,
+    ),
+    "length_loss_weight": Name(values={True: "algorithm.length_weight=[1.5,0.5]"}, harmless=OFF),
+    "error_max_len_clip": _ABSENT,
     "model_update_frequency": Name(f"{_A}.model_update_frequency"),
     # workers
     "actor_train.training_args.learning_rate": Name(f"{_OPTIM}.lr"),
@@ -157,18 +171,27 @@ NAMES: dict[str, Name] = {
         note="the reference is the model before the first step, computed as the actor is", harmless=ANY
     ),
     "rewards.*": Name(
-        note="a domain's reward worker is its reward: data.domains.NAME.reward, or reward.functions.NAME"
+        note="a domain's reward worker is its reward, data.domains.NAME.reward or reward.functions.NAME; its "
+        "processes, deadline and retries are reward.domains"
     ),
 }
 
 PAGES: tuple[tuple[str, str], ...] = (
-    ("a domain's reward worker", "`data.domains.NAME.reward`, or an entry of `reward.functions`"),
+    ("`rlvr_pipeline`", "the preset `rlvr`"),
+    (
+        "a domain's reward worker",
+        "`data.domains.NAME.reward`, or an entry of `reward.functions`, with processes, deadline, retries and back-off "
+        "of its own: `reward.domains`",
+    ),
+    (
+        "grouping the batch by domain for masks, `reward_postprocess`, `compute_token_reward`, `compute_advantage`",
+        "`algorithm.domains`: what a domain has otherwise; such a domain is normalised and whitened by itself",
+    ),
     (
         "`domain_interleave_probs`",
         "`data.domains.NAME.weight`: shares are exact over time, also where groups are dropped; each domain names its "
         "own files, and the column `tag` is not looked at",
     ),
-    ("estimators and normalisation by domain", "not there yet"),
     (
         "dropping groups without a signal",
         "`algorithm.filter_groups.enable=true`, the preset `dapo`; `metric` is `acc` or `seq_reward` as in verl, or "

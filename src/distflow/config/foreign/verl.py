@@ -33,7 +33,9 @@ _SYNC_STEP = Name(
 _HYDRA = Name(note="Hydra only composes here; the folder of the run is trainer.default_local_dir")
 _SAMPLES = Name(note="the samples of every step are kept in the run's folder, and shown in its report", harmless=ANY)
 _MANAGER = Name(
-    note="reward functions are named by domain: reward.functions", harmless=(None, "naive", "dapo", "batch", "prime")
+    note="reward functions are named by domain: reward.functions, judged side by side, and the dapo manager's penalty "
+    "is reward.overlong",
+    harmless=(None, "naive", "parallel", "dapo", "batch", "prime"),
 )
 _OVERLONG = {
     "enable": Name(note="on where reward.overlong.buffer_tokens is above 0", harmless=(True,)),

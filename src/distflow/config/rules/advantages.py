@@ -47,6 +47,42 @@ def normalisations(config: Config) -> Iterator[Finding]:
         )
 
 
+def running_moments(config: Config) -> Iterator[Finding]:
+    """Advantages are compared with those of their own step."""
+    norm = config.algorithm.adv_norm
+    for name, level in (("mean_level", norm.mean_level), ("std_level", norm.std_level)):
+        if level == "running":
+            yield Finding(
+                (f"{_ADV_NORM}.{name}",),
+                "running moments are of rewards: advantages of older policies say nothing of this one's",
+                f"set {_ADV_NORM}.{name}=batch, or {_REWARD_NORM}.{name}=running",
+            )
+
+
+def one_kind_of_reward(config: Config) -> Iterator[Finding]:
+    """What is done to a reward as a whole reaches no estimator of its parts."""
+    estimator, algorithm = find_estimator(config), config.algorithm
+    if estimator is None or not estimator.reads_parts:
+        return
+    done = {
+        "reward_shift": algorithm.reward_shift != 0,
+        "reward_scale": algorithm.reward_scale != 1,
+        "reward_clip": algorithm.reward_clip is not None,
+    }
+    for name in (name for name, is_done in done.items() if is_done):
+        yield Finding(
+            (f"algorithm.{name}", "algorithm.adv_estimator"),
+            f"{algorithm.adv_estimator} reads the parts of the reward, not their sum",
+            "set algorithm.adv_estimator=grpo, or remove it",
+        )
+    if isinstance(config.reward.on_error, float):
+        yield Finding(
+            ("reward.on_error", "algorithm.adv_estimator"),
+            f"{algorithm.adv_estimator} reads the parts of the reward, and a score that is given has none",
+            "set reward.on_error=mask or drop",
+        )
+
+
 def _idle_options(name: str, norm: NormConfig) -> Iterator[Finding]:
     default, levels = NormConfig(), (norm.mean_level, norm.std_level)
     needs = (
@@ -103,4 +139,4 @@ def parts_of_rewards(config: Config) -> Iterator[Finding]:
         )
 
 
-RULES = (scaling, normalisations, one_normalisation, parts_of_rewards)
+RULES = (scaling, normalisations, running_moments, one_normalisation, one_kind_of_reward, parts_of_rewards)

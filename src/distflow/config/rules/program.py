@@ -47,7 +47,7 @@ def program_and_workflow(config: Config) -> Iterator[Finding]:
 def program_and_estimator(config: Config) -> Iterator[Finding]:
     """An estimator that reads values needs the program with a critic, and the other way round."""
     pipeline, estimator = find_pipeline(config), find_estimator(config)
-    if pipeline is None or not pipeline.generates or estimator is None:
+    if pipeline is None or not pipeline.generates or pipeline.by_estimator or estimator is None:
         return
     program = program_name(config)
     name = config.algorithm.adv_estimator

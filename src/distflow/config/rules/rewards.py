@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from distflow.config.by_domain import reward_functions
 from distflow.config.names import CUSTOM_REWARD
 from distflow.config.program import is_rl
-from distflow.config.reward import OverlongConfig
+from distflow.config.reward import OverlongConfig, RewardConfig, patience_of
 from distflow.config.rules.finding import Finding
 from distflow.config.schema import Config
 
@@ -58,4 +58,27 @@ def overlong(config: Config) -> Iterator[Finding]:
         )
 
 
-RULES = (functions, custom_function, overlong)
+def patience(config: Config) -> Iterator[Finding]:
+    """A wait is before something, and every domain is judged."""
+    each = [("reward", patience_of(config.reward, ""))]
+    each += [(f"reward.domains.{name}", patience_of(config.reward, name)) for name in config.reward.domains]
+    default = RewardConfig.backoff_s
+    if all(settings["retries"] == 0 for _, settings in each):
+        for where, settings in each:
+            if settings["backoff_s"] != default:
+                yield Finding(
+                    (f"{where}.backoff_s", "reward.retries"),
+                    "no verdict is asked for again",
+                    "set reward.retries=3, or remove it",
+                )
+    functions = reward_functions(config)
+    for name in config.reward.domains:
+        if functions and name not in functions and "default" not in functions:
+            yield Finding(
+                (f"reward.domains.{name}", "reward.functions"),
+                f"no reward function judges the domain '{name}'",
+                f"set reward.functions.{name} (data.domains.{name} where data.domains is), or take it out",
+            )
+
+
+RULES = (functions, custom_function, overlong, patience)

@@ -7,7 +7,14 @@ from distflow.pipelines.nodes.experience import (
     greedy_baseline,
     load_answers,
 )
-from distflow.pipelines.nodes.normalizing import normalize_advantages, normalize_rewards
+from distflow.pipelines.nodes.normalizing import (
+    clip_advantages,
+    clip_rewards,
+    mask_samples,
+    normalize_advantages,
+    normalize_rewards,
+    weigh_samples,
+)
 from distflow.pipelines.nodes.scoring import (
     apply_kl_penalty,
     compute_advantage,
@@ -22,6 +29,10 @@ from distflow.pipelines.nodes.scoring import (
 from distflow.pipelines.nodes.updates import train_actor, train_critic, train_sft
 
 __all__ = [
+    "weigh_samples",
+    "mask_samples",
+    "clip_rewards",
+    "clip_advantages",
     "apply_kl_penalty",
     "compute_advantage",
     "compute_old_log_prob",

@@ -1,4 +1,5 @@
-"""Nodes that normalise what an estimator is given and what it gives (AReaL)."""
+"""Nodes that scale, normalise and bound what an estimator is given and what it gives (AReaL, ROLL), and that leave
+samples out of the loss or weigh them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,18 +8,86 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.advantages.group import on_last_token, sample_scores
+from distflow.algorithms.moments import Moments
 from distflow.algorithms.normalization import Normalization
+from distflow.algorithms.sample_weights import (
+    Band,
+    difficulty_weights,
+    is_within,
+    length_weights,
+    share_right,
+    with_mean_one,
+)
 from distflow.config import Config
+from distflow.config.algorithm import AlgorithmConfig, NormConfig, is_on
 from distflow.config.watch import plain
-from distflow.graph import node, node_factory
+from distflow.graph import NodeOutput, node, node_factory
+from distflow.pipelines.nodes.by_domain import by_domain
+from distflow.runtime.context import NodeContext
 from distflow.training.collective import Collective
+
+
+def masks_samples(algorithm: AlgorithmConfig) -> bool:
+    """Whether it leaves samples out of the loss."""
+    return algorithm.mask_truncated or algorithm.difficulty_mask is not None
+
+
+def changes_rewards(algorithm: AlgorithmConfig) -> bool:
+    """Whether it shifts rewards, multiplies or normalises them."""
+    return algorithm.reward_shift != 0 or algorithm.reward_scale != 1 or is_on(algorithm.reward_norm)
+
+
+def weighs_samples(algorithm: AlgorithmConfig) -> bool:
+    """Whether some samples weigh more than others."""
+    return algorithm.difficulty_weight is not None or algorithm.length_weight is not None
+
+
+@node_factory
+@node(writes="loss_mask")
+def mask_samples(config: Config) -> Callable[..., object]:
+    """`loss_mask` less the samples that `algorithm.mask_truncated` and `difficulty_mask` leave out."""
+    return by_domain(config, _mask_samples, masks_samples)
+
+
+def _mask_samples(config: Config) -> Callable[..., object]:
+    settings = config.algorithm
+    return partial(masked_samples, mask_truncated=settings.mask_truncated, difficulty_mask=settings.difficulty_mask)
+
+
+@node(writes="loss_mask", scope="group")
+def masked_samples(
+    loss_mask: Tensor,
+    acc: Tensor,
+    valid: Tensor,
+    truncated: Tensor,
+    group_index: Tensor,
+    *,
+    mask_truncated: bool,
+    difficulty_mask: Band | None,
+) -> NodeOutput:
+    """They stay in the baselines and means of their group. `sample_mask/*`: the share of valid samples left out."""
+    valid = valid.bool()
+    cut = truncated.bool() & mask_truncated
+    share = share_right(acc, group_index, valid)
+    uneven = is_within(share, difficulty_mask) if difficulty_mask is not None else torch.ones_like(valid)
+    measured = {"sample_mask/truncated": cut, "sample_mask/difficulty": ~uneven}
+    metrics = {name: _share(left_out, valid) for name, left_out in measured.items()}
+    keep = ~cut & uneven
+    return NodeOutput({"loss_mask": loss_mask * keep[:, None].to(loss_mask.dtype)}, metrics, float(valid.sum()))
 
 
 @node_factory
 @node(writes="token_level_rewards")
 def normalize_rewards(config: Config) -> Callable[..., object]:
-    """Rewards of samples, by `algorithm.reward_norm`; a KL is taken off them afterwards."""
-    return partial(normalized_rewards, norm=Normalization(**plain(config.algorithm.reward_norm)))  # type: ignore[arg-type]  # the config checks them
+    """Scores of samples shifted by `algorithm.reward_shift`, multiplied by `reward_scale` and normalised by
+    `reward_norm`; a KL is taken off them afterwards."""
+    return by_domain(config, _normalize_rewards, changes_rewards)
+
+
+def _normalize_rewards(config: Config) -> Callable[..., object]:
+    settings = config.algorithm
+    norm = _normalization(settings.reward_norm)
+    return partial(normalized_rewards, norm=norm, shift=settings.reward_shift, scale=settings.reward_scale)
 
 
 @node(writes="token_level_rewards")
@@ -29,20 +98,56 @@ def normalized_rewards(
     episode_index: Tensor,
     valid: Tensor,
     reduce: Collective,
+    ctx: NodeContext,
     *,
     norm: Normalization,
-) -> Tensor:
-    """One reward a sample, on its last policy token: float32 `(bs, response_length)`."""
-    scores = sample_scores(token_level_scores, response_mask)[:, None]
-    rewards = norm(scores, torch.ones_like(scores), group_index, valid, episode_index, reduce)
-    return on_last_token(rewards[:, 0], response_mask)
+    shift: float = 0.0,
+    scale: float = 1.0,
+) -> NodeOutput:
+    """One reward a sample, on its last policy token: float32 `(bs, response_length)`.
+
+    Running moments are the node's state, so that a resumed run goes on with them.
+    """
+    scores = (sample_scores(token_level_scores, response_mask)[:, None] + shift) * scale
+    moments, metrics = None, dict[str, float]()
+    if norm.is_running:
+        moments = Moments.load(ctx.state).with_values(scores, valid[:, None], reduce)
+        ctx.state.update(moments.state())
+        metrics = {"reward_norm/running_mean": moments.mean, "reward_norm/running_std": moments.std(norm.std_unbiased)}
+    rewards = norm(scores, torch.ones_like(scores), group_index, valid, episode_index, reduce, moments)
+    return NodeOutput({"token_level_rewards": on_last_token(rewards[:, 0], response_mask)}, metrics)
+
+
+@node_factory
+@node(writes="token_level_rewards")
+def clip_rewards(config: Config) -> Callable[..., object]:
+    """Rewards of samples within ±`algorithm.reward_clip`."""
+    return by_domain(config, _clip_rewards, lambda algorithm: algorithm.reward_clip is not None)
+
+
+def _clip_rewards(config: Config) -> Callable[..., object]:
+    bound = config.algorithm.reward_clip
+    return partial(clipped_rewards, bound=torch.inf if bound is None else bound)
+
+
+@node(writes="token_level_rewards")
+def clipped_rewards(token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor, *, bound: float) -> NodeOutput:
+    """One reward a sample, on its last policy token. `reward_clip/clipped`: the share of valid samples beyond it."""
+    rewards, valid = sample_scores(token_level_rewards, response_mask), valid.bool()
+    clipped = on_last_token(rewards.clamp(-bound, bound), response_mask)
+    metrics = {"reward_clip/clipped": _share(rewards.abs() > bound, valid)}
+    return NodeOutput({"token_level_rewards": clipped}, metrics, float(valid.sum()))
 
 
 @node_factory
 @node(writes="advantages")
 def normalize_advantages(config: Config) -> Callable[..., object]:
     """Advantages of tokens, by `algorithm.adv_norm`; the returns that a critic learns stay as they are."""
-    return partial(normalized_advantages, norm=Normalization(**plain(config.algorithm.adv_norm)))  # type: ignore[arg-type]  # the config checks them
+    return by_domain(config, _normalize_advantages, lambda algorithm: is_on(algorithm.adv_norm))
+
+
+def _normalize_advantages(config: Config) -> Callable[..., object]:
+    return partial(normalized_advantages, norm=_normalization(config.algorithm.adv_norm))
 
 
 @node(writes="advantages")
@@ -58,3 +163,64 @@ def normalized_advantages(
 ) -> Tensor:
     """float32 `(bs, response_length)`."""
     return norm(advantages, response_mask, group_index, valid, episode_index, reduce).float()
+
+
+@node_factory
+@node(writes="advantages")
+def clip_advantages(config: Config) -> Callable[..., object]:
+    """Advantages of tokens within ±`algorithm.advantage_clip`."""
+    return by_domain(config, _clip_advantages, lambda algorithm: algorithm.advantage_clip is not None)
+
+
+def _clip_advantages(config: Config) -> Callable[..., object]:
+    bound = config.algorithm.advantage_clip
+    return partial(clipped_advantages, bound=torch.inf if bound is None else bound)
+
+
+@node(writes="advantages")
+def clipped_advantages(advantages: Tensor, response_mask: Tensor, *, bound: float) -> NodeOutput:
+    """`advantage_clip/clipped`: the share of the policy's tokens beyond it."""
+    counted = response_mask > 0
+    metrics = {"advantage_clip/clipped": _share(advantages.abs() > bound, counted)}
+    return NodeOutput({"advantages": advantages.clamp(-bound, bound)}, metrics, float(counted.sum()))
+
+
+@node_factory
+@node(writes="advantages")
+def weigh_samples(config: Config) -> Callable[..., object]:
+    """Advantages weighed by `algorithm.difficulty_weight` and `length_weight`."""
+    return by_domain(config, _weigh_samples, weighs_samples)
+
+
+def _weigh_samples(config: Config) -> Callable[..., object]:
+    settings = config.algorithm
+    return partial(weighed_samples, difficulty=settings.difficulty_weight, length=settings.length_weight)
+
+
+@node(writes="advantages")
+def weighed_samples(
+    advantages: Tensor,
+    response_mask: Tensor,
+    acc: Tensor,
+    valid: Tensor,
+    group_index: Tensor,
+    reduce: Collective,
+    *,
+    difficulty: Band | None,
+    length: Band | None,
+) -> Tensor:
+    """Their weights have the mean 1 over the valid samples: float32 `(bs, response_length)`."""
+    weights = torch.ones(len(valid), dtype=torch.float64)
+    if difficulty is not None:
+        weights = weights * difficulty_weights(share_right(acc, group_index, valid), difficulty)
+    if length is not None:
+        weights = weights * length_weights((response_mask > 0).sum(dim=-1), valid, length, reduce)
+    return (advantages.double() * with_mean_one(weights, valid, reduce)[:, None]).float()
+
+
+def _normalization(norm: NormConfig) -> Normalization:
+    return Normalization(**plain(norm))  # type: ignore[arg-type]  # the config checks them
+
+
+def _share(hit: Tensor, counted: Tensor) -> float:
+    return int((hit & counted).sum()) / max(int(counted.sum()), 1)

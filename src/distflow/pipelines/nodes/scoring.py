@@ -17,6 +17,7 @@ from distflow.config.by_domain import reward_functions
 from distflow.config.program import find_estimator
 from distflow.data.batch import Batch
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
+from distflow.pipelines.nodes.by_domain import by_domain
 from distflow.pipelines.objectives import MENDING, interpolates_prox, takes_rollouts
 from distflow.runtime.checks.mismatch import Tolerance, causes
 from distflow.runtime.context import NodeContext
@@ -246,6 +247,10 @@ def compute_ref_log_prob(batch: Batch, ref: Scorer) -> Tensor:
 @node(role=NodeRole.REWARD, writes="token_level_rewards")
 def apply_kl_penalty(config: Config) -> Callable[..., object]:
     """Rewards less the KL to the reference, by a coefficient that may adapt (arXiv:1909.08593)."""
+    return by_domain(config, _apply_kl_penalty, lambda algorithm: algorithm.use_kl_in_reward)
+
+
+def _apply_kl_penalty(config: Config) -> Callable[..., object]:
     control, adapts = config.algorithm.kl_ctrl, config.algorithm.kl_ctrl.type == "adaptive"
     return partial(
         take_off_kl,
@@ -310,6 +315,10 @@ def compute_advantage(config: Config) -> Callable[..., object]:
 
     But for `reward_weights`, which are those of `reward.functions`, and `whiten`, which is off where `adv_norm` is on.
     """
+    return by_domain(config, _compute_advantage, lambda algorithm: True)
+
+
+def _compute_advantage(config: Config) -> Callable[..., object]:
     settings, estimator = config.algorithm, find_adv_est(config.algorithm.adv_estimator)
     known = find_estimator(config)
     if known and known.needs_group and config.actor_rollout_ref.rollout.n == 1:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from distflow.config import Config
+from distflow.config.domain_algorithm import algorithms, takes_values
 from distflow.data.batch import Batch
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.graph.fields import register_field
@@ -72,10 +73,12 @@ def train_unscored_actor(config: Config) -> Callable[..., object]:
 @node_factory
 @node(role=NodeRole.CRITIC)
 def train_critic(config: Config) -> Callable[..., object]:
-    """Update the critic towards the returns."""
+    """Update the critic towards the returns, those of domains whose estimator reads values."""
     critic, objective = config.critic, value_objective(config)
     num_prompts = critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
-    return _update((*_READS, *objective.reads), "critic", objective, critic.ppo_epochs, num_prompts)
+    learns = {domain: takes_values(each) for domain, each in algorithms(config)} if config.algorithm.domains else None
+    reads = (*_READS, *objective.reads, *(("domain",) if learns else ()))
+    return _update(reads, "critic", objective, critic.ppo_epochs, num_prompts, learns=learns)
 
 
 @node_factory
@@ -94,9 +97,17 @@ def _update(
     num_prompts: int,
     warmup: int = 0,
     records: str | None = None,
+    learns: Mapping[str | None, bool] | None = None,
 ) -> Callable[..., object]:
     closed = partial(
-        update, name=name, objective=objective, epochs=epochs, num_prompts=num_prompts, warmup=warmup, records=records
+        update,
+        name=name,
+        objective=objective,
+        epochs=epochs,
+        num_prompts=num_prompts,
+        warmup=warmup,
+        records=records,
+        learns=learns,
     )
     return node(writes=records or (), reads=tuple(dict.fromkeys(reads)))(closed)
 
@@ -112,12 +123,16 @@ def update(
     num_prompts: int,
     warmup: int,
     records: str | None = None,
+    learns: Mapping[str | None, bool] | None = None,
 ) -> NodeOutput:
     """One optimizer step for each mini-batch of `num_prompts` groups in each epoch, from step `warmup` on.
 
     Metrics are means over the mini-batches in which a token counts, named `name/...`; `skipped` and `empty` are
     numbers of mini-batches. records: the column to write what the first one was scored with, NaN in other samples.
+    learns: by domain, None for the others, whether it learns from these samples; None is from all.
     """
+    if learns is not None:
+        batch = batch.select([row for row, each in enumerate(batch["domain"]) if learns.get(each, learns[None])])
     updates, unmoved, rows = list[dict[str, float]](), True, dict[str, Tensor]()
     for epoch in range(epochs if ctx.step >= warmup else 0):
         for mini_batch in ctx.minibatches(batch, num_prompts, epoch):

@@ -48,7 +48,18 @@ NUM_GROUPS = 2
 """That are looked at then."""
 
 LOOKED_AT = (
-    *("uid", "group_index", "domain", "valid", "truncated", "reward_parts", "reward_baselines", "scores", "versions"),
+    *(
+        "uid",
+        "group_index",
+        "domain",
+        "valid",
+        "truncated",
+        "reward_parts",
+        "reward_errors",
+        "reward_baselines",
+        "scores",
+        "versions",
+    ),
     *(
         "response_ids",
         "response_mask",
@@ -292,12 +303,12 @@ def make_auditor(
     """Of a worker. state: of all nodes. group: the ranks that learn the same. bring: see `Parts`."""
     witness, judge = Witness(), resources.judge
     if judge is not None and spec.options.audit_freq > 0:
-        judge.pool.told = witness.judged
+        judge.pools.tell(witness.judged)
     estimator = next((step for step in learning if "advantages" in step.node.contract.writes), None)
 
     def ask(name: str, arguments: Mapping[str, object]) -> Verdict:
         assert judge is not None, "asked only where there is one"
-        return session.call(judge.pool.judge(name, arguments))
+        return session.call(judge.pools.judge(name, arguments))
 
     def hashes() -> dict[str, str]:
         assert resources.rollout is not None, "asked only where there is one"
@@ -332,7 +343,7 @@ def make_auditor(
         critic=resources.critic,
         ref=resources.ref,
         judge=ask if judge is not None else None,
-        judged_in_groups=judge.pool.takes_groups if judge is not None else frozenset(),
+        judged_in_groups=judge.pools.takes_groups if judge is not None else frozenset(),
         hashes=hashes if resources.rollout is not None else None,
         weight_dtype=spec.weight_dtype,
         exact=spec.weight_dtype is torch.float32,

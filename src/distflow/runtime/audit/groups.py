@@ -38,7 +38,7 @@ def _teach(evidence: Evidence, groups: dict[int, list[Sample]]) -> None:
     for number, group in groups.items():
         if group[0]["domain"] in unfiltered:
             continue
-        values = {float(sample["acc"]) for sample in group if sample["valid"]}
+        values = {float(sample["acc"]) for sample in group if sample["valid"] and not sample.get("reward_errors")}
         if len(values) < 2:
             raise Wrong(
                 f"group {number} was kept though all its samples have the accuracy {values}: it teaches nothing"

@@ -14,6 +14,8 @@ def prove(evidence: Evidence) -> str | None:
     control = evidence.config.algorithm.kl_ctrl
     if not evidence.config.algorithm.use_kl_in_reward or not evidence.is_written("token_level_rewards"):
         return ""
+    if evidence.config.algorithm.domains:
+        return "the auditor has no formula of coefficients by domain"
     _same_mean(evidence)
     found = evidence.metrics.get("actor/kl_coef")
     if found is None:

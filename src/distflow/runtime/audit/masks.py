@@ -1,5 +1,6 @@
 """Claim: every token that the policy made, its end token too, is trained on where its sample has a verdict."""
 
+from distflow.config.domain_algorithm import algorithm_of
 from distflow.runtime.audit.check import Check, Wrong
 from distflow.runtime.audit.evidence import Evidence
 
@@ -16,7 +17,9 @@ def prove(evidence: Evidence) -> str | None:
                 f"{len(found[1].token_ids)}"
             )
         for name, expected in (("response_mask", made), ("loss_mask", made * float(sample["valid"]))):
-            may_miss = name == "loss_mask" and bool(evidence.config.algorithm.rollout_correction.rollout_rs)
+            algorithm = algorithm_of(evidence.config, sample["domain"])
+            masks = algorithm.mask_truncated or algorithm.difficulty_mask is not None
+            may_miss = name == "loss_mask" and (masks or bool(algorithm.rollout_correction.rollout_rs))
             differs = sample[name].double() != expected
             wrong = differs & (expected == 0) if may_miss else differs
             if bool(wrong.any()):

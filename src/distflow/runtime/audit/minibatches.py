@@ -7,6 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from distflow.config import Config
+from distflow.config.domain_algorithm import algorithm_of, takes_values
 from distflow.config.program import is_rl
 from distflow.runtime.audit.check import Check, Wrong
 from distflow.runtime.audit.evidence import BUILTIN, Evidence, module_of, samples_of
@@ -49,7 +50,8 @@ def _each_once(evidence: Evidence, role: str, updates: list[UpdateRecord]) -> No
     passes, num_prompts = plan_of(evidence.config, role)
     if role == "actor" and is_rl(evidence.config) and evidence.step < evidence.config.trainer.critic_warmup:
         passes = 0
-    groups, uids = len(set(evidence.batch["group_index"].tolist())), [str(uid) for uid in evidence.batch["uid"]]
+    groups = len(set(evidence.batch["group_index"].tolist()))
+    uids = [str(evidence.batch["uid"][row]) for row in _rows(evidence, role)]
     wanted = passes * ceil(groups / num_prompts)
     if len(updates) != wanted and evidence.parts.num_ranks == 1:
         raise Wrong(
@@ -67,6 +69,14 @@ def _each_once(evidence: Evidence, role: str, updates: list[UpdateRecord]) -> No
         )
 
 
+def _rows(evidence: Evidence, role: str) -> list[int]:
+    """Those that the role learns from: a critic not from domains whose estimator reads no values."""
+    domains = evidence.batch["domain"]
+    if role != "critic" or not evidence.config.algorithm.domains:
+        return list(range(len(domains)))
+    return [row for row, domain in enumerate(domains) if takes_values(algorithm_of(evidence.config, domain))]
+
+
 def _in_order(evidence: Evidence, role: str, updates: list[UpdateRecord], passes: int, num_prompts: int) -> None:
     """Groups go into mini-batches in the order of sorted raw Philox words, keyed by seed, step and pass."""
     if evidence.parts.num_ranks > 1 or not updates:
@@ -77,6 +87,8 @@ def _in_order(evidence: Evidence, role: str, updates: list[UpdateRecord], passes
         words = np.random.Philox(key=key, counter=np.array([0, 0, evidence.step, epoch], np.uint64))
         order = np.argsort(words.random_raw(len(tickets)), kind="stable")
         wanted += [{tickets[i] for i in order[k : k + num_prompts]} for k in range(0, len(order), num_prompts)]
+    learnt = set(evidence.batch["group_index"][_rows(evidence, role)].tolist())
+    wanted = [groups & learnt for groups in wanted]
     for number, (update, groups) in enumerate(zip(updates, wanted, strict=False)):
         if set(update.batch["group_index"].tolist()) != groups:
             raise Wrong(

@@ -5,7 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from distflow.config.algorithm import is_on
+from distflow.config.algorithm import AlgorithmConfig, is_on
+from distflow.config.domain_algorithm import algorithm_of, algorithms
+from distflow.config.reward import on_error_of
 from distflow.rewards.verdict import Score
 from distflow.runtime.audit.check import Check, Wrong
 from distflow.runtime.audit.evidence import Evidence, Sample, doubles
@@ -20,32 +22,48 @@ def prove(evidence: Evidence) -> str | None:
     for sample in evidence.samples:
         if not bool(sample["valid"]):
             continue
-        total = sum(
-            sample["reward_parts"].get(name, math.nan) * weight
-            for name, weight in functions_of(evidence, sample).items()
-        )
-        total += _overlong(evidence, len(sample["response_ids"]))
+        total = _total(evidence, sample)
         expected = torch.zeros(len(sample["response_ids"]), dtype=torch.float64)
         policy = (sample["response_mask"] > 0).nonzero()
         if len(policy):
             expected[int(policy[-1])] = total
         _same(sample, "token_level_scores", expected)
         _same_baseline(evidence, sample)
-        if is_on(evidence.config.algorithm.reward_norm):
+        if _processes(algorithm_of(evidence.config, sample["domain"])):
             continue  # the auditor has no formula of it
         if evidence.is_ours("token_level_rewards"):
             _same(sample, "token_level_rewards", expected - _kl_penalty(evidence, sample))
         elif not evidence.is_written("token_level_rewards"):
             _same(sample, "token_level_rewards", expected)
-    if is_on(evidence.config.algorithm.reward_norm):
-        return "the auditor has no formula of reward_norm"
+    if any(_processes(algorithm) for _, algorithm in algorithms(evidence.config)):
+        return "the auditor has no formula of reward_norm, reward_shift, reward_scale and reward_clip"
     return None
+
+
+def _total(evidence: Evidence, sample: Sample) -> float:
+    """The weighted sum of its verdicts, or the score that a sample without one is given."""
+    if sample["reward_errors"] is not None:
+        given = on_error_of(evidence.config.reward, sample["domain"])
+        if not isinstance(given, float):
+            raise Wrong(f"sample {sample['uid']} has a score, but no verdict: {sample['reward_errors']}")
+        return given
+    parts = (
+        sample["reward_parts"].get(name, math.nan) * weight for name, weight in functions_of(evidence, sample).items()
+    )
+    return sum(parts) + _overlong(evidence, len(sample["response_ids"]))
+
+
+def _processes(algorithm: AlgorithmConfig) -> bool:
+    moved = algorithm.reward_shift != 0 or algorithm.reward_scale != 1 or algorithm.reward_clip is not None
+    return moved or is_on(algorithm.reward_norm)
 
 
 def _same_baseline(evidence: Evidence, sample: Sample) -> None:
     """ReMax's baseline is the score of the group's one greedy answer, as the verifiers gave it."""
     record = evidence.records.get(int(sample["group_index"]))
     if "reward_baselines" not in sample or record is None or not evidence.is_ours("reward_baselines"):
+        return
+    if algorithm_of(evidence.config, sample["domain"]).adv_estimator != "remax":
         return
     found = [(request, result.generations[0]) for request, result in record.generated if request.params.greedy]
     if len(found) != 1:
@@ -81,11 +99,15 @@ def _overlong(evidence: Evidence, length: int) -> float:
 
 
 def _kl_penalty(evidence: Evidence, sample: Sample) -> Tensor:
-    coefficient = evidence.metrics.get("actor/kl_coef", 0.0)
-    if evidence.config.algorithm.kl_ctrl.type == "fixed":
-        coefficient = evidence.config.algorithm.kl_ctrl.kl_coef
+    domain = sample["domain"]
+    algorithm, is_own = algorithm_of(evidence.config, domain), domain in evidence.config.algorithm.domains
+    if not algorithm.use_kl_in_reward:
+        return torch.zeros(len(sample["response_mask"]), dtype=torch.float64)
+    coefficient = evidence.metrics.get(f"actor/kl_coef/{domain}" if is_own else "actor/kl_coef", 0.0)
+    if algorithm.kl_ctrl.type == "fixed":
+        coefficient = algorithm.kl_ctrl.kl_coef
     difference = doubles(sample["old_log_probs"]) - doubles(sample["ref_log_prob"])
-    penalty = coefficient * kl(difference, evidence.config.algorithm.kl_penalty)
+    penalty = coefficient * kl(difference, algorithm.kl_penalty)
     return torch.where(sample["response_mask"] > 0, penalty, torch.zeros_like(penalty))
 
 

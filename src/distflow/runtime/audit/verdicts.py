@@ -64,13 +64,14 @@ def _compare(evidence: Evidence, record: GroupRecord, sample: Sample, name: str)
             f"truth ({str(row.ground_truth)[:80]!r}), domain and extra_info of its row: the sample was judged by "
             "another's"
         )
-    held, valid = sample["reward_parts"].get(name), bool(sample["valid"])
+    # One with an error may be valid: it was given a score.
+    held, valid = sample["reward_parts"].get(name), bool(sample["valid"]) and sample.get("reward_errors") is None
     if valid and not any(isinstance(v, Score) and v.value == held for v in own):
         raise Wrong(
             f"sample {sample['uid']} holds {held} of verifier '{name}', which gave {_shown(own)} for its answer: "
             "verdicts sit on other samples, or a missing one was counted"
         )
-    if not valid and sample["reward_errors"] is None:
+    if not valid and sample.get("reward_errors") is None:
         raise Wrong(f"sample {sample['uid']} counts as without a verdict, and nothing says why")
     if name in evidence.parts.judged_in_groups:
         return None  # alone it may say something else than beside the others

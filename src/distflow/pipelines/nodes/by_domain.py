@@ -1,0 +1,95 @@
+"""A node of which some domains have another than the rest: each on its own rows, merged back in the batch's order."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from distflow.config import Config
+from distflow.config.algorithm import AlgorithmConfig
+from distflow.config.domain_algorithm import algorithms, config_of
+from distflow.data.batch import Batch
+from distflow.data.columns import Written
+from distflow.graph import BoundNode, Node, NodeOutput, compile_inputs, node
+from distflow.graph.bind import bind_alone
+from distflow.runtime.context import NodeContext
+from distflow.runtime.step_metrics import over_ranks
+from distflow.training.collective import Collective
+
+Factory = Callable[[Config], Callable[..., object]]
+
+
+def by_domain(config: Config, make: Factory, is_on: Callable[[AlgorithmConfig], bool]) -> Callable[..., object]:
+    """What `make` makes of the config where no domain differs, else the node function that runs for the rows of each
+    domain of `algorithm.domains` what it makes of that domain's, and for all other rows what it makes of the run's.
+
+    is_on: whether the node does anything under such settings; where not it leaves its columns as they are.
+    """
+    if not config.algorithm.domains:
+        return make(config)
+    parts = {
+        domain: _bound(make, config_of(config, domain)) if is_on(algorithm) else None
+        for domain, algorithm in algorithms(config)
+    }
+    contracts = [part.contract for part in parts.values() if part is not None]
+    reads = dict.fromkeys(name for contract in contracts for name in contract.reads)
+    optional = dict.fromkeys(name for contract in contracts for name in contract.optional if name not in reads)
+    writes = tuple(dict.fromkeys(name for contract in contracts for name in contract.writes))
+    names = (*reads, "domain", *(f"?{name}" for name in optional))
+    return node(reads=tuple(dict.fromkeys(names)), writes=writes)(partial(in_domains, parts=parts))
+
+
+def in_domains(
+    batch: Batch, ctx: NodeContext, reduce: Collective, *, parts: Mapping[str | None, BoundNode | None]
+) -> NodeOutput:
+    """parts: by domain, None for all others: what runs on these rows. Every rank runs all of them, in this order, also
+    on no row: they may sum over the ranks. A part's metrics are over all ranks and end in its domain; each part has a
+    state of its own."""
+    writes = next(part.contract.writes for part in parts.values() if part is not None)
+    rows: dict[str | None, list[int]] = {domain: [] for domain in parts}
+    for row, domain in enumerate(batch["domain"]):
+        rows[domain if domain in parts else None].append(row)
+    done, metrics = list[Batch](), dict[str, float]()
+    for domain, part in parts.items():
+        own = batch.select(rows[domain])
+        if part is not None:
+            state = ctx.state.setdefault("rest", {})
+            if domain is not None:
+                state = ctx.state.setdefault("domains", {}).setdefault(domain, {})
+            output = _call(part, own, replace(ctx, state=state), reduce)
+            end, weight = "" if domain is None else f"/{domain}", output.weight
+            measured = [(dict(output.metrics), float(len(own)) if weight is None else weight)]
+            metrics |= {f"{name}{end}": value for name, value in over_ranks(measured, reduce).items()}
+            for name, value in _columns(output.batch, writes).items():
+                own[name] = value
+        done.append(own.only(writes))
+    order = torch.tensor([row for domain in parts for row in rows[domain]], dtype=torch.int64)
+    return NodeOutput(Batch.concat(done).select(order.argsort()), metrics)
+
+
+def options_of(bound: BoundNode, domain: str | None) -> dict[str, object]:
+    """Those that the function has which runs for the domain, None for all without settings of their own."""
+    parts = bound.options.get("parts")
+    part = parts.get(domain) if isinstance(parts, Mapping) else bound
+    return dict(part.options) if part is not None else {}
+
+
+def _bound(make: Factory, config: Config) -> BoundNode:
+    return bind_alone(Node(make.__name__, make(config)), config)
+
+
+def _call(part: BoundNode, batch: Batch, ctx: NodeContext, reduce: Collective) -> NodeOutput:
+    positional, keyword = compile_inputs(part, {"reduce": reduce})(batch, {"batch": batch, "ctx": ctx})
+    output = part.fn(*positional, **keyword)
+    return output if isinstance(output, NodeOutput) else NodeOutput(output)
+
+
+def _columns(output: object, writes: Sequence[str]) -> dict[str, Written]:
+    """Of what a node function returned, by name."""
+    if isinstance(output, Batch):
+        return {name: output.flat(name) for name in writes}
+    if isinstance(output, Mapping):
+        return dict(output)
+    values = output if isinstance(output, tuple) else (output,)
+    return dict(zip(writes, values, strict=True))

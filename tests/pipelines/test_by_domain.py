@@ -1,0 +1,111 @@
+"""Nodes by domain: each domain's rows by its own settings, in the batch's order, whatever rank they lie on."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distflow.config import load_config
+from distflow.config.domain_algorithm import algorithm_of
+from distflow.runtime.audit.estimators import expected_advantages
+from distflow.runtime.audit.evidence import samples_of
+from distflow.training.collective import OneRank
+from tests.pipelines.domain_ranks import COLUMNS, DOMAINS, SETTINGS, mixed_batch, process
+from tests.ranks import run_ranks
+
+ESTIMATORS = {"sums": "grpo", "words": "gae", "other": "reinforce_plus_plus"}
+
+
+@pytest.mark.slow
+def test_advantages_moments_and_coefficients_do_not_depend_on_the_ranks(tmp_path: Path) -> None:
+    run_ranks("tests.pipelines.domain_ranks", 2, tmp_path)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["apart"].keys() == set(COLUMNS) and max(found["apart"].values()) < 1e-5
+        assert flat(found["own"]) == pytest.approx(flat(found["kept"]), rel=1e-9) and len(flat(found["own"])) == 11
+
+
+def flat(state: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    """Numbers by their place."""
+    found: dict[str, float] = {}
+    for name, value in state.items():
+        found |= flat(value, f"{prefix}{name}/") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
+
+
+@pytest.mark.parametrize("domain", ESTIMATORS)
+def test_each_domain_has_the_advantages_of_its_own_estimator(domain: str) -> None:
+    """By the auditor's formulas, one sample after another, of the domain's rewards alone."""
+    settings = [*SETTINGS[:-1], SETTINGS[-1].replace(" length_weight: [1.5, 0.5],", "")]
+    batch, _, _ = process(mixed_batch(), OneRank(), settings=settings)
+    algorithm = algorithm_of(load_config("rlvr", settings, complete=False).config, domain)
+    assert algorithm.adv_estimator == ESTIMATORS[domain]
+    rows = [row for row, name in enumerate(DOMAINS) if name == domain]
+    samples = [samples_of(batch)[row] for row in rows]
+    wanted = expected_advantages(algorithm.adv_estimator, samples, vars(algorithm))
+    assert wanted is not None
+    for sample, (advantages, returns) in zip(samples, wanted, strict=True):
+        assert sample["advantages"].tolist() == pytest.approx(advantages, abs=1e-5)
+        assert sample["returns"].tolist() == pytest.approx(returns, abs=1e-5)
+    assert any(any(advantages) for advantages, _ in wanted)
+
+
+def test_rewards_are_those_of_the_domain_by_hand() -> None:
+    batch, kept, metrics = process(mixed_batch(), OneRank(), steps=1)
+    before = {sample["uid"]: sample for sample in samples_of(mixed_batch())}
+    scores = {uid: float((s["token_level_scores"] * (s["response_mask"] > 0)).sum()) for uid, s in before.items()}
+    words = [s for s in before.values() if s["domain"] == "words"]
+    shifted = {s["uid"]: 2 * (scores[s["uid"]] - 0.5) for s in words}
+    judged = [shifted[s["uid"]] for s in words if s["valid"]]
+    mean, scale = statistics.fmean(judged), statistics.stdev(judged) + 1e-5
+    for sample in samples_of(batch):
+        reward, plain = sample["token_level_rewards"].double(), before[sample["uid"]]
+        if not sample["valid"]:
+            continue
+        if sample["domain"] == "other":
+            assert torch.equal(sample["token_level_rewards"], plain["token_level_scores"])
+        elif sample["domain"] == "words":
+            has_token = bool((plain["response_mask"] > 0).any())
+            wanted = min(max((shifted[sample["uid"]] - mean) / scale, -1.2), 1.2) * has_token
+            assert float(reward.sum()) == pytest.approx(wanted, abs=1e-5)
+            assert int((reward != 0).sum()) <= 1, "it is on the last token of the policy"
+        else:
+            mask = plain["response_mask"] > 0
+            kl = 0.3 * (plain["old_log_probs"] - plain["ref_log_prob"])
+            gap = reward - torch.where(mask, plain["token_level_scores"] - kl, 0.0)
+            assert float(gap.abs().max()) < 1e-5
+    assert kept["reward_norm"]["domains"]["words"]["mean"] == pytest.approx(mean)
+    assert metrics["reward_norm/running_mean/words"] == pytest.approx(mean)
+    assert kept["kl_penalty"]["domains"]["sums"]["value"] != 0.3, "its controller moved"
+    assert "actor/kl_coef/sums" in metrics and "actor/kl_coef" not in metrics
+    has_token = {s["uid"]: bool((s["response_mask"] > 0).any()) for s in words}
+    beyond = [has_token[s["uid"]] and abs((shifted[s["uid"]] - mean) / scale) > 1.2 for s in words if s["valid"]]
+    assert metrics["reward_clip/clipped/words"] == pytest.approx(sum(beyond) / len(beyond))
+
+
+def test_samples_are_left_out_of_the_loss_where_their_domain_says_so() -> None:
+    batch, _, metrics = process(mixed_batch(), OneRank())
+    share = {1: 0.0, 3: 0.5}  # of right answers of the valid samples, by hand from `acc` and `valid`
+    for sample in samples_of(batch):
+        group, counts = int(sample["group_index"]), bool(sample["valid"])
+        kept = sample["domain"] != "words" or 0.2 < share[group] < 0.9
+        assert torch.equal(sample["loss_mask"], sample["response_mask"] * counts * kept), sample["uid"]
+    assert 0 < metrics["sample_mask/difficulty/words"] < 1
+
+
+def test_weights_of_samples_are_of_the_lengths_in_their_domain() -> None:
+    """Linear from 1.5 to 0.5 between the shortest and the longest, over their mean."""
+    plain, _, _ = process(mixed_batch(), OneRank(), settings=[s.replace("[1.5, 0.5]", "null") for s in SETTINGS])
+    batch, _, _ = process(mixed_batch(), OneRank())
+    words = [s for s in samples_of(plain) if s["domain"] == "words" and s["valid"]]
+    lengths = {s["uid"]: int((s["response_mask"] > 0).sum()) for s in words}
+    shortest, longest = min(lengths.values()), max(lengths.values())
+    weights = {uid: 1.5 - (length - shortest) / (longest - shortest) for uid, length in lengths.items()}
+    mean = statistics.fmean(weights.values())
+    assert len(set(weights.values())) > 2
+    for weighed, one in zip(samples_of(batch), samples_of(plain), strict=True):
+        weight = weights.get(one["uid"], 0.0) / mean if one["domain"] == "words" else 1.0
+        torch.testing.assert_close(weighed["advantages"], weight * one["advantages"])
