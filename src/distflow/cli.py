@@ -36,6 +36,7 @@ COMMANDS: dict[str, Command] = {
     "eval": Command("answer data.val_files and print the accuracy", "distflow.commands.eval", runs_code=True),
     "export": Command("write a checkpoint as a Hugging Face folder", "distflow.commands.export"),
     "config": Command("print the resolved config", "distflow.commands.config"),
+    "reward": Command("try a reward on right and wrong answers", "distflow.commands.reward", runs_code=True),
     "doctor": Command("what this machine has, what extras would add, what is wrong", "distflow.commands.doctor"),
     "selftest": Command("prove on this machine that each path gives the same numbers", "distflow.commands.selftest"),
     "replay": Command("run a saved non-finite update again, on the CPU", "distflow.commands.replay"),

@@ -773,5 +773,8 @@ RESPONSES = [
     ("300", "12000/40 = 300 minutes.", True),
     ("0", "So the os then when we 9/3 we get 8 so the answer is 0", True),
     ("1", "so $x+y = 1000$ therefore answer is $1$", True),
+    ("8", "7, 8", False),
+    ("7, 8", "8, 7", True),
+    ("8", "3 + 4 = 7, 7 + 1 = 8", True),
 ]
 """(ground truth, response, whether it is right)."""

@@ -72,6 +72,12 @@ def marked_answer(text: str) -> str | None:
     return box if box is not None else after_hashes(text)
 
 
+def bare_answer(text: str) -> str:
+    """A data set's answer without its mark: of a worked solution what it marks, else all of it."""
+    marked = marked_answer(text)
+    return (text if marked is None else marked).strip()
+
+
 def phrased_answer(text: str) -> str | None:
     """What follows the last "answer is" or "answer:", to the end of that sentence or line."""
     found = list(_PHRASE.finditer(text))

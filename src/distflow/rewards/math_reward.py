@@ -17,6 +17,7 @@ from distflow.rewards.math_units import is_unit
 
 _CURRENCY_MARK = re.compile(r"\\?\$(?=\s?\d[\d,]*(?:\.\d+)?[.,;:!?)*]*(?:\s+[A-Za-z(]|\s*$|\s*\n))")
 _ALONE = re.compile(r"[^\s*]*[\d^\\][^\s*]*|-?\d+ \d+/\d+\.?")
+_WORD = re.compile(r"[A-Za-z]{2}")
 _MAX_PHRASE = 100
 
 CASES = (
@@ -85,7 +86,8 @@ def _unmarked(text: str, is_text: bool) -> str | None:
         return bare if len(bare) <= _MAX_PHRASE else None
     for part in (phrase, text):
         if part:
-            found = last_mathematics(_CURRENCY_MARK.sub("", part).replace(r"\$", ""), is_answer=part is phrase)
+            is_answer = part is phrase or not _WORD.search(text)
+            found = last_mathematics(_CURRENCY_MARK.sub("", part).replace(r"\$", ""), is_answer)
             if found is not None:
                 answer, word = found
                 return answer + word if is_unit(word) else answer
