@@ -241,6 +241,13 @@ REWARDS: dict[str, Reward] = {
         scores_own_answer=True,
     ),
     "format": Reward("the response has the wanted form", "distflow.rewards.format_reward:compute_score"),
+    "length": Reward(
+        "the response is neither shorter nor longer than wanted", "distflow.rewards.length_reward:compute_score"
+    ),
+    "repetition": Reward(
+        "the share of its n-grams that repeat others; for a negative weight",
+        "distflow.rewards.repetition_reward:compute_score",
+    ),
     CUSTOM_REWARD: Reward("the function of custom_reward_function"),
 }
 

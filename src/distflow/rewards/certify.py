@@ -28,15 +28,15 @@ async def certify(router: "RewardRouter") -> None:
     """Judge the `CASES` of every built-in that the router uses, and see a hang killed at its deadline.
 
     Raises RuntimeError naming the verifier, the case and the verdict: the machine's installation is at fault, not the
-    user's data. Functions of the user have no known cases.
+    user's data. Functions of the user have no known cases, nor have those that are given options.
     """
-    for name in router.names:
+    for name in (name for name in router.names if name not in router.configured):
         for case in known_cases(name):
             verdict = await router.pool.judge(name, _arguments(case.response, case.ground_truth, case.extra_info))
-            if not isinstance(verdict, Score) or verdict.value != float(case.good):
+            if not isinstance(verdict, Score) or verdict.value != case.expected:
                 raise RuntimeError(
                     f"the verifier '{name}' is not fit for use here: {case.response!r} against {case.ground_truth!r} "
-                    f"should score {float(case.good)}, it got {verdict}; reinstall math-verify and its parts, "
+                    f"should score {case.expected}, it got {verdict}; reinstall math-verify and its parts, "
                     "or set trust.certify_rewards=false"
                 )
     await asyncio.wrap_future(faults_certified())

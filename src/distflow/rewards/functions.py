@@ -1,9 +1,11 @@
 """Which function a reward's name means, how it is called, how its answer is read. Imports none by itself."""
 
 import inspect
+import json
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from distflow.config.errors import UserError, hint
@@ -24,17 +26,24 @@ BATCHED = {"data_sources": "data_source", "solution_strs": "solution_str"} | {
 }
 """What a batched reward takes, as verl's do: lists with an entry for each answer."""
 
-Functions = Mapping[str, Sequence[tuple[str, float]]]
-"""(name, weight) of its parts by domain."""
+Functions = Mapping[str, Sequence[tuple[str, float] | tuple[str, float, Mapping[str, object]]]]
+"""(name, weight) of its parts by domain, with the part's options where it has some."""
+_OPTIONS = "?"
+"""Parts a function's name from its options, as JSON, in a target."""
 
 
 def find_targets(functions: Functions, custom: tuple[str, str] | None) -> dict[str, str]:
     """What a pool loads for them, by name. custom: path and name of the user's function, for the name "custom".
 
-    Raises UserError for a name that means no function.
+    Raises UserError for a name that means no function, or has other options in another domain.
     """
-    names = sorted({name for parts in functions.values() for name, _ in parts})
-    return {**{name: target_of(name, custom) for name in names}, FAILS: "distflow.rewards.probes:fail"}
+    targets: dict[str, str] = {}
+    for name, _, *given in sorted((part for parts in functions.values() for part in parts), key=lambda part: part[0]):
+        options = given[0] if given else {}
+        target = target_of(name, custom) + (_OPTIONS + json.dumps(options, sort_keys=True) if options else "")
+        if targets.setdefault(name, target) != target:
+            raise UserError(f"reward.functions has other options of '{name}' for one domain than for another")
+    return {**targets, FAILS: "distflow.rewards.probes:fail"}
 
 
 def custom_target(path: str, name: str) -> str:
@@ -45,16 +54,35 @@ def custom_target(path: str, name: str) -> str:
 
 
 def load_reward(target: str) -> Callable[..., object]:
-    """The function that "module:function" or "/path/file.py:function" names, or that a run was given from Python.
+    """The function that "module:function" or "/path/file.py:function" names, or that a run was given from Python, with
+    the options that a "?" and a JSON object behind it give.
 
-    Raises LoadError where there is none, or it takes other parameters than a reward does.
+    Raises LoadError where there is none, or it takes other parameters than a reward does, or other options.
     """
+    target, _, options = target.partition(_OPTIONS)
     path = split_name(target)[0]
     function = read_function(Path(path)) if path.endswith(SUFFIX) else load_function(target)
-    fault = find_fault(function)
+    given = json.loads(options) if options else {}
+    fault = find_fault(function) or _fault_of_options(function, given)
     if fault:
         raise LoadError(f"'{target}' {fault}")
-    return function
+    return partial(function, **given) if given else function
+
+
+def _fault_of_options(function: Callable[..., object], given: Mapping[str, object]) -> str:
+    """What of the options of a part is none of the function's: a parameter with a default, of the default's type."""
+    known = {
+        name: parameter.default
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.default is not parameter.empty and name not in (*PARAMETERS, *BATCHED)
+    }
+    for name, value in given.items():
+        if name not in known:
+            return f"takes no option '{name}'{hint(name, known)}; it takes {', '.join(known) or 'none'}"
+        wanted = type(known[name])
+        if known[name] is not None and type(value) is not wanted and (wanted, type(value)) != (float, int):
+            return f"takes for '{name}' a value like {known[name]!r}, not {value!r}"
+    return ""
 
 
 def find_fault(function: Callable[..., object]) -> str:

@@ -5,7 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ from distflow.rewards.pool import MEMORY_BYTES
 from distflow.rewards.tally import TRAINING, Tally, counted_for
 from distflow.rewards.verdict import Error, Score, Timeout, Verdict
 
+_Part = TypeVar("_Part")
 DEFAULT_DOMAIN = "default"
 OVERLONG = "overlong"
 
@@ -62,7 +63,7 @@ class RewardRouter:
         custom: tuple[str, str] | None = None,
         memory_bytes: int = MEMORY_BYTES,
     ) -> None:
-        """functions: domain → (name, weight) of its parts; "default" serves domains that are not named.
+        """functions: domain → (name, weight[, options]) of its parts; "default" serves domains that are not named.
         max_response_length: in tokens, for the overlong penalty.
 
         A name is a built-in one, "custom" (then `custom` is the path and the name of the user's function) or
@@ -70,7 +71,10 @@ class RewardRouter:
         """
         if not functions or not all(functions.values()):
             raise UserError("reward.functions names no function; write e.g. reward.functions={default: [math]}")
-        self._functions = {domain: tuple(parts) for domain, parts in functions.items()}
+        self._functions = {
+            domain: tuple((name, weight) for name, weight, *_ in parts) for domain, parts in functions.items()
+        }
+        self.configured = frozenset(name for parts in functions.values() for name, _, *options in parts if any(options))
         self._overlong, self._max_response_length = overlong, max_response_length
         self.tally = Tally()
         self._counts: Counter[str] = Counter()
@@ -173,7 +177,7 @@ def check_domains(functions: Functions, domains: Iterable[str]) -> None:
         _functions_of(functions, domain)
 
 
-def _functions_of(functions: Functions, domain: str) -> Sequence[tuple[str, float]]:
+def _functions_of(functions: Mapping[str, Sequence[_Part]], domain: str) -> Sequence[_Part]:
     parts = functions.get(domain) or functions.get(DEFAULT_DOMAIN)
     if parts is None:
         raise UserError(

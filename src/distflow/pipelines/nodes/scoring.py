@@ -320,7 +320,10 @@ def compute_advantage(config: Config) -> Callable[..., object]:
     check_choices(what, estimator.fn, given)
     derived: dict[str, object] = {}
     if "reward_weights" in estimator.options:
-        derived["reward_weights"] = {name: dict(parts) for name, parts in config.reward.functions.items()}
+        functions = config.reward.functions
+        derived["reward_weights"] = {
+            domain: {part.name: part.weight for part in parts} for domain, parts in functions.items()
+        }
     if "whiten" in estimator.options and is_on(settings.adv_norm):
         derived["whiten"] = False
     options = {**derived, **given}
