@@ -11,7 +11,7 @@ from distflow.rewards import certify as certify_module
 from distflow.rewards.certify import certify, certify_answers, certify_faults, known_cases
 from distflow.rewards.router import RewardRouter
 
-BUILTIN = [name for name in REWARDS if name != CUSTOM_REWARD]
+BUILTIN = [name for name in REWARDS if name not in (CUSTOM_REWARD, "judge")]  # whose cases nobody knows
 SETTINGS = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
 
 

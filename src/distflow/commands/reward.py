@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import json
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,10 +10,14 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from distflow.observe.text import visible
+from distflow.rewards.correctness import RIGHT
 
 if TYPE_CHECKING:
+    from distflow.data.messages import Messages
+    from distflow.rewards.agreement import Agreement
     from distflow.rewards.trial import Fault, Row, Trial
 
+_JUDGE = "judge"
 _EXAMPLES = 3
 _SHOWN = 100
 
@@ -28,6 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-key", default="prompt", help="column of the prompt")
     parser.add_argument("--answer-key", default="answer", help="column of what the reward compares with")
     parser.add_argument("--response-key", help="column of responses that are right, such as reference solutions")
+    parser.add_argument("--label-key", help="column that says whether the response is right: measures the agreement")
+    parser.add_argument(
+        "--right-from", type=float, default=RIGHT, metavar="X", help="score of what the labels call right"
+    )
+    parser.add_argument("--options", type=_options, default={}, metavar="JSON", help="those of the part, as an object")
     parser.add_argument("--rows", type=_positive, default=200, help="how many of the first rows are used")
     parser.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="that one verdict may take")
     parser.add_argument("--workers", type=_positive, default=2, help="processes that judge")
@@ -35,19 +45,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what the reward judged wrongly; 1 where there is any of that. Runs the reward's code."""
+    from distflow.rewards.agreement import measure
+    from distflow.rewards.functions import with_options
     from distflow.rewards.pool import VerifierPool
     from distflow.rewards.trial import try_reward
 
-    target = _target(arguments.reward)
-    rows = _rows(arguments)
+    target = with_options(_target(arguments.reward, arguments.label_key is not None), arguments.options)
+    rows, labels = _rows(arguments)
     pool = VerifierPool({"it": target}, num_workers=arguments.workers, timeout_s=arguments.timeout)
     try:
-        trial = asyncio.run(try_reward(pool, "it", rows, arguments.workers))
+        if arguments.label_key is not None:
+            agreement = asyncio.run(measure(pool, "it", rows, labels, arguments.right_from))
+            lines, fault = _agreement_lines(agreement), bool(agreement.failed)
+        else:
+            trial = asyncio.run(try_reward(pool, "it", rows, arguments.workers))
+            lines, fault = _lines(trial), trial.num_faults > 0
     finally:
         pool.close()
-    print(f"{visible(arguments.reward, one_line=True)} on {len(rows)} rows")
-    print("\n".join(_lines(trial)))
-    return 1 if trial.num_faults else 0
+    print("\n".join([f"{visible(arguments.reward, one_line=True)} on {len(rows)} rows", *lines]))
+    return int(fault)
+
+
+def _options(text: str) -> dict[str, object]:
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError("write a JSON object, e.g. '{\"n\": 4}'")
+    return found
 
 
 def _positive(text: str) -> int:
@@ -57,31 +80,56 @@ def _positive(text: str) -> int:
     return number
 
 
-def _target(name: str) -> str:
-    """Raises UserError for a built-in that has nothing to do with answers."""
+def _target(name: str, is_labelled: bool) -> str:
+    """Raises UserError for a built-in that has nothing to do with answers, where nobody says what is right to it."""
     from distflow.config.errors import UserError
     from distflow.config.names import REWARDS
     from distflow.rewards.functions import custom_target, target_of
 
     if name in REWARDS:
-        if not REWARDS[name].needs_answer:
+        if not (REWARDS[name].needs_answer or is_labelled or name == _JUDGE):
             raise UserError(f"'{name}' does not compare with the row's answer: no response is right or wrong to it")
         return target_of(name, None)
     path, _, function = name.partition(":")
     return custom_target(path, function or "compute_score")
 
 
-def _rows(arguments: argparse.Namespace) -> "list[Row]":
+def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool]]":
+    """And whether their responses are right, where a column says so. Raises UserError where it does not."""
+    from distflow.config.errors import UserError
     from distflow.data.rows import Columns
     from distflow.data.sources import load_rows
     from distflow.rewards.trial import Row
 
-    columns = Columns(arguments.prompt_key, arguments.answer_key, response=arguments.response_key)
+    label = arguments.label_key
+    if label is not None and arguments.response_key is None:
+        raise UserError("--label-key says of responses whether they are right: name their column by --response-key")
+    columns = Columns(
+        arguments.prompt_key, arguments.answer_key, response=arguments.response_key, answer_required=label is None
+    )
     with TemporaryDirectory() as folder:
         raw, _ = load_rows(
             arguments.data, columns, key="--data", max_samples=arguments.rows, run_folder=Path(folder), bad_rows="skip"
         )
-    return [Row(row.origin, row.domain, row.answer, row.extra_info, row.response) for row in raw]
+    labels = [row.extra_info.pop(label, None) for row in raw] if label is not None else []
+    if any(found not in (0, 1) for found in labels):
+        wrong = next(row.origin for row, found in zip(raw, labels, strict=True) if found not in (0, 1))
+        raise UserError(f"{wrong}: the column '{label}' (--label-key) is neither true nor false, 1 or 0")
+    rows = [Row(row.origin, row.domain, row.answer, row.extra_info, row.response, _text(row.prompt)) for row in raw]
+    return rows, [bool(found) for found in labels]
+
+
+def _text(prompt: "str | Messages") -> str:
+    return prompt if isinstance(prompt, str) else "\n\n".join(str(message.get("content")) for message in prompt)
+
+
+def _agreement_lines(agreement: "Agreement") -> Iterator[str]:
+    counts = agreement.counts
+    share, kappa = agreement.share, agreement.kappa
+    yield f"  agrees on {share:.1%} of {counts.total()} labelled responses; Cohen's kappa {kappa:.2f}"
+    yield f"  {counts[True, False]} false negatives, {counts[False, True]} false positives"
+    yield f"  {len(agreement.failed)} without a verdict"
+    yield from (f"      {visible(reason, _SHOWN, one_line=True)}" for reason in agreement.failed[:_EXAMPLES])
 
 
 def _lines(trial: "Trial") -> Iterator[str]:

@@ -98,7 +98,7 @@ class RewardConfig:
     functions: dict[str, tuple[RewardPart, ...]] = key(
         {"default": (RewardPart("math"),)},
         "domain → list of names or {name, weight, options}; names: math, exact_match, format, length, repetition, "
-        "custom",
+        "judge, custom",
         parse=parse_functions,
         plain=plain_functions,
     )

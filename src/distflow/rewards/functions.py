@@ -17,9 +17,12 @@ from distflow.rewards.correctness import ACC
 from distflow.rewards.given import SUFFIX, read_function
 
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+PROMPT = "prompt"
+"""The prompt's text, for an async function that names it."""
 FAILS = "(a probe that fails)"
 """A function of every pool that must give no verdict, for the auditor to ask."""
 
+_OPTIONS = "?"
 BATCHED = {"data_sources": "data_source", "solution_strs": "solution_str"} | {
     "ground_truths": "ground_truth",
     "extra_infos": "extra_info",
@@ -28,8 +31,11 @@ BATCHED = {"data_sources": "data_source", "solution_strs": "solution_str"} | {
 
 Functions = Mapping[str, Sequence[tuple[str, float] | tuple[str, float, Mapping[str, object]]]]
 """(name, weight) of its parts by domain, with the part's options where it has some."""
-_OPTIONS = "?"
-"""Parts a function's name from its options, as JSON, in a target."""
+
+
+def with_options(target: str, options: Mapping[str, object]) -> str:
+    """A target whose function is called with these besides; `load_reward` reads it."""
+    return f"{target}{_OPTIONS}{json.dumps(options, sort_keys=True)}" if options else target
 
 
 def find_targets(functions: Functions, custom: tuple[str, str] | None) -> dict[str, str]:
@@ -39,8 +45,7 @@ def find_targets(functions: Functions, custom: tuple[str, str] | None) -> dict[s
     """
     targets: dict[str, str] = {}
     for name, _, *given in sorted((part for parts in functions.values() for part in parts), key=lambda part: part[0]):
-        options = given[0] if given else {}
-        target = target_of(name, custom) + (_OPTIONS + json.dumps(options, sort_keys=True) if options else "")
+        target = with_options(target_of(name, custom), given[0] if given else {})
         if targets.setdefault(name, target) != target:
             raise UserError(f"reward.functions has other options of '{name}' for one domain than for another")
     return {**targets, FAILS: "distflow.rewards.probes:fail"}
@@ -74,7 +79,7 @@ def _fault_of_options(function: Callable[..., object], given: Mapping[str, objec
     known = {
         name: parameter.default
         for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.default is not parameter.empty and name not in (*PARAMETERS, *BATCHED)
+        if parameter.default is not parameter.empty and name not in (*PARAMETERS, *BATCHED, PROMPT)
     }
     for name, value in given.items():
         if name not in known:
@@ -117,8 +122,12 @@ def takes_groups(function: Callable[..., object]) -> bool:
 
 
 def call(function: Callable[..., object], arguments: Mapping[str, object]) -> object:
-    """Call it by keyword with those of `PARAMETERS` that it takes."""
-    return function(**{name: arguments[name] for name in _accepted(function, PARAMETERS)})
+    """Call it by keyword with those of `PARAMETERS` that it takes, and with the prompt where it names that and there is
+    one."""
+    given = {name: arguments[name] for name in _accepted(function, PARAMETERS)}
+    if PROMPT in arguments and PROMPT in inspect.signature(function).parameters:
+        given[PROMPT] = arguments[PROMPT]
+    return function(**given)
 
 
 def call_batched(function: Callable[..., object], asked: Sequence[Mapping[str, object]]) -> object:

@@ -15,7 +15,7 @@ from distflow.data.sample import Sample
 from distflow.observe.jsonlines import JSON
 from distflow.rewards.ahead import PoolSettings, take_pool
 from distflow.rewards.correctness import accuracy
-from distflow.rewards.functions import Functions, find_targets
+from distflow.rewards.functions import PROMPT, Functions, find_targets
 from distflow.rewards.pool import MEMORY_BYTES
 from distflow.rewards.tally import TRAINING, Tally, counted_for
 from distflow.rewards.verdict import Error, Score, Timeout, Verdict
@@ -131,6 +131,7 @@ class RewardRouter:
             for sample in samples
         ]
         if name in self.pool.takes_groups:
+            asked = [{**each, PROMPT: sample.prompt} for each, sample in zip(asked, samples, strict=True)]
             return await self.pool.judge_group(name, asked)
         return list(await asyncio.gather(*(self.pool.judge(name, arguments) for arguments in asked)))
 

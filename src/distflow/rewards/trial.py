@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from distflow.rewards.correctness import is_right, own_verdict
+from distflow.rewards.functions import PROMPT
 from distflow.rewards.perturb import FORMS, HOSTILE, Response, answer_of, right_responses, wrong_responses
 from distflow.rewards.pool import VerifierPool
 from distflow.rewards.verdict import Score, Timeout, Verdict
@@ -27,6 +28,7 @@ class Row(NamedTuple):
     ground_truth: object
     extra_info: Mapping[str, object]
     response: str | None = None
+    prompt: str = ""
 
 
 class Fault(NamedTuple):
@@ -86,7 +88,7 @@ async def try_reward(pool: VerifierPool, name: str, rows: Sequence[Row], num_wor
     async def ask(row: Row, response: Response) -> tuple[Row, Response, Verdict]:
         async with free:
             started = time.perf_counter()
-            verdict = await pool.judge(name, _arguments(row, response.text))
+            verdict = await pool.judge(name, arguments_of(row, response.text))
             trial.seconds.append(time.perf_counter() - started)
             return row, response, verdict
 
@@ -136,8 +138,10 @@ def _said(verdict: Verdict) -> str:
     return f"{own_verdict(verdict):g}" if isinstance(verdict, Score) else str(verdict)
 
 
-def _arguments(row: Row, response: str) -> dict[str, object]:
+def arguments_of(row: Row, response: str) -> dict[str, object]:
+    """What a pool is asked about that response to the row."""
     return {
+        PROMPT: row.prompt,
         "data_source": row.domain,
         "solution_str": response,
         "ground_truth": row.ground_truth,
