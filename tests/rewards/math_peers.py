@@ -6,6 +6,11 @@ SkyThought; where they disagree, or a rule of ours differs, docs/rewards.md says
 """
 
 RIGHT = r"""
+0 ## x = 0
+0 ## x+y = 0
+0 ## f(3) = 0
+x^2 - 5x + 6 = 0 ## 5x - 6 - x^2 = 0
+y = 2x ## y - 2x = 0
 -5 ## -5
 7425000 ## 7,425,000
 1000 ## 1 000
@@ -373,6 +378,8 @@ x\geq -2 ## x \geqslant -2
 """
 
 WRONG = r"""
+0 ## 2x - y + 3 = 0
+0 ## x^2 - 5x + 6 = 0
 [0,9) ## [0,1)
 (0,9) ## [0,9)
 1 ## -[0,1)

@@ -15,8 +15,9 @@ import math_verify
 from latex2sympy2_extended import latex2sympy2
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
 from math_verify import grader
-from sympy import Basic, Derivative, Expr, Float, I, Integral, Limit, MatrixBase, Product, Sum, Symbol
+from sympy import Basic, Derivative, Eq, Expr, Float, I, Integral, Limit, MatrixBase, Product, Sum, Symbol
 from sympy.core.function import AppliedUndef
+from sympy.core.relational import Relational
 
 from distflow.rewards.math_numbers import ROUNDED_DECIMALS, is_rounded, num_decimals, plain_number
 from distflow.rewards.math_text import unwrap, words
@@ -53,7 +54,7 @@ def expressions_equal(gold: str, answer: str) -> bool:
         second = _parse(answer)
     except RecursionError:
         return False
-    if first is None or second is None:
+    if first is None or second is None or (_is_bound(second) and not isinstance(first, Relational)):
         return False
     try:
         for known in (_exactly_equal(first, second), _rounds_to(second, gold), _rounds_to(first, answer)):
@@ -71,6 +72,13 @@ def expressions_equal(gold: str, answer: str) -> bool:
         raise
     except Exception:  # sympy raises all sorts on nonsense, which is no answer
         return False
+
+
+def _is_bound(answer: Basic | MatrixBase) -> bool:
+    """Whether it is an equation such as 2x + 3 = 0, whose right side is no value of anything; x = 0 gives one."""
+    if not isinstance(answer, Eq) or answer.rhs != 0 or not answer.lhs.free_symbols:
+        return False
+    return not isinstance(answer.lhs, AppliedUndef) and not grader.is_expr_of_only_symbols(answer.lhs)
 
 
 def _is_endless(side: Basic | MatrixBase) -> bool:
