@@ -6,6 +6,9 @@ SkyThought; where they disagree, or a rule of ours differs, docs/rewards.md says
 """
 
 RIGHT = r"""
+x = 5, y = 3 ## 5, 3
+x = 5, y = 3 ## y = 3, x = 5
+x = 5, x = 3 ## \{3,5\}
 0 ## x = 0
 0 ## x+y = 0
 0 ## f(3) = 0
@@ -378,6 +381,9 @@ x\geq -2 ## x \geqslant -2
 """
 
 WRONG = r"""
+x = 5, y = 3 ## \{3,5\}
+x = 5, y = 3 ## 3, 5
+x = 5, y = 3 ## x = 3, y = 5
 0 ## 2x - y + 3 = 0
 0 ## x^2 - 5x + 6 = 0
 [0,9) ## [0,1)

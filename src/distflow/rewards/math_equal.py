@@ -19,6 +19,7 @@ _SPACES = re.compile(r" (?![A-Za-z0-9.\\])|(?<![A-Za-z0-9.]) ")
 _IMPROPER = re.compile(r"\d (?:\d+) ?/ ?\d")
 _CHOICE = re.compile(r"\(?\s*([A-J])\s*(?:\)\s*[.:]?|[.:])\s*(?:\\ )?\s*(\S.*)", re.DOTALL)
 _OTHER_CHOICE = re.compile(r"(?<![A-Za-z\\])[A-J]\s*(?:[).:,;/&|]|$)|\b(?:and|or)\s+\(?[A-J](?![A-Za-z])")
+_NAMED = re.compile(r"([A-Za-z])\s*=")
 _NAMED_TUPLE = re.compile(r"(\([A-Za-z](?:, ?[A-Za-z])+\)) ?= ?(\(.+)")
 _REAL = re.compile(r"^[A-Za-z]\s*\\in\s*\\mathbb\{R\}\s*,\s*(?=[A-Za-z]\s*(?:<|>|\\le |\\ge |\\neq ))")
 _BASED = re.compile(
@@ -221,9 +222,16 @@ def _lists(gold: str, answer: str) -> bool | None:
         return None if _SET_OPERATION.search(gold + answer) else False
     if len(items) != len(others) or not _brackets_agree(brackets, other_brackets, is_pair=len(items) == 2):
         return False
-    if {brackets, other_brackets} <= {"", r"\{\}"}:
+    if {brackets, other_brackets} <= {"", r"\{\}"} and _names_several(items) == _names_several(others):
         return _same_items(items, others)
+    if r"\{\}" in (brackets, other_brackets):
+        return False
     return all(are_equal(*pair) for pair in zip(items, others, strict=True))
+
+
+def _names_several(items: list[str]) -> bool:
+    """`x = 5, y = 3`: beside such, values without names are in this order."""
+    return len({match[1] for item in items if (match := _NAMED.match(item))}) > 1
 
 
 def _items(text: str) -> tuple[str, list[str]]:
