@@ -36,6 +36,7 @@ COMMANDS: dict[str, Command] = {
     "eval": Command("answer data.val_files and print the accuracy", "distflow.commands.eval", runs_code=True),
     "export": Command("write a checkpoint as a Hugging Face folder", "distflow.commands.export"),
     "config": Command("print the resolved config", "distflow.commands.config"),
+    "reward": Command("try a reward on right and wrong answers", "distflow.commands.reward", runs_code=True),
     "doctor": Command("what this machine has, what extras would add, what is wrong", "distflow.commands.doctor"),
     "sandbox": Command("run a program as the code under test is run", "distflow.commands.sandbox"),
     "selftest": Command("prove on this machine that each path gives the same numbers", "distflow.commands.selftest"),

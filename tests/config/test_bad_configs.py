@@ -733,7 +733,12 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
     # rewards
     "no reward": ("grpo", ["reward.functions={}"], "reward.functions", ("no reward",)),
     "no reward of a domain": ("grpo", ["reward.functions={a: []}"], "reward.functions", ("the domain 'a'",)),
-    "a part of another form": ("grpo", ["reward.functions={a: [{nam: x}]}"], "reward.functions", ("{name, weight}",)),
+    "a part of another form": (
+        "grpo",
+        ["reward.functions={a: [{nam: x}]}"],
+        "reward.functions",
+        ("{name, weight, options}",),
+    ),
     "a weight that is a text": (
         "grpo",
         ["reward.functions={a: [{name: math, weight: x}]}"],

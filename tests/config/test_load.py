@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from distflow.config import ConfigError, load_config, preset_names
+from distflow.config.reward import RewardPart
 
 GOOD = ["data.train_files=train.jsonl", "actor_rollout_ref.model.path=model"]
 BASE = "data: {train_files: train.jsonl}\nactor_rollout_ref: {model: {path: model}}\n"
@@ -127,7 +128,10 @@ def test_one_key_may_refer_to_another_defaults_included(write):
 def test_reward_functions_replace_the_default_and_add_up(write):
     file = write(BASE + "reward:\n  functions:\n    gsm8k: [{name: math, weight: 2}, format]\n")
     config = load_config(file, ["reward.functions.svamp=exact_match"]).config
-    assert config.reward.functions == {"gsm8k": (("math", 2.0), ("format", 1.0)), "svamp": (("exact_match", 1.0),)}
+    assert config.reward.functions == {
+        "gsm8k": (RewardPart("math", 2.0), RewardPart("format")),
+        "svamp": (RewardPart("exact_match"),),
+    }
 
 
 def test_names_of_the_users_own_are_left_to_the_registry_where_modules_are_named():

@@ -19,6 +19,7 @@ from distflow.config import (
     to_dict,
     to_yaml,
 )
+from distflow.config.reward import RewardPart
 from distflow.config.schema import schema_keys
 
 GOOD = ["data.train_files=train.jsonl", "actor_rollout_ref.model.path=model"]
@@ -33,7 +34,8 @@ def good(**groups):
 
 @pytest.mark.parametrize("preset", ["grpo", "ppo", "dapo", "sft"])
 def test_yaml_round_trips(preset, tmp_path):
-    first = load_config(preset, [*GOOD, "reward.functions.a=[math,{name: format, weight: 0.5}]", "trainer.seed=3"])
+    parts = "[math,{name: format, weight: 0.5},{name: length, options: {at_most: 9, unit: words}}]"
+    first = load_config(preset, [*GOOD, f"reward.functions.a={parts}", "trainer.seed=3"])
     (tmp_path / "config.yaml").write_text(first.text)
     again = load_config(str(tmp_path / "config.yaml"))
     assert again.config == first.config and again.text == first.text == to_yaml(first.config)
@@ -329,7 +331,7 @@ def test_defaults_are_those_that_were_settled():
         "actor_rollout_ref.rollout.val_kwargs.temperature": 0.6,
         "critic.optim.lr": 1e-5,
         "critic.cliprange_value": 0.5,
-        "reward.functions": {"default": (("math", 1.0),)},
+        "reward.functions": {"default": (RewardPart("math"),)},
         "reward.timeout_s": 10.0,
         "reward.num_workers": 2,
         "reward.overlong.buffer_tokens": 0,

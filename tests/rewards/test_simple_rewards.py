@@ -1,9 +1,11 @@
-"""`exact_match` and `format`."""
+"""`exact_match`, `format`, `length` and `repetition`."""
 
 import pytest
 
 from distflow.rewards import exact_match_reward as exact_match
 from distflow.rewards import format_reward as format
+from distflow.rewards import length_reward as length
+from distflow.rewards import repetition_reward as repetition
 
 
 @pytest.mark.parametrize(
@@ -52,3 +54,51 @@ def test_format(response, pattern, score):
 def test_a_broken_expression_is_an_error_not_a_wrong_format(broken):
     with pytest.raises(ValueError, match="format_regex"):
         format.compute_score("d", "a", None, {"format_regex": broken})
+
+
+@pytest.mark.parametrize(
+    ("response", "options", "score"),
+    [
+        ("", {}, 0),
+        ("", {"at_least": 0}, 1),
+        ("abcd", {"at_most": 4}, 1),
+        ("abcde", {"at_most": 4}, 0),
+        ("abcde", {"at_most": 4, "slope": 4}, 0.75),
+        ("abcdefgh", {"at_most": 4, "slope": 4}, 0),
+        ("a b", {"at_least": 4, "slope": 4, "unit": "words"}, 0.5),
+        (" a  b\nc d ", {"at_least": 4, "at_most": 4, "unit": "words"}, 1),
+    ],
+)
+def test_length(response, options, score):
+    assert length.compute_score(response, **options) == score
+
+
+@pytest.mark.parametrize(
+    ("response", "options", "score"),
+    [
+        ("", {}, 0),
+        ("a b", {}, 0),
+        ("a b c", {}, 0),
+        ("A b c a B C", {}, 1 - 3 / 4),  # abc bca cab abc
+        ("a " * 100, {}, 1 - 1 / 98),
+        ("a b a b", {"n": 1}, 1 - 2 / 4),
+        ("你好你好你好", {"n": 2, "unit": "characters"}, 1 - 2 / 5),
+    ],
+)
+def test_repetition(response, options, score):
+    assert repetition.compute_score(response, **options) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (length.compute_score, {"unit": "tokens"}),
+        (length.compute_score, {"at_least": 5, "at_most": 4}),
+        (length.compute_score, {"slope": -1}),
+        (repetition.compute_score, {"n": 0}),
+        (repetition.compute_score, {"unit": "tokens"}),
+    ],
+)
+def test_options_that_make_no_sense_are_an_error_not_a_score(function, options):
+    with pytest.raises(ValueError, match=str(next(iter(options.values())))):
+        function("a b c", **options)

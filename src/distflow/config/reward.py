@@ -9,14 +9,26 @@ from distflow.config.values import Mismatch, convert, show
 
 OnError: TypeAlias = Literal["mask", "drop"] | float
 """What becomes of a sample without a verdict: out of the loss, its group out of the run, or a score."""
-_FORM = "write e.g. {default: [math], code: [{name: format, weight: 0.1}]}"
+Option: TypeAlias = bool | int | float | str
+_FORM = "write e.g. {default: [math], code: [{name: format, weight: 0.1}, {name: repetition, options: {n: 4}}]}"
+_PART = {"name", "weight", "options"}
 
 
 class RewardPart(NamedTuple):
-    """One reward function of a domain; the score of a sample is the weighted sum of its parts."""
+    """One reward function of a domain; the score of a sample is the weighted sum of its parts.
+
+    options: what the function is called with besides, by name: numbers, texts, truth values.
+    """
 
     name: str
     weight: float = 1.0
+    options: Mapping[str, Option] = {}
+
+    def plain(self) -> object:
+        """As short as it may be written in a config."""
+        weight = {} if self.weight == 1.0 else {"weight": self.weight}
+        options = {"options": dict(self.options)} if self.options else {}
+        return {"name": self.name, **weight, **options} if weight or options else self.name
 
 
 def parse_functions(value: object) -> dict[str, tuple[RewardPart, ...]]:
@@ -33,7 +45,7 @@ def plain_functions(functions: Mapping[str, tuple[RewardPart, ...]]) -> dict[str
 
 def plain_parts(parts: Sequence[RewardPart]) -> list[object]:
     """The same of one domain."""
-    return [part.name if part.weight == 1.0 else {"name": part.name, "weight": part.weight} for part in parts]
+    return [part.plain() for part in parts]
 
 
 def _domain(name: object) -> str:
@@ -58,14 +70,23 @@ def parse_parts(whose: str, value: object) -> tuple[RewardPart, ...]:
 def _parse_part(whose: str, value: object) -> RewardPart:
     if isinstance(value, str):
         return RewardPart(value)
-    if isinstance(value, Mapping) and set(value) in ({"name"}, {"name", "weight"}) and isinstance(value["name"], str):
+    if isinstance(value, Mapping) and set(value) <= _PART and isinstance(value.get("name"), str):
         try:
             weight = convert(value.get("weight", 1.0), float)
         except Mismatch as error:
             raise Mismatch(f"has a weight of '{value['name']}' that {error.what}", error.advice) from None
         assert isinstance(weight, float)
-        return RewardPart(value["name"], weight)
-    raise Mismatch(f"has {value!r} for {whose}, neither a name nor {{name, weight}}", _FORM)
+        return RewardPart(value["name"], weight, _parse_options(value["name"], value.get("options", {})))
+    raise Mismatch(f"has {value!r} for {whose}, neither a name nor {{name, weight, options}}", _FORM)
+
+
+def _parse_options(name: str, value: object) -> dict[str, Option]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise Mismatch(f"has options of '{name}' that are no mapping of names", "write e.g. options: {n: 4}")
+    wrong = [key for key, option in value.items() if not isinstance(option, bool | int | float | str)]
+    if wrong:
+        raise Mismatch(f"has an option '{wrong[0]}' of '{name}' that is no number, text or truth value", "")
+    return dict(value)
 
 
 class Patience(NamedTuple):
@@ -151,7 +172,8 @@ class RewardConfig:
 
     functions: dict[str, tuple[RewardPart, ...]] = key(
         {"default": (RewardPart("math"),)},
-        "domain → list of names or {name, weight}; names: math, exact_match, format, custom",
+        "domain → list of names or {name, weight, options}; names: math, exact_match, format, length, repetition, "
+        "judge, custom",
         parse=parse_functions,
         plain=plain_functions,
     )

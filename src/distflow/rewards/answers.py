@@ -1,5 +1,7 @@
 """Finding the final answer in a text: the last complete box, what follows the last `####`, or an "answer is" phrase.
 
+Boxes side by side are one answer, a list: whoever boxes two answers has not decided.
+
 Each search takes time linear in the text: it is the policy who writes it.
 """
 
@@ -9,28 +11,53 @@ from collections.abc import Iterator
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _UNBRACED_BOX = re.compile(r"[^\s${}\\]+")
-_PHRASE = re.compile(r"\banswer\b[^\n.:=]{0,60}?(?:\bis\b|[:=])(?:\*\*|[\s:])*", re.IGNORECASE)
+_BETWEEN_BOXES = re.compile(
+    r"(?:[\s$.,;:()&/|~*]|\\[()\[\],;!]|\\q?quad|\\text\s*\{\s*(?:and|or)\s*\}|\band\b|\bor\b)*", re.IGNORECASE
+)
+_PHRASE = re.compile(r"(?:\banswer\b[^\n.:=]{0,60}?(?:\bis\b|[:=])|答案[是为：:])(?:\*\*|[\s:])*", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?]\s+(?=[A-Z])")
 _FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$([^$\n]+)\$|\\\[((?:[^\\]|\\[^\[\]])+)\\\]|\\\(((?:[^\\]|\\[^()])+)\\\)")
 _NUMBER = r"-?\$?(?:\d{1,3}(?:[, ]\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d))(?:[eE][+-]?\d+)?"
 _UNIT = r"\s?(?:\\?%|°|[A-Za-z]+(?:\^\d|[²³])?(?:/[A-Za-z]+)?)"
 _EXPRESSION = re.compile(rf"(?<![^\s=*$(~])\(?{_NUMBER}\)?(?:\s*[-+*/^×÷]\s*\(?{_NUMBER}\)?)*!?({_UNIT})?", re.ASCII)
 _JOINED = re.compile(r"\s*(?:,|,?\s*and|,?\s*or)\s*")
+_OR = re.compile(r"\s*,?\s*or\s*")
+_CONJUNCTIONS = ("and", "or")
 
 
 def last_box(text: str) -> str | None:
     r"""The content of the last complete `\boxed{...}` or `\fbox{...}`; a box that never closes is no answer."""
-    found = list(_BOX.finditer(text))
-    if not found:
+    boxes = _boxes(text)
+    return boxes[-1][2] if boxes else None
+
+
+def boxed_answer(text: str) -> str | None:
+    r"""The last box, with those right before it that nothing but "and", "or" or punctuation parts from it, as a list.
+
+    The same box twice is one; one of them empty leaves no answer, which is ''.
+    """
+    boxes = _boxes(text)
+    if not boxes:
         return None
-    ends = _closing_braces(text)
-    for match in reversed(found):
-        if text.startswith("{", match.end()):
-            if match.end() in ends:
-                return text[match.end() + 1 : ends[match.end()]]
-        elif unbraced := _UNBRACED_BOX.match(text, match.end()):
-            return unbraced.group()
-    return None
+    first = len(boxes) - 1
+    while first and _BETWEEN_BOXES.fullmatch(text, boxes[first - 1][1], boxes[first][0]):
+        first -= 1
+    contents = list(dict.fromkeys(content.strip() for _, _, content in boxes[first:]))
+    return ", ".join(contents) if all(contents) else ""
+
+
+def unboxed(text: str) -> str:
+    r"""The text with the content of each complete box in place of the box, and without braces around all of it."""
+    while boxes := _boxes(text):
+        parts, position = [], 0
+        for start, end, content in boxes:
+            parts += [text[position:start], content]
+            position = end
+        text = "".join([*parts, text[position:]])
+    text = text.strip()
+    while text.startswith("{") and _closing_braces(text).get(0) == len(text) - 1:
+        text = text[1:-1].strip()
+    return text
 
 
 def after_hashes(text: str) -> str | None:
@@ -41,8 +68,14 @@ def after_hashes(text: str) -> str | None:
 
 def marked_answer(text: str) -> str | None:
     """The answer that the text marks as such, by a box or by `####`; None where it marks none."""
-    box = last_box(text)
+    box = boxed_answer(text)
     return box if box is not None else after_hashes(text)
+
+
+def bare_answer(text: str) -> str:
+    """A data set's answer without its mark: of a worked solution what it marks, else all of it."""
+    marked = marked_answer(text)
+    return (text if marked is None else marked).strip()
 
 
 def phrased_answer(text: str) -> str | None:
@@ -54,18 +87,28 @@ def phrased_answer(text: str) -> str | None:
     return _SENTENCE_END.split(line)[0].strip()
 
 
-def last_mathematics(prose: str) -> tuple[str, str] | None:
+def last_mathematics(prose: str, is_answer: bool = False) -> tuple[str, str] | None:
     """The last formula between delimiters, or the last number; and the word or sign after the number.
 
-    Neighbouring formulas that a comma, "and" or "or" joins are one answer.
+    Neighbouring formulas that a comma, "and" or "or" joins are one answer, and so are numbers that an "or" joins; where
+    the prose is said to be the answer, also those that a comma or "and" joins.
     """
     formulas, numbers = list(_FORMULA.finditer(prose)), list(_EXPRESSION.finditer(prose))
     if formulas and (not numbers or formulas[-1].end() > numbers[-1].end()):
         return ", ".join(reversed(list(_joined(prose, formulas)))), ""
     if not numbers:
         return None
+    joint = _JOINED if is_answer else _OR
+    first = len(numbers) - 1
+    while first and joint.fullmatch(prose, _end(numbers[first - 1]), numbers[first].start()):
+        first -= 1
     word = numbers[-1][1] or ""
-    return numbers[-1].group().removesuffix(word), word
+    return ", ".join(match.group().removesuffix(match[1] or "") for match in numbers[first:]), word
+
+
+def _end(number: re.Match[str]) -> int:
+    """Behind its unit; "or" is none."""
+    return number.start(1) if (number[1] or "").strip() in _CONJUNCTIONS else number.end()
 
 
 def _joined(prose: str, formulas: list[re.Match[str]]) -> Iterator[str]:
@@ -76,6 +119,23 @@ def _joined(prose: str, formulas: list[re.Match[str]]) -> Iterator[str]:
             return
         yield next(group for group in match.groups() if group is not None)
         start = match.start()
+
+
+def _boxes(text: str) -> list[tuple[int, int, str]]:
+    """(start, end, content) of those that are complete and in no other."""
+    found = list(_BOX.finditer(text))
+    ends = _closing_braces(text) if found else {}
+    boxes: list[tuple[int, int, str]] = []
+    for match in found:
+        if boxes and match.start() < boxes[-1][1]:
+            continue
+        if text.startswith("{", match.end()):
+            if match.end() in ends:
+                end = ends[match.end()]
+                boxes.append((match.start(), end + 1, text[match.end() + 1 : end]))
+        elif unbraced := _UNBRACED_BOX.match(text, match.end()):
+            boxes.append((match.start(), unbraced.end(), unbraced.group()))
+    return boxes
 
 
 def _closing_braces(text: str) -> dict[int, int]:

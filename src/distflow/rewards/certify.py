@@ -1,7 +1,7 @@
 """Verifiers are certified before a run starts: good answers score high, bad ones low, and a hang is killed."""
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import TYPE_CHECKING, cast
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 from distflow.config.errors import UserError
 from distflow.config.functions import load, split_name
 from distflow.config.names import REWARDS
+from distflow.rewards.answers import bare_answer
 from distflow.rewards.case import Case
 from distflow.rewards.pool import VerifierPool
 from distflow.rewards.verdict import Error, Score, Timeout, Verdict
@@ -27,15 +28,15 @@ async def certify(router: "RewardRouter") -> None:
     """Judge the `CASES` of every built-in that the router uses, and see a hang killed at its deadline.
 
     Raises RuntimeError naming the verifier, the case and the verdict: the machine's installation is at fault, not the
-    user's data. Functions of the user have no known cases.
+    user's data. Functions of the user have no known cases, nor have those that are given options.
     """
-    for name in router.names:
+    for name in (name for name in router.names if name not in router.configured):
         for case in known_cases(name):
             verdict = await router.pools.judge(name, _arguments(case.response, case.ground_truth, case.extra_info))
-            if not isinstance(verdict, Score) or verdict.value != float(case.good):
+            if not isinstance(verdict, Score) or verdict.value != case.expected:
                 raise RuntimeError(
                     f"the verifier '{name}' is not fit for use here: {case.response!r} against {case.ground_truth!r} "
-                    f"should score {float(case.good)}, it got {verdict}; reinstall math-verify and its parts, "
+                    f"should score {case.expected}, it got {verdict}; reinstall math-verify and its parts, "
                     "or set trust.certify_rewards=false"
                 )
     await asyncio.wrap_future(faults_certified())
@@ -86,7 +87,8 @@ async def certify_answers(router: "RewardRouter", rows: Iterable[tuple[str, obje
     for domain, ground_truth, extra_info in rows:
         for name in (name for name, _ in router.functions_of(domain) if _scores_own_answer(name)):
             totals[domain] = totals.get(domain, 0) + 1
-            response = f"\\boxed{{{_bare(ground_truth)}}}"
+            golds = ground_truth if isinstance(ground_truth, list | tuple) and ground_truth else [ground_truth]
+            response = f"\\boxed{{{bare_answer(str(golds[0]))}}}"
             verdict = await router.pools.judge(name, _arguments(response, ground_truth, extra_info))
             if not isinstance(verdict, Score) or verdict.value != 1.0:
                 failures.setdefault(domain, []).append((ground_truth, verdict))
@@ -102,13 +104,6 @@ async def certify_answers(router: "RewardRouter", rows: Iterable[tuple[str, obje
 
 def _scores_own_answer(name: str) -> bool:
     return name in REWARDS and REWARDS[name].scores_own_answer
-
-
-def _bare(ground_truth: object) -> str:
-    first = (
-        ground_truth[0] if isinstance(ground_truth, Sequence) and not isinstance(ground_truth, str) else ground_truth
-    )
-    return str(first).rpartition("####")[2].strip()
 
 
 def _arguments(response: str, ground_truth: object, extra_info: Mapping[str, object]) -> dict[str, object]:

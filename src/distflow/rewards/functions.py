@@ -1,9 +1,11 @@
 """Which function a reward's name means, how it is called, how its answer is read. Imports none by itself."""
 
 import inspect
+import json
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from distflow.config.errors import UserError, hint
@@ -15,26 +17,38 @@ from distflow.rewards.correctness import ACC
 from distflow.rewards.given import SUFFIX, read_function
 
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+PROMPT = "prompt"
+"""The prompt's text, for an async function that names it."""
 FAILS = "(a probe that fails)"
 """A function of every pool that must give no verdict, for the auditor to ask."""
 
+_OPTIONS = "?"
 BATCHED = {"data_sources": "data_source", "solution_strs": "solution_str"} | {
     "ground_truths": "ground_truth",
     "extra_infos": "extra_info",
 }
 """What a batched reward takes, as verl's do: lists with an entry for each answer."""
 
-Functions = Mapping[str, Sequence[tuple[str, float]]]
-"""(name, weight) of its parts by domain."""
+Functions = Mapping[str, Sequence[tuple[str, float] | tuple[str, float, Mapping[str, object]]]]
+"""(name, weight) of its parts by domain, with the part's options where it has some."""
+
+
+def with_options(target: str, options: Mapping[str, object]) -> str:
+    """A target whose function is called with these besides; `load_reward` reads it."""
+    return f"{target}{_OPTIONS}{json.dumps(options, sort_keys=True)}" if options else target
 
 
 def find_targets(functions: Functions, custom: tuple[str, str] | None) -> dict[str, str]:
     """What a pool loads for them, by name. custom: path and name of the user's function, for the name "custom".
 
-    Raises UserError for a name that means no function.
+    Raises UserError for a name that means no function, or has other options in another domain.
     """
-    names = sorted({name for parts in functions.values() for name, _ in parts})
-    return {**{name: target_of(name, custom) for name in names}, FAILS: "distflow.rewards.probes:fail"}
+    targets: dict[str, str] = {}
+    for name, _, *given in sorted((part for parts in functions.values() for part in parts), key=lambda part: part[0]):
+        target = with_options(target_of(name, custom), given[0] if given else {})
+        if targets.setdefault(name, target) != target:
+            raise UserError(f"reward.functions has other options of '{name}' for one domain than for another")
+    return {**targets, FAILS: "distflow.rewards.probes:fail"}
 
 
 def custom_target(path: str, name: str) -> str:
@@ -45,16 +59,35 @@ def custom_target(path: str, name: str) -> str:
 
 
 def load_reward(target: str) -> Callable[..., object]:
-    """The function that "module:function" or "/path/file.py:function" names, or that a run was given from Python.
+    """The function that "module:function" or "/path/file.py:function" names, or that a run was given from Python, with
+    the options that a "?" and a JSON object behind it give.
 
-    Raises LoadError where there is none, or it takes other parameters than a reward does.
+    Raises LoadError where there is none, or it takes other parameters than a reward does, or other options.
     """
+    target, _, options = target.partition(_OPTIONS)
     path = split_name(target)[0]
     function = read_function(Path(path)) if path.endswith(SUFFIX) else load_function(target)
-    fault = find_fault(function)
+    given = json.loads(options) if options else {}
+    fault = find_fault(function) or _fault_of_options(function, given)
     if fault:
         raise LoadError(f"'{target}' {fault}")
-    return function
+    return partial(function, **given) if given else function
+
+
+def _fault_of_options(function: Callable[..., object], given: Mapping[str, object]) -> str:
+    """What of the options of a part is none of the function's: a parameter with a default, of the default's type."""
+    known = {
+        name: parameter.default
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.default is not parameter.empty and name not in (*PARAMETERS, *BATCHED, PROMPT)
+    }
+    for name, value in given.items():
+        if name not in known:
+            return f"takes no option '{name}'{hint(name, known)}; it takes {', '.join(known) or 'none'}"
+        wanted = type(known[name])
+        if known[name] is not None and type(value) is not wanted and (wanted, type(value)) != (float, int):
+            return f"takes for '{name}' a value like {known[name]!r}, not {value!r}"
+    return ""
 
 
 def find_fault(function: Callable[..., object]) -> str:
@@ -89,8 +122,12 @@ def takes_groups(function: Callable[..., object]) -> bool:
 
 
 def call(function: Callable[..., object], arguments: Mapping[str, object]) -> object:
-    """Call it by keyword with those of `PARAMETERS` that it takes."""
-    return function(**{name: arguments[name] for name in _accepted(function, PARAMETERS)})
+    """Call it by keyword with those of `PARAMETERS` that it takes, and with the prompt where it names that and there is
+    one."""
+    given = {name: arguments[name] for name in _accepted(function, PARAMETERS)}
+    if PROMPT in arguments and PROMPT in inspect.signature(function).parameters:
+        given[PROMPT] = arguments[PROMPT]
+    return function(**given)
 
 
 def call_batched(function: Callable[..., object], asked: Sequence[Mapping[str, object]]) -> object:

@@ -10,11 +10,18 @@ from collections.abc import Callable
 
 from distflow.rewards.math_bounds import is_affordable
 from distflow.rewards.math_expressions import expressions_equal
-from distflow.rewards.math_numbers import numbers_equal, plain_number
-from distflow.rewards.math_text import is_prose, listed, split_top, words
+from distflow.rewards.math_numbers import fraction, numbers_equal, plain_number
+from distflow.rewards.math_text import is_prose, listed, split_top, unwrap, words
 from distflow.rewards.math_units import NUMBER, PERCENT, RADIAN, UNCHANGED, conversion, split_unit
 
 _NUMBERS_IN_A_ROW = re.compile(r"[\d.]+(?: [\d.]+)+")
+_SPACES = re.compile(r" (?![A-Za-z0-9.\\])|(?<![A-Za-z0-9.]) ")
+_IMPROPER = re.compile(r"\d (?:\d+) ?/ ?\d")
+_CHOICE = re.compile(r"\(?\s*([A-J])\s*(?:\)\s*[.:]?|[.:])\s*(?:\\ )?\s*(\S.*)", re.DOTALL)
+_OTHER_CHOICE = re.compile(r"(?<![A-Za-z\\])[A-J]\s*(?:[).:,;/&|]|$)|\b(?:and|or)\s+\(?[A-J](?![A-Za-z])")
+_NAMED = re.compile(r"([A-Za-z])\s*=")
+_NAMED_TUPLE = re.compile(r"(\([A-Za-z](?:, ?[A-Za-z])+\)) ?= ?(\(.+)")
+_REAL = re.compile(r"^[A-Za-z]\s*\\in\s*\\mathbb\{R\}\s*,\s*(?=[A-Za-z]\s*(?:<|>|\\le |\\ge |\\neq ))")
 _BASED = re.compile(
     r"\(?((?=[A-F]*\d)[0-9A-F]+)\)?"
     r"(?:_\s*\{?(?:\\text\{)?\s*\(?(\w+)\)?\s*\}{0,2}"  # 4210_5
@@ -40,7 +47,7 @@ _MIRRORED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\neq": r"\neq
 
 def are_equal(gold: str, answer: str) -> bool:
     """Both normalised. An answer that is too costly to compare is equal to the same text only (`math_bounds`)."""
-    if gold == answer:
+    if gold == answer or (" " in gold + answer and _SPACES.sub("", gold) == _SPACES.sub("", answer)):
         return True
     if not gold or not answer or not is_affordable(answer) or not is_affordable(gold):
         return False
@@ -50,8 +57,33 @@ def are_equal(gold: str, answer: str) -> bool:
 def _numbers(gold: str, answer: str) -> bool | None:
     gold_number, number = plain_number(gold), plain_number(answer)
     if gold_number is None or number is None:
-        return False if _NUMBERS_IN_A_ROW.fullmatch(answer) else None  # they are no product
+        fractions = fraction(gold), fraction(answer)
+        if None not in fractions:
+            return fractions[0] == fractions[1]
+        is_nothing = _NUMBERS_IN_A_ROW.fullmatch(answer) or _IMPROPER.search(answer) or _IMPROPER.search(gold)
+        return False if is_nothing else None  # they are no product
     return numbers_equal(gold_number, number)
+
+
+def _choices(gold: str, answer: str) -> bool | None:
+    r"""`(C)` equals `C. x = 42`: the letter decides, where no other choice is named."""
+    found = [_CHOICE.fullmatch(unwrap(text)) for text in (gold, answer)]
+    letters = [match[1].casefold() if match else words(text) for match, text in zip(found, (gold, answer), strict=True)]
+    if found == [None, None] or not all(letter and len(letter) == 1 for letter in letters):
+        return None
+    if any(match and _OTHER_CHOICE.search(match[2]) for match in found):
+        return False
+    return letters[0] == letters[1] and (None in found or None)
+
+
+def _named_tuples(gold: str, answer: str) -> bool | None:
+    """`(x,y) = (1,2)` equals `(1,2)`, but not `(y,x) = (1,2)`."""
+    found = [_NAMED_TUPLE.fullmatch(text) for text in (gold, answer)]
+    if found == [None, None]:
+        return None
+    if len({match[1].replace(" ", "") for match in found if match}) > 1:
+        return False
+    return are_equal(*(match[2] if match else text for match, text in zip(found, (gold, answer), strict=True)))
 
 
 def _bases(gold: str, answer: str) -> bool | None:
@@ -144,7 +176,7 @@ def _scaled(value: str, factor: str) -> str:
 
 def _relations(gold: str, answer: str) -> bool | None:
     r"""`x < 2` equals `(-\infty, 2)`; `x \in S` equals S."""
-    sides = [_BUILDER.sub(r"\1", text) for text in (gold, answer)]
+    sides = [_REAL.sub("", _BUILDER.sub(r"\1", text)) for text in (gold, answer)]
     sides = [_ALL_REALS.sub(r"(-\\infty,\\infty)", _MEMBER.sub("", side)) for side in sides]
     related = [_RELATION.search(side) is not None for side in sides]
     if related[0] != related[1]:
@@ -185,13 +217,21 @@ def _lists(gold: str, answer: str) -> bool | None:
     if (not brackets and not other_brackets and len(items) == len(others) == 1) or "" in (*items, *others):
         return None
     if not (brackets and other_brackets) and 1 == min(len(items), len(others)) < max(len(items), len(others)):
-        is_text = words(gold) is not None and words(answer) is not None
-        return None if is_text or _SET_OPERATION.search(gold + answer) else False
+        if words(gold) is not None and words(answer) is not None:
+            return words(gold) == words(answer)
+        return None if _SET_OPERATION.search(gold + answer) else False
     if len(items) != len(others) or not _brackets_agree(brackets, other_brackets, is_pair=len(items) == 2):
         return False
-    if {brackets, other_brackets} <= {"", r"\{\}"}:
+    if {brackets, other_brackets} <= {"", r"\{\}"} and _names_several(items) == _names_several(others):
         return _same_items(items, others)
+    if r"\{\}" in (brackets, other_brackets):
+        return False
     return all(are_equal(*pair) for pair in zip(items, others, strict=True))
+
+
+def _names_several(items: list[str]) -> bool:
+    """`x = 5, y = 3`: beside such, values without names are in this order."""
+    return len({match[1] for item in items if (match := _NAMED.match(item))}) > 1
 
 
 def _items(text: str) -> tuple[str, list[str]]:
@@ -232,5 +272,6 @@ def _texts(gold: str, answer: str) -> bool | None:
 
 
 _RULES: tuple[Callable[[str, str], bool | None], ...] = (
-    _numbers, _bases, _clock_times, _congruences, _measures, _ratios, _relations, _lists, _texts, expressions_equal,
+    _numbers, _choices, _named_tuples, _bases, _clock_times, _congruences, _measures, _ratios, _relations, _lists,
+    _texts, expressions_equal,
 )  # fmt: skip

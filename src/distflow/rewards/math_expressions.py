@@ -6,18 +6,32 @@ By itself it rounds at the sixth decimal, so that 1e-7 equals 2e-7 to it, and ta
 import logging
 import math
 import re
+from collections.abc import Iterable
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
 
 import math_verify
+from latex2sympy2_extended import latex2sympy2
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
-from math_verify.errors import TimeoutException
-from sympy import Basic, Derivative, Expr, Float, I, Integral, Limit, MatrixBase, Product, Sum, Symbol
+from math_verify import grader
+from sympy import Basic, Derivative, Eq, Expr, Float, I, Integral, Limit, MatrixBase, Product, Sum, Symbol
 from sympy.core.function import AppliedUndef
+from sympy.core.relational import Relational
 
 from distflow.rewards.math_numbers import ROUNDED_DECIMALS, is_rounded, num_decimals, plain_number
 from distflow.rewards.math_text import unwrap, words
+
+_NO_VERDICT = (MemoryError, RecursionError)
+_SWALLOWED = tuple(
+    kind
+    for base, left_out in ((Exception, (*_NO_VERDICT, RuntimeError)), (RuntimeError, _NO_VERDICT))
+    for kind in base.__subclasses__()
+    if kind not in left_out
+)
+# What they name `Exception` in their handlers, which take a full memory for two sides that differ.
+for _module in (grader, latex2sympy2):
+    setattr(_module, "Exception", _SWALLOWED)  # noqa: B010  no attribute that it has
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
@@ -32,10 +46,15 @@ _SMALL, _SMALL_GAP, _RELATIVE_TOLERANCE = 1e-3, 1e-9, 1e-6
 def expressions_equal(gold: str, answer: str) -> bool:
     """Both affordable (`math_bounds`). What does not parse, or makes sympy raise, equals nothing.
 
-    Raises MemoryError: it says nothing about the answer, a fresh process judges again.
+    Raises MemoryError and RecursionError: they say nothing about the answer, but that it could not be compared; one
+    that cannot even be read or evaluated by itself for its depth equals nothing.
     """
-    first, second = _parse(gold), _parse(answer)
-    if first is None or second is None:
+    first = _parse(gold)
+    try:
+        second = _parse(answer)
+    except RecursionError:
+        return False
+    if first is None or second is None or (_is_bound(second) and not isinstance(first, Relational)):
         return False
     try:
         for known in (_exactly_equal(first, second), _rounds_to(second, gold), _rounds_to(first, answer)):
@@ -47,8 +66,31 @@ def expressions_equal(gold: str, answer: str) -> bool:
         return bool(equal) and not _differ_below_rounding(first, second)
     except MemoryError:
         raise
-    except (Exception, TimeoutException):  # sympy raises all sorts on nonsense, which is no answer
+    except RecursionError:
+        if _is_endless(second) and not _is_endless(first):
+            return False
+        raise
+    except Exception:  # sympy raises all sorts on nonsense, which is no answer
         return False
+
+
+def _is_bound(answer: Basic | MatrixBase) -> bool:
+    """Whether it is an equation such as 2x + 3 = 0, whose right side is no value of anything; x = 0 gives one."""
+    if not isinstance(answer, Eq) or answer.rhs != 0 or not answer.lhs.free_symbols:
+        return False
+    return not isinstance(answer.lhs, AppliedUndef) and not grader.is_expr_of_only_symbols(answer.lhs)
+
+
+def _is_endless(side: Basic | MatrixBase) -> bool:
+    r"""Whether it cannot even be evaluated by itself, e.g. `\sum_{k=\pi}^{3/2} k`: then it is no answer."""
+    try:
+        side.doit().evalf()
+        side.xreplace(_point(side.free_symbols)).evalf()
+    except RecursionError:
+        return True
+    except Exception:  # as above
+        return False
+    return False
 
 
 @lru_cache(maxsize=1024)
@@ -62,7 +104,7 @@ def _parse(text: str) -> Basic | MatrixBase | None:
         parsed = latex2sympy(syntax, is_real=True, convert_degrees=degrees, normalization_config=None)
         if isinstance(parsed, Basic) and not parsed.free_symbols.isdisjoint(_IMAGINARY):
             parsed = parsed.xreplace(dict.fromkeys(_IMAGINARY, I))
-    except MemoryError:
+    except (MemoryError, RecursionError):
         raise
     except Exception:  # the parser raises plain Exceptions
         return None
@@ -81,16 +123,19 @@ def _differ_at_a_point(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> 
     """True for two formulas with other values at one point, which is seen long before simplifying shows it."""
     if not all(isinstance(side, Expr) and not side.has(*_NOT_POINTWISE) for side in (gold, answer)):
         return False
-    symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
-    if not symbols or isinstance(gold, Symbol) or isinstance(answer, Symbol):  # a symbol may be a word
+    point = _point(gold.free_symbols | answer.free_symbols)
+    if not point or isinstance(gold, Symbol) or isinstance(answer, Symbol):  # a symbol may be a word
         return False
-    point = {symbol: Float(0.7 + 0.37 * number) for number, symbol in enumerate(symbols)}
     try:
         first, second = (complex(side.xreplace(point).evalf()) for side in (gold, answer))
     except (TypeError, ValueError, ArithmeticError):  # no number, or one beyond floats
         return False
     gap, size = abs(first - second), max(abs(first), abs(second))
     return math.isfinite(gap) and gap > _SMALL_GAP + _RELATIVE_TOLERANCE * size
+
+
+def _point(symbols: Iterable[Basic]) -> dict[Basic, Float]:
+    return {symbol: Float(0.7 + 0.37 * number) for number, symbol in enumerate(sorted(symbols, key=str))}
 
 
 def _rounds_to(expression: Basic | MatrixBase, text: str) -> bool | None:

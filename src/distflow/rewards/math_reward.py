@@ -1,7 +1,8 @@
 r"""`math`: is the final answer mathematically equal to the ground truth?
 
 The last box wins, else what follows `####`, else what is called the answer, else the last formula or number. Whatever
-a policy writes gets a verdict: what is too costly to compare, or makes the comparison raise, is a wrong answer.
+a policy writes gets a verdict: what is too costly to compare, or makes the comparison raise, is a wrong answer. Only a
+full memory and a full stack give none.
 """
 
 import math
@@ -11,10 +12,13 @@ from distflow.rewards.answers import last_mathematics, marked_answer, phrased_an
 from distflow.rewards.case import Case
 from distflow.rewards.math_bounds import OutOfTime, limited_time
 from distflow.rewards.math_equal import are_equal
-from distflow.rewards.math_text import normalise
+from distflow.rewards.math_text import normalise, words
 from distflow.rewards.math_units import is_unit
 
 _CURRENCY_MARK = re.compile(r"\\?\$(?=\s?\d[\d,]*(?:\.\d+)?[.,;:!?)*]*(?:\s+[A-Za-z(]|\s*$|\s*\n))")
+_ALONE = re.compile(r"[^\s*]*[\d^\\][^\s*]*|-?\d+ \d+/\d+\.?")
+_WORD = re.compile(r"[A-Za-z]{2}")
+_MAX_PHRASE = 100
 
 CASES = (
     Case(r"3 + 4 = 7, so \boxed{7}.", "7", True),
@@ -36,8 +40,11 @@ def compute_score(data_source: str, solution_str: str, ground_truth: object, ext
     if not golds:
         raise ValueError("the ground truth is an empty list")
     marked = marked_answer(solution_str)
-    written = [marked] if marked is not None else _unmarked(solution_str)
-    return float(any(is_equal(gold, answer) for gold in golds for answer in written))
+    for gold in golds:
+        answer = marked if marked is not None else _unmarked(solution_str, is_text=words(gold) is not None)
+        if answer is not None and is_equal(gold, answer):
+            return 1.0
+    return 0.0
 
 
 def gold_answer(ground_truth: object) -> str:
@@ -60,21 +67,28 @@ def gold_answer(ground_truth: object) -> str:
 def is_equal(gold: str, answer: str) -> bool:
     """gold: as `gold_answer` gives it. answer: what stood in the box or after the mark.
 
-    What takes too long, is nested too deep or has numbers beyond Python's is wrong, not a fault of ours: who writes it
-    could else escape a verdict. A fault in the code (TypeError, ...) and a full memory are raised.
+    What takes too long or has numbers beyond Python's is wrong, not a fault of ours: who writes it could else escape a
+    verdict. A fault in the code (TypeError, ...), a full memory (MemoryError) and a full stack (RecursionError) are
+    raised.
     """
     try:
         with limited_time():
             return are_equal(gold, normalise(answer))
-    except (OutOfTime, RecursionError, ArithmeticError, ValueError):
+    except (OutOfTime, ArithmeticError, ValueError):
         return False
 
 
-def _unmarked(text: str) -> list[str]:
-    """The one formula or number that the text may mean by its answer, or none."""
-    for prose in (_CURRENCY_MARK.sub("", part).replace(r"\$", "") for part in (phrased_answer(text), text) if part):
-        found = last_mathematics(prose)
-        if found is not None:
-            answer, word = found
-            return [answer + word if is_unit(word) else answer]
-    return []
+def _unmarked(text: str, is_text: bool) -> str | None:
+    """What the text may mean by its answer, or None. is_text: the ground truth is words; else a formula or number."""
+    phrase = phrased_answer(text)
+    bare = (text if phrase is None else phrase).strip().strip("*").strip()
+    if is_text or (phrase is not None and _ALONE.fullmatch(bare)):
+        return bare if len(bare) <= _MAX_PHRASE else None
+    for part in (phrase, text):
+        if part:
+            is_answer = part is phrase or not _WORD.search(text)
+            found = last_mathematics(_CURRENCY_MARK.sub("", part).replace(r"\$", ""), is_answer)
+            if found is not None:
+                answer, word = found
+                return answer + word if is_unit(word) else answer
+    return None

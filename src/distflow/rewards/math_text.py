@@ -3,12 +3,13 @@ r"""Answers as text: one notation for what is written in many, and their parts a
 import re
 from collections.abc import Callable
 
-from distflow.rewards.answers import last_box
+from distflow.rewards.answers import unboxed
 
 MAX_RAW_CHARACTERS = 2_000
 
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "lakh": 5, "crore": 7}
 _TEXT = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it|sf|tt)|mbox|hbox)"
+_FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|ln|log|exp"
 _VERBS = "is|are|was|were|has|have|had|equals?"
 _CURRENCIES = {r"\$": "dollars", "€": "euros", "£": "pounds", "¥": "yen", "₹": "rupees"}
 _SYMBOLS = str.maketrans(
@@ -41,6 +42,14 @@ def _as_fraction(match: re.Match[str]) -> str:
     return rf"\frac{{{without * (10 ** len(repeating) - 1) + int(repeating)}}}{{{denominator}}}"
 
 
+def _as_improper(match: re.Match[str]) -> str:
+    """`4 4/9` as a fraction; `4 9/4` and `4 4/0` stay what they are, which is no number."""
+    whole, numerator, denominator = (int(part) for part in match.groups())
+    if len(match[0]) > 300 or numerator >= denominator:
+        return match[0]
+    return rf"\frac{{{whole * denominator + numerator}}}{{{denominator}}}"
+
+
 def _as_currency(match: re.Match[str]) -> str:
     return rf"{match[1]}{match[3]} \text{{{_CURRENCIES[match[2]]}}}"
 
@@ -53,17 +62,24 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
         (r"(?<=[\w)}\]])\*\*(-?\d+|[A-Za-z])", r"^{\1}"),  # a power as Python writes it; other ** are bold print
         (r"(?<=[\w)}\]])\*\*(?=[({\\])", "^"),
         (r"\*\*", ""),
+        (r"(?<=\d)\s*,\s*\\!\s*(?=\d{3}(?!\d))", ","),
         (r"\\(?:displaystyle|textstyle|left|right|[bB]igg?[lr]?|mleft|mright|limits)(?![A-Za-z])|\\!", ""),
         (r"\\(?:quad|qquad|thinspace|enspace|space|hspace\{[^{}]*\})(?![A-Za-z])", " "),
         (rf"(?<=\d){_THIN_SPACE}(?=\d{{3}}(?!\d))", ""),
         (r"\{,\}", ","),
         (r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])", _as_integer),
+        (r"\^-(\d+|[A-Za-z])", r"^{-\1}"),
+        (r"(?:^|\{)([^{}\\]+)\\choose\s*([^{}\\]+)(?:$|\})", r"\\binom{\1}{\2}"),
+        (rf"(?<![\\A-Za-z])({_FUNCTIONS})(?=\s*[({{\\^_\d]|\s+[A-Za-z](?![A-Za-z]))", r"\\\1 "),
+        (r"(?<![\\A-Za-z])(sec|csc)(?=\s*\(|\^)", r"\\\1 "),
+        (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "),
+        (r"(?i)(?<![\\A-Za-z])inf(?:inity)?(?![A-Za-z])|(?<![\\\w])oo(?!\w)", r"\\infty "),
+        (rf"(?<=\d)\s*\^?\s*\{{?\s*(?:{_TEXT}\s*\{{\s*)?(?:st|nd|rd|th)\s*\}}{{0,2}}\s*\.?$", ""),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\^?\s*\\(?:degree|textdegree)(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}", r"^\\circ "),
         (r"\\sqrt\s*\[([3579])\]\s*\{-(\d+)\}", r"-\\sqrt[\1]{\2}"),  # the real root, as people mean it
         (r"\\lg(?![A-Za-z])", r"\\log"),
-        (r"^\([A-Za-z](?:, ?[A-Za-z])+\) ?= ?(?=\()", ""),
         (r"\\(?:leqslant|leq|le)(?![A-Za-z])|<=|=<", r"\\le "),
         (r"\\(?:geqslant|geq|ge)(?![A-Za-z])|>=", r"\\ge "),
         (r"\\lt(?![A-Za-z])", "<"),
@@ -88,8 +104,9 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
         (rf"(?i)(?<=[\d}}])\s*({'|'.join(_SCALES)})s?\b", _as_power_of_ten),
         (r"\\text\{\s*\}", ""),
         (r"(?<![\w\\.])(-?\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.]*\w)", r"\1 \\cdot 10^{\2}"),
-        (r"(?<![\d.,/^_}])(\d+)(?:\s+|\\[ ,;]\s*)(\d+)\s*/\s*(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
-        (r"(?:\\[,;: ]|~|[\s.,;:])+$", ""),
+        (r"(?<![\d.,/^_}])(?<!\d )(\d+)(?:\s+|\\[ ,;]\s*)(\d+)\s*/\s*(\d+)(?!\.?\d)", _as_improper),
+        (r"(?<=,)\s*(?:\.{3,}|…)|…", r"\\ldots "),  # of a list, which goes on
+        (r"(?:\\[,;: ]|~|[\s.,;:])+\\?$|\\$", ""),
         (r"\s+", " "),
     )
 )
@@ -109,10 +126,10 @@ def normalise(answer: str) -> str:
 
     A text of more than `MAX_RAW_CHARACTERS` comes back as it is: it is no answer.
     """
-    inner = last_box(answer)
-    answer = (answer if inner is None else inner).strip()
+    answer = answer.strip()
     if len(answer) > MAX_RAW_CHARACTERS:
         return answer
+    answer = unboxed(answer)
     answer = answer.translate(_SYMBOLS)
     for pattern, replacement in _RULES:
         answer = pattern.sub(replacement, answer).strip()

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from distflow.config.errors import UserError, hint
 from distflow.rewards.ahead import PoolSettings, take_pool
@@ -10,6 +10,7 @@ from distflow.rewards.functions import Functions, find_targets
 from distflow.rewards.pool import MEMORY_BYTES, Told, VerifierPool
 from distflow.rewards.verdict import Verdict
 
+_Part = TypeVar("_Part")
 DEFAULT_DOMAIN = "default"
 
 
@@ -26,8 +27,8 @@ class Patience(NamedTuple):
     backoff_s: float = 1.0
 
 
-def functions_of(functions: Functions, domain: str) -> Sequence[tuple[str, float]]:
-    """Names and weights that judge the domain. Raises UserError where none do."""
+def functions_of(functions: Mapping[str, Sequence[_Part]], domain: str) -> Sequence[_Part]:
+    """The parts that judge the domain. Raises UserError where none do."""
     parts = functions.get(domain) or functions.get(DEFAULT_DOMAIN)
     if parts is None:
         raise UserError(

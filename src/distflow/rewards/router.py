@@ -14,7 +14,7 @@ from distflow.config.errors import UserError
 from distflow.data.sample import Sample
 from distflow.observe.jsonlines import JSON
 from distflow.rewards.correctness import accuracy
-from distflow.rewards.functions import Functions
+from distflow.rewards.functions import PROMPT, Functions
 from distflow.rewards.pool import MEMORY_BYTES, VerifierPool
 from distflow.rewards.pools import Patience, Pools, functions_of
 from distflow.rewards.tally import TRAINING, Tally, counted_for
@@ -64,7 +64,7 @@ class RewardRouter:
         custom: tuple[str, str] | None = None,
         memory_bytes: int = MEMORY_BYTES,
     ) -> None:
-        """functions: domain → (name, weight) of its parts; "default" serves domains that are not named.
+        """functions: domain → (name, weight[, options]) of its parts; "default" serves domains that are not named.
         timeout_s, num_workers, retries, backoff_s: see `Patience`; domains: that of those with one of their own.
         max_response_length: in tokens, for the overlong penalty.
 
@@ -74,14 +74,17 @@ class RewardRouter:
         """
         if not functions or not all(functions.values()):
             raise UserError("reward.functions names no function; write e.g. reward.functions={default: [math]}")
-        self._functions = {domain: tuple(parts) for domain, parts in functions.items()}
+        self._functions = {
+            domain: tuple((name, weight) for name, weight, *_ in parts) for domain, parts in functions.items()
+        }
+        self.configured = frozenset(name for parts in functions.values() for name, _, *options in parts if any(options))
         self._overlong, self._max_response_length = overlong, max_response_length
         self.tally = Tally()
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()  # the asyncio thread counts, the learner takes the counts
         self.names = sorted({name for parts in self._functions.values() for name, _ in parts})
         patience = Patience(timeout_s, num_workers, retries, backoff_s)
-        self.pools = Pools(self._functions, patience, domains, custom, memory_bytes)
+        self.pools = Pools(functions, patience, domains, custom, memory_bytes)
 
     def __enter__(self) -> "RewardRouter":
         return self
@@ -124,6 +127,8 @@ class RewardRouter:
         """Of one function, on each sample of the domain; those that fail are asked for again, as it may be patient."""
         pool, patience = self.pools.of(domain), self.pools.patience(domain)
         asked = [_arguments(sample) for sample in samples]
+        if name in pool.takes_groups:
+            asked = [{**each, PROMPT: sample.prompt} for each, sample in zip(asked, samples, strict=True)]
         verdicts = await _judged(pool, name, asked)
         for attempt in range(patience.retries):
             failed = [i for i, verdict in enumerate(verdicts) if not isinstance(verdict, Score)]

@@ -330,7 +330,10 @@ def _compute_advantage(config: Config) -> Callable[..., object]:
     check_choices(what, estimator.fn, given)
     derived: dict[str, object] = {}
     if "reward_weights" in estimator.options:
-        derived["reward_weights"] = {name: dict(parts) for name, parts in reward_functions(config).items()}
+        functions = reward_functions(config)
+        derived["reward_weights"] = {
+            domain: {part.name: part.weight for part in parts} for domain, parts in functions.items()
+        }
     if "whiten" in estimator.options and is_on(settings.adv_norm):
         derived["whiten"] = False
     options = {**derived, **given}

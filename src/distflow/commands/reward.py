@@ -1,0 +1,162 @@
+"""`distflow reward check`: a reward is tried on right and wrong answers of a data set, before a run learns from it."""
+
+import argparse
+import asyncio
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from distflow.observe.text import visible
+from distflow.rewards.correctness import RIGHT
+
+if TYPE_CHECKING:
+    from distflow.data.messages import Messages
+    from distflow.rewards.agreement import Agreement
+    from distflow.rewards.trial import Fault, Row, Trial
+
+_JUDGE = "judge"
+_EXAMPLES = 3
+_SHOWN = 100
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=["check"])
+    parser.add_argument(
+        "reward", metavar="REWARD", help="file.py, file.py:function, module:function or a built-in name"
+    )
+    parser.add_argument(
+        "--data", metavar="FILE", action="append", required=True, help="as data.train_files; repeatable"
+    )
+    parser.add_argument("--prompt-key", default="prompt", help="column of the prompt")
+    parser.add_argument("--answer-key", default="answer", help="column of what the reward compares with")
+    parser.add_argument("--response-key", help="column of responses that are right, such as reference solutions")
+    parser.add_argument("--label-key", help="column that says whether the response is right: measures the agreement")
+    parser.add_argument(
+        "--right-from", type=float, default=RIGHT, metavar="X", help="score of what the labels call right"
+    )
+    parser.add_argument("--options", type=_options, default={}, metavar="JSON", help="those of the part, as an object")
+    parser.add_argument("--rows", type=_positive, default=200, help="how many of the first rows are used")
+    parser.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="that one verdict may take")
+    parser.add_argument("--workers", type=_positive, default=2, help="processes that judge")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what the reward judged wrongly; 1 where there is any of that. Runs the reward's code."""
+    from distflow.rewards.agreement import measure
+    from distflow.rewards.functions import with_options
+    from distflow.rewards.pool import VerifierPool
+    from distflow.rewards.trial import try_reward
+
+    target = with_options(_target(arguments.reward, arguments.label_key is not None), arguments.options)
+    rows, labels = _rows(arguments)
+    pool = VerifierPool({"it": target}, num_workers=arguments.workers, timeout_s=arguments.timeout)
+    try:
+        if arguments.label_key is not None:
+            agreement = asyncio.run(measure(pool, "it", rows, labels, arguments.right_from))
+            lines, fault = _agreement_lines(agreement), bool(agreement.failed)
+        else:
+            trial = asyncio.run(try_reward(pool, "it", rows, arguments.workers))
+            lines, fault = _lines(trial), trial.num_faults > 0
+    finally:
+        pool.close()
+    print("\n".join([f"{visible(arguments.reward, one_line=True)} on {len(rows)} rows", *lines]))
+    return int(fault)
+
+
+def _options(text: str) -> dict[str, object]:
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError("write a JSON object, e.g. '{\"n\": 4}'")
+    return found
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return number
+
+
+def _target(name: str, is_labelled: bool) -> str:
+    """Raises UserError for a built-in that has nothing to do with answers, where nobody says what is right to it."""
+    from distflow.config.errors import UserError
+    from distflow.config.names import REWARDS
+    from distflow.rewards.functions import custom_target, target_of
+
+    if name in REWARDS:
+        if not (REWARDS[name].needs_answer or is_labelled or name == _JUDGE):
+            raise UserError(f"'{name}' does not compare with the row's answer: no response is right or wrong to it")
+        return target_of(name, None)
+    path, _, function = name.partition(":")
+    return custom_target(path, function or "compute_score")
+
+
+def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool]]":
+    """And whether their responses are right, where a column says so. Raises UserError where it does not."""
+    from distflow.config.errors import UserError
+    from distflow.data.rows import Columns
+    from distflow.data.sources import load_rows
+    from distflow.rewards.trial import Row
+
+    label = arguments.label_key
+    if label is not None and arguments.response_key is None:
+        raise UserError("--label-key says of responses whether they are right: name their column by --response-key")
+    columns = Columns(
+        arguments.prompt_key, arguments.answer_key, response=arguments.response_key, answer_required=label is None
+    )
+    with TemporaryDirectory() as folder:
+        raw, _ = load_rows(
+            arguments.data, columns, key="--data", max_samples=arguments.rows, run_folder=Path(folder), bad_rows="skip"
+        )
+    labels = [row.extra_info.pop(label, None) for row in raw] if label is not None else []
+    if any(found not in (0, 1) for found in labels):
+        wrong = next(row.origin for row, found in zip(raw, labels, strict=True) if found not in (0, 1))
+        raise UserError(f"{wrong}: the column '{label}' (--label-key) is neither true nor false, 1 or 0")
+    rows = [Row(row.origin, row.domain, row.answer, row.extra_info, row.response, _text(row.prompt)) for row in raw]
+    return rows, [bool(found) for found in labels]
+
+
+def _text(prompt: "str | Messages") -> str:
+    return prompt if isinstance(prompt, str) else "\n\n".join(str(message.get("content")) for message in prompt)
+
+
+def _agreement_lines(agreement: "Agreement") -> Iterator[str]:
+    counts = agreement.counts
+    share, kappa = agreement.share, agreement.kappa
+    yield f"  agrees on {share:.1%} of {counts.total()} labelled responses; Cohen's kappa {kappa:.2f}"
+    yield f"  {counts[True, False]} false negatives, {counts[False, True]} false positives"
+    yield f"  {len(agreement.failed)} without a verdict"
+    yield from (f"      {visible(reason, _SHOWN, one_line=True)}" for reason in agreement.failed[:_EXAMPLES])
+
+
+def _lines(trial: "Trial") -> Iterator[str]:
+    found = ", ".join(f"{form} {count}" for form, count in trial.read.items())
+    if trial.read:
+        yield f"  answers found, of {trial.answers}: {found}"
+    if trial.read and not trial.forms():
+        yield "  it reads none of these forms: see --answer-key, or name a column of right responses by --response-key"
+    if not trial.read:
+        yield "  the answers are no texts or numbers: only what is wrong for all is tried; see --response-key"
+    width = max(map(len, trial.kinds))
+    for name, kind in trial.kinds.items():
+        what = "false negatives" if kind.is_right else "false positives"
+        counts = f"{len(kind.wrong)} {what}, {len(kind.errors)} errors, {len(kind.timeouts)} hangs"
+        yield f"  {name:<{width}}  {kind.asked:>6} asked  {counts}"
+        yield from _examples([*kind.wrong, *kind.errors, *kind.timeouts])
+    seconds = sorted(trial.seconds)
+    yield (
+        f"  a verdict takes {1e3 * statistics.median(seconds):.2f} ms, 99 of 100 below "
+        f"{1e3 * seconds[int(0.99 * (len(seconds) - 1))]:.2f} ms, the longest {1e3 * seconds[-1]:.0f} ms"
+    )
+    yield f"  {trial.num_faults} faults" if trial.num_faults else "  no fault found"
+
+
+def _examples(faults: "Sequence[Fault]") -> Iterator[str]:
+    for fault in faults[:_EXAMPLES]:
+        response, truth = visible(repr(fault.response), _SHOWN), visible(repr(fault.ground_truth), _SHOWN)
+        yield f"      {response} for {truth} got {visible(fault.said, _SHOWN, one_line=True)} ({fault.origin})"
+    if len(faults) > _EXAMPLES:
+        yield f"      and {len(faults) - _EXAMPLES} more"

@@ -1,0 +1,57 @@
+"""What a judge has answered and what that cost, in one SQLite file that all verifier processes and later runs share."""
+
+import sqlite3
+from pathlib import Path
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, content TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS spent (only_row INTEGER PRIMARY KEY CHECK (only_row = 0), calls INTEGER, tokens INTEGER);
+INSERT OR IGNORE INTO spent VALUES (0, 0, 0);
+"""
+_BUSY_S = 30.0
+
+
+class BudgetSpent(ValueError):
+    """No more calls or tokens may be spent: there is no verdict."""
+
+
+class JudgeStore:
+    """Answers by what was asked; calls and tokens of all that use the file."""
+
+    def __init__(self, file: str) -> None:
+        """file: made where it is not there; "" keeps everything in this process alone."""
+        if file:
+            Path(file).expanduser().parent.mkdir(parents=True, exist_ok=True)
+        path = str(Path(file).expanduser()) if file else ":memory:"
+        self._file = path
+        self._connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
+        self._connection.executescript(_TABLES)
+
+    def find(self, key: str) -> str | None:
+        """The answer to what has that key."""
+        row = self._connection.execute("SELECT content FROM answers WHERE key = ?", (key,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def keep(self, key: str, content: str) -> None:
+        self._connection.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, content))
+
+    def spend_call(self, max_calls: int, max_tokens: int) -> None:
+        """Count a call that is about to be made; 0 is no bound. Raises BudgetSpent where there is none left."""
+        changed = self._connection.execute(
+            "UPDATE spent SET calls = calls + 1 WHERE (? = 0 OR calls < ?) AND (? = 0 OR tokens < ?)",
+            (max_calls, max_calls, max_tokens, max_tokens),
+        ).rowcount
+        if not changed:
+            calls, tokens = self.spent()
+            raise BudgetSpent(
+                f"the judge's budget is spent: {calls} calls of max_calls={max_calls or 'any'}, {tokens} tokens of "
+                f"max_tokens={max_tokens or 'any'} ({self._file})"
+            )
+
+    def spend_tokens(self, tokens: int) -> None:
+        self._connection.execute("UPDATE spent SET tokens = tokens + ?", (tokens,))
+
+    def spent(self) -> tuple[int, int]:
+        """Calls and tokens."""
+        calls, tokens = self._connection.execute("SELECT calls, tokens FROM spent").fetchone()
+        return int(calls), int(tokens)

@@ -1,0 +1,31 @@
+"""`repetition`: how much of the response says again what it has said?
+
+1 - distinct n-grams / n-grams, of words in lower case (Yeo et al. 2025, "Demystifying Long Chain-of-Thought Reasoning
+in LLMs", arXiv 2502.03373, appendix C.2; there and in open-r1 times a negative maximum, here the part's weight).
+"""
+
+from distflow.rewards.case import Case
+
+CASES = (
+    Case("one two three four five", None, False),
+    Case("one two", None, False),
+    Case("and so on and so on and so on", None, False, score=1 - 3 / 7),
+)
+
+
+def compute_score(solution_str: str, n: int = 3, unit: str = "words") -> float:
+    """From 0.0, where no n-gram comes twice or the response has none, to almost 1.0, where it is one over and over.
+
+    n: length of an n-gram, in `unit`: "words" (parted by white space) or "characters" (for scripts that write none).
+    Raises ValueError for an n below 1 or another unit.
+    """
+    if n < 1:
+        raise ValueError(f"n={n}: an n-gram has 1 part or more")
+    if unit not in ("words", "characters"):
+        raise ValueError(f"unit={unit!r}: there are words, characters")
+    text = solution_str.lower()
+    parts = text.split() if unit == "words" else "".join(text.split())
+    number = len(parts) - n + 1
+    if number < 1:
+        return 0.0
+    return 1.0 - len({tuple(parts[start : start + n]) for start in range(number)}) / number

@@ -1,0 +1,77 @@
+"""`distflow reward check`: what it prints and its exit status."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distflow.cli import main
+
+DATA = ("--data", "builtin:arithmetic-rl", "--rows", "4", "--workers", "1")
+
+
+def test_a_reward_without_and_one_with_faults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ends.py").write_text(
+        "def compute_score(solution_str, ground_truth):\n    return solution_str.endswith(ground_truth)\n"
+    )
+    assert main(["reward", "check", "exact_match", *DATA]) == 0
+    said = capsys.readouterr().out
+    assert "answers found, of 4: box 4, phrase 0, hashes 4, alone 4" in said and "no fault found" in said
+    for name in ("ends.py", "ends.py:compute_score", "ends:compute_score"):
+        assert main(["reward", "check", name, *DATA]) == 1
+        said = capsys.readouterr().out
+        assert "answers found, of 4: box 0, phrase 0, hashes 4, alone 4" in said
+        assert "another sign" in said and "8 false positives" in said and "'-128' for '128' got 1" in said
+        assert "verdict takes" in said and "no fault found" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("format", *DATA), "does not compare with the row's answer"),
+        (("no_such.py", *DATA), "no_such.py"),
+        (("math", "--data", "no_such.jsonl"), "no_such.jsonl"),
+        (("math", *DATA, "--answer-key", "label"), "'label'"),
+    ],
+)
+def test_what_cannot_be_checked_is_the_users_fault(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["reward", "check", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def labelled(file: Path) -> tuple[str, ...]:
+    """Ten responses: five are called right, of which the reward below finds four, and one that is not."""
+    lengths = [9, 8, 7, 6, 1, 7, 1, 2, 3, 4]
+    rows = [{"prompt": "a" * 3, "out": "a" * length, "ok": int(n < 5)} for n, length in enumerate(lengths)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return ("--data", str(file), "--response-key", "out", "--label-key", "ok")
+
+
+def test_the_agreement_with_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = labelled(tmp_path / "rows.jsonl")
+    code = "def score(solution_str, extra_info, least=0.0):\n    assert 'ok' not in extra_info\n"
+    (tmp_path / "own.py").write_text(code + "    return len(solution_str) / least\n")
+    own = f"{tmp_path / 'own.py'}:score"
+    options = ("--options", '{"least": 10}', "--right-from", "0.5")
+    assert main(["reward", "check", own, *data, *options]) == 0
+    # 8 of 10 alike; by chance 5/10 * 5/10 twice: (0.8 - 0.5) / 0.5
+    said = capsys.readouterr().out
+    assert "agrees on 80.0% of 10 labelled responses; Cohen's kappa 0.60" in said
+    assert "1 false negatives, 1 false positives" in said and "0 without a verdict" in said
+    assert main(["reward", "check", "length", *data, "--options", '{"at_least": 5}']) == 0
+    assert "agrees on 80.0%" in capsys.readouterr().out
+    assert main(["reward", "check", own, *data]) == 1
+    assert "10 without a verdict" in capsys.readouterr().out
+
+
+def test_labels_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = labelled(tmp_path / "rows.jsonl")
+    assert main(["reward", "check", "length", *data[:2], *data[4:]]) == 2
+    assert "--response-key" in capsys.readouterr().err
+    assert main(["reward", "check", "length", *data[:5], "prompt"]) == 2
+    assert "(--label-key) is neither true nor false" in capsys.readouterr().err
