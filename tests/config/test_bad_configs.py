@@ -11,6 +11,7 @@ ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", 
 FSDP = (f"{ACTOR}.strategy=fsdp", "trainer.launcher=ray")
 GOOD = ("data.train_files=train.jsonl", f"{MODEL}.path=model")
 VAL = "data.val_files=val.jsonl"
+DOMAIN_A = "data.domains={a: {train_files: a.jsonl, reward: math}}"
 CORRECTION = "algorithm.rollout_correction"
 
 # name: (preset, overrides, the key that is named first, parts of the message)
@@ -747,6 +748,135 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
         ("never moves",),
     ),
     "rewards as a list": ("grpo", ["reward.functions=[math]"], "reward.functions", ("{default: [math]",)),
+    # domains
+    **{
+        name: ("grpo", ["data.train_files=[]", *overrides], key, parts)
+        for name, overrides, key, parts in (
+            (
+                "a domain without data",
+                ["data.domains={a: {reward: math}}"],
+                "data.domains.a.train_files",
+                ("weight=0",),
+            ),
+            (
+                "a domain without a verifier",
+                [DOMAIN_A, "data.domains.b.train_files=b.jsonl"],
+                "data.domains.b.reward",
+                ("reward=math",),
+            ),
+            (
+                "domains of weight 0",
+                [f"{DOMAIN_A[:-2]}, weight: 0}}}}"],
+                "data.domains.a.weight",
+                ("all weights are 0", "relative"),
+            ),
+            (
+                "a domain that does nothing",
+                [DOMAIN_A, "data.domains.b={weight: 0, reward: math}"],
+                "data.domains.b.weight",
+                ("val_files",),
+            ),
+            (
+                "a negative weight",
+                [f"{DOMAIN_A[:-2]}, weight: -1}}}}"],
+                "data.domains",
+                ("'weight' of the domain 'a'", "≥ 0"),
+            ),
+            ("a weight that is none", [f"{DOMAIN_A[:-2]}, weight: x}}}}"], "data.domains", ("not a number",)),
+            ("a setting misspelt", [f"{DOMAIN_A[:-2]}, wieght: 2}}}}"], "data.domains", ("did you mean weight?",)),
+            (
+                "a setting that is two",
+                [f"{DOMAIN_A[:-2]}, reward: [math, math]}}}}"],
+                "data.domains",
+                ("'math' twice",),
+            ),
+            (
+                "files twice",
+                [DOMAIN_A, "data.train_files=t.jsonl"],
+                "data.train_files",
+                ("data.domains", "both name data"),
+            ),
+            ("held-out files twice", [DOMAIN_A, "data.val_files=t.jsonl"], "data.val_files", ("data.domains",)),
+            (
+                "two rewards of a domain",
+                [DOMAIN_A, "reward.functions.a=[format]"],
+                "data.domains.a.reward",
+                ("reward.functions.a",),
+            ),
+            (
+                "a reward of no domain",
+                [DOMAIN_A, "reward.functions.aa=[format]"],
+                "reward.functions.aa",
+                ("did you mean a?",),
+            ),
+            (
+                "a reward of a domain misspelt",
+                ["data.domains={a: {train_files: a.jsonl, reward: mth}}"],
+                "data.domains.a.reward",
+                ("math?",),
+            ),
+            ("a domain called all", ["data.domains.all={train_files: a.jsonl}"], "data.domains", ("otherwise",)),
+            ("a domain with a plus", ["data.domains={a+b: {train_files: a.jsonl}}"], "data.domains", ("letters",)),
+            ("a domain without settings", ["data.domains={a: a.jsonl}"], "data.domains", ("no mapping",)),
+            ("domains as a list", ["data.domains=[a.jsonl]"], "data.domains", ("not a mapping",)),
+            (
+                "no rows of a domain",
+                [DOMAIN_A, "data.domains.a.train_max_samples=0"],
+                "data.domains.a.train_max_samples",
+                ("no row",),
+            ),
+            (
+                "a response that is too long",
+                [DOMAIN_A, "data.domains.a.max_response_length=9999"],
+                "data.domains.a.max_response_length",
+                ("4096",),
+            ),
+            (
+                "a zone of all domains",
+                [DOMAIN_A, "data.domains.a.max_response_length=99", "reward.overlong.buffer_tokens=9"],
+                "data.domains.a.max_response_length",
+                ("overlong",),
+            ),
+            (
+                "a domain's template",
+                [DOMAIN_A, "data.domains.a.prompt_template=x"],
+                "data.domains.a.prompt_template",
+                ("{prompt}",),
+            ),
+            (
+                "a system message without a chat",
+                [DOMAIN_A, "data.domains.a.system_prompt=x"],
+                "data.domains.a.system_prompt",
+                ("chat",),
+            ),
+            (
+                "one column for two things",
+                [DOMAIN_A, "data.domains.a.answer_key=prompt"],
+                "data.domains.a.prompt_key",
+                ("'prompt'",),
+            ),
+            (
+                "a domain's conversations in rl",
+                [DOMAIN_A, "data.domains.a.messages_key=m"],
+                "data.domains.a.messages_key",
+                ("does nothing",),
+            ),
+            ("a domain's top_k", [DOMAIN_A, "data.domains.a.top_k=0"], "data.domains.a.top_k", ("-1 (off)",)),
+            ("a domain's stop", [DOMAIN_A, "data.domains.a.stop=['']"], "data.domains.a.stop", ("end every response",)),
+            (
+                "a domain's filter of single samples",
+                [DOMAIN_A, "data.domains.a.filter_groups=true", f"{ROLLOUT}.n=1", "algorithm.allow_group_of_one=true"],
+                "data.domains.a.filter_groups",
+                ("dropped",),
+            ),
+            (
+                "shares of ROLL",
+                [DOMAIN_A, "actor_train.data_args.domain_interleave_probs.math=0.4"],
+                "actor_train.data_args.domain_interleave_probs.math",
+                ("data.domains.NAME", "weight"),
+            ),
+        )
+    },
     "custom without a function": (
         "grpo",
         ["reward.functions={default: [custom]}"],

@@ -154,6 +154,13 @@ def test_a_domain_has_its_own_prompts_rewards_and_sampling(ground: Playground) -
     assert code.greedy is not None and code.greedy.max_tokens == 4
 
 
+@pytest.mark.parametrize("setting", ["data.domain_key=source", "data.train_max_samples=5", "data.prompt_key=other"])
+def test_what_no_domain_asks_for_is_refused(ground: Playground, setting: str) -> None:
+    domains = {**DOMAINS, "math": {**DOMAINS["math"], "prompt_key": "prompt"}}
+    with pytest.raises(UserError, match=f"keys that do nothing in program 'grpo.*':\n  {setting.partition('=')[0]} "):
+        ground.spec("grpo", *given(ground, *FILTERED, setting, domains=domains))
+
+
 def test_a_column_that_a_domain_lacks_is_told_with_its_key(ground: Playground) -> None:
     domains = {**DOMAINS, "code": {**DOMAINS["code"], "prompt_key": "prompt"}}
     said = r"'prompt' \(data.domains.code.prompt_key\); set data.domains.code.prompt_key=question"

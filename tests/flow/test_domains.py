@@ -16,6 +16,7 @@ from distflow.flow.coordinator import Coordinator, mark_of
 from distflow.flow.data_plan import DataPlan, DomainPlan
 from distflow.flow.edge import Exhausted
 from distflow.flow.ledger import Ledger, timeline, verify
+from distflow.flow.lineage import step_lineage
 from distflow.flow.order import epoch_order
 
 
@@ -202,6 +203,14 @@ def test_a_domain_that_drops_every_other_group_is_refilled_from_itself(tmp_path)
     assert shares_of(tmp_path / "ledger.jsonl")[-1] == {"math": 18, "code": 6}
     assert (account.domains["code"].issued, account.domains["code"].dropped) == (12, {"all_equal": 6})
     assert (account.domains["math"].issued, account.domains["math"].dropped) == (18, {})
+
+
+def test_the_groups_of_a_step_are_told_with_their_domains(tmp_path):
+    plan = plan_of(("math", 5, 3), ("code", 3, 1), batch=4, steps=6)
+    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+        complete_all(Coordinator(plan, ledger))
+    groups = step_lineage(tmp_path / "ledger.jsonl", 1).groups
+    assert [group.domain for group in groups] == ["math", "math", "math", "code"]
 
 
 def test_a_run_that_goes_on_issues_what_the_other_would_have(tmp_path):

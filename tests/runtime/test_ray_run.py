@@ -89,6 +89,19 @@ def test_figures_of_other_programs_are_those_of_one_process(
 
 
 @pytest.mark.slow
+def test_domains_have_their_shares_and_figures_over_two_workers(ground: Playground) -> None:
+    files = f"train_files: {ground.folder}/rows.jsonl, val_files: {ground.folder}/rows.jsonl"
+    domains = f"data.domains={{a: {{{files}, weight: 3}}, b: {{{files}, top_k: 20, max_response_length: 5}}}}"
+    settings = ("data.train_files=[]", domains, *STEPS, "trainer.test_freq=2")
+    alone = ground.run("grpo", *settings, name="domains_alone")
+    found = run(ground, *settings, "trainer.n_gpus_per_node=2", name="domains_w2")
+    check_same(found, alone)
+    account = ledger.verify(found.folder / "ledger.jsonl")
+    assert {name: each.consumed for name, each in account.domains.items()} == {"a": 12, "b": 4}
+    assert found.metrics()[-1]["domains/b/groups"] == 1
+
+
+@pytest.mark.slow
 def test_generation_and_training_on_workers_of_their_own(ground: Playground, alone: Run) -> None:
     check_same(run(ground, *STEPS, *validating(ground), SPLIT, name="split"), alone)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distflow.data.batch import Batch
-from distflow.flow.account import Account
+from distflow.flow.account import Account, DomainAccount
 from distflow.runtime.step_metrics import (
     Figures,
     batch_metrics,
@@ -58,6 +58,32 @@ def test_a_batch() -> None:
     assert metrics["rollout/avg_response_length"] == 3 and metrics["rollout/max_response_length"] == 4
     assert metrics["rollout/avg_prompt_length"] == 3 and metrics["rollout/truncated"] == 0
     assert metrics["reward/mean_score"] == 1.0 and metrics["reward/math/mean"] == 1.0
+
+
+def test_domains_are_told_apart() -> None:
+    batch = group(lengths=(3, 3, 3, 3))
+    batch["domain"] = ["math", "math", "code", "code"]
+    batch["group_index"] = torch.tensor([4, 4, 6, 7])
+    batch["valid"] = torch.tensor([True, False, True, True])
+    batch["token_level_scores"] = torch.tensor([[0, 0, 1.0], [0, 0, 9.0], [0, 0, 2.0], [0, 0, 4.0]])
+    batch["reward_parts"] = [{"exact": 1.0}, {}, {"tests": 2.0, "format": 0.0}, {"tests": 4.0, "format": 1.0}]
+    found = batch_metrics(Figures.of(batch))
+    by_domain = {name: value for name, value in found.items() if "math" in name or "code" in name}
+    assert by_domain == {
+        "domains/math/groups": 1, "reward/math/mean_score": 1.0, "reward/math/exact": 1.0,
+        "domains/code/groups": 2, "reward/code/mean_score": 3.0, "reward/code/tests": 3.0, "reward/code/format": 0.5,
+    }  # fmt: skip
+    assert not [name for name in batch_metrics(Figures.of(group())) if name.startswith("domains/")]
+
+
+def test_what_became_of_a_domains_groups() -> None:
+    domains = {"math": DomainAccount(6, 3, {"all_equal": 2}), "code": DomainAccount(3, 0)}
+    account = Account(issued=9, running=2, complete=2, consumed=3, dropped={"all_equal": 2}, domains=domains)
+    found = {name: value for name, value in group_metrics(account, {}, 1).items() if name.startswith("domains/")}
+    assert found == {
+        "domains/math/issued": 6, "domains/math/consumed": 3, "domains/math/dropped/all_equal": 2,
+        "domains/code/issued": 3, "domains/code/consumed": 0,
+    }  # fmt: skip
 
 
 def test_counters_and_ages() -> None:

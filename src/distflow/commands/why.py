@@ -103,7 +103,8 @@ def _dropped_row(group: "GroupLineage") -> dict[str, str]:
 def _where(group: "GroupLineage") -> dict[str, str]:
     """Of a group that another run's folder began, its row is not known."""
     places = {"epoch": group.epoch, "row": group.row}
-    return {"ticket": str(group.ticket), **{name: "?" if at is None else str(at) for name, at in places.items()}}
+    domain = {"domain": visible(group.domain, MAX_TEXT, one_line=True)} if group.domain else {}
+    return {"ticket": str(group.ticket), **domain, **{n: "?" if at is None else str(at) for n, at in places.items()}}
 
 
 def _who(group: "GroupLineage") -> dict[str, str]:

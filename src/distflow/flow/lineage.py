@@ -25,7 +25,8 @@ class GroupLineage:
     """A prompt group.
 
     epoch, row: None of one that was begun in another run's folder. version: the lowest of any of its tokens, None of
-    one that is not complete. tokens: of all its samples. reason: why it was dropped, None where it was not.
+    one that is not complete. tokens: of all its samples. reason: why it was dropped, None where it was not. domain:
+    None in a run without any.
     """
 
     ticket: int
@@ -35,6 +36,7 @@ class GroupLineage:
     version: int | None
     tokens: int | None
     reason: str | None
+    domain: str | None = None
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,7 @@ class _Reader:
             version=None if version is None else _whole(version),
             tokens=_whole(complete["tokens"]) if complete else None,
             reason=str(dropped["reason"]) if dropped else None,
+            domain=str(known["domain"]) if (known := issued or inherited or {}) and "domain" in known else None,
         )
 
 

@@ -151,6 +151,8 @@ def _told(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
     named |= {f"validation{' ' if name else ''}{name}": found for name, found in data.held_out.items()}
     for name, found in named.items():
         yield f"{name} data: {', '.join(found.report.lines())}"
+        if len(found.domains) > 1 and config.data.domains:
+            yield "by domain: " + ", ".join(f"{own} {rows:,}" for own, rows in _num_rows(config, found).items())
         if "judge" in reading.program.services:
             check_domains(reward_functions(config), found.domains)
     yield from (f"made to fit: {fitted}" for fitted in loaded.fitted)

@@ -16,7 +16,9 @@ _STEPS = Name(
     note=f"it counts answers of an optimizer step; {_A}.ppo_mini_batch_size counts its prompts, and "
     f"{_A}.ppo_max_token_len_per_gpu bounds memory"
 )
-_DOMAINS = Name(note="shares of domains are not there yet: mix the data")
+_DOMAINS = Name(
+    note="the share of a domain is its weight: data.domains.NAME={train_files: FILE, weight: 0.4}; weights are relative"
+)
 _KL = "algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef={}"
 
 NAMES: dict[str, Name] = {
@@ -169,8 +171,8 @@ NAMES: dict[str, Name] = {
         note="the reference is the model before the first step, computed as the actor is", harmless=ANY
     ),
     "rewards.*": Name(
-        note="a domain's reward worker is an entry of reward.functions; its processes, deadline and retries are "
-        "reward.domains"
+        note="a domain's reward worker is its reward: data.domains.NAME.reward, or reward.functions.NAME; its "
+        "processes, deadline and retries are reward.domains"
     ),
 }
 
@@ -178,13 +180,18 @@ PAGES: tuple[tuple[str, str], ...] = (
     ("`rlvr_pipeline`", "the preset `rlvr`"),
     (
         "a domain's reward worker",
-        "an entry of `reward.functions`, with processes, deadline, retries and back-off of its own: `reward.domains`",
+        "`data.domains.NAME.reward`, or an entry of `reward.functions`, with processes, deadline, retries and back-off "
+        "of its own: `reward.domains`",
     ),
     (
         "grouping the batch by domain for masks, `reward_postprocess`, `compute_token_reward`, `compute_advantage`",
         "`algorithm.domains`: what a domain has otherwise; such a domain is normalised and whitened by itself",
     ),
-    ("`domain_interleave_probs`", "not there yet"),
+    (
+        "`domain_interleave_probs`",
+        "`data.domains.NAME.weight`: shares are exact over time, also where groups are dropped; each domain names its "
+        "own files, and the column `tag` is not looked at",
+    ),
     (
         "dropping groups without a signal",
         "`algorithm.filter_groups.enable=true`, the preset `dapo`; `metric` is `acc` or `seq_reward` as in verl, or "

@@ -143,6 +143,19 @@ def lengths(config: Config) -> Iterator[Finding]:
             )
 
 
+def sampling(config: Config) -> Iterator[Finding]:
+    """Something is left to draw, and an answer has a token."""
+    for name, domain in config.data.domains.items():
+        if domain.top_k == 0:
+            yield Finding(
+                (f"data.domains.{name}.top_k",), "no token would be left", "set it to -1 (off), or to 1 or more"
+            )
+        if "" in (domain.stop or ()):
+            yield Finding(
+                (f"data.domains.{name}.stop",), "the empty text would end every response at once", "remove it"
+            )
+
+
 def used(config: Config) -> Iterator[Finding]:
     """What is set of a domain does something in the program."""
     default = DomainConfig()
@@ -159,4 +172,4 @@ def used(config: Config) -> Iterator[Finding]:
             )
 
 
-RULES = (one_form, sources, weights, rewards, prompts, lengths, used)
+RULES = (one_form, sources, weights, rewards, prompts, lengths, sampling, used)
