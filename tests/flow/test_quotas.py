@@ -13,7 +13,7 @@ WEIGHTS = st.lists(st.integers(1, 60) | st.sampled_from([1, 1000, 99991]), min_s
 def domains_of(quotas, step, batch):
     """The domain of each place of the next step, as its lists of places have it."""
     places = {}
-    for domain in range(quotas.num_domains):
+    for domain in range(len(quotas.lags)):
         for number in range(quotas.up_to(domain, step)):
             places[quotas.place(domain, number)] = domain
     return [places[step * batch + place] for place in range(batch)]

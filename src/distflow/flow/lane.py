@@ -53,11 +53,6 @@ class Lane:
         self.formed: tuple[int, ...] = ()
 
     @property
-    def num_running(self) -> int:
-        """Those that wait to be issued again included."""
-        return self.num_live - self.num_complete
-
-    @property
     def num_untaken(self) -> int:
         """Complete groups that no step has taken yet."""
         return self.num_complete - len(self.formed)

@@ -38,10 +38,6 @@ class Quotas:
         self._num_consumed = [0] * len(shares)
 
     @property
-    def num_domains(self) -> int:
-        return len(self._shares)
-
-    @property
     def lags(self) -> list[Fraction]:
         """At the next step."""
         self._make(self.next_step)
