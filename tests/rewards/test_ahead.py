@@ -11,7 +11,7 @@ from distflow.rewards.pool import VerifierPool
 from distflow.rewards.router import RewardRouter
 
 FORMAT = {"default": [("format", 1.0)]}
-SETTINGS = PoolSettings(find_targets(FORMAT, None), num_workers=1, timeout_s=5.0)
+SETTINGS = PoolSettings(find_targets(FORMAT["default"], None), num_workers=1, timeout_s=5.0)
 
 
 def is_there(pid: int) -> bool:

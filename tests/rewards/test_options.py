@@ -65,10 +65,13 @@ def test_options_that_the_function_does_not_take(options, message):
         RewardRouter({"default": [RewardPart("repetition", 1.0, options)]}, **SETTINGS)
 
 
-def test_one_name_with_other_options_in_another_domain():
-    parts = {domain: [RewardPart("repetition", 1.0, {"n": n})] for domain, n in (("a", 2), ("b", 3))}
-    with pytest.raises(UserError, match="other options of 'repetition'"):
-        RewardRouter(parts, **SETTINGS)
+def test_a_part_may_have_other_options_in_another_domain():
+    parts = {domain: [RewardPart("repetition", 1.0, {"n": n})] for domain, n in (("a", 1), ("b", 2))}
+    with RewardRouter(parts, **SETTINGS) as router:
+        for domain, share in (("a", 1 - 2 / 4), ("b", 1 - 2 / 3)):
+            segments = [Segment("prompt", (1,)), Segment("environment", (1,))]
+            sample = Sample("0-0", 0, segments, domain=domain, response="x y x y")
+            assert asyncio.run(router.score(sample)).verdict.value == pytest.approx(share)
 
 
 @pytest.mark.parametrize(

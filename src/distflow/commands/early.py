@@ -8,9 +8,10 @@ from contextlib import ExitStack, contextmanager
 from distflow.config import Config
 from distflow.config.by_domain import reward_functions
 from distflow.config.program import find_pipeline
-from distflow.rewards.ahead import PoolSettings, started_ahead
+from distflow.config.reward import patience_of
+from distflow.rewards.ahead import started_ahead
 from distflow.rewards.certify import faults_certified
-from distflow.rewards.functions import find_targets
+from distflow.rewards.pools import Patience, pool_settings
 
 
 @contextmanager
@@ -22,8 +23,11 @@ def verifiers_ahead(config: Config) -> Iterator[None]:
     program, settings, custom = find_pipeline(config), config.reward, config.custom_reward_function
     with ExitStack() as stack:
         if program is not None and program.generates:
-            targets = find_targets(reward_functions(config), (custom.path, custom.name) if custom.path else None)
-            stack.enter_context(started_ahead(PoolSettings(targets, settings.num_workers, settings.timeout_s)))
+            patience = Patience(settings.timeout_s, settings.num_workers)
+            own = {name: Patience(**patience_of(settings, name)) for name in settings.domains}
+            named = (custom.path, custom.name) if custom.path else None
+            for each in pool_settings(reward_functions(config), patience, own, named).values():
+                stack.enter_context(started_ahead(each))
             if config.trust.certify_rewards:
                 faults_certified()
         yield

@@ -36,7 +36,7 @@ async def certify(router: "RewardRouter") -> None:
             if not isinstance(verdict, Score) or verdict.value != case.expected:
                 raise RuntimeError(
                     f"the verifier '{name}' is not fit for use here: {case.response!r} against {case.ground_truth!r} "
-                    f"should score {case.expected}, it got {verdict}; reinstall math-verify and its parts, "
+                    f"should score {case.expected}, it got {verdict}; reinstall distflow and what it stands on, "
                     "or set trust.certify_rewards=false"
                 )
     await asyncio.wrap_future(faults_certified())

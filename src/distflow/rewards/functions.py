@@ -29,8 +29,10 @@ BATCHED = {"data_sources": "data_source", "solution_strs": "solution_str"} | {
 }
 """What a batched reward takes, as verl's do: lists with an entry for each answer."""
 
-Functions = Mapping[str, Sequence[tuple[str, float] | tuple[str, float, Mapping[str, object]]]]
-"""(name, weight) of its parts by domain, with the part's options where it has some."""
+Parts = Sequence[tuple[str, float] | tuple[str, float, Mapping[str, object]]]
+"""(name, weight), and the part's options where it has some."""
+Functions = Mapping[str, Parts]
+"""The parts by domain."""
 
 
 def with_options(target: str, options: Mapping[str, object]) -> str:
@@ -38,16 +40,12 @@ def with_options(target: str, options: Mapping[str, object]) -> str:
     return f"{target}{_OPTIONS}{json.dumps(options, sort_keys=True)}" if options else target
 
 
-def find_targets(functions: Functions, custom: tuple[str, str] | None) -> dict[str, str]:
+def find_targets(parts: Parts, custom: tuple[str, str] | None) -> dict[str, str]:
     """What a pool loads for them, by name. custom: path and name of the user's function, for the name "custom".
 
-    Raises UserError for a name that means no function, or has other options in another domain.
+    Raises UserError for a name that means no function.
     """
-    targets: dict[str, str] = {}
-    for name, _, *given in sorted((part for parts in functions.values() for part in parts), key=lambda part: part[0]):
-        target = with_options(target_of(name, custom), given[0] if given else {})
-        if targets.setdefault(name, target) != target:
-            raise UserError(f"reward.functions has other options of '{name}' for one domain than for another")
+    targets = {name: with_options(target_of(name, custom), given[0] if given else {}) for name, _, *given in parts}
     return {**targets, FAILS: "distflow.rewards.probes:fail"}
 
 

@@ -38,6 +38,28 @@ def functions_of(functions: Mapping[str, Sequence[_Part]], domain: str) -> Seque
     return parts
 
 
+def pool_settings(
+    functions: Functions,
+    patience: Patience,
+    domains: Mapping[str, Patience],
+    custom: tuple[str, str] | None,
+    memory_bytes: int = MEMORY_BYTES,
+) -> dict[str, PoolSettings]:
+    """What `Pools` starts, by domain. Raises UserError for a name that means no function."""
+    return {
+        name: PoolSettings(
+            find_targets(functions_of(functions, name), custom), each.num_workers, each.timeout_s, memory_bytes
+        )
+        for name, each in _patience_by_domain(functions, patience, domains).items()
+    }
+
+
+def _patience_by_domain(
+    functions: Functions, patience: Patience, domains: Mapping[str, Patience]
+) -> dict[str, Patience]:
+    return {name: domains.get(name, patience) for name in (*functions, *domains)}
+
+
 class Pools:
     """One `VerifierPool` for each entry of `functions`, and for each domain with a patience of its own; domains that
     neither names share that of "default"."""
@@ -51,17 +73,8 @@ class Pools:
         memory_bytes: int = MEMORY_BYTES,
     ) -> None:
         """Waits for the first process of each. Raises UserError where a function is unknown or cannot be loaded."""
-        own = domains or {}
-        self._patience = {name: own.get(name, patience) for name in (*functions, *own)}
-        settings = {
-            name: PoolSettings(
-                find_targets({name: functions_of(functions, name)}, custom),
-                patience.num_workers,
-                patience.timeout_s,
-                memory_bytes,
-            )
-            for name, patience in self._patience.items()
-        }
+        self._patience = _patience_by_domain(functions, patience, domains or {})
+        settings = pool_settings(functions, patience, domains or {}, custom, memory_bytes)
         self._functions = {name: frozenset(each.functions) for name, each in settings.items()}
         self._pools = _start(settings)
 
