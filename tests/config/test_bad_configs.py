@@ -782,6 +782,18 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
                 ("val_files",),
             ),
             (
+                "a domain's estimator elsewhere",
+                [f"{DOMAIN_A[:-2]}, adv_estimator: gae}}}}"],
+                "data.domains",
+                ("set algorithm.domains.a.adv_estimator",),
+            ),
+            (
+                "a domain's patience elsewhere",
+                [f"{DOMAIN_A[:-2]}, retries: 3}}}}"],
+                "data.domains",
+                ("set reward.domains.a.retries",),
+            ),
+            (
                 "a negative weight",
                 [f"{DOMAIN_A[:-2]}, weight: -1}}}}"],
                 "data.domains",

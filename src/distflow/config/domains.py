@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from distflow.config.algorithm import DIFFERING
 from distflow.config.errors import nearest
 from distflow.config.keys import KeyInfo, collect, key
-from distflow.config.reward import RewardPart, parse_parts, plain_parts
+from distflow.config.reward import Patience, RewardPart, parse_parts, plain_parts
 from distflow.config.values import Mismatch, check_bounds, convert
 
 _FORM = "write e.g. {math: {train_files: math.jsonl, reward: math}, code: {train_files: code.jsonl, reward: custom}}"
@@ -102,11 +103,19 @@ def _parse_domain(name: str, settings: object) -> DomainConfig:
     values: dict[str, Any] = {}
     for setting, value in settings.items():
         if setting not in keys:
-            near = nearest(str(setting), keys)
-            meant = f"did you mean {near}? " if near else ""
-            raise Mismatch(f"has '{setting}' for the domain '{name}'", f"{meant}a domain has {', '.join(keys)}")
+            raise Mismatch(f"has '{setting}' for the domain '{name}'", _where(name, str(setting), keys))
         values[setting] = _parse_value(name, value, keys[setting])
     return DomainConfig(**values)
+
+
+def _where(domain: str, setting: str, keys: Mapping[str, KeyInfo]) -> str:
+    if setting.partition(".")[0] in DIFFERING:
+        return f"set algorithm.domains.{domain}.{setting}"
+    if setting in Patience._fields:
+        return f"set reward.domains.{domain}.{setting}"
+    near = nearest(setting, keys)
+    meant = f"did you mean {near}? " if near else ""
+    return f"{meant}a domain has {', '.join(keys)}"
 
 
 def _parse_value(domain: str, value: object, info: KeyInfo) -> object:
