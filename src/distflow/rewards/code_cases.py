@@ -55,14 +55,12 @@ class Box:
 
     def open(self, code: str) -> Session:
         """Raises as `Sandbox.open` does, and as `_bounded`."""
-        with self._bounded(self._sandbox.limits) as sandbox:
-            return sandbox.open(code)
+        return self._sandbox.open(code, self._bounded(self._sandbox.limits))
 
     def run(self, code: str, stdin: str) -> Ran:
         """All that it prints is kept. Raises as `_bounded`."""
         limits = self._sandbox.limits
-        with self._bounded(limits._replace(output_bytes=limits.printed_bytes)) as sandbox:
-            return sandbox.run(code, stdin)
+        return self._sandbox.run(code, stdin, self._bounded(limits._replace(output_bytes=limits.printed_bytes)))
 
     @contextmanager
     def used_by_program(self) -> Iterator[None]:
@@ -73,21 +71,15 @@ class Box:
         finally:
             self._used_s += max(time.monotonic() - began - _START_S, 0.0)
 
-    @contextmanager
-    def _bounded(self, limits: Limits) -> Iterator[Sandbox]:
-        """The sandbox, for a process that has no more time by the clock than is left. Raises Stopped, and TimeoutError
-        where the time went by without the program having used the most of it: then it is no fault of the program's."""
+    def _bounded(self, limits: Limits) -> Limits:
+        """With no more time by the clock than is left. Raises Stopped, and TimeoutError where the time went by without
+        the program having used the most of it: then it is no fault of the program's."""
         now = time.monotonic()
         if now >= self._end and 2 * self._used_s < now - self._began:
             raise TimeoutError(f"{now - self._began:.1f} s were too short for its cases here: raise reward.timeout_s")
         if now >= self._end:
             raise Stopped("no time was left for it")
-        usual = self._sandbox.limits
-        self._sandbox.limits = limits._replace(wall_s=min(limits.wall_s, self._end - now))
-        try:
-            yield self._sandbox
-        finally:
-            self._sandbox.limits = usual
+        return limits._replace(wall_s=min(limits.wall_s, self._end - now))
 
 
 class Tested:

@@ -94,19 +94,20 @@ class Sandbox:
         """Of the process below which all programs are."""
         return self._server.pid
 
-    def run(self, code: str, stdin: str = "") -> Ran:
-        """Run a program as `__main__`, in a fresh process. Raises SandboxFault where the machine fails, not for
-        anything that the program does."""
+    def run(self, code: str, stdin: str = "", limits: Limits | None = None) -> Ran:
+        """Run a program as `__main__`, in a fresh process; limits: its own, None for those of the sandbox. Raises
+        SandboxFault where the machine fails, not for anything that the program does."""
         given = stdin.encode("utf-8", "surrogateescape")
         started = time.monotonic()
         try:
-            return self._run(code, given, started)
+            return self._run(code, given, limits or self.limits, started)
         except ServerGone:
-            return self._run(code, given, started)
+            return self._run(code, given, limits or self.limits, started)
 
-    def open(self, code: str) -> Session:
-        """Execute a program as a module, in a fresh process. Raises Raised, Broken; SandboxFault."""
-        program = self._start(False, code, b"")
+    def open(self, code: str, limits: Limits | None = None) -> Session:
+        """Execute a program as a module, in a fresh process; limits: as of `run`. Raises Raised, Broken;
+        SandboxFault."""
+        program = self._start(False, code, b"", limits or self.limits)
         try:
             _value_of(program, program.answer)
         except BaseException:
@@ -120,22 +121,22 @@ class Sandbox:
             self._closed = True
             self._server.close()
 
-    def _run(self, code: str, stdin: bytes, started: float) -> Ran:
-        with closing(self._start(True, code, stdin)) as program:
+    def _run(self, code: str, stdin: bytes, limits: Limits, started: float) -> Ran:
+        with closing(self._start(True, code, stdin, limits)) as program:
             end = program.wait()
         out, err = program.out, program.err
         cut = max(out.num_bytes - len(out.kept), err.num_bytes - len(err.kept)) > 0
         status = cast(Status, program.cause() or "ok")  # it has no descriptor for answers: no other cause
         return Ran(status, end.exit_code, out.text(), err.text(), cut, time.monotonic() - started)
 
-    def _start(self, is_main: bool, code: str, stdin: bytes) -> Program:
+    def _start(self, is_main: bool, code: str, stdin: bytes, limits: Limits) -> Program:
         """By the server, or by a new one where that was killed."""
         written = code.encode("utf-8", "surrogatepass")
         server = self._server
         try:
-            return Program(server, is_main, written, stdin, self.limits)
+            return Program(server, is_main, written, stdin, limits)
         except ServerGone:
-            return Program(self._renewed(server), is_main, written, stdin, self.limits)
+            return Program(self._renewed(server), is_main, written, stdin, limits)
 
     def _renewed(self, gone: ForkServer) -> ForkServer:
         with self._lock:
