@@ -849,8 +849,8 @@ BAD: dict[str, tuple[str, list[str], str, tuple[str, ...]]] = {
                 ("4096",),
             ),
             (
-                "a zone of all domains",
-                [DOMAIN_A, "data.domains.a.max_response_length=99", "reward.overlong.buffer_tokens=9"],
+                "a zone that is a domain's whole response",
+                [DOMAIN_A, "data.domains.a.max_response_length=99", "reward.overlong.buffer_tokens=99"],
                 "data.domains.a.max_response_length",
                 ("overlong",),
             ),

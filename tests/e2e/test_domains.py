@@ -127,7 +127,7 @@ def check_metrics(whole: Run, other: Run, account: Account) -> None:
 def test_ahead_of_training_the_shares_are_as_exact(ground: Playground) -> None:
     settings = given(
         ground, *FILTERED, "async.max_staleness=2", "actor_rollout_ref.actor.policy_loss=decoupled",
-        "trainer.total_training_steps=4", "trust.audit_freq=2",
+        "trainer.total_training_steps=4", "trust.audit_freq=2", "reward.overlong.buffer_tokens=3",
     )  # fmt: skip
     run = ground.run("grpo", *settings, name="ahead")
     go_back(run, 2, "ahead_killed")

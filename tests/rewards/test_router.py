@@ -31,7 +31,8 @@ def router() -> Iterator[RewardRouter]:
         "text": [("exact_match", 2.0)],
         "faulty": [("custom", 1.0), ("exact_match", 1.0)],
     }
-    with RewardRouter(functions, overlong=Overlong(10, 0.5), custom=(FAULTY, "compute_score"), **SETTINGS) as router:
+    own = {"response_limits": {"short": 20}, "custom": (FAULTY, "compute_score")}
+    with RewardRouter(functions, overlong=Overlong(10, 0.5), **own, **SETTINGS) as router:
         yield router
 
 
@@ -60,6 +61,11 @@ def test_the_overlong_penalty_grows_over_the_buffer_and_stops_at_the_factor(rout
     judgement = score(router, sample("a", "a", "text", num_tokens))
     assert judgement.parts["overlong"] == Score(pytest.approx(penalty))
     assert judgement.verdict == Score(pytest.approx(2.0 + penalty))
+
+
+def test_the_penalty_lies_before_a_domains_own_limit(router):
+    judgements = [score(router, sample("5", "5", "short", num_tokens)) for num_tokens in (10, 15, 20)]
+    assert [judgement.parts["overlong"].value for judgement in judgements] == pytest.approx([0.0, -0.25, -0.5])
 
 
 def test_one_part_that_fails_leaves_the_sample_without_a_score_and_keeps_the_others(router):

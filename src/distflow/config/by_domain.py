@@ -42,6 +42,13 @@ def reward_functions(config: Config) -> Mapping[str, tuple[RewardPart, ...]]:
     return {name: parts for name, parts in chosen.items() if parts}
 
 
+def response_limit(config: Config, domain: str) -> int:
+    """Tokens that a response to a prompt of the domain may have."""
+    own = config.data.domains.get(domain)
+    longest = config.data.max_response_length
+    return longest if own is None or own.max_response_length is None else own.max_response_length
+
+
 def unfiltered_domains(config: Config) -> frozenset[str]:
     """Those whose groups are kept whether they have a signal or not."""
     enable = config.algorithm.filter_groups.enable

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from distflow.config import Config
 from distflow.config.actor import OptimConfig
-from distflow.config.by_domain import reward_functions
+from distflow.config.by_domain import response_limit, reward_functions
 from distflow.config.errors import UserError, hint
 from distflow.config.functions import load
 from distflow.config.names import ROLLOUT_ENGINES, TRAIN_ENGINES
@@ -404,6 +404,7 @@ def _router(config: Config) -> Callable[[], RewardRouter]:
         domains={name: Patience(**patience_of(settings, name)) for name in settings.domains},
         overlong=Overlong(settings.overlong.buffer_tokens, settings.overlong.factor),
         max_response_length=config.data.max_response_length,
+        response_limits={name: response_limit(config, name) for name in config.data.domains},
         custom=(custom.path, custom.name) if custom.path else None,
     )
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from distflow.algorithms.objective import PolicyObjective
 from distflow.algorithms.registry import describe_estimator
 from distflow.config import Config, Loaded, Room, describe, fit_to, with_changes
-from distflow.config.by_domain import reward_functions, validates
+from distflow.config.by_domain import response_limit, reward_functions, validates
 from distflow.config.changes import changes
 from distflow.config.domain_algorithm import algorithms
 from distflow.config.errors import UserError, hint
@@ -455,9 +455,7 @@ def _canary_freq(config: Config, program: Program) -> int:
 def _sampling(config: Config, domain: str = "") -> SamplingParams:
     """The temperature is one for all: the trainer scores by it."""
     own = config.data.domains.get(domain)
-    longest = config.data.max_response_length
-    if own is not None and own.max_response_length is not None:
-        longest = own.max_response_length
+    longest = response_limit(config, domain)
     if not is_rl(config):
         return SamplingParams(longest)
     settings = config.actor_rollout_ref.rollout

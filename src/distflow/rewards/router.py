@@ -57,6 +57,7 @@ class RewardRouter:
         timeout_s: float,
         num_workers: int,
         max_response_length: int,
+        response_limits: Mapping[str, int] | None = None,
         retries: int = 0,
         backoff_s: float = 1.0,
         domains: Mapping[str, Patience] | None = None,
@@ -66,7 +67,7 @@ class RewardRouter:
     ) -> None:
         """functions: domain → (name, weight[, options]) of its parts; "default" serves domains that are not named.
         timeout_s, num_workers, retries, backoff_s: see `Patience`; domains: that of those with one of their own.
-        max_response_length: in tokens, for the overlong penalty.
+        max_response_length: in tokens, for the overlong penalty; response_limits: that of domains with their own.
 
         A name is a built-in one, "custom" (then `custom` is the path and the name of the user's function) or
         "module:function". Starts a verifier process for each domain; raises UserError where a function is
@@ -79,6 +80,7 @@ class RewardRouter:
         }
         self.configured = frozenset(name for parts in functions.values() for name, _, *options in parts if any(options))
         self._overlong, self._max_response_length = overlong, max_response_length
+        self._response_limits = dict(response_limits or {})
         self.tally = Tally()
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()  # the asyncio thread counts, the learner takes the counts
@@ -166,7 +168,8 @@ class RewardRouter:
 
     def _length_penalty(self, sample: Sample) -> float:
         length = sum(len(segment.token_ids) for segment in sample.response_segments)
-        return float(overlong_penalty(torch.tensor([length]), self._max_response_length, *self._overlong))
+        longest = self._response_limits.get(sample.domain, self._max_response_length)
+        return float(overlong_penalty(torch.tensor([length]), longest, *self._overlong))
 
     def _count_retries(self, number: int) -> None:
         if counted_for.get() == TRAINING:

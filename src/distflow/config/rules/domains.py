@@ -135,11 +135,12 @@ def lengths(config: Config) -> Iterator[Finding]:
             yield Finding(
                 (key, "data.max_response_length"), f"a response may have {longest} tokens at most", "raise the latter"
             )
-        if own not in (None, longest) and config.reward.overlong.buffer_tokens > 0:
+        zone = config.reward.overlong.buffer_tokens
+        if own is not None and 0 < own <= zone:
             yield Finding(
                 (key, "reward.overlong.buffer_tokens"),
-                "the zone of the penalty lies before the limit of all domains, and this one has its own",
-                f"set reward.overlong.buffer_tokens=0, or remove {key}",
+                f"the zone of the penalty, {zone} tokens, is all of a response of this domain",
+                f"raise {key}, or shorten the zone",
             )
 
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from distflow.config.by_domain import response_limit
 from distflow.data.prompts import PromptRow
 from distflow.runtime.audit.check import Check, Wrong
 from distflow.runtime.audit.evidence import Evidence, Sample, index_of
@@ -86,9 +87,7 @@ def _ended(evidence: Evidence, sample: Sample) -> None:
             f"({sample['finish_reason']}), but its {len(ids)} tokens {'end' if stopped else 'do not end'} with a stop "
             "token or text"
         )
-    data = evidence.config.data
-    own = data.domains[sample["domain"]].max_response_length if data.domains else None
-    if sampling.max_tokens != (data.max_response_length if own is None else own):
+    if sampling.max_tokens != response_limit(evidence.config, sample["domain"]):
         raise Wrong(f"answers may have {sampling.max_tokens} tokens, but data.max_response_length is another")
     if not stopped and len(ids) != sampling.max_tokens:
         raise Wrong(f"sample {sample['uid']} ended after {len(ids)} of {sampling.max_tokens} tokens without a stop")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from distflow.config.algorithm import AlgorithmConfig, is_on
+from distflow.config.by_domain import response_limit
 from distflow.config.domain_algorithm import algorithm_of, algorithms
 from distflow.config.reward import on_error_of
 from distflow.rewards.verdict import Score
@@ -50,7 +51,7 @@ def _total(evidence: Evidence, sample: Sample) -> float:
     parts = (
         sample["reward_parts"].get(name, math.nan) * weight for name, weight in functions_of(evidence, sample).items()
     )
-    return sum(parts) + _overlong(evidence, len(sample["response_ids"]))
+    return sum(parts) + _overlong(evidence, sample["domain"], len(sample["response_ids"]))
 
 
 def _processes(algorithm: AlgorithmConfig) -> bool:
@@ -69,12 +70,12 @@ def _same_baseline(evidence: Evidence, sample: Sample) -> None:
     if len(found) != 1:
         raise Wrong(f"group {record.ticket.number} has {len(found)} greedy answers, and its baseline needs one")
     request, made = found[0]
-    if request.params.max_tokens != evidence.config.data.max_response_length:
+    if request.params.max_tokens != response_limit(evidence.config, sample["domain"]):
         raise Wrong(
             f"the greedy answer of group {record.ticket.number} may have {request.params.max_tokens} tokens only"
         )
     text = str(evidence.parts.tokenizer.decode(list(made.token_ids), skip_special_tokens=True))
-    total = _overlong(evidence, len(made.token_ids))
+    total = _overlong(evidence, sample["domain"], len(made.token_ids))
     for name, weight in functions_of(evidence, sample).items():
         given = [v for asked, arguments, v in record.judged if asked == name and arguments["solution_str"] == text]
         if not given or not isinstance(given[-1], Score):
@@ -89,12 +90,12 @@ def _same_baseline(evidence: Evidence, sample: Sample) -> None:
         )
 
 
-def _overlong(evidence: Evidence, length: int) -> float:
+def _overlong(evidence: Evidence, domain: str, length: int) -> float:
     """0 until the zone before the limit, falling to −factor at the limit (DAPO, arXiv:2503.14476)."""
     zone = evidence.config.reward.overlong
     if zone.buffer_tokens <= 0:
         return 0.0
-    inside = length - (evidence.config.data.max_response_length - zone.buffer_tokens)
+    inside = length - (response_limit(evidence.config, domain) - zone.buffer_tokens)
     return -zone.factor * min(max(inside / zone.buffer_tokens, 0.0), 1.0)
 
 
