@@ -3,9 +3,13 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from distflow.config.names import LOSS_AGG_MODES, POLICY_LOSSES
 from tests.algorithms.rank_worker import over_the_batch
 from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
 
 
 def test_gradients_metrics_and_advantages_do_not_depend_on_the_ranks(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from tests.e2e.cli_runs import CliRun, children_of, is_alive
 from tests.e2e.runs import Playground
 from tests.e2e.survivors import audit, records
 
+pytestmark = pytest.mark.slow
+
 # A program of the user's whose file plants the fault that FAULT names; a file `fired` tells that it was met.
 PROGRAM = """
 import asyncio, itertools, os, pathlib, statistics, time

@@ -17,6 +17,8 @@ from tests.e2e.cli_runs import CliRun, Left, children_of, is_alive
 from tests.e2e.runs import Playground
 from tests.e2e.survivors import Survivors, audit, records
 
+pytestmark = pytest.mark.slow
+
 # A program that kills its own process when it comes to a point for the n-th time: KILL_AT=point:n. Its engine never
 # answers the n-th request: HELD=n.
 KILLED = """

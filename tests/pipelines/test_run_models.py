@@ -17,6 +17,8 @@ from distflow.runtime.policy import is_of_a_run, policy_checkpoint
 from tests.e2e.runs import Playground
 from tests.tiny_models import write_tiny_model
 
+pytestmark = pytest.mark.slow
+
 CHEAP = ("trust.certify_rewards=false", "trust.audit_freq=0")
 SAVED = (*CHEAP, "trainer.save_freq=1", "trainer.keep_last=9")
 MODEL = "actor_rollout_ref.model.path"

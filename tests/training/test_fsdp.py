@@ -21,6 +21,8 @@ from tests.training.fsdp_worker import CASES, LAYOUTS, make_engine, train
 from tests.training.rank_worker import EMPTY, FAULTY, mini_batch
 from tests.training.sharded_worker import BIG, OUTPUTS
 
+pytestmark = pytest.mark.slow
+
 PER_TOKEN = float(mini_batch(0).flat("advantages").abs().mean())
 """What the loss of a token is about, at a ratio of 1."""
 

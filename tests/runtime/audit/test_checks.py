@@ -14,6 +14,8 @@ from distflow.runtime.checks import TrustError
 from tests.e2e.runs import Playground, Run
 from tests.user_code import forgotten
 
+pytestmark = pytest.mark.slow
+
 ALWAYS = ("trust.audit_freq=1", "trainer.total_training_steps=3")
 TWO = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_epochs=2")
 ACTOR, ALGORITHM = "actor_rollout_ref.actor", "algorithm"
