@@ -57,8 +57,7 @@ def check_same_figures(ours: Run, theirs: Run) -> None:
         assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [1, 2, 4])
+@pytest.mark.parametrize("num_workers", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 def test_any_number_of_workers_ends_where_one_process_does(ground: Playground, alone: Run, num_workers: int) -> None:
     found = run(ground, *STEPS, *validating(ground), f"trainer.n_gpus_per_node={num_workers}", name=f"w{num_workers}")
     assert found.outcome.steps == 4
