@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from distflow.config.errors import nearest
 from distflow.config.keys import KeyInfo, dotted, is_group, yaml_name
-from distflow.config.values import Mismatch, check_bounds, convert, show
+from distflow.config.values import Mismatch, read_value, show
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -72,11 +72,7 @@ def _read(domain: str, given: object, keys: Mapping[str, KeyInfo], key: str, for
         guess = nearest(key, keys)
         meant = f"did you mean {guess}? " if guess else ""
         raise Mismatch(f"has '{key}' for the domain '{domain}'", f"{meant}there are {', '.join(keys)}; {form}")
-    info = keys[key]
     try:
-        value = info.spec.parse(given) if info.spec.parse else convert(given, info.annotation)
-        for mismatch in check_bounds(value, info):
-            raise mismatch
+        return read_value(given, keys[key])
     except Mismatch as error:
         raise Mismatch(f"has a {key} for the domain '{domain}' that {error.what}", error.advice) from None
-    return value

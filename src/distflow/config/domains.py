@@ -8,8 +8,8 @@ from typing import Any
 from distflow.config.algorithm import DIFFERING
 from distflow.config.errors import nearest
 from distflow.config.keys import KeyInfo, collect, key
-from distflow.config.reward import Patience, RewardPart, parse_parts, plain_parts
-from distflow.config.values import Mismatch, check_bounds, convert
+from distflow.config.reward import JUDGED_BY_DOMAIN, RewardPart, parse_parts, plain_parts
+from distflow.config.values import Mismatch, read_value
 
 _FORM = "write e.g. {math: {train_files: math.jsonl, reward: math}, code: {train_files: code.jsonl, reward: custom}}"
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
@@ -111,7 +111,7 @@ def _parse_domain(name: str, settings: object) -> DomainConfig:
 def _where(domain: str, setting: str, keys: Mapping[str, KeyInfo]) -> str:
     if setting.partition(".")[0] in DIFFERING:
         return f"set algorithm.domains.{domain}.{setting}"
-    if setting in Patience._fields:
+    if setting in JUDGED_BY_DOMAIN:
         return f"set reward.domains.{domain}.{setting}"
     near = nearest(setting, keys)
     meant = f"did you mean {near}? " if near else ""
@@ -120,9 +120,6 @@ def _where(domain: str, setting: str, keys: Mapping[str, KeyInfo]) -> str:
 
 def _parse_value(domain: str, value: object, info: KeyInfo) -> object:
     try:
-        made = info.spec.parse(value) if info.spec.parse else convert(value, info.annotation)
-        for mismatch in check_bounds(made, info):
-            raise mismatch
+        return read_value(value, info)
     except Mismatch as error:
         raise Mismatch(f"has '{info.name}' of the domain '{domain}', which {error.what}", error.advice) from None
-    return made

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
-from distflow.config.keys import group, key
+from distflow.config.differing import Differing, parse_differing
+from distflow.config.keys import collect, group, key
 from distflow.config.values import Mismatch, convert, show
 
 OnError: TypeAlias = Literal["mask", "drop"] | float
@@ -89,16 +90,6 @@ def _parse_options(name: str, value: object) -> dict[str, Option]:
     return dict(value)
 
 
-class Patience(NamedTuple):
-    """What the verdicts of a domain may cost, and what becomes of a sample without one; None is as `reward` has it."""
-
-    timeout_s: float | None = None
-    num_workers: int | None = None
-    retries: int | None = None
-    backoff_s: float | None = None
-    on_error: OnError | None = None
-
-
 def parse_on_error(value: object) -> OnError:
     """`mask`, `drop`, or the score of `{score: x}`. Raises Mismatch."""
     if value in ("mask", "drop"):
@@ -113,49 +104,23 @@ def plain_on_error(value: OnError) -> object:
     return value if isinstance(value, str) else {"score": value}
 
 
-def parse_patience(value: object) -> dict[str, Patience]:
-    """By domain from plain data. Raises Mismatch."""
-    if not isinstance(value, Mapping):
-        raise Mismatch("is not a mapping from domains to their settings", _PATIENCE)
-    return {_domain(domain): _parse_patience(domain, settings) for domain, settings in value.items()}
+_PATIENCE = ("timeout_s", "num_workers", "retries", "backoff_s")
+JUDGED_BY_DOMAIN = (*_PATIENCE, "on_error")
+"""Keys of `reward` that a domain may have otherwise."""
 
 
-def plain_patience(domains: Mapping[str, Patience]) -> dict[str, dict[str, object]]:
-    """What `parse_patience` would read again."""
+def parse_domains(value: object) -> Differing:
+    """Settings by domain from plain data. Raises Mismatch."""
+    form = "write e.g. {code: {timeout_s: 30, num_workers: 4}}"
+    return parse_differing(value, collect(RewardConfig()), JUDGED_BY_DOMAIN, form)
+
+
+def plain_domains(domains: Differing) -> Differing:
+    """What `parse_domains` would read again."""
     return {
-        domain: {
-            name: plain_on_error(value) if name == "on_error" else value
-            for name, value in settings._asdict().items()
-            if value is not None
-        }
-        for domain, settings in domains.items()
+        domain: {name: plain_on_error(value) if name == "on_error" else value for name, value in own.items()}
+        for domain, own in domains.items()
     }
-
-
-def _parse_patience(domain: str, value: object) -> Patience:
-    if not isinstance(value, Mapping):
-        raise Mismatch(f"has {show(value)} for the domain '{domain}', which is no mapping", _PATIENCE)
-    found: dict[str, Any] = {}
-    for name, given in value.items():
-        if name not in Patience._fields:
-            raise Mismatch(f"has the unknown setting '{name}' for the domain '{domain}'", _PATIENCE)
-        try:
-            found[name] = parse_on_error(given) if name == "on_error" else convert(given, _LEAST[name][0])
-        except Mismatch as error:
-            raise Mismatch(f"has a {name} for the domain '{domain}' that {error.what}", error.advice) from None
-        least = None if name == "on_error" else _LEAST[name][1]
-        if least is not None and not (found[name] > 0 if least == "> 0" else found[name] >= int(least[-1])):
-            raise Mismatch(f"has the {name} {show(given)} for the domain '{domain}'", f"write a number {least}")
-    return Patience(**found)
-
-
-_LEAST: dict[str, tuple[type, str]] = {
-    "timeout_s": (float, "> 0"),
-    "num_workers": (int, "≥ 1"),
-    "retries": (int, "≥ 0"),
-    "backoff_s": (float, "> 0"),
-}
-_PATIENCE = f"write e.g. {{code: {{timeout_s: 30, num_workers: 4}}}}; there are {', '.join(Patience._fields)}"
 
 
 @dataclass(frozen=True)
@@ -191,12 +156,12 @@ class RewardConfig:
         parse=parse_on_error,
         plain=plain_on_error,
     )
-    domains: dict[str, Patience] = key(
+    domains: Differing = key(
         {},
         "domain → timeout_s, num_workers, retries, backoff_s, on_error where they differ there; such a domain has "
         "processes of its own",
-        parse=parse_patience,
-        plain=plain_patience,
+        parse=parse_domains,
+        plain=plain_domains,
     )
     overlong: OverlongConfig = group(OverlongConfig)
 
@@ -217,12 +182,11 @@ class RewardModelConfig:
 
 
 def patience_of(reward: RewardConfig, domain: str) -> dict[str, Any]:
-    """Of that domain, by name, with nothing left open; without `on_error`."""
-    own = reward.domains.get(domain, Patience())._asdict()
-    return {name: getattr(reward, name) if own[name] is None else own[name] for name in _LEAST}
+    """What the domain's verdicts may cost, by name."""
+    own = reward.domains.get(domain, {})
+    return {name: own.get(name, getattr(reward, name)) for name in _PATIENCE}
 
 
 def on_error_of(reward: RewardConfig, domain: str) -> OnError:
     """What becomes of a sample of that domain without a verdict."""
-    own = reward.domains.get(domain, Patience()).on_error
-    return reward.on_error if own is None else own
+    return cast(OnError, reward.domains.get(domain, {}).get("on_error", reward.on_error))

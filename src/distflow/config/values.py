@@ -90,6 +90,14 @@ def check_bounds(value: object, info: KeyInfo) -> Iterator[Mismatch]:
         )
 
 
+def read_value(given: object, info: KeyInfo) -> object:
+    """The value of a key from plain data, within its bounds. Raises Mismatch."""
+    value = info.spec.parse(given) if info.spec.parse else convert(given, info.annotation)
+    for mismatch in check_bounds(value, info):
+        raise mismatch
+    return value
+
+
 def show(value: object) -> str:
     """A value as a person would write it in YAML."""
     if value is None or isinstance(value, bool):
