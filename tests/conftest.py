@@ -2,6 +2,13 @@
 
 import os
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes ten minutes comes first: at the end one process alone would be at it."""
+    items.sort(key=lambda item: "test_docs_commands" not in item.nodeid)

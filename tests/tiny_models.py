@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 CHARACTERS = "\n" + "".join(c for c in string.printable if c.isprintable())
@@ -62,4 +67,20 @@ def write_tiny_model(
         model = AutoModelForCausalLM.from_config(tiny_config(family, **changes)).to(dtype)
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
+    return Path(folder)
+
+
+def write_tiny_reward_model(
+    folder: Path,
+    family: str = "llama",
+    seed: int = 0,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    **changes: Any,
+) -> Path:
+    """The same as a sequence classifier with one label; `tokenizer` in place of `tiny_tokenizer`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForSequenceClassification.from_config(tiny_config(family, **{"num_labels": 1, **changes}))
+    model.save_pretrained(folder)
+    (tokenizer or tiny_tokenizer()).save_pretrained(folder)
     return Path(folder)

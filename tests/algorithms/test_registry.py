@@ -42,20 +42,12 @@ def test_every_loss_of_the_table_is_registered_under_its_name(name: str) -> None
     assert (entry.clips, entry.dual_clips) == ("clip_ratio" in found.options, "clip_ratio_c" in found.options)
 
 
-def test_a_built_in_is_imported_when_it_is_asked_for() -> None:
-    """In a process of its own: here others have asked before."""
+def test_built_ins_are_imported_when_they_are_asked_for_and_replace_no_estimator_of_the_users() -> None:
+    """In a process of its own: here others have asked before. cpgd's module imports that of grpo."""
     code = (
         "import sys, distflow.algorithms as a; prefix = 'distflow.algorithms.advantages.'\n"
         "loaded = lambda: sorted(m.removeprefix(prefix) for m in sys.modules if m.startswith(prefix))\n"
-        "print(loaded()); a.find_adv_est('rloo'); print(loaded())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["[]", "['group', 'rloo']"]
-
-
-def test_a_users_estimator_of_a_built_in_name_stays_whatever_is_imported_later() -> None:
-    """In a process of its own, where the built-in was never imported; cpgd's module imports that of grpo."""
-    code = (
+        "print(loaded()); a.find_adv_est('rloo'); print(loaded())\n"
         "import warnings; from distflow.algorithms import find_adv_est, register_adv_est\n"
         "with warnings.catch_warnings(record=True) as said:\n"
         "    @register_adv_est('grpo')\n"
@@ -64,7 +56,7 @@ def test_a_users_estimator_of_a_built_in_name_stays_whatever_is_imported_later()
         "print(find_adv_est('grpo').fn.__name__, len(said))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["mine", "1"]
+    assert done.stdout.splitlines() == ["[]", "['group', 'rloo']", "mine 1"]
 
 
 def test_aggregations_are_those_of_the_table() -> None:

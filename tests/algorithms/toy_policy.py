@@ -77,7 +77,7 @@ def gradient(
         loss, stats = objective(outputs(weights, part), part, counts)
         loss.backward()
         for name, value in stats.items():
-            sums[name] = sums.get(name, 0.0) + value
+            sums[name] = sums.get(name, 0.0) + float(value)
     grad = torch.zeros_like(weights) if weights.grad is None else weights.grad
     return grad, sums
 

@@ -3,9 +3,10 @@
 import json
 import random
 import signal
+import sys
 import threading
 import time
-from functools import partial
+import traceback
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from distflow.data.batch import Batch
 from distflow.flow.ledger import replay, verify
 from distflow.runtime.ports.intake import NothingToWaitFor
 from tests.api.small import ROWS, TINY, small
+from tests.api.verdicts import HELD, digits, slow
 
 OWN = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(1, 9)]
 WITHOUT_DATA = yaml.safe_load(TINY.read_text())
@@ -27,14 +29,17 @@ del WITHOUT_DATA["data"]["train_files"]
 RECORDED = ("actor/loss", "actor/grad_norm", "reward/mean_score", "rollout/avg_response_length")
 
 
-def digits(solution_str: str, ground_truth: str) -> float:
-    return sum(letter.isdigit() for letter in solution_str) / 4
-
-
 def opened(folder: Path, data: object = ROWS, should_accept: object = None, reward: object = digits, **changed: object):
     changes = {"trainer__total_training_steps": 4, **changed}
     config = WITHOUT_DATA if data is None else TINY
     return distflow.rollouts(config, small(folder, **changes), data=data, reward=reward, should_accept=should_accept)
+
+
+@pytest.fixture
+def go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that ends the verdict for which `slow` waits."""
+    monkeypatch.setenv(HELD, str(tmp_path / "go on"))
+    return tmp_path / "go on"
 
 
 def prompts(batch: Batch) -> list[str]:
@@ -142,21 +147,14 @@ def test_submitted_prompts_go_before_those_of_the_data(tmp_path: Path) -> None:
     verify(tmp_path / "run" / "ledger.jsonl")
 
 
-def slow(solution_str: str, ground_truth: str) -> float:
-    """Of the first prompt: a verifier that computes for a second."""
-    until = time.monotonic() + (1.0 if ground_truth == "2" else 0.0)
-    while time.monotonic() < until:
-        pass
-    return 1.0
-
-
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_timeout_loses_nothing(tmp_path: Path, staleness: int) -> None:
+def test_a_timeout_loses_nothing(tmp_path: Path, staleness: int, go_on: Path) -> None:
     with opened(tmp_path / "run", None, reward=slow, async__max_staleness=staleness) as rollouts:
         for row in OWN[:2]:
             rollouts.submit(row)
         with pytest.raises(TimeoutError, match="of the 2 prompt groups that are waited for"):
             rollouts.wait(2, timeout=0.3)
+        go_on.touch()
         batch = rollouts.wait(2, timeout=60)
         assert prompts(batch) == [row["prompt"] for row in OWN[:2]]
         assert rollouts.stats.rejected == 0
@@ -209,7 +207,7 @@ def test_a_version_that_would_leave_groups_behind_is_refused(tmp_path: Path) -> 
         assert rollouts.version == 1
 
 
-def test_weights_that_the_engine_shares_are_not_changed_while_it_answers(tmp_path: Path) -> None:
+def test_weights_that_the_engine_shares_are_not_changed_while_it_answers(tmp_path: Path, go_on: Path) -> None:
     with opened(tmp_path / "run", None, reward=slow) as rollouts:
         rollouts.submit(OWN[3])
         batch = rollouts.wait(1)
@@ -218,6 +216,7 @@ def test_weights_that_the_engine_shares_are_not_changed_while_it_answers(tmp_pat
             rollouts.wait(1, timeout=0.3)
         with pytest.raises(UserError, match="1 prompt groups are still being answered"):
             learn(rollouts, batch)
+        go_on.touch()
         rollouts.wait(1)
         learn(rollouts, batch)
 
@@ -242,7 +241,7 @@ def test_leaving_by_an_error_ends_everything(tmp_path: Path, error: type[BaseExc
     with pytest.raises(error), opened(tmp_path / "run", async__max_staleness=2) as rollouts:
         rollouts.prepare_batch()
         raise error
-    until = time.monotonic() + 5.0
+    until = time.monotonic() + 60.0
     while left := set(threading.enumerate()) - before:  # one that looks every quarter of a second has to see it
         assert time.monotonic() < until, left
         time.sleep(0.1)
@@ -253,10 +252,18 @@ def test_leaving_by_an_error_ends_everything(tmp_path: Path, error: type[BaseExc
         rollouts.prepare_batch()
 
 
-def test_ctrl_c_while_it_waits_interrupts_at_once(tmp_path: Path) -> None:
+def interrupt_once_it_waits() -> None:
     ident = threading.main_thread().ident
     assert ident is not None
-    interrupt = threading.Timer(0.4, partial(signal.pthread_kill, ident, signal.SIGINT))
+    while "take" not in {frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._current_frames()[ident])}:
+        time.sleep(0.02)
+    time.sleep(0.2)
+    signal.pthread_kill(ident, signal.SIGINT)
+
+
+@pytest.mark.usefixtures("go_on")
+def test_ctrl_c_while_it_waits_interrupts_at_once(tmp_path: Path) -> None:
+    interrupt = threading.Thread(target=interrupt_once_it_waits)
     with pytest.raises(KeyboardInterrupt), opened(tmp_path / "run", None, reward=slow) as rollouts:
         rollouts.submit(OWN[0])
         interrupt.start()

@@ -14,10 +14,7 @@ import distflow
 from distflow.cli import main
 from distflow.config.errors import ConfigError, UserError
 from tests.api.small import ROWS, TINY, small
-
-
-def lengths(solution_str: str, ground_truth: str) -> dict:
-    return {"score": len(solution_str) / 8 + (solution_str == ground_truth), "acc": solution_str == ground_truth}
+from tests.api.verdicts import lengths
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +45,7 @@ def run(folder: Path, told: list[tuple]) -> distflow.Run:
             reward=lambda solution_str, ground_truth: lengths(solution_str, ground_truth),
             on_step=failing,
             on_validation=lambda step, metrics: told.append(("validation", step, metrics)),
-            on_save=lambda step, path: told.append(("save", step, path)),
+            on_save=lambda step, path: told.append(("save", step, path, (path / "manifest.json").exists())),
         )
 
     before = (signal.getsignal(signal.SIGINT), random.getstate(), torch.get_rng_state())
@@ -76,13 +73,15 @@ def test_its_report_says_that_python_set_what_it_set(run: distflow.Run) -> None:
 
 
 def test_callbacks_are_told_and_one_that_raises_ends_nothing(run: distflow.Run, told: list[tuple]) -> None:
-    assert [entry[:2] for entry in told] == [
+    order = [entry[:2] for entry in told]
+    assert [entry for entry in order if entry[0] != "save"] == [
         ("validation", 0),
-        *[(kind, step) for step in (1, 2) for kind in ("validation", "step", "save")],
+        *[(kind, step) for step in (1, 2) for kind in ("validation", "step")],
     ]
+    assert all(order.index(("step", step)) < order.index(("save", step)) for step in (1, 2))
     assert all(entry[2]["reward/mean_score"] >= 0 for entry in told if entry[0] == "step")
     assert all("val_correct/all/mean" in entry[2] for entry in told if entry[0] == "validation")
-    assert [entry[2] for entry in told if entry[0] == "save"] == run.checkpoints
+    assert [entry[2:] for entry in told if entry[0] == "save"] == [(path, True) for path in run.checkpoints]
     (first, second) = [event["message"] for event in run.events("warning")]
     assert first == second and "on_step: failing raised RuntimeError: no such plot (at test_train.py:" in first
 

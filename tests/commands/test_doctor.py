@@ -8,6 +8,7 @@ from subprocess import PIPE, Popen
 import pytest
 
 from distflow.cli import main
+from distflow.observe.run_folder import RunFolder
 from distflow.sandbox import bubblewrap, fork_server
 from distflow.sandbox.level import INSTALL, probe
 
@@ -73,3 +74,10 @@ def test_what_would_hold_programs(capsys: pytest.CaptureFixture[str], monkeypatc
     assert line().startswith("floor; no namespaces: bubblewrap is not installed")
     monkeypatch.setattr(fork_server.sys, "executable", "/no/such/python")
     assert line().startswith("none; no namespaces: ") and line().endswith(INSTALL)
+
+
+def test_what_held_the_programs_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunFolder(tmp_path / "run", 0) as run:
+        (run.path / "ledger.jsonl").touch()
+        run.write_json("run.json", {"sandbox": "floor\x1b[2J"})
+    assert sections(capsys, "--run", str(tmp_path / "run"))[f"sandbox of {tmp_path}/run"] == ["floor\\x1b[2J"]

@@ -44,6 +44,23 @@ def test_what_cannot_be_checked_is_the_users_fault(
     assert message in capsys.readouterr().err
 
 
+def test_reference_solutions_that_fail_their_own_tests_are_listed_with_the_case(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"prompt": "Add one.", "code": f"def f(x):\n    return x + {n}\n", "test_list": ["assert f(1) == 2"]}
+        for n in (1, 2, 1, 1, 3)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = ("--data", str(tmp_path / "rows.jsonl"), "--response-key", "code", "--rows", "0")
+    assert main(["reward", "check", "code", *data, "--show", "1"]) == 1
+    said = capsys.readouterr().out
+    assert "5 asked  2 false negatives" in said and "got 0, assert f(1) == 2: " in said and "rows.jsonl:2)" in said
+    assert "rows.jsonl:5)" not in said and "and 1 more; --show 0 shows all" in said
+    main(["reward", "check", "code", *data, "--show", "0"])
+    assert "rows.jsonl:5)" in capsys.readouterr().out
+
+
 def labelled(file: Path) -> tuple[str, ...]:
     """Ten responses: five are called right, of which the reward below finds four, and one that is not."""
     lengths = [9, 8, 7, 6, 1, 7, 1, 2, 3, 4]

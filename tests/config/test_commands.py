@@ -7,7 +7,7 @@ import pytest
 from distflow.config import ConfigError, load_config
 from distflow.config.errors import UserError
 from distflow.config.foreign import examples
-from distflow.pipelines.spec import read_config
+from distflow.pipelines.reading import read_config
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 ONE_GPU = {

@@ -260,8 +260,9 @@ def test_a_file_that_is_no_yaml_file(write):
 
 @pytest.mark.parametrize("preset", preset_names())
 def test_every_preset_loads(preset):
-    assert load_config(preset, complete=False)
-    assert load_config(preset, [*GOOD, "data.val_files=val.jsonl"])
+    loaded = load_config(preset, complete=False)
+    files = "data.val_files=val.jsonl"
+    assert load_config(preset, [] if loaded.config.data.domains else [*GOOD, files])
 
 
 @pytest.mark.parametrize("preset", ["grpo", "ppo", "dapo", "sft"])

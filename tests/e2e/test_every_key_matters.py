@@ -33,6 +33,12 @@ ELSEWHERE = {
     "reward.backoff_s": "tests/rewards/test_pools.py",
     "reward.domains": "tests/e2e/test_rlvr.py",
     "data.domains": "tests/e2e/test_domains.py",
+    "data.curriculum.function": "tests/e2e/test_curriculum.py",
+    "data.curriculum.every": "tests/e2e/test_curriculum.py",
+    "data.curriculum.smoothing": "tests/e2e/test_curriculum.py",
+    "data.skip_epochs": "tests/flow/test_skips.py",
+    "data.solution_key": "tests/e2e/test_solutions.py",
+    "data.broken_tests": "tests/e2e/test_solutions.py",
     "dag.nodes": "tests/pipelines/test_programs.py",
     "actor_rollout_ref.actor.fsdp_config.param_offload": "tests/pipelines/test_spec.py",
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "tests/pipelines/test_spec.py",
@@ -48,6 +54,8 @@ ELSEWHERE = {
     "trainer.n_gpus_per_node": "tests/planning/test_cluster.py",
     "trainer.allocation": "tests/planning/test_cluster.py",
     "trainer.worker_cpus": "tests/runtime/test_ray_nodes.py",
+    "reward.num_actors": "tests/runtime/test_ray_judges.py",
+    "reward.actor_cpus": "tests/runtime/test_ray_judges.py",
     "trainer.worker_memory_mb": "tests/runtime/test_ray_nodes.py",
     "trainer.worker_env": "tests/runtime/test_ray_nodes.py",
     "trainer.max_held_mb": "tests/runtime/test_ray_sizes.py",
@@ -64,7 +72,6 @@ ELSEWHERE = {
 LATER: dict[str, Any] = {
     "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
     "actor_rollout_ref.model.model_type": "llama",
-    "reward_model.enable": True,
     "profiler.enable": True,
 }
 """Keys of parts that are not there yet: any value but the default is refused."""

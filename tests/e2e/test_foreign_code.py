@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from distflow import cli
+from distflow.pipelines.code import named_code
 from tests.e2e.runs import Playground
 from tests.pipelines.test_replay import make_bundle
 from tests.user_code import forgotten
@@ -202,8 +203,23 @@ def test_a_run_says_which_code_of_its_config_it_runs(
         assert f"your code: custom_reward_function: {ground.folder}/reward.py:compute_score" in out
 
 
+def test_verifiers_that_are_named_by_their_place_are_code_of_the_config(ground: Playground) -> None:
+    file = ground.folder / "reward.py"
+    one = f"{{a: {{train_files: {ground.folder}/rows.jsonl, reward: [math, '{file}:own']}}}}"
+    by_function, _ = ground.spec("grpo", f"reward.functions={{default: ['{file}:other', custom]}}")
+    no_default = ("data.train_files=[]", "~reward.functions", "custom_reward_function.path=null")
+    by_domain, _ = ground.spec("rlvr", *no_default, f"data.domains={one}")
+    assert f"reward.functions.default: {file}:other" in named_code(by_function)
+    assert f"data.domains.a.reward: {file}:own" in named_code(by_domain)
+
+
 @pytest.mark.parametrize(
-    ("command", "status"), [(("report", "."), 0), (("config", "grpo"), 0), (("export", ".", "--to", "out"), 2)]
+    ("command", "status"),
+    [
+        (("report", "."), 0),
+        (("config", "grpo"), 0),
+        pytest.param(("export", ".", "--to", "out"), 2, marks=pytest.mark.slow),  # imports what they stand for
+    ],
 )
 def test_modules_in_the_folder_that_is_looked_at_stand_for_no_others(
     tmp_path: Path, trap: Trap, command: tuple[str, ...], status: int

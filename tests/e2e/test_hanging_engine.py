@@ -12,10 +12,10 @@ from tests.e2e.runs import Playground
 HANGS = """
 import time
 from distflow.pipelines.grpo import grpo_pipeline as make
-from distflow.rollout.embedded.engine import EmbeddedEngine
+from distflow.models.decoder import DecoderView
 from distflow.rollout.hf import _Draw
 
-decode, draw, steps = EmbeddedEngine._decode, _Draw.__call__, [0]
+decode, draw, steps = DecoderView.decode, _Draw.__call__, [0]
 
 
 def count():
@@ -34,7 +34,7 @@ def draw_and_hang(self, input_ids, scores):
     return draw(self, input_ids, scores)
 
 
-EmbeddedEngine._decode, _Draw.__call__ = decode_and_hang, draw_and_hang
+DecoderView.decode, _Draw.__call__ = decode_and_hang, draw_and_hang
 """
 
 

@@ -55,6 +55,40 @@ def test_log_probs_stand_at_their_tokens_from_the_border_on(tmp_path: Path, fami
         assert bool(batch["truncated"][i]) == (not at_end)
 
 
+def test_each_domain_has_the_policy_of_its_own_temperature(playground: Playground) -> None:
+    rows = "".join(f'{{"prompt": "ab{i}=", "answer": "7"}}\n' for i in range(4))
+    heats = {"hot": 1.7, "cold": 0.6, "plain": 0.9}
+    for name in heats:
+        (playground.folder / f"{name}.jsonl").write_text(rows)
+    files = {name: f"train_files: {playground.folder}/{name}.jsonl" for name in heats}
+    run = playground.run(
+        "grpo",
+        "data.train_files=[]",
+        f"data.domains={{hot: {{{files['hot']}, temperature: 1.7}}, cold: {{{files['cold']}, temperature: 0.6}}, "
+        f"plain: {{{files['plain']}}}}}",
+        f"{ROLLOUT}.temperature=0.9",
+        "data.train_batch_size=6",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=3",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=60",
+        "trainer.total_training_steps=2",
+        "trainer.save_groups=all",
+        "trust.audit_freq=1",
+    )
+    batch = recorded(run)
+    model = AutoModelForCausalLM.from_pretrained(playground.folder / "model", dtype=torch.float32).eval()
+    assert set(batch["domain"]) == set(heats)
+    for i, domain in enumerate(batch["domain"]):
+        num_prompt, num_response = (int(batch.lengths(axis)[i]) for axis in ("prompt", "response"))
+        prompt, response = batch["prompt_ids"][i, :num_prompt], batch["response_ids"][i, :num_response]
+        with torch.no_grad():
+            logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0, num_prompt - 1 : -1].double()
+        wanted = (logits / heats[domain]).log_softmax(-1).gather(-1, response[:, None])[:, 0]
+        for column in ("rollout_log_probs", "old_log_probs", "ref_log_prob"):
+            assert batch[column][i, :num_response].tolist() == pytest.approx(wanted.tolist(), abs=1e-5), column
+    assert all(step["mismatch/max_abs"] < 1e-4 for step in run.metrics())
+    assert run.notes("warning") == [] or all("sampled policy" in note for note in run.notes("warning"))
+
+
 @pytest.mark.parametrize(
     "options",
     [

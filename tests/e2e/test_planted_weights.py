@@ -280,7 +280,7 @@ def test_versions_of_an_answer_s_begin(playground: Playground, monkeypatch: Patc
 
 def test_keys_and_values_that_are_not_made_again(playground: Playground, monkeypatch: Patch) -> None:
     fired = Fired()
-    monkeypatch.setattr(Lane, "forget_kv", lambda self: fired.extend(self.begun()))
+    monkeypatch.setattr(Lane, "forget_kv", lambda self: fired.extend(self.scheduler.begun()))
     with pytest.raises(TrustError, match=r"found \(versions\): .*keys and values of other weights"):
         run(playground, "stream", *LONG, f"{ROLLOUT}.kv_on_update=recompute")
     assert fired

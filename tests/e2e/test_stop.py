@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -11,14 +10,17 @@ import pytest
 
 from distflow.observe.run_reader import read_events
 from distflow.runtime.stop import SIGNALS
-from tests.e2e.cli_runs import CliRun, Left, children_of, is_alive, same_run
+from tests.e2e.cli_runs import CliRun, Left, TerminalRun, children_of, is_alive, same_run
 from tests.e2e.runs import Playground
 
-# Slow verdicts, so that a signal finds the run waiting for them; told when one is under way.
+# Slow verdicts, so that a signal finds the run waiting for them; told when one is under way. While the file `hold` is
+# there, none is given.
 SLOW_REWARD = """
 import time, pathlib
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     pathlib.Path({folder!r}, "judging").touch()
+    while pathlib.Path({folder!r}, "hold").exists():
+        time.sleep(0.01)
     time.sleep({seconds})
     return sum(map(ord, solution_str)) % 7 / 6
 """
@@ -48,13 +50,16 @@ def end_event(folder: Path) -> str:
     return [event for event in read_events(folder) if event.kind == "end"][-1].fields["status"]
 
 
-@pytest.mark.parametrize("number", [*SIGNALS[:-1], pytest.param(SIGNALS[-1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [SIGNALS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in SIGNALS[1:])])
 def test_once_finishes_the_step_saves_leaves_and_resumes_with_the_same_bits(
     ground: Playground, number: signal.Signals
 ) -> None:
-    run = start(ground, "stopped")
+    (ground.folder / "hold").touch()
+    run = start(ground, "stopped", "reward.timeout_s=120")
     children = wait_for_verdicts(ground, run)
     run.send(number)
+    run.wait_for(lambda: "a second time leaves at once" in run.said())
+    (ground.folder / "hold").unlink()
     assert run.status() == 128 + number, run.said()
     assert f"{number.name}: finishing this step, saving, then leaving" in run.said()
     assert end_event(ground.folder / "stopped") == "stopped"
@@ -62,16 +67,19 @@ def test_once_finishes_the_step_saves_leaves_and_resumes_with_the_same_bits(
     stopped = Left(ground.folder / "stopped")
     assert 1 <= stopped.checkpoint.step < 6
 
-    assert start(ground, "stopped").status() == 0
-    assert start(ground, "whole").status() == 0
+    for name in ("stopped", "whole"):
+        assert start(ground, name, "reward.timeout_s=120").status() == 0
     assert end_event(ground.folder / "stopped") == "finished"
     same_run(Left(ground.folder / "stopped"), Left(ground.folder / "whole"))
 
 
 def test_a_run_that_never_saves_says_so_when_it_is_stopped(ground: Playground) -> None:
-    run = start(ground, "unsaved", "trainer.save_freq=-1")
+    (ground.folder / "hold").touch()
+    run = start(ground, "unsaved", "trainer.save_freq=-1", "reward.timeout_s=120")
     wait_for_verdicts(ground, run)
     run.send(signal.SIGINT)
+    run.wait_for(lambda: "a second time leaves at once" in run.said())
+    (ground.folder / "hold").unlink()
     assert run.status() == 130
     assert "not saving (trainer.save_freq is off)" in run.said()
     assert not (ground.folder / "unsaved" / "checkpoints").exists()
@@ -98,14 +106,14 @@ def test_killed_takes_all_its_processes_with_it(ground: Playground) -> None:
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_while_the_run_starts_ends_it(ground: Playground, number: signal.Signals) -> None:
-    run = start(ground, "early")
+    run = start(ground, "early", "trainer.total_epochs=100")
     run.wait_for(lambda: "distflow" in run.said())
     run.send(number)
     assert run.status() == 128 + number
     assert "Traceback" not in run.said()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_evaluation_ends_and_leaves_no_folder_behind(ground: Playground, number: signal.Signals) -> None:
     ground.write_reward(SLOW_REWARD.format(folder=str(ground.folder), seconds=300))
     (ground.folder / "tmp").mkdir()
@@ -136,16 +144,10 @@ def test_a_terminal_that_goes_away_stops_the_run_and_loses_nothing(ground: Playg
     """Closing a terminal hangs up, and nothing can be written to it any more."""
     ground.write_reward(SLOW_REWARD.format(folder=str(ground.folder), seconds=0.02))
     keys = ground.overrides("closed", "trust.certify_rewards=false", "trainer.save_freq=100", "trainer.total_epochs=50")
-    pid, terminal = os.forkpty()
-    if pid == 0:
-        command = [sys.executable, "-m", "distflow", "train", "grpo", *keys]
-        os.execve(command[0], command, {**os.environ, "TERM": "xterm-256color"})
-    deadline = time.monotonic() + 120
-    while not (ground.folder / "judging").exists():
-        assert time.monotonic() < deadline
-        _read_until(terminal, b"")
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 129
+    run = TerminalRun(["train", "grpo", *keys])
+    run.read_until((ground.folder / "judging").exists)
+    os.close(run.ours)
+    assert run.status() == 129
     assert end_event(ground.folder / "closed") == "stopped"
     assert Left(ground.folder / "closed").checkpoint.step >= 1
     assert (ground.folder / "closed" / "report.html").exists()
@@ -166,39 +168,18 @@ def test_the_second_signal_gives_the_cursor_back(ground: Playground) -> None:
     """The live view hides it; a run that leaves at once takes no lock to stop the view, and shows it all the same."""
     ground.write_reward(SLOW_REWARD.format(folder=str(ground.folder), seconds=300))
     keys = ground.overrides("terminal", "trust.certify_rewards=false")
-    pid, terminal = os.forkpty()
-    if pid == 0:
-        command = [sys.executable, "-m", "distflow", "train", "grpo", *keys]
-        os.execve(command[0], command, {**os.environ, "TERM": "xterm-256color"})
-    said = _read_until(terminal, b"\x1b[?25l")
-    deadline = time.monotonic() + 120
-    while not (ground.folder / "judging").exists():
-        assert time.monotonic() < deadline
-        said += _read_until(terminal, b"")
-    os.kill(pid, signal.SIGINT)
-    said += _read_until(terminal, b"a second time leaves at once")
-    os.kill(pid, signal.SIGINT)
-    said += _read_until(terminal, None)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
-    assert said.rstrip().endswith(b"\x1b[?25h"), said[-200:]
-
-
-def _read_until(terminal: int, wanted: bytes | None) -> bytes:
-    """What the terminal shows until `wanted` (None: the end) is among it."""
-    said = b""
-    while wanted is None or wanted not in said or not said:
-        try:
-            chunk = os.read(terminal, 65536)
-        except OSError:  # how Linux tells that the other side is closed
-            break
-        if not chunk:
-            break
-        said += chunk
-    return said
+    run = TerminalRun(["train", "grpo", *keys])
+    run.read_until(lambda: "\x1b[?25l" in run.said() and (ground.folder / "judging").exists())
+    run.send(signal.SIGINT)
+    run.read_until(lambda: "a second time leaves at once" in run.said())
+    run.send(signal.SIGINT)
+    run.read_until(lambda: False)
+    assert run.status() == 130
+    assert run.said().rstrip().endswith("\x1b[?25h"), run.said()[-200:]
 
 
 def assert_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(map(is_alive, pids)):
         assert time.monotonic() < deadline, json.dumps([pid for pid in pids if is_alive(pid)])
         time.sleep(0.05)

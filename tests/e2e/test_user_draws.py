@@ -127,6 +127,7 @@ def test_what_users_draw_anywhere_is_drawn_again_after_a_kill(ground: Playground
     assert any(not tensor.equal(other.tensors()[name]) for name, tensor in whole.tensors().items())
 
 
+@pytest.mark.slow
 def test_a_verifier_that_loads_its_generator_late(ground: Playground) -> None:
     """In a fresh process numpy's generator cannot be seeded before the call that imports it."""
     ground.write_reward(LATE)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from distflow import cli
 from distflow.observe.run_reader import read_metrics, read_samples
 from tests.e2e.runs import Playground, notes
+from tests.patience import at_some_deadline
 from tests.user_code import forgotten
 
 # One in four answers meets the fault, by their text: the same whatever the timing.
@@ -38,7 +40,7 @@ def ground(tmp_path: Path) -> Playground:
 
 
 def train(ground: Playground, *overrides: str, preset: str = "grpo") -> int:
-    cheap = ("trust.certify_rewards=false", "trainer.total_epochs=1", "reward.timeout_s=0.3", "reward.num_workers=2")
+    cheap = ("trust.certify_rewards=false", "trainer.total_epochs=1", "reward.num_workers=2")
     return cli.main(["train", preset, *ground.overrides("run", *cheap, *overrides)])
 
 
@@ -48,7 +50,16 @@ def train(ground: Playground, *overrides: str, preset: str = "grpo") -> int:
 def test_a_fault_costs_one_verdict(ground: Playground, fault: str) -> None:
     code, counted = FAULTS[fault]
     ground.write_reward(FAULTY.format(fault=code))
-    assert train(ground, "reward.max_error_share=1") == 0
+
+    def check(deadline_s: float) -> None:
+        shutil.rmtree(ground.folder / "run", ignore_errors=True)
+        assert train(ground, "reward.max_error_share=1", f"reward.timeout_s={deadline_s}") == 0
+        costs_one_verdict(ground, counted)
+
+    at_some_deadline(check, *((0.3, 3.0) if fault == "hang" else (30.0,)))
+
+
+def costs_one_verdict(ground: Playground, counted: str) -> None:
     records = [record for record in read_metrics(ground.folder / "run") if record.kind == "train"]
     assert [record.step for record in records] == [1, 2]
     samples = [row for record in records for row in read_samples(ground.folder / "run", record.step)]
@@ -57,7 +68,7 @@ def test_a_fault_costs_one_verdict(ground: Playground, fault: str) -> None:
     for row in samples:
         assert (row["errors"] is not None) == (row in hit)
         if row in hit:  # no verdict: nothing is learned from it, and its group's mean does not know it
-            assert row["advantage"] == 0.0 and row["reward_parts"] == {}
+            assert row["advantage"] == 0.0 and row["reward_parts"] == {} and row["score"] is row["acc"] is None
         else:
             assert row["score"] == pytest.approx(sum(map(ord, row["response"])) % 7 / 6)
     assert sum(record.values[f"reward/{counted}"] for record in records) >= len(hit)

@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 from distflow.config.errors import UserError
 from distflow.flow.account import AccountingError
 from distflow.flow.coordinator import Coordinator, mark_of
+from distflow.flow.curriculum import Accuracy, CurriculumPlan
 from distflow.flow.data_plan import DataPlan, DomainPlan
 from distflow.flow.edge import Exhausted
 from distflow.flow.ledger import Ledger, timeline, verify
 from distflow.flow.lineage import step_lineage
 from distflow.flow.order import epoch_order
+from distflow.flow.quotas import most_behind
+from distflow.flow.ticket import Ticket
 
 
 class Journal(Ledger):
@@ -94,6 +97,10 @@ class Walk:
 
     def end(self, number, mishaps=True):
         self.running.discard(number)
+        if self.plan.curriculum:
+            name = self.domains[number]
+            ticket = Ticket(number, 0, 0, 2, 0, stream=f"train/{name}")
+            self.coordinator.judged(ticket, Accuracy(self.choice.randint(0, 2), 2))
         if mishaps and self.choice.random() < 0.1:
             self.coordinator.retry(number)
         elif self.choice.random() < self.chances[self.domains[number]]:
@@ -312,3 +319,159 @@ def test_a_journal_that_gives_a_domain_too_much_is_found_out(tmp_path):
     path.write_text(text)
     with pytest.raises(AccountingError, match="after step 0 the domain '.' is .* groups behind its share of 0.500"):
         verify(path)
+
+
+def swings(progress, step, state):
+    """A curriculum for the tests, of wild changes that depend on all that it may know."""
+    state["calls"] = state.get("calls", 0) + 1
+    names = sorted(progress, key=lambda name: (progress[name].mean_accuracy or 0, name))
+    wild = [(1, 0, 0, 0), (1, 1, 0, 0), (1, 1, 1, 1), (1000, 1, 7, 0.3)][state["calls"] % 4]
+    return dict(zip(names, wild, strict=False))
+
+
+SWINGS = f"{__name__}:swings"
+
+
+def integral(path):
+    """By step, what each domain was due and had: from `plan`, `shares`, `issued` and `consumed` alone. Also, how often
+    its share was another than in the step before."""
+    due, had, changes, shares, domains, num_changes = Counter(), Counter(), {}, {}, {}, 0
+    for _, record in timeline(path):
+        if record["kind"] == "plan":
+            shares = {name: Fraction(each["share"]) for name, each in record["quotas"].items()}
+            batch, changes = record["consumer_batch"], {}
+            if not due:  # in the journal of a run that goes on from another's checkpoint
+                due.update({name: Fraction(each["lag"]) for name, each in record["quotas"].items()})
+        if record["kind"] == "shares":
+            changes = {step: known for step, known in changes.items() if step < record["step"]}
+            changes[record["step"]] = {name: Fraction(share) for name, share in record["shares"].items()}
+        if record["kind"] == "issued":
+            domains[record["ticket"]] = record["domain"]
+        if record["kind"] == "inherited":
+            domains |= {group["ticket"]: group["domain"] for group in record.get("live", ())}
+        if record["kind"] == "consumed":
+            assert len(record["tickets"]) == batch
+            now = changes.get(record["step"], shares)
+            num_changes += now != shares
+            shares = now
+            due.update({name: share * batch for name, share in shares.items()})
+            had.update(domains[ticket] for ticket in record["tickets"])
+            yield {name: due[name] - had[name] for name in due}, num_changes
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=2, max_size=4),
+    drops=st.lists(st.sampled_from([0, 0.5, 0.8]), min_size=4, max_size=4),
+    batch=st.integers(1, 8),
+    staleness=st.integers(0, 3),
+    every=st.integers(1, 3),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_shares_that_a_curriculum_changes_hold_whatever_happens(
+    tmp_path_factory, sizes, drops, batch, staleness, every, seed
+):
+    names = "abcd"[: len(sizes)]
+    plan = plan_of(
+        *zip(names, sizes, strict=True), batch=batch, max_staleness=staleness, steps=20,
+        curriculum=CurriculumPlan(SWINGS, every),
+    )  # fmt: skip
+    walk = Walk(plan, tmp_path_factory.mktemp("walk"), seed, dict(zip(names, drops, strict=False)))
+    for _ in range(150):
+        walk.move()
+    walk.finish()
+    for path in sorted(walk.folder.iterdir()):
+        verify(path)
+        for lags, _ in integral(path):
+            assert min(lags.values()) > -1 and max(lags.values()) <= most_behind(len(sizes))
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_curriculum_goes_on_where_it_stood(tmp_path, every):
+    plan = plan_of(
+        ("a", 4, 2), ("b", 7, 1.5), ("c", 2, 0.3), batch=5, steps=12, curriculum=CurriculumPlan(SWINGS, every)
+    )
+
+    def rows(coordinator, num_steps):
+        found = []
+        for _ in range(num_steps):
+            while coordinator.ready(coordinator.step) is None:
+                for ticket in coordinator.take_tickets(coordinator.step):
+                    found.append((ticket.number, ticket.stream, ticket.epoch, ticket.row))
+                    coordinator.judged(ticket, Accuracy(ticket.row % 3, 2))
+                    ends = coordinator.complete if ticket.number % 4 else coordinator.drop
+                    ends(ticket.number, 1 if ticket.number % 4 else "all_equal")
+            coordinator.release(coordinator.step)
+        return found, coordinator.shares.figures
+
+    whole, figures = rows(Coordinator(plan), 12)
+    for cut in range(1, 12):
+        with Journal(tmp_path / f"{cut}.jsonl") as ledger:
+            first = Coordinator(plan, ledger)
+            before, _ = rows(first, cut)
+            snapshot = json.loads(json.dumps(first.snapshot()))
+        with Journal(tmp_path / f"{cut}.jsonl", mark_of(snapshot)) as ledger:
+            after, again = rows(Coordinator(plan, ledger, snapshot), 12 - cut)
+        assert before + after == whole and again == figures
+        verify(tmp_path / f"{cut}.jsonl")
+    *_, (_, num_changes) = integral(tmp_path / "5.jsonl")
+    assert num_changes >= 3
+
+
+def test_tickets_that_are_granted_ahead_keep_their_shares():
+    """What is decided at the end of step s holds from step s + 1 + max_staleness on, the first of which no ticket was
+    granted."""
+    plan = plan_of(("a", 9, 1), ("b", 9, 1), batch=4, steps=9, max_staleness=2)
+    coordinator, steps = Coordinator(replace(plan, curriculum=CurriculumPlan(f"{__name__}:only_a"))), []
+    for step in range(6):
+        for ticket in coordinator.take_tickets(step):
+            coordinator.complete(ticket.number, 1)
+            steps.append(ticket.stream[-1])
+        assert coordinator.ready(step)
+        coordinator.release(step)
+    parts = ["".join(sorted(steps[start : start + 4])) for start in range(0, len(steps), 4)]
+    assert parts == ["aabb", "aabb", "aabb", "aaaa", "aaaa", "aaaa", "aaaa", "aaaa"]
+
+
+def only_a(progress, step, state):
+    return {"a": 1, "b": 0}
+
+
+def only_later(progress, step, state):
+    return {"a": 1, "b": -1 if step == 3 else 1}
+
+
+def test_a_curriculum_that_fails_costs_no_checkpoint(tmp_path):
+    plan = plan_of(("a", 9, 1), ("b", 9, 1), batch=4, curriculum=CurriculumPlan(f"{__name__}:only_later"))
+    with Journal(tmp_path / "ledger.jsonl") as ledger:
+        coordinator = Coordinator(plan, ledger)
+        complete_all(coordinator)
+        complete_all(coordinator)
+        before = json.loads(json.dumps(coordinator.snapshot()))
+        with pytest.raises(UserError, match="after step 3 the curriculum gave 'b' the weight -1"):
+            complete_all(coordinator)
+        assert coordinator.snapshot() == before and coordinator.step == 2
+    assert verify(tmp_path / "ledger.jsonl").consumed == 8
+    mended = replace(plan, curriculum=CurriculumPlan(f"{__name__}:only_a"))
+    with Journal(tmp_path / "ledger.jsonl", mark_of(before)) as ledger:
+        coordinator = Coordinator(mended, ledger, before)
+        issued = [complete_all(coordinator) for _ in range(2)]
+    assert [Counter(ticket.stream for ticket in step) for step in issued] == [
+        {"train/a": 2, "train/b": 2},
+        {"train/a": 4},
+    ]
+    verify(tmp_path / "ledger.jsonl")
+
+
+def test_weights_that_the_config_changes_are_found_in_order(tmp_path):
+    """With many domains some are behind by more than a place where all changes at once."""
+    plan = plan_of(*((name, 9, 1) for name in "abcdef"), batch=5, steps=8)
+    with Journal(tmp_path / "ledger.jsonl") as ledger:
+        coordinator = Coordinator(plan, ledger)
+        complete_all(coordinator)
+        snapshot = coordinator.snapshot()
+    other = replace(plan, domains=tuple(replace(d, weight=1e-3 if d.name != "f" else 9) for d in plan.domains))
+    with Journal(tmp_path / "ledger.jsonl", mark_of(snapshot)) as ledger:
+        coordinator = Coordinator(other, ledger, snapshot)
+        complete_all(coordinator)
+    verify(tmp_path / "ledger.jsonl")

@@ -81,12 +81,12 @@ def test_offered_rows_go_first_and_no_row_of_the_data_is_passed_over(tmp_path: P
 
 def test_while_the_data_are_shut_only_offered_rows_are_handed_out() -> None:
     coordinator = Coordinator(plan_of(staleness=1))
-    coordinator.data_open = False
+    coordinator.tickets.data_open = False
     assert coordinator.take_tickets() == [] and coordinator.stalled
     coordinator.offer()
     assert not coordinator.stalled
     assert [ticket.row for ticket in coordinator.take_tickets()] == [5]
-    coordinator.data_open = True
+    coordinator.tickets.data_open = True
     assert [ticket.row for ticket in coordinator.take_tickets()] == [0, 1, 2]
 
 

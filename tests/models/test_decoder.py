@@ -51,8 +51,8 @@ def make(family: str, changes: dict[str, Any]) -> Any:
 def view_logits(view: DecoderView, ids: list[list[int]], num_prefilled: list[int], extent: int) -> list[Tensor]:
     """Logits of each sequence from its last prefilled token on, the rest decoded one by one in a common batch."""
     kv = view.prefill([tuple(row[:count]) for row, count in zip(ids, num_prefilled, strict=True)])
-    pad = extent - kv.keys.shape[-1]
-    keys, values = nn.functional.pad(kv.keys, (0, pad)), nn.functional.pad(kv.values, (0, 0, 0, pad))
+    pad = extent - kv.keys.shape[-2]
+    keys, values = (nn.functional.pad(memory, (0, 0, 0, pad)) for memory in (kv.keys, kv.values))
     logits = [[row] for row in view.logits(kv.hidden)]
     for step in range(len(ids[0]) - num_prefilled[0]):
         positions = torch.tensor([count + step for count in num_prefilled])

@@ -16,11 +16,14 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[nn.Linear, Tensor, Tenso
     return head, hidden, torch.randint(VOCABULARY, (ROWS,))
 
 
-def brute_force(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def brute_force(logits: Tensor, targets: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies by the definitions, over the tokens that have any probability."""
     log_probs, entropies = [], []
-    for row, target in zip(logits, targets, strict=True):
-        weights = torch.exp((row - row.max()) / temperature)
+    heats = (
+        temperature if isinstance(temperature, Tensor) else torch.full((len(logits),), temperature, dtype=torch.float64)
+    )
+    for row, target, heat in zip(logits, targets, heats, strict=True):
+        weights = torch.exp((row - row.max()) / heat)
         probs = weights / weights.sum()
         log_probs.append(torch.log(probs[target]))
         possible = probs[probs > 0]
@@ -28,9 +31,12 @@ def brute_force(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Te
     return torch.stack(log_probs), torch.stack(entropies)
 
 
+EACH = torch.linspace(0.4, 2.0, ROWS, dtype=torch.float64)  # a temperature a row
+
+
 @pytest.mark.parametrize("rows_in_chunk", [1, 4, ROWS - 1, ROWS, 1000])
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
-def test_values_and_gradients_are_those_of_full_logits(rows_in_chunk: int, temperature: float) -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7, EACH])
+def test_values_and_gradients_are_those_of_full_logits(rows_in_chunk: int, temperature: float | Tensor) -> None:
     head, hidden, targets = inputs()
     weights = torch.randn(2, ROWS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     expected = brute_force(head(hidden), targets, temperature)
@@ -102,8 +108,31 @@ def test_without_entropy_there_is_none() -> None:
         torch.testing.assert_close(log_probs, brute_force(head(hidden), targets, 1.0)[0], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
-def test_a_temperature_without_a_softmax_is_refused(temperature: float) -> None:
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), torch.linspace(0, 1, ROWS)])
+def test_a_temperature_without_a_softmax_is_refused(temperature: float | Tensor) -> None:
     head, hidden, targets = inputs()
     with pytest.raises(ValueError, match="temperature"):
         token_log_probs(head, hidden, targets, temperature=temperature, vocabulary=VOCABULARY)
+
+
+def test_the_entropy_alone_has_its_gradient() -> None:
+    head, hidden, targets = inputs()
+    expected = brute_force(head(hidden), targets, 1.0)[1]
+    (wanted,) = torch.autograd.grad(expected.square().sum(), [hidden])
+    entropies = token_log_probs(head, hidden, targets, vocabulary=VOCABULARY)[1]
+    assert entropies is not None
+    (found,) = torch.autograd.grad(entropies.square().sum(), [hidden])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_rows_beyond_a_block_have_their_own_values_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distflow.models.softmax.BLOCK_ELEMENTS", 4 * VOCABULARY)
+    test_values_and_gradients_are_those_of_full_logits(1000, 0.6)
+
+
+def test_a_second_backward_pass_over_the_same_log_probs_is_refused() -> None:
+    head, hidden, targets = inputs()
+    log_probs, _ = token_log_probs(head, hidden, targets, vocabulary=VOCABULARY)
+    log_probs.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="inplace"):
+        log_probs.sum().backward()

@@ -10,9 +10,11 @@ import pytest
 
 from distflow.observe.claim import RunFolderError
 from distflow.observe.report import MAX_BYTES, report_data, write_report
+from distflow.observe.report_answers import cut_answer
 from distflow.observe.report_charts import choose_charts, series
+from distflow.observe.report_compare import before_and_after
 from distflow.observe.report_page import embed
-from distflow.observe.report_samples import before_and_after, cut_answer, evenly
+from distflow.observe.report_samples import evenly
 from distflow.observe.report_summary import Accuracy, find_accuracy, learned, readable_s
 from distflow.observe.run_folder import RunFolder
 from distflow.observe.run_reader import MetricsRecord, Timeline
@@ -90,7 +92,7 @@ def test_the_report_of_a_run(make_run: Callable[..., Path]) -> None:
     assert first.startswith("It learned: accuracy on held-out problems (20 problems) was 0.20 before RL and is 0.80")
     assert "1 warning" in second and "actor/grad_norm, actor/kl_loss" in second
     assert audited.startswith("No step was proven again")
-    assert third == "12 steps took 12.0 s; most of it was rollout (50%)."
+    assert third == "12 steps took 12.0 s: rollout 50%, train_step 25%, other 25%."
     assert data["status"]["word"] == "finished" and data["title"] == "<b>tiny</b> & co"
     tiles = {tile["label"]: (tile["value"], tile["note"]) for tile in data["tiles"]}
     # Wilson: (p + z²/2n ± z √(p(1 − p)/n + z²/4n²)) / (1 + z²/n), n = 20, z = 1.96.
@@ -236,11 +238,27 @@ def test_problems_are_matched_by_their_text_and_averaged(tmp_path: Path) -> None
         ]
 
     with RunFolder(tmp_path, 0) as run:
-        run.samples(0, rows({"up": [0.0, 1.0], "down": [1.0, 1.0], "same": [None, 0.0], "gone": [1.0]}), "val")
-        run.samples(9, rows({"down": [1.0, 0.0], "up": [1.0, 1.0], "new": [1.0], "same": [0.0]}), "val")
+        run.samples(
+            0,
+            rows(
+                {
+                    "up": [0.0, 1.0],
+                    "down": [1.0, 1.0],
+                    "same": [None, 0.0],
+                    "gone": [1.0],
+                    "failed": [0.0],
+                    "fails": [None],
+                }
+            ),
+            "val",
+        )
+        after = rows(
+            {"down": [1.0, 0.0], "up": [1.0, 1.0], "new": [1.0], "same": [0.0], "failed": [0.0], "fails": [1.0]}
+        )
+        run.samples(9, [{**row, "errors": "no luck" if row["prompt"] == "failed" else None} for row in after], "val")
     found = before_and_after(tmp_path, Timeline())
     assert found is not None
-    assert (found["num_better"], found["num_worse"], found["num_same"]) == (1, 1, 1)
+    assert [found[f"num_{how}"] for how in ("better", "worse", "same", "unjudged")] == [1, 1, 1, 2]
     assert [e["prompt"] for e in found["examples"]] == ["up", "down", "same"] and found["lengths"] == [10, 10]
     assert found["examples"][0]["before"]["score"] == 0.5
     (tmp_path / "samples" / "val-000009.jsonl").unlink()

@@ -30,7 +30,14 @@ SETTINGS = [
     "reward_scale: 2, reward_shift: -0.5, reward_norm: {mean_level: running, std_level: running}, reward_clip: 1.2, "
     "length_weight: [1.5, 0.5], difficulty_mask: [0.2, 0.9]}}",
 ]
-PROCESSED = ("reward_norm", "reward_clip", "kl_penalty", "sample_mask", "calculate_advantages", "sample_weights")
+WHITENED = [
+    *SETTINGS[:-1],
+    SETTINGS[-1].replace("reward_clip: 1.2", "use_kl_in_reward: true, whiten_rewards: true, mask_long_errors: 4"),
+]
+PROCESSED = (
+    *("reward_norm", "reward_clip", "kl_penalty", "reward_whitening", "sample_mask"),
+    *("calculate_advantages", "sample_weights"),
+)
 COLUMNS = ("token_level_rewards", "advantages", "returns", "loss_mask")
 
 
@@ -62,11 +69,17 @@ def process(
     return done, state, metrics
 
 
+def _gap(found: Batch, wanted: Batch, name: str) -> float:
+    return float((found[name] - wanted[name]).abs().max())
+
+
 def main(rank: int, folder: Path) -> None:
     batch, rows = mixed_batch(), SHARES[rank]
     whole, kept, measured = process(batch, OneRank())
     mine, own, metrics = process(batch.select(rows), TorchCollective())
-    wanted = whole.select(rows)
-    apart = {name: float((mine[name] - wanted[name]).abs().max()) for name in COLUMNS}
+    apart = {name: _gap(mine, whole.select(rows), name) for name in COLUMNS}
+    whitened, _, _ = process(batch, OneRank(), settings=WHITENED)
+    own_whitened, _, _ = process(batch.select(rows), TorchCollective(), settings=WHITENED)
+    apart |= {f"{name}, whitened": _gap(own_whitened, whitened.select(rows), name) for name in COLUMNS}
     found = {"apart": apart, "kept": {**kept, "metrics": measured}, "own": {**own, "metrics": metrics}}
     (folder / f"{rank}.json").write_text(json.dumps(found))

@@ -13,7 +13,7 @@ from distflow.config.domain_algorithm import algorithm_of
 from distflow.runtime.audit.estimators import expected_advantages
 from distflow.runtime.audit.evidence import samples_of
 from distflow.training.collective import OneRank
-from tests.pipelines.domain_ranks import COLUMNS, DOMAINS, SETTINGS, mixed_batch, process
+from tests.pipelines.domain_ranks import COLUMNS, DOMAINS, SETTINGS, WHITENED, mixed_batch, process
 from tests.ranks import run_ranks
 
 ESTIMATORS = {"sums": "grpo", "words": "gae", "other": "reinforce_plus_plus"}
@@ -24,8 +24,8 @@ def test_advantages_moments_and_coefficients_do_not_depend_on_the_ranks(tmp_path
     run_ranks("tests.pipelines.domain_ranks", 2, tmp_path)
     for rank in range(2):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert found["apart"].keys() == set(COLUMNS) and max(found["apart"].values()) < 1e-5
-        assert flat(found["own"]) == pytest.approx(flat(found["kept"]), rel=1e-9) and len(flat(found["own"])) == 11
+        assert len(found["apart"]) == 2 * len(COLUMNS) and max(found["apart"].values()) < 1e-5
+        assert flat(found["own"]) == pytest.approx(flat(found["kept"]), rel=1e-9) and len(flat(found["own"])) == 12
 
 
 def flat(state: dict[str, Any], prefix: str = "") -> dict[str, float]:
@@ -94,6 +94,44 @@ def test_samples_are_left_out_of_the_loss_where_their_domain_says_so() -> None:
         kept = sample["domain"] != "words" or 0.2 < share[group] < 0.9
         assert torch.equal(sample["loss_mask"], sample["response_mask"] * counts * kept), sample["uid"]
     assert 0 < metrics["sample_mask/difficulty/words"] < 1
+
+
+def test_rewards_of_tokens_are_whitened_behind_the_kl_by_hand() -> None:
+    """Less the mean, over the unbiased standard deviation, of the policy's tokens of the domain's valid samples."""
+    plain, _, _ = process(
+        mixed_batch(), OneRank(), steps=1, settings=[s.replace("whiten_rewards: true, ", "") for s in WHITENED]
+    )
+    batch, _, _ = process(mixed_batch(), OneRank(), steps=1, settings=WHITENED)
+    words = [(s, w) for s, w in zip(samples_of(plain), samples_of(batch), strict=True) if s["domain"] == "words"]
+    counted = [
+        float(reward)
+        for sample, _ in words
+        for reward, made in zip(sample["token_level_rewards"], sample["response_mask"], strict=True)
+        if made > 0 and sample["valid"]
+    ]
+    mean, scale = statistics.fmean(counted), statistics.stdev(counted)
+    assert len({round(value, 4) for value in counted}) > 4, "a KL is on every token"
+    for sample, whitened in words:
+        for reward, made, found in zip(
+            sample["token_level_rewards"], sample["response_mask"], whitened["token_level_rewards"], strict=True
+        ):
+            wanted = (float(reward) - mean) / scale if made > 0 and sample["valid"] else 0.0
+            assert float(found) == pytest.approx(wanted, abs=1e-5)
+    for one, other in zip(samples_of(plain), samples_of(batch), strict=True):
+        if one["domain"] != "words":
+            assert torch.equal(one["token_level_rewards"], other["token_level_rewards"])
+
+
+def test_long_answers_that_are_not_right_are_left_out_of_the_loss() -> None:
+    """ROLL: kept where they are right, or shorter than the threshold."""
+    settings = [s.replace(", difficulty_mask: [0.2, 0.9]", "") for s in WHITENED]
+    batch, _, metrics = process(mixed_batch(), OneRank(), settings=settings)
+    words = [s for s in samples_of(batch) if s["domain"] == "words" and s["valid"]]
+    left_out = [int((s["response_mask"] > 0).sum()) >= 4 and float(s["acc"]) < 1 for s in words]
+    assert 0 < sum(left_out) < len(words)
+    for sample, out in zip(words, left_out, strict=True):
+        assert torch.equal(sample["loss_mask"], sample["response_mask"] * (not out))
+    assert metrics["sample_mask/long_errors/words"] == pytest.approx(sum(left_out) / len(words))
 
 
 def test_weights_of_samples_are_of_the_lengths_in_their_domain() -> None:

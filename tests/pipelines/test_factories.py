@@ -63,7 +63,11 @@ def test_warm_up_of_the_critic_is_taken_off_the_actors_schedule_and_not_off_the_
 
 
 @pytest.mark.parametrize(
-    ("name", "made", "taken"), [("embedded", EmbeddedEngine, {"max_num_seqs": 7}), ("hf", HFEngine, {})]
+    ("name", "made", "taken"),
+    [
+        ("embedded", EmbeddedEngine, {"max_num_seqs": 7, "batch_invariant": False, "enforce_eager": False}),
+        ("hf", HFEngine, {}),
+    ],
 )
 def test_a_rollout_engine_gets_the_keys_that_its_constructor_names(
     name: str, made: type, taken: dict[str, object]

@@ -19,7 +19,7 @@ from distflow.config import load_config
 from distflow.config.errors import UserError
 from distflow.data.encoded import EncodedRows
 from distflow.graph import PipelineError
-from distflow.pipelines.spec import data_plan
+from distflow.pipelines.data_plan import data_plan
 from distflow.pipelines.travel import check_importable
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.checks.mismatch import Tolerance

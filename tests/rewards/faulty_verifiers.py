@@ -103,6 +103,7 @@ ACTIONS = {
     "chatty": chatty,
     "nan": lambda extra_info: float("nan"),
     "inf": lambda extra_info: float("inf"),
+    "huge number": lambda extra_info: 10**400,
     "none": lambda extra_info: None,
     "text": lambda extra_info: "1.0",
     "complex": lambda extra_info: 1 + 0j,

@@ -13,10 +13,11 @@ from distflow.rewards.code_cases import Box, Stopped, run_streams
 from distflow.rewards.code_reward import compute_score, compute_share
 from distflow.rewards.code_reward import judge as judge_in
 from distflow.rewards.code_tests import StreamTests
-from distflow.rewards.deadline import due_within
+from distflow.rewards.deadline import due_within, left_s
 from distflow.rewards.pool import VerifierPool
 from distflow.sandbox.errors import SandboxFault
 from distflow.sandbox.sandbox import Sandbox
+from tests.patience import at_some_deadline
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 DOUBLE = {"fn_name": "f", "inputs": [[i] for i in range(8)], "outputs": [2 * i for i in range(8)]}
@@ -204,12 +205,14 @@ def test_a_completion_of_the_prompt_and_what_the_prompt_imports():
     ],
 )
 def test_a_program_that_takes_too_much_is_wrong_and_no_error(program, why):
-    with due_within(3.0):
-        began = time.monotonic()
-        verdict = judge(program, FEW)
-        assert time.monotonic() - began < 3.0
-    assert verdict["score"] == float(why is None)
-    assert why is None or why in verdict["failed"][0]["why"]
+    def check(deadline_s: float) -> None:
+        with due_within(deadline_s):
+            verdict = judge(program, FEW)
+            assert left_s() > 0
+        assert verdict["score"] == float(why is None)
+        assert why is None or why in verdict["failed"][0]["why"]
+
+    at_some_deadline(check, 3.0, 30.0)
 
 
 @pytest.mark.parametrize(
@@ -252,10 +255,10 @@ def test_a_sandbox_that_does_not_work_is_an_error():
         list(run_streams(Box(sandbox, 5.0), "print(3)", StreamTests(("",), ("3",))))
 
 
-def test_no_case_is_begun_when_the_program_has_used_up_the_time():
+def test_no_case_goes_on_when_the_program_has_used_up_the_time():
     with Sandbox() as sandbox:
-        asleep = StreamTests(("", ""), ("", ""))
-        outcomes = run_streams(Box(sandbox, 1.5), "import time\ntime.sleep(1)", asleep)
+        asleep = StreamTests(("", "x"), ("", ""))
+        outcomes = run_streams(Box(sandbox, 3.0), "import sys, time\nif sys.stdin.read(): time.sleep(60)", asleep)
         assert next(outcomes).why == ""
         with pytest.raises(Stopped, match="ran out of time"):
             next(outcomes)
@@ -264,7 +267,7 @@ def test_no_case_is_begun_when_the_program_has_used_up_the_time():
 def test_a_verdict_that_ran_short_takes_nothing_from_the_next():
     with Sandbox() as sandbox:
         limits = sandbox.limits
-        with due_within(1.0):
+        with due_within(3.0):
             assert judge_in(sandbox, fenced("while True: pass"), FEW, {})["score"] == 0.0
             assert judge_in(sandbox, fenced("while True: pass"), LINES, {})["score"] == 0.0
         assert sandbox.limits == limits
@@ -300,18 +303,22 @@ def kill_children(pid):
 
 def test_through_the_pool_an_endless_program_is_wrong_and_a_dead_sandbox_is_replaced():
     answers = [fenced("while True: pass"), fenced("def f(x): return 2 * x"), fenced("def f(x): return 2 * x")]
-    pool = VerifierPool({"code": "distflow.rewards.code_reward:compute_score"}, num_workers=1, timeout_s=3.0)
-    try:
+    pool = VerifierPool({"code": "distflow.rewards.code_reward:compute_score"}, num_workers=1, timeout_s=60.0)
+
+    def check(deadline_s: float) -> None:
         verdicts = []
-        for answer in answers:
+        for answer, within_s in zip(answers, (deadline_s, 60.0, 60.0), strict=True):
             arguments = {"data_source": "", "solution_str": answer, "ground_truth": FEW, "extra_info": {}}
-            verdicts.append(asyncio.run(pool.judge("code", arguments)))
+            verdicts.append(asyncio.run(pool.judge("code", arguments, within_s)))
             (worker,) = pool.pids()
             kill_children(worker)
+        assert [getattr(verdict, "value", verdict) for verdict in verdicts] == [0.0, 1.0, 1.0]
+        assert "ran out of time" in str(verdicts[0].extra["failed"])
+
+    try:
+        at_some_deadline(check, 3.0, 30.0)
     finally:
         pool.close()
-    assert [getattr(verdict, "value", verdict) for verdict in verdicts] == [0.0, 1.0, 1.0]
-    assert "ran out of time" in str(verdicts[0].extra["failed"])
 
 
 def rows(name, number):
@@ -324,3 +331,14 @@ def test_reference_solutions_pass():
     assert all(compute_score("", row["canonical_solution"], None, row)["score"] for row in human)
     mbpp = [row for row in rows("mbpp_trainval.jsonl", 40) if row["task_id"] != 533]  # whose tests hand over a type
     assert all(compute_score("", fenced(row["code"]), row["test_list"], row)["score"] for row in mbpp)
+
+
+def test_the_program_that_ran_and_how_long_it_took_are_told():
+    slow = "import time\ndef f(x):\n    time.sleep(0.3)\n    return 2 * x"
+    told = compute_score(
+        "", f"first\n{fenced('x = 1')}\nthen\n{fenced(slow)}", {**DOUBLE, "inputs": [[1]], "outputs": [2]}
+    )
+    assert told["program"].strip() == slow and 0.3 <= told["seconds"] < 60
+    huge = compute_score("", fenced("x = 1\n" * 100_000), {**DOUBLE, "inputs": [[1]], "outputs": [2]})
+    assert len(huge["program"]) < 5000 and huge["score"] == 0
+    assert compute_score("", "```ruby\nputs 1\n```", FEW)["program"] is None

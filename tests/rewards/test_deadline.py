@@ -10,12 +10,12 @@ from distflow.rewards.judging import judge
 
 def test_the_time_that_is_left():
     assert left_s() == math.inf
-    with due_within(5.0):
-        assert 4.0 < left_s() <= 5.0
-        with pytest.raises(KeyError), due_within(1.0):
-            assert left_s() <= 1.0
+    with due_within(5000.0):
+        assert 4000.0 < left_s() <= 5000.0
+        with pytest.raises(KeyError), due_within(1000.0):
+            assert left_s() <= 1000.0
             raise KeyError
-        assert 4.0 < left_s() <= 5.0
+        assert 4000.0 < left_s() <= 5000.0
     assert left_s() == math.inf
 
 
@@ -26,6 +26,6 @@ def test_a_reward_has_the_time_of_all_that_are_judged_with_it():
     def all_seconds(solution_strs: list[str]) -> list[float]:
         return [left_s()] * len(solution_strs)
 
-    assert 6.0 < judge("r", seconds, [{"solution_str": "a"}], 7.0)[0]["score"] <= 7.0
+    assert 6000.0 < judge("r", seconds, [{"solution_str": "a"}], 7000.0)[0]["score"] <= 7000.0
     asked = [{"solution_str": "a"}, {"solution_str": "b"}]
-    assert all(13.0 < answer["score"] <= 14.0 for answer in judge("r", all_seconds, asked, 7.0))
+    assert all(13000.0 < answer["score"] <= 14000.0 for answer in judge("r", all_seconds, asked, 7000.0))

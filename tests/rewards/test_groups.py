@@ -1,7 +1,6 @@
 """Async and batched rewards: handed all answers to a prompt at a time, judged as one by one."""
 
 import asyncio
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,11 +11,18 @@ from distflow.rewards.functions import find_fault
 from distflow.rewards.pool import VerifierPool
 from distflow.rewards.router import RewardRouter
 from distflow.rewards.verdict import Error, Score, Timeout, Verdict
+from tests.patience import at_some_deadline
 
 SOURCE = """
 import asyncio, os, time
 
+arrived = 0
+
 async def waiting(solution_str, extra_info):
+    global arrived
+    arrived += "together" in extra_info
+    while arrived < extra_info.get("together", 0):
+        await asyncio.sleep(0.01)
     await asyncio.sleep(extra_info.get("sleeps", 0))
     if solution_str == "raise":
         raise KeyError("no such answer")
@@ -74,16 +80,19 @@ def test_the_pool_knows_which_take_groups(pool: VerifierPool) -> None:
 
 
 def test_async_ones_wait_together_and_fail_alone(pool: VerifierPool) -> None:
-    ask(pool, "waiting", ["a"])  # the process is up
-    began = time.monotonic()
-    verdicts = ask(pool, "waiting", ["a", "raise", "abc", *["abcd"] * 20], sleeps=0.3)
-    assert time.monotonic() - began < 3
+    """Each waits for all others to have begun."""
+    verdicts = ask(pool, "waiting", ["a", "raise", "abc", *["abcd"] * 20], together=23)
     assert verdicts[0] == Score(1.0, {"acc": 0.0}) and verdicts[2] == Score(3.0, {"acc": 0.0})
     assert isinstance(verdicts[1], Error) and "KeyError: 'no such answer' (at rewards.py:" in verdicts[1].reason
 
 
 def test_an_async_one_has_a_deadline_of_its_own(pool: VerifierPool) -> None:
-    assert ask(pool, "waiting", ["a", "b"], 0.2, sleeps=60) == [Timeout(0.2), Timeout(0.2)]
+    """Else both would be killed after the time of two."""
+
+    def check(deadline_s: float) -> None:
+        assert ask(pool, "waiting", ["a", "b"], deadline_s, sleeps=600) == [Timeout(deadline_s)] * 2
+
+    at_some_deadline(check, 0.3, 10.0)
     assert ask(pool, "waiting", ["a"]) == [Score(1.0, {"acc": 0.0})]
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.rewards.answers import after_hashes, last_box, marked_answer, phrased_answer
-from distflow.rewards.math_reward import compute_score, gold_answer, is_equal, normalise
+from distflow.rewards.math_reward import compute_score, compute_verdict, gold_answer, is_equal, normalise
 
 SETS = Path(__file__).parents[1] / "data" / "sets"
 
@@ -243,3 +243,16 @@ def test_normalising():
     assert normalise(r"$\left( 1 \right)$") == "( 1 )"
     assert normalise("12 : ") == "12" and normalise("3!") == "3!" and normalise("5\\, ") == "5"
     assert normalise("1e2") == r"1 \cdot 10^{2}" and normalise("2e^3") == "2e^3" and normalise("0x1e2") == "0x1e2"
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "verdict"),
+    [
+        (r"\boxed{\frac{14}{2}}", "so\n#### 7", {"score": 1.0, "extracted": r"\frac{14}{2}", "wanted": "7"}),
+        ("it is 8", ["7", "9"], {"score": 0.0, "extracted": "8", "wanted": ["7", "9"]}),
+        ("it is 9", ["7", "9"], {"score": 1.0, "extracted": "9", "wanted": "9"}),
+        ("no idea", "7", {"score": 0.0, "extracted": None, "wanted": "7"}),
+    ],
+)
+def test_what_was_compared_is_told(response, truth, verdict):
+    assert compute_verdict("", response, truth) == verdict

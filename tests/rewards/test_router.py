@@ -10,6 +10,7 @@ from distflow.config.errors import UserError
 from distflow.data.sample import Sample, Segment
 from distflow.rewards.router import Judgement, Overlong, RewardRouter, check_domains
 from distflow.rewards.verdict import Error, Score, Timeout
+from tests.patience import at_some_deadline
 
 FAULTY = str(Path(__file__).with_name("faulty_verifiers.py"))
 SETTINGS = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
@@ -80,12 +81,15 @@ def test_one_part_that_fails_leaves_the_sample_without_a_score_and_keeps_the_oth
 
 
 def test_a_part_that_hangs_is_a_timeout_of_the_sample():
-    settings = {**SETTINGS, "timeout_s": 0.4}
-    with RewardRouter({"default": [("custom", 1.0)]}, custom=(FAULTY, "compute_score"), **settings) as router:
-        assert score(router, sample("hang in c")).verdict == Timeout(0.4)
-        assert score(router, sample("echo", value=3)).verdict == Score(3.0)
-        counts = router.take_counts()
-        assert (counts["reward/timeouts"], counts["reward/timeouts/custom"], counts["reward/verdicts"]) == (1, 1, 2)
+    def check(deadline_s: float) -> None:
+        settings = {**SETTINGS, "timeout_s": deadline_s}
+        with RewardRouter({"default": [("custom", 1.0)]}, custom=(FAULTY, "compute_score"), **settings) as router:
+            assert score(router, sample("hang in c")).verdict == Timeout(deadline_s)
+            assert score(router, sample("echo", value=3)).verdict == Score(3.0)
+            counts = router.take_counts()
+            assert (counts["reward/timeouts"], counts["reward/timeouts/custom"], counts["reward/verdicts"]) == (1, 1, 2)
+
+    at_some_deadline(check, 0.4, 10.0)
 
 
 def test_a_missing_ground_truth_is_an_error(router):
@@ -135,3 +139,29 @@ def test_functions_that_are_not_there(functions, custom, said):
 def test_a_function_may_be_named_by_its_module():
     with RewardRouter({"default": [("distflow.rewards.exact_match_reward:compute_score", 1.0)]}, **SETTINGS) as router:
         assert score(router, sample("a", "a")).verdict == Score(1.0)
+
+
+def test_what_failed_is_counted_by_domain_and_what_the_other_parts_said_is_kept(router):
+    router.take_counts()
+    failed = score(router, sample("dict", "x", "faulty"))
+    assert failed.remarks()["custom/why"] == "half"
+    functions = {"calc": [("math", 1.0), ("custom", 1.0)], "text": [("exact_match", 1.0)]}
+    with RewardRouter(functions, custom=(FAULTY, "compute_score"), **SETTINGS) as own:
+        judgement = score(own, sample("raises", "5", "calc"))
+        score(own, sample("a", "a", "text"))
+        score(own, sample("a", "a", "text"))
+        counts = own.take_counts()
+    assert isinstance(judgement.verdict, Error) and judgement.remarks() == {"math/extracted": None, "math/wanted": "5"}
+    by_domain = {name: number for name, number in counts.items() if name.startswith("domains/")}
+    assert by_domain == {
+        "domains/calc/verdicts": 1, "domains/calc/errors": 1, "domains/calc/timeouts": 0,
+        "domains/text/verdicts": 2, "domains/text/errors": 0, "domains/text/timeouts": 0,
+    }  # fmt: skip
+    assert (counts["reward/verdicts"], counts["reward/errors"]) == (3, 1)
+
+
+@pytest.mark.parametrize("name", ["errors", "timeouts", "all", "errors/algebra"])
+def test_a_domain_whose_metrics_would_be_taken_for_others_is_refused(name):
+    with pytest.raises(UserError, match=f"called '{name}'.*data.domain_key"):
+        check_domains({"default": [("math", 1.0)]}, ["gsm8k", name])
+    check_domains({"default": [("math", 1.0)]}, ["gsm8k", "math", "mean", "my/errors"])

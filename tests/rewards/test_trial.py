@@ -8,6 +8,7 @@ import pytest
 from distflow.rewards.perturb import FORMS, are_same, right_responses, wrong_responses
 from distflow.rewards.pool import VerifierPool
 from distflow.rewards.trial import HOSTILE_KIND, Row, Trial, try_reward
+from tests.patience import at_some_deadline
 
 ROWS = [Row(f"rows:{number}", "default", answer, {}) for number, answer in enumerate(("128", "-7", "2.5", "1,000"))]
 
@@ -39,18 +40,22 @@ def test_the_faults_of_a_reward_are_counted_by_kind(tmp_path: Path):
     (tmp_path / "bad.py").write_text(
         "import time\n"
         "def compute_score(solution_str, ground_truth):\n"
-        "    if len(solution_str) > 1_000_000: time.sleep(60)\n"
+        "    if len(solution_str) > 1_000_000: time.sleep(600)\n"
         "    if '\\x00' in solution_str: raise KeyError('nul')\n"
         "    return float(ground_truth in solution_str and ground_truth != '2.5')\n"
     )
-    found = faults(tried(f"{tmp_path / 'bad.py'}:compute_score", timeout_s=1.0))
-    # three of four answers are found in each of four forms, wherever they stand
-    assert found.pop("right answer") == (4, 0, 0)
-    assert found.pop("both answers") == (24, 0, 0) and found.pop("answer named, another given") == (12, 0, 0)
-    assert found.pop("another sign") == (8, 0, 0), "-7 is not in 7"
-    assert found.pop("a digit more") == (12, 0, 0)
-    assert found.pop(HOSTILE_KIND) == (0, 1, 1)
-    assert found == {}
+
+    def check(deadline_s: float) -> None:
+        found = faults(tried(f"{tmp_path / 'bad.py'}:compute_score", timeout_s=deadline_s))
+        # three of four answers are found in each of four forms, wherever they stand
+        assert found.pop("right answer") == (4, 0, 0)
+        assert found.pop("both answers") == (24, 0, 0) and found.pop("answer named, another given") == (12, 0, 0)
+        assert found.pop("another sign") == (8, 0, 0), "-7 is not in 7"
+        assert found.pop("a digit more") == (12, 0, 0)
+        assert found.pop(HOSTILE_KIND) == (0, 1, 1)
+        assert found == {}
+
+    at_some_deadline(check, 1.0, 10.0)
 
 
 def test_a_reward_that_is_never_or_always_right(tmp_path: Path):

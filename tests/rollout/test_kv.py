@@ -10,21 +10,21 @@ def prompt_kv(contexts: list[tuple[int, ...]]) -> PromptKV:
     """Keys and values that tell which token of which prompt they are of."""
     longest = max(map(len, contexts))
     ids = torch.tensor([[*context, *[-1] * (longest - len(context))] for context in contexts], dtype=torch.float32)
-    keys = ids[None, :, None, None, :].expand(2, -1, 3, 4, -1).clone()
-    return PromptKV(keys, keys.transpose(-1, -2).clone() + 0.5, ids[:, :1].clone())
+    keys = ids[None, :, None, :, None].expand(2, -1, 3, -1, 4).clone()
+    return PromptKV(keys, keys + 0.5, ids[:, :1].clone())
 
 
 def held(slots: KVSlots, slot: int, length: int) -> list[float]:
-    keys, values = slots.window(slot + 1, length)
-    assert torch.equal(values[:, slot], keys[:, slot].transpose(-1, -2) + 0.5)
-    assert (keys[:, slot] == keys[0, slot, 0, 0]).all()
-    return keys[0, slot, 0, 0].tolist()
+    keys, values = (memory[:, slot, :, :length] for memory in (slots.keys, slots.values))
+    assert torch.equal(values, keys + 0.5)
+    assert (keys == keys[0, 0, :, :1]).all()
+    return keys[0, 0, :, 0].tolist()
 
 
 def test_fill_grow_and_move() -> None:
     slots = KVSlots()
-    slots.fill(prompt_kv([(1, 2, 3), (4, 5)]), [0, 0, 1], first_slot=0)
-    slots.fill(prompt_kv([(6,) * 150, (7,)]), [1, 0], first_slot=3)
+    slots.fill(prompt_kv([(1, 2, 3), (4, 5)]), [0, 0, 1], first_slot=0, num_wanted=3)
+    slots.fill(prompt_kv([(6,) * 150, (7,)]), [1, 0], first_slot=3, num_wanted=5)
     assert held(slots, 1, 3) == [1, 2, 3]
     assert held(slots, 2, 2) == [4, 5]
     assert held(slots, 4, 150) == [6] * 150
@@ -36,11 +36,34 @@ def test_fill_grow_and_move() -> None:
 
 def test_new_memory_is_zero_and_reset_returns_it() -> None:
     slots = KVSlots()
-    slots.fill(prompt_kv([(1, 2)]), [0], first_slot=0)
-    keys, values = slots.window(3, 200)
-    assert not keys[:, 1:].any() and not keys[..., 2:].any() and not values[:, 1:].any()
+    slots.fill(prompt_kv([(1, 2)]), [0], first_slot=0, num_wanted=1)
+    keys, values = slots.window(3, 200, num_wanted=3)
+    assert not keys[:, 1:].any() and not keys[..., 2:, :].any() and not values[:, 1:].any()
     slots.reset()
     assert slots.keys.numel() == slots.values.numel() == 0
+
+
+def test_memory_follows_the_sequences_that_are_left() -> None:
+    slots = KVSlots()
+    slots.fill(prompt_kv([(index,) * 20 for index in range(8)]), list(range(8)), first_slot=0, num_wanted=100)
+    assert slots.keys.shape[1] == 100, "room for all that wait"
+    keys, _ = slots.window(2, 400, num_wanted=2)
+    assert keys.shape[3] >= 400 and slots.keys.shape[1] == 2, "grows for those alone that are left"
+    assert held(slots, 1, 20) == [1] * 20
+    keys, _ = slots.window(2, 350, num_wanted=2)
+    assert keys.shape[3] >= 400, "a little too much stays"
+    keys, _ = slots.window(2, 100, num_wanted=2)
+    assert 100 <= keys.shape[3] < 200, "much too much goes"
+    assert held(slots, 1, 20) == [1] * 20 and not keys[:, 1, :, 20:].any()
+    slots.fill(prompt_kv([(9,)]), [0], first_slot=2, num_wanted=3)
+    assert slots.keys.shape[3] == keys.shape[3], "short prompts cut nobody off"
+
+
+def test_what_is_read_lies_together() -> None:
+    slots = KVSlots()
+    slots.fill(prompt_kv([(1, 2), (3,)]), [0, 1, 1], first_slot=0, num_wanted=10)
+    for memory in slots.window(3, 70, num_wanted=3):
+        assert all(layer.is_contiguous() for layer in memory)
 
 
 def test_cached_prompts_are_found_until_they_are_pushed_out() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from distflow.rollout.embedded.sampler import Distribution, sample
+from distflow.rollout.embedded.sampler import TILE_NUMBERS, Distribution, sample
 from distflow.rollout.embedded.sequence import Sequence, sequences_of
 from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
 
@@ -96,11 +96,12 @@ def test_the_penalty_counts_generated_tokens_too() -> None:
     assert sample(torch.tensor([LOGITS]), [sequence]).token_ids.item() == 0
 
 
-def test_rows_with_different_options_are_drawn_as_if_alone() -> None:
+@pytest.mark.parametrize("vocab_size", [700, TILE_NUMBERS // 3])
+def test_rows_with_different_options_are_drawn_as_if_alone(vocab_size: int) -> None:
     sequences = [row for name in OPTIONS for row in rows_of(5, seed=len(name), **OPTIONS[name])]
     torch.manual_seed(0)
     sequences = [sequences[i] for i in torch.randperm(len(sequences))]
-    logits = torch.randn(len(sequences), 700) * 2
+    logits = torch.randn(len(sequences), vocab_size) * 2
     together = sample(logits, sequences)
     for row, sequence in enumerate(sequences):
         alone = sample(logits[row : row + 1], [sequence])

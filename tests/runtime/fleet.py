@@ -134,7 +134,7 @@ def publisher(trainer: Any, port: Any) -> Publisher:
     return Publisher(trainer, port, torch.float32, sends=True, canary=None, session=session)
 
 
-def within(what: Callable[[], bool], otherwise: str, seconds: float = 20) -> None:
+def within(what: Callable[[], bool], otherwise: str, seconds: float = 60) -> None:
     since = time.monotonic()
     while not what():
         assert time.monotonic() - since < seconds, otherwise

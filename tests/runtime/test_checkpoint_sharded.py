@@ -122,7 +122,7 @@ def test_two_ranks_go_on_from_one_process(on_two: Path, spec: Path, tmp_path: Pa
     restore(CheckpointStore(on_two / "checkpoints").load(1), resources)
     store = CheckpointStore(tmp_path / "checkpoints")
     parts = [*saved_parts(loaded, resources, released(loaded, 1), {}), ("odd", whole_odd_tensors())]
-    Saver(store, OneRank()).save(1, parts, (), wait=False)
+    Saver(store, OneRank()).save(1, parts, (), wait=True)
     assert "actor.safetensors" in [path.name for path in store.load().path.iterdir()]
     folder = run_task("reshard", 2, tmp_path, spec, store.folder)
     assert_same_bits(load_file(folder / "loaded.safetensors"), load_file(on_two / "step-1.safetensors"))

@@ -13,7 +13,7 @@ import pytest
 from distflow.rollout.engine import Stretch
 from distflow.runtime.host_thread import HostThread
 
-WITHIN_S = 20
+WITHIN_S = 60
 
 
 def until(wanted_back: Callable[[], bool]) -> None:
@@ -21,8 +21,18 @@ def until(wanted_back: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+def until_it_waits(host: HostThread) -> None:
+    while not host.waits:
+        time.sleep(0.001)
+
+
+def until_it_computes(host: HostThread) -> None:
+    while host._loan is None:
+        time.sleep(0.001)
+
+
 def asks_later(host: HostThread, stretch: Stretch) -> bool:
-    time.sleep(0.02)
+    until_it_waits(host)
     return host.compute(stretch)
 
 
@@ -36,7 +46,7 @@ def test_it_computes_what_is_asked_while_it_waits_and_then_has_its_result() -> N
     host, waited, idents = HostThread(), Future[list[bool]](), list[int]()
 
     def asks() -> None:
-        time.sleep(0.05)
+        until_it_waits(host)
         waited.set_result([host.compute(lambda back: idents.append(threading.get_ident())) for _ in range(3)])
 
     with other_threads() as pool:
@@ -66,9 +76,14 @@ def test_on_another_thread_waiting_is_only_waiting() -> None:
 
 def test_a_stretch_is_told_when_the_thread_is_wanted_back() -> None:
     host, waited = HostThread(), Future[int]()
+
+    def ends() -> None:
+        until_it_computes(host)
+        waited.set_result(3)
+
     with other_threads() as pool:
-        threading.Timer(0.1, waited.set_result, (3,)).start()
         asked = pool.submit(asks_later, host, until)
+        pool.submit(ends)
         assert host.wait(lambda: waited) == 3
         assert asked.result(WITHIN_S) is True
 
@@ -80,7 +95,7 @@ def test_what_it_waited_for_and_what_it_computed_may_raise(error: BaseException)
 
     host, waited, fine = HostThread(), Future[int](), Future[int]()
     with other_threads() as pool:
-        threading.Timer(0.05, lambda: pool.submit(host.compute, fails)).start()
+        pool.submit(asks_later, host, fails)
         with pytest.raises(type(error)):
             host.wait(lambda: waited)
         waited.set_exception(error)
@@ -90,15 +105,20 @@ def test_what_it_waited_for_and_what_it_computed_may_raise(error: BaseException)
         assert host.wait(lambda: fine) == 4
 
 
-def test_an_interrupt_while_it_waits_or_computes_leaves_nobody_waiting() -> None:
-    for computes in (False, True):
-        host = HostThread()
-        with other_threads() as pool:
-            asked = [pool.submit(asks_later, host, until) for _ in range(3 * computes)]
-            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-            with pytest.raises(KeyboardInterrupt):
-                host.wait(Future[int])
-            assert sorted(one.result(WITHIN_S) for one in asked) == [False, False, True][: len(asked)]
+@pytest.mark.parametrize("computes", [False, True])
+def test_an_interrupt_while_it_waits_or_computes_leaves_nobody_waiting(computes: bool) -> None:
+    host = HostThread()
+
+    def interrupts() -> None:
+        (until_it_computes if computes else until_it_waits)(host)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with other_threads() as pool:
+        asked = [pool.submit(asks_later, host, until) for _ in range(3 * computes)]
+        with pytest.raises(KeyboardInterrupt):
+            pool.submit(interrupts)
+            host.wait(Future[int])
+        assert sorted(one.result(WITHIN_S) for one in asked) == [False, False, True][: len(asked)]
 
 
 def test_what_does_not_end_is_abandoned_and_the_waiter_is_told() -> None:
@@ -109,7 +129,7 @@ def test_what_does_not_end_is_abandoned_and_the_waiter_is_told() -> None:
             time.sleep(0.001)
 
     def gives_up() -> bool:
-        time.sleep(0.1)
+        until_it_computes(host)
         waited.set_exception(TimeoutError("it hangs"))
         return host.abandon(WITHIN_S)
 
@@ -127,11 +147,17 @@ def test_what_cannot_be_interrupted_is_said_to_go_on() -> None:
     def hangs(back: Callable[[], bool]) -> None:
         release.wait()
 
+    def gives_up() -> bool:
+        until_it_computes(host)
+        try:
+            return host.abandon(0.1)
+        finally:
+            release.set()
+            waited.set_result(5)
+
     with other_threads() as pool:
         asked = pool.submit(asks_later, host, hangs)
-        threading.Timer(0.4, release.set).start()
-        threading.Timer(0.5, waited.set_result, (5,)).start()
-        given_up = pool.submit(lambda: (time.sleep(0.1), host.abandon(0.1))[1])
+        given_up = pool.submit(gives_up)
         assert host.wait(lambda: waited) == 5
         assert asked.result(WITHIN_S) and given_up.result(WITHIN_S) is False
     assert host.abandon(0.0)  # nothing is computed: nothing to interrupt

@@ -72,8 +72,8 @@ def test_a_thread_that_dies_answers_all_that_wait_and_all_that_come() -> None:
         with pytest.raises((LoopEnded, SystemExit)):
             thread.call(exits())
         with pytest.raises(LoopEnded, match="SystemExit: 3"):
-            waiting.result(10)
-        assert told.wait(10)
+            waiting.result(60)
+        assert told.wait(60)
         with pytest.raises(LoopEnded):
             thread.call(double(1))
         thread.cancel_all()

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from distflow.runtime.plain_calls import DeadlinePassed, PlainCalls
+from tests.patience import at_some_deadline
 
 
 def test_results_errors_and_the_caller_s_context() -> None:
@@ -51,8 +52,12 @@ def test_the_deadline_runs_from_the_start_of_the_call() -> None:
     """Calls that queue behind others must not time out for that."""
     pause = threading.Event()
 
-    async def run() -> list[bool]:
-        calls = PlainCalls()
-        return await asyncio.gather(*(calls.run(lambda: pause.wait(0.02), 1.0) for _ in range(60)))
+    async def run(deadline_s: float) -> list[bool | BaseException]:
+        calls, each_s = PlainCalls(), deadline_s / 50
+        queued = (calls.run(lambda: pause.wait(each_s), deadline_s) for _ in range(60))
+        return await asyncio.gather(*queued, return_exceptions=True)
 
-    assert asyncio.run(run()) == [False] * 60
+    def check(deadline_s: float) -> None:
+        assert asyncio.run(run(deadline_s)) == [False] * 60
+
+    at_some_deadline(check, 1.0, 10.0)

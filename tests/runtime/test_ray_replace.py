@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from distflow.flow import ledger
-from distflow.runtime import faults, ray_pulse
+from distflow.runtime import faults, ray_pulse, ray_replace
 from distflow.runtime.faults import Fault
 from distflow.runtime.ray_blame import WorkerDied
 from distflow.runtime.ray_entry import launch_ray
@@ -141,12 +142,7 @@ def test_the_only_one_that_generates_and_cannot_be_started_again_ends_the_run_by
 ) -> None:
     """No process of torch is ready within a second."""
     plan(Fault("edge.put", rank=0, call=7))
-
-    def allow_a_second() -> None:
-        wait_until((ground.folder / "without" / "metrics.jsonl").exists, "the run is under way", within_s=300.0)
-        monkeypatch.setattr(ray_pulse, "STARTS_WITHIN_S", 1.0)
-
-    threading.Thread(target=allow_a_second, daemon=True).start()
+    monkeypatch.setattr(ray_replace, "ray_pulse", SimpleNamespace(STARTS_WITHIN_S=1.0))  # for those that come later
     told = "no other process could be started as worker 0 within 1 s: .*no worker that generates is left"
     with pytest.raises(WorkerDied, match=told):
         run(ground, *ONE_GENERATES, *STEPS, name="without")
@@ -156,12 +152,12 @@ def test_the_only_one_that_generates_and_cannot_be_started_again_ends_the_run_by
 def test_a_worker_that_is_stopped_is_killed_and_replaced_and_streams_stay_within_their_staleness(
     ground: Playground, plan: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_pulse, "ANSWERS_WITHIN_S", 5.0)
+    monkeypatch.setattr(ray_pulse, "ANSWERS_WITHIN_S", 12.0)
     plan(Fault("rollout.generate", rank=1, call=3, action="SIGSTOP"))
     steps = ("trainer.total_training_steps=4", CONSTANT, "async.max_staleness=1")
     found = run(ground, *TWO_GENERATE, *steps, name="stopped")
     check_whole(found)
-    assert any("worker 1 has not answered for 5 s" in note for note in found.notes("warning"))
+    assert any("worker 1 has not answered for 12 s" in note for note in found.notes("warning"))
     assert max(step["async/version_diff/max"] for step in found.metrics()) <= 1
 
 

@@ -2,15 +2,20 @@
 
 import json
 import os
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from distflow.cli import main
 from distflow.config.errors import UserError
 from distflow.flow import ledger
 from distflow.observe.run_reader import read_events, read_metrics, read_samples
 from distflow.runtime.checks import TrustError
+from distflow.runtime.faults import Fault
 from distflow.runtime.ray_entry import launch_ray
+from tests.e2e import three_domains
 from tests.e2e.runs import Playground, Run
 from tests.runtime.distance import distance
 
@@ -88,17 +93,55 @@ def test_figures_of_other_programs_are_those_of_one_process(
         assert dict(here) == pytest.approx(dict(there), rel=1e-4, abs=1e-5)
 
 
+CURRICULUM = """
+def weights(progress, step, state):
+    assert all(known.num_judged == state.setdefault(name, 0) + 4 * 4 * known.share for name, known in progress.items())
+    state |= {name: known.num_judged for name, known in progress.items()}
+    return {"a": 3, "b": 1} if step < 2 else {"a": 1, "b": 3}
+"""
+
+
 @pytest.mark.slow
 def test_domains_have_their_shares_and_figures_over_two_workers(ground: Playground) -> None:
     files = f"train_files: {ground.folder}/rows.jsonl, val_files: {ground.folder}/rows.jsonl"
     domains = f"data.domains={{a: {{{files}, weight: 3}}, b: {{{files}, top_k: 20, max_response_length: 5}}}}"
-    settings = ("data.train_files=[]", domains, *STEPS, "trainer.test_freq=2")
+    (ground.folder / "mine.py").write_text(CURRICULUM)
+    curriculum = f"data.curriculum.function='{ground.folder}/mine.py:weights'"
+    settings = ("data.train_files=[]", domains, curriculum, *STEPS, "trainer.test_freq=2")
     alone = ground.run("grpo", *settings, name="domains_alone")
     found = run(ground, *settings, "trainer.n_gpus_per_node=2", name="domains_w2")
     check_same(found, alone)
     account = ledger.verify(found.folder / "ledger.jsonl")
-    assert {name: each.consumed for name, each in account.domains.items()} == {"a": 12, "b": 4}
-    assert found.metrics()[-1]["domains/b/groups"] == 1
+    assert {name: each.consumed for name, each in account.domains.items()} == {"a": 8, "b": 8}
+    assert [step["domains/b/groups"] for step in found.metrics()] == [1, 1, 3, 3]
+    assert [step["domains/b/share"] for step in found.metrics()] == [0.25, 0.25, 0.75, 0.75]
+    told = [[step[f"domains/{name}/accuracy"] for name in "ab"] for step in found.metrics()]
+    assert told == [[step[f"domains/{name}/accuracy"] for name in "ab"] for step in alone.metrics()]
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_three_domains_ahead_of_training_over_two_workers_killed_and_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_ray: None, plan: Callable[..., None]
+) -> None:
+    """All verifiers live, by the command; the worker that leads is killed in the third step."""
+    three_domains.write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    more = (RAY, "trainer.n_gpus_per_node=2", "async.max_staleness=1", "trainer.total_training_steps=4")
+    command = [
+        "train",
+        "examples/rlvr_three.yaml",
+        *three_domains.small(tmp_path / "run", *more, "trainer.save_freq=1"),
+    ]
+    plan(Fault("train.backward", rank=1, call=3))
+    assert main(command) != 0
+    assert main(command) == 0
+    assert three_domains.shares(tmp_path / "run") == [Counter(math=2, code=1, instructions=1)] * 4
+    account = ledger.verify(tmp_path / "run" / "ledger.jsonl")
+    assert {name: each.consumed for name, each in account.domains.items()} == {"math": 8, "code": 4, "instructions": 4}
+    trained = [record.values for record in read_metrics(tmp_path / "run") if record.kind == "train"]
+    assert len(trained) == 4 and all(step["domains/code/groups"] == 1 for step in trained)
+    assert max(step["async/version_diff/max"] for step in trained) == 1
 
 
 @pytest.mark.slow

@@ -11,12 +11,13 @@ import pytest
 
 from distflow.config.errors import UserError
 from distflow.observe.report import report_data
-from distflow.observe.run_reader import read_events
+from distflow.observe.run_folder import RunFolder
+from distflow.observe.run_reader import read_events, read_samples, sample_splits, sample_steps
 from distflow.runtime.checks import TrustError
-from distflow.runtime.recorder import Recorder, reported
+from distflow.runtime.recorder import MAX_DROPPED, Recorder, reported
 from distflow.runtime.spec import Spec
 from tests.e2e.runs import Playground
-from tests.runtime.groups import group
+from tests.runtime.groups import group, ticket
 
 
 @pytest.fixture(scope="module")
@@ -121,3 +122,22 @@ def test_a_report_that_cannot_be_written_hides_no_error(spec: Spec, tmp_path: Pa
         (tmp_path / "run" / "report.html").mkdir()
         raise KeyError("first")
     assert len(said) == 1 and said[0].startswith("the report cannot be written")
+
+
+def test_answers_of_groups_that_a_node_drops_are_kept_with_the_reason(spec: Spec, tmp_path: Path) -> None:
+    with record(spec, tmp_path / "run") as recorder:
+        for number in range(MAX_DROPPED + 3):
+            recorder.group_dropped(ticket(number), "all_equal", group(number))
+        recorder.status = "finished"
+    assert sample_splits(tmp_path / "run") == [] and sample_steps(tmp_path / "run", "dropped") == [1]
+    rows = read_samples(tmp_path / "run", 1, "dropped")
+    assert {row["uid"] for row in rows} == {f"{number}-{i}" for number in range(MAX_DROPPED) for i in range(2)}
+    assert {row["dropped"] for row in rows} == {"all_equal"} and rows[0]["response"] == "r0"
+    # Those of a worker that leads nothing are found too, and those of a start that was taken back are not.
+    other = RunFolder(tmp_path / "run", 1, resumed_at=0, part=2)
+    other.samples(4, [{"uid": "9-0"}], split="dropped", append=True)
+    other.event("start", "", resumed_at=0)
+    other.close()
+    assert sample_steps(tmp_path / "run", "dropped") == [1, 4]
+    assert [row["uid"] for row in read_samples(tmp_path / "run", 4, "dropped")] == ["9-0"]
+    assert read_samples(tmp_path / "run", 1, "dropped") == []

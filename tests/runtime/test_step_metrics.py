@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from distflow.config.errors import UserError
 from distflow.data.batch import Batch
 from distflow.flow.account import Account, DomainAccount
 from distflow.runtime.step_metrics import (
@@ -108,6 +109,15 @@ def test_a_row_for_each_sample() -> None:
     assert rows[1]["response_length"] == 4 and rows[1]["versions"] == [0] and rows[1]["uid"] == "0-1"
 
 
+def test_what_has_no_verdict_is_shown_without_a_score() -> None:
+    batch = group(lengths=(1, 1, 1))
+    batch["token_level_scores"] = torch.tensor([[1.0], [0.0], [0.25]])
+    batch["acc"], batch["valid"] = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([True, False, True])
+    batch["reward_errors"] = [None, "judge: no luck", "judge: no luck"]  # the third was given a score
+    rows = sample_rows(batch)
+    assert [(row["score"], row["acc"]) for row in rows] == [(1.0, 1.0), (None, None), (0.25, None)]
+
+
 class OtherRank(OneRank):
     """Gathers what a second rank has."""
 
@@ -138,3 +148,25 @@ def test_the_figures_of_ranks_joined_are_those_of_the_whole_step() -> None:
     for figures in (Figures.joined([Figures.of(Batch.concat(groups))]), Figures.joined(parts)):
         assert batch_metrics(figures) == batch_metrics(whole) and figures.num_tokens == whole.num_tokens
         assert group_metrics(account, figures.versions, 1) == group_metrics(account, whole.versions, 1)
+
+
+def test_two_things_never_share_a_metric() -> None:
+    """A domain called like a part is fine; a part called `mean` is not where that is so."""
+    batch = group(lengths=(1, 1))
+    batch["token_level_scores"] = torch.tensor([[1.0], [0.0]])
+    batch["domain"] = ["math", "math"]
+    batch["reward_parts"] = [{"math": 1.0, "format": 0.0}, {"math": 0.0, "format": 1.0}]
+    found = batch_metrics(Figures.of(batch))
+    assert (found["reward/math/mean"], found["reward/math/math"], found["reward/math/mean_score"]) == (0.5, 0.5, 0.5)
+    for name in ("mean", "mean_score"):
+        batch["reward_parts"] = [{"math": 1.0, name: 0.0}, {"math": 0.0, name: 0.0}]
+        with pytest.raises(UserError, match=f"'reward/math/{name}' would stand for two things"):
+            batch_metrics(Figures.of(batch))
+
+
+def test_the_share_of_an_answer_that_the_loss_leaves_out() -> None:
+    batch = group(lengths=(2, 4, 1), valid=(True, True, False))
+    assert "masked" not in sample_rows(batch)[0], "nothing was trained on yet"
+    batch["advantages"] = torch.zeros(3, 4)
+    batch["loss_mask"] = torch.tensor([[1.0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+    assert [row["masked"] for row in sample_rows(batch)] == [0.0, 0.75, 1.0]

@@ -34,12 +34,18 @@ class Watched:
         self.threads: set[tuple[bool, int]] = set()
         self.model.model.norm.register_forward_hook(self._note)
         self.does: Callable[[], None] = lambda: None
+        self.hurry = threading.Event()
         parts = Resources(None, (), {}, 0, rollout=self.engine)  # type: ignore[arg-type]
         self.session = Session(parts, None, 1.0, Deadline(timeout_s, None), takes_turns=takes_turns)
 
     def _note(self, *_: object) -> None:
         self.threads.add((threading.current_thread() is threading.main_thread(), torch.get_num_threads()))
         self.does()
+
+    def slowly(self) -> None:
+        """From the 20th token on each step takes a while, until it is to hurry: whoever looks on comes in time."""
+        if self.engine.num_generated_tokens >= 20 and not self.hurry.is_set():
+            time.sleep(0.02)
 
     def ask(self, requests: Any = REQUESTS) -> list[GenerateResult]:
         return self.session.call(generate_all(self.session.resources.rollout, requests))
@@ -101,27 +107,33 @@ def test_a_caller_that_does_not_wait_in_the_session_is_served_all_the_same() -> 
     watched = Watched()
     with watched.session as session:
         future = session.start(generate_all(watched.engine, REQUESTS))
-        assert future.result(20) == expected()
+        assert future.result(60) == expected()
         assert {here for here, _ in watched.threads} == {False}
         elsewhere: list[object] = []
         thread = threading.Thread(target=lambda: elsewhere.append(watched.ask()))
         thread.start()
-        thread.join(20)
+        thread.join(60)
         assert elsewhere == [expected()]
 
 
 def test_the_thread_is_taken_when_it_waits_and_given_back_when_what_it_waits_for_is_there() -> None:
     """What runs begins elsewhere, comes here and goes on elsewhere; the tokens are the same."""
     watched = Watched()
+    watched.does = watched.slowly
+
+    def until_it_computes_here() -> None:
+        while not any(here for here, _ in list(watched.threads)):
+            time.sleep(0.001)
+
     with watched.session as session:
         future = session.start(generate_all(watched.engine, LONG))
         while watched.engine.num_generated_tokens < 20:
             time.sleep(0.001)
-        assert {here for here, _ in watched.threads} == {False}
-        session.wait_for(lambda: time.sleep(0.1))
-        assert {here for here, _ in watched.threads} == {False, True}
+        assert {here for here, _ in list(watched.threads)} == {False}
+        session.wait_for(until_it_computes_here)
         watched.threads.clear()
-        assert future.result(20) == Expected(LONG)
+        watched.hurry.set()
+        assert future.result(60) == Expected(LONG)
         assert {here for here, _ in watched.threads} == {False}
 
 
@@ -142,6 +154,7 @@ def test_a_step_that_fails_fails_its_requests_and_the_next_are_served() -> None:
 
 def test_a_pause_an_update_and_a_resume_pass_while_it_computes_here() -> None:
     watched = Watched()
+    watched.does = watched.slowly
     weights = list(make_model(seed=3).named_parameters())
 
     async def story() -> list[GenerateResult]:
@@ -155,6 +168,7 @@ def test_a_pause_an_update_and_a_resume_pass_while_it_computes_here() -> None:
         await asyncio.sleep(0.05)
         assert watched.engine.num_generated_tokens == before
         await engine.load_weights(Version(0, 1), weights)
+        watched.hurry.set()
         await engine.resume()
         return await task
 
@@ -168,25 +182,28 @@ def test_a_pause_an_update_and_a_resume_pass_while_it_computes_here() -> None:
 def test_an_interrupt_in_a_step_ends_the_session(entered_by: str) -> None:
     watched = Watched()
 
+    struck: list[int] = []
+
     def interrupt() -> None:
-        if watched.engine.num_generated_tokens == 30:
+        watched.slowly()
+        here = threading.current_thread() is threading.main_thread()
+        if here and watched.engine.num_generated_tokens >= 30 and not struck:
+            struck.append(watched.engine.num_generated_tokens)
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.01)
 
     watched.does = interrupt
-    began = time.monotonic()
     with pytest.raises(KeyboardInterrupt), watched.session as session:
         if entered_by == "call":
             watched.ask(LONG)
         else:
             future = session.start(generate_all(watched.engine, LONG))
             session.wait_for(future.result)
-    assert time.monotonic() - began < 10
-    assert watched.engine.num_generated_tokens in (30, 31)
+    assert watched.engine.num_generated_tokens - struck[0] in (0, 1)
 
 
 def test_a_step_that_hangs_is_told_to_whoever_waits_though_it_hangs_here() -> None:
-    watched, began = Watched(timeout_s=0.4), time.monotonic()
+    watched = Watched(timeout_s=0.4)
 
     def hang() -> None:
         while watched.engine.num_generated_tokens > 10:
@@ -195,7 +212,6 @@ def test_a_step_that_hangs_is_told_to_whoever_waits_though_it_hangs_here() -> No
     watched.does = hang
     with pytest.raises(EngineHangs, match="neither answered anything"), watched.session as session:
         session.wait_for(session.start(generate_all(session.resources.rollout, LONG)).result)
-    assert time.monotonic() - began < 10
     watched.does = lambda: None
 
 
@@ -204,6 +220,7 @@ def test_a_coroutine_that_blocks_its_thread_is_told_while_it_computes_here() -> 
         raise ArithmeticError("planted")
 
     watched = Watched()
+    watched.does = watched.slowly
     space: dict[str, Any] = {"time": time, "over": threading.Event()}
     exec(compile("async def blocks():\n    over.wait(30)", "/home/user/mine.py", "exec"), space)
     with pytest.raises(LoopBlocked, match="mine.py"), watched.session as session:
@@ -218,13 +235,11 @@ def test_a_coroutine_that_blocks_its_thread_is_told_while_it_computes_here() -> 
 def test_leaving_while_it_decodes_and_while_work_is_queued() -> None:
     for waits in (0.0, 0.03):
         before, watched = threading.enumerate(), Watched()
-        began = time.monotonic()
         with pytest.raises(KeyError, match="the first"), watched.session as session:
             futures = [session.start(generate_all(watched.engine, LONG)) for _ in range(5)]
             if waits:
                 session.wait_for(lambda: time.sleep(0.03))
             raise KeyError("the first")
-        assert time.monotonic() - began < 10
         assert all(future.cancelled() or future.exception() is not None for future in futures)
         assert not [thread for thread in set(threading.enumerate()) - set(before) if "embedded" in thread.name]
 

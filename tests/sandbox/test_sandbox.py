@@ -1,8 +1,10 @@
 """What an honest program gets and gives: as a whole, and call by call."""
 
 import math
+import os
+import signal
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -10,6 +12,7 @@ from distflow.sandbox.errors import Broken, Raised
 from distflow.sandbox.inside.values import NotPlain
 from distflow.sandbox.sandbox import Sandbox
 from tests.sandbox.conftest import LIMITS
+from tests.sandbox.test_attacks import family
 
 STANDARD = """
 import array, asyncio, base64, bisect, bz2, calendar, cmath, collections, concurrent.futures, configparser, contextlib
@@ -94,6 +97,20 @@ def test_state_is_kept_between_calls_and_not_between_processes(sandbox: Sandbox)
         assert (session.stdout, other.stdout) == ("1\n2\n", "3\n")
 
 
+def test_a_process_is_like_one_of_pythons_own(sandbox: Sandbox) -> None:
+    """Forked without Python's hooks: what is random differs, and nothing is there that the server did before."""
+    look = (
+        "import gc, linecache, os, random, sys, threading\n"
+        "print(random.getrandbits(128), file=sys.stderr)\n"
+        "print('program' in sys.modules, list(linecache.cache), gc.isenabled(), threading.active_count())\n"
+        "print(threading.current_thread() is threading.main_thread(), threading.get_native_id() == os.getpid())\n"
+        "with threading.Lock(): print(threading.main_thread().is_alive())\n"
+    )
+    said = [sandbox.run(look) for _ in range(3)]
+    assert {ran.stdout for ran in said} == {"False ['program.py'] True 1\nTrue True\nTrue\n"}
+    assert len({ran.stderr for ran in said}) == 3
+
+
 def test_sets_have_one_order(sandbox: Sandbox) -> None:
     """Also in the sandbox of another run: a verdict can be had again."""
     code = "print({str(number) for number in range(100)})"
@@ -128,17 +145,19 @@ def test_what_a_function_raises(sandbox: Sandbox) -> None:
 def test_programs_of_several_threads_at_once(sandbox: Sandbox) -> None:
     """A hang of one delays no other."""
     said: list[str] = []
-    with sandbox.open("import time\ndef f(): time.sleep(0.5)") as session:
-        hanging = threading.Thread(target=session.call, args=("f",))
-        hanging.start()
+    before = family(sandbox.server_pid)
+    with sandbox.open("import time\ndef f(): time.sleep(600)", LIMITS._replace(wall_s=600.0)) as session:
+        (program,) = family(sandbox.server_pid) - before
+        hanging = ThreadPoolExecutor(1).submit(session.call, "f")
         others = [threading.Thread(target=lambda i=i: said.append(sandbox.run(f"print({i})").stdout)) for i in range(8)]
-        started = time.monotonic()
         for thread in others:
             thread.start()
         for thread in others:
             thread.join()
-        assert time.monotonic() - started < 5
-        hanging.join()
+        assert not hanging.done()
+        os.kill(program, signal.SIGKILL)
+        with pytest.raises(Broken):
+            hanging.result()
     assert sorted(said) == [f"{i}\n" for i in range(8)]
 
 
@@ -199,11 +218,11 @@ def test_no_answer_but_an_honest_one(sandbox: Sandbox, code: str, cause: str) ->
 
 def test_a_hang_in_a_call_and_in_the_module(sandbox: Sandbox) -> None:
     sandbox.limits = LIMITS._replace(wall_s=0.3)
-    with sandbox.open("def f():\n  while True: pass") as session, pytest.raises(Broken, match="out of time"):
+    with pytest.raises(Broken, match="out of time"), sandbox.open("def f():\n  while True: pass") as session:
         session.call("f")
     with pytest.raises(Broken, match="out of time"):
         sandbox.open("import time\ntime.sleep(99)")
-    with sandbox.open("import time\ndef f(): time.sleep(0.1)") as session, pytest.raises(Broken, match="out of time"):
+    with pytest.raises(Broken, match="out of time"), sandbox.open("import time\ndef f(): time.sleep(0.1)") as session:
         for _ in range(9):  # the time of all calls counts
             session.call("f")
     sandbox.limits = LIMITS

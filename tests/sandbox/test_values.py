@@ -141,13 +141,13 @@ def test_keys_that_collide_cost_no_time(kind: str) -> None:
     keys = [f'{{"int": "{hex(number * (2**61 - 1))}"}}' for number in range(50_000)]
     if kind == "dict":
         keys = [f"[{key}, 0]" for key in keys]
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(ValueError, match="one hash"):
         from_text(f'{{"{kind}": [{", ".join(keys)}]}}')
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_the_largest_frame_is_read_in_bounded_time() -> None:
-    started = time.monotonic()
+    started = time.process_time()
     assert len(from_text("[" + ",".join(["[]"] * (MAX_BYTES // 3)) + "]")) == MAX_BYTES // 3
-    assert time.monotonic() - started < 10
+    assert time.process_time() - started < 10

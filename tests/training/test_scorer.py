@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from distflow.data.batch import Batch
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
 from distflow.models.value_head import load_value_model
@@ -107,3 +108,13 @@ def test_micro_batches_hold_every_sample_once_within_the_bound() -> None:
     alone = micro_batches(batch, 10, OneRank())
     assert [3] in [b.tolist() for b in alone], "a sample longer than the bound is a micro-batch of its own"
     assert all(len(b) == 1 or lengths[b].sum() <= 10 for b in alone)
+
+
+def test_samples_of_one_prompt_share_a_micro_batch_as_far_as_they_fit() -> None:
+    prompts = torch.tensor([3, 3, 3, 3, 3, 4, 4, 3])
+    batch = Batch(prompts, torch.tensor([2, 2, 2, 2, 2, 1, 1, 2]))
+    tokens = {3: [7, 8, 9], 4: [7, 8, 9, 9]}
+    batch["prompt_ids"] = torch.tensor([token for length in prompts.tolist() for token in tokens[length]])
+    bins = [b.tolist() for b in micro_batches(batch, 16, OneRank())]
+    assert sorted(bins) == [[0, 1, 2], [3, 4, 7], [5, 6]]
+    assert sorted(b.tolist() for b in micro_batches(batch, 100, OneRank())) == [list(range(8))]

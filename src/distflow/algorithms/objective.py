@@ -5,7 +5,6 @@ These have the shape that train engines expect of a loss: `outputs`, `counts`, a
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from distflow.algorithms.aggregate import check_scale, loss_counts, token_weights, weighted_sum
@@ -22,6 +21,7 @@ from distflow.config.errors import UserError
 from distflow.data.batch import Batch
 
 Counts = dict[str, float]
+Sums = dict[str, Tensor | float]
 
 # Sums with this prefix are over tokens and become means; the others are shares of the mini-batch and just add up.
 _PER_TOKEN = "token/"
@@ -114,7 +114,7 @@ class PolicyObjective:
         """Tokens and sequences under `loss_mask`, and rows."""
         return loss_counts(batch["loss_mask"])
 
-    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Counts]:
+    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
         """The micro-batch's share of the loss, and of the sums that `finish` reads.
 
         outputs: log_probs (with gradient) and entropy, padded `(bs, response_length)`, where the micro-batch is.
@@ -129,7 +129,7 @@ class PolicyObjective:
             ratio = raw_log_ratio(log_probs.detach(), anchored[self._anchor], mask)
             sums[_PER_TOKEN + "log_ratio_abs"] = ratio.abs().double().sum()
         elif self.derives_old:
-            sums[_PER_TOKEN + "log_ratio_abs"] = torch.zeros(())
+            sums[_PER_TOKEN + "log_ratio_abs"] = 0.0
 
         entropy = under_mask(outputs["entropy"], mask)
         sums[_PER_TOKEN + "entropy"] = entropy.detach().double().sum()
@@ -139,10 +139,10 @@ class PolicyObjective:
         if self.kl_loss_type is not None:
             reference = under_mask(micro["ref_log_prob"], mask)
             kl = kl_estimate(under_mask(log_probs, mask), reference, self.kl_loss_type)
-            sums["kl_loss"] = weighted_sum(kl, weights)
+            kl_loss = sums["kl_loss"] = weighted_sum(kl, weights)
             sums["loss_term/kl"] = abs(self.kl_loss_coef) * weighted_sum(kl.abs(), weights)
-            loss = loss + self.kl_loss_coef * sums["kl_loss"]
-        return loss, _to_floats({"loss": loss} | sums)
+            loss = loss + self.kl_loss_coef * kl_loss
+        return loss, _without_gradient({"loss": loss} | sums)
 
     def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
         """Metrics of the mini-batch."""
@@ -150,13 +150,13 @@ class PolicyObjective:
 
     def _policy_term(
         self, log_probs: Tensor, micro: Batch, fields: Mapping[str, Tensor], counts: Counts
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Sums]:
         """The policy loss's share, and its sums."""
         mask = fields["loss_mask"]
         correction, measured = self._weights(log_probs, micro, fields)
         if self._seed_loss is not None:
             loss, stats = self._seed_loss(log_probs, fields, correction, counts)
-            sums = {_PER_TOKEN + name: torch.tensor(value) for name, value in stats.items()}
+            sums: Sums = {_PER_TOKEN + name: value for name, value in stats.items()}
             sums |= {_PER_TOKEN + name: value.double().sum() for name, value in measured.items()}
             return loss, sums | {"loss_term/pg": loss.abs()}
         # A user's loss need not mind what stands outside the mask.
@@ -246,7 +246,7 @@ class ValueObjective:
         """Tokens and sequences under `loss_mask`."""
         return loss_counts(batch["loss_mask"])
 
-    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Counts]:
+    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
         """The micro-batch's share of the loss and sums. outputs: values, padded `(bs, response_length)`."""
         values = outputs["values"]
         old, returns, mask = (micro[name] for name in self.reads)
@@ -262,7 +262,7 @@ class ValueObjective:
         weights = token_weights(mask, self.loss_agg_mode, counts, self.loss_scale_factor)
         loss = weighted_sum(per_token, weights)
         sums = {_PER_TOKEN + name: under_mask(value, mask).double().sum() for name, value in stats.items()}
-        return loss, _to_floats({"loss": loss, "vf_loss": loss} | sums)
+        return loss, _without_gradient({"loss": loss, "vf_loss": loss} | sums)
 
     def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
         """Metrics of the mini-batch."""
@@ -279,21 +279,20 @@ class SFTObjective:
         """Tokens and sequences under `loss_mask`."""
         return loss_counts(batch["loss_mask"])
 
-    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Counts]:
+    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
         """The micro-batch's share of the loss. outputs: log_probs, padded `(bs, response_length)`."""
         weights = token_weights(micro["loss_mask"], "token-mean", counts)
         loss = weighted_sum(-outputs["log_probs"], weights)
-        return loss, _to_floats({"loss": loss})
+        return loss, _without_gradient({"loss": loss})
 
     def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:
         """Metrics of the mini-batch."""
         return _finish(sums, counts)
 
 
-def _to_floats(sums: Mapping[str, Tensor]) -> Counts:
-    """One transfer from the device for all of them."""
-    values = torch.stack([value.detach().double() for value in sums.values()]).tolist()
-    return dict(zip(sums, values, strict=True))
+def _without_gradient(sums: Mapping[str, Tensor | float]) -> Sums:
+    """They are left where they are: whoever adds them up reads all of them at once."""
+    return {name: value.detach() if isinstance(value, Tensor) else value for name, value in sums.items()}
 
 
 def _finish(sums: Counts, counts: Counts) -> dict[str, float]:

@@ -58,6 +58,10 @@ def rollouts(
         raise UserError(f"the program {program_name(loaded.config)} generates nothing: distflow.train runs it")
     if loaded.config.trainer.launcher != "local":
         raise UserError(f"trainer.launcher={loaded.config.trainer.launcher}: a loop of your own needs local")
+    if loaded.config.algorithm.filter_groups.oversampling:
+        raise UserError(
+            "algorithm.filter_groups.oversampling: a loop of your own takes its steps in parts; leave it out"
+        )
     if should_accept is not None:
         _check_should_accept(should_accept)
     return Rollouts(loaded, given, should_accept, has_data=has_data)

@@ -10,6 +10,7 @@ from distflow.api.table import Table
 from distflow.config.errors import UserError
 from distflow.observe.jsonlines import JSON
 from distflow.observe.report_summary import find_accuracy, status
+from distflow.observe.run_folder import DROPPED
 from distflow.observe.run_reader import (
     read_events,
     read_json,
@@ -67,10 +68,11 @@ class Run:
     def samples(self, step: int | None = None, split: str | None = None) -> Table:
         """A row for each answer, with `step`, `split`, `prompt`, `response`, `score` and what else was kept of it.
 
-        step: -1 for the last that has any, None for all. split: "train", "val"; None for all. Raises UserError for
-        another split, and for a step that is no number.
+        step: -1 for the last that has any, None for all. split: "train", "val"; None for both; "dropped" for answers
+        that no step trained on. Raises UserError for another split, and for a step that is no number.
         """
-        _check_one_of("split", split)
+        if split != DROPPED:
+            _check_one_of("split", split)
         if step is not None and not isinstance(step, int):
             raise UserError(f"step={step!r}: write a step's number, or -1 for the last")
         timeline = read_timeline(self.folder)

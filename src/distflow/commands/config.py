@@ -30,8 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.explain:
         print(explain(arguments.explain, loaded))
     elif arguments.graph or arguments.mermaid:
+        from distflow.pipelines.binding import bind, import_user_modules
         from distflow.pipelines.code import only_if_trusted, program_code
-        from distflow.pipelines.spec import bind, import_user_modules
 
         only_if_trusted(program_code(loaded.config), trusted, say=_note)
         import_user_modules(loaded.config)
@@ -52,7 +52,7 @@ def _fitted(loaded: "Loaded", trusted: bool) -> "Loaded":
     if reason := _not_from_files(loaded.config, trusted):
         _note(f"note: sizes are not made to fit the data: {reason}")
         return loaded
-    from distflow.pipelines.spec import fit_to_files
+    from distflow.pipelines.reading import fit_to_files
 
     try:
         return fit_to_files(loaded)

@@ -13,6 +13,7 @@ from distflow import __version__
 from distflow.commands.run_argument import add_run_argument, find_run, newest_run
 from distflow.observe.claim import writer_of
 from distflow.observe.listening import family, listeners
+from distflow.observe.run_reader import read_json
 from distflow.observe.text import visible
 
 EXTRAS = {
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Look at this machine; 1 where something would keep a run from working. Loads torch."""
-    ports = _ports(arguments.run_dir)
+    ports = _of_run(arguments.run_dir)
     faults = [*_missing_packages(), *_disk_faults(), *_thread_faults()]
     lines = [f"distflow {__version__}", "", "machine", *_indent(_machine()), "", "packages", *_indent(_packages())]
     lines += ["", "extras", *_indent(_extras()), *ports, "", "wrong", *_indent(faults or ["nothing found"])]
@@ -45,16 +46,17 @@ def run(arguments: argparse.Namespace) -> int:
 def _machine() -> list[str]:
     import torch
 
-    from distflow.planning.threads import share_threads, usable_cores
+    from distflow.planning.threads import own_cores, share_threads, usable_cores
     from distflow.sandbox.level import probe
 
     trainer, rollout = share_threads(usable_cores(), None, None)
+    turns = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else min(torch.get_num_threads(), own_cores())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return [
         f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
-        f"{os.cpu_count()} cores, {torch.get_num_threads()} threads for torch, {memory / 1024**3:.0f} GiB memory",
-        f"threads where training and generation take turns (async.max_staleness=0): {torch.get_num_threads()}",
+        f"{os.cpu_count()} cores, {own_cores()} of them for this process, {memory / 1024**3:.0f} GiB memory",
+        f"threads where training and generation take turns (async.max_staleness=0): {turns}",
         f"threads where they run at once (async.max_staleness=1 or more): {trainer} to train, {rollout} to generate",
         f"accelerators: {', '.join(devices) or 'none'}",
         f"sandbox for programs under test: {visible(str(probe()), one_line=True)}",
@@ -75,13 +77,19 @@ def _extras() -> list[str]:
     return lines
 
 
-def _ports(given: str | None) -> list[str]:
-    """A section on the run that was given, or that the current folder's newest is, if it runs."""
+def _of_run(given: str | None) -> list[str]:
+    """Sections on the run that was given, or on the current folder's newest, if it runs: its open ports, and what held
+    the programs that its verifiers ran."""
     run_dir = newest_run() if given is None else find_run(given)
     writer = writer_of(run_dir) if run_dir else None
     if run_dir is None or (writer is None and given is None):
         return []
-    return ["", f"ports of {visible(str(run_dir), one_line=True)}", *_indent(_listening(writer))]
+    name = visible(str(run_dir), one_line=True)
+    lines = ["", f"ports of {name}", *_indent(_listening(writer))]
+    level = read_json(run_dir, "run.json").get("sandbox")
+    if isinstance(level, str):
+        lines += ["", f"sandbox of {name}", f"  {visible(level, 80, one_line=True)}"]
+    return lines
 
 
 def _listening(writer: int | None) -> list[str]:
@@ -114,8 +122,10 @@ def _disk_faults() -> list[str]:
 
 
 def _thread_faults() -> list[str]:
+    from distflow.planning.threads import own_cores
+
     wanted = os.environ.get("OMP_NUM_THREADS", "")
-    cores = os.cpu_count() or 1
+    cores = own_cores()
     if wanted.isdigit() and int(wanted) > cores:
         return [f"OMP_NUM_THREADS={wanted}, but there are {cores} cores: threads will fight; unset it"]
     return []

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from distflow.config import Config
-from distflow.config.by_domain import reward_functions
 from distflow.config.program import find_pipeline
-from distflow.config.reward import patience_of
+from distflow.pipelines.verifiers import verifiers_of
 from distflow.rewards.ahead import started_ahead
 from distflow.rewards.certify import faults_certified
-from distflow.rewards.pools import Patience, pool_settings
+from distflow.rewards.pools import pool_settings
 
 
 @contextmanager
@@ -20,13 +19,10 @@ def verifiers_ahead(config: Config) -> Iterator[None]:
 
     Raises UserError for a reward that there is not.
     """
-    program, settings, custom = find_pipeline(config), config.reward, config.custom_reward_function
+    program = find_pipeline(config)
     with ExitStack() as stack:
         if program is not None and program.generates:
-            patience = Patience(settings.timeout_s, settings.num_workers)
-            own = {name: Patience(**patience_of(settings, name)) for name in settings.domains}
-            named = (custom.path, custom.name) if custom.path else None
-            for each in pool_settings(reward_functions(config), patience, own, named).values():
+            for each in pool_settings(*verifiers_of(config)).values():
                 stack.enter_context(started_ahead(each))
             if config.trust.certify_rewards:
                 faults_certified()

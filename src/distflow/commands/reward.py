@@ -14,6 +14,7 @@ from distflow.rewards.correctness import RIGHT
 
 if TYPE_CHECKING:
     from distflow.data.messages import Messages
+    from distflow.data.rows import RawRow
     from distflow.rewards.agreement import Agreement
     from distflow.rewards.trial import Fault, Row, Trial
 
@@ -38,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--right-from", type=float, default=RIGHT, metavar="X", help="score of what the labels call right"
     )
     parser.add_argument("--options", type=_options, default={}, metavar="JSON", help="those of the part, as an object")
-    parser.add_argument("--rows", type=_positive, default=200, help="how many of the first rows are used")
+    parser.add_argument("--rows", type=_not_negative, default=200, help="how many of the first rows are used; 0 is all")
+    parser.add_argument("--show", type=_not_negative, default=3, help="faults of each kind that are shown; 0 is all")
     parser.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="that one verdict may take")
     parser.add_argument("--workers", type=_positive, default=2, help="processes that judge")
 
@@ -46,20 +48,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print what the reward judged wrongly; 1 where there is any of that. Runs the reward's code."""
     from distflow.rewards.agreement import measure
+    from distflow.rewards.ahead import PoolSettings
     from distflow.rewards.functions import with_options
-    from distflow.rewards.pool import VerifierPool
+    from distflow.rewards.pools import alone, is_large
     from distflow.rewards.trial import try_reward
 
-    target = with_options(_target(arguments.reward, arguments.label_key is not None), arguments.options)
+    target = with_options(_target(arguments.reward, arguments.response_key is not None), arguments.options)
     rows, labels = _rows(arguments)
-    pool = VerifierPool({"it": target}, num_workers=arguments.workers, timeout_s=arguments.timeout)
+    if is_large(arguments.reward):
+        pool = alone("it", target, arguments.timeout).start()
+    else:
+        pool = PoolSettings({"it": target}, arguments.workers, arguments.timeout).start()
     try:
         if arguments.label_key is not None:
             agreement = asyncio.run(measure(pool, "it", rows, labels, arguments.right_from))
             lines, fault = _agreement_lines(agreement), bool(agreement.failed)
         else:
             trial = asyncio.run(try_reward(pool, "it", rows, arguments.workers))
-            lines, fault = _lines(trial), trial.num_faults > 0
+            lines, fault = _lines(trial, arguments.show), trial.num_faults > 0
     finally:
         pool.close()
     print("\n".join([f"{visible(arguments.reward, one_line=True)} on {len(rows)} rows", *lines]))
@@ -80,15 +86,25 @@ def _positive(text: str) -> int:
     return number
 
 
-def _target(name: str, is_labelled: bool) -> str:
-    """Raises UserError for a built-in that has nothing to do with answers, where nobody says what is right to it."""
+def _not_negative(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError("must be 0 or more")
+    return number
+
+
+def _target(name: str, has_responses: bool) -> str:
+    """Raises UserError for a built-in that has nothing to do with answers, where no responses are given."""
     from distflow.config.errors import UserError
     from distflow.config.names import REWARDS
     from distflow.rewards.functions import custom_target, target_of
 
     if name in REWARDS:
-        if not (REWARDS[name].needs_answer or is_labelled or name == _JUDGE):
-            raise UserError(f"'{name}' does not compare with the row's answer: no response is right or wrong to it")
+        if not (REWARDS[name].needs_answer or has_responses or name == _JUDGE):
+            raise UserError(
+                f"'{name}' does not compare with the row's answer: name a column of responses that are right to it by "
+                "--response-key"
+            )
         return target_of(name, None)
     path, _, function = name.partition(":")
     return custom_target(path, function or "compute_score")
@@ -97,26 +113,44 @@ def _target(name: str, is_labelled: bool) -> str:
 def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool]]":
     """And whether their responses are right, where a column says so. Raises UserError where it does not."""
     from distflow.config.errors import UserError
+    from distflow.config.names import REWARDS
     from distflow.data.rows import Columns
     from distflow.data.sources import load_rows
-    from distflow.rewards.trial import Row
 
-    label = arguments.label_key
+    label, entry = arguments.label_key, REWARDS.get(arguments.reward)
+    compares = entry is None or entry.needs_answer
     if label is not None and arguments.response_key is None:
         raise UserError("--label-key says of responses whether they are right: name their column by --response-key")
     columns = Columns(
-        arguments.prompt_key, arguments.answer_key, response=arguments.response_key, answer_required=label is None
+        arguments.prompt_key,
+        arguments.answer_key,
+        response=arguments.response_key,
+        answer_required=label is None and compares,
     )
     with TemporaryDirectory() as folder:
         raw, _ = load_rows(
-            arguments.data, columns, key="--data", max_samples=arguments.rows, run_folder=Path(folder), bad_rows="skip"
+            arguments.data,
+            columns,
+            key="--data",
+            max_samples=arguments.rows or -1,
+            run_folder=Path(folder),
+            bad_rows="skip",
         )
     labels = [row.extra_info.pop(label, None) for row in raw] if label is not None else []
     if any(found not in (0, 1) for found in labels):
         wrong = next(row.origin for row, found in zip(raw, labels, strict=True) if found not in (0, 1))
         raise UserError(f"{wrong}: the column '{label}' (--label-key) is neither true nor false, 1 or 0")
-    rows = [Row(row.origin, row.domain, row.answer, row.extra_info, row.response, _text(row.prompt)) for row in raw]
+    rows = [_row(row) for row in raw]
     return rows, [bool(found) for found in labels]
+
+
+def _row(raw: "RawRow") -> "Row":
+    from distflow.rewards.solutions import whole
+    from distflow.rewards.trial import Row
+
+    prompt = _text(raw.prompt)
+    response = None if raw.response is None else whole(raw.response, raw.extra_info, prompt)
+    return Row(raw.origin, raw.domain, raw.answer, raw.extra_info, response, prompt)
 
 
 def _text(prompt: "str | Messages") -> str:
@@ -132,7 +166,7 @@ def _agreement_lines(agreement: "Agreement") -> Iterator[str]:
     yield from (f"      {visible(reason, _SHOWN, one_line=True)}" for reason in agreement.failed[:_EXAMPLES])
 
 
-def _lines(trial: "Trial") -> Iterator[str]:
+def _lines(trial: "Trial", shown: int) -> Iterator[str]:
     found = ", ".join(f"{form} {count}" for form, count in trial.read.items())
     if trial.read:
         yield f"  answers found, of {trial.answers}: {found}"
@@ -145,7 +179,7 @@ def _lines(trial: "Trial") -> Iterator[str]:
         what = "false negatives" if kind.is_right else "false positives"
         counts = f"{len(kind.wrong)} {what}, {len(kind.errors)} errors, {len(kind.timeouts)} hangs"
         yield f"  {name:<{width}}  {kind.asked:>6} asked  {counts}"
-        yield from _examples([*kind.wrong, *kind.errors, *kind.timeouts])
+        yield from _examples([*kind.wrong, *kind.errors, *kind.timeouts], shown)
     seconds = sorted(trial.seconds)
     yield (
         f"  a verdict takes {1e3 * statistics.median(seconds):.2f} ms, 99 of 100 below "
@@ -154,9 +188,9 @@ def _lines(trial: "Trial") -> Iterator[str]:
     yield f"  {trial.num_faults} faults" if trial.num_faults else "  no fault found"
 
 
-def _examples(faults: "Sequence[Fault]") -> Iterator[str]:
-    for fault in faults[:_EXAMPLES]:
+def _examples(faults: "Sequence[Fault]", shown: int) -> Iterator[str]:
+    for fault in faults[: shown or None]:
         response, truth = visible(repr(fault.response), _SHOWN), visible(repr(fault.ground_truth), _SHOWN)
         yield f"      {response} for {truth} got {visible(fault.said, _SHOWN, one_line=True)} ({fault.origin})"
-    if len(faults) > _EXAMPLES:
-        yield f"      and {len(faults) - _EXAMPLES} more"
+    if 0 < shown < len(faults):
+        yield f"      and {len(faults) - shown} more; --show 0 shows all"

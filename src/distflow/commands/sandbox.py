@@ -1,7 +1,10 @@
-"""`distflow sandbox run`: runs one program as the code under test is run, and says how it ended and what held it."""
+"""`distflow sandbox run`: runs one program as the code under test is run, and says how it ended and what held it;
+`distflow sandbox serve`: runs them for other machines."""
 
 import argparse
+import os
 import sys
+from contextlib import closing, suppress
 from pathlib import Path
 
 from distflow.config.errors import UserError, missing_path
@@ -12,9 +15,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     action = actions.add_parser("run", help="run a Python file with the limits of a verdict")
     action.add_argument("file", metavar="FILE", help="the program")
     action.add_argument("--stdin", metavar="FILE", help="what it finds on standard input; nothing by default")
+    action = actions.add_parser("serve", help="run programs for verifiers of other machines, until it is stopped")
+    action.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; others than this machine's need a password"
+    )
+    action.add_argument("--port", type=int, default=8750)
+    action.add_argument("--at-once", type=int, default=os.cpu_count() or 1, metavar="N", help="programs at a time")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """What the action says; the exit status."""
+    return _serve(arguments) if arguments.action == "serve" else _run(arguments)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    """Until it is interrupted or told to end."""
+    from distflow.sandbox.remote import TOKEN
+    from distflow.sandbox.sandbox import Sandbox
+    from distflow.sandbox.serving import Desk, Server
+
+    if arguments.at_once < 1:
+        raise UserError("--at-once must be 1 or more")
+    with Sandbox() as sandbox:
+        desk = Desk(sandbox, arguments.at_once)
+        with Server(desk, arguments.host, arguments.port, os.environ.get(TOKEN, "")) as server:
+            port = server.server_address[1]
+            print(
+                f"sandbox at http://{arguments.host}:{port}, {arguments.at_once} programs at once; {sandbox.level}",
+                flush=True,
+            )
+            with suppress(KeyboardInterrupt), closing(desk):
+                server.serve_forever()
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> int:
     """0 where the program ended with exit status 0. What it printed goes where it printed it; the last line, on
     standard error, is ours."""
     from distflow.sandbox.sandbox import Sandbox

@@ -38,6 +38,11 @@ def run(arguments: argparse.Namespace) -> int:
         lines.append(f"scores and reward parts are not known: samples/{name} is missing, empty or rolled back")
     lines += _table("groups", [_group_row(group, lineage, answers) for group in lineage.groups])
     lines += _table(_dropped_title(lineage.dropped), [_dropped_row(group) for group in lineage.dropped])
+    if lineage.aborted:
+        tickets = ", ".join(map(str, lineage.aborted))
+        lines += ["", f"aborted when the step had all it needs, to be asked again: tickets {tickets}"]
+        lines += [f"  {lineage.aborted_tokens:,} tokens that were drawn for them are thrown away"]
+    lines += _said(lineage.groups, answers)
     lines += _restarts([*lineage.groups, *lineage.dropped])
     print("\n".join(lines))
     return 0
@@ -136,9 +141,25 @@ def _restarts(groups: Sequence["GroupLineage"]) -> list[str]:
     return lines + [f"  ticket {group.ticket}: {', then '.join(map(_start, group.attempts))}" for group in tried]
 
 
+def _said(groups: Sequence["GroupLineage"], answers: Mapping[int, "Answers"]) -> list[str]:
+    """What the verifiers said of an answer of each group: of one without a verdict, else of the first wrong one."""
+    from distflow.observe.verdicts import failure, in_short, is_right
+
+    lines = []
+    for group in groups:
+        own = sorted(
+            answers.get(group.ticket, ()), key=lambda answer: (failure(answer) is None, is_right(answer) is True)
+        )
+        if own and (said := in_short(own[0])):
+            verdict = failure(own[0]) or {True: "right", False: "wrong", None: ""}[is_right(own[0])]
+            lines.append(f"  {visible(str(own[0].get('uid')), MAX_TEXT, one_line=True)} {verdict:<7} {said}")
+    return ["", "what verifiers said", *lines] if lines else []
+
+
 def _start(attempt: "Attempt") -> str:
     worker = f" by {visible(attempt.worker, MAX_TEXT, one_line=True)}" if attempt.worker else ""
-    return f"{_moment(attempt.t)} at version {attempt.version}{worker} (incarnation {attempt.incarnation})"
+    ended = ", aborted: its step had all it needs" if attempt.aborted else ""
+    return f"{_moment(attempt.t)} at version {attempt.version}{worker} (incarnation {attempt.incarnation}{ended})"
 
 
 def _by_ticket(rows: "Answers") -> dict[int, list[Mapping[str, "JSON"]]]:

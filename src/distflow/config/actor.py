@@ -64,8 +64,11 @@ class ActorConfig:
     kl_loss_type: str = key("low_var_kl", "estimator of that KL", choices=KL_TYPES, advice=NO_FULL_KL)
     ppo_epochs: int = key(1, "passes over a batch", minimum=1)
     ppo_mini_batch_size: int = key(256, "prompts an optimizer step", minimum=1)
-    ppo_max_token_len_per_gpu: int = key(
-        16384, "tokens in one micro-batch; a longer sample is one of its own", minimum=1
+    ppo_max_token_len_per_gpu: int | None = key(
+        None,
+        "tokens in one micro-batch; a longer sample is one of its own; null is 16384, on a CPU 4096, whose matrices "
+        "its allocator keeps",
+        minimum=1,
     )
     max_grad_norm: float = key(1.0, "gradients are clipped to this norm", above=0)
     model_update_frequency: int = key(1, "publish weights to the rollout every so many steps", minimum=1)

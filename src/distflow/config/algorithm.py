@@ -8,7 +8,7 @@ from typing import Any
 from distflow.config.differing import Differing, nested, parse_differing
 from distflow.config.keys import collect, group, key
 from distflow.config.names import ESTIMATORS, KL_TYPES, NO_FULL_KL, ROLLOUT_RS
-from distflow.config.values import Mismatch, convert, show
+from distflow.config.values import Mismatch, convert, parse_share_band, show
 
 Bounds = tuple[float | None, float]
 
@@ -135,21 +135,19 @@ class FilterGroupsConfig:
     when_exhausted: str = key(
         "error", "when those are used up: stop, or go on with the groups there are", choices=("error", "continue")
     )
-
-
-def parse_share_band(value: object) -> object:
-    """[low, high] within 0..1, or nothing. Raises Mismatch."""
-    band = convert(value, tuple[float, float] | None)
-    if band is not None and not 0 <= band[0] < band[1] <= 1:  # type: ignore[index]  # just made one
-        raise Mismatch(f"is {show(value)}, which is no part of 0..1", "write e.g. [0.1, 0.95]")
-    return band
+    oversampling: float = key(
+        0.0,
+        "prompts in flight besides those that a step lacks, as a part of these: 0.5 is half as many more; what is left "
+        "when the step is full is aborted, and asked again first in the next one",
+        minimum=0,
+    )
 
 
 DIFFERING = (
     *("adv_estimator", "adv_estimator_kwargs", "gamma", "lam", "norm_adv_by_std_in_grpo", "scale_rewards"),
     *("adv_epsilon", "reward_shift", "reward_scale", "reward_norm", "reward_clip", "adv_norm", "advantage_clip"),
     *("bootstrap_truncated", "use_kl_in_reward", "kl_penalty", "kl_ctrl", "mask_truncated", "difficulty_mask"),
-    *("difficulty_weight", "length_weight"),
+    *("difficulty_weight", "length_weight", "mask_long_errors", "whiten_rewards"),
 )
 """Keys of `algorithm` that a domain may have otherwise."""
 
@@ -186,9 +184,15 @@ class AlgorithmConfig:
     reward_scale: float = key(1.0, "what that is then multiplied by", above=0)
     reward_norm: NormConfig = group(NormConfig)
     reward_clip: float | None = key(None, "bound of |reward| of a sample, behind reward_norm", above=0)
+    whiten_rewards: bool = key(
+        False, "whiten the rewards of tokens over the batch, behind the KL that is taken off them, before the estimator"
+    )
     adv_norm: NormConfig = group(NormConfig)
     advantage_clip: float | None = key(None, "bound of |advantage| of a token, behind adv_norm", above=0)
     mask_truncated: bool = key(False, "leave answers that were cut off at the length limit out of the loss")
+    mask_long_errors: int | None = key(
+        None, "leave answers of so many tokens or more that are not right out of the loss", minimum=1
+    )
     difficulty_mask: tuple[float, float] | None = key(
         None,
         "[low, high]: leave out of the loss the groups whose share of right answers is not above low and below high",

@@ -49,6 +49,19 @@ def response_limit(config: Config, domain: str) -> int:
     return longest if own is None or own.max_response_length is None else own.max_response_length
 
 
+def group_sizes(config: Config) -> dict[str, int]:
+    """Answers to a prompt, by domain; "" without domains."""
+    common = config.actor_rollout_ref.rollout.n
+    return {name: domain.n or common for name, domain in config.data.domains.items()} or {"": common}
+
+
+def temperatures(config: Config) -> dict[str, float]:
+    """Of the domains that are sampled at another than the run's."""
+    common, domains = config.actor_rollout_ref.rollout.temperature, config.data.domains
+    own = {name: domain.temperature for name, domain in domains.items() if domain.temperature is not None}
+    return {name: temperature for name, temperature in own.items() if temperature != common}
+
+
 def unfiltered_domains(config: Config) -> frozenset[str]:
     """Those whose groups are kept whether they have a signal or not."""
     enable = config.algorithm.filter_groups.enable

@@ -31,6 +31,10 @@ from distflow.config.sources import (
 _RUN = "distflow_run"
 _CONFIG_OF_A_RUN = "config.yaml"  # in its folder
 
+# What Hydra composes for its own command line, from files that it would read twice in every composition.
+_OF_HYDRA = ("output", "launcher", "sweeper", "help", "hydra_help", "hydra_logging", "job_logging", "callbacks", "env")
+_NONE_OF_HYDRA = [{f"override hydra/{group}": None} for group in _OF_HYDRA]
+
 
 @dataclass
 class Composition:
@@ -101,7 +105,7 @@ def compose_values(
         applied = [line for override in parsed if (line := _to_apply(override, is_known, result)) is not None]
         try:
             composed = compose(config_name=_RUN, overrides=applied)
-            result.values = _plain(OmegaConf.merge(defaults, composed))
+            result.values = _plain(OmegaConf.unsafe_merge(defaults, composed))  # neither is looked at again
         except InterpolationResolutionError as error:
             what = (error.msg or str(error)).splitlines()[0]
             subject = str(error.full_key or "${...}")
@@ -156,7 +160,7 @@ def _reason(error: BaseException) -> str:
 def _hydra(source: Path) -> Iterator[None]:
     """Hydra over the file's folder and the presets. It knows one composition at a time: an outer one waits."""
     search = {"searchpath": ["pkg://distflow.config.presets"]}
-    run = {"defaults": [source.stem, "_self_"], "hydra": search}
+    run = {"defaults": [source.stem, "_self_", *_NONE_OF_HYDRA], "hydra": search}
     ConfigStore.instance().store(name=_RUN, node=run)
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()

@@ -1,6 +1,6 @@
 """What the numbers of a config mean together, in a few lines for people."""
 
-from distflow.config.by_domain import validates
+from distflow.config.by_domain import group_sizes, validates
 from distflow.config.names import POLICY_LOSSES
 from distflow.config.program import CUSTOM, clip_range, find_estimator, is_rl, optimizer_steps_a_step, program_name
 from distflow.config.schema import Config
@@ -15,27 +15,30 @@ def describe(config: Config) -> list[str]:
 
 
 def _step(config: Config) -> str:
-    group_size, staleness = config.actor_rollout_ref.rollout.n, config.async_.max_staleness
+    sizes, staleness = sorted(set(group_sizes(config).values())), config.async_.max_staleness
     prompts = config.data.train_batch_size
     policy = "on-policy" if staleness == 0 else f"weights at most {staleness} steps old"
-    samples = f"{_count(prompts, 'prompt')} × {group_size} = {_count(prompts * group_size, 'sample')}"
-    return f"{samples} → {_updates(config, group_size)}, {policy}"
+    samples = f"{_count(prompts, 'prompt')} × {sizes[0]} = {_count(prompts * sizes[0], 'sample')}"
+    if len(sizes) > 1:
+        samples = f"{_count(prompts, 'prompt')} × {sizes[0]} to {sizes[-1]} samples"
+    return f"{samples} → {_updates(config, *sizes)}, {policy}"
 
 
 def _supervised_step(config: Config) -> str:
     longest = config.data.max_prompt_length + config.data.max_response_length
-    tokens = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
     examples = _count(config.data.train_batch_size, "example")
-    return f"{examples} → {_updates(config, 1)}, {longest} tokens each at most, micro-batches of {tokens} tokens"
+    return f"{examples} → {_updates(config, 1)}, {longest} tokens each at most, {_micro_batches(config)}"
 
 
-def _updates(config: Config, group_size: int) -> str:
-    """How a batch is cut into optimizer steps, in samples."""
+def _updates(config: Config, group_size: int, *others: int) -> str:
+    """How a batch is cut into optimizer steps, in samples; where groups are of several sizes, in prompts."""
     actor, prompts = config.actor_rollout_ref.actor, config.data.train_batch_size
     mini, passes = actor.ppo_mini_batch_size, actor.ppo_epochs if is_rl(config) else 1
-    shape = f"{_count(optimizer_steps_a_step(config, 'actor'), 'optimizer step')} of {min(mini, prompts) * group_size}"
+    counted, unit = (1, " prompts") if others else (group_size, "")
+    steps = _count(optimizer_steps_a_step(config, "actor"), "optimizer step")
+    shape = f"{steps} of {min(mini, prompts) * counted}{unit}"
     if prompts > mini and prompts % mini:
-        shape += f" (the last of a pass {prompts % mini * group_size})"
+        shape += f" (the last of a pass {prompts % mini * counted})"
     return shape if passes == 1 else f"{shape} in {passes} passes"
 
 
@@ -81,8 +84,13 @@ def _tokens(config: Config) -> str:
     data, limit = config.data, config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
     longest = data.max_prompt_length + data.max_response_length
     total = f"{data.max_prompt_length} + {data.max_response_length} = {longest} tokens a sample at most"
-    alone = "; the longest sample is a micro-batch of its own" if longest > limit else ""
-    return f"{total}, micro-batches of {limit} tokens{alone}"
+    alone = "; the longest sample is a micro-batch of its own" if limit is not None and longest > limit else ""
+    return f"{total}, {_micro_batches(config)}{alone}"
+
+
+def _micro_batches(config: Config) -> str:
+    limit = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+    return "micro-batches as large as suits the device" if limit is None else f"micro-batches of {limit} tokens"
 
 
 def _learning_rate(config: Config) -> str:

@@ -24,7 +24,12 @@ def algorithms(config: Config) -> Iterator[tuple[str | None, AlgorithmConfig]]:
 
 def config_of(config: Config, domain: str | None) -> Config:
     """The run's config as that domain has it. Its keys that are read count as those of the run."""
-    return with_group(config, "algorithm", replace(peek(algorithm_of(config, domain)), domains={}))
+    own = with_group(config, "algorithm", replace(peek(algorithm_of(config, domain)), domains={}))
+    size = None if domain not in config.data.domains else config.data.domains[domain].n
+    if size is None:
+        return own
+    actor = peek(own.actor_rollout_ref)
+    return with_group(own, "actor_rollout_ref", replace(actor, rollout=replace(actor.rollout, n=size)))
 
 
 def takes_values(algorithm: AlgorithmConfig) -> bool:

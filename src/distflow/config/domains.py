@@ -9,7 +9,7 @@ from distflow.config.algorithm import DIFFERING
 from distflow.config.errors import nearest
 from distflow.config.keys import KeyInfo, collect, key
 from distflow.config.reward import JUDGED_BY_DOMAIN, RewardPart, parse_parts, plain_parts
-from distflow.config.values import Mismatch, read_value
+from distflow.config.values import Mismatch, parse_band, parse_share_band, read_value
 
 _FORM = "write e.g. {math: {train_files: math.jsonl, reward: math}, code: {train_files: code.jsonl, reward: custom}}"
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
@@ -42,6 +42,7 @@ class DomainConfig:
     filter_groups: bool | None = key(None, "drop and refill groups without a signal; null is algorithm.filter_groups")
     prompt_key: str | None = key(None, f"column of the prompt; {_of_data('prompt_key')}")
     answer_key: str | None = key(None, f"column of what the reward compares with; {_of_data('answer_key')}")
+    solution_key: str | None = key(None, f"column of reference solutions; {_of_data('solution_key')}")
     response_key: str | None = key(None, f"column of the response to learn (sft); {_of_data('response_key')}")
     messages_key: str | None = key(None, f"column of conversations (sft); {_of_data('messages_key')}")
     tools_key: str | None = key(None, f"column of functions for the chat template; {_of_data('tools_key')}")
@@ -49,10 +50,23 @@ class DomainConfig:
     prompt_template: str | None = key(None, f"text around a text prompt; {_of_data('prompt_template')}")
     system_prompt: str | None = key(None, f"system message (chat); {_of_data('system_prompt')}")
     enable_thinking: bool | None = key(None, f"handed to the chat template; {_of_data('enable_thinking')}")
+    pass_rate: tuple[float, float] | None = key(
+        None, f"measured pass rates of the rows to train on; {_of_data('pass_rate')}", parse=parse_band
+    )
+    pass_rate_key: str | None = key(None, f"column of that rate; {_of_data('pass_rate_key')}")
+    skip_outside: tuple[float, float] | None = key(
+        None,
+        f"shares of right answers outside of which a row is passed over; {_of_data('skip_outside')}, [0, 1] is off",
+        parse=parse_share_band,
+    )
     train_max_samples: int = key(-1, "use only the first rows of train_files; -1 means all", minimum=-1)
     val_max_samples: int = key(-1, "use only the first rows of val_files; -1 means all", minimum=-1)
     max_response_length: int | None = key(
         None, f"longest response in tokens; {_of_data('max_response_length')}, the most it can be", minimum=1
+    )
+    n: int | None = key(None, f"answers to a prompt; {_of_rollout('n')}", minimum=1)
+    temperature: float | None = key(
+        None, f"of sampling, and of the policy that is trained on it; {_of_rollout('temperature')}", above=0
     )
     top_p: float | None = key(None, _of_rollout("top_p"), above=0, maximum=1)
     top_k: int | None = key(None, _of_rollout("top_k"), minimum=-1)

@@ -43,11 +43,21 @@ class Reward(Entry):
     """A reward function.
 
     needs_answer: it compares with the row's answer, so every row must have one.
-    scores_own_answer: the row's own answer, put into a box, must score 1.
+    scores_own_answer: the row's own answer, put into a box, must score 1. solutions: columns in which data sets have
+    responses that it must call right. row_check: a function that is called with a row's answer and its columns, and
+    raises ValueError where the reward could give no verdict on any response to it. runs_programs: it runs what a policy
+    wrote, in the sandbox. prepare: "module:function" that loads what is too large to load twice, with the options of
+    the part; one process holds it and judges for all domains that name the same. reads_messages: it is shown the
+    prompt's chat messages.
     """
 
     needs_answer: bool = False
     scores_own_answer: bool = False
+    solutions: tuple[str, ...] = ()
+    row_check: str = ""
+    runs_programs: bool = False
+    prepare: str = ""
+    reads_messages: bool = False
 
 
 @dataclass(frozen=True)
@@ -231,10 +241,11 @@ NO_FULL_KL = (
 )
 
 CUSTOM_REWARD = "custom"
+_SOLUTIONS = ("canonical_solution", "code", "solution", "solutions")
 REWARDS: dict[str, Reward] = {
     "math": Reward(
         "the last boxed answer (or number) equals the ground truth, by math-verify",
-        "distflow.rewards.math_reward:compute_score",
+        "distflow.rewards.math_reward:compute_verdict",
         needs_answer=True,
         scores_own_answer=True,
     ),
@@ -247,22 +258,32 @@ REWARDS: dict[str, Reward] = {
     "code": Reward(
         "the program in the response passes all of the row's tests, in a sandbox",
         "distflow.rewards.code_reward:compute_score",
+        solutions=_SOLUTIONS,
+        row_check="distflow.rewards.code_reward:check_row",
+        runs_programs=True,
     ),
     "code_share": Reward(
         "the share of the row's tests that the program in the response passes",
         "distflow.rewards.code_reward:compute_share",
+        solutions=_SOLUTIONS,
+        row_check="distflow.rewards.code_reward:check_row",
+        runs_programs=True,
     ),
     "format": Reward("the response has the wanted form", "distflow.rewards.format_reward:compute_score"),
     "ifeval": Reward(
-        "the response follows all of IFEval's instructions in the row", "distflow.rewards.ifeval_reward:compute_score"
+        "the response follows all of IFEval's instructions in the row",
+        "distflow.rewards.ifeval_reward:compute_score",
+        row_check="distflow.rewards.ifeval_reward:check_row",
     ),
     "ifeval_loose": Reward(
         "the same, or does so without its first or last line or asterisks",
         "distflow.rewards.ifeval_reward:compute_loose_score",
+        row_check="distflow.rewards.ifeval_reward:check_row",
     ),
     "ifeval_share": Reward(
         "the share of IFEval's instructions in the row that are followed",
         "distflow.rewards.ifeval_reward:compute_share",
+        row_check="distflow.rewards.ifeval_reward:check_row",
     ),
     "length": Reward(
         "the response is neither shorter nor longer than wanted", "distflow.rewards.length_reward:compute_score"
@@ -275,8 +296,25 @@ REWARDS: dict[str, Reward] = {
         "a model behind an OpenAI-compatible endpoint says how good the response is",
         "distflow.rewards.judge_reward:compute_score",
     ),
+    "model": Reward(
+        "a reward model in Hugging Face format says how good the response is",
+        "distflow.rewards.model_reward:compute_score",
+        prepare="distflow.rewards.model_reward:prepare",
+        reads_messages=True,
+    ),
+    "reasoning_gym": Reward(
+        "what a data set of the package reasoning-gym says of the answer to its own row",
+        "distflow.rewards.reasoning_gym_reward:compute_score",
+    ),
+    "verifiers": Reward(
+        "the rewards of a task of the package verifiers, of an answer as its only turn",
+        "distflow.rewards.verifiers_reward:compute_score",
+    ),
     CUSTOM_REWARD: Reward("the function of custom_reward_function"),
 }
+
+PROMPT_MESSAGES = "prompt_messages"
+"""Where a reward that reads messages finds those of the prompt, among the row's other columns."""
 
 WHOLE_SCORE = ("score", "seq_reward")
 """What a filter of groups calls the whole score, penalties too; the second as in verl."""
@@ -293,6 +331,13 @@ PIPELINES: dict[str, BuiltinPipeline] = {
     ),
     "sft": BuiltinPipeline(
         "supervised fine-tuning on given responses", "distflow.pipelines.sft:sft_pipeline", generates=False
+    ),
+}
+
+CURRICULA: dict[str, Entry] = {
+    "learnability": Entry(
+        "by the mean of p · (1 - p) over a domain's prompts, p being the share of right answers to one",
+        "distflow.flow.curriculum:learnability",
     ),
 }
 

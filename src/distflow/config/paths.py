@@ -36,7 +36,7 @@ NEEDED_TO_EVALUATE = frozenset(
         "dag.nodes",
     }
 )
-NEEDED_TO_TRAIN = NEEDED_TO_EVALUATE | {_TRAIN}
+NEEDED_TO_TRAIN = NEEDED_TO_EVALUATE | {_TRAIN, "data.curriculum.function"}
 """Keys that name what must be there; `data.reward` is that of domains."""
 
 
@@ -67,6 +67,8 @@ def _named(config: Config) -> Iterator[tuple[str, str, Fault]]:
     judged = [("reward.functions", parts) for parts in config.reward.functions.values()]
     judged += [(f"data.domains.{name}.reward", domain.reward) for name, domain in config.data.domains.items()]
     yield from ((key, part.name, _function_fault) for key, parts in judged for part in parts)
+    if config.data.curriculum.function:
+        yield "data.curriculum.function", config.data.curriculum.function, _function_fault
     if config.dag.custom_pipeline_fn:
         yield "dag.custom_pipeline_fn", config.dag.custom_pipeline_fn, _function_fault
     yield from (("dag.nodes", str(node.get("func", "")), _function_fault) for node in config.dag.nodes)
@@ -79,7 +81,7 @@ def data_fault(source: str) -> tuple[str, str] | None:
         known = path.suffix.lower() in DATA_SUFFIXES
         advice = f"rename it, or save it as one of {', '.join(DATA_SUFFIXES)}"
         return None if known else (f"its ending '{path.suffix}' tells no kind of data", advice)
-    if source.startswith("builtin:") or folder.is_dir():
+    if source.startswith(("builtin:", "reasoning-gym:", "verifiers:")) or folder.is_dir():
         return None
     if _FUNCTION_IN_FILE.fullmatch(source):
         return _function_fault(source)

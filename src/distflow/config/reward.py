@@ -1,4 +1,4 @@
-"""Keys of `reward`, `custom_reward_function` and `reward_model`: what a response is worth."""
+"""Keys of `reward` and `custom_reward_function`: what a response is worth."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -138,7 +138,7 @@ class RewardConfig:
     functions: dict[str, tuple[RewardPart, ...]] = key(
         {"default": (RewardPart("math"),)},
         "domain → list of names or {name, weight, options}; names: math, exact_match, format, length, repetition, "
-        "judge, custom",
+        "judge, model, reasoning_gym, verifiers, custom",
         parse=parse_functions,
         plain=plain_functions,
     )
@@ -146,7 +146,16 @@ class RewardConfig:
     max_error_share: float = key(
         0.5, "share of a step's verdicts that may fail before the run stops; 1 never stops", minimum=0, maximum=1
     )
-    num_workers: int = key(2, "processes that judge, of each domain of functions and domains", minimum=1)
+    num_workers: int = key(
+        2, "processes that judge, of each domain of functions and domains; 1 of a reward model", minimum=1
+    )
+    num_actors: int = key(
+        0,
+        "actors that hold the verifiers of all workers, wherever the cluster has room (launcher=ray); 0: they run "
+        "beside each worker",
+        minimum=0,
+    )
+    actor_cpus: int = key(1, "CPUs that each of these takes of its machine", minimum=1)
     retries: int = key(0, "how often a verdict that failed is asked for again", minimum=0)
     backoff_s: float = key(1.0, "seconds before it is, doubled each time", above=0)
     on_error: OnError = key(
@@ -172,13 +181,6 @@ class CustomRewardConfig:
 
     path: str | None = key(None, "Python file or module that holds it")
     name: str = key("compute_score", "its name there")
-
-
-@dataclass(frozen=True)
-class RewardModelConfig:
-    """A trained model that judges."""
-
-    enable: bool = key(False, "score with a reward model", later=True)
 
 
 def patience_of(reward: RewardConfig, domain: str) -> dict[str, Any]:

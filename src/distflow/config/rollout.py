@@ -45,6 +45,14 @@ class RolloutConfig:
         "trainer.num_threads leaves",
         minimum=1,
     )
+    batch_invariant: bool = key(
+        False,
+        "the bits of an answer depend on its own request alone, not on what is generated beside it nor on when: about "
+        "half as fast",
+    )
+    enforce_eager: bool = key(
+        False, "no CUDA graphs: each kernel of a decode step is launched on its own; nothing changes on a CPU"
+    )
     timeout_s: float | None = key(
         1800.0, "the run ends where the engine answers nothing and draws no token for so long; null is never", above=0
     )

@@ -13,7 +13,7 @@ from distflow.config.data import DataConfig
 from distflow.config.keys import KeyInfo, collect, group, has_default, yaml_name
 from distflow.config.model import ModelConfig
 from distflow.config.profiler import ProfilerConfig
-from distflow.config.reward import CustomRewardConfig, RewardConfig, RewardModelConfig
+from distflow.config.reward import CustomRewardConfig, RewardConfig
 from distflow.config.rollout import RolloutConfig
 from distflow.config.trainer import TrainerConfig
 from distflow.config.trust import TrustConfig
@@ -46,7 +46,6 @@ class Config:
     critic: CriticConfig = group(CriticConfig)
     reward: RewardConfig = group(RewardConfig)
     custom_reward_function: CustomRewardConfig = group(CustomRewardConfig)
-    reward_model: RewardModelConfig = group(RewardModelConfig)
     trainer: TrainerConfig = group(TrainerConfig)
     trust: TrustConfig = group(TrustConfig)
     dag: DagConfig = group(DagConfig)

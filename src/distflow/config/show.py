@@ -1,11 +1,12 @@
 """A config for people and for files: flat, as YAML, compared with another."""
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 import yaml
 
+from distflow.config.domains import DomainConfig
 from distflow.config.keys import KeyInfo, is_group, walk, yaml_name
 from distflow.config.schema import Config, find_group, group_names
 from distflow.config.values import show
@@ -36,6 +37,8 @@ _DEVICES = (
     "trainer.worker_env",
     "trainer.max_held_mb",
     "trainer.peers_timeout_s",
+    "reward.num_actors",
+    "reward.actor_cpus",
     "actor_rollout_ref.actor.strategy",
     "actor_rollout_ref.actor.weight_update_mode",
 )
@@ -54,9 +57,9 @@ RESUMABLE: frozenset[str] = frozenset(
         *_PATHS,
     )
 )
-"""Keys that may change when a run is resumed: how long, how often, on which devices, where things lie,
-time limits. What lies behind the paths of data is compared by fingerprint, not by name; that a reward function has
-other code is told."""
+"""Keys that may change when a run is resumed: how long, how often, on which devices, where things lie (the files of
+domains too: `changed_keys`), time limits. What lies behind the paths of data is compared by fingerprint, not by name;
+that a reward function has other code is told."""
 
 
 def flatten(config: Config) -> dict[str, object]:
@@ -88,8 +91,14 @@ def diff(before: Config, after: Config) -> list[tuple[str, object, object]]:
 
 
 def changed_keys(before: Config, after: Config) -> list[tuple[str, object, object]]:
-    """The same without the keys that may change on resume."""
-    return [change for change in diff(before, after) if change[0] not in RESUMABLE]
+    """The same without the keys that may change on resume; nor does a domain by where its files lie."""
+    same_domains = _without_files(before) == _without_files(after)
+    resumable = RESUMABLE | {"data.domains"} if same_domains else RESUMABLE
+    return [change for change in diff(before, after) if change[0] not in resumable]
+
+
+def _without_files(config: Config) -> dict[str, DomainConfig]:
+    return {name: replace(own, train_files=(), val_files=()) for name, own in config.data.domains.items()}
 
 
 def show_value(info: KeyInfo, value: object) -> str:

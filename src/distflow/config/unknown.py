@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from distflow.config.errors import Problem
 from distflow.config.foreign import NOT_GIVEN, SYSTEMS, Name, as_override, find_by_last_word, find_names
@@ -150,8 +151,13 @@ def _is_misread_value(setting: Setting) -> bool:
     return info is not None and setting.is_group and not info.is_map
 
 
-def _groups() -> set[str]:
-    return {group for key in schema_keys() for group in parents(key)}
+def _groups() -> frozenset[str]:
+    return _groups_above(tuple(schema_keys()))
+
+
+@cache
+def _groups_above(keys: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(group for key in keys for group in parents(key))
 
 
 def _resembling(key: str, known: Collection[str]) -> list[str]:

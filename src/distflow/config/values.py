@@ -197,3 +197,19 @@ def _convert_mapping(value: object, annotation: object) -> dict[object, object]:
     if not arguments:
         return dict(value)
     return {convert(name, arguments[0]): convert(item, arguments[1]) for name, item in value.items()}
+
+
+def parse_band(value: object) -> object:
+    """[low, high], or nothing. Raises Mismatch."""
+    band = convert(value, tuple[float, float] | None)
+    if band is not None and not band[0] <= band[1]:  # type: ignore[index]  # just made one
+        raise Mismatch(f"is {show(value)}, which holds no number", "write e.g. [0.1, 0.9]")
+    return band
+
+
+def parse_share_band(value: object) -> object:
+    """[low, high] within 0..1, or nothing. Raises Mismatch."""
+    band = convert(value, tuple[float, float] | None)
+    if band is not None and not 0 <= band[0] < band[1] <= 1:  # type: ignore[index]  # just made one
+        raise Mismatch(f"is {show(value)}, which is no part of 0..1", "write e.g. [0.1, 0.95]")
+    return band

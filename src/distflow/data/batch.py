@@ -12,6 +12,7 @@ from torch import Tensor
 
 from distflow.data.columns import Column, Shapes, Written, check_same_fields, guess_field
 from distflow.data.sample import Sample
+from distflow.data.transfer import send
 from distflow.graph.fields import ALIASES, TOKEN_AXES, Axis, Field, find_field
 
 _SAVED = {"format": "distflow batch"}
@@ -32,6 +33,7 @@ class Batch:
         self._lengths[Axis.SEQUENCE] = self._lengths[Axis.PROMPT] + self._lengths[Axis.RESPONSE]
         self._columns: dict[str, Column] = {}
         self._fields: dict[str, Field] = {}
+        self._places: dict[tuple[Axis, torch.device], Tensor] = {}
 
     @staticmethod
     def from_samples(samples: Sequence[Sample]) -> "Batch":
@@ -127,10 +129,10 @@ class Batch:
 
     def pad(self, values: Tensor, axis: Axis | str, fill: float = 0) -> Tensor:
         """Spread flat `(tokens,)` values over `(bs, longest)`; keeps the gradient."""
-        mask = self.mask(axis)
-        return torch.full(mask.shape, fill, dtype=values.dtype, device=values.device).masked_scatter(
-            mask.to(values.device), values
-        )
+        lengths = self._lengths[Axis(axis)]
+        longest = int(lengths.max()) if len(self) else 0
+        padded = torch.full((len(self) * longest,), fill, dtype=values.dtype, device=values.device)
+        return padded.index_copy_(0, self._padded_places(Axis(axis), values.device), values).view(len(self), longest)
 
     def unpad(self, values: Tensor, axis: Axis | str) -> Tensor:
         """The flat `(tokens,)` values of a padded `(bs, longest)` tensor; keeps the gradient."""
@@ -171,7 +173,8 @@ class Batch:
     def to(self, device: torch.device | str) -> "Batch":
         """The same samples with their tensors on `device`; lengths stay on the CPU, where they are counted with."""
         out = self.only(self.names)
-        out._columns = {name: c if isinstance(c, list) else c.to(device) for name, c in self._columns.items()}
+        where = torch.device(device)
+        out._columns = {name: c if isinstance(c, list) else send(c, where) for name, c in self._columns.items()}
         return out
 
     def chunk(self, num_chunks: int) -> list["Batch"]:
@@ -317,14 +320,19 @@ class Batch:
         offsets = torch.arange(int(picked.sum())) - (picked.cumsum(0) - picked).repeat_interleave(picked)
         return starts[index].repeat_interleave(picked) + offsets
 
+    def _padded_places(self, axis: Axis, device: torch.device) -> Tensor:
+        """Where each token of a flat column stands in the flattened padded one: int64 `(tokens,)`, made once."""
+        if (axis, device) not in self._places:
+            self._places[axis, device] = send(self.mask(axis).reshape(-1).nonzero()[:, 0], device)
+        return self._places[axis, device]
+
     def _interleave(self, prompt: Tensor, response: Tensor) -> Tensor:
         is_response = torch.zeros(int(self._lengths[Axis.SEQUENCE].sum()), dtype=torch.bool)
         is_response[self.response_positions()] = True
-        is_response = is_response.to(prompt.device)
-        out = torch.empty(is_response.shape, dtype=prompt.dtype, device=prompt.device)
-        out[is_response] = response
-        out[~is_response] = prompt
-        return out
+        source = torch.empty(is_response.shape, dtype=torch.int64)
+        source[is_response] = len(prompt) + torch.arange(len(response))
+        source[~is_response] = torch.arange(len(prompt))
+        return torch.cat([prompt, response])[send(source, prompt.device)]
 
     def response_positions(self) -> Tensor:
         """Where each response token stands in the flat `sequence` columns: int64 `(response tokens,)`."""
@@ -339,8 +347,8 @@ class Batch:
         if "valid" not in self._columns:
             return mask
         valid: Tensor = self.flat("valid")
-        lengths = self._lengths[Axis.RESPONSE].to(mask.device)
-        return mask * valid.to(mask.dtype).repeat_interleave(lengths)
+        lengths = send(self._lengths[Axis.RESPONSE], mask.device)
+        return mask * valid.to(mask.dtype).repeat_interleave(lengths, output_size=len(mask))
 
     def _placed_scores(self) -> Tensor:
         """The one score of a sample, on the last token that the policy made: flat `(response tokens,)`.

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config.errors import UserError
+from distflow.config.names import PROMPT_MESSAGES
 from distflow.data.messages import Messages, RowError
 from distflow.data.rendering import Refused, render_all, template_of
 from distflow.data.rows import BadRows, RawRow
@@ -84,7 +85,9 @@ class PromptOptions:
     prompt_template: text around a text prompt, with `{prompt}` in it, plain braces doubled.
     system_prompt: chat only; a row's own wins.
     template_kwargs: for the chat template; a row's own win.
+    keep_messages: a chat's messages go along in the row's extra information, for rewards that read them.
     num_workers: threads that tokenise; 0 does it in the calling thread. The result is the same.
+    pass_rate: [low, high] of the rows that are wanted, None for all. group: of the config keys, for messages.
     """
 
     max_prompt_length: int
@@ -96,7 +99,10 @@ class PromptOptions:
     template_kwargs: Mapping[str, object] = field(default_factory=dict)
     filter_overlong: bool = True
     truncation: str = "error"
+    keep_messages: bool = False
     num_workers: int = 4
+    pass_rate: tuple[float, float] | None = None
+    group: str = "data"
 
 
 @dataclass(frozen=True)
@@ -111,6 +117,7 @@ class PromptReport:
     longest_prompt_tokens: int
     num_turns: int = 0
     num_texts_more: int = 0
+    num_outside: int = 0
 
     def lines(self) -> list[str]:
         """For people: what is used, and what is left out and why."""
@@ -118,6 +125,7 @@ class PromptReport:
             "turns of the assistant to learn": self.num_turns,
             "rows more, of turns that the chat template writes otherwise once others follow": self.num_texts_more,
             "bad rows skipped": self.num_bad,
+            "rows outside of data.pass_rate left out": self.num_outside,
             "over-long prompts left out": self.num_overlong_prompts,
             "over-long responses left out": self.num_overlong_responses,
             "cut to the longest length": self.num_truncated,
@@ -225,7 +233,10 @@ def encode_rows(
     Raises UserError for a tokenizer without what is needed, for bad rows unless skipped, for a prompt that is too long
     with truncation "error", and where no row is left.
     """
+    rows, num_outside = _within(rows, options)
     _check_options(tokenizer, rows, options)
+    if options.keep_messages:
+        rows = [_with_messages(row, options) for row in rows]
     encoded = _encode_all(rows, tokenizer, options, end_ids)
     good: list[tuple[RawRow, _Encoded]] = []
     for row, entries in zip(rows, encoded, strict=True):
@@ -236,7 +247,22 @@ def encode_rows(
     bad_rows.check()
     if not good:
         raise UserError(f"all rows are bad, and skipped; the first: {bad_rows.reasons[0]}")
-    return _fit(good, tokenizer, options, len(bad_rows.reasons))
+    return _fit(good, tokenizer, options, len(bad_rows.reasons), num_outside)
+
+
+def _within(rows: Sequence[RawRow], options: PromptOptions) -> tuple[Sequence[RawRow], int]:
+    """The rows whose pass rate is wanted, and how many are not."""
+    if options.pass_rate is None:
+        return rows, 0
+    low, high = options.pass_rate
+    kept = [row for row in rows if row.pass_rate is not None and low <= row.pass_rate <= high]
+    if not kept:
+        rates = [row.pass_rate for row in rows if row.pass_rate is not None]
+        raise UserError(
+            f"{options.group}.pass_rate=[{low:g}, {high:g}]: of {len(rows):,} rows none lies within; their rates "
+            f"(column {options.group}.pass_rate_key) go from {min(rates):g} to {max(rates):g}"
+        )
+    return kept, len(rows) - len(kept)
 
 
 @dataclass(frozen=True)
@@ -405,6 +431,13 @@ def _prompt(row: RawRow, options: PromptOptions) -> str | Chat:
     return Chat(messages, row.tools, kwargs)
 
 
+def _with_messages(row: RawRow, options: PromptOptions) -> RawRow:
+    asked = _prompt(row, options)
+    if isinstance(asked, str):
+        return row
+    return replace(row, extra_info={**row.extra_info, PROMPT_MESSAGES: list(asked.messages)})
+
+
 def _tokenise(tokenizer: "PreTrainedTokenizerBase", texts: list[str], **settings: bool) -> list[list[int]]:
     return tokenizer(texts, return_attention_mask=False, verbose=False, **settings)["input_ids"] if texts else []
 
@@ -424,7 +457,11 @@ def _with_responses(
 
 
 def _fit(
-    good: list[tuple[RawRow, _Encoded]], tokenizer: "PreTrainedTokenizerBase", options: PromptOptions, num_bad: int
+    good: list[tuple[RawRow, _Encoded]],
+    tokenizer: "PreTrainedTokenizerBase",
+    options: PromptOptions,
+    num_bad: int,
+    num_outside: int,
 ) -> PromptSet:
     """Leave out or cut what is too long, and count it."""
     kept: list[tuple[RawRow, _Encoded]] = []
@@ -456,6 +493,7 @@ def _fit(
         longest_prompt_tokens=max(len(entry.ids) for _, entry in kept),
         num_turns=sum(len(entry.turns or ()) for _, entry in kept),
         num_texts_more=len(good) - len({id(row) for row, _ in good}),
+        num_outside=num_outside,
     )
     return PromptSet([row for row, _ in kept], [entry for _, entry in kept], report)
 

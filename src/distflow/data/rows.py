@@ -1,7 +1,8 @@
 """Rows of a data set before tokenisation: which columns mean what, which rows are bad, and what they are told."""
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, time
 from decimal import Decimal
@@ -26,6 +27,7 @@ _USUAL_NAMES = {
     "data.prompt_key": ("question", "problem", "instruction", "query", "messages", "input", "text"),
     "data.answer_key": ("ground_truth", "reward_model.ground_truth", "solution", "label", "target", "final_answer"),
     "data.response_key": ("completion", "output", "answer", "target", "chosen"),
+    "data.pass_rate_key": ("pass_rate", "difficulty", "solve_rate", "accuracy", "success_rate"),
     "data.messages_key": ("conversations", "conversation", "dialog", "chat"),
 }
 """What data sets call these columns."""
@@ -39,8 +41,9 @@ class Columns:
 
     answer_required: a row without an answer is then bad. domain: may be missing where it has its default name; None
     where all rows are of one, `only_domain`. group: of the config keys that name the columns, for messages.
-    response: the column to learn from (SFT), or None. messages: of conversations to learn from, where a row has no
-    prompt and response; or None. tools: functions for the chat template. is_chat: texts go through it too.
+    pass_rate: a number that every row must have, or None. response: the column to learn from (SFT), or None. messages:
+    of conversations to learn from, where a row has no prompt and response; or None. tools: functions for the chat
+    template. is_chat: texts go through it too.
     """
 
     prompt: str = "prompt"
@@ -53,6 +56,7 @@ class Columns:
     is_chat: bool = False
     only_domain: str = DEFAULT_DOMAIN
     group: str = "data"
+    pass_rate: str | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class RawRow:
     """A good row. `origin` is its file and line.
 
     tools, template_kwargs: for the chat template. is_conversation: the assistant's turns of `prompt` are to be learnt.
+    pass_rate: None where it is not asked for.
     """
 
     origin: str
@@ -80,17 +85,20 @@ class RawRow:
     tools: list[JSON] = field(default_factory=list)
     template_kwargs: dict[str, JSON] = field(default_factory=dict)
     is_conversation: bool = False
+    pass_rate: float | None = None
 
 
 @dataclass
 class BadRows:
     """What to do at a bad row: collect it and go on to report all of them together, or count it and skip it.
 
-    policy: "error" or "skip" (data.bad_rows).
+    policy: "error" or "skip" (data.bad_rows). broken: rows that could be read, and are left out since no answer to
+    them could be judged.
     """
 
     policy: str = "error"
     reasons: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
 
     def add(self, origin: str, reason: str) -> None:
         self.reasons.append(f"{origin}: {reason}")
@@ -99,12 +107,16 @@ class BadRows:
         """Raises UserError naming the first bad rows, unless they are to be skipped."""
         if not self.reasons or self.policy == "skip":
             return
-        shown = "".join(f"\n  {reason}" for reason in self.reasons[:_MAX_SHOWN])
-        more = f"\n  and {len(self.reasons) - _MAX_SHOWN} more" if len(self.reasons) > _MAX_SHOWN else ""
         raise UserError(
-            f"{len(self.reasons)} bad row{'s' if len(self.reasons) > 1 else ''}:{shown}{more}\n"
-            "repair the data, or leave such rows out with data.bad_rows=skip"
+            f"{listed(self.reasons, 'bad row')}\nrepair the data, or leave such rows out with data.bad_rows=skip"
         )
+
+
+def listed(reasons: Sequence[str], what: str, which: str = "") -> str:
+    """How many rows there are of a kind, and the first of them with the reason, a line each."""
+    shown = "".join(f"\n  {reason}" for reason in reasons[:_MAX_SHOWN])
+    more = f"\n  and {len(reasons) - _MAX_SHOWN} more" if len(reasons) > _MAX_SHOWN else ""
+    return f"{len(reasons)} {what}{'s' if len(reasons) > 1 else ''}{' ' if which else ''}{which}:{shown}{more}"
 
 
 def read_rows(records: Iterator[Record], columns: Columns, bad_rows: BadRows, source: str) -> Iterator[RawRow]:
@@ -153,6 +165,8 @@ def _required(columns: Columns) -> dict[str, str]:
         required["data.answer_key"] = columns.answer
     if columns.response is not None:
         required["data.response_key"] = columns.response
+    if columns.pass_rate is not None:
+        required["data.pass_rate_key"] = columns.pass_rate
     if columns.domain not in (None, _DEFAULT_DOMAIN_KEY):
         required["data.domain_key"] = str(columns.domain)
     return required
@@ -213,7 +227,19 @@ def _raw_row(record: Record, columns: Columns) -> RawRow:
         tools=read_tools(plain(find(values, columns.tools)), columns.tools) if is_chat else [],
         template_kwargs=_template_kwargs(values) if is_chat else {},
         is_conversation=is_conversation,
+        pass_rate=None if columns.pass_rate is None else _pass_rate(values, columns.pass_rate),
     )
+
+
+def _pass_rate(values: Mapping[str, object], name: str) -> float:
+    found = plain(find(values, name))
+    try:
+        rate = float(found) if isinstance(found, str | int | float) and not isinstance(found, bool) else math.nan
+    except ValueError:
+        rate = math.nan
+    if math.isfinite(rate):
+        return rate
+    raise RowError(f"the pass rate (column '{name}') is {kind(found)}, not a finite number")
 
 
 def _response(values: Mapping[str, object], name: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from distflow.config.errors import UserError, missing_path
 from distflow.config.paths import HUB_DATA
-from distflow.data import iterators
+from distflow.data import iterators, reasoning_gym, verifiers_tasks
 from distflow.data.files import READERS, read_file
 from distflow.data.hub import unreachable
 from distflow.data.rows import BadRows, Columns, RawRow, Record, read_rows
@@ -36,6 +36,7 @@ def load_rows(
       - a folder that `datasets` can read, or an id on the hub, with its configuration and split where there are
         several: `openai/gsm8k:main:train`, `folder::train`;
       - `builtin:NAME`, which ships with the package;
+      - `reasoning-gym:NAME?size=100&seed=7`, which that package makes, `verifiers:ID`, a taskset of that package;
       - "module:function" or "file.py:function" that gives mappings.
     key: the config key that named them, for messages. bad_rows: "error" or "skip". max_samples: rows in all, -1 for
     all. run_folder: where the rows of Python code are kept; needed for them.
@@ -73,7 +74,7 @@ def forget_rows(run_folder: Path) -> None:
 
 def is_function(source: str) -> bool:
     """Whether `load_rows` imports and calls what that names: it is no data set with a name of that form."""
-    if source.startswith("builtin:") or not _FUNCTION.fullmatch(source):
+    if source.startswith(("builtin:", verifiers_tasks.PREFIX)) or not _FUNCTION.fullmatch(source):
         return False
     return not (Path(source).expanduser().is_file() or Path(source.partition(":")[0]).expanduser().is_dir())
 
@@ -84,6 +85,10 @@ def _records(source: Source, key: str, kept: Path | None, max_rows: int, wanted:
         if kept is None:
             raise UserError(f"{key}: rows of a function need a run's folder (trainer.default_local_dir) to be kept in")
         return iterators.keep(text, kept, key=key, max_rows=max_rows, wanted=wanted)
+    if text.startswith(reasoning_gym.PREFIX):
+        return reasoning_gym.read_records(text, key, wanted)
+    if text.startswith(verifiers_tasks.PREFIX):
+        return verifiers_tasks.read_records(text, key, wanted)
     if text.startswith("builtin:"):
         return read_file(_builtin(text.removeprefix("builtin:"), key), key)
     path = Path(text).expanduser()

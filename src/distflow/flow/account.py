@@ -10,23 +10,27 @@ class AccountingError(RuntimeError):
 
 @dataclass(frozen=True)
 class DomainAccount:
-    """Of one domain: tickets that were issued, consumed, and dropped by reason."""
+    """Of one domain: tickets that were issued, consumed, and dropped by reason. aborted: times, as in `Account`."""
 
     issued: int = 0
     consumed: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
+    aborted: int = 0
 
 
 @dataclass(frozen=True)
 class Account:
-    """How many tickets are where. dropped: counts by reason. domains: of each that a ticket was issued for, empty of a
-    run without them."""
+    """How many tickets are where. dropped: counts by reason. aborted: times that a group was ended because its step had
+    all that it needs, so that it waits to be issued again; aborted_tokens: what had been drawn for those. domains: of
+    each that a ticket was issued for, empty of a run without them."""
 
     issued: int = 0
     running: int = 0
     complete: int = 0
     consumed: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
+    aborted: int = 0
+    aborted_tokens: int = 0
     domains: Mapping[str, DomainAccount] = field(default_factory=dict)
 
     def check(self) -> None:

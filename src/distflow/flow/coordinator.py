@@ -1,24 +1,23 @@
 """The coordinator: hands out tickets on credits, knows where every group is, and says when a step may be consumed."""
 
-from collections import Counter, deque
-from dataclasses import asdict, replace
-from fractions import Fraction
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import cast
 
-from distflow.flow.account import Account, AccountingError, DomainAccount
-from distflow.flow.credits import Credits
+from distflow.flow.account import Account, AccountingError
+from distflow.flow.admission import Admission
+from distflow.flow.counts import Counts
+from distflow.flow.curriculum import Accuracy
 from distflow.flow.data_plan import DataPlan
-from distflow.flow.draws import Draws
+from distflow.flow.domain_shares import DomainShares
 from distflow.flow.edge import ExperienceEdge, still_consumable
 from distflow.flow.lane import Group
 from distflow.flow.ledger import Ledger, Mark
-from distflow.flow.order import place
-from distflow.flow.quotas import Quotas
-from distflow.flow.record import Quota
-from distflow.flow.room import Room
+from distflow.flow.next_tickets import NextTickets
+from distflow.flow.record import inherited_fields, issued_fields
+from distflow.flow.skips import Skips
 from distflow.flow.snapshot import (
-    SavedDomain,
     SavedMark,
     Snapshot,
     at_start,
@@ -28,7 +27,7 @@ from distflow.flow.snapshot import (
     saved_plan,
 )
 from distflow.flow.tally import STALE
-from distflow.flow.ticket import Ticket, Version, domain_of, stream_of
+from distflow.flow.ticket import Ticket, Version, domain_of
 
 LOST = "lost"
 """Why a group of an offered row is dropped: its process ended before it did, and the row with it."""
@@ -37,18 +36,18 @@ LOST = "lost"
 class Coordinator:
     """Metadata only, with no task and no lock of its own: threads share it under a lock, processes through an actor.
 
-    A group goes take_tickets → complete | drop | retry; a step goes ready → release, which makes its groups consumed
-    and ends in a new version. Every move is journaled; one that cannot be made raises AccountingError naming the
-    ticket. At staleness 0 every step consumes all that was drawn for it, so a release leaves nothing behind (but what a
-    run of more staleness had begun), and a run that goes on from one repeats what an uninterrupted run would do.
-    Otherwise groups stay on the edge, and the cut lists them.
+    A group goes take_tickets → complete | drop | retry | abort; a step goes ready → release, which makes its groups
+    consumed and ends in a new version. Every move is journaled; one that cannot be made raises AccountingError naming
+    the ticket. At staleness 0 every step consumes all that was drawn for it, so a release leaves nothing behind (but
+    what a run of more staleness had begun, and what was aborted), and a run that goes on from one repeats what an
+    uninterrupted run would do. Otherwise groups stay on the edge, and the cut lists them.
 
     Of several domains each has its own order, epoch and position, and its places in every step (`flow.quotas`): a new
     ticket is of the domain whose next place without a group comes first, so that what takes the place of a dropped one
     is of its domain.
 
     Tickets are of rows of the data set, and of rows that somebody offers: these have the row numbers behind the data
-    set's, and go first. data_open: whether tickets of the data set are handed out; they may not be wanted yet.
+    set's, and go first (`NextTickets`).
 
     Versions here are steps: version v are the weights after v steps, or those before under a new number where nothing
     was updated. A step that sent no weights although it changed them leaves the engines where they were.
@@ -71,44 +70,26 @@ class Coordinator:
         self._incarnation = ledger.incarnation if ledger else start["incarnation"] + 1
         self.version = Version(self._incarnation, start["step"])
         self.weights_step = start["step"]  # a run that goes on begins by sending what it goes on from
-        self._issued = start["issued"]
-        self._num_offered = self._num_drawn_offered = start.get("offered", 0)
-        self._offered = deque[int]()  # rows that wait for a credit
-        self.data_open = True
-        self._consumed = start["consumed"]
-        self._dropped = Counter(start["dropped"])
-        before = start.get("domains", {})
-        self._domains = {
-            name: DomainAccount(each["issued"], each["consumed"], each["dropped"])
-            for name, each in before.items()
-            if each["issued"]
-        }
-        self._quotas = Quotas(
-            plan.consumer_batch,
-            self.step,
-            plan.shares,
-            [Fraction(before[source.name]["lag"]) for source in plan.sources] if before else None,
-        )
-        max_concurrent = plan.max_concurrent or (plan.max_staleness + 1) * plan.consumer_batch
-        self._credits = Credits(max_concurrent, plan.max_staleness, plan.consumer_batch)
-        batches = plan.max_num_gen_batches
-        sources = range(0 if batches is None else len(plan.sources))
-        self._draws = [Draws(batches or 0, self.step, partial(self._quotas.in_all, number)) for number in sources]
-        self._room = Room(plan.max_held_bytes)
-        self._served = self.step
-        self._asked = False  # for tickets, since the last release
+        self._counts = Counts(start)
+        self.tickets = NextTickets(plan, self._counts, start.get("offered", 0))
+        self.shares = DomainShares(plan, start)
+        self._skips = Skips(plan.skips, start.get("skips"))
         self._edge = ExperienceEdge(
             plan.consumer_batch,
             max_staleness=plan.max_staleness,
             next_step=self.step,
             when_exhausted=plan.when_exhausted,
-            quotas=self._quotas,
+            quotas=self.shares.quotas,
             domains=[source.name for source in plan.sources],
+            oversampling=plan.oversampling,
         )
-        quotas = {"quotas": self._shown_quotas()} if plan.domains else {}
+        self._admission = Admission(plan, self._edge)
+        quotas = {"quotas": self.shares.shown()} if plan.domains else {}
         self._journal("plan", max_staleness=plan.max_staleness, consumer_batch=plan.consumer_batch, **quotas)
+        for change in self.shares.saved()[1:]:
+            self._journal("shares", **change)
         if ledger and ledger.inherits:
-            self._journal_inheritance(start)
+            self._journal("inherited", **inherited_fields(start, self._counts.domains))
         self._restore([restored(group) for group in start["live"]])
         self._close_at_end()
         self._check()
@@ -132,18 +113,18 @@ class Coordinator:
         released yet counts as the one before. Raises AccountingError where versions go backwards, or ahead of the
         steps.
         """
-        served = self._see(self.step if served_step is None else served_step)
+        served = self._admission.see(self.step if served_step is None else served_step)
         if self.finished:
             return []
-        tickets = [self._edge.reissue(number, served) for number in self._lost_to_start(served)]
-        for source in self._new(served):
-            tickets.append(self._next_ticket(source, served))
-            self._edge.issue(tickets[-1])
-            self._issued += 1
-            if self._draws:
-                self._draws[source].issue(served + self.plan.max_staleness)
-        for ticket in tickets:
-            self._journal_issue(ticket)
+        num_credits = self._admission.credits(served)
+        tickets = [self._reissue(number, served) for number in self._admission.waiting(served, num_credits)]
+        # Lost ones are a wave of their own; with oversampling, where every step begins with some, they open one.
+        num_open = num_credits - len(tickets) if self.plan.oversampling else self._admission.credits(served)
+        for source in self._admission.new(served, num_open, self.tickets.num_left):
+            if (new := self._issue_next(source, served)) is None:
+                break
+            tickets.append(new)
+            self._admission.issued(source, served)
         self._close_at_end()
         return tickets
 
@@ -154,17 +135,9 @@ class Coordinator:
     def offer(self) -> int:
         """Somebody has a row of his own to be answered; the number that its ticket will name it by. Not of a run with
         domains, which have all places."""
-        assert not self.plan.domains
-        row = self.plan.num_rows + self._num_offered
-        self._num_offered += 1
-        self._offered.append(row)
+        row = self.tickets.offer()
         self._edge.close(False)
         return row
-
-    @property
-    def num_offered(self) -> int:
-        """Rows that were offered and have no ticket yet."""
-        return len(self._offered)
 
     def complete(self, number: int, num_tokens: int, version: int | None = None) -> None:
         """A group has passed its rewards and filters. num_tokens: of all its samples, prompts included. version: the
@@ -174,13 +147,19 @@ class Coordinator:
 
     def weigh(self, number: int, num_bytes: int) -> None:
         """What a complete group takes of the memory that `plan.max_held_bytes` bounds: known to who holds it alone."""
-        self._room.weigh(number, num_bytes)
+        self._admission.room.weigh(number, num_bytes)
 
     def drop(self, number: int, reason: str) -> None:
         """A group leaves without being trained on. Its ticket is spent, its credit comes back."""
         group = self._edge.drop(number, reason)
         self._journal("dropped", ticket=number, reason=reason)
-        self._count_dropped(group.ticket, reason)
+        self._counts.drop(group.ticket, reason)
+
+    def judged(self, ticket: Ticket, accuracy: Accuracy) -> None:
+        """A group has its verdicts, whatever becomes of it: told before that is."""
+        domain = domain_of(ticket.stream)
+        self._skips.judged(domain, ticket.row, accuracy)
+        self.shares.judged(domain, accuracy)
 
     def retry(self, number: int) -> bool:
         """A group was lost while the run goes on: with the engine or the process that worked on it.
@@ -193,6 +172,22 @@ class Coordinator:
             self.drop(number, "quarantined")
         return waits
 
+    @property
+    def is_full(self) -> bool:
+        """See `ExperienceEdge.is_full`."""
+        return self._edge.is_full
+
+    def has_place(self, number: int) -> bool:
+        """See `ExperienceEdge.has_place`."""
+        return self._edge.has_place(number)
+
+    def abort(self, numbers: Sequence[int], num_tokens: int) -> None:
+        """Groups that run are not needed any more: they were ended, and wait to be handed out again. num_tokens: drawn
+        for them and thrown away."""
+        groups = [self._edge.abort(number) for number in numbers]
+        self._journal("aborted", tickets=list(numbers), tokens=num_tokens)
+        self._counts.abort((group.ticket for group in groups), num_tokens)
+
     def lose(self, number: int) -> None:
         """What was made of a complete group that no step has taken is gone with the process that held it: the group
         waits to be handed out again, and of its three attempts this uses up none."""
@@ -203,10 +198,10 @@ class Coordinator:
         """Numbers of the tickets that form `step`, ascending, or None while it waits for groups; see
         `ExperienceEdge.ready` for short steps. Raises Exhausted, and AccountingError where a group of it is staler than
         the plan allows."""
-        numbers = self._edge.ready(step, exhausted=self._is_spent())
-        if numbers is None and self._is_stuck():
+        numbers = self._edge.ready(step, exhausted=self._admission.is_spent(self.weights_step))
+        if numbers is None and self._admission.is_stuck(self.weights_step):
             raise AccountingError(
-                f"step {step} can get no groups: the weights that are served are of version {self._served}, "
+                f"step {step} can get no groups: the weights that are served are of version {self._admission.served}, "
                 f"max_staleness is {self.plan.max_staleness}, and no later version was sent"
             )
         return numbers
@@ -216,7 +211,8 @@ class Coordinator:
 
         A step that is taken so must have taken all that it owes (`num_owed`) when it is released.
         """
-        return self._edge.part(step, wanted, exhausted=self._edge.num_taken == 0 and self._is_spent())
+        exhausted = self._edge.num_taken == 0 and self._admission.is_spent(self.weights_step)
+        return self._edge.part(step, wanted, exhausted)
 
     def untake(self) -> None:
         """The step that is formed could not be read: its groups wait again, and those that are gone can be lost."""
@@ -239,7 +235,7 @@ class Coordinator:
     @property
     def stalled(self) -> bool:
         """Whether no group runs, and none will start before a step is released or a row is offered."""
-        return self._asked and not self._edge.num_running and not self._new(min(self._served, self.step))
+        return self._admission.is_stalled(self.tickets.num_left)
 
     def holds(self, number: int) -> bool:
         """Whether the group is complete and waits for its step: its batch is to be kept."""
@@ -250,21 +246,19 @@ class Coordinator:
 
         published: whether new weights were sent; if not, the version is an alias of the last ones that were, or the
         engines go on serving an older one. What they serve then is told to `take_tickets`; whoever gives them the alias
-        does so before this.
+        does so before this. Raises UserError, and changes nothing, where a curriculum fails.
         """
         self.ready(step)
+        if change := self.shares.change(step):
+            self._journal("shares", **change)
         groups = self._edge.release(step)
         left = self._edge.num_live - self._edge.num_waiting
         assert self.plan.max_staleness or not left, "at staleness 0 a step leaves nothing behind that has started"
         numbers = [group.ticket.number for group in groups]
-        self._consumed += len(numbers)
-        for group in groups:
-            if name := domain_of(group.ticket.stream):
-                self._domains[name] = replace(self._domains[name], consumed=self._domains[name].consumed + 1)
-        self._room.keep(self._edge.holds)
+        self._counts.consume(group.ticket for group in groups)
+        self._admission.released()
         self.version = Version(self._incarnation, step + 1)
         self.weights_step = step + 1 if published else self.weights_step
-        self._asked = False
         self._journal("consumed", step=step, tickets=numbers, tokens=sum(group.num_tokens for group in groups))
         self._journal("version", step=step + 1, weights=self.weights_step)
         if self._ledger:
@@ -274,144 +268,45 @@ class Coordinator:
         return self.version
 
     def accounting(self) -> Account:
-        return Account(
-            issued=self._issued,
-            running=self._edge.num_running,
-            complete=self._edge.num_complete,
-            consumed=self._consumed,
-            dropped=dict(self._dropped),
-            domains=dict(self._domains),
-        )
+        return self._counts.account(self._edge.num_running, self._edge.num_complete)
 
     def snapshot(self) -> Snapshot:
         """JSON to go on from. The cut is the last release (or the start), whatever has happened since."""
         return self._cut
 
     def _close_at_end(self) -> None:
-        if self.data_open and self._left() == 0:
+        if self.tickets.data_open and self.tickets.num_left == 0:
             self._edge.close()
 
-    def _left(self) -> int | None:
-        """Tickets that may still be issued, None for no bound."""
-        if not self.data_open:
-            return len(self._offered)
-        if self.plan.total_tickets is None:
-            return None
-        return len(self._offered) + max(0, self.plan.total_tickets - self._num_drawn)
+    def _issue_next(self, source: int, served: int) -> Ticket | None:
+        """The next of the source that is not passed over; None where the data end before. Where a whole round would be,
+        the row behind it is taken: no source runs empty."""
+        num_left = self.plan.sources[source].num_rows
+        while self.tickets.num_left != 0:
+            ticket = self.tickets.make(source, served)
+            self._edge.issue(ticket)
+            self._counts.issue(ticket)
+            self._journal("issued", **issued_fields(ticket))
+            reason = self._skips.pass_over(ticket.row)
+            if reason is None or not num_left:
+                return ticket
+            num_left -= 1
+            self.drop(ticket.number, reason)
+        return None
 
-    @property
-    def _num_drawn(self) -> int:
-        """Tickets of rows of the data set."""
-        return self._issued - self._num_drawn_offered
-
-    def _next_ticket(self, source: int, served: int) -> Ticket:
-        """The next new one of the source."""
-        plan, number = self.plan, self._issued
-        if self._offered:
-            self._num_drawn_offered += 1
-            return Ticket(number, 0, self._offered.popleft(), plan.group_size, served)
-        if not plan.domains:
-            return Ticket(
-                number, *place(self._num_drawn, plan.num_rows, plan.seed, plan.shuffle), plan.group_size, served
-            )
-        domain = plan.domains[source]
-        account = self._domains.get(domain.name, DomainAccount())
-        self._domains[domain.name] = replace(account, issued=account.issued + 1)
-        epoch, row = place(account.issued, domain.num_rows, plan.seed, plan.shuffle, domain.name)
-        row += sum(other.num_rows for other in plan.domains[:source])
-        stream = stream_of(domain.name)
-        return Ticket(number, epoch, row, plan.group_size, served, stream=stream, position=account.issued)
-
-    def _see(self, served_step: int) -> int:
-        """Take note of the version that is served now; the one to issue tickets with."""
-        if not self._served <= served_step <= self.step + 1:
-            raise AccountingError(
-                f"an engine serves version {served_step}, but version {self._served} was served already and step "
-                f"{self.step} is the next one: versions never go backwards, nor ahead of the steps"
-            )
-        self._served, self._asked = served_step, True
-        return min(served_step, self.step)
-
-    def _is_spent(self) -> bool:
-        """Whether no ticket can be drawn before the next step is consumed, of a source that it lacks groups of: all
-        were that may be at the version served, and no later version is on its way."""
-        if not self._draws or not self._knows_last_version():
-            return False
-        due, lanes = min(self._served, self.step) + self.plan.max_staleness, list(self._edge.lanes.values())
-        lacking = [draws for draws, lane in zip(self._draws, lanes, strict=True) if lane.num_untaken < lane.num_wanted]
-        return all(draws.room(due) == 0 for draws in lacking or self._draws)
-
-    def _is_stuck(self) -> bool:
-        """Whether nothing runs and nothing may start before the next step is consumed, for want of newer weights."""
-        if self._edge.num_running or self._edge.closed or not self._knows_last_version():
-            return False
-        return self._open(0, self._served) == 0
-
-    def _knows_last_version(self) -> bool:
-        """Whether the version seen last is the last one before the next step is consumed."""
-        return self._asked and self._served >= self.weights_step
-
-    def _lost_to_start(self, served: int) -> list[int]:
-        num_credits = self._open(self._num_started, served)
-        if not num_credits or not self._edge.num_waiting:
-            return []
-        room = {lane: lane.room(self._last_step(served)) + len(lane.waiting) for lane in self._edge.lanes.values()}
-        started = list[int]()
-        for number in self._edge.waiting[: None if self.plan.domains else num_credits]:
-            lane = self._edge.lane_of(number)
-            if room[lane] > 0 and len(started) < num_credits:
-                room[lane] -= 1
-                started.append(number)
-        return started
-
-    def _new(self, served: int) -> list[int]:
-        """Tickets to issue now, each by its source. Where memory is full these are the ones that the next step waits
-        for, and no other."""
-        lanes = list(self._edge.lanes.values())
-        room = [lane.room(self._last_step(served)) for lane in lanes]
-        if self._draws:
-            due = served + self.plan.max_staleness
-            room = [min(own, draws.room(due)) for own, draws in zip(room, self._draws, strict=True)]
-        room = [max(0, own) for own in room]
-        bounds = [self._open(self._num_started, served), sum(room)]
-        if (left := self._room.left(self._edge.num_running)) is not None:
-            bounds.append(max(left, sum(max(0, lane.room(self.step)) for lane in lanes)))
-        if (left := self._left()) is not None:
-            bounds.append(left)
-        return self._by_place([lane.num_live for lane in lanes], room, min(bounds))
-
-    def _by_place(self, filled: list[int], room: list[int], count: int) -> list[int]:
-        """The sources of the first `count` places without a group. filled, room: by source, places with one, and more
-        that may have one."""
-        if len(filled) == 1:
-            return [0] * count
-        last = [full + more for full, more in zip(filled, room, strict=True)]
-        chosen = list[int]()
-        while len(chosen) < count:
-            open_ones = (source for source, full in enumerate(filled) if full < last[source])
-            chosen.append(min(open_ones, key=lambda source: self._quotas.place(source, filled[source])))
-            filled[chosen[-1]] += 1
-        return chosen
-
-    @property
-    def _num_started(self) -> int:
-        return self._edge.num_running - self._edge.num_waiting
-
-    def _last_step(self, served: int) -> int:
-        """The last that groups which start now may be for."""
-        return min(served + self.plan.max_staleness, self.plan.total_steps - 1)
-
-    def _open(self, running: int, served: int) -> int:
-        """Credits: none for steps that the run does not have."""
-        plan, version = self.plan, self._last_step(served) - self.plan.max_staleness
-        return self._credits.open(running, version, self.step * plan.consumer_batch + self._edge.num_complete)
+    def _reissue(self, number: int, served: int) -> Ticket:
+        if self._edge.was_aborted(number):
+            self._admission.issued([*self._edge.lanes.values()].index(self._edge.lane_of(number)), served)
+        ticket = self._edge.reissue(number, served)
+        self._journal("issued", **issued_fields(ticket))
+        return ticket
 
     def _restore(self, groups: list[Group]) -> None:
         complete = [group for group in groups if group.complete]
         fit, stale = list[Group](), list[Group]()
         for number, source in enumerate(self.plan.sources):
             own = [group for group in complete if domain_of(group.ticket.stream) == source.name]
-            parts = still_consumable(own, self.plan.max_staleness, partial(self._quotas.up_to, number))
+            parts = still_consumable(own, self.plan.max_staleness, partial(self.shares.quotas.up_to, number))
             fit += parts[0]
             stale += parts[1]
         running = [group for group in groups if not group.complete]
@@ -420,75 +315,34 @@ class Coordinator:
             self._edge.restore(group)
         for group, reason in [*((group, STALE) for group in stale), *((group, LOST) for group in lost)]:
             self._journal("dropped", ticket=group.ticket.number, reason=reason)
-            self._count_dropped(group.ticket, reason)
-
-    def _count_dropped(self, ticket: Ticket, reason: str) -> None:
-        self._dropped[reason] += 1
-        if name := domain_of(ticket.stream):
-            account = self._domains[name]
-            dropped = {**account.dropped, reason: account.dropped.get(reason, 0) + 1}
-            self._domains[name] = replace(account, dropped=dropped)
-
-    def _shown_quotas(self) -> dict[str, Quota]:
-        """As a record has them."""
-        known = zip(self.plan.domains, self.plan.shares, self._quotas.lags, strict=True)
-        return {domain.name: {"share": str(share), "lag": str(lag)} for domain, share, lag in known}
-
-    def _saved_domains(self) -> dict[str, SavedDomain]:
-        saved: dict[str, SavedDomain] = {}
-        for domain, lag in zip(self.plan.domains, self._quotas.lags, strict=True):
-            account = self._domains.get(domain.name, DomainAccount())
-            counts = {"issued": account.issued, "consumed": account.consumed, "dropped": dict(account.dropped)}
-            saved[domain.name] = cast(SavedDomain, {**counts, "lag": str(lag)})
-        return saved
+            self._counts.drop(group.ticket, reason)
 
     def _describe(self) -> Snapshot:
+        counts = self._counts
         described: Snapshot = {
             "plan": saved_plan(self.plan),
             "incarnation": self._incarnation,
             "step": self.step,
-            "issued": self._issued,
-            "offered": self._num_drawn_offered,
-            "consumed": self._consumed,
-            "dropped": dict(self._dropped),
+            "issued": counts.issued,
+            "offered": self.tickets.num_offered,
+            "consumed": counts.consumed,
+            "dropped": dict(counts.dropped),
             "live": [saved(group) for group in self._edge.live],
             "ledger": cast(SavedMark, asdict(self._ledger.mark())) if self._ledger else None,
         }
+        if counts.aborted:
+            described["aborted"], described["aborted_tokens"] = counts.aborted, counts.aborted_tokens
         if self.plan.domains:
-            described["domains"] = self._saved_domains()
+            described["domains"] = counts.saved_domains(self.shares.lags())
+        if self.plan.skips:
+            described["skips"] = self._skips.saved()
+        if (curriculum := self.shares.curriculum) is not None:
+            described["shares"], described["curriculum"] = self.shares.saved(), curriculum
         return described
 
     def _journal(self, kind: str, **fields: object) -> None:
         if self._ledger:
             self._ledger.append(kind, **fields)
-
-    def _journal_issue(self, ticket: Ticket) -> None:
-        name = domain_of(ticket.stream)
-        self._journal(
-            "issued",
-            ticket=ticket.number,
-            epoch=ticket.epoch,
-            row=ticket.row,
-            version=ticket.version,
-            attempt=ticket.attempt,
-            **({"domain": name} if name else {}),
-        )
-
-    def _journal_inheritance(self, start: Snapshot) -> None:
-        live = [
-            {
-                "ticket": group.ticket.number,
-                "attempt": group.ticket.attempt,
-                "complete": group.complete,
-                "version": group.ticket.version if group.version is None else group.version,
-                **({"domain": name} if (name := domain_of(group.ticket.stream)) else {}),
-            }
-            for group in map(restored, start["live"])
-        ]
-        counts = {key: start[key] for key in ("step", "issued", "consumed", "dropped")}
-        domains = {name: asdict(account) for name, account in self._domains.items()}
-        listed = {"live": live, "domains": domains}
-        self._journal("inherited", **counts, **{key: value for key, value in listed.items() if value})
 
     def _check(self) -> None:
         account = self.accounting()

@@ -5,15 +5,19 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
+from distflow.flow.curriculum import CurriculumPlan
+from distflow.flow.skips import SkipPlan
+
 
 @dataclass(frozen=True)
 class DomainPlan:
     """A domain that is drawn from. weight: relative to the others', above 0, taken as the decimal that it is written
-    as."""
+    as. group_size: samples a prompt, None for those of the run."""
 
     name: str
     num_rows: int
     weight: float = 1.0
+    group_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -24,9 +28,11 @@ class DataPlan:
     group_size: samples a prompt. consumer_batch: prompt groups a step.
     max_staleness: steps by which weights that made a token may be older than the step that trains on it.
     max_concurrent: groups that may run at once, None for as many as staleness allows. max_num_gen_batches: bound on
-    the tickets drawn for a step, in batches. max_held_bytes: of groups that wait for their step or are trained on,
-    None for no bound. domains: in the order of their rows, none for one source; each goes round by itself, so that with
-    them `total_tickets` is None.
+    the tickets drawn for a step, in batches. oversampling: groups that run besides those that a step lacks, as a part
+    of these; at staleness 0 alone. max_held_bytes: of groups that wait for their step or are trained on, None for no
+    bound. domains: in the order of their rows, none for one source; each goes round by itself, so that with them
+    `total_tickets` is None. curriculum: how their shares change, None where they stay. skips: which rows are passed
+    over, None for none.
     """
 
     num_rows: int
@@ -40,14 +46,18 @@ class DataPlan:
     max_concurrent: int | None = None
     max_num_gen_batches: int | None = None
     when_exhausted: Literal["error", "continue"] = "error"
+    oversampling: Fraction = Fraction(0)
     max_held_bytes: int | None = None
     domains: tuple[DomainPlan, ...] = ()
+    curriculum: CurriculumPlan | None = None
+    skips: SkipPlan | None = None
 
     def __post_init__(self) -> None:
         if self.domains:
             assert self.total_tickets is None and sum(domain.num_rows for domain in self.domains) == self.num_rows
         assert min(self.num_rows, self.consumer_batch, self.group_size) > 0
         assert self.max_num_gen_batches is None or self.max_num_gen_batches > 0
+        assert self.oversampling >= 0 and not (self.oversampling and self.max_staleness)
 
     @property
     def sources(self) -> tuple[DomainPlan, ...]:

@@ -22,6 +22,6 @@ class Draws:
 
     def issue(self, due: int) -> None:
         """A ticket is issued: the first one of a class begins it."""
-        self._left = self.room(due) - 1
+        self._left = self.room(due) - 1  # below 0 where those that were aborted before are more than it may have
         self._due = max(self._due, due)
         self._num_covered = max(self._num_covered, self._places(due))

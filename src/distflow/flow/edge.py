@@ -1,6 +1,7 @@
 """The experience edge: holds prompt groups from their ticket to the step that consumes them, and forms the steps."""
 
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Literal
 
 from distflow.config.errors import UserError
@@ -34,6 +35,10 @@ class ExperienceEdge:
     Without domains a step may also be taken in parts, of any sizes: each takes by due step, then by ticket, and the
     last must leave behind what fits (`num_owed`).
 
+    Where more groups run than the step has places (`oversampling`, at staleness 0 alone), it takes those that come
+    first and find a place, and the others are aborted: they wait to be issued again, and go first then. Which come
+    first is for whoever drives it to say.
+
     when_exhausted: where no more tickets may be drawn and the step is not full, an error, or continue with what there
     is.
     """
@@ -47,9 +52,10 @@ class ExperienceEdge:
         when_exhausted: Literal["error", "continue"] = "error",
         quotas: Quotas | None = None,
         domains: Sequence[str] = ("",),
+        oversampling: Fraction = Fraction(0),  # noqa: B008  immutable
     ) -> None:
         """quotas: shared with whoever admits groups; the edge says when a step is consumed. domains: their names in the
-        order that `quotas` has them, empty for the one of a run that has no others."""
+        order that `quotas` has them, empty for the one of a run that has no others. oversampling: see `DataPlan`."""
         self.next_step = next_step
         self.quotas = quotas or Quotas(consumer_batch, next_step)
         self._consumer_batch = consumer_batch
@@ -57,7 +63,8 @@ class ExperienceEdge:
         self._when_exhausted = when_exhausted
         self._groups: dict[int, Group] = {}
         self.lanes: Mapping[str, Lane] = {
-            name: Lane(self._groups, self.quotas, number, max_staleness) for number, name in enumerate(domains)
+            name: Lane(self._groups, self.quotas, number, max_staleness, oversampling)
+            for number, name in enumerate(domains)
         }
         self._closed = False
 
@@ -143,6 +150,28 @@ class ExperienceEdge:
         if not self.holds(number) or number in self._formed:
             raise AccountingError(f"ticket {number} cannot be lost: it is not complete, or a step has taken it")
         self.lane_of(number).wait(self._groups[number])
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a complete group waits for every place of the next step."""
+        return all(lane.num_lacking <= 0 for lane in self.lanes.values())
+
+    def has_place(self, number: int) -> bool:
+        """Whether the next step has a place for a group that runs, besides those kept for groups which were aborted too
+        often."""
+        lane = self._lane(self._running_group(number, "take a place"))
+        return lane.num_lacking > (0 if number in lane.kept else len(lane.kept))
+
+    def abort(self, number: int) -> Group:
+        """A running group is not needed: it waits to be issued again."""
+        group = self._running_group(number, "be aborted")
+        group.num_aborts += 1
+        self._lane(group).wait(group)
+        return group
+
+    def was_aborted(self, number: int) -> bool:
+        """Whether the group waits, or runs again, after an abort."""
+        return self._groups[number].num_aborts > 0
 
     def reissue(self, number: int, version: int) -> Ticket:
         """A group that waits starts again under the same number, its attempt raised."""
@@ -232,7 +261,8 @@ class ExperienceEdge:
             return None  # the wave is not over
         if all(lane.num_untaken >= wanted for lane, wanted in needs):
             return _all([lane.first(step, wanted) for lane, wanted in needs])
-        if self.num_running:
+        lacking = [lane for lane, wanted in needs if lane.num_untaken < wanted]
+        if self.num_running > self.num_waiting or any(lane.waiting for lane in lacking):
             return None
         if self.num_untaken and (self._closed or (exhausted and self._when_exhausted == "continue")):
             return _all([lane.first(step, min(wanted, lane.num_untaken)) for lane, wanted in needs])

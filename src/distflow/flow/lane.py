@@ -3,10 +3,15 @@
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from math import ceil
 
 from distflow.flow.account import AccountingError
 from distflow.flow.quotas import Quotas
 from distflow.flow.ticket import Ticket
+
+MAX_ABORTS = 3
+"""Times that a group is aborted: after them its place in the step is kept, and the step waits for it."""
 
 
 @dataclass
@@ -14,7 +19,7 @@ class Group:
     """A prompt group on the edge: running until complete; one that was lost waits until it is issued again.
 
     num_tokens: of all its samples, prompts included. failures: times that it was lost while the run went on.
-    version: the lowest that a token of it has, known once it is complete.
+    version: the lowest that a token of it has, known once it is complete. num_aborts: times that it was aborted.
     """
 
     ticket: Ticket
@@ -22,6 +27,7 @@ class Group:
     num_tokens: int = 0
     failures: int = 0
     version: int | None = None
+    num_aborts: int = 0
 
     def due(self, max_staleness: int) -> int:
         """The last step that may train on it. Weights older than the ticket's are a fault, and make it due earlier."""
@@ -41,15 +47,24 @@ class _Due:
 class Lane:
     """What of one domain is on the edge. A pure state machine; `ExperienceEdge` sees to it that moves can be made.
 
-    num_live: running, complete or waiting to be issued again. formed: tickets that the next step has taken.
+    num_live: running, complete or waiting to be issued again. formed: tickets that the next step has taken. kept: those
+    that run, and were aborted too often before.
     """
 
-    def __init__(self, groups: Mapping[int, Group], quotas: Quotas, domain: int, max_staleness: int) -> None:
-        """groups: of all lanes by ticket. domain: its number in `quotas`."""
+    def __init__(
+        self,
+        groups: Mapping[int, Group],
+        quotas: Quotas,
+        domain: int,
+        max_staleness: int,
+        oversampling: Fraction = Fraction(0),  # noqa: B008  immutable
+    ) -> None:
+        """groups: of all lanes by ticket. domain: its number in `quotas`. oversampling: see `DataPlan`."""
         self._groups, self._quotas, self._domain, self._max_staleness = groups, quotas, domain, max_staleness
+        self._oversampling = oversampling
         self._due: dict[int, _Due] = {}
         self.num_live = self.num_complete = 0
-        self.waiting = set[int]()
+        self.waiting, self.kept = set[int](), set[int]()
         self.formed: tuple[int, ...] = ()
 
     @property
@@ -67,9 +82,21 @@ class Lane:
         """The last step that a group which was issued is due by; None without any."""
         return max(self._due, default=None)
 
+    @property
+    def num_lacking(self) -> int:
+        """Places of the next step for which no group is complete."""
+        return self.num_wanted - self.num_untaken
+
+    @property
+    def num_extra(self) -> int:
+        """Groups that may run beyond the places of the next step, which are not needed once it has all that it lacks.
+        Of the places that it lacks, so that a few that are left do not call for a batch."""
+        return ceil(self._oversampling * max(0, self.num_lacking))
+
     def room(self, step: int) -> int:
-        """Places up to that step for which no group is on the edge; negative where there are too many."""
-        return self._quotas.up_to(self._domain, step) - self.num_live
+        """Places up to that step for which no group is on the edge, and groups beyond them; negative where there are
+        too many."""
+        return self._quotas.up_to(self._domain, step) + self.num_extra - self.num_live
 
     def issue(self, group: Group) -> None:
         self.num_live += 1
@@ -93,6 +120,8 @@ class Lane:
     def reissue(self, group: Group, version: int) -> None:
         self.waiting.remove(group.ticket.number)
         group.ticket = replace(group.ticket, version=version, attempt=group.ticket.attempt + 1)
+        if group.num_aborts >= MAX_ABORTS:
+            self.kept.add(group.ticket.number)
         self._enter(group)
 
     def complete(self, group: Group, num_tokens: int, version: int | None) -> None:
@@ -188,4 +217,5 @@ class Lane:
         members = self._due[group.due(self._max_staleness)]
         members.num_live -= 1
         members.complete.discard(group.ticket.number)
+        self.kept.discard(group.ticket.number)
         return members

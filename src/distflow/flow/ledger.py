@@ -5,16 +5,20 @@ One JSON object a line: {"t": seconds since 1970, "inc": incarnation, "kind": ..
     opened      ledger (its id)                                the first line
     plan        max_staleness, consumer_batch, quotas          of the run from here on: at its start and each resume;
                                                                quotas: of domains, share and lag at the next step
+    shares      step, shares                               of domains from that step on, in place of those before
     issued      ticket, epoch, row, version, attempt, domain   version: the step whose weights were served; domain: if
                                                                the run has any
     assigned    ticket, worker                                 who works on it from here on, where several could
     complete    ticket, tokens, version                        version: the lowest of any of its tokens
     lost        ticket                                         it was complete, and is to be issued again
+    aborted     tickets, tokens                                they ran and their step needs them no more: they are to
+                                                               be issued again; tokens: drawn for them, thrown away
     dropped     ticket, reason                                 consumed    step, tickets, tokens
     version     step, weights (the step that made them: less than `step` where none were sent)
     inherited   step, issued, consumed, dropped, live, domains the account of a checkpoint from another folder; live:
                                                                ticket, attempt, complete, version, domain of groups on
-                                                               the edge, if any; domains: issued, consumed, dropped
+                                                               the edge, if any; domains: issued, consumed, dropped,
+                                                               aborted; aborted, aborted_tokens: if any were
     rolled_back to (a byte offset)                             a resume: the records since `to` no longer hold
 
 Nothing is ever rewritten. Records of other kinds may be added by anyone; readers pass over what they do not know.

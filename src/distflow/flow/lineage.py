@@ -12,12 +12,13 @@ from distflow.flow.record import InheritedGroup, Record
 @dataclass(frozen=True)
 class Attempt:
     """A start of a group. version: the step whose weights were served then. worker: None where only one could work on
-    it. t: seconds since 1970. incarnation: of the run."""
+    it. t: seconds since 1970. incarnation: of the run. aborted: it was ended because its step had all that it needs."""
 
     version: int
     worker: str | None
     t: float
     incarnation: int
+    aborted: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class StepLineage:
     groups: those that it trained on; of one that was not consumed those on the experience edge. dropped: since the step
     before was consumed. consumed_at: seconds since 1970, None of one that the journal does not see consumed. weights:
     the step whose weights are served after it, None where the journal ends before. max_staleness: None of a run
-    whose journal does not say.
+    whose journal does not say. aborted: tickets of groups that ran for it and were not needed; aborted_tokens: drawn
+    for them.
     """
 
     step: int
@@ -56,6 +58,8 @@ class StepLineage:
     consumed_at: float | None
     weights: int | None
     max_staleness: int | None
+    aborted: tuple[int, ...] = ()
+    aborted_tokens: int = 0
 
 
 def step_lineage(path: Path, step: int) -> StepLineage:
@@ -86,6 +90,7 @@ class _Reader:
         self._live: dict[int, list[Record]] = {}
         self._inherited: dict[int, InheritedGroup] = {}
         self._dropped: list[list[Record]] = []
+        self._aborted: list[Record] = []
 
     def read(self, records: Iterable[Record]) -> StepLineage | None:
         """None where they have no such step."""
@@ -94,6 +99,10 @@ class _Reader:
             kind = record["kind"]
             if kind in ("issued", "assigned", "complete"):
                 self._live.setdefault(record["ticket"], []).append(record)
+            elif kind == "aborted":
+                self._aborted.append(record)
+                for ticket in record["tickets"]:
+                    self._live.setdefault(ticket, []).append(record)
             elif kind == "dropped":
                 self._dropped.append([*self._live.pop(record["ticket"], ()), record])
             elif kind == "consumed":
@@ -122,6 +131,7 @@ class _Reader:
         for number in record["tickets"]:
             self._live.pop(number, None)
         self._dropped.clear()
+        self._aborted.clear()
         self._next_step = record["step"] + 2
 
     def _found(self, record: Record, after: Record | None) -> StepLineage:
@@ -138,6 +148,8 @@ class _Reader:
             consumed_at=consumed_at,
             weights=weights,
             max_staleness=self._max_staleness,
+            aborted=tuple(ticket for record in self._aborted for ticket in record["tickets"]),
+            aborted_tokens=sum(_whole(record["tokens"]) for record in self._aborted),
         )
 
     def _group(self, ticket: int, records: Sequence[Record]) -> GroupLineage:
@@ -167,6 +179,8 @@ def _attempts(records: Sequence[Record]) -> tuple[Attempt, ...]:
             attempts.append(Attempt(_whole(record["version"]), None, _number(record["t"]), record["inc"]))
         elif record["kind"] == "assigned" and attempts:
             attempts[-1] = replace(attempts[-1], worker=str(record["worker"]))
+        elif record["kind"] == "aborted" and attempts:
+            attempts[-1] = replace(attempts[-1], aborted=True)
     return tuple(attempts)
 
 

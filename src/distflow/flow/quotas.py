@@ -1,10 +1,15 @@
 """Quotas: which domain each place of each step belongs to. A pure function of the weights, exact over time."""
 
+import math
+import sys
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from fractions import Fraction
 from math import lcm
+
+Shares = Sequence[Fraction]
+"""Of each domain, 1 in all."""
 
 
 class Quotas:
@@ -14,6 +19,11 @@ class Quotas:
     (earliest first, then by the domains' order) among the domains that are not ahead of their share: the windows of
     proportionate fairness (Baruah et al. 1996), which so are always met. What a domain is behind, its lag, is all that
     has to be known to go on.
+
+    Where shares change between steps, what a domain is due is their sum over all places. No rule that does not know the
+    changes to come can keep every domain within one place of that; where one has fallen behind by a place or more,
+    places go to the one that is most behind. So none is ever ahead by a place, nor behind by more than
+    `most_behind` (Adler et al. 2003, *A Proportionate Fair Scheduling Rule with Good Worst-case Performance*).
 
     One domain has all places.
     """
@@ -25,8 +35,9 @@ class Quotas:
         weights: Sequence[Fraction] = (Fraction(1),),
         lags: Sequence[Fraction] | None = None,
     ) -> None:
-        """weights: relative, above 0. lags: in places, by which each domain is behind its share at the next step."""
-        assert consumer_batch > 0 and all(weight > 0 for weight in weights)
+        """weights: relative, one above 0. lags: in places, by which each domain is behind its share at the next
+        step."""
+        assert consumer_batch > 0 and all(weight >= 0 for weight in weights)
         shares = [weight / sum(weights) for weight in weights]
         lags = lags or [Fraction(0)] * len(shares)
         self._whole = lcm(*(each.denominator for each in (*shares, *lags)))  # counts as one place
@@ -34,14 +45,34 @@ class Quotas:
         self._lag = [int(lag * self._whole) for lag in lags]  # behind the last step that was made
         self._batch, self.next_step, self._num_made = consumer_batch, next_step, next_step
         self._lags = deque[list[int]]()  # before each step that was made
+        self._changes = deque[tuple[int, Shares]]([(next_step, shares)])  # from which step on; the first is past
         self._places: list[list[int]] = [[] for _ in shares]
         self._num_consumed = [0] * len(shares)
 
     @property
     def lags(self) -> list[Fraction]:
         """At the next step."""
-        self._make(self.next_step)
-        return [Fraction(lag, self._whole) for lag in self._lags[0]]
+        lags = self._lags[0] if self._lags else self._lag
+        return [Fraction(lag, self._whole) for lag in lags]
+
+    @property
+    def changes(self) -> list[tuple[int, Shares]]:
+        """The shares of the next step, and those that follow: from which step on."""
+        past = [shares for step, shares in self._changes if step <= self.next_step]
+        return [(self.next_step, past[-1]), *(change for change in self._changes if change[0] > self.next_step)]
+
+    def change(self, step: int, shares: Shares) -> None:
+        """From that step on, which is not formed yet, these are the shares, whatever was to follow."""
+        assert step >= self.next_step and sum(shares) == 1 and min(shares) >= 0
+        if step < self._num_made:  # made to see which domain would come first
+            self._lag, self._num_made = self._lags[step - self.next_step], step
+            while len(self._lags) > step - self.next_step:
+                self._lags.pop()
+            for places in self._places:
+                del places[bisect_left(places, step * self._batch) :]
+        while self._changes[-1][0] >= step and len(self._changes) > 1:
+            self._changes.pop()
+        self._changes.append((step, shares))
 
     def up_to(self, domain: int, step: int) -> int:
         """Places of the domain in the steps from the next one to this one."""
@@ -55,8 +86,18 @@ class Quotas:
         return self._num_consumed[domain] + self.up_to(domain, step)
 
     def place(self, domain: int, number: int) -> int:
-        """Where the domain's place of that number is, from 0 at the next step on; it must lie in a step asked for."""
+        """Where the domain's place of that number is, from 0 at the next step on; behind all others where it may never
+        have so many."""
+        last, shares = self._changes[-1]
+        if shares[domain] == 0:
+            return self._place_before(domain, number, max(last, self.next_step))
+        while number >= len(self._places[domain]):
+            self._make(self._num_made)
         return self._places[domain][number]
+
+    def _place_before(self, domain: int, number: int, step: int) -> int:
+        num_places = self.up_to(domain, step)
+        return self._places[domain][number] if number < num_places else sys.maxsize
 
     def consume(self) -> None:
         """The next step is consumed."""
@@ -67,18 +108,51 @@ class Quotas:
             del places[:number]
         self._lags.popleft()
         self.next_step += 1
+        while len(self._changes) > 1 and self._changes[1][0] <= self.next_step:
+            self._changes.popleft()
 
     def _make(self, step: int) -> None:
         while self._num_made <= step:
+            self._set_shares(self._num_made)
             self._lags.append(list(self._lag))
             for place in range(self._num_made * self._batch, (self._num_made + 1) * self._batch):
                 self._places[self._take()].append(place)
             self._num_made += 1
 
+    def _set_shares(self, step: int) -> None:
+        """Those of a step, in parts of a place; more parts where they are finer than any before."""
+        shares = [shares for first, shares in self._changes if first <= step][-1]
+        finer = lcm(self._whole, *(share.denominator for share in shares)) // self._whole
+        self._whole *= finer
+        self._lag = [lag * finer for lag in self._lag]
+        self._lags = deque([lag * finer for lag in lags] for lags in self._lags)
+        self._shares = [int(share * self._whole) for share in shares]
+
     def _take(self) -> int:
         """The domain of one more place."""
         self._lag = [lag + share for lag, share in zip(self._lag, self._shares, strict=True)]
-        behind = (domain for domain, lag in enumerate(self._lag) if lag > 0)
-        chosen = min(behind, key=lambda domain: -((self._lag[domain] - self._whole) // self._shares[domain]))
+        most = max(range(len(self._lag)), key=self._lag.__getitem__)
+        overdue = self._lag[most] >= self._whole
+        chosen = most if overdue else min(self._behind(), key=self._deadline)
         self._lag[chosen] -= self._whole
         return chosen
+
+    def _behind(self) -> list[int]:
+        return [domain for domain, lag in enumerate(self._lag) if lag > 0]
+
+    def _deadline(self, domain: int) -> tuple[float, int]:
+        """Places until it is due. One without a share never is, and goes by what it is owed."""
+        if self._shares[domain] == 0:
+            return math.inf, -self._lag[domain]
+        return -((self._lag[domain] - self._whole) // self._shares[domain]), 0
+
+
+def most_behind(num_domains: int) -> Fraction:
+    """Places that a domain may be behind where shares change: 1 + 1/2 + ... + 1/num_domains.
+
+    After every place the j domains most behind are so by at most j · (1 + 1/(j + 1) + ... + 1/num_domains) in all. That
+    stays true where none is behind by a place before one is given out, as then none is after. Else it goes to the one
+    most behind: if that is still one of the j, they gained a place at most and lost one; if not, the j + 1 that it was
+    one of had (j + 1) · (1 + 1/(j + 2) + ...) + 1 between them, and it no less than each other.
+    """
+    return sum((Fraction(1, number) for number in range(1, num_domains + 1)), Fraction(0))

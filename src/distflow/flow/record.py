@@ -1,6 +1,12 @@
 """A line of the journal."""
 
-from typing import NotRequired, TypedDict
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, NotRequired, TypedDict
+
+from distflow.flow.account import DomainAccount
+from distflow.flow.snapshot import Snapshot, restored
+from distflow.flow.ticket import Ticket, domain_of
 
 
 class InheritedGroup(TypedDict):
@@ -19,6 +25,7 @@ class InheritedDomain(TypedDict):
     issued: int
     consumed: int
     dropped: dict[str, int]
+    aborted: NotRequired[int]
 
 
 class Quota(TypedDict):
@@ -50,9 +57,43 @@ class Record(TypedDict, total=False):
     issued: int
     consumed: int
     dropped: dict[str, int]
+    aborted: int
+    aborted_tokens: int
     live: list[InheritedGroup]
     worker: str
     domain: str
     domains: dict[str, InheritedDomain]
     quotas: dict[str, Quota]
+    shares: dict[str, str]
     to: int
+
+
+def issued_fields(ticket: Ticket) -> dict[str, Any]:
+    """Of a record that the ticket was handed out."""
+    fields = {
+        "ticket": ticket.number,
+        "epoch": ticket.epoch,
+        "row": ticket.row,
+        "version": ticket.version,
+        "attempt": ticket.attempt,
+    }
+    name = domain_of(ticket.stream)
+    return {**fields, "domain": name} if name else fields
+
+
+def inherited_fields(start: Snapshot, domains: Mapping[str, DomainAccount]) -> dict[str, Any]:
+    """Of a record that a run goes on from the snapshot of another, whose journal it does not have."""
+    live = [
+        {
+            "ticket": group.ticket.number,
+            "attempt": group.ticket.attempt,
+            "complete": group.complete,
+            "version": group.ticket.version if group.version is None else group.version,
+            **({"domain": name} if (name := domain_of(group.ticket.stream)) else {}),
+        }
+        for group in map(restored, start["live"])
+    ]
+    counts: dict[str, Any] = {key: start[key] for key in ("step", "issued", "consumed", "dropped")}
+    aborted: dict[str, Any] = {key: start[key] for key in ("aborted", "aborted_tokens") if key in start}
+    listed = {"live": live, "domains": {name: asdict(account) for name, account in domains.items()}}
+    return {**counts, **aborted, **{key: value for key, value in listed.items() if value}}

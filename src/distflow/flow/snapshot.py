@@ -3,8 +3,10 @@
 from typing import NotRequired, TypedDict, cast
 
 from distflow.config.errors import UserError
+from distflow.flow.curriculum import SavedCurriculum
 from distflow.flow.data_plan import DataPlan
 from distflow.flow.lane import Group
+from distflow.flow.skips import SavedSkips
 from distflow.flow.ticket import Ticket
 
 
@@ -25,7 +27,7 @@ class LiveGroup(TypedDict):
     """A group that was on the edge at the cut: complete ones keep their batch, the others start again.
 
     num_tokens: 0 until complete. failures: times that it was lost and tried again. version: the lowest of its tokens,
-    None until complete.
+    None until complete. aborts: times that it was aborted, missing where it never was.
     """
 
     ticket: SavedTicket
@@ -33,6 +35,7 @@ class LiveGroup(TypedDict):
     num_tokens: int
     failures: int
     version: int | None
+    aborts: NotRequired[int]
 
 
 class SavedDomain(TypedDict):
@@ -41,7 +44,15 @@ class SavedDomain(TypedDict):
     issued: int
     consumed: int
     dropped: dict[str, int]
+    aborted: NotRequired[int]
     lag: str
+
+
+class SavedShares(TypedDict):
+    """Shares of domains from a step on, by name, as fractions."""
+
+    step: int
+    shares: dict[str, str]
 
 
 class SavedPlan(TypedDict):
@@ -62,9 +73,10 @@ class SavedMark(TypedDict):
 
 
 class Snapshot(TypedDict):
-    """issued, consumed, dropped: tickets, as in `Account`. offered: issued for rows that are not of the data set. live:
-    groups on the edge, in ticket order. ledger: where it stood, None without one. domains: by name, missing without
-    any."""
+    """issued, consumed, dropped, aborted, aborted_tokens: as in `Account`. offered: issued for rows that are not of the
+    data set. live: groups on the edge, in ticket order. ledger: where it stood, None without one. domains: by name,
+    missing without any. shares, curriculum: missing where shares stay; those of the next step, then
+    those to come. skips: missing where no row is passed over."""
 
     plan: SavedPlan
     incarnation: int
@@ -73,9 +85,14 @@ class Snapshot(TypedDict):
     offered: NotRequired[int]
     consumed: int
     dropped: dict[str, int]
+    aborted: NotRequired[int]
+    aborted_tokens: NotRequired[int]
     live: list[LiveGroup]
     ledger: SavedMark | None
     domains: NotRequired[dict[str, SavedDomain]]
+    shares: NotRequired[list[SavedShares]]
+    curriculum: NotRequired[SavedCurriculum]
+    skips: NotRequired[SavedSkips]
 
 
 def at_start(plan: DataPlan) -> Snapshot:
@@ -101,13 +118,14 @@ def saved_plan(plan: DataPlan) -> SavedPlan:
 
 def saved(group: Group) -> LiveGroup:
     """A group on the edge as JSON."""
-    return {
+    live: LiveGroup = {
         "ticket": cast(SavedTicket, dict(vars(group.ticket))),
         "complete": group.complete,
         "num_tokens": group.num_tokens,
         "failures": group.failures,
         "version": group.version,
     }
+    return {**live, "aborts": group.num_aborts} if group.num_aborts else live
 
 
 def restored(group: LiveGroup) -> Group:
@@ -115,7 +133,7 @@ def restored(group: LiveGroup) -> Group:
     ticket = Ticket(**group["ticket"])
     # Checkpoints of earlier releases do not have it; they were synchronous.
     version = group.get("version", ticket.version if group["complete"] else None)
-    return Group(ticket, group["complete"], group["num_tokens"], group["failures"], version)
+    return Group(ticket, group["complete"], group["num_tokens"], group["failures"], version, group.get("aborts", 0))
 
 
 def check_resumable(plan: DataPlan, snapshot: Snapshot) -> None:

@@ -28,6 +28,7 @@ class _Domain:
 
     issued: int = 0
     consumed: int = 0
+    aborted: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
 
 
@@ -43,6 +44,7 @@ class Tally:
         self._attempts: dict[int, int] = {}
         self._counts: Counter[_State] = Counter()
         self._dropped: Counter[str] = Counter()
+        self._num_aborted = self._num_aborted_tokens = 0
         self._domains: dict[str, _Domain] = {}
         self._domain_of: dict[int, str] = {}  # of tickets on the edge
         self._apply: dict[str, Callable[[Record], None]] = {
@@ -50,6 +52,7 @@ class Tally:
             "complete": lambda record: self._move(record["ticket"], _State.RUNNING, _State.COMPLETE),
             "lost": lambda record: self._move(record["ticket"], _State.COMPLETE, _State.RUNNING),
             "dropped": self._dropped_one,
+            "aborted": self._aborted,
             "consumed": self._consumed,
             "inherited": self._inherited,
         }
@@ -63,8 +66,10 @@ class Tally:
             complete=counts[_State.COMPLETE],
             consumed=counts[_State.CONSUMED],
             dropped=dict(self._dropped),
+            aborted=self._num_aborted,
+            aborted_tokens=self._num_aborted_tokens,
             domains={
-                name: DomainAccount(counts.issued, counts.consumed, dict(counts.dropped))
+                name: DomainAccount(counts.issued, counts.consumed, dict(counts.dropped), counts.aborted)
                 for name, counts in self._domains.items()
             },
         )
@@ -97,6 +102,14 @@ class Tally:
         if record["ticket"] in self._domain_of:
             self._domains[self._domain_of.pop(record["ticket"])].dropped[record["reason"]] += 1
 
+    def _aborted(self, record: Record) -> None:
+        for number in record["tickets"]:
+            self._move(number, _State.RUNNING, _State.RUNNING)
+            if number in self._domain_of:
+                self._domains[self._domain_of[number]].aborted += 1
+        self._num_aborted += len(record["tickets"])
+        self._num_aborted_tokens += record["tokens"]
+
     def _consumed(self, record: Record) -> None:
         if record["step"] != self.next_step:
             raise AccountingError(f"step {record['step']} was consumed, but {self.next_step} is the next one")
@@ -113,8 +126,9 @@ class Tally:
         self._states = bytearray([_State.SETTLED]) * record["issued"]
         self._counts = Counter({_State.CONSUMED: record["consumed"]})
         self._dropped = Counter(record["dropped"])
+        self._num_aborted, self._num_aborted_tokens = record.get("aborted", 0), record.get("aborted_tokens", 0)
         self._domains = {
-            name: _Domain(counts["issued"], counts["consumed"], Counter(counts["dropped"]))
+            name: _Domain(counts["issued"], counts["consumed"], counts.get("aborted", 0), Counter(counts["dropped"]))
             for name, counts in record.get("domains", {}).items()
         }
         for group in record.get("live", ()):

@@ -21,7 +21,7 @@ class Ticket:
     epoch, row: which row of the data set, in which pass over it.
     group_size: samples to draw for the prompt.
     version: the step whose weights were served when the ticket was issued.
-    attempt: raised each time a crash makes the group start again.
+    attempt: raised each time that the group starts again, after a crash or because it was aborted.
     stream: "train", "train/<domain>", or "val/<set>".
     position: in the order of its domain, from 0; 0 of a run without domains, where `number` says it.
     """

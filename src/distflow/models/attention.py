@@ -3,11 +3,9 @@
 Registered with `transformers` under a name; a forward without `packing` is exactly its `sdpa`.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import ParamSpec, Unpack
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +15,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import TransformersKwargs
 
+from distflow.data.transfer import send
 from distflow.models.rows import spread_rows, take_rows
+from distflow.models.shared_prefixes import Sharing
+from distflow.models.short_attention import LONGEST, attend_short
 
 PACKED_ATTENTION = "distflow_packed"
 
-P = ParamSpec("P")
-
 # A bucket of sequences is padded to its longest; shorter ones than this share of it go to the next bucket.
 _SHORTEST_IN_BUCKET = 0.75
-
-_mask_is_ours: ContextVar[bool] = ContextVar("distflow_packed_mask", default=False)
 
 
 @dataclass(frozen=True)
@@ -35,16 +32,26 @@ class Packing:
 
     buckets: (rows, longest) of each, their tokens one bucket after the other. source: int64 `(padded tokens,)`, the
     packed position of each; padding repeats some real token, since causal attention never lets a real token see it.
-    home: int64 `(tokens,)`, where each packed token stands among the padded ones.
+    home: int64 `(tokens,)`, where each packed token stands among the padded ones. again: where those stand that share
+    their packed token with another sequence, all but the one that `home` names; None where none does.
     """
 
     buckets: tuple[tuple[int, int], ...]
     source: Tensor
     home: Tensor
+    again: Tensor | None = None
+    _by_heads: dict[int, "HeadRows"] = field(default_factory=dict)
+
+    def of_heads(self, num_heads: int) -> "HeadRows":
+        """The same of rows that are one head of a token each. Made once: all layers share them."""
+        if num_heads not in self._by_heads:
+            self._by_heads[num_heads] = HeadRows.of(self, num_heads)
+        return self._by_heads[num_heads]
 
     @staticmethod
-    def of(lengths: Tensor, device: torch.device) -> "Packing":
-        """lengths: int64 `(sequences,)` on the CPU, all at least 1, in packed order."""
+    def of(lengths: Tensor, device: torch.device, sharing: Sharing | None = None) -> "Packing":
+        """lengths: int64 `(sequences,)`, all at least 1, in packed order. sharing: the packed row has its kept tokens
+        alone. Both on the CPU."""
         starts = lengths.cumsum(0) - lengths
         home = torch.empty(int(lengths.sum()), dtype=torch.int64)
         buckets: list[tuple[int, int]] = []
@@ -59,7 +66,34 @@ class Packing:
             buckets.append((len(rows), longest))
             sources.append(source.reshape(-1))
             num_padded += source.numel()
-        return Packing(tuple(buckets), torch.cat(sources).to(device), home.to(device))
+        source, again = torch.cat(sources), None
+        if sharing is not None:
+            is_repeated = torch.ones_like(home, dtype=torch.bool).index_fill_(0, sharing.kept, False)
+            source, home, again = sharing.place[source], home[sharing.kept], send(home[is_repeated], device)
+        return Packing(tuple(buckets), send(source, device), send(home, device), again)
+
+
+class HeadRows(NamedTuple):
+    """`Packing.source`, `home` and `again` of `(tokens · heads)` rows, where a bucket is `(rows, heads, longest)`."""
+
+    source: Tensor
+    home: Tensor
+    again: Tensor | None
+
+    @staticmethod
+    def of(packing: Packing, num_heads: int) -> "HeadRows":
+        device = packing.source.device
+        heads, slots, start = torch.arange(num_heads, device=device), list[Tensor](), 0
+        for rows, longest in packing.buckets:
+            size = rows * longest * num_heads
+            numbers = torch.arange(start, start + size, device=device).view(rows, num_heads, longest)
+            slots.append(numbers.transpose(1, 2).reshape(-1, num_heads))
+            start += size
+        slot = torch.cat(slots)
+        source = torch.empty(start, dtype=torch.int64, device=device)
+        source[slot.view(-1)] = (packing.source[:, None] * num_heads + heads).view(-1)
+        again = None if packing.again is None else slot[packing.again].view(-1)
+        return HeadRows(source, slot[packing.home].view(-1), again)
 
 
 def _similar(lengths: Tensor) -> list[Tensor]:
@@ -76,16 +110,6 @@ def _similar(lengths: Tensor) -> list[Tensor]:
     return [torch.tensor(group) for group in groups]
 
 
-@contextmanager
-def without_dense_mask() -> Iterator[None]:
-    """Inside, `transformers` builds no `(tokens, tokens)` mask for a packed row: `packing` replaces it."""
-    token = _mask_is_ours.set(True)
-    try:
-        yield
-    finally:
-        _mask_is_ours.reset(token)
-
-
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -98,29 +122,38 @@ def packed_attention(
     **kwargs: Unpack[TransformersKwargs],
 ) -> tuple[Tensor, None]:
     """query `(1, heads, tokens, head_dim)`, key and value with their own number of heads; returns
-    `(1, tokens, heads, head_dim)`."""
+    `(1, tokens, heads, head_dim)`. With `packing` the mask is not read."""
     if packing is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    sizes = [rows * longest for rows, longest in packing.buckets]
-    padded = [spread_rows(x[0].transpose(0, 1), packing.source, packing.home).split(sizes) for x in (query, key, value)]
+    # On a CPU the kernel of 16-bit types takes five times as long backward as that of float32, copies included.
+    dtype = torch.promote_types(query.dtype, torch.float32) if query.device.type == "cpu" else query.dtype
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    padded = [_padded(x, packing) for x in (query, key, value)]
     outputs = []
-    for shape, *bucket in zip(packing.buckets, *padded, strict=True):
-        q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in bucket)
-        out = scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return take_rows(torch.cat(outputs), packing.home)[None], None
+    for bucket in zip(*padded, strict=True):
+        q, k, v = (x.to(dtype) for x in bucket)
+        with torch.autocast("cpu", enabled=False):
+            if q.device.type == "cpu" and q.shape[2] <= LONGEST and dropout == 0.0:
+                out = attend_short(q, k, v, scale)
+            else:
+                shares_keys = q.shape[1] != k.shape[1]
+                out = scaled_dot_product_attention(
+                    q, k, v, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=shares_keys
+                )
+        outputs.append(out.reshape(-1, out.shape[-1]).to(query.dtype))
+    rows = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    mixed = take_rows(rows, packing.of_heads(query.shape[1]).home)
+    return mixed.view(1, -1, query.shape[1], query.shape[3]), None
 
 
-def _unless_packed(dense_mask: Callable[P, Tensor | None]) -> Callable[P, Tensor | None]:
-    """The same mask, but none inside `without_dense_mask`."""
-
-    def mask(*args: P.args, **kwargs: P.kwargs) -> Tensor | None:
-        return None if _mask_is_ours.get() else dense_mask(*args, **kwargs)
-
-    return mask
+def _padded(x: Tensor, packing: Packing) -> list[Tensor]:
+    """`(1, heads, tokens, head_dim)` → `(rows, heads, longest, head_dim)` of each bucket."""
+    num_heads, _, dim = x.shape[1:]
+    rows = spread_rows(x[0].transpose(0, 1).reshape(-1, dim), *packing.of_heads(num_heads))
+    shapes = [(rows, num_heads, longest) for rows, longest in packing.buckets]
+    parts = rows.split([math.prod(shape) for shape in shapes])
+    return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-AttentionMaskInterface.register(PACKED_ATTENTION, _unless_packed(sdpa_mask))
+AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)

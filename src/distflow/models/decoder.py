@@ -1,8 +1,7 @@
 """A Hugging Face decoder run by our own prefill and cached decode, over the module's own parameters.
 
 The projections, norms and MLPs of the module are called as they are (so LoRA layers and replaced submodules take
-part); only the attention and the key-value memory are ours. Keys are stored transposed, because decoding is a batched
-matrix product of one query row with all keys of its slot.
+part); only the attention and the key-value memory are ours.
 """
 
 from collections.abc import Callable
@@ -14,7 +13,12 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from distflow.config.errors import UserError
+from distflow.models.block_attention import attend_in_blocks
 from distflow.models.heads import unwrapped
+
+Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+"""Of layer number, queries `(rows, heads, head_dim)`, keys and values `(rows, kv_heads, head_dim)` of one token a row,
+and the scaling of scores: keeps keys and values, and returns what the rows attend to, as many numbers as queries."""
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length seen so far
@@ -40,9 +44,8 @@ class _Layer(Protocol):
 class PromptKV:
     """Keys and values of prefilled prompts, and where their decoding starts.
 
-    keys: `(layers, prompts, kv_heads, head_dim, longest)`; values: `(layers, prompts, kv_heads, longest, head_dim)`;
-    what lies beyond a prompt's length is finite and meaningless. hidden: `(prompts, hidden)`, after the final norm,
-    of each prompt's last token.
+    keys, values: `(layers, prompts, kv_heads, longest, head_dim)`; what lies beyond a prompt's length is finite and
+    meaningless. hidden: `(prompts, hidden)`, after the final norm, of each prompt's last token.
     """
 
     keys: Tensor
@@ -53,8 +56,9 @@ class PromptKV:
 class DecoderView:
     """Prefill and decode for Llama-like models. Owns no weights: it sees each in-place update of the module's."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Raises UserError for a family that it cannot run, or whose logits come out different from the module's."""
+    def __init__(self, model: nn.Module, in_blocks: bool = False) -> None:
+        """in_blocks: decode by `attend_in_blocks`. Raises UserError for a family that it cannot run, or whose logits
+        come out different from the module's."""
         causal = unwrapped(model)
         if refusal := _refusal(causal):
             raise UserError(f"the embedded rollout engine cannot run this model: {refusal}; set rollout.name=hf")
@@ -62,6 +66,7 @@ class DecoderView:
         self._body = causal.model
         self._head = causal.lm_head
         self._module = causal
+        self._attend = attend_in_blocks if in_blocks else attend
         self.num_layers: int = config.num_hidden_layers
         self.num_heads: int = config.num_attention_heads
         self.num_kv_heads: int = config.num_key_value_heads
@@ -91,16 +96,15 @@ class DecoderView:
         hidden = self._body.embed_tokens(ids)
         cos, sin = self._rotary_rows(longest, hidden)
         cos, sin = cos[:longest, None], sin[:longest, None]
-        shape = (self.num_layers, len(prompts), self.num_kv_heads)
-        keys = hidden.new_empty(*shape, self.head_dim, longest)
-        values = hidden.new_empty(*shape, longest, self.head_dim)
+        keys = hidden.new_empty(self.num_layers, len(prompts), self.num_kv_heads, longest, self.head_dim)
+        values = torch.empty_like(keys)
         for index, layer in enumerate(self._body.layers):
             query, key, value = self._project(layer, hidden, cos, sin)
-            keys[index] = key.permute(0, 2, 3, 1)
+            keys[index] = key.transpose(1, 2)
             values[index] = value.transpose(1, 2)
             mixed = scaled_dot_product_attention(
                 query.transpose(1, 2),
-                key.transpose(1, 2),
+                keys[index],
                 values[index],
                 is_causal=True,
                 scale=layer.self_attn.scaling,
@@ -113,33 +117,40 @@ class DecoderView:
     def decode(self, token_ids: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """One token for each row, written to the memory at its position and attending up to it.
 
-        token_ids, positions: `(rows,)`. keys: `(layers, rows, kv_heads, head_dim, extent)` and values:
-        `(layers, rows, kv_heads, extent, head_dim)` are written in place; `extent` is above every position, and the
-        memory beyond a row's position must be finite. Returns `(rows, hidden)` after the final norm.
+        token_ids, positions: `(rows,)`. keys, values: `(layers, rows, kv_heads, extent, head_dim)`, written in place;
+        `extent` is above every position, and the memory beyond a row's position must be finite. Each layer's rows
+        should lie together: over strided ones the products take up to three times as long. Returns `(rows, hidden)`
+        after the final norm.
         """
-        num_rows, extent = token_ids.shape[0], keys.shape[-1]
-        rows = torch.arange(num_rows, device=self.device)
+        extent = keys.shape[-2]
+        rows = torch.arange(token_ids.shape[0], device=self.device)
+        bias = self.bias(positions, extent)
+
+        def attend_to_slots(index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+            keys[index][rows, :, positions] = key
+            values[index][rows, :, positions] = value
+            return self._attend(query, keys[index], values[index], bias, scaling)
+
+        return self.decode_over(token_ids, positions, extent, attend_to_slots)
+
+    def decode_over(self, token_ids: Tensor, positions: Tensor, extent: int, attend_to: Attend) -> Tensor:
+        """One token for each row, over memory that is `attend_to`'s own; `extent` is above every position. Returns
+        `(rows, hidden)` after the final norm."""
         hidden = self._body.embed_tokens(token_ids)
         cos, sin = self._rotary_rows(extent, hidden)
         cos, sin = cos[positions, None], sin[positions, None]
-        unseen = torch.arange(extent, device=self.device) > positions[:, None]
-        bias = torch.zeros(num_rows, 1, extent, device=self.device).masked_fill_(unseen[:, None], float("-inf"))
         for index, layer in enumerate(self._body.layers):
             query, key, value = self._project(layer, hidden, cos, sin)
-            keys[index][rows, :, :, positions] = key
-            values[index][rows, :, positions] = value
-            mixed = self._attend(query * layer.self_attn.scaling, keys[index], values[index], bias)
+            mixed = attend_to(index, query, key, value, layer.self_attn.scaling)
             hidden = self._rest_of_layer(layer, hidden, mixed)
         return self._body.norm(hidden)
 
-    def _attend(self, query: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-        """Batched products over (row, kv head); the query heads of one kv head are the rows of one matrix."""
-        num_rows, extent = keys.shape[0], keys.shape[-1]
-        groups = num_rows * self.num_kv_heads
-        scores = torch.bmm(query.reshape(groups, -1, self.head_dim), keys.flatten(0, 1))
-        scores = scores.view(num_rows, self.num_heads, extent).float().add_(bias)
-        weights = torch.softmax(scores, dim=-1).to(values.dtype)
-        return torch.bmm(weights.view(groups, -1, extent), values.flatten(0, 1))
+    def bias(self, positions: Tensor, extent: int) -> Tensor:
+        """`(rows * kv_heads, heads of each, extent)`: 0 up to the row's position, -inf behind it."""
+        unseen = torch.arange(extent, device=self.device) > positions[:, None]
+        bias = torch.zeros(len(positions), 1, extent, dtype=self.dtype, device=self.device)
+        bias = bias.masked_fill_(unseen[:, None], float("-inf"))
+        return bias.repeat_interleave(self.num_kv_heads, 0).expand(-1, self.num_heads // self.num_kv_heads, -1)
 
     def _project(self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries `(..., heads, head_dim)`, rotated keys and values `(..., kv_heads, head_dim)`."""
@@ -157,16 +168,18 @@ class DecoderView:
     @staticmethod
     def _rest_of_layer(layer: _Layer, hidden: Tensor, mixed: Tensor) -> Tensor:
         """Output projection and MLP with their residuals. mixed: attention's result, of as many numbers a token."""
-        hidden = hidden + layer.self_attn.o_proj(mixed.reshape(*hidden.shape[:-1], -1))
-        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        hidden = layer.self_attn.o_proj(mixed.reshape(*hidden.shape[:-1], -1)).add_(hidden)
+        return layer.mlp(layer.post_attention_layernorm(hidden)).add_(hidden)
 
     def _rotary_rows(self, extent: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The rotary table `(positions, head_dim)`, at least `extent` long; made once, by the module itself."""
+        """The rotary table `(positions, head_dim)`, at least `extent` long; made once, by the module itself. The sines
+        of the first half are negative, see `_rotate`."""
         table = self._cos
         if table.shape[0] < extent or table.dtype != like.dtype or table.device != like.device:
             positions = torch.arange(max(extent, 2 * table.shape[0]), device=like.device)[None]
             cos, sin = self._body.rotary_emb(like, positions)
-            self._cos, self._sin = cos[0], sin[0]
+            first, second = sin[0].chunk(2, dim=-1)
+            self._cos, self._sin = cos[0], torch.cat((-first, second), dim=-1)
         return self._cos, self._sin
 
     @torch.no_grad()
@@ -182,9 +195,7 @@ class DecoderView:
         expected = self._module(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0].float()
         short = self.prefill([tuple(ids[:5]), tuple(ids[:3])])
         rows = [self.logits(short.hidden)]
-        pad = (0, 2)
-        keys = nn.functional.pad(short.keys, pad)
-        values = nn.functional.pad(short.values, (0, 0, *pad))
+        keys, values = (nn.functional.pad(memory, (0, 0, 0, 2)) for memory in (short.keys, short.values))
         for step in range(2):
             positions = torch.tensor([5 + step, 3 + step], device=self.device)
             tokens = torch.tensor([ids[5 + step], ids[3 + step]], device=self.device)
@@ -200,9 +211,20 @@ class DecoderView:
             )
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float) -> Tensor:
+    """Batched products over (row, kv head); the query heads of one kv head are the rows of one matrix.
+
+    query: `(rows, heads, head_dim)`; bias: `(rows * kv_heads, heads of each, extent)`.
+    """
+    keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+    query = query.reshape(len(keys), -1, keys.shape[-1])
+    scores = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scaling)
+    return torch.bmm(torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype), values)
+
+
+def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """(first, second) · cos + (-second, first) · sin, of the halves of each head."""
+    return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, -1), signed_sin)
 
 
 def _refusal(causal: nn.Module) -> str | None:

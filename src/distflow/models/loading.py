@@ -103,17 +103,28 @@ class ModelSource:
         return config
 
     def pretrained(
-        self, auto_class: Any, config: PreTrainedConfig, dtype: torch.dtype, surplus: tuple[str, ...] = ()
+        self,
+        auto_class: Any,
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        surplus: tuple[str, ...] = (),
+        only_safetensors: bool = False,
     ) -> tuple[PreTrainedModel, list[str]]:
         """The model with its stored weights, and the names of its weights that were not stored.
 
         Stored weights that it has no place for are warned of, but for those whose names begin as in `surplus`.
+        only_safetensors: whatever else is there is not read.
         """
         if self.gguf_file is None:
             require_files(self.path, WEIGHT_PATTERNS, "weights")
         with self.readable(), quiet_transformers():
             model, info = auto_class.from_pretrained(
-                self.path, config=config, dtype=dtype, output_loading_info=True, **self.options
+                self.path,
+                config=config,
+                dtype=dtype,
+                output_loading_info=True,
+                use_safetensors=True if only_safetensors else None,
+                **self.options,
             )
         quantizer = getattr(model, "hf_quantizer", None)
         if self.gguf_file is not None and quantizer is not None:
@@ -177,7 +188,7 @@ def ready(model: Model, dtype: torch.dtype, device: torch.device | str) -> Model
     `packed_forward`. Raises UserError where a weight is no model's."""
     model = model.to(device=torch.device(device), dtype=dtype)
     refuse_garbage(model)
-    _own_aligned_memory(model)
+    own_aligned_memory(model)
     disable_dropout(model)
     attach_packed_forward(model)
     choose_attention(model)
@@ -201,7 +212,7 @@ def refuse_garbage(model: nn.Module) -> None:
         raise UserError(f"the model's weights are damaged: {wrong[0]}{more}; take a whole copy of them")
 
 
-def _own_aligned_memory(model: nn.Module) -> None:
+def own_aligned_memory(model: nn.Module) -> None:
     """Take the weights off the file they are mapped from.
 
     There they start wherever the file's header ended. Matrix products round differently by alignment, so the same

@@ -6,6 +6,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from distflow.data.transfer import read_numbers
 from distflow.models.shards import own_part
 
 LARGEST: Final = 65504.0
@@ -19,7 +20,8 @@ which moves an element by about the learning rate a step."""
 def magnitudes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
     """The largest absolute value of each tensor, of a sharded one of this rank's part; NaN where it has one."""
     parts = ((name, own_part(tensor.detach())) for name, tensor in tensors)
-    return {name: _magnitude(part) for name, part in parts if part.numel()}
+    found = {name: _magnitude(part) for name, part in parts if part.numel()}
+    return dict(zip(found, read_numbers(list(found.values())), strict=True))
 
 
 def unsound(found: Mapping[str, float], start: Mapping[str, float] | None = None) -> list[str]:
@@ -33,6 +35,6 @@ def unsound(found: Mapping[str, float], start: Mapping[str, float] | None = None
     return [f"'{name}' holds {value:.3g} (limit {limit:g})" for name, value, limit in wrong if not value <= limit]
 
 
-def _magnitude(tensor: Tensor) -> float:
+def _magnitude(tensor: Tensor) -> Tensor:
     low, high = torch.aminmax(tensor)
-    return float(torch.maximum(-low, high))
+    return torch.maximum(-low, high)

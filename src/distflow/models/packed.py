@@ -9,37 +9,65 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from distflow.config.errors import UserError
-from distflow.models.attention import PACKED_ATTENTION, Packing, without_dense_mask
+from distflow.data.transfer import send
+from distflow.models.attention import PACKED_ATTENTION, Packing
 from distflow.models.heads import backbone, output_head, unwrapped
+from distflow.models.rows import repeat_rows, take_rows
+from distflow.models.shared_prefixes import Sharing, shared_prefixes
 
 # Largest error of a logit, relative to the largest logit: rounding stays well below, a leak is far above.
 _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.08, torch.float16: 0.02}
 _CHECK_LENGTHS = (5, 1, 11, 1, 3, 8)
 
 
-def packed_hidden_states(model: nn.Module, input_ids: Tensor, lengths: Tensor) -> Tensor:
-    """Last hidden states `(tokens, hidden)` of sequences that follow each other in `input_ids` `(tokens,)`.
+def packed_hidden_states(
+    model: nn.Module,
+    input_ids: Tensor,
+    lengths: Tensor,
+    *,
+    wanted: Tensor | None = None,
+    sharing: Sharing | None = None,
+) -> Tensor:
+    """Last hidden states `(tokens, hidden)` of sequences that follow each other in `input_ids` `(tokens,)`, or of the
+    positions `wanted` `(n,)`, each once. The output head is not run.
 
-    lengths: int64 `(sequences,)` on the CPU, all at least 1. The output head is not run.
+    lengths: int64 `(sequences,)` on the CPU, all at least 1. sharing: what the sequences share; an attention that is
+    not ours computes it for each.
     """
     decoder = backbone(model)
     lengths = lengths[lengths > 0].cpu()  # FSDP moves what it is called with to the device
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    position_ids = (torch.arange(int(lengths.sum())) - starts).to(input_ids.device)
-    call: dict[str, Tensor | bool] = {
-        "input_ids": input_ids[None],
-        "position_ids": position_ids[None],
-        "use_cache": False,
-    }
-    if decoder.config._attn_implementation != PACKED_ATTENTION:  # type: ignore[union-attr]  # a decoder has one
-        return decoder(**call).last_hidden_state[0]
-    with without_dense_mask():
-        return decoder(**call, packing=Packing.of(lengths, input_ids.device)).last_hidden_state[0]
+    position_ids = torch.arange(int(lengths.sum())) - starts
+    is_ours = decoder.config._attn_implementation == PACKED_ATTENTION  # type: ignore[union-attr]  # a decoder has one
+    if not is_ours:
+        positions = send(position_ids, input_ids.device)
+        states = decoder(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
+        return _rows(states.last_hidden_state[0], wanted)
+    if sharing is not None:
+        sharing = Sharing(sharing.kept.cpu(), sharing.place.cpu())  # see above
+        input_ids, position_ids = input_ids[send(sharing.kept, input_ids.device)], position_ids[sharing.kept]
+    states = decoder(
+        input_ids=input_ids[None],
+        position_ids=send(position_ids, input_ids.device)[None],
+        use_cache=False,
+        # A mask of four dimensions `transformers` hands on as it is; for none it would look for the bounds of the
+        # sequences in their positions, which waits for the device, and build one of (tokens, tokens).
+        attention_mask=torch.empty(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device),
+        packing=Packing.of(lengths, input_ids.device, sharing),
+    ).last_hidden_state[0]
+    if sharing is None:
+        return _rows(states, wanted)
+    place = send(sharing.place, states.device)
+    return repeat_rows(states, place if wanted is None else place[wanted])
 
 
-def packed_logits(model: nn.Module, input_ids: Tensor, lengths: Tensor) -> Tensor:
+def _rows(states: Tensor, wanted: Tensor | None) -> Tensor:
+    return states if wanted is None else take_rows(states, wanted)
+
+
+def packed_logits(model: nn.Module, input_ids: Tensor, lengths: Tensor, sharing: Sharing | None = None) -> Tensor:
     """Logits `(tokens, vocabulary)`, or values `(tokens, 1)`; arguments as `packed_hidden_states`."""
-    return output_head(model)(packed_hidden_states(model, input_ids, lengths))
+    return output_head(model)(packed_hidden_states(model, input_ids, lengths, sharing=sharing))
 
 
 def choose_attention(model: nn.Module) -> str:
@@ -67,19 +95,21 @@ def check_packed_forward(model: nn.Module) -> None:
 
 @torch.no_grad()
 def packed_error(model: nn.Module) -> tuple[float, float]:
-    """Largest difference of a logit between packed sequences and each alone, relative to the largest logit, and how
-    large rounding may make it.
+    """Largest difference of a logit between packed sequences, two of which begin alike, and each alone, relative to
+    the largest logit, and how large rounding may make it.
 
     `inf` if the attention that is set cannot run the model.
     """
     lengths = torch.tensor(_CHECK_LENGTHS)
     embedding = unwrapped(model).get_input_embeddings().weight
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(embedding.shape[0], (int(lengths.sum()),), generator=generator).to(embedding.device)
+    ids = torch.randint(embedding.shape[0], (int(lengths.sum()),), generator=generator)
+    ids[-8:-5] = ids[-11:-8]
+    sharing, ids = shared_prefixes(ids, lengths), ids.to(embedding.device)
     was_training = model.training
     model.eval()
     try:
-        packed: Tensor = model.packed_logits(ids, lengths)  # type: ignore[operator]  # nn.Module declares no methods
+        packed: Tensor = model.packed_logits(ids, lengths, sharing)  # type: ignore[operator]  # nn.Module declares no methods
         alone = [model(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(lengths.tolist())]
     except (TypeError, ValueError):  # a keyword that the family's layers do not take, softcap under sdpa, ...
         return float("inf"), 0.0

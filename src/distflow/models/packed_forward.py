@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
+from distflow.data.transfer import send
 from distflow.models.heads import output_head, token_values, unwrapped
 from distflow.models.log_probs import token_log_probs
 from distflow.models.packed import packed_hidden_states, packed_logits
-from distflow.models.rows import take_rows
+from distflow.models.shared_prefixes import Sharing
 
 
 @dataclass(frozen=True)
@@ -22,18 +24,26 @@ class ModelInputs:
 
     input_ids: int64 `(tokens,)`, at least one. lengths: int64 `(sequences,)` of them, on the CPU. predicting: int64
     `(n,)`, the positions whose outputs are wanted, each once. targets: int64 `(n,)`, the tokens that follow them.
+    sharing: the tokens that need not be computed for each sequence, on the CPU; None computes all.
     """
 
     input_ids: Tensor
     lengths: Tensor
     predicting: Tensor
     targets: Tensor
+    sharing: Sharing | None = None
+
+    def to(self, device: torch.device) -> "ModelInputs":
+        ids, predicting, targets = (send(each, device) for each in (self.input_ids, self.predicting, self.targets))
+        return ModelInputs(ids, self.lengths, predicting, targets, self.sharing)
 
 
 class PackedForward(Protocol):
     """The method that `attach_packed_forward` gives to a model."""
 
-    def __call__(self, inputs: ModelInputs, outputs: tuple[str, ...], *, temperature: float) -> dict[str, Tensor]: ...
+    def __call__(
+        self, inputs: ModelInputs, outputs: tuple[str, ...], *, temperature: float | Tensor
+    ) -> dict[str, Tensor]: ...
 
 
 PACKED_METHODS = ("packed_forward", "packed_logits")
@@ -47,14 +57,16 @@ def attach_packed_forward(model: nn.Module) -> None:
 
 
 def packed_forward(
-    model: nn.Module, inputs: ModelInputs, outputs: tuple[str, ...], *, temperature: float
+    model: nn.Module, inputs: ModelInputs, outputs: tuple[str, ...], *, temperature: float | Tensor
 ) -> dict[str, Tensor]:
     """The wanted outputs at the predicting positions, each `(n,)`, with gradient.
 
     outputs: of "log_probs" (of the targets, under softmax(logits / temperature)), "entropy" (of the same
-    distribution), "values".
+    distribution), "values". temperature: of all positions, or float `(n,)`.
     """
-    hidden = take_rows(packed_hidden_states(model, inputs.input_ids, inputs.lengths), inputs.predicting)
+    hidden = packed_hidden_states(
+        model, inputs.input_ids, inputs.lengths, wanted=inputs.predicting, sharing=inputs.sharing
+    )
     found: dict[str, Tensor] = {}
     if "values" in outputs:
         found["values"] = token_values(model, hidden)

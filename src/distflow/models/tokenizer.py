@@ -30,10 +30,11 @@ def load_tokenizer(
     revision: str | None = None,
     trust_remote_code: bool = False,
     gguf_file: str | None = None,
+    generates: bool = True,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a path (see `resolve_path`) or a GGUF file in its folder, with a pad token.
+    """The tokenizer of a path (see `resolve_path`) or a GGUF file in its folder; with a pad token where it has an end.
 
-    Raises UserError if there is none, or if it has no end-of-sequence token.
+    Raises UserError if there is none, or if it has no end-of-sequence token and something is generated with it.
     """
     source = resolve_path(path)
     if gguf_file is None:
@@ -53,7 +54,7 @@ def load_tokenizer(
         code = [] if trust_remote_code or not is_local(source) else code_of(source)
         reason += f"; {untrusted(code)}" if code else ""
         raise UserError(f"the tokenizer of '{source}' cannot be loaded: {reason}") from error
-    if tokenizer.eos_token_id is None:
+    if generates and tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of '{source}' has no eos_token: generations could not end; set it there")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -31,6 +31,7 @@ FILES: Final = (
 FOLDERS: Final = (
     "checkpoints",
     "samples",
+    "dropped",
     "spans",
     "tokens",
     "data",

@@ -20,6 +20,8 @@ from distflow.observe.report_charts import (
     tabulate,
     unit_of,
 )
+from distflow.observe.report_compare import before_and_after, num_problems
+from distflow.observe.report_domains import Domain, domain_charts, domain_docs, domain_table
 from distflow.observe.report_findings import Finding, findings, no_answer_counts
 from distflow.observe.report_histograms import Histogram, histograms
 from distflow.observe.report_idle import idle_planes
@@ -27,7 +29,7 @@ from distflow.observe.report_intervals import error_bars
 from distflow.observe.report_page import page
 from distflow.observe.report_planes import read_planes
 from distflow.observe.report_program import DrawnNode, program_graph
-from distflow.observe.report_samples import Samples, before_and_after, num_problems, thin_samples
+from distflow.observe.report_samples import Samples, thin_samples
 from distflow.observe.report_summary import (
     Accuracy,
     EventGroup,
@@ -59,7 +61,7 @@ from distflow.observe.run_reader import (
 MAX_BYTES = 1_300_000
 """Of a usual report: metrics, log and config are in it whatever they take, and samples fill the rest."""
 
-HEAD = ("model", "data", "batch", "preset", "workers", "machine")
+HEAD = ("model", "data", "batch", "preset", "workers", "machine", "sandbox")
 HIDDEN = ("experiment", "title", "changed", "config")
 _PAGE_BYTES = 130_000
 _LEAST_SAMPLES_BYTES = 200_000
@@ -81,6 +83,7 @@ class ReportData(TypedDict):
     problems: list[EventGroup]
     log: list[dict[str, object]]
     compare: dict[str, object] | None
+    domains: list[Domain]
     series: Series
     bars: dict[str, list[list[float] | None]]
     charts: list[ChosenChart]
@@ -126,7 +129,9 @@ def report_data(run_dir: Path) -> ReportData:
     failed = failure(events)
     groups = group_events([event for event in events if failed is None or event is not failed["event"]])
     columns = series(steps)
-    charts, others, constants = set_constants_apart(*choose_charts(columns["y"]), columns["y"])
+    charts, others, constants = set_constants_apart(
+        *choose_charts(columns["y"], domain_charts(columns["y"])), columns["y"]
+    )
     run, config = read_json(run_dir, "run.json"), read_config(run_dir)
     planes = read_planes(run_dir)
     judged = [*findings(run_dir, timeline, steps, config), *idle_planes(planes, config)]
@@ -145,13 +150,14 @@ def report_data(run_dir: Path) -> ReportData:
         "problems": groups,
         "log": [_log_line(event) for event in events if event.kind not in ("warning", "error", "finding")][-_MAX_LOG:],
         "compare": before_and_after(run_dir, timeline),
+        "domains": domain_table(steps),
         "series": columns,
         "bars": error_bars(columns["y"], trials),
         "charts": charts,
         "others": others,
         "constants": constants,
         "units": {name: unit for name in others if (unit := unit_of(name))},
-        "docs": describe(columns["y"]),
+        "docs": describe(columns["y"]) | domain_docs(columns["y"]),
         "histograms": histograms(run_dir, timeline),
         "program": program_graph(run_dir, steps),
         "timelines": timelines(planes, records),

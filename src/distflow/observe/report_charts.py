@@ -3,11 +3,13 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Literal, NotRequired, TypeAlias, TypedDict
 
 from distflow.observe.jsonlines import number_name
 from distflow.observe.metrics import find_metric
 from distflow.observe.run_reader import MetricsRecord
+
+Column: TypeAlias = Sequence[float | str | None]
 
 MAX_POINTS = 1500
 MAX_SERIES = 300
@@ -26,12 +28,15 @@ class Chart:
 
 
 class ChosenChart(TypedDict):
-    """A chart as the page takes it, with the metrics that it shows."""
+    """A chart as the page takes it, with the metrics that it shows. labels: of those whose name does not say enough.
+    colors: by metric, where a line has the same in several charts."""
 
     question: str
     kind: Literal["line", "stack"]
     unit: str
     names: list[str]
+    labels: NotRequired[dict[str, str]]
+    colors: NotRequired[dict[str, int]]
 
 
 class Constant(TypedDict):
@@ -70,21 +75,32 @@ CHARTS = (
     Chart("Do engine and trainer agree?", (r"mismatch/(mean|max)_abs", r"canary/.*"), unit="nats"),
     Chart("Were all answers judged?", (r"reward/(errors|timeouts|verdicts)",), unit="samples"),
     Chart("How old is the data?", (r"async/version_diff/.*",), unit="versions"),
-    Chart("Where does the time of a step go?", (r"timing_s/(?!step$|eval$|save$).*",), kind="stack", unit="seconds"),
+    Chart(
+        "Where does the time of a step go?",
+        (r"timing_s/(?!step$|eval$|save$|save_wait$).*",),
+        kind="stack",
+        unit="seconds",
+    ),
     Chart("How fast is it?", (r"throughput/tokens_per_s",), unit="tokens a second"),
     Chart("How much memory does it take on the GPU?", (rf"memory/cuda/{_LARGE}", r"memory/cuda/.*"), unit="GiB"),
     Chart("How much memory does it take?", (rf"memory/process/{_LARGE}", r"memory/(?!cuda/).*"), unit="GiB"),
 )
 
+_BEHIND = 2
 
-def choose_charts(names: Iterable[str]) -> tuple[list[ChosenChart], list[str]]:
+
+def choose_charts(names: Iterable[str], by_domain: Sequence[ChosenChart] = ()) -> tuple[list[ChosenChart], list[str]]:
     """The charts that have data, and the names that no chart shows.
 
-    A metric is in the first chart that takes it; a chart has at most 8 lines (a stack has all).
+    A metric is in the first chart that takes it; a chart has at most 8 lines (a stack has all). by_domain: charts that
+    were chosen before; they stand behind those of the accuracy and the reward.
     """
-    left = sorted(names)
+    taken_before = {name for chart in by_domain for name in chart["names"]}
+    left = sorted(set(names) - taken_before)
     charts: list[ChosenChart] = []
-    for chart in CHARTS:
+    for position, chart in enumerate(CHARTS):
+        if position == _BEHIND:
+            charts += by_domain
         taken = [name for pattern in chart.patterns for name in left if re.fullmatch(pattern, name)]
         taken = list(dict.fromkeys(taken))
         if chart.kind == "line":
@@ -96,7 +112,7 @@ def choose_charts(names: Iterable[str]) -> tuple[list[ChosenChart], list[str]]:
 
 
 def set_constants_apart(
-    charts: Sequence[ChosenChart], others: Sequence[str], columns: Mapping[str, Sequence[float | str | None]]
+    charts: Sequence[ChosenChart], others: Sequence[str], columns: Mapping[str, Column]
 ) -> tuple[list[ChosenChart], list[str], list[Constant]]:
     """The charts with the lines that move, the other metrics that move, and what does not: of that a picture is no use.
 

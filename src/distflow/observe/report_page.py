@@ -11,7 +11,18 @@ from typing import Any
 from distflow.observe.jsonlines import encode
 from distflow.observe.text import visible
 
-SCRIPTS = ("text.js", "top.js", "curves.js", "figures.js", "step.js", "timeline.js", "samples.js", "report.js")
+SCRIPTS = (
+    "text.js",
+    "top.js",
+    "curves.js",
+    "figures.js",
+    "step.js",
+    "timeline.js",
+    "domains.js",
+    "verdicts.js",
+    "samples.js",
+    "report.js",
+)
 
 
 def page(data: Mapping[str, Any]) -> bytes:

@@ -28,8 +28,8 @@ class Planes:
 
     def staleness(self, group: Span) -> int | None:
         """Steps between the oldest weights that drew a token of a group (or those that it began with, where that is
-        not known) and the step that trained on it; None where none did."""
-        if group.ticket is None or group.ticket not in self.trained_at:
+        not known) and the step that trained on it; None where none did, or on another attempt."""
+        if group.ticket is None or group.ticket not in self.trained_at or group.what != "complete":
             return None
         version = self.oldest.get(group.ticket, group.version)
         return None if version is None else self.trained_at[group.ticket] - version
@@ -50,7 +50,7 @@ class Planes:
         """The seconds in which the run went on, without those of validations and saves, when neither plane is to
         work."""
         phases = [s for s in self.spans.get("learner", ()) if s.kind == "phase"]
-        idle = (s for s in phases if s.what in ("eval", "save"))
+        idle = (s for s in phases if s.what in ("eval", "save", "save_wait"))
         return _covered(phases, start, end) - _covered(idle, start, end)
 
 

@@ -13,6 +13,7 @@ from distflow.observe.run_reader import Event, MetricsRecord
 Tone = Literal["good", "bad", "flat", "unknown"]
 Steps = Mapping[int, Mapping[str, float]]
 
+_SMALL_SHARE = 0.01  # of the time: phases below it are named together
 PROBLEM_KINDS = ("error", "warning", "finding")
 ACCURACY = "val_correct/all/mean"
 REWARD = "reward/mean_score"
@@ -192,7 +193,7 @@ def _names(lists: Iterable[JSON]) -> list[str]:
 
 
 def time_sentence(steps: Steps) -> str:
-    """How many steps, how long, and which phase took most."""
+    """How many steps, how long, and the share of each phase; small ones together."""
     total = sum(values.get("timing_s/step", 0.0) for values in steps.values())
     phases: dict[str, float] = {}
     for values in steps.values():
@@ -201,10 +202,14 @@ def time_sentence(steps: Steps) -> str:
                 phases[name.removeprefix("timing_s/")] = phases.get(name.removeprefix("timing_s/"), 0.0) + seconds
     if not total or not phases or not math.isfinite(total):
         return ""
-    longest = max(phases, key=lambda name: phases[name])
+    shares = {name: seconds / total for name, seconds in sorted(phases.items(), key=lambda phase: -phase[1])}
+    said = [f"{name} {share:.0%}" for name, share in shares.items() if share >= _SMALL_SHARE]
+    small = [name for name, share in shares.items() if 0 < share < _SMALL_SHARE]
+    if small:
+        said.append(f"{joined(small)} {sum(shares[name] for name in small):.0%}")
     num_steps = sum("timing_s/step" in values for values in steps.values())
     took = f"{num_steps:,} steps took" if num_steps > 1 else "One step took"
-    return f"{took} {readable_s(total)}; most of it was {longest} ({phases[longest] / total:.0%})."
+    return f"{took} {readable_s(total)}: {', '.join(said)}."
 
 
 def group_events(events: Sequence[Event], max_groups: int = 200) -> list[EventGroup]:

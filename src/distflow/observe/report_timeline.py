@@ -174,7 +174,8 @@ def _longest(spans: Sequence[Span], least_s: float) -> list[Span]:
 
 def _until(planes: Planes, span: Span) -> float:
     """When a group left the experience edge to be trained on; of other spans their end."""
-    step = planes.trained_at.get(span.ticket) if span.kind == "group" and span.ticket is not None else None
+    is_done = span.kind == "group" and span.what == "complete"
+    step = planes.trained_at.get(span.ticket) if is_done and span.ticket is not None else None
     return max(span.end, planes.taken.get(step, span.end)) if step is not None else span.end
 
 

@@ -17,6 +17,9 @@ from distflow.observe.metrics import nest
 
 SCHEMA_VERSION = 1
 
+DROPPED = "dropped"
+"""The split of groups that no step trained on, which has a folder of its own."""
+
 SAMPLE_KEYS = (
     "uid",
     "prompt",
@@ -122,12 +125,20 @@ class RunFolder:
                 self._spans[actor] = LineFile(self.path / "spans" / f"{_file_name(actor)}.jsonl")
             self._spans[actor].append(record, flush=False)
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, object]], split: str = "train") -> None:
-        """Write all samples of a step, known keys (`SAMPLE_KEYS`) first; a second call replaces the first."""
-        folder = self.path / "samples"
+    def samples(
+        self, step: int, rows: Sequence[Mapping[str, object]], split: str = "train", append: bool = False
+    ) -> None:
+        """Write all samples of a step, known keys (`SAMPLE_KEYS`) first; a second call replaces the first, or adds to
+        it."""
+        folder = samples_dir(self.path, split)
         folder.mkdir(mode=0o700, exist_ok=True)
         lines = [encode({**_in_order(row), "inc": self.incarnation}) for row in rows]
-        write_atomically(folder / sample_file_name(step, split, self._part), b"".join(line + b"\n" for line in lines))
+        path, whole = folder / sample_file_name(step, split, self._part), b"".join(line + b"\n" for line in lines)
+        if not append:
+            write_atomically(path, whole)
+            return
+        with self._lock, open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as file:
+            file.write(whole)
 
     def close(self) -> None:
         """Flush and close everything; a second call does nothing."""
@@ -151,10 +162,15 @@ class RunFolder:
         return self.path / name
 
 
+def samples_dir(run_dir: Path, split: str) -> Path:
+    """Where the sample files of a split lie."""
+    return run_dir / (DROPPED if split == DROPPED else "samples")
+
+
 def sample_file_name(step: int, split: str, part: int = 0) -> str:
     """ "000012.jsonl" for training samples, "val-000012.jsonl" for those of the split "val", "000012.3.jsonl" for those
     that part 3 of the run wrote."""
-    prefix = "" if split == "train" else f"{_file_name(split)}-"
+    prefix = "" if split in ("train", DROPPED) else f"{_file_name(split)}-"
     return f"{prefix}{step:06d}{f'.{part}' if part else ''}.jsonl"
 
 

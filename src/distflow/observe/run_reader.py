@@ -14,7 +14,7 @@ import yaml
 
 from distflow.observe.jsonlines import JSON, is_deep, read_object, read_records, to_number
 from distflow.observe.metrics import flatten
-from distflow.observe.run_folder import sample_file_name
+from distflow.observe.run_folder import sample_file_name, samples_dir
 
 _MAX_CONFIG_BYTES = 1_000_000
 _NUMBERS_OF_A_SAMPLE = ("score", "acc", "advantage")
@@ -152,14 +152,14 @@ def read_events(run_dir: Path, timeline: Timeline | None = None) -> list[Event]:
 
 def sample_steps(run_dir: Path, split: str = "train") -> list[int]:
     """The steps that have a sample file, rolled back or not, ascending. `read_samples` tells."""
-    pattern = re.compile(re.escape(sample_file_name(0, split)).replace("000000", r"(\d{6,})"))
-    folder = run_dir / "samples"
+    pattern = re.compile(re.escape(sample_file_name(0, split)).replace("000000", r"(\d{6,})(?:\.\d+)?"))
+    folder = samples_dir(run_dir, split)
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-    return sorted(int(match[1]) for match in map(pattern.fullmatch, names) if match)
+    return sorted({int(match[1]) for match in map(pattern.fullmatch, names) if match})
 
 
 def sample_splits(run_dir: Path) -> list[str]:
-    """The splits that have sample files, "train" first if it is there."""
+    """The splits that have sample files, "train" first if it is there; without what was dropped."""
     folder = run_dir / "samples"
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     found = {
@@ -172,7 +172,7 @@ def read_samples(
     run_dir: Path, step: int, split: str = "train", timeline: Timeline | None = None
 ) -> list[dict[str, JSON]]:
     """The samples of a step; empty when there are none or the step was rolled back. Non-finite scores are floats."""
-    first = run_dir / "samples" / sample_file_name(step, split)
+    first = samples_dir(run_dir, split) / sample_file_name(step, split)
     parts = sorted(first.parent.glob(f"{first.stem}.*.jsonl"), key=lambda path: (len(path.name), path.name))
     rows = [row for path in (first, *parts) for row in read_records(path)[0]]
     timeline = timeline or read_timeline(run_dir)

@@ -39,16 +39,15 @@ class PhaseTimer:
         """Charge the time inside to `name`; a phase that ends by an exception is charged too."""
         assert name not in ("step", "other"), f"the phase name {name!r} is taken"
         assert threading.get_ident() == self._thread, "phases of another thread would be counted twice"
-        wall_start, start = time.time(), self._clock()
-        self._charge(start)
+        start = self._charge()
+        wall_start = time.time()
         self._open.append(name)
         if self._on_start:
             self._on_start(name)
         try:
             yield
         finally:
-            end = self._clock()
-            self._charge(end)
+            end = self._charge()
             self._open.pop()
             if self._on_phase:
                 # The wall clock may be set back while a phase runs; its length never is negative.
@@ -62,8 +61,7 @@ class PhaseTimer:
     def finish_step(self) -> dict[str, float]:
         """The `timing_s/*` metrics in seconds since the last call; starts the next step."""
         assert not self._open, f"the step ends inside the phase {self._open[-1]!r}"
-        now = self._clock()
-        self._charge(now)
+        now = self._charge()
         other = self._seconds.pop("other", 0.0)
         metrics = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
         metrics["timing_s/other"] = other
@@ -72,9 +70,13 @@ class PhaseTimer:
         self._step_start = now
         return metrics
 
-    def _charge(self, now: float) -> None:
+    def _charge(self) -> float:
+        """At a border of a phase: what passed since the last one is of the phase that ran, and so is what measuring its
+        memory takes. Returns the clock."""
         name = self.now
-        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
-        self._since = now
         if self._on_charge:
             self._on_charge(name)
+        now = self._clock()
+        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
+        self._since = now
+        return now

@@ -17,7 +17,7 @@ def named_code(config: Config) -> list[str]:
     """Everything that a run imports or calls, as `key: name`."""
     custom = config.custom_reward_function
     reward = [f"custom_reward_function: {custom.path}:{custom.name}"] if custom.path else []
-    return [*program_code(config), *reward, *_data_code(config), *model_code(config)]
+    return [*program_code(config), *reward, *_reward_code(config), *_data_code(config), *model_code(config)]
 
 
 def program_code(config: Config) -> list[str]:
@@ -64,6 +64,16 @@ def without_model_code(config: Config) -> Config:
 
 def _imports(config: Config) -> list[str]:
     return [f"trainer.imports: {name}" for name in config.trainer.imports]
+
+
+def _reward_code(config: Config) -> Iterator[str]:
+    """Verifiers that are named by place: module:function, file.py:function."""
+    parts = [(f"reward.functions.{name}", each) for name, each in config.reward.functions.items()]
+    parts += [(f"data.domains.{name}.reward", each.reward) for name, each in config.data.domains.items()]
+    for key, named in parts:
+        for part in named:
+            if ":" in part.name and not part.name.startswith("distflow."):
+                yield f"{key}: {part.name}"
 
 
 def _data_code(config: Config) -> Iterator[str]:

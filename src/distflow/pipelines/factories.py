@@ -2,7 +2,7 @@
 values and functions of modules, so that it can be sent to the worker that builds the part."""
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
@@ -16,12 +16,11 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from distflow.config import Config
 from distflow.config.actor import OptimConfig
-from distflow.config.by_domain import response_limit, reward_functions
+from distflow.config.by_domain import response_limit, temperatures
 from distflow.config.errors import UserError, hint
 from distflow.config.functions import load
 from distflow.config.names import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.config.program import is_rl, is_sharded, offload_keys, optimizer_steps
-from distflow.config.reward import patience_of
 from distflow.flow.ticket import Version
 from distflow.models.loading import Init, ModelSource, context_length, load_model
 from distflow.models.lora import add_lora
@@ -30,10 +29,10 @@ from distflow.models.sharding import Sharding, shard_model
 from distflow.models.tensor_parallel import check_divisible
 from distflow.models.tokenizer import load_tokenizer, stop_token_ids
 from distflow.models.value_head import load_value_model
+from distflow.pipelines.verifiers import verifiers_of
 from distflow.planning.layout import Layout
 from distflow.planning.model_size import count_parameters, parse_size
 from distflow.planning.threads import share_threads, usable_cores
-from distflow.rewards.pools import Patience
 from distflow.rewards.router import Overlong, RewardRouter
 from distflow.rollout.engine import RolloutEngine
 from distflow.runtime.spec import Factory, Get
@@ -98,8 +97,9 @@ class Optim(TypedDict):
 class ScorerOptions(TypedDict):
     """Arguments of `TorchScorer`, which train engines take as well."""
 
-    max_tokens_per_micro_batch: int
+    max_tokens_per_micro_batch: int | None
     temperature: float
+    temperatures: Mapping[str, float]
     compute_dtype: torch.dtype | None
 
 
@@ -134,8 +134,11 @@ def make_factories(
             _critic, source=_critic_source(config), spread=_spread(config, "critic"), **_critic_trainer(config, steps)
         )
     if "ref" in engines:
-        options = _scorer_options(config)
-        if config.actor_rollout_ref.model.lora_rank:
+        settings = config.actor_rollout_ref
+        options = _scorer_options(
+            config, settings.ref.log_prob_max_token_len_per_gpu or settings.actor.ppo_max_token_len_per_gpu
+        )
+        if settings.model.lora_rank:
             factories["ref"] = partial(_adapted_policy, options=options)
         else:
             source, spread = _policy_source(config), _spread(config, "ref")
@@ -143,7 +146,7 @@ def make_factories(
     if "rollout" in engines:
         factories["rollout"] = _rollout_factory(config)
     if "judge" in services:
-        factories["judge"] = partial(_alone, make=_router(config))
+        factories["judge"] = partial(_judge, make=_router(config))
     return factories
 
 
@@ -178,12 +181,18 @@ def refuse_offload_here(config: Config, device: torch.device) -> None:
 
 
 def planes_threads(config: Config) -> tuple[int | None, int | None]:
-    """Threads of (training, generation). None: as many as torch takes by itself, and those of the thread that trains,
-    which generates while it waits."""
+    """Threads of (training, generation) in each worker. None: as many as torch takes by itself, or a worker's share of
+    its machine; and those of the thread that trains, which generates while it waits."""
     if not is_rl(config) or config.async_.max_staleness == 0:
         return config.trainer.num_threads, None
     trainer, rollout = config.trainer.num_threads, config.actor_rollout_ref.rollout.num_threads
-    return share_threads(usable_cores(), trainer, rollout)
+    return share_threads(worker_cores(config), trainer, rollout)
+
+
+def worker_cores(config: Config) -> int:
+    """Cores for each worker of a machine."""
+    beside = config.trainer.n_gpus_per_node if config.trainer.launcher == "ray" else 1
+    return max(1, usable_cores() // beside)
 
 
 def load_policy(config: Config, device: torch.device) -> nn.Module:
@@ -316,7 +325,7 @@ def _critic_trainer(config: Config, steps: int) -> Trainer:
     return _trainer(config, optim, max_tokens, critic.max_grad_norm)
 
 
-def _trainer(config: Config, optim: Optim, max_tokens: int, max_grad_norm: float | None) -> Trainer:
+def _trainer(config: Config, optim: Optim, max_tokens: int | None, max_grad_norm: float | None) -> Trainer:
     settings = config.actor_rollout_ref
     return {
         "engine": TRAIN_ENGINES[settings.actor.strategy].target,
@@ -337,13 +346,12 @@ def _critic_source(config: Config) -> Source:
     return {**_source(config, path), "gguf_file": None, "revision": None, "init": "pretrained"}
 
 
-def _scorer_options(config: Config, max_tokens: int | None = None) -> ScorerOptions:
+def _scorer_options(config: Config, max_tokens: int | None) -> ScorerOptions:
     settings = config.actor_rollout_ref
-    if max_tokens is None:
-        max_tokens = settings.ref.log_prob_max_token_len_per_gpu or settings.actor.ppo_max_token_len_per_gpu
     return {
         "max_tokens_per_micro_batch": max_tokens,
         "temperature": settings.rollout.temperature if is_rl(config) else 1.0,
+        "temperatures": temperatures(config) if is_rl(config) else {},
         "compute_dtype": None if is_sharded(config) else compute_dtype(config),
     }
 
@@ -392,20 +400,17 @@ def _rollout_factory(config: Config) -> Factory:
     )
 
 
-def _router(config: Config) -> Callable[[], RewardRouter]:
-    settings, custom = config.reward, config.custom_reward_function
+def _router(config: Config) -> Callable[..., RewardRouter]:
+    verifiers, overlong = verifiers_of(config), config.reward.overlong
     return partial(
         RewardRouter,
-        reward_functions(config),
-        timeout_s=settings.timeout_s,
-        num_workers=settings.num_workers,
-        retries=settings.retries,
-        backoff_s=settings.backoff_s,
-        domains={name: Patience(**patience_of(settings, name)) for name in settings.domains},
-        overlong=Overlong(settings.overlong.buffer_tokens, settings.overlong.factor),
+        verifiers.functions,
+        **verifiers.patience._asdict(),
+        domains=verifiers.domains,
+        overlong=Overlong(overlong.buffer_tokens, overlong.factor),
         max_response_length=config.data.max_response_length,
         response_limits={name: response_limit(config, name) for name in config.data.domains},
-        custom=(custom.path, custom.name) if custom.path else None,
+        custom=verifiers.custom,
     )
 
 
@@ -415,6 +420,10 @@ def _router(config: Config) -> Callable[[], RewardRouter]:
 def _alone(get: Get, device: torch.device, make: Callable[[], object]) -> object:
     """A part that is made of no other."""
     return make()
+
+
+def _judge(get: Get, device: torch.device, make: Callable[..., RewardRouter]) -> RewardRouter:
+    return make(start=get("start_pool"))
 
 
 def _policy(get: Get, device: torch.device, source: Source, lora: Lora | None, spread: Spread | None) -> nn.Module:

@@ -74,6 +74,9 @@ def score(pipeline: Pipeline, config: Config) -> None:
     if kl_in_reward:
         behind = ["reward_clip"] if clips else []
         pipeline.add_node("kl_penalty", nodes.apply_kl_penalty, behind, validates=False)
+    if any(algorithm.whiten_rewards for algorithm in each):
+        behind = ["kl_penalty"] if kl_in_reward else ["reward_clip"] if clips else []
+        pipeline.add_node("reward_whitening", nodes.whiten_rewards, behind, plane="learning")
 
 
 def estimate_advantages(pipeline: Pipeline, config: Config) -> None:

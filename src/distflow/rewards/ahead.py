@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from distflow.config.errors import UserError
-from distflow.rewards.pool import MEMORY_BYTES, VerifierPool
+from distflow.rewards.pool import MEMORY_BYTES, START_TIMEOUT_S, VerifierPool
 
 
 class PoolSettings(NamedTuple):
@@ -16,6 +16,7 @@ class PoolSettings(NamedTuple):
     num_workers: int
     timeout_s: float
     memory_bytes: int = MEMORY_BYTES
+    start_timeout_s: float = START_TIMEOUT_S
 
     def start(self) -> VerifierPool:
         """Raises UserError where a function cannot be loaded."""

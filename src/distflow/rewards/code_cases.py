@@ -17,8 +17,8 @@ from distflow.rewards.code_outputs import same_output, same_value
 from distflow.rewards.code_tests import CallTests, StreamTests
 from distflow.sandbox.errors import Broken, Raised
 from distflow.sandbox.inside.values import NotPlain
+from distflow.sandbox.interface import AnySandbox, AnySession, Ran
 from distflow.sandbox.limits import Limits
-from distflow.sandbox.sandbox import Ran, Sandbox, Session
 
 SHUFFLED_FROM = 8
 MAX_CALLS = 1000
@@ -43,7 +43,7 @@ class Stopped(Exception):
 class Box:
     """A sandbox, and what is left of a verdict's time in it."""
 
-    def __init__(self, sandbox: Sandbox, seconds: float) -> None:
+    def __init__(self, sandbox: AnySandbox, seconds: float) -> None:
         self._sandbox = sandbox
         self._began = time.monotonic()
         self._end = self._began + seconds
@@ -53,7 +53,11 @@ class Box:
     def level(self) -> str:
         return self._sandbox.level.name
 
-    def open(self, code: str) -> Session:
+    def seconds(self) -> float:
+        """By the clock, since it was made."""
+        return round(time.monotonic() - self._began, 3)
+
+    def open(self, code: str) -> AnySession:
         """Raises as `Sandbox.open` does, and as `_bounded`."""
         return self._sandbox.open(code, self._bounded(self._sandbox.limits))
 
@@ -65,11 +69,12 @@ class Box:
     @contextmanager
     def used_by_program(self) -> Iterator[None]:
         """Inside, it is the program under test that takes its time, but for the start of its process."""
-        began = time.monotonic()
+        began, waited_s = time.monotonic(), self._sandbox.waited_s
         try:
             yield
         finally:
-            self._used_s += max(time.monotonic() - began - _START_S, 0.0)
+            waited_s = self._sandbox.waited_s - waited_s
+            self._used_s += max(time.monotonic() - began - waited_s - _START_S, 0.0)
 
     def _bounded(self, limits: Limits) -> Limits:
         """With no more time by the clock than is left. Raises Stopped, and TimeoutError where the time went by without
@@ -87,7 +92,7 @@ class Tested:
 
     def __init__(self, box: Box, code: str) -> None:
         self._box, self.code = box, code
-        self._session: Session | None = None
+        self._session: AnySession | None = None
         self._num_answers = 0
         self._printed = ""
         self.was_asked = False
@@ -128,7 +133,7 @@ class Tested:
             self._session.close()
         self._session, self._num_answers = None, 0
 
-    def _process(self) -> Session:
+    def _process(self) -> AnySession:
         if self._session is None:
             self._printed = ""
             try:
@@ -200,7 +205,7 @@ class Bench:
 
     def __init__(self, box: Box) -> None:
         self._box = box
-        self._session: Session | None = None
+        self._session: AnySession | None = None
 
     def begin(self, code: str, names: Sequence[str]) -> list[Any]:
         return self._ask("begin", code, list(names))
@@ -287,7 +292,7 @@ def _first_step(bench: Bench, program: Tested, tests: Assertions, i: int) -> lis
     raise ValueError(f"the tests are broken: {tests.shown[i]}: {why}")
 
 
-def _printed(session: Session) -> str:
+def _printed(session: AnySession) -> str:
     return (session.stdout[-_SHOWN:] + session.stderr[-_SHOWN:]).strip()
 
 

@@ -12,6 +12,9 @@ from distflow.rewards.code_assertions import Assertions, tell_apart
 from distflow.rewards.code_cases import Box, Outcome, Stopped, Tested, run_assertions, run_calls, run_streams
 from distflow.rewards.code_tests import AssertTests, CallTests, StreamTests, Tests, read_tests
 from distflow.rewards.deadline import left_s
+from distflow.rewards.remarks import shortened
+from distflow.sandbox.interface import AnySandbox
+from distflow.sandbox.remote import RemoteSandbox
 from distflow.sandbox.sandbox import Sandbox
 
 LONGEST_S = 60.0
@@ -44,25 +47,42 @@ CASES = (
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping[str, object] | None = None
+    data_source: str,
+    solution_str: str,
+    ground_truth: object,
+    extra_info: Mapping[str, object] | None = None,
+    sandbox: str = "",
 ) -> dict[str, JSON]:
     """1.0 where the program passes all tests, else 0.0.
 
     Of what is returned `share` is the part that it passes, `failed` the first that it does not, why, and what it
-    printed. Raises ValueError where the tests are broken, UserError where nothing would hold a program, SandboxFault.
+    printed; `program` what was run, `seconds` how long that took. sandbox: the URL of one on another machine
+    (`distflow sandbox serve`). Raises ValueError where the tests are broken, UserError where nothing would hold a
+    program, SandboxFault.
     """
-    return judge(_sandbox(), solution_str, ground_truth, extra_info or {})
+    return judge(_sandbox(sandbox), solution_str, ground_truth, extra_info or {})
 
 
 def compute_share(
-    data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping[str, object] | None = None
+    data_source: str,
+    solution_str: str,
+    ground_truth: object,
+    extra_info: Mapping[str, object] | None = None,
+    sandbox: str = "",
 ) -> dict[str, JSON]:
     """The same, paid by the share of the tests that it passes; right (`acc`) is still only who passes all."""
-    verdict = compute_score(data_source, solution_str, ground_truth, extra_info)
+    verdict = compute_score(data_source, solution_str, ground_truth, extra_info, sandbox)
     return {**verdict, "score": verdict["share"]}
 
 
-def judge(sandbox: Sandbox, answer: str, ground_truth: object, row: Mapping[str, object]) -> dict[str, JSON]:
+def check_row(ground_truth: object, extra_info: Mapping[str, object]) -> None:
+    """Raises ValueError where the row's tests are broken, so that no program can be judged. Runs none of them."""
+    tests = read_tests(ground_truth, extra_info)
+    if isinstance(tests, AssertTests):
+        tell_apart(tests)
+
+
+def judge(sandbox: AnySandbox, answer: str, ground_truth: object, row: Mapping[str, object]) -> dict[str, JSON]:
     """The same, in a sandbox of the caller's, which nobody else uses meanwhile."""
     tests = read_tests(ground_truth, row)
     plan = tell_apart(tests) if isinstance(tests, AssertTests) else tests
@@ -78,13 +98,14 @@ def judge(sandbox: Sandbox, answer: str, ground_truth: object, row: Mapping[str,
         except Stopped as reason:
             stopped = str(reason)
     num_cases = len(plan.cases if isinstance(plan, Assertions) else plan.inputs)
-    return _told(outcomes, stopped, num_cases, box.level)
+    told = _told(outcomes, stopped, num_cases)
+    return {**told, "program": program and shortened(program), "sandbox": box.level, "seconds": box.seconds()}
 
 
 @cache
-def _sandbox() -> Sandbox:
-    """One for all verdicts of this process."""
-    sandbox = Sandbox()
+def _sandbox(url: str) -> AnySandbox:
+    """One for all verdicts of this process. url: "" for one of this machine."""
+    sandbox = RemoteSandbox(url) if url else Sandbox()
     atexit.register(sandbox.close)
     return sandbox
 
@@ -123,7 +144,7 @@ def _outcomes(box: Box, code: str, plan: "StreamTests | CallTests | Assertions")
         program.leave()
 
 
-def _told(outcomes: list[Outcome], stopped: str, num_cases: int, level: str) -> dict[str, JSON]:
+def _told(outcomes: list[Outcome], stopped: str, num_cases: int) -> dict[str, JSON]:
     failed: list[JSON] = []
     for case, why, printed in [outcome for outcome in outcomes if outcome.why][:_NUM_SHOWN]:
         failed.append({"case": case, "why": why[:_SHOWN], "printed": printed})
@@ -133,4 +154,4 @@ def _told(outcomes: list[Outcome], stopped: str, num_cases: int, level: str) -> 
     num_passed = sum(not outcome.why for outcome in outcomes)
     right = float(num_passed == num_cases)
     share = num_passed / num_cases
-    return {"score": right, "acc": right, "share": share, "cases": num_cases, "failed": failed, "sandbox": level}
+    return {"score": right, "acc": right, "share": share, "cases": num_cases, "failed": failed}

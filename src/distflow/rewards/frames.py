@@ -36,7 +36,10 @@ def send_frame(channel: socket.socket, frame: bytes, timeout_s: float | None = N
 
 
 def receive_frame(channel: socket.socket, timeout_s: float | None = None) -> dict[str, JSON]:
-    """The next message. Raises TimeoutError unless all of it came in time, PeerGone, ValueError for nonsense."""
+    """The next message. Raises TimeoutError unless all of it came in time, PeerGone, ValueError for nonsense.
+
+    What is there is read, however late this process comes to it: it may have been stopped, or starved.
+    """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     (size,) = _HEADER.unpack(_receive_exactly(channel, _HEADER.size, deadline))
     if size > MAX_FRAME_BYTES:
@@ -50,17 +53,11 @@ def receive_frame(channel: socket.socket, timeout_s: float | None = None) -> dic
 def _receive_exactly(channel: socket.socket, num_bytes: int, deadline: float | None) -> bytes:
     parts = bytearray()
     while len(parts) < num_bytes:
-        if deadline is not None:
-            remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0:
-                raise TimeoutError
-            channel.settimeout(remaining_s)
-        else:
-            channel.settimeout(None)
+        channel.settimeout(None if deadline is None else max(deadline - time.monotonic(), 0.0))
         try:
             part = channel.recv(num_bytes - len(parts))
-        except TimeoutError:
-            raise
+        except (TimeoutError, BlockingIOError):
+            raise TimeoutError from None
         except OSError as error:
             raise PeerGone(str(error)) from error
         if not part:

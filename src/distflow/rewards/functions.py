@@ -15,11 +15,12 @@ from distflow.graph.functions import is_async
 from distflow.observe.jsonlines import JSON
 from distflow.rewards.correctness import ACC
 from distflow.rewards.given import SUFFIX, read_function
+from distflow.rewards.remarks import bounded
 
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
-PROMPT = "prompt"
-"""The prompt's text, for an async function that names it."""
-FAILS = "(a probe that fails)"
+PROMPT, PROMPTS = "prompt", "prompts"
+"""The prompt's text, for an async function that names it; those of all answers, for a batched one."""
+FAILS, FAILS_TARGET = "(a probe that fails)", "distflow.rewards.probes:fail"
 """A function of every pool that must give no verdict, for the auditor to ask."""
 
 _OPTIONS = "?"
@@ -46,7 +47,7 @@ def find_targets(parts: Parts, custom: tuple[str, str] | None) -> dict[str, str]
     Raises UserError for a name that means no function.
     """
     targets = {name: with_options(target_of(name, custom), given[0] if given else {}) for name, _, *given in parts}
-    return {**targets, FAILS: "distflow.rewards.probes:fail"}
+    return {**targets, FAILS: FAILS_TARGET}
 
 
 def custom_target(path: str, name: str) -> str:
@@ -60,7 +61,8 @@ def load_reward(target: str) -> Callable[..., object]:
     """The function that "module:function" or "/path/file.py:function" names, or that a run was given from Python, with
     the options that a "?" and a JSON object behind it give.
 
-    Raises LoadError where there is none, or it takes other parameters than a reward does, or other options.
+    What a built-in needs besides is loaded too. Raises LoadError where there is none, or it takes other parameters than
+    a reward does, or other options; UserError where what it needs cannot be loaded.
     """
     target, _, options = target.partition(_OPTIONS)
     path = split_name(target)[0]
@@ -69,6 +71,9 @@ def load_reward(target: str) -> Callable[..., object]:
     fault = find_fault(function) or _fault_of_options(function, given)
     if fault:
         raise LoadError(f"'{target}' {fault}")
+    for entry in REWARDS.values():
+        if entry.prepare and entry.target == target:
+            load_function(entry.prepare)(**given)
     return partial(function, **given) if given else function
 
 
@@ -77,7 +82,7 @@ def _fault_of_options(function: Callable[..., object], given: Mapping[str, objec
     known = {
         name: parameter.default
         for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.default is not parameter.empty and name not in (*PARAMETERS, *BATCHED, PROMPT)
+        if parameter.default is not parameter.empty and name not in (*PARAMETERS, *BATCHED, PROMPT, PROMPTS)
     }
     for name, value in given.items():
         if name not in known:
@@ -129,8 +134,10 @@ def call(function: Callable[..., object], arguments: Mapping[str, object]) -> ob
 
 
 def call_batched(function: Callable[..., object], asked: Sequence[Mapping[str, object]]) -> object:
-    """Call it by keyword with lists of those of `PARAMETERS` whose plural it takes."""
+    """Call it by keyword with lists of those of `PARAMETERS` whose plural it takes, and with the prompts as `call`."""
     lists = {name: [arguments[BATCHED[name]] for arguments in asked] for name in _accepted(function, tuple(BATCHED))}
+    if PROMPTS in inspect.signature(function).parameters and all(PROMPT in arguments for arguments in asked):
+        lists[PROMPTS] = [arguments[PROMPT] for arguments in asked]
     return function(**lists)
 
 
@@ -145,14 +152,15 @@ def split_batch(returned: object, length: int) -> list[object]:
 
 
 def read_score(returned: object) -> tuple[float, dict[str, JSON]]:
-    """The score and what else a dictionary held. Raises ValueError for a score or an `acc` that is no finite number."""
+    """The score, and within bounds what else a dictionary held: nothing but `acc` is computed from it. Raises
+    ValueError for a score or an `acc` that is no finite number."""
     extra: dict[str, JSON] = {}
     if isinstance(returned, dict):
         if "score" not in returned:
             raise ValueError(
                 f"it returned a dictionary without 'score' (keys: {', '.join(map(str, returned)) or 'none'})"
             )
-        extra = {str(key): _plain(value) for key, value in returned.items() if key != "score"}
+        extra = bounded({key: value for key, value in returned.items() if key not in ("score", ACC)})
         if returned.get(ACC) is not None:
             extra[ACC] = _number(returned[ACC], f" as '{ACC}'")
         returned = returned["score"]
@@ -165,9 +173,13 @@ def _number(value: object, where: str = "") -> float:
         value = item()  # those with more than one element raise here
     if not isinstance(value, numbers.Real):
         raise ValueError(f"it returned {value!r:.80}{where}, which is no number")
-    if not math.isfinite(value):
-        raise ValueError(f"it returned {float(value)}{where}, which is no finite number")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"it returned{where} a number that is too large for a float") from None
+    if not math.isfinite(number):
+        raise ValueError(f"it returned {number}{where}, which is no finite number")
+    return number
 
 
 def _accepted(function: Callable[..., object], names: tuple[str, ...]) -> tuple[str, ...]:
@@ -175,17 +187,6 @@ def _accepted(function: Callable[..., object], names: tuple[str, ...]) -> tuple[
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return names
     return tuple(name for name in names if name in parameters)
-
-
-def _plain(value: object) -> JSON:
-    """What JSON can hold of a function's remarks: they are shown with the sample, nothing is computed from them."""
-    if isinstance(value, str | bool | int | float | type(None)):
-        return value
-    if isinstance(value, dict):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [_plain(entry) for entry in value]
-    return repr(value)[:1000]
 
 
 def target_of(name: str, custom: tuple[str, str] | None) -> str:

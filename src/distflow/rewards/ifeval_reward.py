@@ -56,6 +56,11 @@ def compute_share(
     return {**verdict, "score": sum(map(bool, followed.values())) / len(followed)}
 
 
+def check_row(ground_truth: object, extra_info: Mapping[str, object]) -> None:
+    """Raises ValueError where no response to the row can be judged."""
+    _instructions(ground_truth, extra_info)
+
+
 def _verdict(variants: list[str], instructions: list[tuple[str, dict[str, Any]]]) -> dict[str, JSON]:
     followed: dict[str, JSON] = {}
     for name, arguments in instructions:

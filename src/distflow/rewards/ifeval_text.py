@@ -29,7 +29,8 @@ def split_sentences(text: str) -> list[str]:
 def count_capital_words(text: str) -> int:
     """Tokens of NLTK's `word_tokenize` that `isupper`: `WELL-KNOWN` is one, `I'M` two (`I` and `'M`), `2ND` one."""
     tokenizer = NLTKWordTokenizer()
-    return sum(token.isupper() for sentence in split_sentences(text) for token in tokenizer.tokenize(sentence))
+    sentences = [sentence for sentence in split_sentences(text) if any(map(str.isupper, sentence))]  # else it has none
+    return sum(token.isupper() for sentence in sentences for token in tokenizer.tokenize(sentence))
 
 
 def language_of(text: str) -> str | None:

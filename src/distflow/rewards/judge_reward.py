@@ -7,16 +7,19 @@ score that is no number between 0 and 1, a status, silence and a spent budget ar
 import asyncio
 import hashlib
 import json
-import math
 import os
 import re
+import time
 from collections.abc import Mapping
+from contextlib import suppress
+from email.utils import parsedate_to_datetime
 from functools import cache
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from distflow.rewards.case import Case
-from distflow.rewards.judge_store import JudgeStore
+from distflow.rewards.deadline import left_s
+from distflow.rewards.judge_store import BudgetSpent, JudgeStore
 
 try:
     import openai
@@ -50,6 +53,9 @@ MAX_BODY_BYTES = 2**20
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 30.0
 _SHOWN = 200
+_SHORTEST_SECRET = 8
+_MOST_TOKENS = 2**31
+_BYTES_A_TOKEN = 4
 
 
 class Unavailable(Exception):
@@ -105,13 +111,32 @@ async def compute_score(
     key = hashlib.sha256(json.dumps([base_url, asked], sort_keys=True).encode()).hexdigest()
     content = kept.find(key)
     if content is not None:
-        return _verdict(content)
-    content, tokens = await _answer(asked, base_url, key_variable, retries, kept, (max_calls, max_tokens))
-    kept.spend_tokens(tokens)
-    verdict = _verdict(content)  # what is none is not kept
-    if store:
-        kept.keep(key, content)
-    return verdict
+        with suppress(ValueError):  # damaged: it is asked for once more
+            return _verdict(content)
+    secret = os.environ.get(key_variable, "").strip()
+    if not secret and not base_url:
+        raise ValueError(f"the judge has no key: set the environment variable {key_variable}")
+    if not (secret.isascii() and secret.isprintable()):
+        raise ValueError(f"the environment variable {key_variable} holds no key: some of it can stand in no header")
+    try:
+        body = await _answer(asked, _client(base_url, secret), retries, kept, (max_calls, max_tokens))
+        answer, tokens = _read(_without(secret, body.decode(errors="replace")))
+        kept.spend_tokens(tokens or (len(body) + len(json.dumps(asked))) // _BYTES_A_TOKEN)
+        verdict = _verdict(_without(secret, answer) if isinstance(answer, str) else answer)  # what is none is not kept
+    except BudgetSpent:  # not the endpoint's fault
+        raise
+    except openai.AuthenticationError as error:
+        why = f"{_said(error)}; the environment variable {key_variable} {'holds its key' if secret else 'is not set'}"
+    except openai.OpenAIError as error:
+        why = _said(error)
+    except ValueError as error:
+        why = str(error)
+    else:
+        verdict["reason"] = _without(secret, str(verdict["reason"]))
+        if store:
+            kept.keep(key, json.dumps(verdict))
+        return verdict
+    raise ValueError(_without(secret, f"{why} (model '{model}' at {base_url or 'OpenAI'})"))
 
 
 def _filled(template: str, values: Mapping[str, object]) -> str:
@@ -137,31 +162,30 @@ def _text_of(template: str) -> str:
 
 async def _answer(
     asked: Mapping[str, object],
-    base_url: str,
-    key_variable: str,
+    client: "openai.AsyncOpenAI",
     retries: int,
     kept: JudgeStore,
     budget: tuple[int, int],
-) -> tuple[str, int]:
-    """What the judge wrote and the tokens of it all. Each attempt is a call of the budget."""
-    secret = os.environ.get(key_variable, "")
-    if not secret and not base_url:
-        raise ValueError(f"the judge has no key: set the environment variable {key_variable}")
-    client = _client(base_url, secret)
+) -> bytes:
+    """The body of what the judge answered. Each attempt is a call of the budget.
+
+    Raises openai.OpenAIError where it refuses, ValueError where it gives none in time.
+    """
     wait_s = _FIRST_WAIT_S
-    for left in range(retries, -1, -1):
+    for attempt in range(1, retries + 2):
         kept.spend_call(*budget)
         try:
-            return _read(await _body(client, asked))
+            return await _body(client, asked)
         except Unavailable as error:
-            if left == 0:
-                raise ValueError(
-                    _without(secret, f"the judge gave no answer in {retries + 1} attempts: {error}")
-                ) from None
-            await asyncio.sleep(min(error.wait_s if error.wait_s is not None else wait_s, _LONGEST_WAIT_S))
+            asked_s = f", and asks to wait {error.wait_s:g} s" if error.wait_s else ""
+            said = f"the judge gave no answer in {attempt} attempt{'s' * (attempt > 1)}: {error}{asked_s}"
+            pause_s = min(error.wait_s if error.wait_s is not None else wait_s, _LONGEST_WAIT_S)
+            if attempt > retries:
+                raise ValueError(said) from None
+            if pause_s >= left_s():
+                raise ValueError(f"{said}; reward.timeout_s leaves no time for another") from None
+            await asyncio.sleep(pause_s)
             wait_s *= 2
-        except openai.OpenAIError as error:
-            raise ValueError(_without(secret, f"the judge refused: {type(error).__name__}: {error}")) from None
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -169,14 +193,9 @@ async def _body(client: "openai.AsyncOpenAI", asked: Mapping[str, object]) -> by
     """At most `MAX_BODY_BYTES`. Raises Unavailable, openai.OpenAIError, ValueError."""
     try:
         async with client.chat.completions.with_streaming_response.create(**cast(dict, asked)) as response:
-            body = bytearray()
-            async for chunk in response.iter_bytes():
-                body += chunk
-                if len(body) > MAX_BODY_BYTES:
-                    raise ValueError(f"the judge's answer is longer than {MAX_BODY_BYTES:,} bytes")
-            return bytes(body)
+            return await _whole(response)
     except openai.APIConnectionError as error:  # time-outs too
-        raise Unavailable(f"{type(error).__name__}: {error}") from None
+        raise Unavailable(f"{error} ({error.__cause__})" if error.__cause__ else str(error)) from None
     except openai.APIStatusError as error:
         if error.status_code in (408, 409, 429) or error.status_code >= 500:
             raise Unavailable(
@@ -185,31 +204,50 @@ async def _body(client: "openai.AsyncOpenAI", asked: Mapping[str, object]) -> by
         raise
 
 
-def _read(body: bytes) -> tuple[str, int]:
+async def _whole(response: "openai.AsyncAPIResponse[Any]") -> bytes:
+    body = bytearray()
+    try:
+        async for chunk in response.iter_bytes():
+            body += chunk
+            if len(body) > MAX_BODY_BYTES:
+                raise ValueError(f"the judge's answer is longer than {MAX_BODY_BYTES:,} bytes")
+    except (ValueError, MemoryError, openai.OpenAIError):
+        raise
+    except Exception as error:  # of the HTTP library, another one by the client's version, which hands it on as it is
+        raise Unavailable(f"its answer broke off ({error})") from None
+    return bytes(body)
+
+
+def _said(error: "openai.OpenAIError") -> str:
+    return f"the judge refused: {type(error).__name__}: {error}"
+
+
+def _read(body: str) -> tuple[object, int]:
+    """What the judge wrote, and the tokens of it all: 0 where the endpoint does not tell."""
     try:
         found = json.loads(body)
         content, usage = found["choices"][0]["message"]["content"], found.get("usage") or {}
         tokens = usage.get("total_tokens", 0)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise ValueError(f"the judge's answer is no chat completion: {body[:_SHOWN]!r}") from None
-    if not isinstance(content, str):
-        raise ValueError(f"the judge answered no text: {body[:_SHOWN]!r}")
-    return content, tokens if isinstance(tokens, int) and tokens > 0 else 0
+        raise ValueError(f"the judge's answer is no chat completion: {_begin(body)}") from None
+    return content, tokens if isinstance(tokens, int) and 0 < tokens < _MOST_TOKENS else 0
 
 
-def _verdict(content: str) -> dict[str, object]:
+def _verdict(content: object) -> dict[str, object]:
     """Exactly what the schema says. Raises ValueError."""
+    if not isinstance(content, str):
+        raise ValueError(f"the judge answered no text: {_begin(json.dumps(content))}")
     try:
         found = json.loads(content, object_pairs_hook=_once)
     except (ValueError, RecursionError):
-        raise ValueError(f"the judge's verdict is no JSON: {content[:_SHOWN]!r}") from None
+        raise ValueError(f"the judge's verdict is no JSON: {_begin(content)}") from None
     if not isinstance(found, dict) or set(found) != set(_NAMES):
-        raise ValueError(f"the judge's verdict is not {{reason, score}}: {content[:_SHOWN]!r}")
+        raise ValueError(f"the judge's verdict is not {{reason, score}}: {_begin(content)}")
     score, reason = found["score"], found["reason"]
     if not isinstance(reason, str) or isinstance(score, bool) or not isinstance(score, int | float):
-        raise ValueError(f"the judge's verdict is no score with a reason: {content[:_SHOWN]!r}")
-    if not (math.isfinite(score) and 0 <= score <= 1):
-        raise ValueError(f"the judge's score {score} is not between 0 and 1")
+        raise ValueError(f"the judge's verdict is no score with a reason: {_begin(content)}")
+    if not 0 <= score <= 1:  # NaN is neither
+        raise ValueError(f"the judge's score is not between 0 and 1: {_begin(content)}")
     return {"score": float(score), "reason": reason}
 
 
@@ -221,14 +259,26 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _seconds(retry_after: str | None) -> float | None:
+    """Of what is a number of them, or a date. NaN, which is neither, comes out as 0."""
+    if retry_after is None:
+        return None
     try:
-        return max(0.0, float(retry_after)) if retry_after is not None else None
-    except ValueError:  # a date
+        return max(0.0, float(retry_after))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
+    except (ValueError, OverflowError):
         return None
 
 
+def _begin(text: str) -> str:
+    return repr(text[:_SHOWN])
+
+
 def _without(secret: str, text: str) -> str:
-    return text.replace(secret, "***") if secret else text
+    """A short one, as EMPTY, is none, and may be part of anything."""
+    return text.replace(secret, "***") if len(secret) >= _SHORTEST_SECRET else text
 
 
 @cache

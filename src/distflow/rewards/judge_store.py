@@ -19,27 +19,30 @@ class JudgeStore:
     """Answers by what was asked; calls and tokens of all that use the file."""
 
     def __init__(self, file: str) -> None:
-        """file: made where it is not there; "" keeps everything in this process alone."""
+        """file: made where it is not there; "" keeps everything in this process alone. Raises ValueError for a file
+        that is damaged or cannot be written, as all of its methods do."""
         if file:
             Path(file).expanduser().parent.mkdir(parents=True, exist_ok=True)
-        path = str(Path(file).expanduser()) if file else ":memory:"
-        self._file = path
-        self._connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
-        self._connection.executescript(_TABLES)
+        self._file = str(Path(file).expanduser()) if file else ":memory:"
+        try:
+            self._connection = sqlite3.connect(self._file, timeout=_BUSY_S, isolation_level=None)
+            self._connection.executescript(_TABLES)
+        except sqlite3.Error as error:
+            raise self._unusable(error) from None
 
     def find(self, key: str) -> str | None:
         """The answer to what has that key."""
-        row = self._connection.execute("SELECT content FROM answers WHERE key = ?", (key,)).fetchone()
+        row = self._do("SELECT content FROM answers WHERE key = ?", key).fetchone()
         return None if row is None else str(row[0])
 
     def keep(self, key: str, content: str) -> None:
-        self._connection.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, content))
+        self._do("INSERT OR REPLACE INTO answers VALUES (?, ?)", key, content)
 
     def spend_call(self, max_calls: int, max_tokens: int) -> None:
         """Count a call that is about to be made; 0 is no bound. Raises BudgetSpent where there is none left."""
-        changed = self._connection.execute(
+        changed = self._do(
             "UPDATE spent SET calls = calls + 1 WHERE (? = 0 OR calls < ?) AND (? = 0 OR tokens < ?)",
-            (max_calls, max_calls, max_tokens, max_tokens),
+            *(max_calls, max_calls, max_tokens, max_tokens),
         ).rowcount
         if not changed:
             calls, tokens = self.spent()
@@ -49,9 +52,21 @@ class JudgeStore:
             )
 
     def spend_tokens(self, tokens: int) -> None:
-        self._connection.execute("UPDATE spent SET tokens = tokens + ?", (tokens,))
+        self._do("UPDATE spent SET tokens = tokens + ?", tokens)
 
     def spent(self) -> tuple[int, int]:
         """Calls and tokens."""
-        calls, tokens = self._connection.execute("SELECT calls, tokens FROM spent").fetchone()
+        calls, tokens = self._do("SELECT calls, tokens FROM spent").fetchone()
         return int(calls), int(tokens)
+
+    def _do(self, statement: str, *values: object) -> sqlite3.Cursor:
+        try:
+            return self._connection.execute(statement, values)
+        except sqlite3.Error as error:
+            raise self._unusable(error) from None
+
+    def _unusable(self, error: sqlite3.Error) -> ValueError:
+        return ValueError(
+            f"the judge's store '{self._file}' cannot be used ({error}): repair it, or name another file as option "
+            "'store', which begins without answers and with a new budget"
+        )

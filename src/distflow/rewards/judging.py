@@ -67,7 +67,8 @@ async def _judge_at_once(
     async def judge_one(arguments: Arguments) -> Answer:
         try:
             async with asyncio.timeout(timeout_s) as deadline:
-                return _answer(await cast(Awaitable[object], call(function, arguments)))
+                with due_within(timeout_s):
+                    return _answer(await cast(Awaitable[object], call(function, arguments)))
         except MemoryError:
             raise
         except Exception as error:  # as above

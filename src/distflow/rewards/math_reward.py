@@ -8,6 +8,7 @@ full memory and a full stack give none.
 import math
 import re
 
+from distflow.observe.jsonlines import JSON
 from distflow.rewards.answers import last_mathematics, marked_answer, phrased_answer
 from distflow.rewards.case import Case
 from distflow.rewards.math_bounds import OutOfTime, limited_time
@@ -35,6 +36,14 @@ def compute_score(data_source: str, solution_str: str, ground_truth: object, ext
 
     Raises ValueError where there is no ground truth to compare with.
     """
+    return 1.0 if compute_verdict(data_source, solution_str, ground_truth, extra_info)["score"] else 0.0
+
+
+def compute_verdict(
+    data_source: str, solution_str: str, ground_truth: object, extra_info: object = None
+) -> dict[str, JSON]:
+    """The same as `score`, with what was compared: `extracted` from the response, None where it gives no answer, and
+    `wanted`, what that equals, or where it equals none all that it might have."""
     alternatives = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
     golds = [gold_answer(gold) for gold in alternatives]
     if not golds:
@@ -43,8 +52,8 @@ def compute_score(data_source: str, solution_str: str, ground_truth: object, ext
     for gold in golds:
         answer = marked if marked is not None else _unmarked(solution_str, is_text=words(gold) is not None)
         if answer is not None and is_equal(gold, answer):
-            return 1.0
-    return 0.0
+            return {"score": 1.0, "extracted": answer, "wanted": gold}
+    return {"score": 0.0, "extracted": answer, "wanted": golds[0] if len(golds) == 1 else [*golds]}
 
 
 def gold_answer(ground_truth: object) -> str:

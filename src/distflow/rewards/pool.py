@@ -1,30 +1,22 @@
 """Verifiers in processes that can be killed: a hang, a crash or a full memory costs one verdict, never the run."""
 
 import asyncio
-import os
 import queue
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from typing import cast
 
 from distflow.config.errors import UserError
-from distflow.observe.jsonlines import JSON
-from distflow.rewards.frames import PeerGone, encode, receive_frame, send_frame
-from distflow.rewards.verdict import Error, Score, Timeout, Verdict
-from distflow.rewards.worker import EXIT_OUT_OF_MEMORY
+from distflow.rewards.frames import PeerGone, encode
+from distflow.rewards.process import Request, StartFailed, VerifierProcess, take
+from distflow.rewards.verdict import Error, Timeout, Verdict
 
 MEMORY_BYTES = 4 * 2**30
 START_TIMEOUT_S = 60.0
-_SHOWN_STDERR_BYTES = 300
 Told = Callable[[str, Mapping[str, object], Verdict], None]
 """(function's name, arguments, verdict)."""
+OnAgain = Callable[[int], None]
+"""Called with how many verdicts were asked for once more because the process that was at them died."""
 _CLOSING = "the run was closing its verifiers"
 
 
@@ -59,11 +51,12 @@ class VerifierPool:
         self.takes_groups = frozenset[str]()
         self.takes_batches = frozenset[str]()
         self._closed = False
+        self._num_workers = num_workers
         # Processes are started by these threads only: Linux kills a child when the thread that started it ends.
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="distflow-verifier")
-        self._idle: queue.LifoQueue[_Process | None] = queue.LifoQueue()  # one that is up comes first
+        self._idle: queue.LifoQueue[VerifierProcess | None] = queue.LifoQueue()  # one that is up comes first
         # Changed by those threads, copied by `close`: `add`, `discard` and `list()` of a set are one step each.
-        self._living: set[_Process] = set()
+        self._living: set[VerifierProcess] = set()
         for _ in range(num_workers):
             self._idle.put(None)  # a place whose process is started when it is first needed
         try:
@@ -72,9 +65,15 @@ class VerifierPool:
             self.close()
             raise
 
-    async def judge(self, name: str, arguments: Mapping[str, object], timeout_s: float | None = None) -> Verdict:
+    async def judge(
+        self,
+        name: str,
+        arguments: Mapping[str, object],
+        timeout_s: float | None = None,
+        on_again: OnAgain = lambda number: None,
+    ) -> Verdict:
         """Call function `name` with `arguments` (by their names in `functions.PARAMETERS`; plain JSON values)."""
-        (verdict,) = await self.judge_group(name, [arguments], timeout_s)
+        (verdict,) = await self.judge_group(name, [arguments], timeout_s, on_again)
         return verdict
 
     @property
@@ -83,19 +82,30 @@ class VerifierPool:
         return self._closed
 
     async def judge_group(
-        self, name: str, asked: Sequence[Mapping[str, object]], timeout_s: float | None = None
+        self,
+        name: str,
+        asked: Sequence[Mapping[str, object]],
+        timeout_s: float | None = None,
+        on_again: OnAgain = lambda number: None,
     ) -> list[Verdict]:
-        """The same for several at once, which one process takes; timeout_s: of each."""
+        """The same for several at once; timeout_s: of each."""
         if self._closed:
             return [Error(_CLOSING)] * len(asked)
         timeout_s = timeout_s or self.timeout_s
+        parts = [asked] if name in self.takes_groups else [[arguments] for arguments in asked]
+        requests = [_request(name, part, timeout_s) for part in parts]
+        left = deque(request for request in requests if not request.verdicts)
+        loop, num_threads = asyncio.get_running_loop(), min(self._num_workers, len(left))
         try:
-            request = encode({"name": name, "asked": [dict(arguments) for arguments in asked], "timeout_s": timeout_s})
-        except (TypeError, ValueError) as error:
-            return [Error(f"the sample cannot be sent to a verifier: {error}")] * len(asked)
-        verdicts = await asyncio.get_running_loop().run_in_executor(
-            self._threads, self._judge, request, timeout_s, len(asked)
-        )
+            await asyncio.gather(
+                *(loop.run_in_executor(self._threads, self._serve, left, timeout_s) for _ in range(num_threads))
+            )
+        finally:
+            left.clear()  # the caller may have been cancelled
+        again = sum(request.num_asked for request in requests if request.crashes)
+        if again and not self._closed:
+            on_again(again)
+        verdicts = [verdict for request in requests for verdict in request.verdicts]
         for arguments, verdict in zip(asked, verdicts, strict=True):
             self.told(name, arguments, verdict)
         return verdicts
@@ -113,37 +123,42 @@ class VerifierPool:
         """Of the processes that are up."""
         return sorted(process.pid for process in self._living)
 
-    def _judge(self, request: bytes, timeout_s: float, num_asked: int) -> list[Verdict]:
-        """At most two attempts; what fails while the pool closes fails because of that."""
-        verdicts = self._attempt(request, timeout_s, num_asked)
-        if isinstance(verdicts, _Crash):
-            verdicts = self._attempt(request, timeout_s, num_asked)
-        if isinstance(verdicts, _Crash):
-            verdicts = [Error(f"{verdicts.reason}, twice")] * num_asked
+    def _serve(self, left: deque[Request], timeout_s: float) -> None:
+        """Have what is left answered, as far as no other thread takes it, in one process as long as that one lives."""
+        at: deque[Request] = deque()
+        while take(left, at):
+            process = self._idle.get()
+            failure: Verdict | None = None
+            try:
+                if process is None or not process.is_alive():
+                    process = self._start(process)
+                process.answer(at, left, timeout_s)
+            except StartFailed as error:
+                failure = Error(f"no verifier process could be started: {error}")
+            except TimeoutError:
+                failure = Timeout(timeout_s * at[0].num_asked)
+            except PeerGone:
+                assert process is not None
+                failure = _crashed(at[0], process.cause_of_death())
+            except ValueError as error:
+                failure = _crashed(at[0], f"the verifier process answered nonsense: {error}")
+            finally:
+                self._idle.put(process if process is not None and self._keep(process) else None)
+            if at:
+                self._fail(at.popleft(), failure, left)
+                left.extendleft(reversed(at))  # what was sent ahead had no part in it
+                at.clear()
+
+    def _fail(self, request: Request, failure: Verdict | None, left: deque[Request]) -> None:
+        """None: it is asked once more. What fails while the pool closes fails because of that."""
         if self._closed:
-            return [verdict if isinstance(verdict, Score) else Error(_CLOSING) for verdict in verdicts]
-        return verdicts
+            failure = Error(_CLOSING)
+        if failure is None:
+            left.appendleft(request)
+        else:
+            request.verdicts = [failure] * request.num_asked
 
-    def _attempt(self, request: bytes, timeout_s: float, num_asked: int) -> "list[Verdict] | _Crash":
-        """Judge in an idle process, started if need be; what is left of it goes back to its place."""
-        process = self._idle.get()
-        try:
-            if process is None or not process.is_alive():
-                process = self._start(process)
-            return process.ask(request, timeout_s, num_asked)
-        except _StartFailed as error:
-            return [Error(f"no verifier process could be started: {error}")] * num_asked
-        except TimeoutError:
-            return [Timeout(timeout_s * num_asked)] * num_asked
-        except PeerGone:
-            assert process is not None
-            return _Crash(process.cause_of_death())
-        except ValueError as error:
-            return _Crash(f"the verifier process answered nonsense: {error}")
-        finally:
-            self._idle.put(process if process is not None and self._keep(process) else None)
-
-    def _keep(self, process: "_Process") -> bool:
+    def _keep(self, process: "VerifierProcess") -> bool:
         """Whether it may serve again: it is in step, having answered what it was asked."""
         if process.in_step and process.is_alive():
             return True
@@ -153,7 +168,7 @@ class VerifierPool:
     def _start_first(self) -> None:
         try:
             process = self._start(self._idle.get())
-        except _StartFailed as error:
+        except StartFailed as error:
             users = [target for name, target in self._settings[0].items() if not name.startswith("(")]  # no probe
             raise UserError(
                 f"the reward functions ({', '.join(users)}; see custom_reward_function.path and "
@@ -161,140 +176,39 @@ class VerifierPool:
             ) from None
         self._idle.put(process)
 
-    def _start(self, dead: "_Process | None") -> "_Process":
+    def _start(self, dead: "VerifierProcess | None") -> "VerifierProcess":
         if dead is not None:
             self._retire(dead)
         functions, memory_bytes, start_timeout_s = self._settings
         try:
-            process = _Process(memory_bytes)
+            process = VerifierProcess(memory_bytes)
         except OSError as error:
-            raise _StartFailed(str(error)) from None
+            raise StartFailed(str(error)) from None
         self._living.add(process)
         try:
             if self._closed:  # asked after the process is known to `close`: one of the two kills it
-                raise _StartFailed(_CLOSING)
+                raise StartFailed(_CLOSING)
             self.takes_groups, self.takes_batches = process.load(functions, start_timeout_s)
-        except _StartFailed:
+        except StartFailed:
             self._retire(process)
             raise
         return process
 
-    def _retire(self, process: "_Process") -> None:
+    def _retire(self, process: "VerifierProcess") -> None:
         process.discard()
         self._living.discard(process)
 
 
-class _StartFailed(Exception):
-    pass
+def _request(name: str, asked: Sequence[Mapping[str, object]], timeout_s: float) -> Request:
+    """One that cannot be sent has its answer already."""
+    try:
+        frame = encode({"name": name, "asked": [dict(arguments) for arguments in asked], "timeout_s": timeout_s})
+    except (TypeError, ValueError) as error:
+        return Request(b"", len(asked), [Error(f"the sample cannot be sent to a verifier: {error}")] * len(asked))
+    return Request(frame, len(asked))
 
 
-class _Crash:
-    """The process died while it judged: worth one more try in a fresh one."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-
-
-def _read_answer(answer: JSON, timeout_s: float) -> Verdict:
-    """Raises ValueError for nonsense."""
-    if isinstance(answer, dict):
-        score, extra = answer.get("score"), answer.get("extra")
-        if "error" in answer:
-            return Error(str(answer["error"]))
-        if "timeout" in answer:
-            return Timeout(timeout_s)
-        if isinstance(score, int | float) and isinstance(extra, dict):
-            return Score(float(score), extra)
-    raise ValueError("neither a score nor an error")
-
-
-class _Process:
-    """One verifier process and our end of its socket. Used by one thread at a time, but `kill` by any."""
-
-    def __init__(self, memory_bytes: int) -> None:
-        self._channel, theirs = socket.socketpair()
-        self._stderr = tempfile.TemporaryFile("a+b")  # noqa: SIM115  lives as long as the process, closed by discard
-        with theirs:
-            self._popen = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "distflow.rewards.worker",
-                    *map(str, (theirs.fileno(), os.getpid(), memory_bytes)),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._stderr,
-                pass_fds=(theirs.fileno(),),
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-                    "OMP_NUM_THREADS": "1",
-                },
-                start_new_session=True,  # Ctrl-C goes to the run alone, and what a verifier starts dies with it
-            )
-        self.pid = self._popen.pid
-        self.in_step = True
-        self._killed = False
-
-    def load(self, functions: Mapping[str, str], timeout_s: float) -> tuple[frozenset[str], frozenset[str]]:
-        """Returns those that take groups, and those of them that judge these as one batch."""
-        try:
-            answer = self._exchange(encode({"functions": dict(functions)}), timeout_s)
-        except TimeoutError:
-            raise _StartFailed(f"it was not ready after {timeout_s:g} s") from None
-        except PeerGone:
-            raise _StartFailed(self.cause_of_death()) from None
-        if "error" in answer:
-            raise _StartFailed(str(answer["error"]))
-        return frozenset(cast(list[str], answer["ready"])), frozenset(cast(list[str], answer["batched"]))
-
-    def ask(self, request: bytes, timeout_s: float, num_asked: int) -> list[Verdict]:
-        """Raises TimeoutError, PeerGone; the process is then out of step and must go. ValueError for nonsense."""
-        self._stderr.truncate(0)
-        answers = self._exchange(request, timeout_s * num_asked).get("answers")
-        if not isinstance(answers, list) or len(answers) != num_asked:
-            raise ValueError("not an answer to each")
-        return [_read_answer(answer, timeout_s) for answer in answers]
-
-    def is_alive(self) -> bool:
-        return self._popen.poll() is None
-
-    def cause_of_death(self) -> str:
-        """How it ended, with the last of what it wrote. Waits for it: its socket is closed already."""
-        with suppress(subprocess.TimeoutExpired):
-            self._popen.wait(5)
-        status = self._popen.returncode
-        if status == EXIT_OUT_OF_MEMORY:
-            return "the verifier ran out of memory"
-        how = (
-            f"was killed by {signal.Signals(-status).name}"
-            if status is not None and status < 0
-            else f"exited with {status}"
-        )
-        self._stderr.seek(0)
-        said = self._stderr.read()[-_SHOWN_STDERR_BYTES:].decode(errors="replace").strip()
-        return f"the verifier process {how}" + (f" ({said})" if said else "")
-
-    def kill(self) -> None:
-        """End the process and all that it started. Idempotent; whoever waits for its answer gets PeerGone."""
-        if not self._killed:
-            self._killed = True  # once: later the number may be another process group's
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
-
-    def discard(self) -> None:
-        """Kill it, reap it and give back what it held here."""
-        self.kill()
-        self._popen.wait()
-        self._channel.close()
-        self._stderr.close()
-
-    def _exchange(self, request: bytes, timeout_s: float) -> dict[str, JSON]:
-        self.in_step = False
-        deadline = time.monotonic() + timeout_s
-        send_frame(self._channel, request, timeout_s)
-        answer = receive_frame(self._channel, max(deadline - time.monotonic(), 0.0))
-        self.in_step = True
-        return answer
+def _crashed(request: Request, reason: str) -> Error | None:
+    """Worth one more try in a fresh process."""
+    request.crashes += 1
+    return Error(f"{reason}, twice") if request.crashes > 1 else None

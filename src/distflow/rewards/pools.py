@@ -1,17 +1,55 @@
 """A pool of verifiers for each domain: what hangs in one takes no place from another."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from distflow.config.errors import UserError, hint
+from distflow.config.names import REWARDS
 from distflow.rewards.ahead import PoolSettings, take_pool
-from distflow.rewards.functions import Functions, find_targets
-from distflow.rewards.pool import MEMORY_BYTES, Told, VerifierPool
+from distflow.rewards.functions import FAILS, FAILS_TARGET, Functions, find_targets
+from distflow.rewards.pool import MEMORY_BYTES, OnAgain, Told
 from distflow.rewards.verdict import Verdict
 
 _Part = TypeVar("_Part")
 DEFAULT_DOMAIN = "default"
+LARGE_START_TIMEOUT_S = 1800.0
+"""A model of many gigabytes may come from a slow disk."""
+
+
+class Pool(Protocol):
+    """What judges for a domain, here as a `VerifierPool` or elsewhere; see there."""
+
+    told: Told
+    takes_groups: frozenset[str]
+    takes_batches: frozenset[str]
+
+    @property
+    def closed(self) -> bool: ...
+
+    async def judge_group(
+        self,
+        name: str,
+        asked: Sequence[Mapping[str, object]],
+        timeout_s: float | None = None,
+        on_again: OnAgain = ...,
+    ) -> list[Verdict]: ...
+
+    async def judge(
+        self,
+        name: str,
+        arguments: Mapping[str, object],
+        timeout_s: float | None = None,
+        on_again: OnAgain = ...,
+    ) -> Verdict: ...
+
+    def pids(self) -> list[int]: ...
+
+    def close(self) -> None: ...
+
+
+StartPool = Callable[[PoolSettings], Pool]
+"""Raises UserError where a function cannot be loaded."""
 
 
 class Patience(NamedTuple):
@@ -45,13 +83,27 @@ def pool_settings(
     custom: tuple[str, str] | None,
     memory_bytes: int = MEMORY_BYTES,
 ) -> dict[str, PoolSettings]:
-    """What `Pools` starts, by domain. Raises UserError for a name that means no function."""
-    return {
-        name: PoolSettings(
-            find_targets(functions_of(functions, name), custom), each.num_workers, each.timeout_s, memory_bytes
-        )
-        for name, each in _patience_by_domain(functions, patience, domains).items()
-    }
+    """What `Pools` starts: by domain, and by target what is too large to load twice. Raises UserError for a name that
+    means no function."""
+    settings: dict[str, PoolSettings] = {}
+    for domain, each in _patience_by_domain(functions, patience, domains).items():
+        targets = find_targets(functions_of(functions, domain), custom)
+        for name in [name for name in targets if is_large(name)]:
+            target = targets.pop(name)
+            settings[target] = alone(name, target, patience.timeout_s)
+        if set(targets) > {FAILS}:
+            settings[domain] = PoolSettings(targets, each.num_workers, each.timeout_s, memory_bytes)
+    return settings
+
+
+def is_large(name: str) -> bool:
+    """Whether one process is all that may hold what the function of that name loads."""
+    return name in REWARDS and bool(REWARDS[name].prepare)
+
+
+def alone(name: str, target: str, timeout_s: float) -> PoolSettings:
+    """One process for it, which takes the memory and the time that it needs."""
+    return PoolSettings({name: target, FAILS: FAILS_TARGET}, 1, timeout_s, 0, LARGE_START_TIMEOUT_S)
 
 
 def _patience_by_domain(
@@ -62,7 +114,7 @@ def _patience_by_domain(
 
 class Pools:
     """One `VerifierPool` for each entry of `functions`, and for each domain with a patience of its own; domains that
-    neither names share that of "default"."""
+    neither names share that of "default". What is too large to load twice has one for all domains."""
 
     def __init__(
         self,
@@ -71,16 +123,26 @@ class Pools:
         domains: Mapping[str, Patience] | None = None,
         custom: tuple[str, str] | None = None,
         memory_bytes: int = MEMORY_BYTES,
+        start: StartPool = take_pool,
     ) -> None:
-        """Waits for the first process of each. Raises UserError where a function is unknown or cannot be loaded."""
+        """start: of what is not too large to load twice. Waits for the first process of each. Raises UserError where a
+        function is unknown or cannot be loaded."""
         self._patience = _patience_by_domain(functions, patience, domains or {})
         settings = pool_settings(functions, patience, domains or {}, custom, memory_bytes)
+        self._targets = {
+            (domain, name): target
+            for domain in self._patience
+            for name, target in find_targets(functions_of(functions, domain), custom).items()
+            if is_large(name)
+        }
         self._functions = {name: frozenset(each.functions) for name, each in settings.items()}
-        self._pools = _start(settings)
+        large = set(self._targets.values())
+        self._pools = _start(settings, {name: take_pool if name in large else start for name in settings})
 
-    def of(self, domain: str) -> VerifierPool:
-        """The pool that judges the domain. Raises KeyError where none does."""
-        return self._pools[self._place(domain)]
+    def of(self, domain: str, name: str = "") -> Pool:
+        """The pool that judges the domain, by the function of that name. Raises KeyError where none does."""
+        place = self._place(domain)
+        return self._pools[self._targets.get((place, name), place)]
 
     def patience(self, domain: str) -> Patience:
         return self._patience[self._place(domain)]
@@ -89,9 +151,10 @@ class Pools:
         """What function `name` says once, in the pool of the domain `data_source`; where that domain has no such
         function, in any that has."""
         domain = self._place(str(arguments["data_source"]))
-        if name not in self._functions.get(domain, ()):
-            domain = next(other for other, names in self._functions.items() if name in names)
-        return await self._pools[domain].judge(name, arguments)
+        place = self._targets.get((domain, name), domain)
+        if name not in self._functions.get(place, ()):
+            place = next(other for other, names in self._functions.items() if name in names)
+        return await self._pools[place].judge(name, arguments)
 
     def tell(self, told: Told) -> None:
         """Have `told` called with every verdict, see `VerifierPool`."""
@@ -115,10 +178,10 @@ class Pools:
         return domain if domain in self._patience else DEFAULT_DOMAIN
 
 
-def _start(settings: Mapping[str, PoolSettings]) -> dict[str, VerifierPool]:
+def _start(settings: Mapping[str, PoolSettings], start: Mapping[str, StartPool]) -> dict[str, Pool]:
     """All at once: each waits for a process that loads its functions."""
     with ThreadPoolExecutor(len(settings), thread_name_prefix="distflow-pools") as threads:
-        starting = {name: threads.submit(take_pool, each) for name, each in settings.items()}
+        starting = {name: threads.submit(start[name], each) for name, each in settings.items()}
     failure = next((error for each in starting.values() if (error := each.exception())), None)
     if failure is not None:
         _close([each.result() for each in starting.values() if each.exception() is None])
@@ -126,7 +189,7 @@ def _start(settings: Mapping[str, PoolSettings]) -> dict[str, VerifierPool]:
     return {name: each.result() for name, each in starting.items()}
 
 
-def _close(pools: Iterable[VerifierPool]) -> None:
-    known: Sequence[VerifierPool] = list(pools)
+def _close(pools: Iterable[Pool]) -> None:
+    known = list(pools)
     with ThreadPoolExecutor(max(len(known), 1), thread_name_prefix="distflow-pools") as threads:
-        list(threads.map(VerifierPool.close, known))
+        list(threads.map(lambda pool: pool.close(), known))

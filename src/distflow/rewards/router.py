@@ -4,7 +4,8 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,14 +14,24 @@ from distflow.algorithms.filters import overlong_penalty
 from distflow.config.errors import UserError
 from distflow.data.sample import Sample
 from distflow.observe.jsonlines import JSON
+from distflow.rewards.ahead import take_pool
 from distflow.rewards.correctness import accuracy
 from distflow.rewards.functions import PROMPT, Functions
-from distflow.rewards.pool import MEMORY_BYTES, VerifierPool
-from distflow.rewards.pools import Patience, Pools, functions_of
+from distflow.rewards.pool import MEMORY_BYTES
+from distflow.rewards.pools import DEFAULT_DOMAIN, Patience, Pools, StartPool, functions_of
 from distflow.rewards.tally import TRAINING, Tally, counted_for
-from distflow.rewards.verdict import Error, Score, Timeout, Verdict
+from distflow.rewards.verdict import CUT, Error, Score, Timeout, Verdict
 
 OVERLONG = "overlong"
+_KINDS = ("verdicts", "errors", "timeouts")
+
+TAKEN = {
+    "all": "val_correct/all/mean is over all domains",
+    "cut": "reward/cut/PART counts texts that were cut",
+    "errors": "reward/errors/PART counts errors of a part",
+    "timeouts": "reward/timeouts/PART counts those out of time",
+}
+"""What a domain may not be called, and why."""
 
 
 class Overlong(NamedTuple):
@@ -46,6 +57,10 @@ class Judgement:
         """The parts that have a score."""
         return {name: part.value for name, part in self.parts.items() if isinstance(part, Score)}
 
+    def remarks(self) -> dict[str, JSON]:
+        """What else the parts that have a score say, as PART/KEY."""
+        return _remarks(self.parts)
+
 
 class RewardRouter:
     """Judges samples by the functions of their domain, in processes that can be killed. A context manager."""
@@ -64,9 +79,11 @@ class RewardRouter:
         overlong: Overlong = Overlong(),  # noqa: B008  immutable
         custom: tuple[str, str] | None = None,
         memory_bytes: int = MEMORY_BYTES,
+        start: StartPool = take_pool,
     ) -> None:
         """functions: domain → (name, weight[, options]) of its parts; "default" serves domains that are not named.
         timeout_s, num_workers, retries, backoff_s: see `Patience`; domains: that of those with one of their own.
+        start: see `Pools`.
         max_response_length: in tokens, for the overlong penalty; response_limits: that of domains with their own.
 
         A name is a built-in one, "custom" (then `custom` is the path and the name of the user's function) or
@@ -86,7 +103,7 @@ class RewardRouter:
         self._lock = threading.Lock()  # the asyncio thread counts, the learner takes the counts
         self.names = sorted({name for parts in self._functions.values() for name, _ in parts})
         patience = Patience(timeout_s, num_workers, retries, backoff_s)
-        self.pools = Pools(functions, patience, domains, custom, memory_bytes)
+        self.pools = Pools(functions, patience, domains, custom, memory_bytes, start)
 
     def __enter__(self) -> "RewardRouter":
         return self
@@ -127,21 +144,24 @@ class RewardRouter:
 
     async def _ask(self, domain: str, name: str, samples: Sequence[Sample]) -> list[Verdict]:
         """Of one function, on each sample of the domain; those that fail are asked for again, as it may be patient."""
-        pool, patience = self.pools.of(domain), self.pools.patience(domain)
+        pool, patience = self.pools.of(domain, name), self.pools.patience(domain)
         asked = [_arguments(sample) for sample in samples]
         if name in pool.takes_groups:
             asked = [{**each, PROMPT: sample.prompt} for each, sample in zip(asked, samples, strict=True)]
-        verdicts = await _judged(pool, name, asked)
+        on_again = partial(self._count_again, "reward/judged_again")
+        verdicts = await pool.judge_group(name, asked, patience.timeout_s, on_again)
         for attempt in range(patience.retries):
             failed = [i for i, verdict in enumerate(verdicts) if not isinstance(verdict, Score)]
             if not failed or pool.closed:
                 break
-            self._count_retries(len(failed))
+            self._count_again("reward/retries", len(failed))
             await asyncio.sleep(patience.backoff_s * 2**attempt)
             if name in pool.takes_batches:  # judges them beside each other
-                verdicts = max(verdicts, await _judged(pool, name, asked), key=_num_scores)
+                again = await pool.judge_group(name, asked, patience.timeout_s, on_again)
+                verdicts = max(verdicts, again, key=_num_scores)
             else:
-                for i, verdict in zip(failed, await _judged(pool, name, [asked[i] for i in failed]), strict=True):
+                again = await pool.judge_group(name, [asked[i] for i in failed], patience.timeout_s, on_again)
+                for i, verdict in zip(failed, again, strict=True):
                     verdicts[i] = verdict
         return verdicts
 
@@ -154,38 +174,42 @@ class RewardRouter:
             parts[OVERLONG] = Score(self._length_penalty(sample))
             weights[OVERLONG] = 1.0
         judgement = Judgement(_combine(parts, weights), parts, right)
-        self._count(parts)
+        self._count(parts, sample.domain)
         failed = not isinstance(judgement.verdict, Score)
         self.tally.add(1, int(failed), f"{judgement.verdict} (domain '{sample.domain}')" if failed else "")
         return judgement
 
     def take_counts(self) -> dict[str, float]:
-        """Metrics of training since the last call: verdicts that failed, in all and by part."""
+        """Metrics of training since the last call: verdicts, and those that failed, in all, by part and by domain."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
-        totals = {f"reward/{kind}": float(counts.pop(kind, 0)) for kind in ("verdicts", "errors", "timeouts")}
-        return totals | {f"reward/{name}": float(number) for name, number in sorted(counts.items())}
+        totals = {f"reward/{kind}": 0.0 for kind in _KINDS}
+        return totals | {name: float(number) for name, number in sorted(counts.items())}
 
     def _length_penalty(self, sample: Sample) -> float:
         length = sum(len(segment.token_ids) for segment in sample.response_segments)
         longest = self._response_limits.get(sample.domain, self._max_response_length)
         return float(overlong_penalty(torch.tensor([length]), longest, *self._overlong))
 
-    def _count_retries(self, number: int) -> None:
+    def _count_again(self, metric: str, number: int) -> None:
         if counted_for.get() == TRAINING:
             with self._lock:
-                self._counts["retries"] += number
+                self._counts[metric] += number
 
-    def _count(self, parts: Mapping[str, Verdict]) -> None:
+    def _count(self, parts: Mapping[str, Verdict], domain: str) -> None:
         if counted_for.get() != TRAINING:
             return
-        kinds = {name: {Error: "errors", Timeout: "timeouts"}.get(type(part)) for name, part in parts.items()}
+        kinds, by_part = ["verdicts"], list[str]()
+        for name, part in parts.items():
+            if isinstance(part, Score):
+                by_part += [f"reward/cut/{name}"] * (CUT in part.extra)
+            else:
+                kinds.append("timeouts" if isinstance(part, Timeout) else "errors")
+                by_part.append(f"reward/{kinds[-1]}/{name}")
         with self._lock:
-            self._counts["verdicts"] += 1
-            for name, kind in kinds.items():
-                if kind is not None:
-                    self._counts[kind] += 1
-                    self._counts[f"{kind}/{name}"] += 1
+            self._counts.update([*(f"reward/{kind}" for kind in kinds), *by_part])
+            if domain != DEFAULT_DOMAIN:
+                self._counts.update({f"domains/{domain}/{kind}": kinds.count(kind) for kind in _KINDS})
 
 
 def _arguments(sample: Sample) -> dict[str, object]:
@@ -197,29 +221,34 @@ def _arguments(sample: Sample) -> dict[str, object]:
     }
 
 
-async def _judged(pool: VerifierPool, name: str, asked: Sequence[Mapping[str, object]]) -> list[Verdict]:
-    if name in pool.takes_groups:
-        return await pool.judge_group(name, asked)
-    return list(await asyncio.gather(*(pool.judge(name, arguments) for arguments in asked)))
-
-
 def _num_scores(verdicts: Sequence[Verdict]) -> int:
     return sum(isinstance(verdict, Score) for verdict in verdicts)
 
 
 def check_domains(functions: Functions, domains: Iterable[str]) -> None:
-    """Raises UserError for the first domain that no function judges; for before the run starts."""
+    """Raises UserError for the first domain that no function judges, or whose metrics would be taken for others; for
+    before the run starts."""
     for domain in sorted(set(domains)):
         functions_of(functions, domain)
+        if domain.partition("/")[0] in TAKEN:
+            raise UserError(
+                f"a domain of the data is called '{domain}', and metrics of that name are something else "
+                f"({TAKEN[domain.partition('/')[0]]}): call it otherwise, in data.domains or in the rows' column "
+                "(data.domain_key)"
+            )
 
 
 def _combine(parts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Verdict:
-    total, extra = 0.0, dict[str, JSON]()
+    total = 0.0
     for name, part in parts.items():
         if isinstance(part, Error):
             return Error(f"{name}: {part.reason}")
         if isinstance(part, Timeout):
-            return part
+            return replace(part, part=name)
         total += weights[name] * part.value
-        extra.update({f"{name}/{key}": value for key, value in part.extra.items()})
-    return Score(total, extra)
+    return Score(total, _remarks(parts))
+
+
+def _remarks(parts: Mapping[str, Verdict]) -> dict[str, JSON]:
+    scored = {name: part for name, part in parts.items() if isinstance(part, Score)}
+    return {f"{name}/{key}": value for name, part in scored.items() for key, value in part.extra.items()}

@@ -14,6 +14,7 @@ from distflow.rewards.correctness import is_right, own_verdict
 from distflow.rewards.functions import PROMPT
 from distflow.rewards.perturb import FORMS, HOSTILE, Response, answer_of, right_responses, wrong_responses
 from distflow.rewards.pool import VerifierPool
+from distflow.rewards.solutions import why
 from distflow.rewards.verdict import Score, Timeout, Verdict
 
 HOSTILE_KIND = "hostile text"
@@ -121,7 +122,7 @@ def _count(trial: Trial, answered: Iterable[tuple[Row, Response, Verdict]]) -> N
     for row, response, verdict in answered:
         kind = trial.kinds.setdefault(response.kind, Kind(response.is_right))
         kind.asked += 1
-        fault = Fault(row.origin, row.ground_truth, response.text, _said(verdict))
+        fault = Fault(row.origin, row.ground_truth, response.text, why(verdict))
         if isinstance(verdict, Timeout):
             kind.timeouts.append(fault)
         elif not isinstance(verdict, Score):
@@ -132,10 +133,6 @@ def _count(trial: Trial, answered: Iterable[tuple[Row, Response, Verdict]]) -> N
 
 def _is_right(verdict: Verdict) -> bool:
     return isinstance(verdict, Score) and is_right(own_verdict(verdict))
-
-
-def _said(verdict: Verdict) -> str:
-    return f"{own_verdict(verdict):g}" if isinstance(verdict, Score) else str(verdict)
 
 
 def arguments_of(row: Row, response: str) -> dict[str, object]:

@@ -1,4 +1,5 @@
-"""The process that runs verifiers: reads one request at a time from its socket and answers it. Imports no torch.
+"""The process that runs verifiers: reads one request at a time from its socket and answers it. Imports no torch
+by itself.
 
 Started by `pool.py` as `python -P -m distflow.rewards.worker FD PARENT_PID MEMORY_BYTES`.
 """
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import cast
 
-from distflow.config.functions import LoadError
+from distflow.config.errors import UserError
 from distflow.observe.jsonlines import JSON
 from distflow.rewards.frames import PeerGone, encode, receive_frame, send_frame
 from distflow.rewards.functions import is_batched, load_reward, takes_groups
@@ -43,7 +44,7 @@ def serve(channel: socket.socket) -> None:
     try:
         targets = _entries(receive_frame(channel), "functions")
         functions = {name: load_reward(str(target)) for name, target in targets.items()}
-    except LoadError as error:
+    except UserError as error:
         send_frame(channel, encode({"error": str(error)}))
         return
     ready = [name for name, function in functions.items() if takes_groups(function)]

@@ -7,13 +7,14 @@ it whenever it runs, and taken back when it awaits.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from functools import partial
 from types import coroutine
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from distflow.data import generators
 from distflow.runtime.plain_calls import DeadlinePassed
@@ -21,7 +22,7 @@ from distflow.runtime.plain_calls import DeadlinePassed
 T = TypeVar("T")
 Work = Coroutine[Any, Any, T]
 
-CANCELLED_WITHIN_S = 1.0
+_LOOKS_FOR_ITS_END, _EACH_S = 20, 0.05
 _LOOKS_EVERY_S = 0.02
 """At most: how often a call is looked after whose time is nearly over while it waits for us."""
 
@@ -48,17 +49,20 @@ class _Clock:
 class _Strand:
     """A task of a call: each has random generators of its own, so that it is no matter which of two goes on first.
 
-    turn: without it nobody may draw. identity: of the call, and which child of which child it is. clock: of the call.
+    turn: without it nobody may draw, nor seed. identity: of the call, and which child of which child it is. clock,
+    tasks: of the call. drawn: what its generators stand at; None until it runs.
     """
 
-    def __init__(self, turn: asyncio.Lock, identity: tuple[object, ...], clock: _Clock) -> None:
-        self.turn, self.clock = turn, clock
-        self.drawn = generators.seeded(*identity)
-        self._identity, self._num_children = identity, 0
+    def __init__(
+        self, turn: asyncio.Lock, identity: tuple[object, ...], clock: _Clock, tasks: "WeakSet[asyncio.Task[Any]]"
+    ) -> None:
+        self.turn, self.identity, self.clock, self.tasks = turn, identity, clock, tasks
+        self.drawn: generators.States | None = None
+        self._num_children = 0
 
     def child(self) -> "_Strand":
         self._num_children += 1
-        return _Strand(self.turn, (*self._identity, self._num_children), self.clock)
+        return _Strand(self.turn, (*self.identity, self._num_children), self.clock, self.tasks)
 
 
 _strand: ContextVar[_Strand | None] = ContextVar("strand", default=None)
@@ -69,22 +73,31 @@ async def run_async(
     function: Callable[[], Awaitable[T]], deadline_s: float, turn: asyncio.Lock, *identity: object
 ) -> T:
     """What the function returns or raises. Raises DeadlinePassed; whatever it then does, nobody waits for it any more.
+    Where it is cancelled, so are all tasks that the function has started.
 
     turn: of `PlainCalls`. identity: of the call, by which its random generators are seeded.
     """
     loop = asyncio.get_running_loop()
     loop.set_task_factory(_task)
-    clock, context = _Clock(), copy_context()
-    context.run(_strand.set, _Strand(turn, identity, clock))
+    clock, context, tasks = _Clock(), copy_context(), WeakSet[asyncio.Task[Any]]()
+    context.run(_strand.set, _Strand(turn, identity, clock, tasks))
     task = loop.create_task(_awaited(function), context=context)
     try:
         while not task.done() and (left_s := deadline_s - clock.spent_s()) > 0:
             await asyncio.wait((task,), timeout=max(left_s, _LOOKS_EVERY_S))
         if not task.done():
             task.cancel()
-            await asyncio.wait((task,), timeout=CANCELLED_WITHIN_S)
+            await _until_ended((task,))
             raise DeadlinePassed("" if task.done() else ", swallows its cancellation and was left behind")
         returned = task.result()
+    except asyncio.CancelledError:
+        left = [each for each in tasks if not each.done()]
+        for each in left:
+            each.cancel()
+            each.add_done_callback(_heard)
+        if left:
+            await _until_ended(left)
+        raise
     finally:
         if not task.done():
             task.cancel()
@@ -92,6 +105,13 @@ async def run_async(
     if isinstance(returned, _Exit):
         raise returned.error
     return returned
+
+
+async def _until_ended(cancelled: "Sequence[asyncio.Task[Any]]") -> None:
+    """For a second at most, counted in looks: whoever was stopped, or starved, meanwhile swallows nothing."""
+    for _ in range(_LOOKS_FOR_ITS_END):
+        if not (await asyncio.wait(cancelled, timeout=_EACH_S))[1]:
+            return
 
 
 @contextmanager
@@ -137,7 +157,10 @@ def _task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asynci
         own = parent.child()
         context.run(_strand.set, own)
         work = _with_its_draws(work, own)
-    return asyncio.Task(work, loop=loop, context=context, **options)
+    task = asyncio.Task(work, loop=loop, context=context, **options)
+    if parent is not None:
+        parent.tasks.add(task)
+    return task
 
 
 async def _with_its_draws(work: Work[T], strand: _Strand) -> T:
@@ -159,7 +182,7 @@ def _steps(work: Work[T], strand: _Strand) -> Generator[Any, Any, T]:
             resume = partial(work.throw, err)
             continue
         try:
-            with generators.lent(strand.drawn):
+            with generators.lent(strand.drawn or generators.seeded(*strand.identity)):
                 try:
                     waits_for = resume()
                 finally:

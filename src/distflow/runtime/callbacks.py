@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -32,10 +33,16 @@ class Callbacks:
 
 
 class Caller:
-    """Calls them; what one raises is told with its name, and the run goes on. warn: told so."""
+    """Calls them; what one raises is told with its name, and the run goes on. warn: told so. timed: entered around each
+    call."""
 
-    def __init__(self, callbacks: Callbacks, warn: Callable[[str], None]) -> None:
-        self._callbacks, self._warn = callbacks, warn
+    def __init__(
+        self,
+        callbacks: Callbacks,
+        warn: Callable[[str], None],
+        timed: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._callbacks, self._warn, self._timed = callbacks, warn, timed
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._call("on_step", self._callbacks.on_step, step, dict(metrics))
@@ -50,7 +57,7 @@ class Caller:
         if function is None:
             return
         try:
-            with generators.lent(generators.states()):
+            with self._timed(), generators.lent(generators.states()):
                 function(*arguments)
         except Exception as error:  # the edge of a user's code
             place = f" (at {found})" if (found := users_place(error)) else ""

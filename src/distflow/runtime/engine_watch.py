@@ -70,6 +70,11 @@ class WatchedEngine:
     def version(self) -> Version:
         return self._engine.version
 
+    @property
+    def num_generated_tokens(self) -> int:
+        """As the engine counts them; 0 of one that does not."""
+        return getattr(self._engine, "num_generated_tokens", 0)
+
     async def __aenter__(self) -> "WatchedEngine":
         threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
         try:
@@ -155,7 +160,7 @@ class WatchedEngine:
         return sorted(owed, key=lambda asked: asked.since)
 
     def _signs_of_life(self) -> tuple[int, int]:
-        return self._num_answers, getattr(self._engine, "num_generated_tokens", 0)
+        return self._num_answers, self.num_generated_tokens
 
     def _given_up(self, waiting: list[_Asked]) -> EngineHangs:
         oldest, more = waiting[0], len(waiting) - 1

@@ -9,6 +9,7 @@ from functools import partial
 
 from distflow.algorithms.filters import TOO_FEW_VERDICTS
 from distflow.config.errors import UserError
+from distflow.data.batch import Batch
 from distflow.data.sample import Sample
 from distflow.flow.ticket import Ticket, Version
 from distflow.graph import BoundNode, Drop, NodeRole
@@ -20,9 +21,11 @@ from distflow.runtime.async_calls import ours
 from distflow.runtime.audit.witness import Witness
 from distflow.runtime.blame import NodeError
 from distflow.runtime.context import Contexts, NodeContext, judged
+from distflow.runtime.early_stop import EarlyStop
 from distflow.runtime.group import Group, new_group
 from distflow.runtime.plain_calls import PlainCalls
-from distflow.runtime.ports.edge import EdgePort, Failure
+from distflow.runtime.ports.edge import EdgePort, Failure, StoppingEdge
+from distflow.runtime.ports.local_edge import accuracy_of
 from distflow.runtime.resources import Resources
 from distflow.runtime.spec import Spec
 from distflow.runtime.step import Step, compile_steps
@@ -31,6 +34,8 @@ from distflow.runtime.waits import Waits
 MakeContext = Callable[[Group, str], NodeContext]
 OnGroup = Callable[[Ticket, str, float, float], None]
 """(ticket, "complete" or why it was dropped, started, ended), in `time.time()`."""
+OnDropped = Callable[[Ticket, str, Batch], None]
+"""(ticket, why a node dropped it, what the group then was)."""
 
 _group_task: ContextVar[asyncio.Task[None] | None] = ContextVar("group_task", default=None)
 """The task of the group that is running; tasks that a node starts (`gather`, `wait_for`) inherit it."""
@@ -53,13 +58,15 @@ class SubmissionGate:
         self._engine, self._witness = engine, witness
         self._waiting: set[asyncio.Task[None] | None] = set()
         self._all_in = asyncio.Event()
+        self._early_stop: EarlyStop | None = None
 
-    def expect(self, tasks: Collection[asyncio.Task[None]]) -> None:
-        """Begin a wave of these group tasks. None of them has run yet: they were created without an await since."""
-        self._waiting = set(tasks)
+    def expect(self, tasks: Collection[asyncio.Task[None]], early_stop: EarlyStop | None = None) -> None:
+        """Begin a wave of these group tasks. None of them has run yet: they were created without an await since.
+        early_stop: told of every answer."""
+        self._waiting, self._early_stop = set(tasks), early_stop
         self._all_in = asyncio.Event()
         for task in tasks:
-            task.add_done_callback(self._arrived)  # one that ends without a request must not be waited for
+            task.add_done_callback(self.arrived)  # one that ends without a request must not be waited for
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """The engine's `generate`; its request is in the engine's queue before this yields for the first time. Answers
@@ -76,11 +83,22 @@ class SubmissionGate:
 
     async def _ask(self, request: GenerateRequest) -> GenerateResult:
         pending = asyncio.ensure_future(self._engine.generate(request))
+        task = _group_task.get() or asyncio.current_task()
+        assert task is not None
+
+        def end(task: asyncio.Task[None]) -> None:
+            pending.cancel()
+
+        task.add_done_callback(end)  # of a request that nobody waits for any more, by a task that its group started
         try:
             await asyncio.sleep(0)  # `pending` runs to its first await, behind which its request is queued
-            self._arrived(_group_task.get() or asyncio.current_task())
-            return await pending
+            self.arrived(task)
+            result = await pending
+            if self._early_stop is not None:
+                self._early_stop.answered(task, sum(len(made.token_ids) for made in result.generations))
+            return result
         finally:
+            task.remove_done_callback(end)
             pending.cancel()  # nothing to one that is done; else this group was cancelled, and its request with it
 
     async def all_in(self) -> None:
@@ -93,13 +111,21 @@ class SubmissionGate:
         """Of the engine's weights."""
         return self._engine.version
 
+    async def num_generated_tokens(self) -> int:
+        """Drawn so far, and none from now on for what was cancelled before. 0 of an engine that does not count them."""
+        await self._engine.pause()
+        number = getattr(self._engine, "num_generated_tokens", 0)
+        await self._engine.resume()
+        return int(number)
+
     async def pause(self) -> None:
         await self._engine.pause()
 
     async def resume(self) -> None:
         await self._engine.resume()
 
-    def _arrived(self, task: asyncio.Task[None] | None) -> None:
+    def arrived(self, task: asyncio.Task[None] | None) -> None:
+        """The group has handed in its request, or needs none."""
         self._waiting.discard(task)
         if not self._waiting:
             self._all_in.set()
@@ -117,7 +143,9 @@ class ExperiencePlane:
     make_group: the group of a training ticket, not answered yet. gate: in front of the rollout engine, None where the
     program generates nothing. witness: records what engine and verifiers did for each group. timeout_s: what a plain
     function may take for each sample. ended: told of every group, before the edge is. in_waves: groups start together,
-    and the next ones when these have ended. tally: of the verdicts on all groups, whatever became of them.
+    and the next ones when these have ended. stops_early: those of a wave that are left when the step has all that it
+    needs are aborted. tally: of the verdicts on all groups, whatever became of them. dropped: told of the groups that a
+    node drops.
     """
 
     steps: Sequence[Step]
@@ -128,8 +156,10 @@ class ExperiencePlane:
     ended: OnGroup
     witness: Witness
     in_waves: bool = True
+    stops_early: bool = False
     plain_calls: PlainCalls = field(default_factory=PlainCalls)
     tally: Tally = field(default_factory=Tally)
+    dropped: OnDropped = lambda ticket, reason, batch: None
 
     @staticmethod
     def of(
@@ -140,6 +170,7 @@ class ExperiencePlane:
         ended: OnGroup,
         witness: Witness,
         waits: Waits | None = None,
+        dropped: OnDropped = lambda ticket, reason, batch: None,
     ) -> "ExperiencePlane":
         """The plane of a worker that has these nodes. waits: told how long each group waits for its verdicts."""
         gate = SubmissionGate(resources.rollout, witness) if resources.rollout is not None else None
@@ -163,7 +194,9 @@ class ExperiencePlane:
             ended,
             witness,
             in_waves=spec.data.max_staleness == 0,
+            stops_early=spec.data.oversampling > 0,
             tally=resources.judge.tally if resources.judge is not None else Tally(),
+            dropped=dropped,
         )
 
     async def run(self, group: Group, steps: Sequence[Step], context: MakeContext) -> Drop | None:
@@ -220,6 +253,10 @@ class ExperiencePlane:
             raise PlaneFailed(f"the experience plane has failed: {type(first).__name__}: {first}") from first
 
     async def _wave(self, tickets: Sequence[Ticket], edge: EdgePort) -> None:
+        if self.stops_early:
+            assert isinstance(edge, StoppingEdge), "oversampling is of a run in one process"
+            await self._wave_that_stops(tickets, edge)
+            return
         if self.gate is not None:
             await self.gate.pause()
         tasks = {asyncio.create_task(self._run_group(ticket, edge)) for ticket in tickets}
@@ -233,18 +270,52 @@ class ExperiencePlane:
             for task in tasks:
                 task.cancel()
 
+    async def _wave_that_stops(self, tickets: Sequence[Ticket], edge: StoppingEdge) -> None:
+        """The same, of more groups than the step may need."""
+        gate, stop = self.gate, EarlyStop(edge)
+        before = 0
+        if gate is not None:
+            before = await gate.num_generated_tokens()
+            await gate.pause()
+        tasks = {asyncio.create_task(self._run_group(ticket, edge, stop)): ticket for ticket in tickets}
+        try:
+            stop.expect(tasks)
+            if gate is not None:
+                gate.expect(tasks, stop)
+                await gate.all_in()
+            stop.begin()
+            if gate is not None:
+                await gate.resume()
+            await stop.run()
+            if aborted := await stop.abort(self.plain_calls):
+                drawn = await gate.num_generated_tokens() - before if gate is not None else 0
+                edge.abort(aborted, max(drawn - stop.num_tokens(passed=True), stop.num_tokens(passed=False)))
+        finally:
+            for task in tasks:
+                task.cancel()
+
     def _served(self) -> int | None:
         """The step whose weights the engine serves."""
         return self.gate.version.step if self.gate is not None else None
 
-    async def _run_group(self, ticket: Ticket, edge: EdgePort) -> None:
-        """Never raises: whatever a node does costs its own group only, and is recorded."""
+    async def _run_group(self, ticket: Ticket, edge: EdgePort, stop: EarlyStop | None = None) -> None:
+        """Whatever a node does costs its own group only, and is recorded. stop: cancels it where its step needs it no
+        more."""
         _group_task.set(asyncio.current_task())
         self.witness.begin(ticket)
         started, group = time.time(), self.make_group(ticket)
         try:
-            drop = await self.run(group, self.steps, self.context)
-            batch = group.batch()
+            try:
+                drop = await self.run(group, self.steps, self.context)
+                batch = group.batch()
+            except NodeError:
+                await self._turn(stop, accepted=False)
+                raise
+            await self._turn(stop, accepted=drop is None)
+        except asyncio.CancelledError:
+            if stop is not None and stop.over:
+                self.ended(ticket, "aborted: the step had all it needs", started, time.time())
+            raise
         except NodeError as err:
             users = isinstance(err, UserError)
             self.ended(ticket, f"error: {err}", started, time.time())
@@ -252,10 +323,19 @@ class ExperiencePlane:
             return
         detail = f": {drop.detail}" if drop is not None and drop.reason == TOO_FEW_VERDICTS else ""
         self.ended(ticket, "complete" if drop is None else f"{drop.reason}{detail}", started, time.time())
+        if drop is not None:
+            self.dropped(ticket, f"{drop.reason}{detail}", batch)
         if drop is None:
             self.witness.keep()
             edge.put(ticket, batch, group.measured)
         elif drop.reason == TOO_FEW_VERDICTS:
             edge.drop(ticket, drop.reason, Failure(drop.detail, users=True))
         else:
-            edge.drop(ticket, drop.reason)
+            edge.drop(ticket, drop.reason, accuracy=accuracy_of(batch))
+
+    async def _turn(self, stop: EarlyStop | None, accepted: bool) -> None:
+        """Wait until the group may tell the edge."""
+        if stop is not None:
+            if self.gate is not None:
+                self.gate.arrived(_group_task.get())
+            await stop.turn(accepted)

@@ -19,7 +19,7 @@ from typing import Final, Literal
 from torch import Tensor
 
 from distflow.data.batch import Batch
-from distflow.training.engine import Counts, LossFn
+from distflow.training.engine import Counts, LossFn, Sums
 
 VARIABLE: Final = "DISTFLOW_FAULTS"
 _LONG_S: Final = 3600.0
@@ -88,7 +88,7 @@ class _Watched:
         self._loss, self.outputs = loss, loss.outputs
         self.counts, self.finish = loss.counts, loss.finish
 
-    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Counts]:
+    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
         value, sums = self._loss(outputs, micro, counts)
         if value.requires_grad:
             value.register_hook(lambda gradient: reach("train.backward"))

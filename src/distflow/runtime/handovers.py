@@ -73,6 +73,10 @@ class Handovers:
                 batch = batch.merge(theirs.only(name for name in theirs.names if name not in _NAMES))
         return batch
 
+    def gives(self, node: str) -> bool:
+        """Whether another team waits for what the node writes."""
+        return any(each.source == node for each in self._out)
+
     def given(self, node: str, before: Batch, after: Batch, step: int) -> None:
         """Hands over what the node wrote, to each team that waits for it."""
         for each in self._out:

@@ -53,7 +53,8 @@ class HeldOut:
                 return {}
         if self._spec.options.keep_best is not None:
             score(self._spec.options.keep_best, metrics)
-        self._recorder.validation(step, metrics, ())
+        with self._recorder.phases("record"):
+            self._recorder.validation(step, metrics, ())
         return metrics
 
     def answer(self, step: int, part: int, num_parts: int) -> Answers:

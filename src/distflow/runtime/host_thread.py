@@ -49,9 +49,9 @@ class HostThread:
         computed meanwhile."""
         if threading.get_ident() != self._ident:
             return begin().result()
-        with self._lock:
-            self.waits = True
-        try:
+        try:  # an interrupt may come at any moment
+            with self._lock:
+                self.waits = True
             future = begin()
             future.add_done_callback(lambda _: self._loans.put(None))
             while not future.done():

@@ -129,19 +129,21 @@ def _running(
         reported(spec.run_dir, say),
         Recorder(spec, total_steps, ledger.incarnation, start.resumed_at, callbacks) as recorder,
         ledger,
+        make_stop(recorder) as stop,
     ):
-        write_facts(spec, resources.facts, recorder, total_steps)
-        if checkpoint:
-            note_resume(recorder, checkpoint, built.differences)
-        ports = local_ports(coordinator, recorder.waits, live, changed=recorder.queue)
-        coordinator.data_open = not own_loop
-        with make_stop(recorder) as stop:
-            with Worker(spec, 0, resources, ports, recorder, start.store, stop, state, coordinator.version) as worker:
-                set_generators(checkpoint, spec.options.seed)
-                yield Running(worker, ports, recorder, stop)
-            if coordinator.finished and not stop.wanted:
-                note_early_end(recorder, coordinator.accounting(), coordinator.step, total_steps)
-            recorder.status = "stopped" if stop.wanted and not coordinator.finished else "finished"
+        with recorder.phases("start"):
+            write_facts(spec, resources.facts, recorder, total_steps)
+            if checkpoint:
+                note_resume(recorder, checkpoint, built.differences)
+            ports = local_ports(coordinator, recorder.waits, live, changed=recorder.queue)
+            coordinator.tickets.data_open = not own_loop
+            worker = Worker(spec, 0, resources, ports, recorder, start.store, stop, state, coordinator.version)
+        with worker:
+            set_generators(checkpoint, spec.options.seed)
+            yield Running(worker, ports, recorder, stop)
+        if coordinator.finished and not stop.wanted:
+            note_early_end(recorder, coordinator.accounting(), coordinator.step, total_steps)
+        recorder.status = "stopped" if stop.wanted and not coordinator.finished else "finished"
 
 
 def _never_stopped(recorder: Recorder) -> AbstractContextManager[StopRequest]:

@@ -110,17 +110,19 @@ class LoopThread:
                 future.set_exception(self._ended)
 
     def _watch(self) -> None:
-        """Until the thread ends: ask it to tick. One that does not, while it runs the user's code, is given up."""
+        """Until the thread ends: ask it to tick. One that does not, while it runs the user's code, is given up.
+
+        Time is counted in looks: a process that is stopped meanwhile does not use it up.
+        """
         assert self._thread.ident is not None
         while self._ended is None:
-            ticked, place, since = threading.Event(), None, time.monotonic()
+            ticked, blocked_s = threading.Event(), 0.0
             with suppress(RuntimeError):  # closed
                 self._loop.call_soon_threadsafe(ticked.set)
             while not ticked.wait(_LOOKS_EVERY_S) and self._ended is None:
                 place = users_place_of(self._thread.ident)
-                if place is None:
-                    since = time.monotonic()  # what runs is ours, and ends
-                elif time.monotonic() - since > self._blocked_after_s:
+                blocked_s = blocked_s + _LOOKS_EVERY_S if place is not None else 0.0  # what runs is ours, and ends
+                if place is not None and blocked_s > self._blocked_after_s:
                     self.give_up(LoopBlocked(_blocked(place, self._blocked_after_s)))
             time.sleep(_LOOKS_EVERY_S)
 

@@ -22,10 +22,12 @@ class PlainCalls:
 
     turn: held while a call runs. One runs at a time, for the global random generators are the process's: while a call
     has its own there, no other function of the user's may draw. The deadline of a call runs from when it has its turn.
+    caller: the task whose call runs.
     """
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
+        self.caller: asyncio.Task[object] | None = None
 
     async def run(self, function: Callable[[], T], deadline_s: float, *identity: object) -> T:
         """What the function returns or raises. Raises DeadlinePassed, and leaves the thread alone.
@@ -33,8 +35,12 @@ class PlainCalls:
         identity: of the call, by which its random generators are seeded.
         """
         async with self.turn:
-            with generators.lent(generators.seeded(*identity)):
-                return await _in_a_thread(function, deadline_s)
+            self.caller = asyncio.current_task()
+            try:
+                with generators.lent(generators.seeded(*identity)):
+                    return await _in_a_thread(function, deadline_s)
+            finally:
+                self.caller = None
 
 
 async def _in_a_thread(function: Callable[[], T], deadline_s: float) -> T:

@@ -19,6 +19,8 @@ from distflow.runtime.ray_pulse import COORDINATOR, ENDS_WITHIN_S, name_of
 from distflow.runtime.spec import Spec
 
 _DEATHS_ARE_TOLD_WITHIN_S = 2.0
+_STARVED_S = 10.0
+"""What a busy machine may need for the same, or to tell that others are late as well."""
 _CAUSES = "killed from outside, out of memory, or crashed in native code."
 _THERE = (
     "If it is there for the process that starts the run: have it on every machine, at the same path or installed, "
@@ -71,8 +73,13 @@ class Blame:
         except RayActorError as err:
             raise self.died(rank, f"while the run was under way{self._in_step()}", err) from err
 
-    def death_behind(self, running: Mapping[Any, int]) -> WorkerDied | None:
-        """A worker's error may come of the death of one that it needs, which is told a moment later."""
+    def behind(self, error: Exception, running: Mapping[Any, int]) -> WorkerDied | None:
+        """What a worker's error comes of, where that is another worker."""
+        return self._hanging(running) if isinstance(error, PeersLate) else self._death_behind(error, running)
+
+    def _death_behind(self, error: Exception, running: Mapping[Any, int]) -> WorkerDied | None:
+        """A worker's error may come of the death of one that it needs, which is told a moment later. What the user's
+        code raised mostly does not."""
         for number, actor in self._services.items():
             try:
                 ray.get(actor.alive.remote(), timeout=_DEATHS_ARE_TOLD_WITHIN_S)
@@ -81,9 +88,10 @@ class Blame:
             except GetTimeoutError:  # told by its pulse, if it is more than slow
                 continue
         learning = {ref: rank for ref, rank in running.items() if rank in self._learners}
-        until = time.monotonic() + _DEATHS_ARE_TOLD_WITHIN_S
+        within_s = _DEATHS_ARE_TOLD_WITHIN_S if isinstance(error, UserError) else _STARVED_S
+        until = time.monotonic() + within_s
         while learning and time.monotonic() < until:
-            done, _ = ray.wait(list(learning), timeout=until - time.monotonic())
+            done, _ = ray.wait(list(learning), timeout=max(until - time.monotonic(), 0.0))
             for ref in done:
                 try:
                     self.result(ref, learning.pop(ref))
@@ -93,12 +101,12 @@ class Blame:
                     continue
         return None
 
-    def hanging(self, running: Mapping[Any, int]) -> WorkerHangs | None:
+    def _hanging(self, running: Mapping[Any, int]) -> WorkerHangs | None:
         """Those that did not come in time, told by one that waited for them; None where they have ended since."""
         learning = [ref for ref, rank in running.items() if rank in self._learners]
         if not learning:
             return None
-        _, late = ray.wait(learning, num_returns=len(learning), timeout=_DEATHS_ARE_TOLD_WITHIN_S)
+        _, late = ray.wait(learning, num_returns=len(learning), timeout=_STARVED_S)
         if not late:
             return None
         stacks = self._spec.run_dir / STACKS

@@ -30,9 +30,10 @@ _MB = 10**6
 
 
 @contextmanager
-def connected(plan: Plan, say: Callable[[str], None]) -> Iterator[bool]:
+def connected(plan: Plan, say: Callable[[str], None], more_cpus: int = 0) -> Iterator[bool]:
     """Inside, this process drives a Ray: the one that RAY_ADDRESS names or that it is connected to already, else one of
-    its own on loopback, which ends with the block, and all that runs there with it: whether it is that."""
+    its own on loopback, which ends with the block, and all that runs there with it: whether it is that. more_cpus: of
+    its own, besides those of the workers."""
     if ray.is_initialized():
         yield False
         return
@@ -50,7 +51,7 @@ def connected(plan: Plan, say: Callable[[str], None]) -> Iterator[bool]:
         return
     check_room(plan)
     say(f"starting Ray for {len(plan.ranks)} workers on this machine")
-    with started(len(plan.ranks)):
+    with started(len(plan.ranks) + more_cpus):
         yield True
 
 

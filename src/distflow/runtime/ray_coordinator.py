@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distflow.flow.account import Account
+from distflow.flow.curriculum import Accuracy
 from distflow.flow.snapshot import Snapshot
 from distflow.flow.ticket import Ticket, Version
 from distflow.observe.metrics import Measured
@@ -104,9 +105,9 @@ class CoordinatorActor:
         except Exception as err:  # nobody waits for the answer
             self._edge.fail(err)
 
-    def drop(self, ticket: Ticket, reason: str, failure: Failure | None, lost: bool) -> None:
+    def drop(self, ticket: Ticket, reason: str, failure: Failure | None, lost: bool, accuracy: Accuracy | None) -> None:
         try:
-            self._edge.drop(ticket, reason, failure, lost=lost)
+            self._edge.drop(ticket, reason, failure, lost=lost, accuracy=accuracy)
         except Exception as err:  # nobody waits for the answer
             self._edge.fail(err)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from distflow.data.batch import Batch
+from distflow.flow.curriculum import Accuracy
 from distflow.flow.ticket import Ticket
 from distflow.observe.metrics import Measured
 from distflow.rewards.tally import Judged
@@ -65,9 +66,17 @@ class RayEdge:
         facts = replace(facts, failure=_shortened(facts.failure), num_bytes=num_bytes)
         self._coordinator.put.remote(ticket, group, facts, list(measured))
 
-    def drop(self, ticket: Ticket, reason: str, failure: Failure | None = None, *, lost: bool = False) -> None:
+    def drop(
+        self,
+        ticket: Ticket,
+        reason: str,
+        failure: Failure | None = None,
+        *,
+        lost: bool = False,
+        accuracy: Accuracy | None = None,
+    ) -> None:
         """See `EdgePort`."""
-        self._coordinator.drop.remote(ticket, shortened(reason), _shortened(failure), lost)
+        self._coordinator.drop.remote(ticket, shortened(reason), _shortened(failure), lost, accuracy)
 
     def count(self, judged: Judged) -> None:
         """See `EdgePort`."""
@@ -101,7 +110,7 @@ class RayEdge:
         with self._waits("learner", f"release of step {step}", on="other ranks"):
             end: Consumed[GroupRef] = answer(self._coordinator.release.remote(step, self._first + rank, published))
         self._stop.wanted = end.stopping
-        return Released(end.version, end.finished, end.account, self._kept)
+        return Released(end.version, end.finished, end.account, self._kept, end.domains)
 
     def _kept(self) -> Kept:
         pages: list[Page] = [answer(self._coordinator.kept.remote(0))]

@@ -31,7 +31,7 @@ def launch(
         start.set_aside(spec, say)
     needs = spec.options.worker
     with (
-        connected(spec.plan, say) as ends,
+        connected(spec.plan, say, needs.num_judges * needs.judge_cpus) as ends,
         bundles_of(spec.plan, needs, say, ends) as bundles,
         reported(spec.run_dir, say),
     ):

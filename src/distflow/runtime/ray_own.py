@@ -26,13 +26,13 @@ class RayFailed(RuntimeError):
 
 
 @contextmanager
-def started(num_workers: int) -> Iterator[None]:
-    """A Ray of this machine with a CPU for each worker at least, which ends with the block."""
+def started(num_cpus: int) -> Iterator[None]:
+    """A Ray of this machine with so many CPUs at least, which ends with the block."""
     try:
         with _groups_apart():
             ray.init(
                 address="local",  # never one that somebody else has started here
-                num_cpus=max(num_workers, usable_cores()),
+                num_cpus=max(num_cpus, usable_cores()),
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,

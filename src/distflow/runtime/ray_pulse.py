@@ -10,13 +10,15 @@ import ray
 ANSWERS_WITHIN_S = 60.0
 STARTS_WITHIN_S = 300.0
 ENDS_WITHIN_S = 20.0
-COORDINATOR, EXCHANGE = -1, -2
-"""In place of a rank."""
+COORDINATOR, EXCHANGE, FIRST_JUDGE = -1, -2, -3
+"""In place of a rank; further judges have lower numbers."""
 _AWAY_S = 5.0
 
 
 def name_of(number: int) -> str:
     """number: a rank, or what stands in place of one."""
+    if number <= FIRST_JUDGE:
+        return f"actor {FIRST_JUDGE - number} of those that judge"
     return {COORDINATOR: "the coordinator", EXCHANGE: "the exchange"}.get(number, f"worker {number}")
 
 

@@ -16,18 +16,19 @@ from distflow import __version__
 from distflow.config.errors import UserError
 from distflow.observe.claim import writer_of
 from distflow.observe.terminal import TerminalView
-from distflow.planning.plan import learning_teams
-from distflow.planning.threads import usable_cores
+from distflow.planning.plan import RankPlan, learning_teams
+from distflow.planning.threads import share_threads, usable_cores
 from distflow.runtime.begin import Start, model_line
 from distflow.runtime.callbacks import Callbacks, Caller
 from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.place import Home, Place
-from distflow.runtime.ray_blame import Blame, PeersLate, WorkerDied, answer_of, told_what_next
+from distflow.runtime.ray_blame import Blame, WorkerDied, answer_of, told_what_next
 from distflow.runtime.ray_cluster import bound_of
 from distflow.runtime.ray_coordinator import CoordinatorActor, Standing
 from distflow.runtime.ray_exchange import ExchangeActor
+from distflow.runtime.ray_judges import Deaths, start_judges
 from distflow.runtime.ray_own import gone
-from distflow.runtime.ray_pulse import COORDINATOR, ENDS_WITHIN_S, EXCHANGE, Pulse
+from distflow.runtime.ray_pulse import COORDINATOR, ENDS_WITHIN_S, EXCHANGE, FIRST_JUDGE, Pulse
 from distflow.runtime.ray_replace import Replacements
 from distflow.runtime.ray_told import Told
 from distflow.runtime.ray_worker import Built, WorkerActor
@@ -41,6 +42,14 @@ _LOOKS_EVERY_S = 0.5
 _NUM_CALLS = 6  # of a worker that may wait at once: tickets, a step, its end, news, the pulse
 
 
+def _threads(spec: Spec, rank: RankPlan, cores: int) -> int:
+    """Of torch, for all that a worker does; for its learning plane, where its engine computes at the same time."""
+    trainer, rollout = spec.config.trainer.num_threads, spec.config.actor_rollout_ref.rollout.num_threads
+    if spec.data.max_staleness and rank.learning and "rollout" in rank.engines:
+        return share_threads(cores, trainer, rollout)[0]
+    return trainer or cores
+
+
 class RayRun:
     """The actors of a run: made, watched to the end, and killed."""
 
@@ -48,6 +57,7 @@ class RayRun:
         self._spec, self._start = spec, start
         ranks, max_held_bytes = spec.plan.ranks, bound_of(spec)
         spec = replace(spec, data=replace(spec.data, max_held_bytes=max_held_bytes))
+        self._judges = start_judges(spec)  # first, as there may be no room for them
         teams = learning_teams(spec.plan)
         generators = tuple(rank.rank for rank in ranks if rank.experience)
         for left in spec.run_dir.glob(".meeting-*"):  # by a driver that was killed: the folder is this one's now
@@ -66,7 +76,7 @@ class RayRun:
         places = []
         for rank in ranks:
             beside = sum(other.node == rank.node for other in ranks)
-            threads = spec.config.trainer.num_threads or max(1, usable_cores() // beside)
+            threads = _threads(spec, rank, max(1, usable_cores() // beside))
             number = generators.index(rank.rank) if rank.rank in generators else -1
             places.append(Place(rank.rank, teams, generators, threads, Home.of_driver(), number))
         self._workers: list[Any] = [self._start_worker(place) for place in places]
@@ -78,7 +88,9 @@ class RayRun:
         others = {rank: places[rank] for rank in generators if rank not in self._learners}
         leader = self._workers[self._learners[0]]
         self._others = Replacements(others, self._start_worker, self._coordinator, leader)
-        self._pulse = Pulse({**dict(enumerate(self._workers)), **self._services})
+        judges = {FIRST_JUDGE - number: judge for number, judge in enumerate(self._judges)}
+        self._deaths = Deaths(self._judges)
+        self._pulse = Pulse({**dict(enumerate(self._workers)), **self._services, **judges})
         self.finished = False
 
     def build(self, say: Callable[[str], None]) -> list[str]:
@@ -127,8 +139,7 @@ class RayRun:
                             self._pulse.forget(rank)
                             self._others.begin(rank, str(died))
                         except Exception as error:
-                            late = isinstance(error, PeersLate)
-                            if behind := self._blame.hanging(running) if late else self._blame.death_behind(running):
+                            if behind := self._blame.behind(error, running):
                                 raise behind from error
                             raise
                         learning.discard(rank)
@@ -146,7 +157,7 @@ class RayRun:
     def kill(self) -> None:
         """No process of the run is left, and none holds its folder: the same command may follow at once."""
         self._others.kill()
-        for actor in [*self._workers, *self._services.values()]:
+        for actor in [*self._workers, *self._services.values(), *self._judges]:
             with suppress(Exception):  # it is gone already
                 ray.kill(actor)
         self._meeting.unlink(missing_ok=True)
@@ -173,7 +184,7 @@ class RayRun:
                 max_concurrency=_NUM_CALLS,
                 runtime_env={"env_vars": dict(needs.env)} if needs.env else None,
             )
-            .remote(self._spec, place, self._coordinator, self._meeting, self._exchange)
+            .remote(self._spec, place, self._coordinator, self._meeting, self._exchange, self._judges)
         )
 
     def _run(self, rank: int, differences: list[str]) -> Any:
@@ -199,10 +210,19 @@ class RayRun:
         """Raises WorkerDied for a process that does not answer; one that can be replaced is killed: whatever it does
         when it wakes, nobody hears of it."""
         _check_ray()
+        for death in self._deaths.found():
+            self._workers[self._learners[0]].note.remote("warning", death)
         silent = self._pulse.silent()
         if silent is None:
             return
         message = self._pulse.told(silent, self._spec.run_dir / STACKS)
+        if silent <= FIRST_JUDGE:
+            judge = self._judges[FIRST_JUDGE - silent]
+            self._workers[self._learners[0]].note.remote("warning", f"{message} It is killed, and started again")
+            self._deaths.forgive(FIRST_JUDGE - silent)
+            ray.kill(judge, no_restart=False)
+            self._pulse.follow(silent, judge)
+            return
         if silent not in self._others:
             raise WorkerDied(message)
         self._workers[self._learners[0]].note.remote("warning", f"{message} It is killed")

@@ -1,7 +1,7 @@
 """A worker as an actor: a process that runs its rank's part of the plan."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,6 +14,7 @@ import torch
 from distflow import __version__
 from distflow.flow.ticket import Version
 from distflow.observe.terminal import TerminalView
+from distflow.rewards.ahead import take_pool
 from distflow.rollout.engine import Receipt
 from distflow.runtime import faults
 from distflow.runtime.begin import Start, note_early_end, note_resume, open_store, write_facts
@@ -31,6 +32,7 @@ from distflow.runtime.ray_coordinator import Standing
 from distflow.runtime.ray_edge import AgreedStop, RayEdge
 from distflow.runtime.ray_exchange_port import RayExchange
 from distflow.runtime.ray_groups import answer, shorten
+from distflow.runtime.ray_judges import pools_of
 from distflow.runtime.ray_members import Members
 from distflow.runtime.ray_told import RemoteView, remote_callbacks
 from distflow.runtime.ray_weights import Fleet, RayWeights, carrier_of
@@ -58,14 +60,22 @@ class Built:
 class WorkerActor:
     """`build`, then `run`; what weights come meanwhile, on threads of their own."""
 
-    def __init__(self, spec: Spec, place: Place, coordinator: Any, meeting: Path, exchange: Any = None) -> None:
-        """coordinator, exchange: handles of their actors; no exchange where nothing goes from team to team. meeting: a
-        file over which those that learn find each other."""
+    def __init__(
+        self,
+        spec: Spec,
+        place: Place,
+        coordinator: Any,
+        meeting: Path,
+        exchange: Any = None,
+        judges: Sequence[Any] = (),
+    ) -> None:
+        """coordinator, exchange, judges: handles of their actors; no exchange where nothing goes from team to team, no
+        judges where verifiers run beside the worker. meeting: a file over which those that learn find each other."""
         os.umask(0o077)
         place.home.enter()
         faults.arm(place.rank)
         self._spec, self._place, self._coordinator, self._meeting = spec, place, coordinator, meeting
-        self._exchange = exchange
+        self._exchange, self._judges = exchange, judges
         self._stop, self._arrivals = AgreedStop(), Arrivals()
         self._members = Members(partial(self.note, "warning"))
         self._recorder: Future[Recorder] = Future()
@@ -75,11 +85,12 @@ class WorkerActor:
         """Engines and services. Raises UserError."""
         faults.reach("build")
         try:
+            self._spec.program()  # which loads the modules of the user, and sets threads as if this were all of a run
             torch.set_num_threads(self._place.threads)
-            self._spec.program()  # which loads the modules of the user
             self._among = among = Collectives.joined(self._spec, self._place, self._meeting)
             own = self._spec.plan.ranks[self._place.rank]
-            self._resources = build_resources(self._spec.factories, own, among.data, among.mesh)
+            start_pool = pools_of(self._judges) if self._judges else take_pool
+            self._resources = build_resources(self._spec.factories, own, among.data, among.mesh, start_pool)
         except BaseException as err:
             shorten(err)
             raise
@@ -106,22 +117,22 @@ class WorkerActor:
             speaks=not place.team or place.rank == place.team[0],
             share=kept_share(spec.plan, place.teams, place.rank),
         ) as recorder:
-            if place.leads:
-                write_facts(spec, self._resources.facts, recorder, standing.total_steps)
-                if start.checkpoint:
-                    note_resume(recorder, start.checkpoint, differences)
-            self._recorder.set_result(recorder)
-            for rank, worker in others.items():
-                self._members.join(rank, worker)
-            ports = self._ports(recorder, sends=bool(others))
-            stop, version = self._stop, standing.version
-            with Worker(
-                spec, place.rank, self._resources, ports, recorder, open_store(spec), stop, state, version
-            ) as worker:
+            with recorder.phases("start"):
+                if place.leads:
+                    write_facts(spec, self._resources.facts, recorder, standing.total_steps)
+                    if start.checkpoint:
+                        note_resume(recorder, start.checkpoint, differences)
+                self._recorder.set_result(recorder)
+                for rank, worker in others.items():
+                    self._members.join(rank, worker)
+                ports = self._ports(recorder, sends=bool(others))
+                stop, version, store = self._stop, standing.version, open_store(spec)
+                entered = Worker(spec, place.rank, self._resources, ports, recorder, store, stop, state, version)
+            with entered:
                 set_generators(start.checkpoint, spec.options.seed, place.part)
-                self._entered.set_result(worker)
+                self._entered.set_result(entered)
                 with self._telling_failure():
-                    steps = worker.learning_loop() if place.team else worker.serve()
+                    steps = entered.learning_loop() if place.team else entered.serve()
             if place.leads:
                 self._note_end(recorder, standing.total_steps)
         return steps

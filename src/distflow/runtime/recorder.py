@@ -1,6 +1,7 @@
 """What a run tells: to its folder, to the terminal, to trackers. Nothing here can end a run."""
 
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +13,7 @@ from distflow.data.batch import Batch
 from distflow.flow.account import Account
 from distflow.flow.ticket import Ticket, Version
 from distflow.observe.report import write_report
-from distflow.observe.run_folder import RunFolder
+from distflow.observe.run_folder import DROPPED, RunFolder
 from distflow.observe.terminal import TerminalView
 from distflow.observe.timing import PhaseTimer
 from distflow.observe.trackers import TrackedRun, open_trackers
@@ -25,6 +26,8 @@ from distflow.runtime.step_metrics import sample_rows, scores
 from distflow.runtime.waits import Wait, Waits
 
 MAX_TRACEBACK = 10_000
+MAX_DROPPED = 16
+"""Groups of a step whose answers are kept although they were dropped."""
 
 
 class Recorder:
@@ -59,11 +62,12 @@ class Recorder:
             local={"console": self.view},
             on_failure=self.note,
         )
-        self._callbacks = Caller(callbacks, partial(self.note, "warning"))
         self.memory = MemoryPeaks()
         self.phases = PhaseTimer(self._on_phase, self.view.phase, on_charge=self.memory.charge)
+        self._callbacks = Caller(callbacks, partial(self.note, "warning"), partial(self.phases, "callbacks"))
         self.waits = Waits(self._on_wait)
         self._step = 0
+        self._num_dropped = Counter[int]()
         self.status = "failed"
 
     def __enter__(self) -> "Recorder":
@@ -101,6 +105,14 @@ class Recorder:
         self.folder.span(
             "experience", started, ended, "group", outcome, self._step, ticket.number, version=ticket.version
         )
+
+    def group_dropped(self, ticket: Ticket, reason: str, batch: Batch) -> None:
+        """Keeps the answers of the first groups that nodes drop of those that begin in a step."""
+        step = ticket.version + 1
+        if self._num_dropped[step] < MAX_DROPPED:
+            self._num_dropped[step] += 1
+            rows = [{**row, "dropped": reason} for row in sample_rows(batch)]
+            self.folder.samples(step, rows, split=DROPPED, append=True)
 
     def queue(self, account: Account) -> None:
         """What the experience edge holds now. From any thread; it costs next to nothing."""

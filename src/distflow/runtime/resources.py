@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.models.shards import whole
 from distflow.planning.plan import RankPlan
+from distflow.rewards.ahead import take_pool
+from distflow.rewards.pools import StartPool
 from distflow.rewards.router import RewardRouter
 from distflow.rollout.engine import RolloutEngine
 from distflow.rollout.receipts import stripe_hashes
@@ -54,12 +56,14 @@ def build_resources(
     rank: RankPlan,
     collective: Collective | None = None,
     mesh: DeviceMesh | None = None,
+    start_pool: StartPool = take_pool,
 ) -> Resources:
     """collective: of the ranks that train together. mesh: of the same ranks, where their weights are to be sharded.
+    start_pool: where verifiers run.
 
     Raises UserError where a part cannot be built, naming the key.
     """
-    get = _Builder(factories, rank, {"collective": collective or OneRank(), "mesh": mesh})
+    get = _Builder(factories, rank, {"collective": collective or OneRank(), "mesh": mesh, "start_pool": start_pool})
     policy: nn.Module = get("policy")
     facts = {"model_fingerprint": _fingerprint(policy)}
     parts = {name: get(name) for name in (*rank.engines, *rank.services) if name != "tokenizer"}

@@ -1,13 +1,15 @@
 """Saves of one worker, made together with the other ranks: each writes what it holds, the first begins and commits.
 
-On several ranks a save goes on behind the run: the learning thread takes a copy, a thread of its own writes it. At most
-one is under way. One process writes at once, and needs no memory for a copy.
+A save goes on behind the run: the learning thread takes a copy in memory, a thread of its own writes it. At most one is
+under way. Where the run waits for a save anyhow, as at its end, nothing is copied.
 """
 
 import copy
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
@@ -33,6 +35,7 @@ DEADLINE_S: Final = 300.0
 """How long the rank that commits waits for the parts of the others once its own are written."""
 
 _POLL_S: Final = 0.02
+_WHOLE, _WRITING, _FAILED = range(3)
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,16 @@ class _UnderWay:
     path: "Future[Path | None]"
 
     @property
-    def failed(self) -> bool:
-        return self.path.done() and self.path.exception() is not None
+    def at(self) -> int:
+        """`_WHOLE`, `_WRITING` or `_FAILED`: of several ranks the highest counts."""
+        if not self.path.done():
+            return _WRITING
+        return _WHOLE if self.path.exception() is None else _FAILED
 
 
 class Saver:
-    """A context manager: left in peace, it finishes the save under way; left by an error, it waits for no other rank.
+    """A context manager: left in peace, it finishes the save under way; left by an error, it waits for its own thread
+    and for no other rank.
 
     All ranks make the same calls in the same order, on their learning threads. Where one fails, all raise
     CheckpointError.
@@ -59,11 +66,14 @@ class Saver:
         on_saved: Callable[[int, Path], None] = lambda step, path: None,
         deadline_s: float = DEADLINE_S,
         waits: Waits | None = None,
+        warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """on_saved: told, on the rank that commits, of each checkpoint that is whole. deadline_s: see `DEADLINE_S`.
-        waits: where it is told that this rank waits; None for nowhere."""
+        """on_saved: told, on the rank that commits and its learning thread, of each checkpoint that is whole.
+        deadline_s: see `DEADLINE_S`. waits: where it is told that this rank waits; None for nowhere. warn: told why the
+        save under way failed where another error ends the run."""
         self._waits = waits or Waits()
         self._store, self._ranks, self._on_saved, self._deadline_s = store, ranks, on_saved, deadline_s
+        self._warn = warn
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._let_go = Event()
         self._under_way: _UnderWay | None = None
@@ -80,6 +90,7 @@ class Saver:
         finally:
             self._let_go.set()
             self._thread.shutdown()  # nothing writes to the folder once the run has left it
+            self._tell_alone()
 
     def save(
         self, step: int, parts: Parts, awaited: Collection[str], metric: float | None = None, *, wait: bool
@@ -92,26 +103,48 @@ class Saver:
         """
         self.finish()
         writing = self._begin(step)
-        if wait or self._ranks.size == 1:
+        if wait:
             self._under_way = _UnderWay(step, _settled(lambda: self._write(writing, parts, awaited, metric)))
             self.finish()
         else:
             copied = [(name, _copied(part)) for name, part in parts]
             self._under_way = _UnderWay(step, self._thread.submit(self._write, writing, copied, awaited, metric))
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way; the same on all ranks."""
+        return self._under_way is not None
+
     def check(self) -> None:
-        """Between steps: raise what the save under way has failed with, if it has."""
-        if self._under_way is not None and self._ranks.max(float(self._under_way.failed)):
+        """Once a step: tell of the save under way where it is whole by now, raise what it has failed with where it
+        has."""
+        if self._under_way is not None and self._ranks.max(float(self._under_way.at)) != _WRITING:
             self.finish()
 
     def finish(self) -> None:
         """Wait for the save under way, if there is one."""
         if self._under_way is None:
             return
-        saved, self._under_way = self._under_way, None
+        saved = self._under_way
+        if not saved.path.done():
+            with self._waits("learner", f"checkpoint of step {saved.step}", on="its writer"):
+                wait_for([saved.path])
+        self._under_way = None
         path = self._together(saved.step, saved.path)
         if path is not None:
             self._on_saved(saved.step, path)
+
+    def _tell_alone(self) -> None:
+        """What became of the save under way, on this rank, once nobody may be waited for."""
+        saved, self._under_way = self._under_way, None
+        if saved is None:
+            return
+        error = saved.path.exception()
+        with suppress(OSError):  # the error that ends the run is the one to tell
+            if error is None and (path := saved.path.result()) is not None:
+                self._on_saved(saved.step, path)
+            elif error is not None and not isinstance(error, GivenUp):
+                self._warn(str(error))
 
     def _begin(self, step: int) -> Writing:
         self._together(step, _settled(lambda: self._store.begin(step) if self._ranks.rank == 0 else None))
@@ -134,8 +167,7 @@ class Saver:
         """What this rank did, once all have done theirs. Raises CheckpointError where one of them failed."""
         if self._ranks.size == 1:
             return outcome.result()
-        with self._waits("learner", f"checkpoint of step {step}", on="its writer"):
-            error = outcome.exception()
+        error = outcome.exception()
         try:
             with self._waits("learner", f"checkpoint of step {step}", on="other ranks"):
                 told = [why for why in self._ranks.gather(_told(error)) if why is not None]
@@ -175,4 +207,6 @@ def _copied(part: object) -> object:
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().to(torch.device("cpu"), copy=True) for name, tensor in tensors.items()}
+    """As they are written: the thread that writes them computes nothing."""
+    cpu, packed = torch.device("cpu"), torch.contiguous_format
+    return {name: tensor.detach().to(cpu, copy=True, memory_format=packed) for name, tensor in tensors.items()}

@@ -7,11 +7,13 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from distflow.data.prompts import PromptRow
 from distflow.rewards.certify import certify, certify_answers
+from distflow.rewards.solutions import Solution, find_solution, try_solutions
 from distflow.rollout.engine import Hosted
 from distflow.runtime.engine_watch import Deadline, EngineHangs, WatchedEngine
 from distflow.runtime.host_thread import HostThread
@@ -23,6 +25,9 @@ from distflow.runtime.stop import leave_at_once
 T = TypeVar("T")
 
 NUM_CERTIFIED_ROWS = 16
+NUM_SOLUTIONS = 200
+SOLUTIONS_WITHIN_S = 20.0
+Warn = Callable[[str], None]
 
 
 class Session:
@@ -42,8 +47,11 @@ class Session:
         blocked_after_s: float = math.inf,
         engine_deadline: Deadline | None = None,
         takes_turns: bool = False,
+        warn: Warn | None = None,
+        find_solutions: Callable[[], Sequence[Solution]] = tuple,
     ) -> None:
         """certify_on: rows whose answers the verifiers are tried on before they are used; None trusts them.
+        find_solutions: what they are tried on besides, where somebody is to be warned.
         blocked_after_s: how long a function of the user may hold the thread up. engine_deadline: None waits for the
         rollout engine as long as it takes. takes_turns: the thread that enters only waits while the engine generates,
         so the engine computes there, if it is one that can.
@@ -57,22 +65,24 @@ class Session:
         if engine is not None and engine_deadline is not None:
             resources = replace(resources, rollout=WatchedEngine(engine, engine_deadline, self._give_up))
         self.resources, self._certify_on = resources, certify_on
+        self._warn, self._find_solutions = warn, find_solutions
         self._stack = AsyncExitStack()
 
     @staticmethod
-    def of(spec: Spec, resources: Resources, stacks: Path | None) -> "Session":
+    def of(spec: Spec, resources: Resources, stacks: Path | None, warn: Warn | None = None) -> "Session":
         """That of a worker, whose verifiers are tried on its first rows where `trust.certify_rewards` is on.
 
-        stacks: see `Deadline`.
+        stacks: see `Deadline`. warn: told which reference solutions of the data fail; None tries none.
         """
         options = spec.options
-        certify_on = _first_rows(spec) if options.certify else None
+        certify_on = _first_rows(spec, NUM_CERTIFIED_ROWS) if options.certify else None
         timeout_s = options.engine_timeout_s
         deadline = Deadline(timeout_s, stacks) if timeout_s is not None else None
-        blocked_after_s = options.timeout_s * spec.data.group_size
+        blocked_after_s = options.timeout_s * max(each.group_size or spec.data.group_size for each in spec.data.sources)
         # By the config: the selftest has the engine of a run at some staleness, and an edge at none.
         takes_turns = spec.config.async_.max_staleness == 0
-        return Session(resources, certify_on, blocked_after_s, deadline, takes_turns)
+        solutions = partial(_first_solutions, spec, resources)
+        return Session(resources, certify_on, blocked_after_s, deadline, takes_turns, warn, solutions)
 
     def __enter__(self) -> "Session":
         self._thread.__enter__()
@@ -128,6 +138,9 @@ class Session:
                 await certify(judge)
                 rows = [(row.domain, row.ground_truth, row.extra_info or {}) for row in self._certify_on]
                 await certify_answers(judge, rows)
+                if self._warn is not None:
+                    for warning in await try_solutions(judge, self._find_solutions(), SOLUTIONS_WITHIN_S):
+                        self._warn(warning)
         if rollout is not None:
             await self._stack.enter_async_context(rollout)
 
@@ -148,10 +161,24 @@ def on_a_thread(blocking: Callable[[], T]) -> "concurrent.futures.Future[T]":
     return future
 
 
-def _first_rows(spec: Spec) -> list[PromptRow]:
-    """The first of each source, a few in all."""
+def _first_rows(spec: Spec, number: int) -> list[PromptRow]:
+    """The first of each source, about so many in all."""
     rows, first, sources = list[PromptRow](), 0, spec.data.sources
     for source in sources:
-        rows += spec.rows[first : first + min(source.num_rows, max(1, NUM_CERTIFIED_ROWS // len(sources)))]
+        rows += spec.rows[first : first + min(source.num_rows, max(1, number // len(sources)))]
         first += source.num_rows
     return rows
+
+
+def _first_solutions(spec: Spec, resources: Resources) -> list[Solution]:
+    """The reference solutions of the first rows that have some."""
+    judge, found = resources.judge, list[Solution]()
+    assert judge is not None, "there is something to certify"
+    for row in _first_rows(spec, NUM_SOLUTIONS):
+        names = [name for name, _ in judge.functions_of(row.domain)]
+        known, columns = spec.options.solution_columns, row.extra_info or {}
+        key, answer_key = known.get(row.domain, known[""])
+        solution = find_solution(names, key, answer_key, row.ground_truth, columns, row.prompt_text)
+        if solution is not None:
+            found.append(Solution(row.origin, row.domain, *solution, row.ground_truth, columns))
+    return found

@@ -49,11 +49,13 @@ class ValidationSet:
 @dataclass(frozen=True)
 class WorkerNeeds:
     """What each worker's process takes of its machine, and its environment variables. memory_mb: None is what one takes
-    that holds no model yet."""
+    that holds no model yet. num_judges, judge_cpus: actors that hold verifiers, and what each of them takes."""
 
     cpus: int = 1
     memory_mb: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+    num_judges: int = 0
+    judge_cpus: int = 1
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,10 @@ class RunOptions:
     max_held_mb: of groups and columns that wait in Ray's object store, in all; None for half of the smallest store.
     save_groups_last: steps whose groups are kept where `save_groups` is "last_k". timeout_s: of a plain node function
     of the experience plane, for each sample. engine_timeout_s: how long a rollout engine that was asked for something
-    may give no sign of life; None is for ever. certify: verifiers are tried on known answers first. max_error_share: of
-    a step's verdicts, above which the run ends. max_skipped: updates that are not finite in a row before the run ends.
-    unmoved_after: updates after which a weight must have moved. offloads: by role of the engine.
+    may give no sign of life; None is for ever. certify: verifiers are tried on known answers first. solution_columns:
+    by domain, "" for all others: that of reference solutions (None where the rewards know it) and that of answers.
+    max_error_share: of a step's verdicts, above which the run ends. max_skipped: updates that are not finite in a row
+    before the run ends. unmoved_after: updates after which a weight must have moved. offloads: by role of the engine.
     """
 
     seed: int
@@ -98,6 +101,7 @@ class RunOptions:
     audit_freq: int
     on_mismatch: str
     certify: bool
+    solution_columns: Mapping[str, tuple[str | None, str]]
     max_error_share: float
     max_skipped: int
     unmoved_after: int

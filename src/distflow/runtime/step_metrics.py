@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.advantages.group import sample_scores
+from distflow.config.errors import UserError
 from distflow.data.batch import Batch
 from distflow.data.rows import DEFAULT_DOMAIN
 from distflow.flow.account import Account
@@ -82,10 +83,19 @@ def batch_metrics(figures: Figures) -> dict[str, float]:
         metrics |= score_metrics(figures.scores, figures.valid)
         metrics |= equal_groups(figures.scores, figures.valid, figures.groups)
     if figures.parts is not None:
-        metrics |= part_metrics(figures.parts)
+        metrics = _joined(metrics, part_metrics(figures.parts))
     if set(figures.domains) - {DEFAULT_DOMAIN}:
-        metrics |= domain_metrics(figures)
+        metrics = _joined(metrics, domain_metrics(figures))
     return metrics
+
+
+def _joined(metrics: dict[str, float], others: dict[str, float]) -> dict[str, float]:
+    """Raises UserError where two things have one name, as a part called `mean` of a domain called like another part."""
+    if clash := min(metrics.keys() & others.keys(), default=None):
+        raise UserError(
+            f"the metric '{clash}' would stand for two things: call that part of the reward, or that domain, otherwise"
+        )
+    return metrics | others
 
 
 def domain_metrics(figures: Figures) -> dict[str, float]:
@@ -99,7 +109,8 @@ def domain_metrics(figures: Figures) -> dict[str, float]:
             scored = score_metrics(figures.scores[own], figures.valid[own])
             metrics |= {f"reward/{domain}/mean_score": value for name, value in scored.items() if "mean" in name}
         if figures.parts is not None:
-            metrics |= {f"reward/{domain}/{name}": value for name, value in part_means([figures.parts[i] for i in own])}
+            parts = part_means([figures.parts[i] for i in own])
+            metrics = _joined(metrics, {f"reward/{domain}/{name}": value for name, value in parts})
     return metrics
 
 
@@ -160,9 +171,16 @@ def group_metrics(account: Account, versions: Mapping[int, int], step: int) -> d
         "async/stale_data_count": float(account.dropped.get("stale", 0)),
     }
     metrics |= {f"async/dropped/{reason}": float(count) for reason, count in account.dropped.items()}
+    if account.aborted:
+        metrics |= {
+            "async/aborted": float(account.aborted),
+            "async/aborted_tokens": float(account.aborted_tokens),
+        }
     for name, domain in account.domains.items():
         metrics |= {f"domains/{name}/issued": float(domain.issued), f"domains/{name}/consumed": float(domain.consumed)}
         metrics |= {f"domains/{name}/dropped/{reason}": float(count) for reason, count in domain.dropped.items()}
+        if domain.aborted:
+            metrics[f"domains/{name}/aborted"] = float(domain.aborted)
     if versions:
         shares = staleness_shares({step - version: count for version, count in versions.items()})
         total = sum(versions.values())
@@ -174,6 +192,11 @@ def group_metrics(account: Account, versions: Mapping[int, int], step: int) -> d
         }
         metrics |= shares
     return metrics
+
+
+def curriculum_metrics(domains: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """`domains/<domain>/share` of the step's places, and what the curriculum was told of its answers."""
+    return {f"domains/{domain}/{name}": value for domain, own in domains.items() for name, value in own.items()}
 
 
 def staleness_shares(behind: Mapping[int, int]) -> dict[str, float]:
@@ -214,10 +237,16 @@ def _is_maximum(name: str) -> bool:
 
 
 def sample_rows(batch: Batch) -> list[dict[str, object]]:
-    """One row a sample, for people: texts, verdicts, and the advantage (its mean over the policy's tokens)."""
+    """One row a sample, for people: texts, verdicts, the advantage (its mean over the policy's tokens), and which share
+    of these tokens is left out of the loss. What has no verdict has no score there, unless `reward.on_error` gave it
+    one, and is neither right nor wrong."""
     score = scores(batch).tolist() if "token_level_scores" in batch else [None] * len(batch)
     accuracy = batch["acc"].tolist() if "acc" in batch else [None] * len(batch)
-    advantage = _mean_over_policy_tokens(batch, "advantages") if "advantages" in batch else [None] * len(batch)
+    errors = batch["reward_errors"] if "reward_errors" in batch else [None] * len(batch)  # noqa: SIM401  no dict
+    valid = batch["valid"].tolist()
+    is_trained = "advantages" in batch
+    advantage = _mean_over_policy_tokens(batch, "advantages") if is_trained else [None] * len(batch)
+    masked = [1.0 - share for share in _mean_over_policy_tokens(batch, "loss_mask")] if is_trained else []
     versions = batch.flat("versions").split(batch.lengths("response").tolist())
     return [
         {
@@ -225,17 +254,18 @@ def sample_rows(batch: Batch) -> list[dict[str, object]]:
             "prompt": batch["prompts"][i],
             "response": batch["responses"][i],
             "ground_truth": batch["ground_truth"][i],
-            "score": score[i],
-            "acc": accuracy[i],
+            "score": score[i] if valid[i] else None,
+            "acc": accuracy[i] if valid[i] and not errors[i] else None,
             "reward_parts": batch["reward_parts"][i] if "reward_parts" in batch else {},
             "extra": batch["reward_extra"][i] if "reward_extra" in batch else {},
-            "errors": batch["reward_errors"][i] if "reward_errors" in batch else None,
+            "errors": errors[i],
             "advantage": advantage[i],
             "prompt_length": int(batch.lengths("prompt")[i]),
             "response_length": int(batch.lengths("response")[i]),
             "finish_reason": batch["finish_reason"][i],
             "versions": sorted(set(versions[i].tolist()) - {-1}),
             "domain": batch["domain"][i],
+            **({"masked": masked[i]} if masked else {}),
         }
         for i in range(len(batch))
     ]

@@ -37,7 +37,7 @@ from distflow.runtime.serving import Serving
 from distflow.runtime.session import Session
 from distflow.runtime.spec import Spec
 from distflow.runtime.step import Step, compile_steps
-from distflow.runtime.step_metrics import Figures, batch_metrics, group_metrics, over_ranks
+from distflow.runtime.step_metrics import Figures, batch_metrics, curriculum_metrics, group_metrics, over_ranks
 from distflow.runtime.stop import Stop
 from distflow.runtime.updates import Updates
 from distflow.runtime.validation import Validator
@@ -61,14 +61,15 @@ class Worker:
     ) -> None:
         """state: what nodes keep across steps. version: of the weights that the resources hold."""
         plan, program = spec.plan.ranks[rank], spec.program()
-        self._session = Session.of(spec, resources, spec.run_dir / STACKS)
+        warn, show = partial(recorder.note, "warning"), recorder.view.verdict_failed
+        is_first = rank == min((each.rank for each in spec.plan.ranks if each.experience), default=rank)
+        self._session = Session.of(spec, resources, spec.run_dir / STACKS, warn if is_first else None)
         resources = self._session.resources
         self._spec, self._resources, self._ports = spec, resources, ports
         self._rank = ports.collective.rank  # among those that learn
         self._recorder, self._stop, self._state = recorder, stop, state
-        self._saver = Saver(store, ports.everyone, recorder.saved, waits=recorder.waits)
+        self._saver = Saver(store, ports.everyone, recorder.saved, waits=recorder.waits, warn=warn)
         self._version = version
-        warn, show = partial(recorder.note, "warning"), recorder.view.verdict_failed
         self._errors = ErrorShare(spec.options.max_error_share, warn, show)
         self._checks = LiveChecks.of(spec, resources, recorder.note)
         parts = {**resources.by_name(), "reduce": ports.data, "team": ports.collective}
@@ -97,6 +98,7 @@ class Worker:
             self._group_ended,
             self._auditor.witness,
             recorder.waits,
+            recorder.group_dropped,
         )
         stop_token_ids, say = resources.stop_token_ids, partial(recorder.note, "warning")
         self._handovers = Handovers(spec.plan, program, rank, ports.exchange)
@@ -111,7 +113,7 @@ class Worker:
 
     def __enter__(self) -> "Worker":
         """Start services and engine, publish the first version, validate if asked, let the experience plane run."""
-        with ExitStack() as stack:
+        with ExitStack() as stack, self._recorder.phases("start"):
             stack.enter_context(self._session)
             stack.enter_context(self._saver)
             if self._resources.rollout is not None:
@@ -167,9 +169,9 @@ class Worker:
 
     def take(self, wanted: int | None = None, deadline: float | None = None) -> Share | None:
         """This rank's share of the next step, or of a part of it: see `EdgePort.take`. None where there is none."""
-        self._residence.only(())
         try:
             with self._recorder.phases("rollout"):
+                self._residence.only(())
                 take = partial(self._ports.edge.take, self.step, self._rank, wanted, deadline)
                 while isinstance(share := self._session.wait_for(take), Newcomers):
                     self._serving.send_to_newcomers(self.step)
@@ -178,15 +180,18 @@ class Worker:
             raise
         if share is not None:
             served = self._serving.step if self._spec.plan.generates else None
-            self._checks.taken(share.batch, self.step, served)
-            self._auditor.took(self.step, share.tickets, share.batch, served)
+            with self._recorder.phases("check"):
+                self._checks.taken(share.batch, self.step, served)
+            with self._recorder.phases("audit"):
+                self._auditor.took(self.step, share.tickets, share.batch, served)
         return share
 
     def judged(self, share: Share | None = None) -> dict[str, float]:
         """Metrics of the verdicts of all workers since this was asked last. Raises TooManyErrors, on every rank."""
-        own = Judged.joined([self._judged(), *([share.judged] if share is not None else [])])
-        every = Judged.joined(self._ports.collective.gather(own))
-        return {**self._errors.step(every.verdicts, self.step + 1), **every.counts}
+        with self._recorder.phases("check"):
+            own = Judged.joined([self._judged(), *([share.judged] if share is not None else [])])
+            every = Judged.joined(self._ports.collective.gather(own))
+            return {**self._errors.step(every.verdicts, self.step + 1), **every.counts}
 
     def learn(self, tickets: Sequence[int], batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Run the learning plane on this rank's share of a step, for whoever has a loop of his own. tickets: of all
@@ -208,7 +213,10 @@ class Worker:
         """The step is trained on: publish its weights, release it, then validate, record and save as is due. All of its
         metrics."""
         step, metrics = self.step, dict(metrics)
-        metrics |= self._checks.learned(batch, metrics, step, self._ports.data)
+        with self._recorder.phases("save"):
+            self._saver.check()
+        with self._recorder.phases("check"):
+            metrics |= self._checks.learned(batch, metrics, step, self._ports.data)
         with self._recorder.phases("audit"):
             self._auditor.end(metrics)
         sent = False
@@ -216,7 +224,8 @@ class Worker:
             with self._recorder.phases("update_weights"):
                 sent, compared = self._serving.send(Version(self._version.incarnation, step + 1))
             metrics |= compared
-        released = self._ports.edge.release(step, self._rank, sent)
+        with self._recorder.phases("release"):
+            released = self._ports.edge.release(step, self._rank, sent)
         self._after_step(released, batch, metrics)
         self._released = released
         return metrics
@@ -236,8 +245,11 @@ class Worker:
                 with self._recorder.phases(compiled.node.phase):
                     self._residence.only(compiled.node.engines)
                     yield compiled, self._contexts.learning(self.step, step.tickets, name)
-                self._auditor.scored(step.batch)
-                self._handovers.given(name, before, step.batch, self.step)
+                with self._recorder.phases("audit"):
+                    self._auditor.scored(step.batch)
+                if self._handovers.gives(name):
+                    with self._recorder.phases("exchange"):
+                        self._handovers.given(name, before, step.batch, self.step)
             except BaseException:  # GeneratorExit, where the node raised
                 self.status[name] = NodeStatus.FAILED
                 raise
@@ -247,10 +259,11 @@ class Worker:
 
     def _measured(self, step: "_LearningStep") -> dict[str, float]:
         """What the nodes of all teams measured, over their ranks; where several teams ran one, of the first."""
-        measured, everyone = over_ranks(step.measured, self._ports.data), self._ports.everyone
-        if everyone.size > self._ports.collective.size:
-            measured = {name: value for each in reversed(everyone.gather(measured)) for name, value in each.items()}
-        return {**measured, **step.times}
+        with self._recorder.phases("record"):
+            measured, everyone = over_ranks(step.measured, self._ports.data), self._ports.everyone
+            if everyone.size > self._ports.collective.size:
+                measured = {name: value for each in reversed(everyone.gather(measured)) for name, value in each.items()}
+            return {**measured, **step.times}
 
     def _after_step(self, released: Released, batch: Batch, metrics: dict[str, float]) -> None:
         """Validate, record and save a step; nothing is generated meanwhile, so that a validation has the engine to
@@ -261,14 +274,16 @@ class Worker:
         options, step, finished = self._spec.options, released.version.step, released.finished
         compares = options.keep_best is not None and _is_due(step, options.save_freq, finished)
         validated = self.held_out.validate(step) if _is_due(step, options.test_freq, finished) or compares else {}
-        figures = Figures.joined(self._ports.data.gather(Figures.of(batch)))
-        metrics |= batch_metrics(figures) | group_metrics(released.account, figures.versions, step - 1)
+        with self._recorder.phases("record"):
+            figures = Figures.joined(self._ports.data.gather(Figures.of(batch)))
+            metrics |= batch_metrics(figures) | group_metrics(released.account, figures.versions, step - 1)
+            metrics |= curriculum_metrics(released.domains)
         metrics |= self._recorder.phases.finish_step() | self._recorder.memory.finish_step()
         metrics["throughput/tokens_per_s"] = figures.num_tokens / metrics["timing_s/step"]
-        self._recorder.decoded(take_activity(self._resources.rollout))
-        self._recorder.training_step(step, metrics, batch)
-        self._recorder.keep_groups(step, batch)
-        self._saver.check()
+        with self._recorder.phases("record"):
+            self._recorder.decoded(take_activity(self._resources.rollout))
+            self._recorder.training_step(step, metrics, batch)
+            self._recorder.keep_groups(step, batch)
         last = finished or self._stop.wanted
         if _is_due(step, options.save_freq, last):
             self._save(released, validated, last)
@@ -306,14 +321,17 @@ class Worker:
     def _save(self, released: Released, validated: Mapping[str, float], last: bool) -> None:
         """validated: the metrics of these very weights, of which `keep_best` compares one. last: wait until it is
         whole."""
+        if self._saver.is_busy:
+            with self._recorder.phases("save_wait"):
+                self._saver.finish()
         step, best = released.version.step, self._spec.options.keep_best
         self._saved_at = step
         metric = score(best, validated) if best is not None and validated else None
         everyone = self._ports.everyone
-        state = joined(everyone.gather(as_it_stands(self._state)))
-        parts = saved_parts(self._spec, self._resources, released, state, everyone.rank)
-        others = [part_of_rank(rank) for rank in range(1, everyone.size)]
         with self._recorder.phases("save"):
+            state = joined(everyone.gather(as_it_stands(self._state)))
+            parts = saved_parts(self._spec, self._resources, released, state, everyone.rank)
+            others = [part_of_rank(rank) for rank in range(1, everyone.size)]
             self._saver.save(step, parts, others, metric, wait=last)
 
 

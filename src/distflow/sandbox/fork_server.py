@@ -11,8 +11,8 @@ from typing import Literal
 import distflow
 from distflow.sandbox import bubblewrap
 from distflow.sandbox.errors import SandboxFault
-from distflow.sandbox.inside.program import Request
-from distflow.sandbox.inside.server import MAX_REQUEST_BYTES
+from distflow.sandbox.inside.program import REQUEST, Request
+from distflow.sandbox.inside.server import MAX_MESSAGE_BYTES
 
 LevelName = Literal["namespaces", "floor"]
 START_TIMEOUT_S = 60.0
@@ -24,8 +24,9 @@ sys.path.insert(0, sys.argv[1])
 from distflow.sandbox.inside.server import main
 main(int(sys.argv[2]), int(sys.argv[3]))
 """
-_ENVIRONMENT = {"PYTHONHASHSEED": "0"}
-"""Sets have one order, so that a program has one verdict. Programs find no environment at all."""
+_ENVIRONMENT = {"PYTHONHASHSEED": "0", "LD_BIND_NOW": "1"}
+"""Sets have one order, so that a program has one verdict; functions of libraries are looked up once, and not by each
+program. Programs find no environment at all."""
 # Where memory runs short, the kernel ends what runs here before anything else.
 _SHELL = 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"'
 
@@ -60,11 +61,9 @@ class ForkServer:
         return self._popen.pid
 
     def ask(self, request: Request, descriptors: list[int]) -> None:
-        """Fork a process for it; the descriptors are those of `server.NUM_DESCRIPTORS`. Raises ServerGone."""
-        message = json.dumps(request).encode()
-        assert len(message) <= MAX_REQUEST_BYTES
+        """Fork a process for it; the descriptors are those of `server.DESCRIPTORS`. Raises ServerGone."""
         try:
-            socket.send_fds(self.control, [message], descriptors)
+            socket.send_fds(self.control, [REQUEST.pack(*request)], descriptors)
         except OSError as error:
             raise ServerGone(str(error)) from None
 
@@ -99,7 +98,7 @@ class ForkServer:
     def _wait_until_ready(self) -> None:
         self.control.settimeout(START_TIMEOUT_S)
         try:
-            message = self.control.recv(MAX_REQUEST_BYTES)
+            message = self.control.recv(MAX_MESSAGE_BYTES)
         except TimeoutError:
             raise SandboxFault(f"it was not ready after {START_TIMEOUT_S:g} s") from None
         except OSError as error:

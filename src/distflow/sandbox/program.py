@@ -16,6 +16,7 @@ from distflow.sandbox.errors import Broken, Cause, SandboxFault
 from distflow.sandbox.fork_server import ForkServer, ServerGone
 from distflow.sandbox.inside.frames import HEADER, MAX_BYTES
 from distflow.sandbox.inside.program import EXIT_OUT_OF_MEMORY, Request
+from distflow.sandbox.inside.server import END, FAILED
 from distflow.sandbox.limits import Limits
 
 _CHUNK_BYTES = 65536
@@ -66,7 +67,8 @@ class Program:
         self._report, report = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._answers, answers = socket.socketpair()
         pipes = [os.pipe(), os.pipe()]
-        theirs = [report.detach(), _sealed(code), _sealed(stdin), pipes[0][1], pipes[1][1], answers.detach()]
+        given = _sealed(stdin) if stdin else os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        theirs = [report.detach(), _sealed(code), given, pipes[0][1], pipes[1][1], answers.detach()]
         self.out, self.err = (Printed(ours, limits.output_bytes) for ours, _ in pipes)
         self._readers: dict[int, Callable[[], bool]] = {
             self._report.fileno(): self._read_report,
@@ -76,11 +78,12 @@ class Program:
         }
         self._poll = select.poll()
         for descriptor in self._readers:
-            os.set_blocking(descriptor, False)
             self._poll.register(descriptor, select.POLLIN)
+        for printed in (self.out, self.err):
+            os.set_blocking(printed.descriptor, False)
         token = secrets.token_bytes(_TOKEN_BYTES)
         cpu_s = max(1, -int(-limits.cpu_s // 1))
-        request = Request(is_main, token.hex(), cpu_s, limits.memory_bytes, limits.open_files)
+        request = Request(is_main, token, cpu_s, limits.memory_bytes, limits.open_files)
         try:
             try:
                 server.ask(request, theirs)
@@ -100,7 +103,7 @@ class Program:
         deadline = time.monotonic() + self._left_s
         while rest and self.end is None:
             try:
-                rest = rest[self._answers.send(rest) :]
+                rest = rest[self._answers.send(rest, socket.MSG_DONTWAIT) :]
             except BlockingIOError:
                 self._turn(deadline, writing=True)
             except OSError:  # the other end is closed
@@ -197,15 +200,13 @@ class Program:
         return body
 
     def _turn(self, deadline: float, writing: bool = False) -> None:
-        """Read what is there, waiting for it until the deadline; end the program where it passed a limit."""
+        """Read what is there, waiting for it until the deadline; end the program where it passed a limit. What is there
+        counts, however late this process comes to it: it may have been stopped, or starved."""
         left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            self.kill("time")
-            return
         answers = self._answers.fileno()
         if writing:
             self._poll.modify(answers, select.POLLIN | select.POLLOUT)
-        events = self._poll.poll(left_s * 1000 + 1)
+        events = self._poll.poll(max(left_s * 1000 + 1, 0))
         if writing:
             self._poll.modify(answers, select.POLLIN)
         for descriptor, event in events:
@@ -213,12 +214,14 @@ class Program:
                 self._poll.unregister(descriptor)
         if max(self.out.num_bytes, self.err.num_bytes) > self.limits.printed_bytes:
             self.kill("output")
+        if left_s <= 0:
+            self.kill("time")
         if len(self._inbox) > HEADER.size + MAX_BYTES + _CHUNK_BYTES:
             self.kill("frame")
 
     def _read_answers(self) -> bool:
         try:
-            part = self._answers.recv(_CHUNK_BYTES)
+            part = self._answers.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
         except OSError:
             return False
         self._inbox += part
@@ -232,10 +235,10 @@ class Program:
         if not message:
             self._readers.pop(self._report.fileno(), None)
             raise ServerGone("the fork server ended")
-        told = json.loads(message)
-        if "failed" in told:
-            raise SandboxFault(told["failed"])
-        self.end = End(**told)
+        told = message[1:]
+        if message.startswith(FAILED):
+            raise SandboxFault(told.decode())
+        self.end = End(*END.unpack(told))
         for read in (self.out.read, self.err.read, self._read_answers):  # what it had written before
             while read():
                 pass
@@ -255,8 +258,8 @@ class Program:
 def _sealed(content: bytes) -> int:
     """A descriptor of a file that nobody can change."""
     descriptor = os.memfd_create("", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with open(descriptor, "wb", closefd=False) as file:
-        file.write(content)
-    os.lseek(descriptor, 0, os.SEEK_SET)
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.pwrite(descriptor, rest, len(content) - len(rest)) :]
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
     return descriptor

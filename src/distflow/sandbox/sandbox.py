@@ -6,33 +6,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Self, cast
+from typing import Any, Self, cast
 
 from distflow.sandbox.errors import Broken, Raised, SandboxFault
 from distflow.sandbox.fork_server import ForkServer, LevelName, ServerGone
 from distflow.sandbox.inside.values import from_text, to_text
+from distflow.sandbox.interface import Ran, Status
 from distflow.sandbox.level import start_server
 from distflow.sandbox.limits import DEFAULT_LIMITS, Limits
 from distflow.sandbox.program import Program
 
-Status = Literal["ok", "exit", "time", "memory", "signal", "output"]
 _VALUE = b'{"value": '
 _SHOWN_TEXT = 2000
-
-
-class Ran(NamedTuple):
-    """What became of a program.
-
-    status: "ok" for exit status 0. exit_code: negative for a signal, as of `subprocess`. stdout, stderr: the first
-    `Limits.output_bytes` of each; cut: whether there was more. seconds: by the clock.
-    """
-
-    status: Status
-    exit_code: int
-    stdout: str
-    stderr: str
-    cut: bool
-    seconds: float
 
 
 class Session:
@@ -45,13 +30,7 @@ class Session:
         self._program = program
 
     def call(self, name: str, args: Sequence[object] = (), kwargs: Mapping[str, object] = MappingProxyType({})) -> Any:
-        """What the function of that name returns for these plain values (`inside.values`).
-
-        A list comes back as a list, a tuple as a tuple, and so on; an int may be of any size, so that `repr` of it may
-        raise. Raises `Raised` where the function raised, `Broken` where there is no answer and for one that is not
-        plain; after a `Broken` of another cause than "value" every further call raises `Broken`. NotPlain for arguments
-        that are not plain.
-        """
+        """See `AnySession.call`."""
         body = to_text([name, list(args), dict(kwargs)]).encode()
         return _value_of(self._program, lambda: self._program.question(body))
 
@@ -81,6 +60,8 @@ class Sandbox:
     It is made for the process that made it: not for one that was forked from that.
     """
 
+    waited_s = 0.0
+
     def __init__(self, limits: Limits = DEFAULT_LIMITS, level: str | None = None) -> None:
         """level: "namespaces", "floor", or None for the strongest that this machine has. Raises UserError where it has
         none, or not that one, with what to install."""
@@ -95,8 +76,7 @@ class Sandbox:
         return self._server.pid
 
     def run(self, code: str, stdin: str = "", limits: Limits | None = None) -> Ran:
-        """Run a program as `__main__`, in a fresh process; limits: its own, None for those of the sandbox. Raises
-        SandboxFault where the machine fails, not for anything that the program does."""
+        """See `AnySandbox.run`."""
         given = stdin.encode("utf-8", "surrogateescape")
         started = time.monotonic()
         try:
@@ -105,8 +85,7 @@ class Sandbox:
             return self._run(code, given, limits or self.limits, started)
 
     def open(self, code: str, limits: Limits | None = None) -> Session:
-        """Execute a program as a module, in a fresh process; limits: as of `run`. Raises Raised, Broken;
-        SandboxFault."""
+        """See `AnySandbox.open`."""
         program = self._start(False, code, b"", limits or self.limits)
         try:
             _value_of(program, program.answer)

@@ -9,6 +9,8 @@ from torch import Tensor
 from distflow.data.batch import Batch
 
 Counts = dict[str, float]
+Sums = Mapping[str, Tensor | float]
+"""Scalars by name; tensors may still be on their way."""
 
 
 class LossFn(Protocol):
@@ -24,9 +26,12 @@ class LossFn(Protocol):
         in a mini-batch no optimizer step is taken."""
         ...
 
-    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Counts]:
+    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
         """The micro-batch's share of the loss under the whole mini-batch's counts (shares add up to the loss),
-        and sums of statistics that add in the same way. `outputs` are padded `(bs, response_length)` tensors."""
+        and sums of statistics that add in the same way. `outputs` are padded `(bs, response_length)` tensors.
+
+        A statistic that is left a tensor on the device is read once all micro-batches are through; a number that is
+        taken from it here has the device finish its work first."""
         ...
 
     def finish(self, sums: Counts, counts: Counts) -> dict[str, float]:

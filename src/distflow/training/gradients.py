@@ -21,16 +21,17 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: Collective) -> None
         parameter.grad = grad if isinstance(parameter, DTensor) else group.sum(grad)
 
 
-def clip_gradients(parameters: Collection[nn.Parameter], max_norm: float | None) -> float:
-    """Scale the gradients down to `max_norm` where they are above it; returns their norm before.
+def clip_gradients(parameters: Collection[nn.Parameter], max_norm: float | None) -> Tensor:
+    """Scale the gradients down to `max_norm` where they are above it; returns their norm before, a scalar.
 
-    It is that of all parts of sharded ones: the same on every rank.
+    It is that of all parts of sharded ones: the same on every rank. Nothing waits for it: where it is not finite the
+    gradients are not either, before and after, and the caller drops them.
     """
     norm = _norm([p.grad for p in parameters if p.grad is not None])
-    if max_norm is not None and bool(norm.isfinite()):
+    if max_norm is not None:
         for alike in _alike(parameters):
             clip_grads_with_norm_(alike, max_norm, norm)
-    return float(norm)
+    return norm
 
 
 def _norm(gradients: list[Tensor]) -> Tensor:

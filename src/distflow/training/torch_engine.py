@@ -1,19 +1,21 @@
 """The train engine: packed micro-batches, exact accumulation, one optimizer step a mini-batch."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from distflow.config.errors import UserError
 from distflow.data.batch import Batch
+from distflow.data.transfer import read_numbers
 from distflow.graph.fields import Axis
 from distflow.models.activations import checkpoint_activations
 from distflow.models.lora import named_weights
 from distflow.models.shards import fill, whole
 from distflow.training.collective import Collective, OneRank
-from distflow.training.engine import MODEL_PREFIX, OPTIMIZER_PREFIX, Counts, LossFn, TrainState
+from distflow.training.engine import MODEL_PREFIX, OPTIMIZER_PREFIX, Counts, LossFn, Sums, TrainState
 from distflow.training.gradients import clip_gradients, sum_gradients
 from distflow.training.optim_state import load_optimizer_state, move_optimizer_state, optimizer_state
 from distflow.training.packing import micro_batches
@@ -38,17 +40,18 @@ class TorchTrainEngine:
         *,
         optimizer: torch.optim.Optimizer,
         schedule: Schedule,
-        max_tokens_per_micro_batch: int = 16384,
+        max_tokens_per_micro_batch: int | None = None,
         temperature: float = 1.0,
+        temperatures: Mapping[str, float] = MappingProxyType({}),
         max_grad_norm: float | None = 1.0,
         compute_dtype: torch.dtype | None = None,
         gradient_checkpointing: bool = False,
         group: Collective | None = None,
     ) -> None:
-        """compute_dtype: bfloat16 runs the matrix products in it by autocast over the float32 weights.
-        max_grad_norm: gradients above it are scaled down to it; None never does.
-        gradient_checkpointing: keep only each layer's input, and compute the layer again in the backward pass.
-        group: the ranks that share the mini-batch; each sees its own part, all take the same step, bit for bit.
+        """max_tokens_per_micro_batch, temperatures: see `TorchScorer`. compute_dtype: bfloat16 runs the matrix products
+        in it by autocast over the float32 weights. max_grad_norm: gradients above it are scaled down to it; None never.
+        gradient_checkpointing: keep only each layer's input, and compute the layer again in the backward pass. group:
+        the ranks that share the mini-batch; each sees its own part, all take the same step, bit for bit.
         """
         self.model = model
         self.optimizer = optimizer
@@ -59,6 +62,7 @@ class TorchTrainEngine:
             model,
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
             temperature=temperature,
+            temperatures=temperatures,
             compute_dtype=compute_dtype,
             group=self.group,
         )
@@ -89,19 +93,20 @@ class TorchTrainEngine:
         lrs = [base * factor for base in self._base_lrs]
         if counts.get("tokens") == 0:
             return {"loss": 0.0, "grad_norm": 0.0, "lr": lrs[0], "skipped": 1.0, "empty": 1.0}
-        sums: Counts = {"loss": 0.0}
+        shares: list[Sums] = []
         for index in micro_batches(batch, self.scorer.max_tokens, self.group):
-            micro = batch.select(index).to(self.scorer.device)
+            micro = batch.select(index)
             flat = self.scorer.compute(micro, loss_fn.outputs)
+            micro = micro.to(self.scorer.device)
             loss, stats = loss_fn({name: micro.pad(flat[name], Axis.RESPONSE) for name in flat}, micro, counts)
             if loss.requires_grad:
                 loss.backward()
-            for name, value in {"loss": float(loss.detach()), **stats}.items():
-                sums[name] = sums.get(name, 0.0) + value
-        sums = self.group.sum(sums)
-        total = sums.pop("loss")
+            shares.append({"loss": loss.detach(), **stats})
         sum_gradients(self._trainable.values(), self.group)
-        grad_norm = clip_gradients(self._trainable.values(), self.max_grad_norm)
+        norm = clip_gradients(self._trainable.values(), self.max_grad_norm)
+        own_sums, grad_norm = _read(shares, norm)
+        sums = self.group.sum(own_sums)
+        total = sums.pop("loss")
         skipped = not (math.isfinite(total) and math.isfinite(grad_norm))
         if not skipped:
             self._step(lrs)
@@ -165,6 +170,16 @@ class TorchTrainEngine:
             group["lr"] = lr
         self.optimizer.step()
         self.num_steps += 1
+
+
+def _read(shares: list[Sums], norm: Tensor) -> tuple[Counts, float]:
+    """What the micro-batches add up to, and the gradient's norm: the only time that a step waits for its device."""
+    names = [name for share in shares for name in share]
+    *values, grad_norm = read_numbers([*(value for share in shares for value in share.values()), norm])
+    sums: Counts = {"loss": 0.0}
+    for name, value in zip(names, values, strict=True):
+        sums[name] = sums.get(name, 0.0) + value
+    return sums, grad_norm
 
 
 def _refuse_low_precision(trainable: dict[str, nn.Parameter]) -> None:

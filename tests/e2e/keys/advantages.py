@@ -76,6 +76,21 @@ def cut_off_are_left_out(before: Run, after: Run) -> None:
     close(other["advantages"], one["advantages"])
 
 
+def long_errors_are_left_out(before: Run, after: Run) -> None:
+    one, other = before.batch(), after.batch()
+    out = ((one["response_mask"] > 0).sum(-1) >= 5) & (one["acc"] < 1)
+    assert 0 < int(out.sum()) < len(one)
+    close(other["loss_mask"], one["loss_mask"] * ~out[:, None])
+    close(other["advantages"], one["advantages"])
+
+
+def rewards_are_whitened(before: Run, after: Run) -> None:
+    one, other = before.batch(), after.batch()
+    mask = one["response_mask"] > 0
+    tokens = one["token_level_rewards"].double()[mask]
+    close(other["token_level_rewards"][mask], (tokens - tokens.mean()) / tokens.std())
+
+
 def hard_prompts_weigh_more(before: Run, after: Run) -> None:
     one, other = before.batch(), after.batch()
     weights = 0.5 + 1.5 * (1 - one["acc"].double().view(-1, 4).mean(-1).repeat_interleave(4))
@@ -129,6 +144,21 @@ CASES = (
         "loss_mask: 0 on answers that were cut off",
         cut_off_are_left_out,
         given=(ONE,),
+    ),
+    Case(
+        "algorithm.mask_long_errors",
+        "algorithm.mask_long_errors=5",
+        "loss_mask: 0 on long answers that are wrong",
+        long_errors_are_left_out,
+        given=(ONE,),
+    ),
+    Case(
+        "algorithm.whiten_rewards",
+        "algorithm.whiten_rewards=true",
+        "rewards of tokens: mean 0, variance 1",
+        rewards_are_whitened,
+        given=(ONE, "algorithm.adv_estimator=reinforce"),
+        slow=True,
     ),
     Case(
         "algorithm.difficulty_weight",

@@ -213,6 +213,11 @@ def the_step_is_short(before: Run, after: Run) -> None:
     assert 0 < len(after.batch().lengths("response")) < 16
 
 
+def some_are_ended_early(before: Run, after: Run) -> None:
+    assert after.column("async/aborted")[0] == 2 and "async/aborted" not in before.steps[0]
+    assert after.column("async/enqueued")[0] == before.column("async/enqueued")[0] + 2
+
+
 FLAT_MIX = ("data.shuffle=false", "trainer.total_training_steps=1")
 CASES = (
     Case("algorithm.adv_estimator", "algorithm.adv_estimator=rloo", "advantages", advantages_are(rloo)),
@@ -413,5 +418,11 @@ CASES = (
         the_step_is_short,
         base="dapo",
         given=(*FLAT_MIX, "algorithm.filter_groups.max_num_gen_batches=1"),
+    ),
+    Case(
+        "algorithm.filter_groups.oversampling",
+        "algorithm.filter_groups.oversampling=0.5",
+        "groups ended early",
+        some_are_ended_early,
     ),
 )

@@ -13,6 +13,7 @@ LONG = "data.train_files={lab}/long.jsonl"
 UNFILTERED = (LONG, "data.filter_overlong_prompts=false")
 VALIDATED = "data.val_files={lab}/val.jsonl"
 CHAT = "data.prompt_format=chat"
+LONGER = ("trainer.total_training_steps=6",)
 
 
 def texts(side: Any) -> list[str]:
@@ -36,6 +37,13 @@ def rows_have(attribute: str, before_value: Any, after_value: Any) -> Callable[[
 
 def text_of_second(before_text: str, after_text: str) -> Callable[[Any, Any], None]:
     return rows_have("prompt_text", before_text, after_text)
+
+
+def passes_over(before: Run, after: Run) -> None:
+    assert not any("too_hard" in name for name in before.steps[-1])
+    assert after.steps[-1]["async/dropped/too_hard"] > 0 and rows_in_order(before) == rows_in_order(after), (
+        "the first time"
+    )
 
 
 def other_answer_to_learn(before: Run, after: Run) -> None:
@@ -183,6 +191,11 @@ CASES = (
     prompts_case(
         "bad_rows", "skip", "the others are read", allowed("bad.jsonl", "prompt"), ("data.train_files={lab}/bad.jsonl",)
     ),
+    prompts_case("pass_rate", "[2,4]", "rows", num_rows(12, 3), ("data.pass_rate_key=number",)),
+    prompts_case(
+        "pass_rate_key", "other_number", "rows", num_rows(3, 6), ("data.pass_rate=[2,4]", "data.pass_rate_key=number")
+    ),
+    Case("data.skip_outside", "data.skip_outside=[0.2,1.0]", "rows that come again", passes_over, given=LONGER),
     prompts_case("train_max_samples", "5", "rows", num_rows(12, 5)),
     prompts_case("val_max_samples", "3", "rows", num_rows(6, 3, of=1), (VALIDATED,)),
     Case("data.shuffle", "data.shuffle=false", "the order of rows", in_file_order),

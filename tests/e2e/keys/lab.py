@@ -338,6 +338,7 @@ def _write_files(folder: Path) -> None:
             "other_tools": [{"name": "add"}],
             "format_regex": ".*[A-Z].*",
             "number": i,
+            "other_number": i // 2,
         }
         for i in range(12)
     ]

@@ -95,6 +95,16 @@ def rollout_threads_are(before: Spec, after: Spec) -> None:
     assert threads[1] == after.facts["rollout_threads"] == 3 != threads[0] == before.facts["rollout_threads"]
 
 
+def bits_are_of_the_request(before: Spec, after: Spec) -> None:
+    options = [spec.factories["rollout"].keywords["options"]["batch_invariant"] for spec in (before, after)]  # type: ignore[attr-defined]
+    assert options == [False, True]
+
+
+def steps_are_eager(before: Spec, after: Spec) -> None:
+    options = [spec.factories["rollout"].keywords["options"]["enforce_eager"] for spec in (before, after)]  # type: ignore[attr-defined]
+    assert options == [False, True]
+
+
 def rows_at_once(before: Run, after: Run) -> None:
     assert (before.decode_rows(), after.decode_rows()) == (16, 8)
 
@@ -188,6 +198,20 @@ CASES = (
         "threads that generate (tests/runtime/test_taking_turns.py counts them)",
         rollout_threads_are,
         given=("async.max_staleness=1",),
+        look=the_spec,
+    ),
+    Case(
+        f"{ROLLOUT}.batch_invariant",
+        f"{ROLLOUT}.batch_invariant=true",
+        "what the bits of an answer depend on (tests/rollout/test_tiles.py compares them)",
+        bits_are_of_the_request,
+        look=the_spec,
+    ),
+    Case(
+        f"{ROLLOUT}.enforce_eager",
+        f"{ROLLOUT}.enforce_eager=true",
+        "whether decode steps are CUDA graphs (tests/gpu/test_decode.py counts them)",
+        steps_are_eager,
         look=the_spec,
     ),
     Case(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from distflow.observe.run_reader import Event, read_events
-from distflow.rollout.embedded import engine as embedded
+from distflow.rollout.embedded import steps as embedded
 from distflow.runtime.audit import rewards
 from distflow.runtime.audit.check import Check
 from distflow.runtime.audit.checks import CHECKS, markdown_table

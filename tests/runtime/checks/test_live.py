@@ -94,3 +94,12 @@ def test_steps_without_an_update_say_nothing_of_loss_terms(tmp_path: Path) -> No
         checks.learned(sampled_batch(), {"actor/loss": 1.0, "actor/loss_term/kl": 0.0}, step=0)
     ((kind, message),) = told
     assert kind == "finding" and "loss_term/kl is on but was exactly 0 in the first 2 steps" in message
+
+
+def test_answers_that_nobody_sampled_are_compared_with_no_engine(tmp_path: Path) -> None:
+    checks, told = make_checks(tmp_path)
+    checks.samples = False
+    assert checks.learned(drifted(5.0), {}, step=0) == {} and told == []
+    checks.samples = True
+    with pytest.raises(TrustError, match="disagree"):
+        checks.learned(drifted(5.0), {}, step=0)

@@ -65,7 +65,7 @@ def on_thread(work: Callable[[], Any]) -> "tuple[threading.Thread, list[Any]]":
 
 
 def ended(thread: threading.Thread) -> bool:
-    thread.join(10)
+    thread.join(60)
     return not thread.is_alive()
 
 

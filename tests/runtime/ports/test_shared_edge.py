@@ -49,7 +49,7 @@ def test_ranks_that_compute_layers_together_take_the_same_share_and_release_toge
     assert released == []
     threads[3].start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert released == [1] * 4
 
 

@@ -11,15 +11,16 @@ _CORRECTION = "algorithm.rollout_correction"
 
 _SPEED = Name(note="it changes speed and memory, not what is trained", harmless=ANY)
 _ONE_PROCESS = Name(note="one process on one device so far, so that it does nothing", harmless=ANY)
-_REWARD_MODEL = Name(note="reward models are not there yet; reward.functions judge", harmless=(None,))
 _TURNS = Name(note="conversations of several turns are not there yet", harmless=(None,))
 _TRACKER = {None: "[console]", False: "[console]"}
 
 NAMES: dict[str, Name] = {
     "pretrain": Name(f"{_M}.path"),
     "critic_pretrain": Name("critic.model.path"),
-    "reward_pretrain": _REWARD_MODEL,
-    "remote_rm_url": Name("custom_reward_function.path", "a Python file; a server of reward models is not there yet"),
+    "reward_pretrain": Name("reward.functions={default:[{name:model,options:{path:{}}}]}", harmless=(None,)),
+    "remote_rm_url": Name(
+        "custom_reward_function.path", "a Python file; of servers only a judge's is asked: docs/rewards.md"
+    ),
     "agent_func_path": _TURNS,
     "save_path": Name(note="`distflow export` writes a Hugging Face folder"),
     "ckpt_path": Name("trainer.default_local_dir", "the folder of the run"),
@@ -104,8 +105,10 @@ NAMES: dict[str, Name] = {
     "entropy_loss_coef": Name(f"{_A}.entropy_coef", values={None: "0"}),
     "ptx_coef": Name(note="nothing here does that: leave it out", harmless=ANY),
     "aux_loss_coef": Name(note="nothing here does that: leave it out", harmless=(None, 0, 0.0)),
-    "normalize_reward": Name(note="it belongs to reward models, which are not there yet", harmless=ANY),
-    "reward_clip_range": Name(note="scores are not clipped", harmless=(None,)),
+    "normalize_reward": Name(
+        note="a reward model's scores are as its head gives them: algorithm.reward_norm", harmless=OFF
+    ),
+    "reward_clip_range": Name("algorithm.reward_clip", "one bound, for both signs", harmless=(None,)),
     "overlong_buffer_len": Name("reward.overlong.buffer_tokens", values={None: "0"}),
     "overlong_penalty_factor": Name("reward.overlong.factor"),
     "stop_properly_penalty_coef": Name(

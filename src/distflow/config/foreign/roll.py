@@ -60,6 +60,16 @@ NAMES: dict[str, Name] = {
     "is_num_return_sequences_expand": _SPEED,
     "generate_opt_level": _SPEED,
     "max_running_requests": Name(f"{_R}.max_num_seqs"),
+    "is_use_additional_prompts": Name(
+        values={True: "algorithm.filter_groups.oversampling=0.5"},
+        note="0.5 is half as many prompts more as the step lacks",
+        harmless=OFF,
+    ),
+    "max_additional_running_prompts": Name(
+        note="algorithm.filter_groups.oversampling is their part of rollout_batch_size: 0.25 for 16 beside 64; all "
+        "that may run at once is async.max_concurrent_rollouts, in prompts",
+        harmless=(16, 0),
+    ),
     "async_generation_ratio": Name("async.max_staleness", "batches made ahead, in steps; a whole number"),
     "ppo_epochs": Name(f"{_A}.ppo_epochs"),
     "max_grad_norm": Name(f"{_A}.max_grad_norm"),
@@ -75,7 +85,7 @@ NAMES: dict[str, Name] = {
     ),
     "dual_clip_loss": Name(
         values={True: f"{_A}.clip_ratio_c=1.4", False: f"{_A}.clip_ratio_c=null"},
-        note="ROLL's bound of the ratio is 1 + 2 × pg_clip",
+        note="ROLL's bound of the ratio is 1 + 2 × pg_clip, which is 1.4 at its default, pg_clip=0.2",
     ),
     "value_clip": Name("critic.cliprange_value"),
     "kl_penalty": Name("algorithm.kl_penalty"),
@@ -92,7 +102,10 @@ NAMES: dict[str, Name] = {
         values={True: "algorithm.adv_norm.mean_level=batch algorithm.adv_norm.std_level=batch"},
         harmless=OFF,
     ),
-    "whiten_rewards": _ABSENT,
+    "whiten_rewards": Name(
+        "algorithm.whiten_rewards",
+        "over the tokens of all samples with a verdict, where ROLL leaves out those that a mask left out",
+    ),
     "norm_mean_type": Name("algorithm.reward_norm.mean_level"),
     "norm_std_type": Name("algorithm.reward_norm.std_level"),
     "reward_norm": Name("algorithm.reward_norm.mean_level={} algorithm.reward_norm.std_level={}"),
@@ -100,9 +113,21 @@ NAMES: dict[str, Name] = {
     "reward_scale": Name(values={True: "algorithm.reward_norm.mean_level=null"}, harmless=OFF),
     "reward_clip": Name("algorithm.reward_clip", "before the KL is taken off"),
     "advantage_clip": Name("algorithm.advantage_clip"),
-    "use_reward_scaling": _ABSENT,
-    "use_reward_norm": _ABSENT,
-    "add_len_reward": _ABSENT,
+    "use_reward_scaling": Name(
+        note="of ROLL's older pipelines: over the standard deviation of all rewards so far",
+        values={True: "algorithm.reward_norm.std_level=running"},
+        harmless=OFF,
+    ),
+    "use_reward_norm": Name(
+        note="with use_reward_scaling: less the mean of all rewards so far",
+        values={True: "algorithm.reward_norm.mean_level=running"},
+        harmless=OFF,
+    ),
+    "add_len_reward": Name(
+        note="ROLL declares it and reads it nowhere; a length is paid for by the function length in reward.functions, "
+        "or by reward.overlong.buffer_tokens",
+        harmless=OFF,
+    ),
     "critic_warmup": Name("trainer.critic_warmup"),
     "enable_reference": Name(note="a reference is built where a KL term is on", harmless=ANY),
     "enable_old_logprobs_recompute": Name("algorithm.recompute_old_log_probs"),
@@ -129,7 +154,17 @@ NAMES: dict[str, Name] = {
         harmless=OFF,
     ),
     "length_loss_weight": Name(values={True: "algorithm.length_weight=[1.5,0.5]"}, harmless=OFF),
-    "error_max_len_clip": _ABSENT,
+    "error_max_len_clip": Name(
+        note="error_max_len_threshold is algorithm.mask_long_errors, null where this is off; what is not right is "
+        "wrong, where ROLL leaves out every score between 0 and 1",
+        harmless=OFF,
+    ),
+    "error_max_len_threshold": Name("algorithm.mask_long_errors", "where error_max_len_clip is on"),
+    "mask_type": Name(
+        note="a sample that is left out of the loss stays in the baselines and means of its group; "
+        "algorithm.filter_groups drops whole groups before they are trained on",
+        harmless=("loss",),
+    ),
     "model_update_frequency": Name(f"{_A}.model_update_frequency"),
     # workers
     "actor_train.training_args.learning_rate": Name(f"{_OPTIM}.lr"),
@@ -172,7 +207,8 @@ NAMES: dict[str, Name] = {
     ),
     "rewards.*": Name(
         note="a domain's reward worker is its reward, data.domains.NAME.reward or reward.functions.NAME; its "
-        "processes, deadline and retries are reward.domains"
+        "processes, deadline and retries are reward.domains; what asks a model behind an endpoint is judge, what is a "
+        "reward model is model"
     ),
 }
 
@@ -196,6 +232,11 @@ PAGES: tuple[tuple[str, str], ...] = (
         "dropping groups without a signal",
         "`algorithm.filter_groups.enable=true`, the preset `dapo`; `metric` is `acc` or `seq_reward` as in verl, or "
         "the name of a reward function",
+    ),
+    (
+        "`DynamicSamplingScheduler` with `is_use_additional_prompts`, which aborts what is left",
+        "`algorithm.filter_groups.oversampling`: the domains share each step as ever, which groups come first does not "
+        "depend on the verifiers' speed, and a prompt that was aborted is asked again",
     ),
 )
 """What is no key: there, here."""

@@ -32,7 +32,7 @@ _TOOLS = Name(
     "of a row (data.tools_key)",
     harmless=OFF,
 )
-_REWARD_MODEL = Name(note="reward models are not there yet; reward.functions judge", harmless=(None,))
+_REWARD_MODEL = Name("reward.functions={default:[{name:model,options:{path:{}}}]}", harmless=(None,))
 _TEXT = "columns are named: data.prompt_key and data.response_key, or data.messages_key of whole conversations"
 
 NAMES: dict[str, Name] = {
@@ -230,7 +230,7 @@ NAMES: dict[str, Name] = {
     # rewards
     "reward_funcs": Name(
         note="reward.functions name them by domain, e.g. reward.functions={default:[math,format]}; a function of your "
-        "own is custom_reward_function.path"
+        "own is custom_reward_function.path, a reward model {name:model,options:{path:DIR}}"
     ),
     "reward_weights": Name(
         note="a weight stands beside the function: reward.functions={default:[math,{name:format,weight:0.2}]}",
@@ -239,7 +239,7 @@ NAMES: dict[str, Name] = {
     "multi_objective_aggregation": Name(
         values={"normalize_then_sum": "algorithm.adv_estimator=gdpo"}, harmless=("sum_then_normalize",)
     ),
-    "reward_processing_classes": _REWARD_MODEL,
+    "reward_processing_classes": Name(note="a reward model brings its own tokenizer", harmless=(None,)),
     "reward_model": _REWARD_MODEL,
     "reward_model_path": _REWARD_MODEL,
     "value_model": Name("critic.model.path", harmless=(None,)),

@@ -22,7 +22,12 @@ _RAY = Name(note="there is no Ray here", harmless=ANY)
 _TRACES = Name(note="traces of kernels are not there yet", harmless=OFF)
 _PACKED = Name(note="sequences are always packed without padding", harmless=ANY)
 _WRAPPING = Name(note="weights that are sharded are gathered layer by layer, as the model names them", harmless=ANY)
-_NO_REWARD_MODEL = Name(note="reward models are not there yet", harmless=OFF)
+_REWARD_MODEL = Name(
+    note="a reward model is a reward function, with its path among the options: "
+    "reward.functions={default:[{name:model,options:{path:DIR}}]}; as many others may stand beside it",
+    harmless=OFF,
+)
+_OF_REWARD_MODEL = Name(note="what a reward model needs are options of its reward function", harmless=ANY)
 _ONE_TURN = Name(note="conversations of several turns are not there yet", harmless=OFF)
 _ONE_TURN_OPTION = Name(note="it shapes conversations of several turns, which are not there yet", harmless=ANY)
 _SYNC_STEP = Name(
@@ -183,7 +188,11 @@ NAMES: dict[str, Name] = {
     f"{_R}.data_parallel_size": _ONE_DEVICE,
     f"{_R}.expert_parallel_size": _ONE_DEVICE,
     f"{_R}.pipeline_model_parallel_size": _ONE_DEVICE,
-    f"{_R}.over_sample_rate": Name(note="nothing here does that: leave it out", harmless=(None, 0)),
+    f"{_R}.over_sample_rate": Name(
+        note="it leaves the slowest answers out of the step; algorithm.filter_groups.oversampling asks more prompts "
+        "than the step takes, and those that it ends again in a later one",
+        harmless=(None, 0),
+    ),
     f"{_R}.max_model_len": Name(
         note="the longest sample is data.max_prompt_length + data.max_response_length", harmless=ANY
     ),
@@ -206,7 +215,7 @@ NAMES: dict[str, Name] = {
     **{
         f"{_R}.{name}": _ENGINE
         for name in (
-            *("gpu_memory_utilization", "max_num_batched_tokens", "enforce_eager", "cudagraph_capture_sizes"),
+            *("gpu_memory_utilization", "max_num_batched_tokens", "cudagraph_capture_sizes"),
             *("free_cache_engine", "enable_chunked_prefill", "enable_prefix_caching", "scheduling_policy"),
             *("load_format", "disable_log_stats", "multi_stage_wake_up", "engine_kwargs*", "swap_space"),
             *("checkpoint_engine.*", "update_weights_bucket_megabytes", "skip_dump_dir", "skip_tokenizer_init"),
@@ -295,14 +304,19 @@ NAMES: dict[str, Name] = {
         for name, meaning in _OVERLONG.items()
     },
     "*reward_kwargs.max_resp_len": Name("data.max_response_length"),
-    "*.sandbox_fusion.url": Name(note="code is not run for a verdict yet", harmless=(None,)),
-    "*.sandbox_fusion.*": Name(note="code is not run for a verdict yet", harmless=ANY),
+    "*.sandbox_fusion.url": Name(
+        note="programs run on this machine, or where `distflow sandbox serve` runs: reward.functions={default: [{name: "
+        "code, options: {sandbox: URL}}]}",
+        harmless=(None,),
+    ),
+    "*.sandbox_fusion.*": Name(note="what a program may use is settled: docs/sandbox.md", harmless=ANY),
     "reward_model.launch_reward_fn_async": Name(note="answers are always judged while others are made", harmless=ANY),
     "reward_model.num_workers": Name("reward.num_workers"),
-    "reward.reward_model.enable": _NO_REWARD_MODEL,
-    "reward_model.enable_resource_pool": _NO_REWARD_MODEL,
-    "reward.reward_model.*": Name(note="reward models are not there yet, so that it does nothing", harmless=ANY),
-    "reward_model.*": Name(note="reward models are not there yet, so that it does nothing", harmless=ANY),
+    "reward_model.enable": _REWARD_MODEL,
+    "reward.reward_model.enable": _REWARD_MODEL,
+    "reward_model.enable_resource_pool": Name(note="a reward model's option `device` says where it is", harmless=OFF),
+    "reward.reward_model.*": _OF_REWARD_MODEL,
+    "reward_model.*": _OF_REWARD_MODEL,
     # the algorithm
     f"{_CORRECTION}.rollout_is": Name(f"{_CORRECTION}.level", harmless=(None,)),
     f"{_CORRECTION}.rollout_is_threshold": Name(

@@ -68,6 +68,7 @@ def one_kind_of_reward(config: Config) -> Iterator[Finding]:
         "reward_shift": algorithm.reward_shift != 0,
         "reward_scale": algorithm.reward_scale != 1,
         "reward_clip": algorithm.reward_clip is not None,
+        "whiten_rewards": algorithm.whiten_rewards,
     }
     for name in (name for name, is_done in done.items() if is_done):
         yield Finding(
@@ -109,6 +110,12 @@ def one_normalisation(config: Config) -> Iterator[Finding]:
             f"{name} compares rewards as they were given",
             "set algorithm.adv_estimator=reinforce (with gamma=1 every token gets the normalised reward), or gae, "
             f"or remove {_REWARD_NORM}",
+        )
+    if config.algorithm.whiten_rewards and (estimator.needs_group or name == "remax") and not estimator.reads_parts:
+        yield Finding(
+            ("algorithm.whiten_rewards", "algorithm.adv_estimator"),
+            f"{name} compares the rewards of whole answers, and those of tokens would be moved by each answer's length",
+            "set algorithm.adv_estimator=reinforce or gae, or remove algorithm.whiten_rewards",
         )
     if is_on(config.algorithm.adv_norm) and estimator.whitens:
         yield Finding(

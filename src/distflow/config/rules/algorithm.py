@@ -194,6 +194,32 @@ def dynamic_sampling(config: Config) -> Iterator[Finding]:
         )
 
 
+def oversampling(config: Config) -> Iterator[Finding]:
+    """Groups that are ended early are so by an order that one process at staleness 0 has."""
+    share = config.algorithm.filter_groups.oversampling
+    if not is_rl(config) or share == 0:
+        return
+    others = {
+        "async.max_staleness": (
+            config.async_.max_staleness != 0,
+            "ahead of training another group starts whenever one is dropped, and a long answer holds up no step before "
+            "it is due: there is no end of a step to reach earlier",
+        ),
+        "trainer.launcher": (
+            config.trainer.launcher != "local",
+            "which groups come first is decided by the order in which one engine answers, and over Ray there may be "
+            "several",
+        ),
+    }
+    for key, (is_other, why) in others.items():
+        if is_other:
+            yield Finding(
+                ("algorithm.filter_groups.oversampling", key),
+                why,
+                f"set algorithm.filter_groups.oversampling=0, or leave out {key}",
+            )
+
+
 def value_loss(config: Config) -> Iterator[Finding]:
     """Huber's number belongs to Huber's loss."""
     if config.critic.value_loss != "huber" and config.critic.huber_delta != CriticConfig().huber_delta:
@@ -204,4 +230,14 @@ def value_loss(config: Config) -> Iterator[Finding]:
         )
 
 
-RULES = (kl_control, kl_terms_count, loss_options, corrections, old_log_probs, rejection, dynamic_sampling, value_loss)
+RULES = (
+    kl_control,
+    kl_terms_count,
+    loss_options,
+    corrections,
+    old_log_probs,
+    rejection,
+    dynamic_sampling,
+    oversampling,
+    value_loss,
+)

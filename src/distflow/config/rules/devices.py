@@ -30,6 +30,7 @@ def one_device(config: Config) -> Iterator[Finding]:
     trainer, dag, actor = TrainerConfig(), DagConfig(), config.actor_rollout_ref.actor
     keys = [(f"trainer.{name}", getattr(config.trainer, name), getattr(trainer, name)) for name in _OF_TRAINER]
     keys += [(f"dag.{name}", getattr(config.dag, name), getattr(dag, name)) for name in _OF_DAG]
+    keys.append(("reward.num_actors", config.reward.num_actors, 0))
     keys.append((f"{ACTOR}.weight_update_mode", actor.weight_update_mode, ActorConfig.weight_update_mode))
     for key, value, default in keys:
         if value != default:
@@ -38,6 +39,16 @@ def one_device(config: Config) -> Iterator[Finding]:
                 f"{show(value)} is for several devices, and the launcher 'local' has one process on one",
                 f"leave it at {show(default)}, or set trainer.launcher=ray",
             )
+
+
+def judges(config: Config) -> Iterator[Finding]:
+    """What actors take, there are actors to take."""
+    if config.reward.actor_cpus != 1 and not config.reward.num_actors:
+        yield Finding(
+            ("reward.actor_cpus", "reward.num_actors"),
+            "verifiers run beside each worker, and no actor takes CPUs for them",
+            "remove it, or set reward.num_actors with trainer.launcher=ray",
+        )
 
 
 _LOOKS_SECRET = re.compile(r"token|secret|password|passwd|credential|api_?key|access_?key", re.IGNORECASE)
@@ -54,4 +65,4 @@ def no_secrets(config: Config) -> Iterator[Finding]:
             )
 
 
-RULES = (one_device, no_secrets)
+RULES = (one_device, judges, no_secrets)

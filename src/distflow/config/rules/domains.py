@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
-from distflow.config.by_domain import reward_functions
+from distflow.config.by_domain import reward_functions, unfiltered_domains
 from distflow.config.domains import DomainConfig
 from distflow.config.errors import nearest
+from distflow.config.names import CURRICULA
 from distflow.config.program import find_pipeline, is_rl
 from distflow.config.rules.data import takes_prompt
 from distflow.config.rules.finding import ROLLOUT, Finding
@@ -12,8 +13,8 @@ from distflow.config.schema import Config
 
 _LEARNS = ("response_key", "messages_key")
 _GENERATES = (
-    *("reward", "filter_groups", "answer_key"),
-    *("top_p", "top_k", "min_p", "repetition_penalty", "stop"),
+    *("reward", "filter_groups", "skip_outside", "answer_key", "solution_key"),
+    *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop"),
 )
 
 
@@ -65,6 +66,19 @@ def weights(config: Config) -> Iterator[Finding]:
             "all weights are 0: nothing would be trained on",
             "give a domain a weight above 0; weights are relative and need not add up to 1",
         )
+
+
+def curriculum(config: Config) -> Iterator[Finding]:
+    """There is something to divide otherwise, and something to go by."""
+    name, key = config.data.curriculum.function, "data.curriculum.function"
+    if name is None:
+        return
+    drawn = [domain for domain, settings in config.data.domains.items() if settings.weight]
+    if len(drawn) < 2:
+        what = f"{drawn[0]} has all places" if drawn else "there are no domains"
+        yield Finding((key, "data.domains"), f"it divides steps between domains, and {what}", "remove it")
+    if name in CURRICULA and not is_rl(config):
+        yield Finding((key,), "it goes by right answers, and the program judges none", "name a function of yours")
 
 
 def rewards(config: Config) -> Iterator[Finding]:
@@ -159,18 +173,22 @@ def sampling(config: Config) -> Iterator[Finding]:
 
 def used(config: Config) -> Iterator[Finding]:
     """What is set of a domain does something in the program."""
-    default = DomainConfig()
+    default, rollout = DomainConfig(), config.actor_rollout_ref.rollout
     for name, domain in config.data.domains.items():
         for setting in _LEARNS if is_rl(config) else _GENERATES:
             if getattr(domain, setting) != getattr(default, setting):
                 what = "samples its answers" if is_rl(config) else "learns the answers of the data"
                 yield Finding((f"data.domains.{name}.{setting}",), f"it does nothing: the program {what}", "remove it")
-        if domain.filter_groups and config.actor_rollout_ref.rollout.n == 1:
+        if domain.pass_rate_key and not (domain.pass_rate or config.data.pass_rate):
+            what = "no pass rate is asked for"
+            yield Finding((f"data.domains.{name}.pass_rate_key",), what, f"set data.domains.{name}.pass_rate=[0.1,0.9]")
+        if name not in unfiltered_domains(config) and (domain.n or (domain.filter_groups and rollout.n)) == 1:
+            size = f"data.domains.{name}.n" if domain.n else f"{ROLLOUT}.n"
             yield Finding(
-                (f"data.domains.{name}.filter_groups", f"{ROLLOUT}.n"),
+                (f"data.domains.{name}.filter_groups", size),
                 "the only sample of a group equals itself: every group would be dropped",
-                f"set {ROLLOUT}.n=8, or data.domains.{name}.filter_groups=false",
+                f"set {size}=8, or data.domains.{name}.filter_groups=false",
             )
 
 
-RULES = (one_form, sources, weights, rewards, prompts, lengths, sampling, used)
+RULES = (one_form, sources, weights, curriculum, rewards, prompts, lengths, sampling, used)

@@ -7,7 +7,7 @@ from distflow.config.domain_algorithm import config_of, takes_values
 from distflow.config.errors import nearest
 from distflow.config.program import CUSTOM, is_rl, may_have_critic, program_name
 from distflow.config.rules import advantages, algorithm, program
-from distflow.config.rules.finding import Finding
+from distflow.config.rules.finding import ROLLOUT, Finding
 from distflow.config.schema import Config
 
 _RULES = (program.group_of_one, program.known_names, *advantages.RULES, algorithm.kl_control, algorithm.kl_terms_count)
@@ -15,12 +15,19 @@ _RULES = (program.group_of_one, program.known_names, *advantages.RULES, algorith
 
 def of_each(config: Config) -> Iterator[Finding]:
     """What the domain alone makes wrong, by its own keys."""
-    for domain, own in config.algorithm.domains.items():
+    sized = [name for name, each in config.data.domains.items() if each.n]
+    for domain in dict.fromkeys((*config.algorithm.domains, *sized)):
+        own = config.algorithm.domains.get(domain, {})
         named = {f"algorithm.{key}": f"algorithm.domains.{domain}.{key}" for key in own}
+        if domain in sized:
+            named[f"{ROLLOUT}.n"] = f"data.domains.{domain}.n"
         for rule in _RULES:
             for finding in rule(config_of(config, domain)):
                 if not named.keys().isdisjoint(finding.keys):
-                    yield replace(finding, keys=tuple(named.get(key, key) for key in finding.keys))
+                    advice = finding.advice
+                    for key, own_key in named.items():
+                        advice = advice.replace(f"{key}=", f"{own_key}=")
+                    yield replace(finding, keys=tuple(named.get(key, key) for key in finding.keys), advice=advice)
 
 
 def critics(config: Config) -> Iterator[Finding]:

@@ -100,7 +100,8 @@ def known_names(config: Config) -> Iterator[Finding]:
             yield Finding(
                 (key,),
                 f"'{name}' is no built-in name",
-                f"{meant}built in are {', '.join(table)}; a name of your own needs its module in trainer.imports",
+                f"{meant}built in are {', '.join(table)}; a function of your own is named file.py:function, and a name "
+                "that a module of yours registers needs the module in trainer.imports",
             )
 
 

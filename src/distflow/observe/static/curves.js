@@ -60,7 +60,9 @@ class Chart {
     this.spec = spec;
     this.shown = spec.names.map(() => true);
     this.columns = columns(spec.names);
-    this.labels = shortNames(spec.names);
+    const short = shortNames(spec.names);
+    this.labels = spec.names.map((name, s) => spec.labels?.[name] ?? short[s]);
+    this.colors = spec.names.map((name, s) => `--c${(spec.colors?.[name] ?? s) % NUM_COLORS}`);
     this.build(place);
     charts.push(this);
   }
@@ -73,7 +75,7 @@ class Chart {
       this.values.push(value);
       const button = el("button", { type: "button", "aria-pressed": "true", title: this.title(name), onclick: () => this.toggle(s, button) },
         inert(this.labels[s]), value);
-      button.style.setProperty("--c", `var(--c${s % NUM_COLORS})`);
+      button.style.setProperty("--c", `var(${this.colors[s]})`);
       return button;
     }));
     this.plotPlace = el("div", { class: "plot", tabindex: "0", role: "img", "aria-label": this.summary(), onkeydown: (event) => this.key(event) });
@@ -114,17 +116,16 @@ class Chart {
     if (this.spec.kind === "stack") {
       const smoothed = y.map((values) => smooth(values, weight));
       const stacked = stack(smoothed, this.shown);
-      const color = (s) => `--c${s % NUM_COLORS}`;
       // Filled from the top of the stack down, so that each layer covers the sum of those below it.
       const order = stacked.map((_, s) => s).reverse();
-      return { data: [x, ...order.map((s) => stacked[s])], lines: order.map((s) => ({ color: css(color(s)), width: 1, fill: true })) };
+      return { data: [x, ...order.map((s) => stacked[s])], lines: order.map((s) => ({ color: css(this.colors[s]), width: 1, fill: true })) };
     }
     const lines = [];
     const columnsDrawn = [x];
     // The first line is drawn last: where two are equal it is the one to see.
     [...y.keys()].reverse().forEach((s) => {
       const values = y[s];
-      const color = css(`--c${s % NUM_COLORS}`);
+      const color = css(this.colors[s]);
       const isDense = values.filter((value) => value !== undefined).length > FEW_POINTS;
       if (weight && isDense) {
         columnsDrawn.push(visible(values, s));
@@ -199,7 +200,7 @@ class Chart {
     const half = 4 * devicePixelRatio;
     this.columns.bars.forEach((bars, s) => {
       if (!bars || !this.shown[s]) return;
-      ctx.strokeStyle = css(`--c${s % NUM_COLORS}`);
+      ctx.strokeStyle = css(this.colors[s]);
       bars.forEach((bar, i) => {
         if (!bar) return;
         const x = plot.valToPos(this.columns.x[i], "x", true);

@@ -2,6 +2,9 @@
 
 const BAR_HEIGHT = 150;
 
+// With domains the name alone does not say whether a part of the reward or a domain is meant.
+const isTwofold = (name) => data.domains.length > 0 && name.startsWith("reward/") && name.split("/").length > 2 && name in data.docs;
+
 function showConstants() {
   if (!data.constants.length) return;
   const place = byId("constants");
@@ -10,7 +13,7 @@ function showConstants() {
   place.querySelector("summary").textContent = data.charts.length ? `${number_of} that did not change` : number_of;
   place.open = !data.charts.length;
   place.querySelector(".constants").append(...data.constants.map(({ name, value, unit }) =>
-    el("div", { title: data.docs[name] ?? name }, el("span", {}, inert(name)), el("b", {}, `${number(value)} ${unit}`.trim()))));
+    el("div", { title: data.docs[name] ? `${name}: ${data.docs[name]}` : name }, el("span", {}, inert(isTwofold(name) ? data.docs[name] : name)), el("b", {}, `${number(value)} ${unit}`.trim()))));
 }
 
 function showHistograms() {

@@ -41,6 +41,7 @@ showTop();
 showFailure();
 showProblems();
 showCompare();
+showDomains();
 showCharts();
 showConstants();
 showHistograms();

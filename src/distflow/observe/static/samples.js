@@ -7,13 +7,18 @@ const rewards = (group) => group.answers.map((answer) => answer.score).filter((s
 const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
 const isCut = (answer) => answer.finish_reason === "length";
 
+const prompts = (group) => String(group.prompt ?? "");
+const lengths = (group) => mean(group.answers.map((answer) => answer.response_length).filter((n) => typeof n === "number"));
+const isMasked = (answer) => answer.masked > 0;
+
 const COLUMNS = [
   { key: "step", label: "step", width: "5.4rem", value: (group) => group.step },
   { key: "split", label: "set", width: "4.4rem", value: (group) => group.split, wide: true },
+  { key: "domain", label: "domain", width: "6.5rem", byDomain: true, value: (group) => group.domain ?? "", wide: true },
   { key: "mean", label: "reward", width: "5.6rem", judged: true, value: (group) => mean(rewards(group)) },
   { key: "answers", label: "answers", width: "10.5rem", judged: true, value: (group) => group.answers.length, wide: true },
-  { key: "length", label: "tokens", width: "5.2rem", value: (group) => mean(group.answers.map((a) => a.response_length).filter((n) => typeof n === "number")), wide: true },
-  { key: "prompt", label: "prompt", value: (group) => String(group.prompt ?? "") },
+  { key: "length", label: "tokens", width: "5.2rem", value: lengths, wide: true },
+  { key: "prompt", label: "prompt", value: prompts },
   { key: "response", label: "answer", value: (group) => String(group.answers[0]?.response ?? "") },
 ];
 
@@ -22,13 +27,21 @@ const WHICH = {
   all: ["all groups", () => true],
   mixed: ["different rewards", (group) => new Set(rewards(group)).size > 1],
   equal: ["all rewards equal", (group) => rewards(group).length > 1 && new Set(rewards(group)).size === 1],
+  right: ["a right answer", (group) => group.answers.some((answer) => isRight(answer) === true)],
+  wrong: ["a wrong answer", (group) => group.answers.some((answer) => isRight(answer) === false)],
   cut: ["an answer cut off", (group) => group.answers.some(isCut)],
   failed: ["an answer without a verdict", (group) => rewards(group).length < group.answers.length],
+  error: ["a verdict that was an error", (group) => group.answers.some((answer) => answer.failure === "error")],
+  timeout: ["a verdict out of time", (group) => group.answers.some((answer) => answer.failure === "timeout")],
+  masked: ["an answer left out of the loss", (group) => group.answers.some(isMasked)],
+  dropped: ["dropped, not trained on", (group) => group.answers.some((answer) => answer.dropped)],
 };
+
+const sameTexts = (group) => [group.prompt, group.truth, ...group.answers.flatMap((answer) => [answer.response, answer.errors, JSON.stringify(answer.told ?? {})])];
 
 class Samples {
   constructor() {
-    const { groups, num_groups, num_files, all_files } = data.samples;
+    const { groups, num_groups, num_answers, num_files, all_files } = data.samples;
     if (!groups.length) return;
     this.section = byId("samples");
     this.section.hidden = false;
@@ -39,14 +52,18 @@ class Samples {
     this.isJudged = found.length > 0 || groups.some((group) => group.answers.some((answer) => answer.errors));
     this.section.querySelector("h2").textContent = this.isJudged ? "What did it write?" : "What was it trained on?";
     for (const label of this.form.querySelectorAll(".judged")) label.hidden = !this.isJudged;
-    this.columns = COLUMNS.filter((column) => this.isJudged || !column.judged);
+    this.domains = [...new Set(groups.map((group) => group.domain ?? ""))].sort();
+    const hasDomains = this.domains.length > 1;
+    this.form.querySelector(".by-domain").hidden = !hasDomains;
+    this.columns = COLUMNS.filter((column) => (this.isJudged || !column.judged) && (hasDomains || !column.byDomain));
     this.lowest = Math.min(...found);
     this.highest = Math.max(...found);
     const all = groups.length === num_groups && num_files === all_files;
-    const files = num_files === all_files ? `${all_files} sample files` : `${num_files} of ${all_files} sample files`;
+    const files = num_files === all_files ? plural(all_files, "sample file") : `${num_files} of the ${plural(all_files, "sample file")}, evenly chosen`;
     this.section.querySelector(".lead").textContent = `A row is a prompt with all its answers; open it to read them. ` + (all
       ? "All groups of the run are here."
-      : `${groups.length.toLocaleString("en")} groups, evenly taken from ${files}; the folder samples holds all.`);
+      : `Here are ${groups.length.toLocaleString("en")} of the ${plural(num_groups, "group")} (${plural(num_answers, "answer")}) in ${files}: evenly taken ` +
+        "from each domain, after a few whose verdicts failed. Filters see these alone; the folder samples holds all.");
     this.choices();
     this.head();
     this.form.addEventListener("input", () => this.show(0));
@@ -56,7 +73,9 @@ class Samples {
   }
 
   choices() {
-    const { step, which } = this.form.elements;
+    const { step, which, domain } = this.form.elements;
+    domain.append(el("option", { value: "all" }, "all"));
+    for (const [i, name] of this.domains.entries()) domain.append(el("option", { value: String(i) }, inert(name || "(none)")));
     step.append(el("option", { value: "" }, "all"));
     for (const name of new Set(data.samples.groups.map((group) => `${group.split} ${group.step}`))) {
       step.append(el("option", { value: name }, inert(name)));
@@ -84,16 +103,18 @@ class Samples {
   }
 
   chosen() {
-    const { text, step, which, low, high } = this.form.elements;
+    const { text, step, which, domain, low, high } = this.form.elements;
+    const wanted = domain.value === "all" ? null : this.domains[Number(domain.value)];
     const words = text.value.toLowerCase();
     const takes = WHICH[which.value || "all"][1];
     const groups = data.samples.groups.filter((group) => {
       if (step.value && `${group.split} ${group.step}` !== step.value) return false;
+      if (wanted !== null && (group.domain ?? "") !== wanted) return false;
       const average = mean(rewards(group));
       if (low.value !== "" && !(average !== null && average >= Number(low.value))) return false;
       if (high.value !== "" && !(average !== null && average <= Number(high.value))) return false;
       if (!takes(group)) return false;
-      return !words || [group.prompt, group.truth, ...group.answers.map((answer) => answer.response)].some((t) => String(t ?? "").toLowerCase().includes(words));
+      return !words || sameTexts(group).some((t) => String(t ?? "").toLowerCase().includes(words));
     });
     const { column, down } = this.sort;
     const sign = down ? -1 : 1;
@@ -131,9 +152,10 @@ class Samples {
     } },
       el("td", { class: "number" }, open, number(group.step)),
       el("td", { class: "wide-only" }, inert(group.split)),
-      ...(this.isJudged ? [el("td", { class: "number" }, scoreBadge(COLUMNS[2].value(group))), el("td", { class: "wide-only" }, this.dots(group))] : []),
-      el("td", { class: "number wide-only" }, number(COLUMNS[4].value(group))),
-      el("td", {}, line(group.prompt)),
+      ...(this.domains.length > 1 ? [el("td", { class: "wide-only" }, inert(group.domain ?? ""))] : []),
+      ...(this.isJudged ? [el("td", { class: "number" }, scoreBadge(mean(rewards(group)))), el("td", { class: "wide-only" }, this.dots(group))] : []),
+      el("td", { class: "number wide-only" }, number(lengths(group))),
+      el("td", {}, line(prompts(group))),
       el("td", {}, line(group.answers[0]?.response)),
     );
     return row;
@@ -178,6 +200,8 @@ class Samples {
     if (typeof answer.advantage === "number") said.push(el("span", {}, `advantage ${answer.advantage > 0 ? "+" : ""}${number(answer.advantage)}`));
     else if (answer.advantage !== undefined) said.push(el("span", {}, `advantage ${number(answer.advantage)}`));
     if (answer.acc !== undefined) said.push(el("span", {}, `right ${number(answer.acc)}`));
+    if (answer.dropped) said.push(el("span", { class: "warn" }, inert(`dropped: ${answer.dropped}`)));
+    else if (isMasked(answer)) said.push(el("span", { class: "warn" }, answer.masked > 0.9999 ? "left out of the loss" : `${Math.round(100 * answer.masked)} % of it left out of the loss`));
     if (answer.response_length !== undefined) said.push(el("span", {}, `${number(answer.response_length)} tokens`));
     if (isCut(answer)) said.push(el("span", { class: "warn" }, "cut off"));
     else if (answer.finish_reason && answer.finish_reason !== "stop") said.push(el("span", {}, inert(`ended by ${answer.finish_reason}`)));
@@ -186,7 +210,8 @@ class Samples {
     const shown = parts.length > 1 ? parts.map(([name, value]) => [name, value !== null && typeof value === "object" ? JSON.stringify(value) : number(value)]) : [];
     const node = el("div", { class: "one" }, el("div", { class: "said" }, ...said), textBox(answer.response));
     if (shown.length) node.append(facts(shown, true));
-    if (answer.errors) node.append(el("p", { class: "error" }, inert(typeof answer.errors === "string" ? answer.errors : answer.errors.join("\n"))));
+    node.append(...remarks(answer));
+    if (answer.errors) node.append(el("p", { class: "error" }, answer.failure === "timeout" ? "out of time: " : "no verdict: ", inert(typeof answer.errors === "string" ? answer.errors : answer.errors.join("\n"))));
     return node;
   }
 }

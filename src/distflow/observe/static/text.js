@@ -50,7 +50,8 @@ function inert(text) {
 
 function textBox(text, tag = "div") {
   if (text === null || text === undefined || text === "") return el(tag, { class: "text empty" }, "(empty)");
-  return el(tag, { class: "text" }, inert(typeof text === "string" ? text : JSON.stringify(text)));
+  const lines = Array.isArray(text) && text.length && text.every((line) => typeof line === "string") ? text.join("\n") : text;
+  return el(tag, { class: "text" }, inert(typeof lines === "string" ? lines : JSON.stringify(lines)));
 }
 
 function number(value) {

@@ -6,7 +6,7 @@ function setTheme(theme) {
 }
 
 // The parts of the page that this run has.
-const CONTENTS = [["problems", "problems"], ["compare", "before and after"], ["curves", "curves"], ["samples", "answers"], ["step", "a step"], ["setup", "configuration"]];
+const CONTENTS = [["problems", "problems"], ["compare", "before and after"], ["domains", "domains"], ["curves", "curves"], ["samples", "answers"], ["step", "a step"], ["setup", "configuration"]];
 
 function showContents() {
   const there = CONTENTS.filter(([id]) => !byId(id).hidden);
@@ -64,7 +64,8 @@ function showCompare() {
   section.hidden = false;
   const problems = (n) => `${n.toLocaleString("en")} problem${n === 1 ? "" : "s"}`;
   let lead = `The same held-out problems at step ${compare.first} and at step ${compare.last}: ${problems(compare.num_better)} ` +
-    `scored higher afterwards, ${compare.num_worse.toLocaleString("en")} lower, ${compare.num_same.toLocaleString("en")} the same.`;
+    `scored higher afterwards, ${compare.num_worse.toLocaleString("en")} lower, ${compare.num_same.toLocaleString("en")} the same` +
+    `${compare.num_unjudged ? `; ${compare.num_unjudged.toLocaleString("en")} had no verdict at one of them` : ""}.`;
   if (compare.lengths) {
     lead += ` Mean length of a response: ${compare.lengths[0].toFixed(1)} tokens before, ${compare.lengths[1].toFixed(1)} after.`;
   }

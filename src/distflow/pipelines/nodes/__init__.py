@@ -14,6 +14,7 @@ from distflow.pipelines.nodes.normalizing import (
     normalize_advantages,
     normalize_rewards,
     weigh_samples,
+    whiten_rewards,
 )
 from distflow.pipelines.nodes.scoring import (
     apply_kl_penalty,
@@ -30,6 +31,7 @@ from distflow.pipelines.nodes.updates import train_actor, train_critic, train_sf
 
 __all__ = [
     "weigh_samples",
+    "whiten_rewards",
     "mask_samples",
     "clip_rewards",
     "clip_advantages",

@@ -114,7 +114,10 @@ async def judge_samples(
         "acc": [judgement.accuracy for judgement in judgements],
         "valid": [isinstance(verdict, Score) or given is not None for verdict in verdicts],
         "reward_parts": [judgement.scores() for judgement in judgements],
-        "reward_extra": [verdict.extra if isinstance(verdict, Score) else {} for verdict in verdicts],
+        "reward_extra": [
+            verdict.extra if isinstance(verdict, Score) else judgement.remarks()
+            for verdict, judgement in zip(verdicts, judgements, strict=True)
+        ],
         "reward_errors": [None if isinstance(verdict, Score) else str(verdict) for verdict in verdicts],
     }
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms.advantages.group import on_last_token, sample_scores
+from distflow.algorithms.masking import masked_whiten
 from distflow.algorithms.moments import Moments
 from distflow.algorithms.normalization import Normalization
 from distflow.algorithms.sample_weights import (
@@ -23,13 +24,15 @@ from distflow.config.algorithm import AlgorithmConfig, NormConfig, is_on
 from distflow.config.watch import plain
 from distflow.graph import NodeOutput, node, node_factory
 from distflow.pipelines.nodes.by_domain import by_domain
+from distflow.rewards.correctness import RIGHT
 from distflow.runtime.context import NodeContext
 from distflow.training.collective import Collective
 
 
 def masks_samples(algorithm: AlgorithmConfig) -> bool:
     """Whether it leaves samples out of the loss."""
-    return algorithm.mask_truncated or algorithm.difficulty_mask is not None
+    bounds = (algorithm.difficulty_mask, algorithm.mask_long_errors)
+    return algorithm.mask_truncated or any(bound is not None for bound in bounds)
 
 
 def changes_rewards(algorithm: AlgorithmConfig) -> bool:
@@ -45,18 +48,24 @@ def weighs_samples(algorithm: AlgorithmConfig) -> bool:
 @node_factory
 @node(writes="loss_mask")
 def mask_samples(config: Config) -> Callable[..., object]:
-    """`loss_mask` less the samples that `algorithm.mask_truncated` and `difficulty_mask` leave out."""
+    """`loss_mask` less what `algorithm.mask_truncated`, `mask_long_errors` and `difficulty_mask` leave out."""
     return by_domain(config, _mask_samples, masks_samples)
 
 
 def _mask_samples(config: Config) -> Callable[..., object]:
     settings = config.algorithm
-    return partial(masked_samples, mask_truncated=settings.mask_truncated, difficulty_mask=settings.difficulty_mask)
+    return partial(
+        masked_samples,
+        mask_truncated=settings.mask_truncated,
+        difficulty_mask=settings.difficulty_mask,
+        mask_long_errors=settings.mask_long_errors,
+    )
 
 
 @node(writes="loss_mask", scope="group")
 def masked_samples(
     loss_mask: Tensor,
+    response_mask: Tensor,
     acc: Tensor,
     valid: Tensor,
     truncated: Tensor,
@@ -64,15 +73,23 @@ def masked_samples(
     *,
     mask_truncated: bool,
     difficulty_mask: Band | None,
+    mask_long_errors: int | None = None,
 ) -> NodeOutput:
-    """They stay in the baselines and means of their group. `sample_mask/*`: the share of valid samples left out."""
+    """They stay in the baselines and means of their group. `sample_mask/*`: the share of valid samples left out.
+
+    mask_long_errors: tokens of the policy from which on an answer that is not right is left out (ROLL's
+    `error_max_len_threshold`).
+    """
     valid = valid.bool()
     cut = truncated.bool() & mask_truncated
+    lengths = (response_mask > 0).sum(dim=-1)
+    longest = torch.inf if mask_long_errors is None else mask_long_errors
+    long_errors = (acc < RIGHT) & (lengths >= longest)
     share = share_right(acc, group_index, valid)
     uneven = is_within(share, difficulty_mask) if difficulty_mask is not None else torch.ones_like(valid)
-    measured = {"sample_mask/truncated": cut, "sample_mask/difficulty": ~uneven}
-    metrics = {name: _share(left_out, valid) for name, left_out in measured.items()}
-    keep = ~cut & uneven
+    measured = {"truncated": cut, "long_errors": long_errors, "difficulty": ~uneven}
+    metrics = {f"sample_mask/{name}": _share(left_out, valid) for name, left_out in measured.items()}
+    keep = ~cut & ~long_errors & uneven
     return NodeOutput({"loss_mask": loss_mask * keep[:, None].to(loss_mask.dtype)}, metrics, float(valid.sum()))
 
 
@@ -137,6 +154,21 @@ def clipped_rewards(token_level_rewards: Tensor, response_mask: Tensor, valid: T
     clipped = on_last_token(rewards.clamp(-bound, bound), response_mask)
     metrics = {"reward_clip/clipped": _share(rewards.abs() > bound, valid)}
     return NodeOutput({"token_level_rewards": clipped}, metrics, float(valid.sum()))
+
+
+@node_factory
+@node(writes="token_level_rewards")
+def whiten_rewards(config: Config) -> Callable[..., object]:
+    """Rewards of tokens by `algorithm.whiten_rewards`."""
+    return by_domain(config, lambda _: whitened_rewards, lambda algorithm: algorithm.whiten_rewards)
+
+
+@node(writes="token_level_rewards")
+def whitened_rewards(token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor, reduce: Collective) -> Tensor:
+    """float32 `(bs, response_length)`: mean 0 and variance 1 over the policy's tokens of all valid samples, also of
+    those that are left out of the loss (alibaba/ROLL leaves them out here too); 0 elsewhere."""
+    counted = (response_mask > 0) & valid.bool()[:, None]
+    return masked_whiten(token_level_rewards, counted, reduce).float()
 
 
 @node_factory

@@ -24,7 +24,7 @@ from distflow.pipelines.objectives import (
 from distflow.runtime.checks.mismatch import Tolerance
 from distflow.runtime.context import NodeContext
 from distflow.training.collective import Collective
-from distflow.training.engine import Counts, LossFn, TrainEngine
+from distflow.training.engine import Counts, LossFn, Sums, TrainEngine
 
 register_field(
     "trainer_log_probs",
@@ -200,8 +200,8 @@ class Recorded:
     def counts(self, batch: Batch) -> Counts:
         return self._loss.counts(batch)
 
-    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Counts]:
-        log_probs = outputs["log_probs"].detach().cpu()
+    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
+        log_probs = outputs["log_probs"].detach()
         for uid, row, length in zip(micro["uid"], log_probs, micro.lengths("response").tolist(), strict=True):
             self._rows[uid] = row[:length]
         return self._loss(outputs, micro, counts)
@@ -211,13 +211,12 @@ class Recorded:
 
 
 def _by_sample(rows: Mapping[str, Tensor], batch: Batch) -> Tensor:
-    """The rows of all samples one after another, NaN for those without one."""
+    """The rows of all samples one after another on the CPU, NaN for those without one."""
     if not len(batch):  # this rank's share of a step that others have
         return torch.empty(0)
-    lengths = batch.lengths("response").tolist()
-    return torch.cat(
-        [rows.get(uid, torch.full((length,), torch.nan)) for uid, length in zip(batch["uid"], lengths, strict=True)]
-    )
+    device = next((row.device for row in rows.values()), None)
+    missing = [torch.full((length,), torch.nan, device=device) for length in batch.lengths("response").tolist()]
+    return torch.cat([rows.get(uid, nothing) for uid, nothing in zip(batch["uid"], missing, strict=True)]).cpu()
 
 
 def _over(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:

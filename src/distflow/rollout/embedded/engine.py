@@ -12,15 +12,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from distflow.config.errors import UserError
 from distflow.flow.ticket import TRAIN, Version
-from distflow.models.decoder import DecoderView, PromptKV
+from distflow.models.decoder import DecoderView
 from distflow.rollout.activity import Activity, ActivityLog
 from distflow.rollout.checks import check_request
-from distflow.rollout.embedded.lane import Lane
+from distflow.rollout.embedded.device.chain import Chain, DeviceOptions
+from distflow.rollout.embedded.device.lane import DeviceLane
+from distflow.rollout.embedded.lane import Drawn, Lane
 from distflow.rollout.embedded.loop import StepLoop, settle
-from distflow.rollout.embedded.sampler import Draws, sample
-from distflow.rollout.embedded.scheduler import Prefill, Work
 from distflow.rollout.embedded.sequence import Sequence, sequences_of
+from distflow.rollout.embedded.steps import step_here
+from distflow.rollout.embedded.tiles import Tiles
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Host, KVOnUpdate, Receipt
 from distflow.rollout.receipts import stripe_hashes
 from distflow.rollout.stopping import finish_reason
@@ -33,7 +36,7 @@ class _Pending:
 
     loop: asyncio.AbstractEventLoop
     future: "asyncio.Future[GenerateResult]"
-    lane: Lane
+    lane: Lane | DeviceLane
     sequences: list[Sequence]
 
 
@@ -59,16 +62,22 @@ class EmbeddedEngine:
         shares_weights: bool = False,
         kv_on_update: KVOnUpdate = "keep",
         num_threads: int | None = None,
+        batch_invariant: bool = False,
         max_prefill_tokens: int = 8192,
         prompt_cache_tokens: int = 16384,
+        enforce_eager: bool = False,
+        on_device: DeviceOptions | None = None,
     ) -> None:
         """Raises UserError for a model that `DecoderView` cannot run.
 
         tokenizer: for stop strings. max_num_seqs: sequences of a lane decoded together. shares_weights: `model` is the
         trainer's, so `load_weights` copies nothing. kv_on_update: with new weights, begun sequences go on over the old
         keys and values, get those of the new weights, or end (finish reason "abort"). num_threads: of torch, where the
-        engine computes on a thread of its own; None leaves them as they are. max_prefill_tokens: of one step.
-        prompt_cache_tokens: prefilled prompt tokens that a lane keeps while it has work.
+        engine computes on a thread of its own; None leaves them as they are. batch_invariant: see `Tiles`, which says
+        what it promises. max_prefill_tokens: of one step.
+        prompt_cache_tokens: prefilled prompt tokens that a lane keeps while it has work. enforce_eager: no CUDA graphs.
+        on_device: have steps chained on the device (`device/`); None: where it is one of CUDA's, and the engine is not
+        `batch_invariant`.
         """
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
@@ -76,7 +85,8 @@ class EmbeddedEngine:
         self.num_generated_tokens = 0
         self._model = model
         self._tokenizer = tokenizer
-        self._decoder = DecoderView(model)
+        self._decoder = DecoderView(model, in_blocks=batch_invariant)
+        self._tiles = Tiles(self._decoder) if batch_invariant else None
         self._shares_weights = shares_weights
         self._kv_on_update = kv_on_update
         self._activity = ActivityLog()
@@ -84,13 +94,19 @@ class EmbeddedEngine:
         # alone it draws itself, and nobody else does.
         self._is_whole = True  # False: a copy failed in the middle
         self._num_loads = 0  # names the weights, whatever number they have: an alias changes their version alone
+        if on_device is None and self._decoder.device.type == "cuda" and not batch_invariant:
+            on_device = DeviceOptions(graphs=not enforce_eager)
+        self._chain = Chain(self._decoder, model, 2 * max_num_seqs, on_device) if on_device is not None else None
         self._other, self._train = self._lanes = tuple(
-            Lane(name, max_num_seqs, max_prefill_tokens, prompt_cache_tokens) for name in ("eval", "train")
+            self._make_lane(name, max_num_seqs, max_prefill_tokens, prompt_cache_tokens) for name in ("eval", "train")
         )
         self._numbers = itertools.count()
         self._pending: dict[int, _Pending] = {}
         self.host: Host | None = None
         self._loop = StepLoop("embedded-rollout", self.step, self._has_work, self._fail, num_threads)
+
+    def _make_lane(self, name: str, *limits: int) -> Lane | DeviceLane:
+        return Lane(name, *limits) if self._chain is None else DeviceLane(name, self._chain, self._decoder, *limits)
 
     async def __aenter__(self) -> "EmbeddedEngine":
         self._loop.start(self.host)
@@ -124,14 +140,17 @@ class EmbeddedEngine:
 
         def pause() -> None:
             self._loop.paused = True
+            self._settle()
             self._activity.stopped()
             if release:
-                self._forget_kv()
+                self._release()
 
         await self._loop.call(pause)
 
     async def resume(self) -> None:
         def resume() -> None:
+            if self._chain is not None:
+                self._chain.graphs.follow_weights()
             self._loop.paused = False
 
         await self._loop.call(resume)
@@ -161,67 +180,63 @@ class EmbeddedEngine:
             raise RuntimeError("the rollout engine took a part of its last weights only, and does not serve them")
         if self._model.training:
             self._model.eval()
-        lane = next(lane for lane in self._lanes if lane.has_work)
-        work = lane.scheduler.schedule()
-        hidden = self._prefill(lane, work) if work.prefills else self._decode(lane, work)
-        finished = self._append(work, sample(self._decoder.logits(hidden), work.sequences))
-        self._activity.decoded(t0, time.time(), self.version.step, lane.name, len(work.sequences))
+        lane = next(lane for lane in self._lanes if lane.can_step)
+        drawn = (
+            lane.step(self._num_loads)
+            if isinstance(lane, DeviceLane)
+            else step_here(lane, self._decoder, self._tiles, self._num_loads)
+        )
+        if drawn is not None and drawn.sequences:  # all may have ended meanwhile
+            self._take(lane, drawn, t0)
+
+    def _take(self, lane: Lane | DeviceLane, drawn: Drawn, t0: float) -> None:
+        finished = self._append(drawn)
+        self._activity.decoded(t0, time.time(), self.version.step, lane.name, len(drawn.sequences))
         self._finish(lane, finished)
+
+    def _settle(self) -> None:
+        """Read all that was launched: what follows changes what its tokens would be recorded as, or what they cost."""
+        try:
+            for lane in self._lanes:
+                while isinstance(lane, DeviceLane) and (drawn := lane.read()) is not None:
+                    self._take(lane, drawn, time.time())
+        except Exception as error:  # a step's failure, seen late: every waiting request gets it
+            self._fail(error)
 
     def _has_work(self) -> bool:
         return any(lane.has_work for lane in self._lanes)
 
-    def _prefill(self, lane: Lane, work: Work) -> Tensor:
-        """Returns `(rows, hidden)` of the last prompt tokens, in the order of the slots."""
-        slot, hidden = work.first_slot, []
-        for prefill in work.prefills:
-            for forward, rows in self._rows_of(lane, prefill):
-                lane.slots.fill(forward, rows, slot)
-                hidden.append(forward.hidden[torch.tensor(rows, device=forward.hidden.device)])
-                slot += len(rows)
-        return torch.cat(hidden)
-
-    def _rows_of(self, lane: Lane, prefill: Prefill) -> list[tuple[PromptKV, list[int]]]:
-        """Forwards with the rows to copy from each, a row for each sequence, in order."""
-        places = lane.prompts.rows(self._num_loads, prefill.contexts, self._decoder.prefill)
-        places = [place for place, starts in zip(places, prefill.starts, strict=True) for _ in starts]
-        runs = itertools.groupby(places, key=lambda place: id(place[0]))
-        return [(run[0][0], [row for _, row in run]) for run in (list(group) for _, group in runs)]
-
-    def _decode(self, lane: Lane, work: Work) -> Tensor:
-        device = self._decoder.device
-        positions = [sequence.position for sequence in work.sequences]
-        tokens = torch.tensor([sequence.token_ids[-1] for sequence in work.sequences], device=device)
-        keys, values = lane.slots.window(len(positions), max(positions) + 1)
-        return self._decoder.decode(tokens, torch.tensor(positions, device=device), keys, values)
-
-    def _append(self, work: Work, draws: Draws) -> list[Sequence]:
+    def _append(self, drawn: Drawn) -> list[Sequence]:
         """Give each sequence its token; returns those that are finished."""
-        columns = (column.tolist() for column in draws)
         finished = []
-        for sequence, token, rollout, sampling in zip(work.sequences, *columns, strict=True):
+        for sequence, token, rollout, sampling in zip(*drawn, strict=True):
             sequence.append(token, rollout, sampling, self.version.step)
             sequence.finish_reason = finish_reason(sequence.token_ids, sequence.params, self._tokenizer)
             if sequence.finish_reason is not None:
                 finished.append(sequence)
-        self.num_generated_tokens += len(work.sequences)
+        self.num_generated_tokens += len(drawn.sequences)
         return finished
 
-    def _finish(self, lane: Lane, finished: list[Sequence]) -> None:
-        """Free their slots, and answer the requests that have no other sequence left."""
+    def _finish(self, lane: Lane | DeviceLane, finished: list[Sequence]) -> None:
+        """Free their slots, and answer the requests that have no other sequence left, those that came first before."""
         self._leave(lane, finished)
-        for number in dict.fromkeys(sequence.request for sequence in finished):
+        for number in sorted({sequence.request for sequence in finished}):
             sequences = self._pending[number].sequences
             if all(sequence.finish_reason is not None for sequence in sequences):
                 pending = self._pending.pop(number)
                 settle(pending.loop, pending.future, GenerateResult(tuple(seq.generation() for seq in sequences)))
 
-    def _leave(self, lane: Lane, gone: list[Sequence]) -> None:
+    def _leave(self, lane: Lane | DeviceLane, gone: list[Sequence]) -> None:
         lane.leave(gone)
         if not self._has_work():
             self._activity.stopped()
 
     def _submit(self, number: int, pending: _Pending) -> None:
+        if self._chain is not None:
+            try:
+                self._chain.check(pending.sequences[0])
+            except UserError as error:
+                return settle(pending.loop, pending.future, error)
         self._pending[number] = pending
         pending.lane.scheduler.add(pending.sequences)
 
@@ -236,11 +251,14 @@ class EmbeddedEngine:
         pending, self._pending = list(self._pending.values()), {}
         for lane in self._lanes:
             self._leave(lane, [*lane.scheduler.waiting, *lane.scheduler.running])
+        if self._chain is not None:
+            self._chain.release()  # NaN may be in it
         for waiting in pending:
             settle(waiting.loop, waiting.future, error)
 
     def _take_weights(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
         check_version(self.version, version)
+        self._settle()
         if weights is None:
             self.version = version
             return Receipt(version, shared=self._shares_weights, alias=True)
@@ -258,6 +276,8 @@ class EmbeddedEngine:
         self._is_whole = True
         self.version = version
         self._num_loads += 1
+        if self._chain is not None:
+            self._chain.graphs.follow_weights()
         self._follow_update()
         return Receipt(version, hashes, self._shares_weights)
 
@@ -268,11 +288,13 @@ class EmbeddedEngine:
             if self._kv_on_update == "recompute":
                 lane.forget_kv()
             elif self._kv_on_update == "abort":
-                begun = lane.begun()
+                begun = lane.scheduler.begun()
                 for sequence in begun:
                     sequence.finish_reason = "abort"
                 self._finish(lane, begun)
 
-    def _forget_kv(self) -> None:
+    def _release(self) -> None:
         for lane in self._lanes:
             lane.forget_kv()
+        if self._chain is not None:
+            self._chain.release()

@@ -5,20 +5,21 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from distflow.models.decoder import PromptKV
 from distflow.rollout.embedded.scheduler import Move
 
-EXTENT_BLOCK = 64
+EXTENT_BLOCK = 32
 
 
 class KVSlots:
-    """`keys (layers, slots, kv_heads, head_dim, extent)`, `values (layers, slots, kv_heads, extent, head_dim)`.
+    """`keys`, `values`: `(layers, slots, kv_heads, extent, head_dim)`.
 
-    Both the number of slots and the extent grow with need, and shrink to nothing at `reset`. Memory that was never
-    written is zero: attention masks it, but a NaN in it would still spread. The tensors are made in inference mode and
-    may be written in it only, and aborts move slots outside of any step: hence the decorators.
+    They are as long as the longest sequence asks for, and hold whoever is served or waits for it: what attention reads
+    lies together then. They grow with need, without the slots that nobody needs any more, and shrink to nothing at
+    `reset`. Memory that was never written is zero: attention masks it, but a NaN in it would still spread. The tensors
+    are made in inference mode and may be written in it only, and aborts move slots outside of any step: hence the
+    decorators.
     """
 
     def __init__(self) -> None:
@@ -28,20 +29,17 @@ class KVSlots:
         self.keys = self.values = torch.empty(0, 0, 0, 0, 0)
 
     @torch.inference_mode()
-    def fill(self, prompts: PromptKV, rows: list[int], first_slot: int) -> None:
-        """Copy the prompts' rows into consecutive slots."""
-        longest, end = prompts.keys.shape[-1], first_slot + len(rows)
+    def fill(self, prompts: PromptKV, rows: list[int], first_slot: int, num_wanted: int) -> None:
+        """Copy the prompts' rows into consecutive slots. num_wanted: slots that will be needed soon, as far as is
+        known."""
+        longest, end = prompts.keys.shape[-2], first_slot + len(rows)
         if self.keys.numel() == 0:
-            self._allocate(prompts, end, longest)
-        self.ensure(end, longest)
+            num_layers, _, num_kv_heads, _, head_dim = prompts.keys.shape
+            self.keys = self.values = prompts.keys.new_empty(num_layers, 0, num_kv_heads, 0, head_dim)
+        self._fit(end, max(longest, self.keys.shape[-2]), num_wanted)  # others may be longer
         index = torch.tensor(rows, device=prompts.keys.device)
-        self.keys[:, first_slot:end, ..., :longest] = prompts.keys[:, index]
+        self.keys[:, first_slot:end, :, :longest] = prompts.keys[:, index]
         self.values[:, first_slot:end, :, :longest] = prompts.values[:, index]
-
-    def window(self, num_slots: int, extent: int) -> tuple[Tensor, Tensor]:
-        """Views of the first slots, long enough for `extent` tokens."""
-        self.ensure(num_slots, extent)
-        return self.keys[:, :num_slots, ..., :extent], self.values[:, :num_slots, :, :extent]
 
     @torch.inference_mode()
     def move(self, moves: list[Move]) -> None:
@@ -52,20 +50,24 @@ class KVSlots:
             self.values[:, destination] = self.values[:, source]
 
     @torch.inference_mode()
-    def ensure(self, num_slots: int, extent: int) -> None:
-        """Grow, by at least a half where something grows, so that copies stay rare."""
-        has_slots, has_extent = self.keys.shape[1], self.keys.shape[-1]
-        more_slots = max(num_slots, has_slots * 3 // 2) - has_slots if num_slots > has_slots else 0
-        more_extent = _rounded(max(extent, has_extent * 3 // 2)) - has_extent if extent > has_extent else 0
-        if more_slots or more_extent:
-            self.keys = pad(self.keys, (0, more_extent, 0, 0, 0, 0, 0, more_slots))
-            self.values = pad(self.values, (0, 0, 0, more_extent, 0, 0, 0, more_slots))
+    def window(self, num_slots: int, extent: int, num_wanted: int) -> tuple[Tensor, Tensor]:
+        """The first slots, of `extent` tokens or more."""
+        self._fit(num_slots, extent, num_wanted)
+        return self.keys[:, :num_slots], self.values[:, :num_slots]
 
-    def _allocate(self, prompts: PromptKV, num_slots: int, extent: int) -> None:
-        num_layers, _, num_kv_heads, head_dim, _ = prompts.keys.shape
-        extent = _rounded(extent)
-        self.keys = prompts.keys.new_zeros(num_layers, num_slots, num_kv_heads, head_dim, extent)
-        self.values = prompts.values.new_zeros(num_layers, num_slots, num_kv_heads, extent, head_dim)
+    def _fit(self, num_slots: int, extent: int, num_wanted: int) -> None:
+        """Room for the first slots, and for `num_wanted` where others are needed. The extent grows by at least an
+        eighth, so that copies stay rare, and shrinks where more than a quarter would be read in vain."""
+        has_slots, has_extent = self.keys.shape[1], self.keys.shape[-2]
+        rounded = -(-extent // EXTENT_BLOCK) * EXTENT_BLOCK
+        if extent > has_extent:
+            rounded = max(rounded, -(-has_extent * 9 // (8 * EXTENT_BLOCK)) * EXTENT_BLOCK)
+        elif 4 * rounded > 3 * has_extent:
+            rounded = has_extent
+        if num_slots > has_slots or rounded != has_extent:
+            kept = slice(min(has_slots, num_slots)), slice(None), slice(min(has_extent, rounded))
+            shape = (max(num_slots, num_wanted), rounded)
+            self.keys, self.values = _moved(self.keys, kept, shape), _moved(self.values, kept, shape)
 
 
 class PromptCache:
@@ -103,7 +105,7 @@ class PromptCache:
         return found
 
     def _keep(self, version: object, contexts: list[tuple[int, ...]], forward: PromptKV) -> None:
-        num_tokens = len(contexts) * forward.keys.shape[-1]
+        num_tokens = len(contexts) * forward.keys.shape[-2]
         if num_tokens > self.max_tokens:
             return
         names: list[tuple[object, tuple[int, ...]]] = [(version, context) for context in contexts]
@@ -117,5 +119,8 @@ class PromptCache:
                 del self._rows[name]
 
 
-def _rounded(extent: int) -> int:
-    return -(-extent // EXTENT_BLOCK) * EXTENT_BLOCK
+def _moved(memory: Tensor, kept: tuple[slice, slice, slice], shape: tuple[int, int]) -> Tensor:
+    """kept: of slots, kv heads, extent. shape: slots and extent of the new memory."""
+    new = memory.new_zeros(memory.shape[0], shape[0], memory.shape[2], shape[1], memory.shape[4])
+    new[:, *kept] = memory[:, *kept]
+    return new

@@ -1,10 +1,20 @@
 """Sequences that are served together: their queue, slots and cached prompts."""
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 from distflow.rollout.embedded.kv import KVSlots, PromptCache
 from distflow.rollout.embedded.scheduler import Scheduler
 from distflow.rollout.embedded.sequence import Sequence
+
+
+class Drawn(NamedTuple):
+    """One token of each sequence, read on the host; log-probs as in `Generation`."""
+
+    sequences: list[Sequence]
+    token_ids: list[int]
+    rollout_log_probs: list[float]
+    sampling_log_probs: list[float]
 
 
 class Lane:
@@ -20,9 +30,9 @@ class Lane:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def begun(self) -> list[Sequence]:
-        """Those that have drawn tokens, and want more."""
-        return [seq for seq in (*self.scheduler.running, *self.scheduler.waiting) if seq.token_ids]
+    @property
+    def can_step(self) -> bool:
+        return self.has_work
 
     def leave(self, gone: Collection[Sequence]) -> None:
         """Forget sequences, finished or aborted; with the last one all memory is dropped."""

@@ -5,7 +5,7 @@ ones and a decode step computes nothing for an empty slot; when a sequence leave
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from distflow.rollout.embedded.sequence import Sequence
@@ -36,9 +36,16 @@ class Work:
 class Scheduler:
     """Slots are given out in the order of submission."""
 
-    def __init__(self, max_num_seqs: int, max_prefill_tokens: int) -> None:
-        """max_prefill_tokens: the most prompt tokens of one step (a single longer prompt runs alone)."""
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_prefill_tokens: int,
+        num_fitting: Callable[[Iterable[Sequence], int], int] | None = None,
+    ) -> None:
+        """max_prefill_tokens: the most prompt tokens of one step (a single longer prompt runs alone). num_fitting: how
+        many of the first of these memory has room for now, as many as the number at most; None: for all."""
         self.max_num_seqs = max_num_seqs
+        self._num_fitting = num_fitting
         self.max_prefill_tokens = max_prefill_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -46,6 +53,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
+
+    @property
+    def num_wanted(self) -> int:
+        """Slots that those who are here will need at once."""
+        return min(self.max_num_seqs, len(self.running) + len(self.waiting))
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         self.waiting.extend(sequences)
@@ -58,14 +70,16 @@ class Scheduler:
 
     def can_prefill(self) -> bool:
         """Enough free slots to be worth a forward: a part of all, or room for all that wait."""
-        free = self.max_num_seqs - len(self.running)
+        if not self.waiting:
+            return False
+        free = self._num_free()
         enough = max(1, int(self.max_num_seqs * REFILL_FRACTION))
-        return bool(self.waiting) and free >= min(enough, len(self.waiting))
+        return free >= min(enough, len(self.waiting)) or (free > 0 and not self.running)
 
     def do_prefill(self) -> Work:
         """Admit waiting sequences in order; those with the same context share its prefill."""
         starts: dict[tuple[int, ...], list[Sequence]] = {}
-        num_tokens, free = 0, self.max_num_seqs - len(self.running)
+        num_tokens, free = 0, self._num_free()
         while self.waiting and free > 0:
             context = self.waiting[0].context
             if context not in starts:
@@ -79,6 +93,11 @@ class Scheduler:
         first_slot = len(self.running)
         self.running.extend(admitted)
         return Work(prefills, admitted, first_slot)
+
+    def _num_free(self) -> int:
+        """Slots for those that wait."""
+        free = self.max_num_seqs - len(self.running)
+        return free if self._num_fitting is None else self._num_fitting(self.waiting, free)
 
     def do_decode(self) -> Work:
         assert self.running, "a step needs work"
@@ -98,6 +117,10 @@ class Scheduler:
             self.running[gap] = self.running[source]
         del self.running[len(kept) :]
         return moves
+
+    def begun(self) -> list[Sequence]:
+        """Those that have drawn tokens, and want more."""
+        return [seq for seq in (*self.running, *self.waiting) if seq.token_ids]
 
     def preempt(self) -> None:
         """Send all running sequences back, first in line: their context is prefilled again."""

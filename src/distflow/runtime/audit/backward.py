@@ -54,7 +54,7 @@ def _through_packing(
     batch = evidence.batch.select(rows)
 
     def loss() -> Tensor:
-        flat = scorer.compute(batch.to(weights[0].device), ("log_probs",))["log_probs"]  # type: ignore[attr-defined]  # checked above
+        flat = scorer.compute(batch, ("log_probs",))["log_probs"]  # type: ignore[attr-defined]  # checked above
         cotangents = [_cotangent(length) for length in batch.lengths("response").tolist()]
         return (flat * torch.cat(cotangents or [flat.new_zeros(0)]).to(flat)).sum()
 
@@ -70,7 +70,8 @@ def _through_padding(
     def loss() -> Tensor:
         (logits,) = logits_of(_at_once, actor.model, tokens)
         ids = torch.tensor(tokens[0][1], device=logits.device)
-        scores = (logits / evidence.parts.sampling.temperature).log_softmax(-1)
+        temperature = evidence.sampling(chosen[0]).temperature if chosen else 1.0
+        scores = (logits / temperature).log_softmax(-1)
         log_probs = scores.gather(-1, ids[:, None])[:, 0]
         return (log_probs * _cotangent(len(ids)).to(log_probs)).sum() * float(len(chosen))
 

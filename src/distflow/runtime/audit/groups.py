@@ -18,8 +18,10 @@ def prove(evidence: Evidence) -> str | None:
         raise Wrong(
             f"the step is of {len(evidence.tickets)} tickets, but its samples of {len(groups)} ({missing[:4]} differ)"
         )
-    size, ours = evidence.parts.data.group_size, evidence.is_ours("responses")
+    data, ours = evidence.parts.data, evidence.is_ours("responses")
+    own = {domain.name: domain.group_size for domain in data.domains}
     for number, group in groups.items():
+        size = own.get(str(group[0]["domain"])) or data.group_size
         if ours and len(group) != size:
             raise Wrong(f"group {number} has {len(group)} samples, and should have {size}")
     uids = Counter(str(sample["uid"]) for sample in evidence.samples)

@@ -21,7 +21,7 @@ def prove(evidence: Evidence) -> str | None:
     chosen = proved_samples(evidence)
     if not chosen:
         return "no sample is short enough for the logits of all its tokens"
-    parts, temperature = evidence.parts, evidence.parts.sampling.temperature if is_rl(evidence.config) else 1.0
+    parts = evidence.parts
     own = "prox_log_probs" if evidence.is_written("prox_log_probs") else "old_log_probs"
     theirs = evidence.is_written("prox_alpha") or evidence.config.algorithm.recompute_old_log_probs == "false"
     if theirs and evidence.is_ours("old_log_probs") and own == "old_log_probs":
@@ -44,6 +44,7 @@ def prove(evidence: Evidence) -> str | None:
             plainly(reference, adapter=not without_adapter(parts.ref), compute_dtype=dtype_of(parts.ref)),
         ):
             for logits, sample in zip(logits_of(parts.turns.run, reference, tokens), chosen, strict=True):
+                temperature = evidence.sampling(sample).temperature if is_rl(evidence.config) else 1.0
                 expected = log_probs_of(logits, ids_of(sample)[1], temperature)
                 _same(evidence, sample, "ref_log_prob", expected)
                 if evidence.fresh and sample["uid"] in evidence.plain:

@@ -18,7 +18,8 @@ def prove(evidence: Evidence) -> str | None:
             )
         for name, expected in (("response_mask", made), ("loss_mask", made * float(sample["valid"]))):
             algorithm = algorithm_of(evidence.config, sample["domain"])
-            masks = algorithm.mask_truncated or algorithm.difficulty_mask is not None
+            bounds = (algorithm.difficulty_mask, algorithm.mask_long_errors)
+            masks = algorithm.mask_truncated or any(bound is not None for bound in bounds)
             may_miss = name == "loss_mask" and (masks or bool(algorithm.rollout_correction.rollout_rs))
             differs = sample[name].double() != expected
             wrong = differs & (expected == 0) if may_miss else differs

@@ -37,7 +37,7 @@ def prove(evidence: Evidence) -> str | None:
         elif not evidence.is_written("token_level_rewards"):
             _same(sample, "token_level_rewards", expected)
     if any(_processes(algorithm) for _, algorithm in algorithms(evidence.config)):
-        return "the auditor has no formula of reward_norm, reward_shift, reward_scale and reward_clip"
+        return "the auditor has no formula of reward_norm, reward_shift, reward_scale, reward_clip and whiten_rewards"
     return None
 
 
@@ -56,7 +56,7 @@ def _total(evidence: Evidence, sample: Sample) -> float:
 
 def _processes(algorithm: AlgorithmConfig) -> bool:
     moved = algorithm.reward_shift != 0 or algorithm.reward_scale != 1 or algorithm.reward_clip is not None
-    return moved or is_on(algorithm.reward_norm)
+    return moved or is_on(algorithm.reward_norm) or algorithm.whiten_rewards
 
 
 def _same_baseline(evidence: Evidence, sample: Sample) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from distflow.data.batch import Batch
 from distflow.models.shards import own_part, square_sum
 from distflow.runtime.audit.plain_model import PlainScores
-from distflow.training.engine import Counts, LossFn, TrainEngine
+from distflow.training.engine import Counts, LossFn, Sums, TrainEngine
 
 STRIPE = 256
 NUM_STRIPES = 4
@@ -86,7 +86,7 @@ class WatchedLoss:
     def counts(self, batch: Batch) -> Counts:
         return self._loss.counts(batch)
 
-    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Counts]:
+    def __call__(self, outputs: Mapping[str, Tensor], micro: Batch, counts: Counts) -> tuple[Tensor, Sums]:
         values = {name: output.detach().cpu().clone() for name, output in outputs.items()}
         seen = MicroRecord(list(micro["uid"]), values)
         self._record.micros.append(seen)

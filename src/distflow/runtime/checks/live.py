@@ -27,6 +27,7 @@ class LiveChecks:
 
     ratio_limit: mean |log ratio| that the first mini-batch may have against the trainer's own old log-probs.
     movement: by role of the engine. keeps_kv: an engine that gets new weights goes on over keys and values of old ones.
+    samples: a node says with what log-probs answers were drawn; recorded answers have none to compare with.
     """
 
     note: Note
@@ -38,6 +39,7 @@ class LiveChecks:
     max_staleness: int = 0
     stops_on_mismatch: bool = False
     keeps_kv: bool = True
+    samples: bool = True
     _warned_at: float = 0.0
     _num_empty: Counter[str] = field(default_factory=Counter)
 
@@ -56,6 +58,7 @@ class LiveChecks:
             spec.data.max_staleness,
             options.on_mismatch == "stop",
             spec.config.actor_rollout_ref.rollout.kv_on_update == "keep",
+            any("rollout_log_probs" in node.contract.writes for node in spec.program().nodes),
         )
 
     def taken(self, batch: Batch, step: int, served: int | None) -> None:
@@ -89,15 +92,7 @@ class LiveChecks:
         A mismatch is told when it appears, and each time it has doubled.
         """
         check_alignment(batch)
-        found, warning = check_mismatch(
-            batch,
-            step,
-            self.tolerance,
-            self.stops_on_mismatch,
-            self.keeps_kv,
-            weighs=bool(metrics.get("correction/on")),
-            reduce=reduce,
-        )
+        found, warning = self._check_mismatch(batch, metrics, step, reduce) if self.samples else ({}, None)
         gap = found.get("mismatch/same_version/mean_abs", 0.0)
         if warning is not None and (not self._warned_at or gap > 2 * self._warned_at):
             self._warned_at = gap
@@ -106,6 +101,19 @@ class LiveChecks:
             for name in self.loss_terms.updated(metrics):
                 self.note("finding", _dead_term(name, self.loss_terms.after))
         return found
+
+    def _check_mismatch(
+        self, batch: Batch, metrics: dict[str, float], step: int, reduce: Collective | None
+    ) -> tuple[dict[str, float], str | None]:
+        return check_mismatch(
+            batch,
+            step,
+            self.tolerance,
+            self.stops_on_mismatch,
+            self.keeps_kv,
+            weighs=bool(metrics.get("correction/on")),
+            reduce=reduce,
+        )
 
     def _tell_empty(self, role: str) -> None:
         """When it appears, and each time there are twice as many."""

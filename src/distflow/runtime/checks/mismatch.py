@@ -105,8 +105,8 @@ def check_mismatch(
         raise TrustError(
             f"rollout engine and trainer disagree by {mean:.3g} nats a token on the same weights "
             f"(largest {metrics['mismatch/same_version/max_abs']:.3g}, limit of the mean {tolerance.hold:g}). Likely "
-            "causes: misaligned log-probs or tokens, KV of old weights, another temperature, or weights that did not "
-            "arrive"
+            "causes: misaligned log-probs or tokens, KV of old weights, another temperature, weights that did not "
+            "arrive, or, below float32, a model that makes much of rounding"
         )
     told = f"rollout and trainer log-probs differ by {mean:.3g} nats a token on average ({_cause(batch, metrics)})"
     if stops:

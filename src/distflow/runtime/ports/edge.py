@@ -1,12 +1,13 @@
 """The experience edge: where complete groups wait until a step takes them. One file a wire implements it."""
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 from distflow.config.errors import UserError
 from distflow.data.batch import Batch
 from distflow.flow.account import Account
+from distflow.flow.curriculum import Accuracy
 from distflow.flow.snapshot import Snapshot
 from distflow.flow.ticket import Ticket, Version
 from distflow.observe.metrics import Measured
@@ -68,13 +69,15 @@ class Released:
     """How the run stands once a step is trained on by all ranks.
 
     version: of the weights that it ended in. finished: no step is left. kept: fetches what a checkpoint of this moment
-    goes on from; to be asked by the rank that leads, before it takes the next step.
+    goes on from; to be asked by the rank that leads, before it takes the next step. domains: figures of each, where a
+    curriculum changes their shares.
     """
 
     version: Version
     finished: bool
     account: Account
     kept: Callable[[], Kept]
+    domains: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 class EdgePort(Protocol):
@@ -91,11 +94,19 @@ class EdgePort(Protocol):
         """A group has passed the experience plane. measured: by its nodes."""
         ...
 
-    def drop(self, ticket: Ticket, reason: str, failure: Failure | None = None, *, lost: bool = False) -> None:
+    def drop(
+        self,
+        ticket: Ticket,
+        reason: str,
+        failure: Failure | None = None,
+        *,
+        lost: bool = False,
+        accuracy: Accuracy | None = None,
+    ) -> None:
         """A group leaves without being trained on; its credit opens another.
 
         failure: where that was no choice. lost: not by the group's own fault, so that it is tried again, three times in
-        all.
+        all. accuracy: of its answers, where they were judged.
         """
         ...
 
@@ -118,5 +129,26 @@ class EdgePort(Protocol):
         """This rank has trained on its share. Waits until all ranks have.
 
         published: whether new weights were sent; if not, the version is an alias of the last ones that were.
+        """
+        ...
+
+
+@runtime_checkable
+class StoppingEdge(EdgePort, Protocol):
+    """One that more groups run for than its steps have places, so that some are ended early. Of one process: what comes
+    first is decided where it is made, by the order in which the engine answers."""
+
+    def has_place(self, ticket: Ticket) -> bool:
+        """Whether the step that is being made has a place for a group that runs."""
+        ...
+
+    def is_full(self) -> bool:
+        """Whether the step has all groups that it needs."""
+        ...
+
+    def abort(self, tickets: Sequence[Ticket], num_tokens: int) -> None:
+        """Groups that ran were ended because the step is full. Each is handed out again, before any new one.
+
+        num_tokens: drawn for them and thrown away.
         """
         ...

@@ -6,6 +6,7 @@ from typing import Generic, TypeVar
 
 from distflow.flow.account import Account
 from distflow.flow.balance import divide_step
+from distflow.flow.curriculum import Accuracy
 from distflow.flow.minibatch import minibatches
 from distflow.flow.snapshot import Snapshot
 from distflow.flow.ticket import Version
@@ -20,12 +21,13 @@ T = TypeVar("T")
 class Facts:
     """What the edge knows of a complete group. num_tokens: of all its samples, prompts included. version: the lowest of
     any of their tokens, None where there is none. failure: why it has no verdict at all. num_bytes: that it takes where
-    groups are held, where that is bounded."""
+    groups are held, where that is bounded. accuracy: of its answers, None where nothing judges them."""
 
     num_tokens: int
     version: int | None
     failure: Failure | None
     num_bytes: int = 0
+    accuracy: Accuracy | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class Portion(Generic[T]):
 
 @dataclass(frozen=True)
 class Consumed(Generic[T]):
-    """How the run stands once all ranks have trained on a step: see `Released`. live: groups that no step has taken."""
+    """How the run stands once all ranks have trained on a step: see `Released`. live: groups that no step has taken.
+    domains: see `DomainShares`."""
 
     version: Version
     finished: bool
@@ -75,6 +78,7 @@ class Consumed(Generic[T]):
     account: Account
     cut: Snapshot
     live: Mapping[int, Held[T]]
+    domains: Mapping[str, Mapping[str, float]]
 
 
 def places(team: Team, loads: Sequence[int], numbers: Sequence[int], step: int) -> Iterator[list[int]]:

@@ -6,8 +6,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from distflow.data.batch import Batch
 from distflow.flow.account import Account
 from distflow.flow.coordinator import Coordinator
+from distflow.flow.curriculum import Accuracy
 from distflow.flow.ticket import Ticket
 from distflow.observe.metrics import Measured
+from distflow.rewards.correctness import is_right
 from distflow.rewards.tally import Judged
 from distflow.runtime.ports.edge import Failure, Kept, Live, Newcomers, Released, Share
 from distflow.runtime.ports.held import Facts, Held, Portion, Team
@@ -58,9 +60,29 @@ class LocalEdge:
         """See `EdgePort`."""
         self.shared.put(ticket, batch, facts_of(batch), measured)
 
-    def drop(self, ticket: Ticket, reason: str, failure: Failure | None = None, *, lost: bool = False) -> None:
+    def drop(
+        self,
+        ticket: Ticket,
+        reason: str,
+        failure: Failure | None = None,
+        *,
+        lost: bool = False,
+        accuracy: Accuracy | None = None,
+    ) -> None:
         """See `EdgePort`."""
-        self.shared.drop(ticket, reason, failure, lost=lost)
+        self.shared.drop(ticket, reason, failure, lost=lost, accuracy=accuracy)
+
+    def has_place(self, ticket: Ticket) -> bool:
+        """See `StoppingEdge`."""
+        return self.shared.has_place(ticket)
+
+    def is_full(self) -> bool:
+        """See `StoppingEdge`."""
+        return self.shared.is_full()
+
+    def abort(self, tickets: Sequence[Ticket], num_tokens: int) -> None:
+        """See `StoppingEdge`."""
+        self.shared.abort(tickets, num_tokens)
 
     def count(self, judged: Judged) -> None:
         """See `EdgePort`."""
@@ -75,7 +97,7 @@ class LocalEdge:
     def release(self, step: int, rank: int, published: bool) -> Released:
         """See `EdgePort`."""
         end = self.shared.release(step, rank, published)
-        return Released(end.version, end.finished, end.account, lambda: Kept(end.cut, live_of(end.live)))
+        return Released(end.version, end.finished, end.account, lambda: Kept(end.cut, live_of(end.live)), end.domains)
 
     def _wake(self) -> None:
         """Have `tickets` look again; from any thread."""
@@ -85,7 +107,16 @@ class LocalEdge:
 
 def facts_of(batch: Batch) -> Facts:
     """Of a group."""
-    return Facts(int(batch.lengths("sequence").sum()), _lowest_version(batch), _without_verdict(batch))
+    num_tokens = int(batch.lengths("sequence").sum())
+    return Facts(num_tokens, _lowest_version(batch), _without_verdict(batch), accuracy=accuracy_of(batch))
+
+
+def accuracy_of(batch: Batch) -> Accuracy | None:
+    """Of a group's answers; None where nothing has judged them."""
+    if "acc" not in batch:
+        return None
+    judged = batch["acc"][batch["valid"]].tolist()
+    return Accuracy(sum(map(is_right, judged)), len(judged))
 
 
 def held_groups(live: Live | None) -> dict[int, Held[Batch]]:

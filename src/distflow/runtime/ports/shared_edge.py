@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from distflow.config.errors import UserError
 from distflow.flow.account import Account
 from distflow.flow.coordinator import Coordinator
+from distflow.flow.curriculum import Accuracy
 from distflow.flow.edge import Exhausted
 from distflow.flow.ticket import Ticket
 from distflow.observe.metrics import Measured, combine
@@ -122,6 +124,8 @@ class SharedEdge(Generic[T]):
             if self._generators.is_passed_over(ticket):
                 return
             self._groups[ticket.number] = Held(group, facts.num_tokens, measured)
+            if facts.accuracy is not None:
+                self._coordinator.judged(ticket, facts.accuracy)
             self._coordinator.complete(ticket.number, facts.num_tokens, facts.version)
             self._coordinator.weigh(ticket.number, facts.num_bytes)
             self._generators.end(ticket, complete=True)
@@ -130,16 +134,46 @@ class SharedEdge(Generic[T]):
             self._askers.notify_all()
         self._wake_tickets()
 
-    def drop(self, ticket: Ticket, reason: str, failure: Failure | None = None, *, lost: bool = False) -> None:
+    def drop(
+        self,
+        ticket: Ticket,
+        reason: str,
+        failure: Failure | None = None,
+        *,
+        lost: bool = False,
+        accuracy: Accuracy | None = None,
+    ) -> None:
         """See `EdgePort`."""
         with self._lock:
             if self._generators.is_passed_over(ticket):
                 return
+            if accuracy is not None:
+                self._coordinator.judged(ticket, accuracy)
             if not (lost and self._coordinator.retry(ticket.number)):
                 if not lost:
                     self._coordinator.drop(ticket.number, reason)
                 self._count(failure)
             self._generators.end(ticket, complete=False)
+            self._tell()
+            self._askers.notify_all()
+        self._wake_tickets()
+
+    def has_place(self, ticket: Ticket) -> bool:
+        """See `StoppingEdge`."""
+        with self._lock:
+            return self._coordinator.has_place(ticket.number)
+
+    def is_full(self) -> bool:
+        """See `StoppingEdge`."""
+        with self._lock:
+            return self._coordinator.is_full
+
+    def abort(self, tickets: Sequence[Ticket], num_tokens: int) -> None:
+        """See `StoppingEdge`."""
+        with self._lock:
+            self._coordinator.abort([ticket.number for ticket in tickets], num_tokens)
+            for ticket in tickets:
+                self._generators.end(ticket, complete=False)
             self._tell()
             self._askers.notify_all()
         self._wake_tickets()
@@ -224,7 +258,11 @@ class SharedEdge(Generic[T]):
         with self._lock:
             self._released.add(rank)
             if len(self._released) == self._num_ranks:
-                self._outcome = self._release(step, published)
+                try:
+                    self._outcome = self._release(step, published)
+                except UserError as err:  # of a curriculum: all ranks end by it
+                    self.fail(err)
+                    raise
                 self._released.clear()
                 self._tell()
                 self._wake()
@@ -238,7 +276,7 @@ class SharedEdge(Generic[T]):
     def open_data(self) -> None:
         """See `IntakePort`."""
         with self._lock:
-            self._coordinator.data_open = True
+            self._coordinator.tickets.data_open = True
         self._wake()
 
     def offer(self, keep: Callable[[int], None]) -> None:
@@ -257,7 +295,7 @@ class SharedEdge(Generic[T]):
         """See `IntakePort`."""
         with self._lock:
             coordinator = self._coordinator
-            return Standing(coordinator.accounting(), coordinator.num_offered, coordinator.num_owed())
+            return Standing(coordinator.accounting(), coordinator.tickets.num_waiting, coordinator.num_owed())
 
     def stop(self) -> None:
         """The run is to end with the step under way, on all ranks alike."""
@@ -365,6 +403,7 @@ class SharedEdge(Generic[T]):
             coordinator.accounting(),
             coordinator.snapshot(),
             dict(sorted(self._groups.items())),
+            coordinator.shares.figures,
         )
 
     def _ready(self, step: int, wanted: int | None) -> tuple[int, ...] | None:
@@ -379,7 +418,7 @@ class SharedEdge(Generic[T]):
         return self._coordinator.stalled if not self._held else not self._coordinator.accounting().running
 
     def _so_far(self, wanted: int | None) -> str:
-        account, num_offered = self._coordinator.accounting(), self._coordinator.num_offered
+        account, num_offered = self._coordinator.accounting(), self._coordinator.tickets.num_waiting
         dropped = ", ".join(f"{count} {reason}" for reason, count in account.dropped.items())
         return (
             f"of the {wanted or self._coordinator.plan.consumer_batch} prompt groups that are waited for "
@@ -391,7 +430,7 @@ class SharedEdge(Generic[T]):
         plan, so_far = self._coordinator.plan, self._so_far(wanted)
         if self._held:
             why = "groups start again after resume()"
-        elif not self._coordinator.data_open and not self._coordinator.num_offered:
+        elif not self._coordinator.tickets.data_open and not self._coordinator.tickets.num_waiting:
             why = "submit more, or wait for those that there are"
         else:
             why = (

@@ -42,7 +42,7 @@ def make_ruleset(readable: Iterable[str], writable: Iterable[str]) -> int:
         _FILE_RIGHTS[min(known, max(_FILE_RIGHTS))], _NET_RIGHTS if known >= 4 else 0, _SCOPES if known >= 6 else 0
     )
     size = 8 if known < 4 else 16 if known < 6 else 24
-    ruleset = syscall(_CREATE_RULESET, ctypes.byref(rights), size, 0)
+    ruleset = syscall(_CREATE_RULESET, ctypes.addressof(rights), size, 0)
     for path in readable:
         _allow(ruleset, path, _READ_FILE)
     for path in writable:
@@ -64,6 +64,6 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             rights |= _READ_DIR
         rule = _PathBeneath(rights, descriptor)
-        syscall(_ADD_RULE, ruleset, _PATH_BENEATH, ctypes.byref(rule), 0)
+        syscall(_ADD_RULE, ruleset, _PATH_BENEATH, ctypes.addressof(rule), 0)
     finally:
         os.close(descriptor)

@@ -6,7 +6,9 @@ import gc
 import json
 import linecache
 import os
+import random
 import site
+import struct
 import sys
 import traceback
 from types import ModuleType
@@ -21,6 +23,8 @@ EXIT_OUT_OF_MEMORY = 86
 ANSWERS = 3
 """The private descriptor of a session."""
 FILE = "program.py"
+# What `random.seed` comes to in C. The server's own state would be every program's.
+_seed = super(random.Random, random._inst).seed
 _SHOWN_TEXT = 2000
 
 
@@ -49,15 +53,19 @@ class Request(NamedTuple):
     """
 
     is_main: bool
-    token: str
+    token: bytes
     cpu_s: int
     memory_bytes: int
     open_files: int
 
 
+REQUEST = struct.Struct("=?8sIQI")
+"""A `Request`, as it is sent."""
+
+
 def run_program(request: Request, descriptors: list[int], walls: Walls, server: int) -> NoReturn:
     """In the forked child. `server` is the process that forked it."""
-    token = bytes.fromhex(request.token)
+    token = request.token
     try:
         code = _shut_in(request, descriptors, walls, server)
         write_frame(ANSWERS, token, b"true")
@@ -67,13 +75,14 @@ def run_program(request: Request, descriptors: list[int], walls: Walls, server: 
     if request.is_main:
         os.close(ANSWERS)
         _leave(_run_main(code))
-    _leave(_serve_calls(code, token))
+    _leave(serve_calls(code, token, ANSWERS))
 
 
 def _shut_in(request: Request, descriptors: list[int], walls: Walls, server: int) -> bytes:
     """Returns the code."""
     die_with(server)
     os.setsid()
+    _seed()
     restrict_files(walls)
     code_at, *standard, answers = descriptors
     code = os.pread(code_at, os.fstat(code_at).st_size, 0)
@@ -102,15 +111,15 @@ def _run_main(code: bytes) -> int:
     return status
 
 
-def _serve_calls(code: bytes, token: bytes) -> int:
+def serve_calls(code: bytes, token: bytes, answers: int) -> int:
     """Execute the code as a module and answer calls until the other end is closed; exit status."""
     module = _new_module("program")
     try:
-        write_frame(ANSWERS, token, _outcome(lambda: exec(_compiled(code), module.__dict__)))
-        while (frame := read_frame(ANSWERS)) is not None:
+        write_frame(answers, token, _outcome(lambda: exec(_compiled(code), module.__dict__)))
+        while (frame := read_frame(answers)) is not None:
             token, body = frame
             name, args, kwargs = from_text(body)
-            write_frame(ANSWERS, token, _outcome(lambda: _find(module, name)(*args, **kwargs)))  # noqa: B023  called here
+            write_frame(answers, token, _outcome(lambda: _find(module, name)(*args, **kwargs)))  # noqa: B023  called here
     except SystemExit as error:
         return _status_of(error)
     return 0

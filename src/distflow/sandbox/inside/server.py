@@ -11,29 +11,36 @@ import os
 import select
 import signal
 import socket
+import struct
 import sys
 from contextlib import suppress
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
-from distflow.sandbox.inside.program import Request, prepare, run_program
+from distflow.sandbox.inside.kernel import fork
+from distflow.sandbox.inside.program import REQUEST, Request, prepare, run_program
+from distflow.sandbox.inside.rehearsal import rehearse
 from distflow.sandbox.inside.walls import Walls, die_with, make_walls
 
-NUM_DESCRIPTORS = 6
-MAX_REQUEST_BYTES = 4096
+MAX_MESSAGE_BYTES = 4096
+DESCRIPTORS = struct.Struct("6i")
+"""That of `report`, and those of a `Request`."""
+ENDED, FAILED = b"e", b"f"
+"""What is told begins with one of them: `END`, or why no process could be started."""
+END = struct.Struct("=id")
+"""Exit code, as of `subprocess`, and seconds of the processor."""
 _IMPORTED = (
-    *("abc", "argparse", "array", "ast", "base64", "bisect", "calendar", "cmath", "collections", "collections.abc"),
-    *("contextlib", "copy", "csv", "ctypes", "dataclasses", "datetime", "decimal", "difflib", "enum", "fractions"),
-    *("functools", "hashlib", "heapq", "inspect", "io", "itertools", "json", "math", "numbers", "operator", "os"),
-    *("pprint", "queue", "random", "re", "statistics", "string", "struct", "sys", "textwrap", "threading", "time"),
-    *("traceback", "types", "typing", "unicodedata", "uuid", "warnings", "zlib"),
+    *("abc", "array", "bisect", "cmath", "collections", "collections.abc", "contextlib", "copy", "ctypes", "datetime"),
+    *("enum", "functools", "heapq", "io", "itertools", "json", "math", "numbers", "operator", "os", "random", "re"),
+    *("string", "struct", "sys", "textwrap", "threading", "time", "traceback", "types", "typing", "warnings"),
 )
+"""What programs often import. Each module makes every process larger, and longer to start and to end."""
 
 
 class _Child(NamedTuple):
     pid: int
     handle: int
-    report: socket.socket
+    report: int
 
 
 def main(control_at: int, owner: int) -> None:
@@ -52,6 +59,7 @@ def main(control_at: int, owner: int) -> None:
         control.send(json.dumps({"failed": str(error)}).encode())
         return
     prepare()
+    rehearse()
     control.send(b"{}")
     gc.collect()
     gc.disable()
@@ -62,6 +70,9 @@ def main(control_at: int, owner: int) -> None:
 
 
 class _Server:
+    """What it does for each program is kept small: all that it writes to meanwhile, down to counts of references, is
+    copied page by page, as the child has the same pages."""
+
     def __init__(self, control: socket.socket, owner: int) -> None:
         self.control = control
         self.owner = owner
@@ -73,41 +84,39 @@ class _Server:
 
     def serve(self, walls: Walls) -> tuple[Request, list[int]]:
         """Returns in forked children only."""
+        control = self.control.fileno()
         while True:
             # In the order of registering, forks first: no number that an end frees is another's in the same round.
             for descriptor, _ in self.poll.poll():
-                if descriptor == self.owner:
-                    self._end()
-                if descriptor == self.control.fileno():
-                    asked = self._fork()
-                    if asked is not None:
-                        return asked
-                elif descriptor in self.by_handle:
+                if descriptor in self.by_handle:
                     self._ended(self.by_handle[descriptor])
                 elif descriptor in self.by_report:
                     self._kill(self.by_report[descriptor])
+                elif descriptor == control:
+                    asked = self._fork()
+                    if asked is not None:
+                        return asked
+                elif descriptor == self.owner:
+                    self._end()
 
     def _fork(self) -> tuple[Request, list[int]] | None:
-        message, descriptors, _, _ = socket.recv_fds(self.control, MAX_REQUEST_BYTES, NUM_DESCRIPTORS)
+        message, sent, _, _ = self.control.recvmsg(MAX_MESSAGE_BYTES, socket.CMSG_SPACE(DESCRIPTORS.size))
         if not message:
             self._end()
-        request = Request(*json.loads(message))
-        report = socket.socket(fileno=descriptors[0])
+        report, *descriptors = DESCRIPTORS.unpack(sent[0][2])
         try:
-            pid = os.fork()
+            pid = fork()
         except OSError as error:
-            report.send(json.dumps({"failed": f"no process could be started: {error}"}).encode())
-            report.close()
-            _close(descriptors[1:])
+            _tell(report, FAILED + f"no process could be started: {error}".encode())
+            _close([report, *descriptors])
             return None
         if pid == 0:
-            report.detach()
-            return request, descriptors[1:]
-        _close(descriptors[1:])
+            return Request(*REQUEST.unpack(message)), descriptors
+        _close(descriptors)
         child = _Child(pid, os.pidfd_open(pid), report)
-        for table, descriptor in ((self.by_handle, child.handle), (self.by_report, report.fileno())):
-            table[descriptor] = child
-            self.poll.register(descriptor, select.POLLIN)
+        self.by_handle[child.handle] = self.by_report[report] = child
+        self.poll.register(child.handle, select.POLLIN)
+        self.poll.register(report, select.POLLIN)
         return None
 
     def _end(self) -> NoReturn:
@@ -119,22 +128,25 @@ class _Server:
 
     def _kill(self, child: _Child) -> None:
         """Its end is told when it has come."""
-        del self.by_report[child.report.fileno()]
-        self.poll.unregister(child.report.fileno())
+        del self.by_report[child.report]
+        self.poll.unregister(child.report)
         os.kill(child.pid, signal.SIGKILL)
 
     def _ended(self, child: _Child) -> None:
         _, status, used = os.wait4(child.pid, 0)
-        told = {"exit_code": os.waitstatus_to_exitcode(status), "cpu_s": used.ru_utime + used.ru_stime}
-        if child.report.fileno() in self.by_report:
-            del self.by_report[child.report.fileno()]
-            self.poll.unregister(child.report.fileno())
+        if child.report in self.by_report:
+            del self.by_report[child.report]
+            self.poll.unregister(child.report)
         del self.by_handle[child.handle]
         self.poll.unregister(child.handle)
         os.close(child.handle)
-        with suppress(OSError):  # who asked is gone
-            child.report.send(json.dumps(told).encode())
-        child.report.close()
+        _tell(child.report, ENDED + END.pack(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime))
+        os.close(child.report)
+
+
+def _tell(report: int, message: bytes) -> None:
+    with suppress(OSError):  # who asked is gone
+        os.write(report, message)
 
 
 def _close(descriptors: list[int]) -> None:

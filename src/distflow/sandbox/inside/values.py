@@ -27,13 +27,13 @@ class NotPlain(ValueError):
 def to_text(value: object) -> str:
     """JSON in ASCII. Plain: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict.
     A named tuple goes as a tuple, `Counter`, `OrderedDict` and `defaultdict` as a dict. Raises NotPlain."""
-    return json.dumps(_Writer().tagged(value, 0), allow_nan=False)
+    return _ENCODER.encode(_Writer().tagged(value, 0))
 
 
 def from_text(text: str | bytes) -> Any:
     """The value. Raises ValueError for anything that `to_text` does not write."""
     try:
-        return _untagged(json.loads(text, parse_constant=_refuse), 0)
+        return _untagged(_DECODER.decode(text if isinstance(text, str) else text.decode("ascii")), 0)
     except (RecursionError, TypeError, OverflowError) as error:
         raise ValueError(f"no plain value: {error}") from None
 
@@ -123,6 +123,8 @@ def _refuse(name: str) -> float:
     raise ValueError(f"{name} without its tag")
 
 
+_ENCODER = json.JSONEncoder(allow_nan=False)
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
 _READ: dict[str, Callable[[Any, int], Any]] = {
     "int": lambda content, _: int(_read_text(content), 16),
     "float": lambda content, _: float(_read_text(content)),

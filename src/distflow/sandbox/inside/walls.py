@@ -13,6 +13,7 @@ from distflow.sandbox.inside.readable import DEVICES_WRITTEN, readable_paths
 from distflow.sandbox.inside.syscalls import ARCHITECTURES, CAPSET
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_SIGKILL = int(signal.SIGKILL)
 _CAPABILITY_VERSION = 0x20080522
 _ALWAYS = (
     (resource.RLIMIT_STACK, 64 * 2**20),
@@ -21,6 +22,7 @@ _ALWAYS = (
     (resource.RLIMIT_MEMLOCK, 0),
     (resource.RLIMIT_MSGQUEUE, 0),
 )
+_LIMITS = (resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)
 
 
 class Walls(NamedTuple):
@@ -43,7 +45,7 @@ def make_walls() -> Walls:
 
 def die_with(parent: int) -> None:
     """Be killed when the process that forked this one ends."""
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(_PR_SET_PDEATHSIG, _SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -51,8 +53,8 @@ def die_with(parent: int) -> None:
 def give_up_privileges(machine: str) -> None:
     """None of those there are, and no new ones, for this process and its children. Raises OSError."""
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
-    syscall(CAPSET[machine], header, (ctypes.c_uint32 * 6)())
+    header, none = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
+    syscall(CAPSET[machine], ctypes.addressof(header), ctypes.addressof(none))
     for limit, value in _ALWAYS:
         resource.setrlimit(limit, (value, value))
 
@@ -66,12 +68,8 @@ def restrict_use(cpu_s: int, memory_bytes: int, open_files: int) -> None:
     """Limits of the kernel, which nobody can raise again. Raises OSError."""
     # Not readable for others of the same user, and never dumped, whatever the machine does with cores.
     prctl(_PR_SET_DUMPABLE, 0)
-    for limit, value in (
-        (resource.RLIMIT_CPU, cpu_s),  # soft and hard at once: the first signal is the one that cannot be caught
-        (resource.RLIMIT_AS, memory_bytes),
-        (resource.RLIMIT_NOFILE, open_files),
-        (resource.RLIMIT_NPROC, 0),
-    ):
+    # Soft and hard at once: of the processor's time the first signal is the one that cannot be caught.
+    for limit, value in zip(_LIMITS, (cpu_s, memory_bytes, open_files, 0), strict=True):
         resource.setrlimit(limit, (value, value))
 
 

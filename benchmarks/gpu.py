@@ -1,0 +1,307 @@
+"""Speed on a GPU, against transformers and against what the device can do, on random weights of Qwen2.5's shapes.
+
+    python benchmarks/gpu.py [--shape 0.5b 1.5b --work decode prefill update longtail --batch 64 256 --rounds 3]
+
+NOT RUN ON A GPU YET: no figure of this file has been taken. `--device cpu --shape tiny` runs all of it on a CPU, as a
+test of the code; its figures say nothing.
+
+- decode: tokens a second of the embedded engine and of `generate` (dynamic cache, sdpa) behind prompts of 128 tokens:
+  the time for `--new-tokens` less the time for 1. Share: of the bandwidth of a copy on the device, by `decode_bytes`.
+- prefill: prompts of 1,024 tokens to their first token, engine and model. Share: of the rate of a square product in
+  the same type, by `forward_flops`.
+- update: an optimizer step of GRPO over 4 micro-batches of `--tokens` tokens, half of each sequence a response:
+  bfloat16 over float32 weights, as a run makes it, optimizer and loss included. Share (MFU): by `update_flops`. There
+  is no peer: `train_step.py` has TRL.
+- longtail: 8 answers to each of 32 prompts; after each token an answer ends with a chance of one in sixty-four, and at
+  `--longest`. `generate` gets the same lengths in batches of 32, 64 and 256, each as long as its longest, and its best
+  counts.
+
+Ours and theirs run turn by turn in one process on the same weights; medians of `--rounds`, after one that is not
+counted.
+"""
+
+import argparse
+import asyncio
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peers.hf_rollout import step as generate_step
+from roofline import Decoder, copy_rate, decode_bytes, forward_flops, matmul_rate, seconds_of, update_flops
+from transformers import AutoModelForCausalLM, Qwen2Config
+from workload import make_tokenizer
+
+from distflow.algorithms import PolicyObjective
+from distflow.data.batch import Batch
+from distflow.flow.ticket import Version
+from distflow.models.loading import ready
+from distflow.rollout.embedded import EmbeddedEngine
+from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
+from distflow.training.optim import make_optimizer
+from distflow.training.schedule import make_schedule
+from distflow.training.torch_engine import TorchTrainEngine
+
+COMMON = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 32_768}
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.5b": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151_936,
+        "tie_word_embeddings": True,
+    },
+    "1.5b": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "vocab_size": 151_936,
+        "tie_word_embeddings": True,
+    },
+    "7b": {
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152_064,
+        "tie_word_embeddings": False,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "tie_word_embeddings": True,
+    },
+}
+WORKS = ("decode", "prefill", "update", "longtail")
+DTYPE = torch.bfloat16
+HF_BATCHES = (32, 64, 256)
+Request = tuple[list[int], int]
+"""Prompt ids, tokens wanted."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A model on a device, what the device can do, and how often to measure."""
+
+    name: str
+    model: Any
+    device: torch.device
+    bandwidth: float
+    flops: float
+    rounds: int
+
+    @property
+    def decoder(self) -> Decoder:
+        return Decoder.of(self.model.config)
+
+
+def config_of(shape: str) -> Qwen2Config:
+    return Qwen2Config(**COMMON, **SHAPES[shape], pad_token_id=0, bos_token_id=None, eos_token_id=1)
+
+
+def make_model(shape: str, device: torch.device, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    with device:
+        return AutoModelForCausalLM.from_config(config_of(shape), dtype=dtype).eval()
+
+
+def prompts_of(bench: Bench, count: int, length: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(2, bench.decoder.vocabulary, (count, length), generator=generator).tolist()
+
+
+def ours(bench: Bench, work: Sequence[Request]) -> float:
+    """Seconds in which the engine answers all requests; they are there when it begins. It has answered them once
+    before, as an engine of a run has in its first steps: that made its memory, and recorded its graphs."""
+
+    async def run() -> float:
+        engine = EmbeddedEngine(
+            bench.model, make_tokenizer(), version=Version(0, 0), max_num_seqs=len(work), shares_weights=True
+        )
+        async with engine:
+            for _ in range(2):
+                seconds = await _answer(engine, work)
+            await engine.pause(release=True)  # its memory is the peer's now
+        return seconds
+
+    return asyncio.run(run())
+
+
+async def _answer(engine: EmbeddedEngine, work: Sequence[Request]) -> float:
+    await engine.pause()
+    tasks = [
+        asyncio.create_task(engine.generate(_request(number, prompt, length)))
+        for number, (prompt, length) in enumerate(work)
+    ]
+    await asyncio.sleep(0)
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    await engine.resume()
+    results = await asyncio.gather(*tasks)
+    seconds = loop.time() - start
+    assert [len(result.generations[0].token_ids) for result in results] == [length for _, length in work]
+    return seconds
+
+
+def _request(number: int, prompt: list[int], length: int) -> GenerateRequest:
+    return GenerateRequest(tuple(prompt), (0,), SamplingParams(max_tokens=length), Stream(1, "bench", 0, number))
+
+
+def theirs(bench: Bench, work: Sequence[Request], batch: int) -> float:
+    with torch.inference_mode():
+        return seconds_of(lambda: generate_step(bench.model, list(work), batch), bench.device)
+
+
+def in_turns(bench: Bench, *sides: Callable[[], float]) -> list[float]:
+    """The median of each, measured turn by turn after one round that is not counted."""
+    found = [[side() for side in sides] for _ in range(bench.rounds + 1)][1:]
+    return [statistics.median(column) for column in zip(*found, strict=True)]
+
+
+def decode(bench: Bench, batch: int, new_tokens: int, prompt_tokens: int = 128) -> None:
+    prompts = prompts_of(bench, batch, prompt_tokens)
+    long, short = ([(prompt, length) for prompt in prompts] for length in (new_tokens, 1))
+    seconds = in_turns(
+        bench,
+        lambda: ours(bench, long) - ours(bench, short),
+        lambda: theirs(bench, long, batch) - theirs(bench, short, batch),
+    )
+    steps = range(prompt_tokens + 1, prompt_tokens + new_tokens)  # contexts of the second token to the last
+    moved = sum(decode_bytes(bench.decoder, [context] * batch, DTYPE.itemsize) for context in steps)
+    tokens = batch * len(steps)
+    row(bench, f"decode, batch {batch}", tokens, seconds, moved / bench.bandwidth)
+
+
+def prefill(bench: Bench, batch: int, prompt_tokens: int) -> None:
+    prompts = prompts_of(bench, batch, prompt_tokens)
+    ids = torch.tensor(prompts, device=bench.device)
+    with torch.inference_mode():
+        seconds = in_turns(
+            bench,
+            lambda: ours(bench, [(prompt, 1) for prompt in prompts]),
+            lambda: seconds_of(lambda: bench.model(input_ids=ids, logits_to_keep=1), bench.device),
+        )
+    needed = forward_flops(bench.decoder, [prompt_tokens] * batch, batch) / bench.flops
+    row(bench, f"prefill, {batch} x {prompt_tokens}", batch * prompt_tokens, seconds, needed)
+
+
+def update(bench: Bench, shape: str, max_tokens: int, length: int, checkpointing: bool) -> None:
+    rows = 4 * (max_tokens // length)
+    batch = update_batch(bench, rows, length)
+    model = ready(make_model(shape, bench.device, torch.float32), torch.float32, bench.device)
+    engine = TorchTrainEngine(
+        model,
+        optimizer=make_optimizer("adamw", model.parameters(), lr=1e-6),
+        schedule=make_schedule("constant", total_steps=1),
+        max_tokens_per_micro_batch=max_tokens,
+        compute_dtype=DTYPE,
+        gradient_checkpointing=checkpointing,
+    )
+    objective = PolicyObjective()
+    seconds = in_turns(bench, lambda: seconds_of(lambda: engine.train_step(batch, objective), bench.device))
+    needed = update_flops(bench.decoder, [length] * rows, rows * (length // 2)) / bench.flops
+    row(bench, f"update, {max_tokens} tokens a micro-batch", rows * length, seconds, needed)
+
+
+def update_batch(bench: Bench, rows: int, length: int) -> Batch:
+    """Half of each sequence is the prompt, half the response."""
+    half = length // 2
+    generator = torch.Generator().manual_seed(2)
+    batch = Batch(torch.full((rows,), length - half), torch.full((rows,), half))
+    vocabulary = bench.decoder.vocabulary
+    batch["prompt_ids"] = torch.randint(2, vocabulary, (rows * (length - half),), generator=generator)
+    batch["response_ids"] = torch.randint(2, vocabulary, (rows * half,), generator=generator)
+    batch["response_mask"] = torch.ones(rows * half)
+    batch["advantages"] = torch.randn(rows * half, generator=generator)
+    batch["old_log_probs"] = -torch.rand(rows * half, generator=generator)
+    return batch
+
+
+def longtail(bench: Bench, num_prompts: int, mean: float, longest: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.empty(num_prompts * 8).geometric_(1 / mean, generator=generator).clamp(max=longest).long().tolist()
+    prompts = [prompt for prompt in prompts_of(bench, num_prompts, 128) for _ in range(8)]
+    work = list(zip(prompts, lengths, strict=True))
+    batches = [min(batch, len(work)) for batch in HF_BATCHES]
+    own, *peers = in_turns(
+        bench, lambda: ours(bench, work), *(lambda batch=batch: theirs(bench, work, batch) for batch in batches)
+    )
+    row(bench, f"long tail, {len(work)} answers", sum(lengths), [own, min(peers)], None)
+
+
+def row(bench: Bench, work: str, tokens: int, seconds: Sequence[float], needed: float | None) -> None:
+    """seconds: ours, and theirs where there is a peer. needed: at the roofline."""
+    own, peer = seconds[0], seconds[1] if len(seconds) > 1 else None
+    cells = [
+        bench.name,
+        work,
+        f"{tokens / own:,.0f}",
+        "-" if needed is None else f"{needed / own:.1%}",
+        "-" if peer is None else f"{tokens / peer:,.0f}",
+        "-" if peer is None else f"{peer / own:.2f}",
+    ]
+    print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def open_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(
+            "benchmarks/gpu.py measures a CUDA device, and torch finds none here. `--device cpu --shape tiny` runs the "
+            "same code on the CPU, as a test of the code: its figures say nothing."
+        )
+    return torch.device(name)
+
+
+def measure(shape: str, arguments: argparse.Namespace, device: torch.device, bandwidth: float, flops: float) -> None:
+    bench = Bench(shape, make_model(shape, device, DTYPE), device, bandwidth, flops, arguments.rounds)
+    for work in arguments.work:
+        if work == "decode":
+            for batch in arguments.batch:
+                decode(bench, batch, arguments.new_tokens)
+        elif work == "prefill":
+            prefill(bench, max(1, arguments.tokens // 1024), min(1024, arguments.tokens))
+        elif work == "update":
+            update(bench, shape, arguments.tokens, min(1024, arguments.tokens), arguments.checkpointing)
+        else:
+            longtail(bench, arguments.prompts, 64, arguments.longest)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", nargs="+", default=["0.5b", "1.5b"], choices=SHAPES)
+    parser.add_argument("--work", nargs="+", default=list(WORKS), choices=WORKS)
+    parser.add_argument("--batch", type=int, nargs="+", default=[64, 256], help="of decode")
+    parser.add_argument("--new-tokens", type=int, default=256, help="of decode")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a prefill, and of a micro-batch of the update")
+    parser.add_argument("--prompts", type=int, default=32, help="of the long tail, each with 8 answers")
+    parser.add_argument("--longest", type=int, default=512, help="tokens that an answer of the long tail may have")
+    parser.add_argument("--checkpointing", action="store_true", help="of activations, in the update")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    arguments = parser.parse_args()
+    device = open_device(arguments.device)
+    on_gpu = device.type == "cuda"
+    bandwidth = copy_rate(device, 2**31 if on_gpu else 2**24)
+    flops = matmul_rate(device, DTYPE, 8192 if on_gpu else 128)
+    name = torch.cuda.get_device_name(device) if on_gpu else f"CPU, load {os.getloadavg()[0]:.1f}: a test of the code"
+    print(f"{name}; torch {torch.__version__}; a copy moves {bandwidth / 1e9:,.1f} GB/s, a product of {DTYPE} makes")
+    print(f"{flops / 1e12:,.2f} TFLOP/s\n")
+    print("| shape | work | tokens/s | of the roofline | transformers, tokens/s | distflow's speed, of it |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for shape in arguments.shape:
+        measure(shape, arguments, device, bandwidth, flops)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Seconds of a whole GRPO step against TRL's `GRPOTrainer`, on the same model, prompts, lengths and verdicts.
+
+    make bench-peers
+    python benchmarks/train_step.py [--rounds 3 --steps 6 --work fixed-1m long-1m fixed-10m long-10m]
+
+Ours is a `distflow train grpo` as it ships, with its threads, verifiers, checks and recording; TRL runs in an
+environment of its own. Each run is a process of its own, and the two take turns. The first two steps of a run warm up.
+TRL is tried at each division of the step's 256 answers into micro-batches that is named below, and the best of these
+again over tcmalloc where that is found; settings that lose clearly are not run again, which the output says, and the
+fastest of what is left counts. On `long` lengths an answer ends after every token with the same chance, so that step
+and step differ; both then do about the same number of tokens, which is printed, and the ratio is of seconds a token.
+`busy beside`: cores that processes other than ours and TRL's kept busy meanwhile, in the worst round. Name one work at
+a time: 3 rounds take 5 minutes at 1 M on two cores, and with `--steps 4` 9 at 10 M.
+
+What profiling found (one thread, processor time of an update of 64 answers of 80 tokens):
+- 10 M, bfloat16: products of matrices are six tenths of it, at the speed of the processor. The CPU kernel of attention
+  in bfloat16 took 1.0 s backward where that of float32 takes 0.24 s, copies included: backward 2.65 → 1.77 s.
+- Micro-batches of 16,384 tokens make matrices of more than 32 MiB, which the allocator gets from the kernel each time:
+  100 to 225 thousand page faults an update at 1 M (0.2 of 2.3 s), a million at 10 M (1 to 4.7 of 11 to 15 s). Of 4,096
+  there are none, and smaller ones gain no more: they are the default on a CPU.
+- 8 answers to a prompt of 16 tokens carry it 8 times: computed once, it leaves 0.825 of the tokens. Update of 256
+  answers 2.04 → 1.81 s at 1 M, 10.3 → 8.5 s at 10 M. What is left at 1 M: products of matrices 0.60, attention 0.14,
+  softmax of the head 0.03, products of elements, norms, rotations, copies the rest; AdamW 3 ms.
+- The loss head by autograd's formulas took 0.72 s forward and backward at 1 M; with one matrix kept, and written in
+  blocks that stay in the cache, 0.38 s. Half of what the softmax took of that were passes over a block: a floor under
+  the log-probs in place of a search for −inf, one `addcmul` in place of four, 24 → 12 ms for 3,277 tokens.
+- oneDNN's float32 products are 8 to 20 % faster forward and for the inputs' gradient than those that torch takes here
+  (MKL on an AMD processor; 95 to 108 against 70 to 96 GFLOP/s), and slower for the weights' gradient: called where they
+  gain they saved 5 % of an update at 1 M. Left alone: it takes an operator of torch that is no public one.
+- With two threads attention was what gained least: torch's fused CPU kernel over answers of 80 tokens 1.3 times, over
+  512 tokens 2 times. Batched products in blocks that stay in the cache (`models/short_attention.py`), on rows that are
+  gathered head by head, gain 1.9 times and leave a third of the page faults. Update of 256 answers at 1 M, two threads
+  1.04 → 0.93 s, one 1.66 → 1.59 s; long tails 1.51 → 1.42 s, 2.29 → 2.25 s; 10 M 6.2 → 5.8 s, one thread as before.
+  With copies between token by token and head by head, in the blocks or around them, nothing was left of it.
+- What an update at 1 M takes with two threads now: products of matrices 0.57 of 0.95 s, at 190 of the 200 to 220
+  GFLOP/s that this processor has, attention 0.12, products of elements 0.06, the head's softmax 0.03, the rest in many
+  small parts. The products alone are a floor of 0.45 s under it in float32.
+- Micro-batches side by side, each on a thread of its own, gained 3 %: the threads share the memory. Micro-batches of
+  1,024 and 2,048 tokens are no faster than those of 4,096. Huge pages for the allocator (`glibc.malloc.hugetlb`) gained
+  3 % before; convolutions of 1 × 1, a public way to oneDNN, are no faster than MKL.
+- Norms and gated units as one operation each, in blocks, gained nothing, whatever they gain alone: alone it is page
+  faults of freshly mapped memory that they save, and a process that trains has its memory already.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from fairness import Beside, tcmalloc, worth_it
+from workload import WORKS, Work, run_peer, train, write_work
+
+ROOT = Path(__file__).resolve().parents[1]
+TRL = ROOT / ".peers" / "trl" / "bin" / "python"
+MICRO_BATCHES = (256, 64, 32)
+TRIED_STEPS = 3
+
+
+Run = tuple[float, float]
+"""Mean seconds a step, mean tokens a step."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Of TRL. preload: the allocator's library, or none."""
+
+    micro_batch: int
+    preload: str = ""
+
+    def __str__(self) -> str:
+        return f"micro-batches of {self.micro_batch}" + (", tcmalloc" if self.preload else "")
+
+
+def ours(folder: Path, name: str, work: Work, steps: int) -> Run:
+    found = train(folder, name, work, steps)[1:]
+    return _measured([step.seconds for step in found], [step.tokens for step in found])
+
+
+def trl(folder: Path, work: Work, steps: int, setting: Setting) -> Run:
+    wanted = {
+        "prompts": work.prompts,
+        "steps": steps,
+        "longest": work.longest,
+        "bfloat16": work.shape.dtype == "bfloat16",
+        "micro_batch": setting.micro_batch,
+    }
+    command = ["env", f"LD_PRELOAD={setting.preload}"] if setting.preload else []
+    command += [str(TRL), str(ROOT / "benchmarks/peers/trl_steps.py"), str(folder)]
+    found: list[dict[str, float]] = run_peer(command, folder, wanted)[1:]
+    return _measured([step["seconds"] for step in found], [step["tokens"] for step in found])
+
+
+def settings_of_trl(name: str, folder: Path, work: Work) -> list[Setting]:
+    """Those that are worth their time, best first."""
+
+    def cost(setting: Setting) -> float:
+        seconds, tokens = trl(folder, work, TRIED_STEPS, setting)
+        return seconds / tokens
+
+    taken = {setting: cost(setting) for setting in map(Setting, MICRO_BATCHES)}
+    library = tcmalloc(ROOT / ".peers")
+    if library is None:
+        print("tcmalloc was not found: TRL runs without", flush=True)
+    else:
+        faster = replace(min(taken, key=lambda setting: taken[setting]), preload=library)
+        taken[faster] = cost(faster)
+    kept = worth_it(f"{name}: TRL", {str(setting): seconds for setting, seconds in taken.items()})
+    return [setting for told in kept for setting in taken if str(setting) == told]
+
+
+def _measured(seconds: Sequence[float], tokens: Sequence[float]) -> Run:
+    """On long lengths a step's seconds follow its tokens, so that means belong together."""
+    return statistics.mean(seconds), statistics.mean(tokens)
+
+
+def measure(name: str, work: Work, rounds: int, steps: int) -> None:
+    found: dict[str, list[Run]] = defaultdict(list)
+    beside: dict[str, list[float]] = defaultdict(list)
+
+    def take(who: str, run: Callable[[], Run]) -> None:
+        others = Beside()
+        found[who].append(run())
+        beside[who].append(others.cores())
+
+    with tempfile.TemporaryDirectory() as folder_name:
+        folder = Path(folder_name)
+        write_work(folder, work.shape)
+        settings = settings_of_trl(name, folder, work)
+        for index in range(rounds):
+            take("distflow", partial(ours, folder, f"run{index}", work, steps))
+            for setting in settings:
+                take(f"TRL, {setting}", partial(trl, folder, work, steps, setting))
+    per_token = {who: statistics.median(seconds / tokens for seconds, tokens in runs) for who, runs in found.items()}
+    best = min(cost for who, cost in per_token.items() if who != "distflow")
+    print(
+        "| work | system | s a step | tokens a step | speed, of TRL's best | busy beside |\n|---|---|---|---|---|---|"
+    )
+    for who, runs in found.items():
+        seconds = sorted(seconds for seconds, _ in runs)
+        tokens = statistics.mean(tokens for _, tokens in runs)
+        spread = f"{statistics.median(seconds):.2f} ({seconds[0]:.2f}-{seconds[-1]:.2f})"
+        cells = f"{tokens:,.0f} | {best / per_token[who]:.2f} | {max(beside[who]):.2f}"
+        print(f"| {name} | {who} | {spread} | {cells} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6, help="of a run; the first two are not counted")
+    parser.add_argument("--work", nargs="+", default=list(WORKS)[:4], choices=WORKS)
+    arguments = parser.parse_args()
+    if not TRL.exists():
+        raise SystemExit(f"{TRL} is not there: run `make bench-peers` first")
+    print(f"{os.cpu_count()} cores, load of the machine {os.getloadavg()[0]:.1f}, {arguments.rounds} rounds\n")
+    for name in arguments.work:
+        measure(name, WORKS[name], arguments.rounds, arguments.steps)
+
+
+if __name__ == "__main__":
+    main()

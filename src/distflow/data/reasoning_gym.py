@@ -1,0 +1,96 @@
+"""Rows of the procedural data sets of the package `reasoning-gym`: `reasoning-gym:NAME?size=100&seed=7&min_terms=2`.
+
+They are made in a process of their own, `python -P -m distflow.data.reasoning_gym NAME SETTINGS`, whose hashes of texts
+do not vary: some of the data sets depend on them, and the same seed is to give the same rows.
+"""
+
+import ast
+import dataclasses
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Mapping
+
+from distflow.config.errors import UserError, hint
+from distflow.data.made import made_records, read_settings
+from distflow.data.rows import Record
+
+PREFIX = "reasoning-gym:"
+COLUMN = "reasoning_gym"
+"""Where a row keeps what its verifier needs: the data set's name and settings, and its own entry."""
+MISSING = "needs the package reasoning-gym: pip install 'distflow[reasoning-gym]'"
+_SIZE, _SEED = 500, 0
+
+
+def read_records(source: str, key: str, wanted: int = -1) -> Iterator[Record]:
+    """The rows that `source` names, the first `wanted` of them where that is not negative.
+
+    A row has the columns prompt, answer, data_source (`reasoning-gym/NAME`) and `COLUMN`.
+    Raises UserError, naming the config's `key`, for a package, a data set or a setting that there is not.
+    """
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise UserError(f"{key}: '{source}' {MISSING}")
+    name, _, query = source.removeprefix(PREFIX).partition("?")
+    settings = read_settings(query)
+    size = settings.get("size", _SIZE)
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise UserError(f"{key}: '{source}': size is {size!r}, not a number of rows")
+    given = json.dumps({"seed": _SEED, **settings, "size": size})
+    yield from made_records("distflow.data.reasoning_gym", (name, given, str(wanted)), source, key)
+
+
+def read_entry(text: str) -> dict[str, object]:
+    """An entry as its data set made it. Raises ValueError where it is none."""
+    try:
+        entry = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        entry = json.loads(text)
+    if not isinstance(entry, dict):
+        raise ValueError(f"the row's entry is no mapping, but {text:.80}")
+    return entry
+
+
+def write_entry(entry: Mapping[str, object]) -> str:
+    """As a literal of Python, which keeps tuples and keys that are no texts; else as JSON."""
+    text = repr(entry)
+    try:
+        same = ast.literal_eval(text) == entry
+    except (ValueError, SyntaxError):
+        same = False
+    return text if same else json.dumps(entry)
+
+
+def make_dataset(name: str, settings: Mapping[str, object]) -> "object":
+    """Raises UserError for a name or a setting that there is not, or that the data set refuses."""
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    if name not in DATASETS:
+        raise UserError(f"reasoning-gym has no data set '{name}'{hint(name, DATASETS)}")
+    known = [field.name for field in dataclasses.fields(DATASETS[name][1])]
+    if unknown := [setting for setting in settings if setting not in known]:
+        raise UserError(f"'{name}' has no setting '{unknown[0]}'{hint(unknown[0], known)}")
+    try:
+        return create_dataset(name, **settings)
+    except Exception as error:  # the edge of a foreign library, whose checks are assertions
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"'{name}' refuses its settings {json.dumps(dict(settings))}: {reason}") from error
+
+
+def main(name: str, settings: str, wanted: str) -> None:
+    """Print a row a line, or why there are none."""
+    given = json.loads(settings)
+    try:
+        dataset = make_dataset(name, given)
+    except UserError as error:
+        print(json.dumps({"error": str(error)}))
+        return
+    size = given["size"] if int(wanted) < 0 else min(given["size"], int(wanted))
+    for index in range(size):
+        entry = dataset[index]  # type: ignore[index]  # as all of that package
+        made = {"name": name, "settings": given, "entry": write_entry(entry)}
+        row = {"prompt": entry["question"], "answer": entry["answer"], "data_source": f"reasoning-gym/{name}"}
+        print(json.dumps({**row, COLUMN: made}, default=str))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])

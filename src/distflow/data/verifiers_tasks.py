@@ -1,0 +1,117 @@
+"""Rows of tasksets of the package `verifiers`: `verifiers:ID?name=value`, read in a process of its own.
+
+Of what an environment may be there is only this so far: a task that one answer without tools ends, and whose rewards
+need nothing but that answer. Anything else is refused by what it would need.
+"""
+
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
+from typing import Any
+
+from distflow.config.errors import UserError
+from distflow.data.made import made_records, read_settings
+from distflow.data.rows import Record
+
+PREFIX = "verifiers:"
+COLUMN = "verifiers"
+"""Where a row keeps what its rewards need: the taskset, its settings, and the task's data."""
+MISSING = "needs the package verifiers: pip install 'distflow[verifiers]'"
+
+
+def read_records(source: str, key: str, wanted: int = -1) -> Iterator[Record]:
+    """The tasks that `source` names, the first `wanted` of them where that is not negative, as rows with the columns
+    prompt, answer (where the task has one), data_source (`verifiers/ID`) and `COLUMN`.
+
+    Raises UserError, naming the config's `key`, for a package or taskset that there is not, and one that needs more.
+    """
+    if importlib.util.find_spec("verifiers") is None:
+        raise UserError(f"{key}: '{source}' {MISSING}")
+    name, _, query = source.removeprefix(PREFIX).partition("?")
+    arguments = (name, json.dumps(read_settings(query)), str(wanted))
+    yield from made_records("distflow.data.verifiers_tasks", arguments, source, key)
+
+
+def load_taskset(name: str, settings: Mapping[str, object]) -> Any:
+    """Raises UserError for a taskset or a setting that there is not."""
+    from verifiers.v1.utils.loaders import taskset_class, taskset_config_type
+
+    try:
+        return taskset_class(name)(taskset_config_type(name).model_validate({**settings, "id": name}))
+    except Exception as error:  # the edge of foreign code
+        reason = " ".join(str(error).split())[:500]
+        raise UserError(f"the taskset '{name}' cannot be loaded: {type(error).__name__}: {reason}") from error
+
+
+def find_fault(name: str, taskset: Any, task: Any) -> str:
+    """What the task needs that is not there; empty where one answer is all."""
+    from verifiers.v1 import Env, Task
+    from verifiers.v1.envs.single_agent import SingleAgentEnv
+    from verifiers.v1.utils.loaders import environment_class
+
+    kind = type(task)
+    environment: type[Env] = environment_class(name)
+    if environment is not SingleAgentEnv:
+        return f"an environment of its own ({environment.__name__})"
+    if kind.NEEDS_CONTAINER:
+        return "a container"
+    if type(taskset).toolsets(taskset.config) or kind.toolsets(task.config):
+        return "tools"
+    if own := [hook for hook in ("setup", "finalize") if getattr(kind, hook) is not getattr(Task, hook)]:
+        return f"a runtime ({own[0]})"
+    if task.data.prompt is None:
+        return "a user who opens the conversation"
+    signals = [*task.hooks("reward"), *task.hooks("metric"), *(judge.score for judge in task.plugged_judges())]
+    for signal in signals:
+        runtime = inspect.signature(signal).parameters.get("runtime")
+        if runtime is not None and runtime.default is runtime.empty:
+            return f"a runtime (for {getattr(signal, '__name__', 'a judge')})"
+    if not task.hooks("reward") and not task.plugged_judges():
+        return "a reward: it has none"
+    return ""
+
+
+def read_task(name: str, settings: Mapping[str, object], data: object) -> Any:
+    """The task again, of a row's `COLUMN`."""
+    taskset = load_taskset(name, settings)
+    kind = type(taskset).task_type()
+    return kind(kind.data_type().model_validate(data), taskset.config.task)
+
+
+def _row(name: str, settings: Mapping[str, object], task: Any) -> dict[str, object]:
+    data = task.data.model_dump(mode="json", exclude_none=True)
+    prompt = data["prompt"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if "system_prompt" in data:
+        messages = [{"role": "system", "content": data["system_prompt"]}, *messages]
+    row = {"prompt": messages, "data_source": f"verifiers/{name}"}
+    row |= {"answer": data["answer"]} if "answer" in data else {}
+    return {**row, COLUMN: {"name": name, "settings": dict(settings), "task": data}}
+
+
+def _lines(name: str, settings: Mapping[str, object], wanted: int) -> Iterator[dict[str, object]]:
+    taskset = load_taskset(name, settings)
+    if wanted < 0 and not taskset.bounded:
+        raise UserError("the taskset has no end: set data.train_max_samples (of a domain, its own)")
+    for task in taskset if wanted < 0 else taskset.take(wanted):
+        if fault := find_fault(name, taskset, task):
+            raise UserError(f"task {task.data.idx} needs {fault}, which is not there yet: one answer must be all")
+        yield _row(name, settings, task)
+
+
+def main(name: str, settings: str, wanted: str) -> None:
+    """Print a row a line, or why there are none; what the taskset prints goes elsewhere."""
+    with redirect_stdout(sys.stderr):
+        try:
+            rows = list(_lines(name, json.loads(settings), int(wanted)))
+        except UserError as error:
+            rows = [{"error": str(error)}]
+    for row in rows:
+        print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])

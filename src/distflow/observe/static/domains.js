@@ -1,0 +1,31 @@
+// A row for each domain: what it had of the run, and what came of it.
+
+function showDomains() {
+  const { domains } = data;
+  if (!domains.length) return;
+  const section = byId("domains");
+  section.hidden = false;
+  section.querySelector(".lead").textContent = "Rewards are means over the first and the last tenth of the steps, " +
+    "held-out problems those of the first and the last validation; curves by domain and by part of the reward are below.";
+  const move = (ends, format) => !ends ? "–" : ends.length > 1 ? `${format(ends[0])} → ${format(ends[1])}` : format(ends[0]);
+  const percent = (share) => `${(100 * share).toFixed(share && share < 0.1 ? 1 : 0)} %`;
+  const count = (n) => n.toLocaleString("en");
+  const failed = ({ verdicts, errors, timeouts }) => {
+    if (verdicts === null) return "–";
+    const kinds = [[errors, "error"], [timeouts, "timeout"]].filter(([n]) => n).map(([n, kind]) => `${count(n)} ${kind}${n > 1 ? "s" : ""}`);
+    return `${kinds.join(", ") || "none"} of ${count(verdicts)}`;
+  };
+  const dropped = (reasons) => Object.entries(reasons).map(([reason, n]) => `${count(n)} ${reason}`).join(", ") || "none";
+  const columns = [
+    ["groups", (row) => row.groups === null ? "–" : `${count(row.groups)} (${percent(row.share ?? 0)})`],
+    ["reward", (row) => move(row.reward, number)],
+    ["held-out, right", (row) => move(row.accuracy, percent)],
+    ["one of k right", (row) => row.k ? `${move(row.best, percent)}, k = ${row.k}` : "–"],
+    ["verdicts that failed", failed],
+    ["groups dropped", (row) => dropped(row.dropped)],
+  ].filter(([, value]) => domains.some((row) => value(row) !== "–"));
+  const head = ["domain", ...columns.map(([name]) => name)].map((name) => el("th", { scope: "col" }, name));
+  section.querySelector("thead").append(el("tr", {}, ...head));
+  section.querySelector("tbody").append(...domains.map((row) => el("tr", {}, el("th", { scope: "row" }, inert(row.name)),
+    ...columns.map(([, value]) => el("td", {}, value(row))))));
+}

@@ -1,0 +1,87 @@
+"""`reasoning_gym`: what a data set of the package `reasoning-gym` says of the answer to its own row.
+
+Answers are text of a model. Some of that package's functions evaluate them as Python, directly or by sympy: here they
+are read as literals, and as arithmetic of a few names, instead.
+"""
+
+import ast
+import json
+import re
+import sys
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from distflow.data.reasoning_gym import COLUMN, MISSING, make_dataset, read_entry
+from distflow.rewards.case import Case
+
+try:
+    from reasoning_gym.utils import extract_answer
+except ImportError as error:
+    raise ImportError(f"the reward 'reasoning_gym' {MISSING}") from error
+
+EVALUATED = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
+"""Data sets that call `eval` on an answer."""
+EXPRESSIONS = (
+    *("countdown", "puzzle24", "polynomial_multiplication"),
+    *("simple_integration", "intermediate_integration"),
+)
+"""Data sets that hand an answer to sympy's parser, which evaluates it."""
+_NAMES = {"sin", "cos", "tan", "exp", "log", "ln", "sqrt", "pi", "asin", "acos", "atan", "sinh", "cosh", "tanh"}
+_ARITHMETIC = re.compile(r"(?:[A-Za-z]+|\d+(?:\.\d+)?|[-+*/^(),\s])*")
+_LONGEST = 1000
+
+
+def _row(entry: dict[str, object], name: str = "leg_counting") -> dict[str, object]:
+    return {COLUMN: {"name": name, "settings": {"seed": 1, "size": 1}, "entry": repr(entry)}}
+
+
+_LEGS = _row({"question": "How many legs has a cow?", "answer": "4", "metadata": {}})
+CASES = (
+    Case("It has four: <answer>4</answer>", "4", True, _LEGS),
+    Case("<answer>5</answer>", "4", False, _LEGS),
+    Case("4", "4", False, _LEGS),
+)
+
+
+def compute_score(solution_str: str, extra_info: Mapping[str, object] | None = None) -> dict[str, object]:
+    """The data set's score, from 0.0 to 1.0, of what stands between the last <answer> and </answer>; only 1.0 is right
+    (`acc`). `answer` is what was read.
+
+    An answer that the data set cannot read scores 0.0, as none does.
+    Raises ValueError for a row of another data set, UserError for one that this version of the package does not know.
+    """
+    made = (extra_info or {}).get(COLUMN)
+    if not isinstance(made, Mapping) or not isinstance(made.get("entry"), str):
+        raise ValueError(f"the row has no column '{COLUMN}': its data must be reasoning-gym:NAME")
+    name, entry = str(made["name"]), read_entry(str(made["entry"]))
+    dataset, answer = _dataset(name, json.dumps(made["settings"])), extract_answer(solution_str)
+    score = _score(dataset, answer if is_readable(name, answer) else None, entry)
+    return {"score": score, "acc": float(score >= 1), "answer": answer}
+
+
+def is_readable(name: str, answer: str | None) -> bool:
+    """Whether nothing but arithmetic is evaluated where the data set of that name evaluates an answer."""
+    if name not in EXPRESSIONS or answer is None:
+        return True
+    if len(answer) > _LONGEST or not _ARITHMETIC.fullmatch(answer):
+        return False
+    return all(len(word) == 1 or word in _NAMES for word in re.findall(r"[A-Za-z]+", answer))
+
+
+def _score(dataset: Any, answer: str | None, entry: dict[str, object]) -> float:
+    """One that fails with an answer, and not without one, cannot read it."""
+    try:
+        return float(dataset.score_answer(answer, entry))
+    except MemoryError:
+        raise
+    except Exception:  # the edge of a foreign library
+        return float(dataset.score_answer(None, entry))
+
+
+@cache
+def _dataset(name: str, settings: str) -> Any:
+    dataset = make_dataset(name, json.loads(settings))
+    if name in EVALUATED:  # a module's own names go before the built-in ones
+        vars(sys.modules[type(dataset).__module__])["eval"] = ast.literal_eval
+    return dataset

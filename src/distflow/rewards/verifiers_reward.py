@@ -1,0 +1,54 @@
+"""`verifiers`: the rewards of a task of the package `verifiers`, of an answer to it as the only turn."""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from distflow.data.verifiers_tasks import COLUMN, MISSING, read_task
+from distflow.rewards.case import Case
+
+try:
+    import verifiers.v1 as vf
+except ImportError as error:
+    raise ImportError(f"the reward 'verifiers' {MISSING}") from error
+
+CASES: tuple[Case, ...] = ()
+"""None are known: each taskset has its own."""
+
+
+async def compute_score(solution_str: str, extra_info: Mapping[str, object] | None = None) -> dict[str, object]:
+    """The weighted sum of the task's rewards, as the package adds them up, and each of them (`rewards`, `metrics`).
+
+    Raises ValueError for a row of other data and for a reward that gave nothing, and what the rewards raise.
+    """
+    made = (extra_info or {}).get(COLUMN)
+    if not isinstance(made, Mapping):
+        raise ValueError(f"the row has no column '{COLUMN}': its data must be verifiers:ID")
+    task = _task(str(made["name"]), json.dumps(made["settings"]), json.dumps(made["task"]))
+    trace = _trace(task, solution_str)
+    await task.score(trace)
+    if missing := [name for name, reward in trace.rewards.items() if reward is None]:
+        raise ValueError(f"the task's reward '{missing[0]}' gave nothing")
+    rewards = {name: reward.score for name, reward in trace.rewards.items()}
+    return {"score": trace.reward, "rewards": rewards, "metrics": dict(trace.metrics)}
+
+
+@cache
+def _task(name: str, settings: str, data: str) -> Any:
+    return read_task(name, json.loads(settings), json.loads(data))
+
+
+def _trace(task: Any, answer: str) -> Any:
+    """A conversation that the answer ended, as the package records them."""
+    prompt = task.data.prompt
+    messages = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt)
+    if task.data.system_prompt is not None:
+        messages.insert(0, vf.SystemMessage(content=task.data.system_prompt))
+    nodes = [vf.MessageNode(parent=i - 1 if i else None, message=message) for i, message in enumerate(messages)]
+    last = vf.MessageNode(parent=len(nodes) - 1, message=vf.AssistantMessage(content=answer), sampled=True)
+    about = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+    agent = vf.AgentInfo(config=vf.AgentConfig())
+    return vf.Trace(
+        task=about, agent=agent, nodes=[*nodes, last], is_completed=True, ok=True, stop_condition="completed"
+    )

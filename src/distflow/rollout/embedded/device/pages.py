@@ -1,0 +1,79 @@
+"""Key-value memory in pages: a pool of fixed size, and who has which of its pages."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distflow.models.decoder import DecoderView, PromptKV
+
+TRASH = 0
+"""The page that rows without a sequence write to."""
+
+Part = tuple[int, int, int, Sequence[int]]
+"""Row of a prefill, first and end of the positions to copy, pages of the sequence from its first token on."""
+
+
+def pages_for(num_tokens: int, page_tokens: int) -> int:
+    return -(-num_tokens // page_tokens)
+
+
+class Pages:
+    """Which pages are free. One that several sequences share is free when the last of them gave it back."""
+
+    def __init__(self, num_pages: int) -> None:
+        """num_pages: page numbers, `TRASH` among them."""
+        self._free = list(range(num_pages - 1, TRASH, -1))
+        self._holders = [0] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """There must be as many."""
+        assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} are free"
+        taken = [self._free.pop() for _ in range(count)]
+        self.share(taken)
+        return taken
+
+    def share(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            self._holders[page] += 1
+
+    def give_back(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free.append(page)
+
+
+class PageMemory:
+    """`keys`, `values`: `(layers, pages, kv_heads, page_tokens, head_dim)`, zero at first: attention masks what was
+    never written, but a NaN in it would still spread."""
+
+    def __init__(self, decoder: DecoderView, num_pages: int, page_tokens: int) -> None:
+        shape = (decoder.num_layers, num_pages, decoder.num_kv_heads, page_tokens, decoder.head_dim)
+        self.keys = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
+        self.values = torch.zeros_like(self.keys)
+        self.page_tokens = page_tokens
+
+    def fill(self, prompts: PromptKV, parts: Iterable[Part]) -> None:
+        """Copy tokens of prefilled prompts to pages."""
+        rows, positions, pages = [], [], []
+        for row, first, end, own in parts:
+            position = np.arange(first, end)
+            rows.append(np.full(len(position), row))
+            positions.append(position)
+            pages.append(np.asarray(own, dtype=np.int64)[position // self.page_tokens])
+        stacked = torch.from_numpy(np.stack([np.concatenate(each) for each in (rows, positions, pages)]))
+        row, position, page = upload(stacked, self.keys.device)
+        offset = position % self.page_tokens
+        self.keys[:, page, :, offset] = prompts.keys[:, row, :, position]
+        self.values[:, page, :, offset] = prompts.values[:, row, :, position]
+
+
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """To the device, behind what was launched before, without waiting for it."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)

@@ -1,0 +1,117 @@
+"""Runs with more prompts in flight than their steps need: whole, killed, filtered, and to the end of their data."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from distflow.config.errors import UserError
+from distflow.data.batch import Batch
+from distflow.flow.edge import Exhausted
+from distflow.flow.ledger import timeline, verify
+from distflow.flow.ticket import Ticket
+from distflow.rollout.embedded.engine import EmbeddedEngine
+from distflow.runtime.ports.shared_edge import SharedEdge
+from tests.e2e.runs import Playground, Run
+from tests.e2e.test_domains import FILTERED, REWARD, given, go_back, ground, steps_of
+
+__all__ = ["ground"]
+
+MORE = "algorithm.filter_groups.oversampling=1"
+DAWDLES = """
+import os, time
+def slowly(text):
+    time.sleep(len(text) % 3 / 20 if os.path.exists(__file__ + ".slow") else 0)
+"""
+
+
+def rows_of(run: Run) -> Counter[tuple[int, int]]:
+    """How often each row of each epoch was trained on."""
+    where, taken = {}, Counter[tuple[int, int]]()
+    for _, record in timeline(run.folder / "ledger.jsonl"):
+        if record["kind"] == "issued":
+            where[record["ticket"]] = (record["epoch"], record["row"])
+        if record["kind"] == "consumed":
+            taken.update(where[ticket] for ticket in record["tickets"])
+    return taken
+
+
+def moves(run: Run) -> list[tuple[object, ...]]:
+    """What became of which tickets, without times and tokens that were thrown away."""
+    keys = ("kind", "ticket", "tickets", "attempt", "reason", "step")
+    kinds = ("issued", "complete", "dropped", "aborted", "consumed")
+    records = (record for _, record in timeline(run.folder / "ledger.jsonl") if record["kind"] in kinds)
+    return [tuple(str(record.get(key)) for key in keys) for record in records]
+
+
+def test_a_run_that_is_killed_is_the_one_that_was_not_whatever_its_verifiers_take(ground: Playground) -> None:
+    settings = given(ground, *FILTERED, MORE, "trainer.total_training_steps=4", "trust.audit_freq=1")
+    ground.write_reward(DAWDLES + REWARD.replace("    return sum", "    slowly(solution_str)\n    return sum"))
+    whole = ground.run("grpo", *settings, name="more")
+    go_back(whole, 2, "more_killed")
+    (ground.folder / "reward.py.slow").touch()
+    killed = ground.run("grpo", *settings, name="more_killed")
+    ground.write_reward(REWARD)
+    assert steps_of(whole) == steps_of(killed) == [Counter(math=3, code=1)] * 4
+    assert moves(whole) == moves(killed)
+    account = verify(whole.folder / "ledger.jsonl")
+    assert account.aborted > 4 and account.aborted_tokens > 0 and account.domains["code"].dropped["all_equal"] > 0
+    assert all(torch.equal(value, killed.weights(4)[name]) for name, value in whole.weights(4).items())
+    last = whole.metrics()[-1]
+    assert last["async/aborted"] == account.aborted and last["async/aborted_tokens"] == account.aborted_tokens
+    assert last["domains/math/aborted"] + last["domains/code/aborted"] == account.aborted
+    assert not whole.notes("warning") and not killed.notes("warning")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("actor_rollout_ref.rollout.name=hf",),
+        ("async.max_concurrent_rollouts=1",),
+        ("async.max_concurrent_rollouts=3", "data.train_batch_size=5", "actor_rollout_ref.actor.ppo_mini_batch_size=5"),
+    ],
+)
+def test_each_row_of_each_epoch_is_trained_on(ground: Playground, more: tuple[str, ...]) -> None:
+    name = f"epochs{len(more)}{more[0][-2:]}"
+    run = ground.run("grpo", MORE, "data.train_max_samples=7", "trainer.total_epochs=2", *more, name=name)
+    assert rows_of(run) == Counter({(epoch, row): 1 for epoch in (0, 1) for row in range(7)})
+    account = verify(run.folder / "ledger.jsonl")
+    assert account.running == 0 and account.consumed == 14 and (account.aborted > 0) == (more[0][-1] != "1")
+
+
+def test_a_domain_whose_groups_are_all_dropped_ends_the_run(ground: Playground) -> None:
+    ground.write_reward(REWARD.replace('extra_info["number"] % 2', "True"))
+    keys = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=3")
+    with pytest.raises(Exhausted, match=r"of the domain 'code', but of the 3 drawn for it"):
+        ground.run("grpo", *given(ground, *keys, MORE), name="nothing")
+    ground.write_reward(REWARD)
+
+
+def test_aborts_leave_no_slot_and_no_keys_and_values_behind(
+    ground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines, seen = list[EmbeddedEngine](), list[tuple[int, bool, int]]()
+    begin, abort = EmbeddedEngine.__aenter__, SharedEdge.abort
+
+    async def noted(engine: EmbeddedEngine) -> EmbeddedEngine:
+        engines.append(engine)
+        return await begin(engine)
+
+    def looked(edge: SharedEdge[Batch], tickets: Sequence[Ticket], num_tokens: int) -> None:
+        (engine,) = engines
+        held = sum(lane.slots.keys.numel() + len(lane.prompts) for lane in engine._lanes)
+        seen.append((len(engine._pending), engine._has_work(), held))
+        abort(edge, tickets, num_tokens)
+
+    monkeypatch.setattr(EmbeddedEngine, "__aenter__", noted)
+    monkeypatch.setattr(SharedEdge, "abort", looked)
+    ground.run("grpo", MORE, "trainer.total_training_steps=2", name="slots")
+    assert seen == [(0, False, 0)] * 2
+
+
+def test_a_loop_of_your_own_is_refused(ground: Playground) -> None:
+    import distflow
+
+    with pytest.raises(UserError, match=r"oversampling: a loop of your own"):
+        distflow.rollouts("grpo", ground.overrides("own", MORE))

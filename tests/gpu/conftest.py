@@ -1,0 +1,15 @@
+"""The device that the tests of this folder run on: a CUDA device, or what `DISTFLOW_TEST_DEVICE` names (`cpu`, to test
+the tests)."""
+
+import os
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    name = os.environ.get("DISTFLOW_TEST_DEVICE", "cuda")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        pytest.skip("torch finds no CUDA device here")
+    return torch.device(name)

@@ -1,0 +1,249 @@
+"""A wave that ends when the step is full: in the engine's order, whatever verifiers do, and nothing is left behind."""
+
+import asyncio
+import threading
+import time
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from distflow.data.sample import Sample
+from distflow.flow.coordinator import Coordinator
+from distflow.flow.ticket import Version
+from distflow.graph import BoundNode, Drop, node
+from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation
+from distflow.runtime.audit.witness import Witness
+from distflow.runtime.experience import ExperiencePlane, SubmissionGate
+from distflow.runtime.group import Group
+from distflow.runtime.ports.local_edge import LocalEdge
+from distflow.runtime.step import compile_steps
+from distflow.runtime.waits import Waits
+from tests.runtime.groups import bound, context, coordinator, samples, waiting_group
+from tests.runtime.test_experience import Ends, fill
+
+
+class CountingEngine:
+    """Answers in the order of `lengths`, a token each turn of the loop; counts its tokens."""
+
+    version = Version(0, 0)
+
+    def __init__(self, lengths: dict[int, int]) -> None:
+        self._lengths = lengths
+        self.num_generated_tokens = self.num_cancelled = self.num_running = 0
+        self._open = asyncio.Event()
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        row, made = request.stream.row, 0
+        self.num_running += 1
+        try:
+            await self._open.wait()
+            while made < self._lengths.get(row, row % 7 + 1):
+                await asyncio.sleep(0)
+                made += 1
+                self.num_generated_tokens += len(request.samples)
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        finally:
+            self.num_running -= 1
+        each = [0.0] * made
+        return GenerateResult(
+            tuple(Generation(s, [5] * made, each, each, [self.version.step] * made, "stop") for s in request.samples)
+        )
+
+    async def pause(self, release: bool = False) -> None:
+        self._open.clear()
+
+    async def resume(self) -> None:
+        self._open.set()
+
+
+@node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
+async def answer(group: Group, rollout: Any) -> list[Sample]:
+    request = GenerateRequest((1,), group.wanted, group.params, group.stream)
+    await rollout.generate(request)
+    return samples(group.ticket.number, (1, 1), version=group.ticket.version)
+
+
+def plane_of(engine: Any, *more: BoundNode) -> ExperiencePlane:
+    gate = SubmissionGate(engine, Witness())
+    steps = compile_steps([bound(answer), *more], {"rollout": gate})
+    return ExperiencePlane(
+        steps,
+        waiting_group,
+        lambda group, name: context(group.ticket.version, group=group),
+        gate,
+        10.0,
+        Ends(),
+        Witness(),
+        stops_early=True,
+    )
+
+
+def counted(**changes: Any) -> Coordinator:
+    more = {"oversampling": Fraction(1, 2), "shuffle": False, "num_rows": 40, "total_tickets": 40, "consumer_batch": 4}
+    return coordinator(**{**more, "total_steps": 9, **changes})
+
+
+def run(plane: ExperiencePlane, coordinator: Coordinator, steps: int = 1) -> list[list[int]]:
+    """The groups of each step; nothing of the plane may live on."""
+
+    async def filled() -> list[list[int]]:
+        taken = await asyncio.wait_for(fill(plane, LocalEdge(coordinator, Waits()), steps), 60)
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1, "no group lives on"
+        return taken
+
+    return asyncio.run(filled())
+
+
+LENGTHS = {0: 60, 1: 5, 2: 50, 3: 4, 4: 3, 5: 2, **dict.fromkeys(range(6, 40), 30)}
+
+
+def test_those_that_are_answered_first_make_the_step_and_the_others_are_aborted() -> None:
+    engine, counts = CountingEngine(LENGTHS), counted()
+    plane = plane_of(engine)
+    assert run(plane, counts) == [[1, 3, 4, 5]]
+    account = counts.accounting()
+    assert engine.num_cancelled == account.aborted == 2 and engine.num_running == 0
+    assert plane.ended[0] == plane.ended[2] == "aborted: the step had all it needs"  # type: ignore[index]
+    assert account.aborted_tokens == engine.num_generated_tokens - 2 * (5 + 4 + 3 + 2), "of 2 samples each"
+
+
+@pytest.mark.parametrize("slow", [(), (5,), (1, 3), (0, 2)])
+def test_what_verifiers_take_changes_nothing(slow: tuple[int, ...]) -> None:
+    @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
+    async def judge(group: Group) -> Any:
+        await asyncio.sleep(0.1 if group.ticket.number in slow else 0)
+        return Drop("dull") if group.ticket.number in (3, 2) else [1.0, 0.0]
+
+    counts = counted()
+    taken = run(plane_of(CountingEngine(LENGTHS), bound(judge)), counts, steps=2)
+    assert taken[0] == [0, 1, 4, 5], "3 is dropped; of 0 and 2, still running, 2 is first and is dropped"
+    assert counts.accounting().dropped == {"dull": 2}
+
+
+@pytest.mark.parametrize("slow", [(), (8, 6)])
+def test_one_that_is_answered_when_the_step_is_full_is_asked_again_whatever_its_verdict(slow: tuple[int, ...]) -> None:
+    @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
+    async def judge(group: Group) -> Any:
+        await asyncio.sleep(0.05 if group.ticket.number == 5 else 0)
+        return Drop("dull") if group.ticket.number in (0, 2) else [1.0, 0.0]
+
+    counts = counted()
+    assert run(plane_of(CountingEngine({**LENGTHS, 0: 6, 2: 6}), bound(judge)), counts) == [[1, 3, 4, 5]]
+    assert counts.accounting().dropped == {} and counts.accounting().aborted == 2
+
+
+def test_a_verifier_that_is_at_work_is_not_waited_for() -> None:
+    cancelled = []
+
+    @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
+    async def judge(group: Group) -> Any:
+        if group.ticket.number in (0, 2):
+            try:
+                await asyncio.gather(asyncio.sleep(60), asyncio.sleep(60))
+            except asyncio.CancelledError:
+                await asyncio.sleep(0.05)  # it tidies up
+                cancelled.append(group.ticket.number)
+                raise
+        await asyncio.sleep(0.1 if group.ticket.number == 1 else 0)
+        return [1.0, 0.0]
+
+    started = time.monotonic()
+    counts = counted()
+    assert run(plane_of(CountingEngine({**LENGTHS, 0: 6, 2: 6}), bound(judge)), counts) == [[1, 3, 4, 5]]
+    assert sorted(cancelled) == [0, 2] and time.monotonic() - started < 50
+    assert counts.accounting().aborted_tokens == 2 * (6 + 6)
+
+
+def test_no_plain_function_is_left_running() -> None:
+    running, left = [], []
+
+    @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
+    def judge(group: Group) -> Any:
+        running.append(group.ticket.number)
+        time.sleep(0.05)
+        running.pop()
+        return [1.0, 0.0]
+
+    @node(writes="tidy", role="REWARD", scope="group", reads=("scores",))
+    async def look(group: Group) -> Any:
+        left.append(len(running))
+        return [0.0, 0.0]
+
+    plane, counts = plane_of(CountingEngine({}), bound(judge)), counted(oversampling=Fraction(4))
+    assert [len(taken) for taken in run(plane, counts, steps=2)] == [4, 4]
+    assert running == [] and not [each for each in threading.enumerate() if each.name == "node"]
+    assert not plane.plain_calls.turn.locked() and plane.plain_calls.caller is None
+
+
+def test_a_group_that_asks_nothing_comes_first() -> None:
+    @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
+    async def some_answer(group: Group, rollout: Any) -> list[Sample]:
+        number = group.ticket.number
+        if number not in (2, 4):
+            await rollout.generate(GenerateRequest((1,), group.wanted, group.params, group.stream))
+        return samples(number, (1, 1), version=group.ticket.version)
+
+    engine = CountingEngine(LENGTHS)
+    plane = plane_of(engine)
+    plane.steps = compile_steps([bound(some_answer)], {"rollout": plane.gate})
+    assert run(plane, counted()) == [[2, 3, 4, 5]]
+
+
+def test_an_episode_of_several_requests_is_placed_by_its_first_answer() -> None:
+    @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
+    async def two_turns(group: Group, rollout: Any) -> list[Sample]:
+        request = GenerateRequest((1,), group.wanted, group.params, group.stream)
+        await rollout.generate(request)
+        await asyncio.gather(*(rollout.generate(request) for _ in range(3 if group.ticket.number == 4 else 1)))
+        return samples(group.ticket.number, (1, 1), version=group.ticket.version)
+
+    engine = CountingEngine(LENGTHS)
+    plane = plane_of(engine)
+    plane.steps = compile_steps([bound(two_turns)], {"rollout": plane.gate})
+    counts = counted()
+    assert run(plane, counts) == [[1, 3, 4, 5]]
+    kept = 2 * (2 * 5 + 2 * 4 + 4 * 3 + 2 * 2)
+    assert engine.num_running == 0 and counts.accounting().aborted_tokens == engine.num_generated_tokens - kept
+
+
+def test_a_group_that_fails_is_replaced_as_ever() -> None:
+    @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
+    async def judge(group: Group) -> Any:
+        if group.ticket.number in (4, 5, 3):
+            raise KeyError("of its own")
+        return [1.0, 0.0]
+
+    plane, counts = plane_of(CountingEngine(LENGTHS), bound(judge)), counted()
+    assert run(plane, counts) == [[0, 1, 2, 6]]
+    assert counts.accounting().dropped == {"error": 3}
+
+
+def test_tasks_that_a_function_started_end_with_its_group() -> None:
+    started = list[asyncio.Task[Any]]()
+
+    @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
+    async def leaves_tasks(group: Group, rollout: Any) -> list[Sample]:
+        request = GenerateRequest((1,), group.wanted, group.params, group.stream)
+        await rollout.generate(request)
+        if group.ticket.number in (0, 2):
+            endless = replace(request, stream=replace(request.stream, row=99))
+            started.extend(asyncio.create_task(work) for work in (rollout.generate(endless), asyncio.sleep(60)))
+            await asyncio.sleep(60)
+        return samples(group.ticket.number, (1, 1), version=group.ticket.version)
+
+    @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
+    async def judge(group: Group) -> Any:
+        await asyncio.sleep(0.1 if group.ticket.number == 1 else 0)
+        return [1.0, 0.0]
+
+    engine = CountingEngine({**LENGTHS, 0: 6, 2: 6, 99: 10**9})
+    plane, counts = plane_of(engine), counted()
+    plane.steps = compile_steps([bound(leaves_tasks)], {"rollout": plane.gate})
+    plane.steps = (*plane.steps, *compile_steps([bound(judge)], {}))
+    assert run(plane, counts) == [[1, 3, 4, 5]]
+    assert len(started) == 4 and all(task.cancelled() for task in started) and engine.num_running == 0
