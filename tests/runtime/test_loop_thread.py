@@ -3,9 +3,11 @@
 import asyncio
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
+import torch
 
 from distflow.runtime import loop_thread
 from distflow.runtime.loop_thread import LoopBlocked, LoopEnded, LoopThread
@@ -33,6 +35,28 @@ def test_results_and_exceptions_come_back_to_the_caller() -> None:
         with pytest.raises(KeyError):
             thread.call(fails())
         assert thread.call(double(5)) == 10
+
+
+def test_it_computes_on_one_core_and_no_other_thread_is_told_so() -> None:
+    async def cores() -> int:
+        return torch.get_num_threads()
+
+    def cores_of_a_new_thread() -> int:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(torch.get_num_threads).result()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with LoopThread("t") as thread:
+            assert thread.call(cores()) == 1
+            assert torch.get_num_threads() == cores_of_a_new_thread() == 3
+            assert thread.call(cores()) == 1
+        with LoopThread("later") as thread:
+            assert thread.call(cores()) == 1
+        assert torch.get_num_threads() == cores_of_a_new_thread() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_leaving_cancels_what_runs() -> None:

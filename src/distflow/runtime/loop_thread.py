@@ -11,6 +11,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+from threadpoolctl import threadpool_limits
+
 from distflow.config.errors import UserError
 from distflow.config.places import users_place_of
 
@@ -92,6 +95,7 @@ class LoopThread:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
+        _keep_to_one_core()
         cause = "it was stopped"
         try:
             self._loop.run_forever()
@@ -132,6 +136,17 @@ class LoopThread:
             task.cancel()
         if others:
             await asyncio.wait(others, timeout=LEAVES_WITHIN_S)
+
+
+def _keep_to_one_core() -> None:
+    """Of this thread alone: PyTorch's own call would tell later threads as well.
+
+    A second thread that computes on all cores has a second pool of them, and where pools have more threads than there
+    are cores, OpenMP lets those of each sleep between two operations: a decode step of few rows took three times as
+    long.
+    """
+    torch.get_num_threads()  # sets this thread's number where nothing has yet, and would do so later
+    threadpool_limits(1, user_api="openmp")
 
 
 def _answer(answer: "concurrent.futures.Future[T]", done: "concurrent.futures.Future[T]") -> None:
