@@ -388,7 +388,7 @@ FAULTS = {
     ),
     "the reference at another temperature": Fault(hotter_reference, "log_probs", KL),
     "the reference follows the policy": Fault(
-        lambda patch: patch.setattr(factories, "_reference", follow), "reference", (*KL, *FAST)
+        lambda patch: patch.setattr(factories, "build_reference", follow), "reference", (*KL, *FAST)
     ),
     "rewards to the next sample": Fault(attribute(router.RewardRouter, "__call__", next_sample), "verdicts"),
     "rewards in order of arrival": Fault(

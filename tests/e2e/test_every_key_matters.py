@@ -63,7 +63,7 @@ ELSEWHERE = {
     "dag.generates": "tests/pipelines/test_spec.py",
     "dag.backend_threshold": "tests/planning/test_cluster.py",
     "dag.apportion_strategy": "tests/planning/test_cluster.py",
-    "dag.model_sizes": "tests/pipelines/test_factories.py",
+    "dag.model_sizes": "tests/pipelines/test_models.py",
     "dag.consider_node_cohesion": "tests/planning/test_cluster.py",
     "dag.consider_node_load": "tests/planning/test_cluster.py",
 }

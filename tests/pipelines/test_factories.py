@@ -10,7 +10,8 @@ from torch import nn
 
 from distflow.config import Config, load_config
 from distflow.config.errors import UserError
-from distflow.pipelines.factories import Spread, make_factories, model_sizes
+from distflow.pipelines.building import Spread
+from distflow.pipelines.factories import make_factories
 from distflow.planning.plan import RankPlan
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.hf import HFEngine
@@ -76,22 +77,6 @@ def test_a_rollout_engine_gets_the_keys_that_its_constructor_names(
     factory = make_factories(settings, ["rollout"], (), 1)["rollout"]
     assert factory.keywords["options"] == taken  # type: ignore[attr-defined]  # a partial, so that it can be sent
     assert type(build(settings, "rollout").rollout) is made
-
-
-def test_sizes_of_models_are_as_given_or_counted(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path / "critic")
-    own, ray = f"critic.model.path={tmp_path}/critic", ("trainer.launcher=ray", "trainer.n_gpus_per_node=3")
-    counted = model_sizes(config("ppo", own), ["actor", "critic", "rollout"])
-    assert counted == {"actor": 804_480, "critic": 24_928}
-    said = config("ppo", own, *ray, "dag.model_sizes={actor: 600B, ref: 1e6}")
-    assert model_sizes(said, ["actor", "critic", "ref", "rollout"]) == {**counted, "actor": 600e9, "ref": 10**6}
-    with pytest.raises(UserError, match="dag.model_sizes: the program has no model 'ref'; known: actor, critic"):
-        model_sizes(said, ["actor", "critic"])
-    with pytest.raises(UserError, match="dag.model_sizes: '7 billion' is no size of a model; write e.g. 70B"):
-        model_sizes(config("ppo", *ray, "dag.model_sizes.actor='7 billion'"), ["actor"])
-    (tmp_path / "critic" / "config.json").write_text('{"model_type": "mamba"}')
-    with pytest.raises(UserError, match=r"critic.model.path: .* its num_attention_heads: say its size, e\.g\. dag\."):
-        model_sizes(config("ppo", own), ["actor", "critic"])
 
 
 def test_only_what_the_plan_names_is_built() -> None:

@@ -8,7 +8,7 @@ from distflow.config import Config
 from distflow.config.errors import UserError
 from distflow.config.functions import LoadError, load_modules
 from distflow.graph import Program
-from distflow.pipelines.factories import planes_threads
+from distflow.pipelines.devices import planes_threads
 from distflow.pipelines.select import bound, select_pipeline
 from distflow.planning.threads import own_cores
 

@@ -13,9 +13,10 @@ from distflow.config.errors import UserError
 from distflow.config.names import REWARDS, Reward
 from distflow.config.program import is_rl
 from distflow.config.reward import RewardPart
-from distflow.data.prompts import PromptOptions, PromptSet, encode_rows
+from distflow.data.prompts import PromptOptions, PromptSet
 from distflow.data.rows import DEFAULT_DOMAIN, BadRows, Columns, RawRow, listed
 from distflow.data.sources import load_rows
+from distflow.data.tokenising import encode_rows
 from distflow.models.tokenizer import end_token_ids
 from distflow.rewards.broken_rows import find_broken
 

@@ -12,7 +12,7 @@ from distflow.config.errors import UserError
 from distflow.models.export import check_target, export_model
 from distflow.observe.jsonlines import read_object
 from distflow.pipelines.code import model_code, only_if_trusted, without_model_code
-from distflow.pipelines.factories import load_policy, load_policy_tokenizer
+from distflow.pipelines.models import load_policy, load_policy_tokenizer
 from distflow.runtime.checkpoint import Checkpoint
 from distflow.runtime.checkpoint_files import MANIFEST
 from distflow.runtime.policy import described, policy_checkpoint

@@ -15,7 +15,7 @@ from distflow.config.by_domain import reward_functions
 from distflow.config.changes import changes
 from distflow.config.names import CURRICULA, CUSTOM_REWARD, REWARDS
 from distflow.models.identity import identity
-from distflow.pipelines.factories import planes_threads, worker_cores
+from distflow.pipelines.devices import planes_threads, worker_cores
 from distflow.pipelines.reading import Data
 from distflow.pipelines.verifiers import verifiers_of
 from distflow.rewards.fingerprint import fingerprint_target

@@ -9,8 +9,9 @@ from transformers import PreTrainedTokenizerBase
 from distflow.config import Config
 from distflow.config.by_domain import reward_functions
 from distflow.config.errors import UserError
-from distflow.data.prompts import PromptRow, encode_rows
+from distflow.data.prompts import PromptRow
 from distflow.data.rows import BadRows, Record, plain, read_rows
+from distflow.data.tokenising import encode_rows
 from distflow.graph import Program
 from distflow.models.tokenizer import end_token_ids
 from distflow.pipelines.data_sets import train_sources

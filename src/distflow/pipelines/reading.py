@@ -11,8 +11,8 @@ from distflow.data.prompts import PromptSet
 from distflow.graph import Program
 from distflow.pipelines.binding import bind, fix_threads, import_user_modules
 from distflow.pipelines.data_sets import DataSource, held_out_sources, train_sources
-from distflow.pipelines.factories import load_policy_tokenizer, policy_context
 from distflow.pipelines.inert import refuse_inert_keys
+from distflow.pipelines.models import load_policy_tokenizer, policy_context
 from distflow.pipelines.run_options import run_options
 from distflow.pipelines.sampling import sampling_params, validation_params
 from distflow.pipelines.select import generates

@@ -12,15 +12,9 @@ from distflow.config import Config
 from distflow.flow.data_plan import DataPlan
 from distflow.graph import Program
 from distflow.pipelines.data_plan import data_plan
-from distflow.pipelines.factories import (
-    check_layouts,
-    choose_device,
-    compute_dtype,
-    make_factories,
-    model_sizes,
-    refuse_offload_here,
-    shares_weights,
-)
+from distflow.pipelines.devices import choose_device, refuse_offload_here
+from distflow.pipelines.factories import compute_dtype, make_factories, shares_weights
+from distflow.pipelines.models import check_layouts, model_sizes
 from distflow.pipelines.objectives import is_anchored, loss_terms
 from distflow.planning.cluster import plan_ray
 from distflow.planning.plan import Plan, plan_local

@@ -11,7 +11,7 @@ from distflow.config.program import is_rl
 from distflow.data.rows import TEMPLATE_KWARGS_COLUMN, listed
 from distflow.graph import NodeRole, Program
 from distflow.pipelines.data_plan import num_rows_of
-from distflow.pipelines.factories import planes_threads
+from distflow.pipelines.devices import planes_threads
 from distflow.pipelines.nodes.by_domain import options_of
 from distflow.pipelines.reading import Data, Reading
 from distflow.planning.threads import own_cores

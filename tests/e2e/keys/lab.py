@@ -20,7 +20,8 @@ from distflow.data.prompts import PromptSet
 from distflow.models.tokenizer import load_tokenizer
 from distflow.observe.run_reader import Event, read_events, read_metrics, read_samples
 from distflow.pipelines.data_sets import held_out_sources, train_sources
-from distflow.pipelines.factories import choose_device, load_policy
+from distflow.pipelines.devices import choose_device
+from distflow.pipelines.models import load_policy
 from distflow.pipelines.spec import make_spec
 from distflow.runtime.local import launch_local
 from distflow.runtime.spec import Factory, Spec
