@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from distflow.config.errors import UserError
 from distflow.data.arrow import write_arrow
 from distflow.data.encoded import EncodedRows, write_encoded
-from distflow.data.prompts import PromptOptions, PromptSet, encode_rows
+from distflow.data.prompts import PromptOptions, PromptSet
 from distflow.data.rows import BadRows, RawRow
+from distflow.data.tokenising import encode_rows
 from tests.tiny_models import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -6,8 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distflow.config.errors import UserError
-from distflow.data.prompts import PromptOptions, PromptSet, encode_rows, truncated
+from distflow.data.lengths import truncated
+from distflow.data.prompts import PromptOptions, PromptSet
 from distflow.data.rows import BadRows, RawRow
+from distflow.data.tokenising import encode_rows
 from tests.tiny_models import tiny_tokenizer
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from distflow.config.errors import UserError
 from distflow.data.messages import read_conversation
-from distflow.data.prompts import PromptOptions, PromptSet, encode_rows
+from distflow.data.prompts import PromptOptions, PromptSet
 from distflow.data.rows import BadRows, RawRow
+from distflow.data.tokenising import encode_rows
 from distflow.models.tokenizer import end_token_ids
 from tests.data import chat_templates as t
 from tests.tiny_models import tiny_tokenizer
