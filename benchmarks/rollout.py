@@ -21,11 +21,13 @@ What profiling found (1 M parameters, 256 rows, 2 cores):
   the mask and the scaling inside the product, and growth that copies only who is left (page faults of a long-tail
   rollout 158,000 before, 20,000 after), a rollout takes 0.81 of the processor time (fixed), 0.79 (long tails), 0.83
   (10 M, fixed); one decode step of 10 M at 300 tokens 0.45.
-- All that was found on one thread. On two, most of it is lost: the same rollout takes 0.96 s on one and 0.74 to 0.83 s
-  on two, on long tails 1.8 s on one and 1.8 to 2.1 s on two. Small operations wait for threads.
+- All that was found on one thread. Two gain less: a decode step of 256 rows takes 15.7 ms on one and 10.3 on two, of
+  64 rows 3.9 on either, of 8 rows 1.9 and 1.3. The products of so small matrices are a third of the speed of large ones.
+- A second pool of OpenMP threads, be it idle, makes libgomp put threads to sleep between two operations: the asyncio
+  thread had one after the first rollout, and steps of few rows took 6.5 instead of 2 ms. It computes on one core now.
 - Tiles of rows while drawing: 0.2 of the time at a vocabulary of 151,936, bit for bit the same.
 - Nothing gained, left out: `rms_norm` of torch instead of the module's (2 % either way). A fused copy of the
-  query, key, value and of the gate and up weights gains 3 % at 256 rows and 8 to 10 % below 64, and was left out: it
+  query, key, value and of the gate and up weights gains 3 % at 256 rows and 8 to 18 % below 64, and was left out: it
   would be a second set of weights to keep true.
 - An idle OpenMP pool of another thread costs 40 %: 25 k tokens/s alone, 15 k beside it. So the thread that trains
   decodes as well where the two take turns.
