@@ -10,7 +10,7 @@ again over tcmalloc where that is found; settings that lose clearly are not run 
 fastest of what is left counts. On `long` lengths an answer ends after every token with the same chance, so that step
 and step differ; both then do about the same number of tokens, which is printed, and the ratio is of seconds a token.
 `busy beside`: cores that processes other than ours and TRL's kept busy meanwhile, in the worst round. Name one work at
-a time: 3 rounds take 5 minutes at 1 M on two cores, and with `--steps 4` 9 at 10 M.
+a time: 3 rounds take 5 minutes at 1 M on two cores, with `--steps 4` 9 at 10 M, and 25 on long tails.
 
 What profiling found (one thread, processor time of an update of 64 answers of 80 tokens):
 - 10 M, bfloat16: products of matrices are six tenths of it, at the speed of the processor. The CPU kernel of attention
