@@ -22,7 +22,7 @@ What profiling found (1 M parameters, 256 rows, 2 cores):
   rollout 158,000 before, 20,000 after), a rollout takes 0.81 of the processor time (fixed), 0.79 (long tails), 0.83
   (10 M, fixed); one decode step of 10 M at 300 tokens 0.45.
 - All that was found on one thread. Two gain less: a decode step of 256 rows takes 15.7 ms on one and 10.3 on two, of
-  64 rows 3.9 on either, of 8 rows 1.9 and 1.3. The products of so small matrices are a third of the speed of large ones.
+  64 rows 3.9 on either, of 8 rows 1.9 and 1.3. Products of matrices so small are a third of the speed of large ones.
 - A second pool of OpenMP threads, be it idle, makes libgomp put threads to sleep between two operations: the asyncio
   thread had one after the first rollout, and steps of few rows took 6.5 instead of 2 ms. It computes on one core now.
 - Tiles of rows while drawing: 0.2 of the time at a vocabulary of 151,936, bit for bit the same.

@@ -38,7 +38,7 @@ What profiling found (one thread, processor time of an update of 64 answers of 8
 - Micro-batches side by side, each on a thread of its own, gained 3 %: the threads share the memory. Micro-batches of
   1,024 and 2,048 tokens are no faster than those of 4,096. Huge pages for the allocator (`glibc.malloc.hugetlb`) gained
   3 % before; convolutions of 1 × 1, a public way to oneDNN, are no faster than MKL.
-- On long tails (3.2 s of a step, two threads) the rollout is 1.6 to 2.0 s and the update 1.3 to 1.6 s. Of the update the
+- On long tails (3.2 s of a step, two threads) the rollout is 1.6 to 2.0 s, the update 1.3 to 1.6 s. Of the update the
   products of matrices are what they are on fixed lengths, and the fused kernel over the seventh of the answers that are
   longer than 128 tokens takes 0.26 s under the profiler, at 16 to 21 GFLOP/s; batched products gain 1.1 to 1.5 times up
   to 384 tokens and nothing at 512, and keep a matrix of twice to four times the size: left alone. Two threads hardly

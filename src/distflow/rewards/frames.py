@@ -29,8 +29,8 @@ def send_frame(channel: socket.socket, frame: bytes, timeout_s: float | None = N
     channel.settimeout(timeout_s)
     try:
         channel.sendall(frame)
-    except TimeoutError:
-        raise
+    except (TimeoutError, BlockingIOError):
+        raise TimeoutError from None
     except OSError as error:
         raise PeerGone(str(error)) from error
 

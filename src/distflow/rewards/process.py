@@ -103,11 +103,7 @@ class VerifierProcess:
         while at:
             request, began = at[0], time.monotonic()
             due = began + timeout_s * request.num_asked
-            while self._is_quick and len(at) <= _MOST_AHEAD and take(left, at):
-                if len(at[-1].frame) > _AHEAD_BYTES:
-                    left.appendleft(at.pop())
-                    break
-                send_frame(self._channel, at[-1].frame, _left_s(due))
+            self._send_ahead(at, left, due)
             answers = receive_frame(self._channel, _left_s(due)).get("answers")
             if not isinstance(answers, list) or len(answers) != request.num_asked:
                 raise ValueError("not an answer to each")
@@ -117,6 +113,17 @@ class VerifierProcess:
             if not at and take(left, at):
                 send_frame(self._channel, at[0].frame, timeout_s * at[0].num_asked)
         self.in_step = True
+
+    def _send_ahead(self, at: deque[Request], left: deque[Request], due: float) -> None:
+        """due: when the first in `at` must be answered. A process that has ended by now may have answered it before:
+        which request it died of is seen where an answer is missing."""
+        while self._is_quick and len(at) <= _MOST_AHEAD and take(left, at):
+            if len(at[-1].frame) <= _AHEAD_BYTES:
+                with suppress(PeerGone):
+                    send_frame(self._channel, at[-1].frame, _left_s(due))
+                    continue
+            left.appendleft(at.pop())
+            return
 
     def is_alive(self) -> bool:
         return self._popen.poll() is None

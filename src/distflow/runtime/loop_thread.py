@@ -11,9 +11,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
-from threadpoolctl import threadpool_limits
-
 from distflow.config.errors import UserError
 from distflow.config.places import users_place_of
 
@@ -145,6 +142,9 @@ def _keep_to_one_core() -> None:
     are cores, OpenMP lets those of each sleep between two operations: a decode step of few rows took three times as
     long.
     """
+    import torch  # here: the command line reads this module for its errors, and waits for no import
+    from threadpoolctl import threadpool_limits
+
     torch.get_num_threads()  # sets this thread's number where nothing has yet, and would do so later
     threadpool_limits(1, user_api="openmp")
 
