@@ -208,6 +208,27 @@ def test_a_process_that_has_died_when_the_next_is_sent_died_of_what_it_did_not_a
         pool.close()
 
 
+def test_hangs_that_were_sent_ahead_to_one_process_are_left_to_all():
+    """Three places are taken by what takes a while, so that the fourth gets all the hangs, one behind the other."""
+    hangs = 8
+    asked = [arguments("sleep", seconds=0.5)] * 3 + [arguments("echo", value=1.0)] * 2
+    asked += [arguments("hang in c")] * hangs
+
+    def check(deadline_s: float) -> None:
+        pool = make_pool(num_workers=4, timeout_s=deadline_s)
+        try:
+            asyncio.run(pool.judge_group("faulty", [arguments("sleep", seconds=0.3)] * 4))  # all four are up
+            began = time.monotonic()
+            verdicts = asyncio.run(pool.judge_group("faulty", asked))
+            took = time.monotonic() - began
+        finally:
+            pool.close()
+        assert verdicts == [Score(1.0)] * 5 + [Timeout(deadline_s)] * hangs
+        assert took < 0.75 * hangs * deadline_s, "three deadlines, and no eight"
+
+    at_some_deadline(check, 2.0, 8.0)
+
+
 def test_time_in_the_queue_does_not_count():
     """Verdicts of a third of the deadline each in one process: six together are longer than it."""
     pool = make_pool()

@@ -25,9 +25,9 @@ class VerifierPool:
     `takes_groups` (one that is batched or async) several; `takes_batches` are those of them that are batched.
 
     The deadline of a verdict runs from the moment its process takes it, not while it queues: n hangs cost at most
-    n · timeout_s / num_workers. A process that crashed or ran out of memory is replaced and the answer judged once
-    more; one that passed its deadline is replaced and its answer is a `Timeout`. What happens to a process happens to
-    all that it was asked at once, whose deadline is that of one times their number.
+    (1 + n / num_workers) · timeout_s. A process that crashed or ran out of memory is replaced and the answer judged
+    once more; one that passed its deadline is replaced and its answer is a `Timeout`. What happens to a process happens
+    to all that it was asked at once, whose deadline is that of one times their number.
     """
 
     def __init__(
@@ -95,11 +95,14 @@ class VerifierPool:
         parts = [asked] if name in self.takes_groups else [[arguments] for arguments in asked]
         requests = [_request(name, part, timeout_s) for part in parts]
         left = deque(request for request in requests if not request.verdicts)
-        loop, num_threads = asyncio.get_running_loop(), min(self._num_workers, len(left))
+        serving = set[asyncio.Future[None]]()
         try:
-            await asyncio.gather(
-                *(loop.run_in_executor(self._threads, self._serve, left, timeout_s) for _ in range(num_threads))
-            )
+            while left or serving:
+                self._add_threads(serving, left, timeout_s)
+                if serving:
+                    done, serving = await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
+                    for ended in done:
+                        ended.result()
         finally:
             left.clear()  # the caller may have been cancelled
         again = sum(request.num_asked for request in requests if request.crashes)
@@ -123,31 +126,45 @@ class VerifierPool:
         """Of the processes that are up."""
         return sorted(process.pid for process in self._living)
 
+    def _add_threads(self, serving: set[asyncio.Future[None]], left: deque[Request], timeout_s: float) -> None:
+        """As many as there are places and requests; none any more once the pool is closed."""
+        loop = asyncio.get_running_loop()
+        try:
+            for _ in range(min(self._num_workers - len(serving), len(left))):
+                serving.add(loop.run_in_executor(self._threads, self._serve, left, timeout_s))
+        except RuntimeError:
+            if not self._closed:
+                raise
+            at: deque[Request] = deque()
+            while take(left, at):
+                self._fail(at.popleft(), None, left)
+
     def _serve(self, left: deque[Request], timeout_s: float) -> None:
-        """Have what is left answered, as far as no other thread takes it, in one process as long as that one lives."""
+        """Have what is left answered, as far as no other thread takes it, in one process as long as that one lives.
+        What it did not come to is left to all threads again."""
         at: deque[Request] = deque()
-        while take(left, at):
-            process = self._idle.get()
-            failure: Verdict | None = None
-            try:
-                if process is None or not process.is_alive():
-                    process = self._start(process)
-                process.answer(at, left, timeout_s)
-            except StartFailed as error:
-                failure = Error(f"no verifier process could be started: {error}")
-            except TimeoutError:
-                failure = Timeout(timeout_s * at[0].num_asked)
-            except PeerGone:
-                assert process is not None
-                failure = _crashed(at[0], process.cause_of_death())
-            except ValueError as error:
-                failure = _crashed(at[0], f"the verifier process answered nonsense: {error}")
-            finally:
-                self._idle.put(process if process is not None and self._keep(process) else None)
-            if at:
-                self._fail(at.popleft(), failure, left)
-                left.extendleft(reversed(at))  # what was sent ahead had no part in it
-                at.clear()
+        if not take(left, at):
+            return
+        process = self._idle.get()
+        failure: Verdict | None = None
+        try:
+            if process is None or not process.is_alive():
+                process = self._start(process)
+            process.answer(at, left, timeout_s)
+        except StartFailed as error:
+            failure = Error(f"no verifier process could be started: {error}")
+        except TimeoutError:
+            failure = Timeout(timeout_s * at[0].num_asked)
+        except PeerGone:
+            assert process is not None
+            failure = _crashed(at[0], process.cause_of_death())
+        except ValueError as error:
+            failure = _crashed(at[0], f"the verifier process answered nonsense: {error}")
+        finally:
+            self._idle.put(process if process is not None and self._keep(process) else None)
+        if at:
+            self._fail(at.popleft(), failure, left)
+            left.extendleft(reversed(at))  # what was sent ahead had no part in it
 
     def _fail(self, request: Request, failure: Verdict | None, left: deque[Request]) -> None:
         """None: it is asked once more. What fails while the pool closes fails because of that."""
