@@ -55,7 +55,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     job = json.loads((folder / "job.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype="float32")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.01, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, weight_decay=0.01, fused=True)
     found = []
     for samples in job["steps"]:
         seconds, norm = step(model, optimizer, samples, job)

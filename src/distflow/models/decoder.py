@@ -214,12 +214,13 @@ class DecoderView:
 def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float) -> Tensor:
     """Batched products over (row, kv head); the query heads of one kv head are the rows of one matrix.
 
-    query: `(rows, heads, head_dim)`; bias: `(rows * kv_heads, heads of each, extent)`.
+    query: `(rows, heads, head_dim)`; bias: `(rows * kv_heads, heads of each, extent)`. In 16-bit types the softmax is
+    taken in float32 within its kernel, and rounded once.
     """
     keys, values = keys.flatten(0, 1), values.flatten(0, 1)
     query = query.reshape(len(keys), -1, keys.shape[-1])
     scores = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scaling)
-    return torch.bmm(torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype), values)
+    return torch.bmm(torch.softmax(scores, dim=-1), values)
 
 
 def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:

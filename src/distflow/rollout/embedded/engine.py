@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from distflow.config.errors import UserError
 from distflow.flow.ticket import TRAIN, Version
 from distflow.models.decoder import DecoderView
+from distflow.models.prepacked import prepack
 from distflow.rollout.activity import Activity, ActivityLog
 from distflow.rollout.checks import check_request
 from distflow.rollout.embedded.device.chain import Chain, DeviceOptions
@@ -85,6 +86,8 @@ class EmbeddedEngine:
         self.num_generated_tokens = 0
         self._model = model
         self._tokenizer = tokenizer
+        if not shares_weights:
+            prepack(model)
         self._decoder = DecoderView(model, in_blocks=batch_invariant)
         self._tiles = Tiles(self._decoder) if batch_invariant else None
         self._shares_weights = shares_weights

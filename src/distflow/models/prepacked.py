@@ -1,0 +1,39 @@
+"""Linear maps in bfloat16 on a CPU whose weights wait in the layout that products want.
+
+oneDNN brings a weight into its own layout before each product, which of few rows takes as long as the product itself.
+Here that layout is kept beside the weight, at the cost of as much memory again, and made anew when the weight changes.
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+class PrepackedLinear(nn.Linear):
+    """As `nn.Linear`; with gradients it is no more than that."""
+
+    _packed: Tensor
+    _packed_of: tuple[int, int] | None = None
+    """Where the weight lay then, and the number of changes in place that it had seen."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or not _gains(self.weight):
+            return super().forward(input)
+        now = self.weight.data_ptr(), self.weight._version
+        if now != self._packed_of:
+            self._packed, self._packed_of = torch.ops.mkldnn._reorder_linear_weight(self.weight), now
+        return torch.ops.mkldnn._linear_pointwise(input, self._packed, self.bias, "none", [], "")
+
+
+def prepack(model: nn.Module) -> None:
+    """Make plain linear maps such, where there is something to gain. Their weights may be changed in place, or laid
+    elsewhere, but not by way of `weight.data`, which counts no changes."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return
+    for module in model.modules():
+        if type(module) is nn.Linear and _gains(module.weight):
+            module.__class__ = PrepackedLinear
+
+
+def _gains(weight: Tensor) -> bool:
+    """One that was made in inference mode counts no changes."""
+    return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and not weight.is_inference()
