@@ -26,7 +26,8 @@ What profiling found (one thread, processor time of an update of 64 answers of 8
   the log-probs in place of a search for −inf, one `addcmul` in place of four, 24 → 12 ms for 3,277 tokens.
 - oneDNN's float32 products are 8 to 20 % faster forward and for the inputs' gradient than those that torch takes here
   (MKL on an AMD processor; 95 to 108 against 70 to 96 GFLOP/s), and slower for the weights' gradient: called where they
-  gain they saved 5 % of an update at 1 M. Left alone: it takes an operator of torch that is no public one.
+  gain they saved 5 % of an update at 1 M, 3 % on long tails, whose micro-batches have a new size each time.
+  Left alone: too little for an operator of torch that is no public one.
 - With two threads attention was what gained least: torch's fused CPU kernel over answers of 80 tokens 1.3 times, over
   512 tokens 2 times. Batched products in blocks that stay in the cache (`models/short_attention.py`), on rows that are
   gathered head by head, gain 1.9 times and leave a third of the page faults. Update of 256 answers at 1 M, two threads
