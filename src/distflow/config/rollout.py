@@ -51,7 +51,9 @@ class RolloutConfig:
         "half as fast",
     )
     enforce_eager: bool = key(
-        False, "no CUDA graphs: each kernel of a decode step is launched on its own; nothing changes on a CPU"
+        False,
+        "each operation of a decode step is launched on its own: no CUDA graphs, and on a CPU no native code, which is "
+        "otherwise compiled where there is a C compiler and the weights are float32",
     )
     timeout_s: float | None = key(
         1800.0, "the run ends where the engine answers nothing and draws no token for so long; null is never", above=0

@@ -15,6 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from distflow.config.errors import UserError
 from distflow.models.block_attention import attend_in_blocks
 from distflow.models.heads import unwrapped
+from distflow.models.native.build import NotNative
+from distflow.models.native.step import NativeStep
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """Of layer number, queries `(rows, heads, head_dim)`, keys and values `(rows, kv_heads, head_dim)` of one token a row,
@@ -56,9 +58,10 @@ class PromptKV:
 class DecoderView:
     """Prefill and decode for Llama-like models. Owns no weights: it sees each in-place update of the module's."""
 
-    def __init__(self, model: nn.Module, in_blocks: bool = False) -> None:
-        """in_blocks: decode by `attend_in_blocks`. Raises UserError for a family that it cannot run, or whose logits
-        come out different from the module's."""
+    def __init__(self, model: nn.Module, in_blocks: bool = False, native: bool = False) -> None:
+        """in_blocks: decode by `attend_in_blocks`. native: decode by native code where there is some for this machine
+        and model; `why_not_native` says what keeps it from that. Raises UserError for a family that it cannot run, or
+        whose logits come out different from the module's."""
         causal = unwrapped(model)
         if refusal := _refusal(causal):
             raise UserError(f"the embedded rollout engine cannot run this model: {refusal}; set rollout.name=hf")
@@ -74,6 +77,13 @@ class DecoderView:
         self.vocab_size: int = self._head.out_features
         self.max_positions: int = config.max_position_embeddings
         self._cos = self._sin = torch.empty(0, self.head_dim)
+        self._native: NativeStep | None = None
+        self.why_not_native: str | None = "it is not wanted"
+        if native:
+            try:
+                self._native, self.why_not_native = NativeStep(causal), None
+            except NotNative as reason:
+                self.why_not_native = str(reason)
         self._check_against_module()
 
     @property
@@ -86,7 +96,14 @@ class DecoderView:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`(rows, hidden)` → `(rows, vocab)`."""
+        if self._native is not None and self._native.follow():
+            return self._native.logits(hidden)
         return self._head(hidden)
+
+    def follow_weights(self) -> None:
+        """They may have changed in a way that torch does not count."""
+        if self._native is not None:
+            self._native.forget()
 
     def prefill(self, prompts: list[tuple[int, ...]]) -> PromptKV:
         """Run prompts, padded on the right: under a causal mask the padding is seen by no real token."""
@@ -123,6 +140,8 @@ class DecoderView:
         after the final norm.
         """
         extent = keys.shape[-2]
+        if self._native is not None and self._native.follow():
+            return self._native.decode(token_ids, positions, keys, values, *self._rotary_rows(extent, keys))
         rows = torch.arange(token_ids.shape[0], device=self.device)
         bias = self.bias(positions, extent)
 

@@ -15,7 +15,8 @@ from distflow.config.by_domain import reward_functions
 from distflow.config.changes import changes
 from distflow.config.names import CURRICULA, CUSTOM_REWARD, REWARDS
 from distflow.models.identity import identity
-from distflow.pipelines.devices import planes_threads, worker_cores
+from distflow.models.native import build as native
+from distflow.pipelines.devices import choose_device, planes_threads, worker_cores
 from distflow.pipelines.reading import Data
 from distflow.pipelines.verifiers import verifiers_of
 from distflow.rewards.fingerprint import fingerprint_target
@@ -65,9 +66,13 @@ def _threads(config: Config) -> str:
 
 
 def _rollout_facts(config: Config) -> dict[str, object]:
-    """What is a plane of its own has threads of its own."""
+    """What is a plane of its own has threads of its own; and by which code tokens are decoded on a CPU."""
     threads = planes_threads(config)[1]
-    return {} if threads is None else {"rollout_threads": threads}
+    facts: dict[str, object] = {} if threads is None else {"rollout_threads": threads}
+    actor = config.actor_rollout_ref
+    if (actor.rollout.name, actor.model.dtype, choose_device(config).type) == ("embedded", "float32", "cpu"):
+        facts["decode"] = native.name()
+    return facts
 
 
 def _users_facts(config: Config) -> dict[str, object]:

@@ -76,7 +76,8 @@ class EmbeddedEngine:
         keys and values, get those of the new weights, or end (finish reason "abort"). num_threads: of torch, where the
         engine computes on a thread of its own; None leaves them as they are. batch_invariant: see `Tiles`, which says
         what it promises. max_prefill_tokens: of one step.
-        prompt_cache_tokens: prefilled prompt tokens that a lane keeps while it has work. enforce_eager: no CUDA graphs.
+        prompt_cache_tokens: prefilled prompt tokens that a lane keeps while it has work. enforce_eager: no CUDA graphs,
+        and no native code.
         on_device: have steps chained on the device (`device/`); None: where it is one of CUDA's, and the engine is not
         `batch_invariant`.
         """
@@ -88,7 +89,8 @@ class EmbeddedEngine:
         self._tokenizer = tokenizer
         if not shares_weights:
             prepack(model)
-        self._decoder = DecoderView(model, in_blocks=batch_invariant)
+        by_torch = batch_invariant or enforce_eager or on_device is not None
+        self._decoder = DecoderView(model, in_blocks=batch_invariant, native=not by_torch)
         self._tiles = Tiles(self._decoder) if batch_invariant else None
         self._shares_weights = shares_weights
         self._kv_on_update = kv_on_update
@@ -152,8 +154,7 @@ class EmbeddedEngine:
 
     async def resume(self) -> None:
         def resume() -> None:
-            if self._chain is not None:
-                self._chain.graphs.follow_weights()
+            self._look_at_weights()
             self._loop.paused = False
 
         await self._loop.call(resume)
@@ -279,10 +280,15 @@ class EmbeddedEngine:
         self._is_whole = True
         self.version = version
         self._num_loads += 1
-        if self._chain is not None:
-            self._chain.graphs.follow_weights()
+        self._look_at_weights()
         self._follow_update()
         return Receipt(version, hashes, self._shares_weights)
+
+    def _look_at_weights(self) -> None:
+        """Copies of them, and their places, are no longer trusted."""
+        self._decoder.follow_weights()
+        if self._chain is not None:
+            self._chain.graphs.follow_weights()
 
     def _follow_update(self) -> None:
         """What the old weights left behind is dropped, or kept where that is wanted."""

@@ -1,0 +1,96 @@
+"""Compiling this folder's C for the processor at hand, with the C compiler that the machine has, once for all runs."""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from threadpoolctl import threadpool_info
+
+SOURCE = Path(__file__).with_name("decode.c")
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC")
+LONGEST_S = 60.0
+
+
+class NotNative(Exception):
+    """There is no native code for this machine or this model; says why."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Compiled now, or taken from the cache of this user. Raises NotNative."""
+    if platform.system() != "Linux":
+        raise NotNative(f"it is made for Linux, and this is {platform.system()}")
+    compiler = shutil.which("cc")
+    if compiler is None:
+        raise NotNative("there is no C compiler `cc` on the PATH (Debian's package is named gcc)")
+    _openmp()
+    path = _cache() / f"decode-{_digest(compiler)}.so"
+    if not path.exists():
+        _compile(compiler, path)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NotNative(f"what {compiler} made cannot be loaded: {error}") from None
+
+
+def name() -> str:
+    """Of the code, by all that its results depend on; "torch" where there is none."""
+    try:
+        return Path(library()._name).stem
+    except NotNative:
+        return "torch"
+
+
+def _openmp() -> None:
+    """Have the code find the OpenMP that torch computes with: a second one would have threads of its own."""
+    loaded = [pool["filepath"] for pool in threadpool_info() if pool["user_api"] == "openmp"]
+    if len(loaded) != 1:
+        raise NotNative(f"it wants the one OpenMP library of torch, and this process has {len(loaded)}")
+    ctypes.CDLL(loaded[0], mode=ctypes.RTLD_GLOBAL)
+
+
+def _cache() -> Path:
+    """A folder that nobody else can write to: what lies there is loaded into the process."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distflow"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state = folder.stat()
+    except OSError as error:
+        raise NotNative(f"there is no cache for what is compiled: {error}") from None
+    if state.st_uid != os.getuid() or state.st_mode & 0o022:
+        raise NotNative(f"{folder} can be written to by others: chmod 700 it")
+    return folder
+
+
+def _digest(compiler: str) -> str:
+    """Of all that the result depends on; a home may be shared by unlike machines."""
+    features = {
+        line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))
+    }
+    parts = (SOURCE.read_text(), _run(compiler, "--version"), " ".join(FLAGS), *sorted(features))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _compile(compiler: str, path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        compiled, linked = Path(folder) / "decode.o", Path(folder) / "decode.so"
+        _run(compiler, *FLAGS, "-c", str(SOURCE), "-o", str(compiled))
+        # Without -fopenmp: whose OpenMP it is, is settled when it is loaded.
+        _run(compiler, "-shared", str(compiled), "-o", str(linked))
+        linked.replace(path)
+
+
+def _run(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NotNative(f"{command[0]} cannot be run: {error}") from None
+    if done.returncode:
+        raise NotNative(f"{' '.join(command)} failed: {done.stderr.strip()[-400:]}")
+    return done.stdout

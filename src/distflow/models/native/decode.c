@@ -1,0 +1,316 @@
+/* One decode step of a Llama-like decoder in float32, see `step.py`.
+
+   Each sum is taken in an order that neither the number of rows, nor that of threads, nor the memory behind a row's
+   position has a say in: a row's bits are its own. With many rows each thread has rows of its own, from the embedding to
+   the last norm; with few, all threads share the columns of each product, so that weights are read once. */
+
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define TILE 12 /* rows of a tile: with two vectors of columns, as many sums as fit the registers */
+#elif defined(__AVX__)
+#define LANES 8
+#define TILE 6
+#else
+#define LANES 4
+#define TILE 6
+#endif
+#define PANEL (2 * LANES) /* columns of a product that are computed together */
+#define CHUNK 48          /* rows that go through a layer together: what is made of them stays in the cache */
+
+typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+typedef struct {
+    const float *panels; /* (columns / PANEL, depth, PANEL), the last one filled up with zeros */
+    const float *bias;   /* (columns), or NULL */
+    int64_t depth, columns;
+} Linear;
+
+typedef struct {
+    const float *input_norm, *post_norm;
+    const float *query_norm, *key_norm; /* (head_dim), or NULL */
+    Linear query_key_value, output, gate_up, down;
+} Layer;
+
+typedef struct {
+    const float *embedding, *norm; /* (vocabulary, hidden), (hidden) */
+    const Layer *layers;
+    int64_t vocabulary, num_layers, hidden, intermediate, heads, kv_heads, head_dim;
+    float epsilon, scaling;
+} Model;
+
+typedef struct {
+    float *keys, *values; /* (layers, rows, kv_heads, extent, head_dim) */
+    int64_t layer_stride, row_stride, head_stride;
+    const float *cos, *sin; /* (positions, head_dim), the sines of the first half negative */
+} Memory;
+
+typedef struct {
+    int64_t first, last;
+} Range;
+
+int64_t panel_width(void) { return PANEL; }
+
+static Range share(int64_t size, int64_t member, int64_t members) {
+    return (Range){size * member / members, size * (member + 1) / members};
+}
+
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static Vector load(const float *from) { return *(const Vector *)from; }
+
+static void store(float *to, Vector vector) { *(Vector *)to = vector; }
+
+static inline float sum(Vector vector) {
+    typedef float Quad __attribute__((vector_size(16)));
+    union {
+        Vector vector;
+        Quad quads[LANES / 4];
+    } parts = {vector};
+    Quad total = parts.quads[0];
+    for (int i = 1; i < LANES / 4; i++) total += parts.quads[i];
+    return (total[0] + total[1]) + (total[2] + total[3]);
+}
+
+static inline float dot(const float *a, const float *b, int64_t size) {
+    Vector lanes = {0};
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) lanes += load(a + i) * load(b + i);
+    float total = sum(lanes);
+    for (; i < size; i++) total += a[i] * b[i];
+    return total;
+}
+
+/* Cody and Waite's reduction, and a polynomial: off by 2 units in the last place at most. NaN stays NaN. */
+static inline float exponential(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    x = x > 88.0f ? 88.0f : x;
+    const float shifted = x * 1.44269504f + 12582912.0f; /* the nearest whole number, in the last bits */
+    const float whole = shifted - 12582912.0f;
+    const float rest = (x - whole * 0.693145752f) - whole * 1.42860677e-6f;
+    float power = 1.9875691500e-4f;
+    power = power * rest + 1.3981999507e-3f;
+    power = power * rest + 8.3334519073e-3f;
+    power = power * rest + 4.1665795894e-2f;
+    power = power * rest + 1.6666665459e-1f;
+    power = power * rest + 5.0000001201e-1f;
+    power = power * rest * rest + rest + 1.0f;
+    union {
+        float number;
+        uint32_t bits;
+    } last = {shifted}, scale;
+    scale.bits = (last.bits - 0x4B400000u + 127u) << 23;
+    return power * scale.number;
+}
+
+/* Of `rows` rows, two vectors of columns. */
+static inline __attribute__((always_inline)) void multiply(const float *x, int64_t stride, const float *panel,
+                                                           int64_t depth, const int rows, Vector sums[][2]) {
+#pragma GCC unroll 16
+    for (int row = 0; row < rows; row++) sums[row][0] = sums[row][1] = (Vector){0};
+    for (int64_t k = 0; k < depth; k++) {
+        const Vector left = load(panel + k * PANEL), right = load(panel + k * PANEL + LANES);
+#pragma GCC unroll 16
+        for (int row = 0; row < rows; row++) {
+            const float factor = x[row * stride + k];
+            sums[row][0] += factor * left;
+            sums[row][1] += factor * right;
+        }
+    }
+}
+
+/* y (+)= x · weights + bias, of all rows and the panels in `range`. x: (rows, depth), y: (rows, columns) */
+static void apply(const Linear *linear, const float *x, float *y, int64_t rows, Range range, int adds) {
+    const int64_t depth = linear->depth, columns = linear->columns;
+    for (int64_t panel = range.first; panel < range.last; panel++) {
+        const float *weights = linear->panels + panel * depth * PANEL;
+        const int64_t first = panel * PANEL, width = smaller(PANEL, columns - first);
+        for (int64_t start = 0; start < rows; start += TILE) {
+            const int size = smaller(TILE, rows - start);
+            const float *from = x + start * depth;
+            Vector sums[TILE][2];
+            switch (size) {
+#define CASE(size)                                                                                                     \
+    case size: multiply(from, depth, weights, depth, size, sums); break;
+                CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if TILE == 12
+                CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+            }
+            for (int row = 0; row < size; row++) {
+                float *to = y + (start + row) * columns + first;
+                const float *made = (const float *)sums[row];
+                for (int64_t i = 0; i < width; i++) {
+                    const float value = made[i] + (linear->bias ? linear->bias[first + i] : 0.0f);
+                    to[i] = adds ? to[i] + value : value;
+                }
+            }
+        }
+    }
+}
+
+static void normalise(const float *x, const float *weight, float *y, int64_t size, float epsilon) {
+    const float scale = 1.0f / sqrtf(dot(x, x, size) / size + epsilon);
+    for (int64_t i = 0; i < size; i++) y[i] = weight[i] * (x[i] * scale);
+}
+
+static void rotate(const float *x, const float *cos, const float *sin, float *y, int64_t head_dim) {
+    const int64_t half = head_dim / 2;
+    for (int64_t i = 0; i < half; i++) {
+        const float first = x[i], second = x[i + half];
+        y[i] = first * cos[i] + second * sin[i];
+        y[i + half] = second * cos[i + half] + first * sin[i + half];
+    }
+}
+
+static float largest(const float *x, int64_t size) {
+    float lanes[LANES], top = x[0];
+    for (int lane = 0; lane < LANES; lane++) lanes[lane] = top;
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) lanes[lane] = x[i + lane] > lanes[lane] ? x[i + lane] : lanes[lane];
+    for (; i < size; i++) top = x[i] > top ? x[i] : top;
+    for (int lane = 0; lane < LANES; lane++) top = lanes[lane] > top ? lanes[lane] : top;
+    return top;
+}
+
+/* What one query mixes of `length` values. scores: (length) */
+static void attend(const float *query, const float *keys, const float *values, float scaling, int64_t length,
+                   int64_t head_dim, float *restrict scores, float *restrict mixed) {
+    for (int64_t i = 0; i < length; i++) {
+        __builtin_prefetch(values + i * head_dim);
+        __builtin_prefetch(values + i * head_dim + 16);
+        scores[i] = dot(query, keys + i * head_dim, head_dim) * scaling;
+    }
+    const float top = largest(scores, length);
+    for (int64_t i = 0; i < length; i++) scores[i] = exponential(scores[i] - top);
+    Vector lanes = {0};
+    int64_t i = 0;
+    for (; i + LANES <= length; i += LANES) lanes += load(scores + i);
+    float total = sum(lanes);
+    for (; i < length; i++) total += scores[i];
+    int64_t d = 0;
+    for (; d + LANES <= head_dim; d += LANES) {
+        Vector even = {0}, odd = {0};
+        for (i = 0; i + 2 <= length; i += 2) {
+            even += scores[i] * load(values + i * head_dim + d);
+            odd += scores[i + 1] * load(values + (i + 1) * head_dim + d);
+        }
+        if (i < length) even += scores[i] * load(values + i * head_dim + d);
+        store(mixed + d, (even + odd) / total);
+    }
+    for (; d < head_dim; d++) {
+        float last = 0.0f;
+        for (i = 0; i < length; i++) last += scores[i] * values[i * head_dim + d];
+        mixed[d] = last / total;
+    }
+}
+
+/* Normed and rotated queries, in place; keys and values into the memory; then attention. */
+static void attend_row(const Model *model, const Layer *layer, const Memory *memory, int64_t offset, int64_t position,
+                       float *projected, float *scores, float *mixed) {
+    const int64_t head_dim = model->head_dim, group = model->heads / model->kv_heads;
+    const float *cos = memory->cos + position * head_dim, *sin = memory->sin + position * head_dim;
+    for (int64_t head = 0; head < model->heads + model->kv_heads; head++) {
+        float *x = projected + head * head_dim;
+        const int is_query = head < model->heads;
+        const float *norm = is_query ? layer->query_norm : layer->key_norm;
+        if (norm) normalise(x, norm, x, head_dim, model->epsilon);
+        rotate(x, cos, sin, x, head_dim);
+    }
+    const float *made_keys = projected + model->heads * head_dim, *made_values = made_keys + model->kv_heads * head_dim;
+    for (int64_t kv_head = 0; kv_head < model->kv_heads; kv_head++) {
+        float *keys = memory->keys + offset + kv_head * memory->head_stride;
+        float *values = memory->values + offset + kv_head * memory->head_stride;
+        memcpy(keys + position * head_dim, made_keys + kv_head * head_dim, head_dim * sizeof(float));
+        memcpy(values + position * head_dim, made_values + kv_head * head_dim, head_dim * sizeof(float));
+        for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++)
+            attend(projected + head * head_dim, keys, values, model->scaling, position + 1, head_dim, scores,
+                   mixed + head * head_dim);
+    }
+}
+
+static void gate(const float *gate_up, float *gated, int64_t size) {
+    for (int64_t i = 0; i < size; i++)
+        gated[i] = gate_up[i] / (1.0f + exponential(-gate_up[i])) * gate_up[size + i];
+}
+
+static int64_t panels_of(const Linear *linear) { return (linear->columns + PANEL - 1) / PANEL; }
+
+/* Numbers that each call of `decode` wants as scratch memory for each of its threads. */
+int64_t scratch_size(const Model *model, int64_t extent) {
+    const int64_t queries = model->heads * model->head_dim, all = queries + 2 * model->kv_heads * model->head_dim;
+    return CHUNK * (model->hidden + all + queries + 3 * model->intermediate) + extent;
+}
+
+/* hidden: (rows, hidden), after the final norm. positions: of the rows' tokens. 0, or 1 and nothing done: a token is
+   outside of the vocabulary, or a position of the memory's `extent`. */
+int decode(const Model *model, const Memory *memory, const int64_t *tokens, const int64_t *positions, int64_t rows,
+            int64_t extent, float *hidden, float *scratch, int64_t threads) {
+    const int64_t size = model->hidden, queries = model->heads * model->head_dim;
+    const int64_t all = queries + 2 * model->kv_heads * model->head_dim;
+    for (int64_t row = 0; row < rows; row++)
+        if (tokens[row] < 0 || tokens[row] >= model->vocabulary || positions[row] < 0 || positions[row] >= extent)
+            return 1;
+    const int together = threads > 1 && rows < threads * TILE;
+#pragma omp parallel num_threads(threads)
+    {
+        const int64_t thread = omp_get_thread_num(), team = omp_get_num_threads();
+        const int64_t member = together ? thread : 0, members = together ? team : 1;
+        const Range mine = together ? (Range){0, rows} : share(rows, thread, team);
+        float *normed = scratch + (together ? 0 : thread) * scratch_size(model, extent);
+        float *projected = normed + CHUNK * size, *mixed = projected + CHUNK * all;
+        float *gate_up = mixed + CHUNK * queries, *gated = gate_up + CHUNK * 2 * model->intermediate;
+        float *scores = scratch + (thread + 1) * scratch_size(model, extent) - extent;
+#define MEET                                                                                                           \
+    if (together) {                                                                                                    \
+        _Pragma("omp barrier")                                                                                         \
+    }
+        for (int64_t first = mine.first; first < mine.last; first += CHUNK) {
+            const int64_t count = smaller(CHUNK, mine.last - first);
+            const Range own = share(count, member, members); /* rows of the chunk */
+            float *x = hidden + first * size;
+            for (int64_t row = own.first; row < own.last; row++)
+                memcpy(x + row * size, model->embedding + tokens[first + row] * size, size * sizeof(float));
+            for (int64_t index = 0; index < model->num_layers; index++) {
+                const Layer *layer = model->layers + index;
+#define PANELS(linear) share(panels_of(&layer->linear), member, members)
+                for (int64_t row = own.first; row < own.last; row++)
+                    normalise(x + row * size, layer->input_norm, normed + row * size, size, model->epsilon);
+                MEET;
+                apply(&layer->query_key_value, normed, projected, count, PANELS(query_key_value), 0);
+                MEET;
+                for (int64_t row = own.first; row < own.last; row++)
+                    attend_row(model, layer, memory, index * memory->layer_stride + (first + row) * memory->row_stride,
+                               positions[first + row], projected + row * all, scores, mixed + row * queries);
+                MEET;
+                apply(&layer->output, mixed, x, count, PANELS(output), 1);
+                MEET;
+                for (int64_t row = own.first; row < own.last; row++)
+                    normalise(x + row * size, layer->post_norm, normed + row * size, size, model->epsilon);
+                MEET;
+                apply(&layer->gate_up, normed, gate_up, count, PANELS(gate_up), 0);
+                MEET;
+                for (int64_t row = own.first; row < own.last; row++)
+                    gate(gate_up + row * 2 * model->intermediate, gated + row * model->intermediate,
+                         model->intermediate);
+                MEET;
+                apply(&layer->down, gated, x, count, PANELS(down), 1);
+                MEET;
+            }
+            for (int64_t row = own.first; row < own.last; row++)
+                normalise(x + row * size, model->norm, x + row * size, size, model->epsilon);
+        }
+    }
+    return 0;
+}
+
+/* y: (rows, columns) */
+void project(const Linear *linear, const float *x, float *y, int64_t rows, int64_t threads) {
+#pragma omp parallel num_threads(threads)
+    apply(linear, x, y, rows, share(panels_of(linear), omp_get_thread_num(), omp_get_num_threads()), 0);
+}

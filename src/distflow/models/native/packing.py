@@ -1,0 +1,141 @@
+"""A decoder's weights in the layout of `decode.c`, and what that layout was made of."""
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from distflow.models.native.build import NotNative
+
+ADDRESS, COUNT = ctypes.c_void_p, ctypes.c_int64
+MAKERS = ("torch.nn.", "transformers.")
+"""Of a module whose `forward` is written elsewhere, nobody here knows what it computes."""
+
+
+class Linear(ctypes.Structure):
+    _fields_ = [("panels", ADDRESS), ("bias", ADDRESS), ("depth", COUNT), ("columns", COUNT)]
+
+
+class Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, ADDRESS) for name in ("input_norm", "post_norm", "query_norm", "key_norm")),
+        *((name, Linear) for name in ("query_key_value", "output", "gate_up", "down")),
+    ]
+
+
+class Model(ctypes.Structure):
+    _fields_ = [
+        *((name, ADDRESS) for name in ("embedding", "norm", "layers")),
+        *((name, COUNT) for name in ("vocabulary", "num_layers", "hidden", "intermediate")),
+        *((name, COUNT) for name in ("heads", "kv_heads", "head_dim")),
+        *((name, ctypes.c_float) for name in ("epsilon", "scaling")),
+    ]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """kept: memory that the addresses in `model` and `head` lead to."""
+
+    model: Model
+    head: Linear
+    kept: list[object]
+
+
+def seen(causal: nn.Module) -> list[object]:
+    """Changes whenever what `pack` makes of the model does, but for weights changed by way of `weight.data`."""
+    found: list[object] = [_has_any_global_hook()]
+    for module in _parts(causal):
+        fields = vars(module)
+        found.append(type(module).forward)
+        found.append(bool(fields["_forward_hooks"] or fields["_forward_pre_hooks"] or "forward" in fields))
+        for weight in fields["_parameters"].values():
+            if weight is not None:
+                found += (weight.data_ptr(), None if weight.is_inference() else weight._version)
+    return found
+
+
+def _parts(causal: nn.Module) -> Iterator[nn.Module]:
+    """The modules that `DecoderView` calls, and those that they call."""
+    # Not as attributes: looked up in each step, those of a module would take longer than some steps.
+    body = causal._modules["model"]._modules  # type: ignore[union-attr]
+    for layer in body["layers"]._modules.values():  # type: ignore[union-attr]
+        for part in layer._modules.values():  # type: ignore[union-attr]
+            if part._modules:  # type: ignore[union-attr]
+                yield from part._modules.values()  # type: ignore[union-attr,misc]
+            yield part  # type: ignore[misc]
+    yield from (body["embed_tokens"], body["norm"], causal._modules["lm_head"])  # type: ignore[misc]
+
+
+def pack(causal: Any, panel: int) -> Packed:
+    """Of a model that `check` has nothing against. panel: columns that are computed together."""
+    config, layers = causal.config, causal.model.layers
+    kept: list[object] = []
+
+    def linear(*modules: nn.Linear) -> Linear:
+        weight = torch.cat([module.weight.detach() for module in modules])
+        columns, depth = weight.shape
+        padded = nn.functional.pad(weight, (0, 0, 0, -columns % panel))
+        panels = padded.unflatten(0, (-1, panel)).transpose(1, 2).contiguous()
+        bias = None
+        if any(module.bias is not None for module in modules):
+            parts = [weight.new_zeros(len(m.weight)) if m.bias is None else m.bias.detach() for m in modules]
+            bias = torch.cat(parts)
+        kept.append((panels, bias))
+        return Linear(panels.data_ptr(), None if bias is None else bias.data_ptr(), depth, columns)
+
+    def weight(module: Any) -> int | None:
+        return None if module is None else module.weight.data_ptr()
+
+    made = (Layer * len(layers))()
+    for place, layer in zip(made, layers, strict=True):
+        attention, mlp = layer.self_attn, layer.mlp
+        place.input_norm, place.post_norm = weight(layer.input_layernorm), weight(layer.post_attention_layernorm)
+        place.query_norm = weight(getattr(attention, "q_norm", None))
+        place.key_norm = weight(getattr(attention, "k_norm", None))
+        place.query_key_value = linear(attention.q_proj, attention.k_proj, attention.v_proj)
+        place.output = linear(attention.o_proj)
+        place.gate_up, place.down = linear(mlp.gate_proj, mlp.up_proj), linear(mlp.down_proj)
+    kept.append(made)
+    model = Model(
+        weight(causal.model.embed_tokens),
+        weight(causal.model.norm),
+        ctypes.addressof(made),
+        *(causal.model.embed_tokens.num_embeddings, len(layers), config.hidden_size, mlp.down_proj.in_features),
+        *(config.num_attention_heads, config.num_key_value_heads, attention.head_dim),
+        *(config.rms_norm_eps, attention.scaling),
+    )
+    return Packed(model, linear(causal.lm_head), kept)
+
+
+def check(causal: Any) -> None:
+    """Raises NotNative for a model that `decode.c` does not compute."""
+    if _has_any_global_hook():
+        raise NotNative("a hook of all modules is registered")
+    for module in _parts(causal):
+        name, forward = type(module).__name__, vars(module).get("forward", type(module).forward)
+        if not forward.__module__.startswith(MAKERS):
+            raise NotNative(f"the forward of {name} is from {forward.__module__}")
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise NotNative(f"{name} has a hook")
+        for weight in module.parameters(recurse=False):
+            _check_weight(name, weight)
+        if getattr(module, "variance_epsilon", causal.config.rms_norm_eps) != causal.config.rms_norm_eps:
+            raise NotNative(f"{name} has an epsilon of its own")
+    if causal.config.hidden_act not in ("silu", "swish"):
+        raise NotNative(f"its activation is {causal.config.hidden_act}")
+    if causal.model.embed_tokens.max_norm is not None:
+        raise NotNative("its embeddings are scaled when they are looked up")
+
+
+def _check_weight(name: str, weight: Tensor) -> None:
+    if type(weight) not in (Tensor, nn.Parameter):
+        raise NotNative(f"{name} has a {type(weight).__name__}")
+    if weight.dtype != torch.float32 or weight.device.type != "cpu":
+        dtype = str(weight.dtype).removeprefix("torch.")
+        raise NotNative(f"it is for float32 on a CPU, and {name} is in {dtype} on {weight.device}")
+    if weight.is_inference() or not weight.is_contiguous():
+        raise NotNative(f"a weight of {name} was made in inference mode, or does not lie together")

@@ -1,0 +1,97 @@
+"""A decode step of a Llama-like decoder in float32 by native code: one call in place of some hundred operations."""
+
+import ctypes
+import logging
+
+import torch
+from torch import Tensor, nn
+
+from distflow.models.native.build import NotNative, library
+from distflow.models.native.packing import ADDRESS, COUNT, check, pack, seen
+
+_log = logging.getLogger(__name__)
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [
+        *((name, ADDRESS) for name in ("keys", "values")),
+        *((name, COUNT) for name in ("layer_stride", "row_stride", "head_stride")),
+        *((name, ADDRESS) for name in ("cos", "sin")),
+    ]
+
+
+class NativeStep:
+    """Computes what `DecoderView` does by torch, in another order of sums; a row's bits do not depend on its batch.
+
+    The weights are copied into a layout of their own, as much memory again, and again when they change: in place, or
+    by others taking their place, but not by way of `weight.data`, which counts no changes; `forget` is for that.
+    """
+
+    def __init__(self, causal: nn.Module) -> None:
+        """Raises NotNative where there is no native code for this model, or, which a warning says, on this machine."""
+        check(causal)
+        try:
+            self._library = library()
+        except NotNative as reason:
+            _log.warning("tokens are decoded by torch alone, several times as slowly: %s", reason)
+            raise
+        self._library.scratch_size.restype = self._library.panel_width.restype = COUNT
+        self._panel: int = self._library.panel_width()
+        self._causal = causal
+        self._seen = seen(causal)
+        self._packed = pack(causal, self._panel)
+        self._scratch = torch.empty(0)
+
+    def forget(self) -> None:
+        """Have the weights copied before the next step."""
+        self._seen = []
+
+    def follow(self) -> bool:
+        """See to it that the copies are those of the model as it is. False: it has become one that is torch's."""
+        now = seen(self._causal)
+        if now != self._seen:
+            try:
+                check(self._causal)
+            except NotNative:
+                return False
+            self._packed, self._seen = pack(self._causal, self._panel), now
+        return True
+
+    def decode(
+        self, token_ids: Tensor, positions: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """As `DecoderView.decode`. cos, sin: `(positions, head_dim)`, the sines of the first half negative.
+
+        Raises IndexError for a token or a position that there is not, and ValueError for keys or values of a head that
+        do not lie together, or not both alike.
+        """
+        if keys.stride() != values.stride() or keys.stride()[-2:] != (keys.shape[-1], 1):
+            raise ValueError(f"keys and values lie otherwise than expected: strides {keys.stride()}, {values.stride()}")
+        token_ids, positions = token_ids.contiguous(), positions.contiguous()
+        model, rows, extent, threads = self._packed.model, len(token_ids), keys.shape[-2], torch.get_num_threads()
+        wanted = threads * self._library.scratch_size(ctypes.byref(model), COUNT(extent))
+        if len(self._scratch) < wanted:
+            self._scratch = torch.empty(wanted)
+        hidden = torch.empty(rows, model.hidden)
+        memory = _Memory(keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], cos.data_ptr(), sin.data_ptr())
+        refused = self._library.decode(
+            *(ctypes.byref(structure) for structure in (model, memory)),
+            *(ADDRESS(tensor.data_ptr()) for tensor in (token_ids, positions)),
+            *(COUNT(number) for number in (rows, extent)),
+            *(ADDRESS(tensor.data_ptr()) for tensor in (hidden, self._scratch)),
+            COUNT(threads),
+        )
+        if refused:
+            raise IndexError(f"a token is not below {model.vocabulary}, or a position not below {extent}")
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`(rows, hidden)` → `(rows, vocab)`."""
+        head, hidden = self._packed.head, hidden.contiguous()
+        logits = torch.empty(len(hidden), head.columns)
+        self._library.project(
+            ctypes.byref(head),
+            *(ADDRESS(tensor.data_ptr()) for tensor in (hidden, logits)),
+            *(COUNT(number) for number in (len(hidden), torch.get_num_threads())),
+        )
+        return logits
