@@ -7,11 +7,20 @@ import numpy as np
 import pytest
 import torch
 
+from distflow.models.native import draw as native
 from distflow.rollout.embedded.sampler import TILE_NUMBERS, Distribution, sample
 from distflow.rollout.embedded.sequence import Sequence, sequences_of
 from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
 
 PROMPT = (0, 3, 3)
+
+
+@pytest.fixture(autouse=True, params=["native", "torch"])
+def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws from the policy itself are native where there is a compiler."""
+    monkeypatch.setattr(native, "is_there", lambda: request.param == "native")
+
+
 LOGITS = [2.0, 1.5, -1.0, 0.7, 0.7, -3.0, 1.1, 0.0, 2.5, -0.4]
 
 

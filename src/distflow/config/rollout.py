@@ -52,8 +52,8 @@ class RolloutConfig:
     )
     enforce_eager: bool = key(
         False,
-        "each operation of a decode step is launched on its own: no CUDA graphs, and on a CPU no native code, which is "
-        "otherwise compiled where there is a C compiler and the weights are float32",
+        "each operation of a decode step is launched on its own: no CUDA graphs, and on a CPU none of the native code "
+        "by which decode steps in float32 are one, where there is a C compiler",
     )
     timeout_s: float | None = key(
         1800.0, "the run ends where the engine answers nothing and draws no token for so long; null is never", above=0

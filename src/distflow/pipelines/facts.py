@@ -66,11 +66,10 @@ def _threads(config: Config) -> str:
 
 
 def _rollout_facts(config: Config) -> dict[str, object]:
-    """What is a plane of its own has threads of its own; and by which code tokens are decoded on a CPU."""
+    """What is a plane of its own has threads of its own; and by which code tokens are decoded and drawn on a CPU."""
     threads = planes_threads(config)[1]
     facts: dict[str, object] = {} if threads is None else {"rollout_threads": threads}
-    actor = config.actor_rollout_ref
-    if (actor.rollout.name, actor.model.dtype, choose_device(config).type) == ("embedded", "float32", "cpu"):
+    if (config.actor_rollout_ref.rollout.name, choose_device(config).type) == ("embedded", "cpu"):
         facts["decode"] = native.name()
     return facts
 

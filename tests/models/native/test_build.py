@@ -19,9 +19,9 @@ from tests.models.native.test_step import decoded, exact, far, make, some_rows
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    library.cache_clear()
+    build.outcome.cache_clear()
     yield tmp_path / "cache/distflow"
-    library.cache_clear()
+    build.outcome.cache_clear()
 
 
 def made(cache: Path) -> dict[str, int]:
@@ -33,7 +33,7 @@ def test_it_is_compiled_once_where_nobody_else_can_write(cache: Path) -> None:
     first = made(cache)
     assert [Path(name).suffix for name in first] == [".so"]
     assert cache.stat().st_mode & 0o077 == 0
-    library.cache_clear()
+    build.outcome.cache_clear()
     library()
     assert made(cache) == first
     assert build.name() == Path(*first).stem
@@ -42,7 +42,7 @@ def test_it_is_compiled_once_where_nobody_else_can_write(cache: Path) -> None:
 def test_other_flags_make_other_code(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library()
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-g"))
-    library.cache_clear()
+    build.outcome.cache_clear()
     library()
     assert len(made(cache)) == 2
 

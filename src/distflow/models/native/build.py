@@ -12,7 +12,7 @@ from pathlib import Path
 
 from threadpoolctl import threadpool_info
 
-SOURCE = Path(__file__).with_name("decode.c")
+FOLDER = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC")
 LONGEST_S = 60.0
 
@@ -21,16 +21,31 @@ class NotNative(Exception):
     """There is no native code for this machine or this model; says why."""
 
 
-@functools.cache
 def library() -> ctypes.CDLL:
     """Compiled now, or taken from the cache of this user. Raises NotNative."""
+    found = outcome()
+    if isinstance(found, NotNative):
+        raise found
+    return found
+
+
+@functools.cache
+def outcome() -> ctypes.CDLL | NotNative:
+    """Tried once in a process."""
+    try:
+        return _load()
+    except NotNative as reason:
+        return reason
+
+
+def _load() -> ctypes.CDLL:
     if platform.system() != "Linux":
         raise NotNative(f"it is made for Linux, and this is {platform.system()}")
     compiler = shutil.which("cc")
     if compiler is None:
         raise NotNative("there is no C compiler `cc` on the PATH (Debian's package is named gcc)")
     _openmp()
-    path = _cache() / f"decode-{_digest(compiler)}.so"
+    path = _cache() / f"native-{_digest(compiler)}.so"
     if not path.exists():
         _compile(compiler, path)
     try:
@@ -41,10 +56,8 @@ def library() -> ctypes.CDLL:
 
 def name() -> str:
     """Of the code, by all that its results depend on; "torch" where there is none."""
-    try:
-        return Path(library()._name).stem
-    except NotNative:
-        return "torch"
+    found = outcome()
+    return "torch" if isinstance(found, NotNative) else Path(found._name).stem
 
 
 def _openmp() -> None:
@@ -73,16 +86,19 @@ def _digest(compiler: str) -> str:
     features = {
         line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))
     }
-    parts = (SOURCE.read_text(), _run(compiler, "--version"), " ".join(FLAGS), *sorted(features))
+    sources = [path.read_text() for path in sorted(FOLDER.glob("*.[ch]"))]
+    parts = (*sources, _run(compiler, "--version"), " ".join(FLAGS), *sorted(features))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _compile(compiler: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        compiled, linked = Path(folder) / "decode.o", Path(folder) / "decode.so"
-        _run(compiler, *FLAGS, "-c", str(SOURCE), "-o", str(compiled))
+        compiled = [Path(folder) / f"{source.stem}.o" for source in FOLDER.glob("*.c")]
+        for each in compiled:
+            _run(compiler, *FLAGS, "-c", str(FOLDER / f"{each.stem}.c"), "-o", str(each))
         # Without -fopenmp: whose OpenMP it is, is settled when it is loaded.
-        _run(compiler, "-shared", str(compiled), "-o", str(linked))
+        linked = Path(folder) / "native.so"
+        _run(compiler, "-shared", *map(str, compiled), "-o", str(linked))
         linked.replace(path)
 
 

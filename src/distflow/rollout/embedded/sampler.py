@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from distflow.models.native import draw as native
 from distflow.rollout.embedded.sequence import Law, Sequence
 from distflow.rollout.randomness import uniforms
 
@@ -91,11 +92,23 @@ def _draw_tiles(logits: Tensor, sequences: Rows[Sequence], uniform: Tensor) -> D
 
 def _draw_rows(logits: Tensor, sequences: Rows[Sequence], uniform: Tensor) -> Draws:
     law = sequences[0].law
+    if _is_plain(law, logits.shape[-1]) and logits.device.type == "cpu" and native.is_there():
+        drawn = native.draw(logits, law.temperature, uniform)
+        if drawn is None:
+            raise FloatingPointError(NOT_FINITE)
+        token_ids, log_probs = drawn
+        return Draws(token_ids, log_probs, log_probs)
     policy = policy_of(logits, law)
     if not torch.isfinite(policy.top).all():
         raise FloatingPointError(NOT_FINITE)
     seen = _seen(logits, sequences) if law.repetition_penalty != 1.0 else None
     return draw_by_law(policy, logits, law, uniform, seen, (TOP_P_CANDIDATES, logits.shape[-1]))
+
+
+def _is_plain(law: Law, vocab_size: int) -> bool:
+    """Whether it is the policy itself that is drawn from."""
+    truncates = 0 < law.top_k < vocab_size or law.top_p < 1.0 or law.min_p > 0.0
+    return not (law.greedy or truncates or law.repetition_penalty != 1.0)
 
 
 def policy_of(logits: Tensor, law: Law) -> Distribution:
