@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from distflow.flow import ledger
+from distflow.models.native import build as native
 from tests.e2e.runs import Playground, Run
 
 FILE = Path(__file__).with_name("fingerprints.json")
@@ -84,6 +85,7 @@ def environment() -> dict[str, str]:
         "torch": torch.__version__,
         "cpu": cpu.partition(":")[2].strip(),
         "isa": torch.backends.cpu.get_cpu_capability(),
+        "native": native.name(),
     }
 
 
