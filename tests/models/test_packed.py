@@ -9,6 +9,7 @@ from distflow.models.activations import checkpoint_activations
 from distflow.models.attention import PACKED_ATTENTION, Packing
 from distflow.models.heads import output_head
 from distflow.models.loading import ready
+from distflow.models.native import build as native
 from distflow.models.packed import check_packed_forward, choose_attention, packed_hidden_states
 from tests.tiny_models import tiny_config
 
@@ -84,6 +85,24 @@ def test_packed_gradients_are_those_of_a_loop(implementation: str, checkpointing
         if name in expected:
             atol = 1e-4 if implementation == "eager" else 1e-10
             torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=atol, msg=name)
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_gradients_in_float32_are_those_of_float64_to_rounding(
+    is_native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "is_there", lambda: is_native)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        model = make_model("qwen3", dtype)
+        model.set_attn_implementation(PACKED_ATTENTION)
+        states = packed_hidden_states(model, torch.cat(sequences()), LENGTHS)
+        weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
+        (states * weights).sum().backward()
+        found.append({name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None})
+    assert len(found[0]) > 20
+    for name, exact in found[1].items():
+        assert (found[0][name] - exact).abs().max() < 1e-5 * exact.abs().max(), name
 
 
 def test_plain_families_get_our_attention_and_windows_their_own() -> None:

@@ -16,6 +16,8 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import TransformersKwargs
 
 from distflow.data.transfer import send
+from distflow.models.native import build as native
+from distflow.models.native.attend import Sequences, attend
 from distflow.models.rows import spread_rows, take_rows
 from distflow.models.shared_prefixes import Sharing
 from distflow.models.short_attention import LONGEST, attend_short
@@ -39,7 +41,8 @@ class Packing:
     buckets: tuple[tuple[int, int], ...]
     source: Tensor
     home: Tensor
-    again: Tensor | None = None
+    again: Tensor | None
+    sequences: Sequences
     _by_heads: dict[int, "HeadRows"] = field(default_factory=dict)
 
     def of_heads(self, num_heads: int) -> "HeadRows":
@@ -70,7 +73,7 @@ class Packing:
         if sharing is not None:
             is_repeated = torch.ones_like(home, dtype=torch.bool).index_fill_(0, sharing.kept, False)
             source, home, again = sharing.place[source], home[sharing.kept], send(home[is_repeated], device)
-        return Packing(tuple(buckets), send(source, device), send(home, device), again)
+        return Packing(tuple(buckets), send(source, device), send(home, device), again, Sequences.of(lengths, sharing))
 
 
 class HeadRows(NamedTuple):
@@ -128,6 +131,9 @@ def packed_attention(
     # On a CPU the kernel of 16-bit types takes five times as long backward as that of float32, copies included.
     dtype = torch.promote_types(query.dtype, torch.float32) if query.device.type == "cpu" else query.dtype
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if query.device.type == "cpu" and dtype == torch.float32 and dropout == 0.0 and native.is_there():
+        queries, keys, values = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
+        return attend(queries, keys, values, packing.sequences, scale).to(query.dtype)[None], None
     padded = [_padded(x, packing) for x in (query, key, value)]
     outputs = []
     for bucket in zip(*padded, strict=True):

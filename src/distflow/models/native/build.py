@@ -29,6 +29,10 @@ def library() -> ctypes.CDLL:
     return found
 
 
+def is_there() -> bool:
+    return not isinstance(outcome(), NotNative)
+
+
 @functools.cache
 def outcome() -> ctypes.CDLL | NotNative:
     """Tried once in a process."""

@@ -10,21 +10,9 @@
 #include <string.h>
 
 #include "exponential.h"
+#include "products.h"
 
-#if defined(__AVX512F__)
-#define LANES 16
-#define TILE 12 /* rows of a tile: with two vectors of columns, as many sums as fit the registers */
-#elif defined(__AVX__)
-#define LANES 8
-#define TILE 6
-#else
-#define LANES 4
-#define TILE 6
-#endif
-#define PANEL (2 * LANES) /* columns of a product that are computed together */
-#define CHUNK 48          /* rows that go through a layer together: what is made of them stays in the cache */
-
-typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+#define CHUNK 48 /* rows that go through a layer together: what is made of them stays in the cache */
 
 typedef struct {
     const float *panels; /* (columns / PANEL, depth, PANEL), the last one filled up with zeros */
@@ -63,46 +51,6 @@ static Range share(int64_t size, int64_t member, int64_t members) {
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-static Vector load(const float *from) { return *(const Vector *)from; }
-
-static void store(float *to, Vector vector) { *(Vector *)to = vector; }
-
-static inline float sum(Vector vector) {
-    typedef float Quad __attribute__((vector_size(16)));
-    union {
-        Vector vector;
-        Quad quads[LANES / 4];
-    } parts = {vector};
-    Quad total = parts.quads[0];
-    for (int i = 1; i < LANES / 4; i++) total += parts.quads[i];
-    return (total[0] + total[1]) + (total[2] + total[3]);
-}
-
-static inline float dot(const float *a, const float *b, int64_t size) {
-    Vector lanes = {0};
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) lanes += load(a + i) * load(b + i);
-    float total = sum(lanes);
-    for (; i < size; i++) total += a[i] * b[i];
-    return total;
-}
-
-/* Of `rows` rows, two vectors of columns. */
-static inline __attribute__((always_inline)) void multiply(const float *x, int64_t stride, const float *panel,
-                                                           int64_t depth, const int rows, Vector sums[][2]) {
-#pragma GCC unroll 16
-    for (int row = 0; row < rows; row++) sums[row][0] = sums[row][1] = (Vector){0};
-    for (int64_t k = 0; k < depth; k++) {
-        const Vector left = load(panel + k * PANEL), right = load(panel + k * PANEL + LANES);
-#pragma GCC unroll 16
-        for (int row = 0; row < rows; row++) {
-            const float factor = x[row * stride + k];
-            sums[row][0] += factor * left;
-            sums[row][1] += factor * right;
-        }
-    }
-}
-
 /* y (+)= x · weights + bias, of all rows and the panels in `range`. x: (rows, depth), y: (rows, columns) */
 static void apply(const Linear *linear, const float *x, float *y, int64_t rows, Range range, int adds) {
     const int64_t depth = linear->depth, columns = linear->columns;
@@ -113,14 +61,7 @@ static void apply(const Linear *linear, const float *x, float *y, int64_t rows, 
             const int size = smaller(TILE, rows - start);
             const float *from = x + start * depth;
             Vector sums[TILE][2];
-            switch (size) {
-#define CASE(size)                                                                                                     \
-    case size: multiply(from, depth, weights, depth, size, sums); break;
-                CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#if TILE == 12
-                CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
-            }
+            multiply(from, depth, 1, weights, depth, size, sums);
             for (int row = 0; row < size; row++) {
                 float *to = y + (start + row) * columns + first;
                 const float *made = (const float *)sums[row];
@@ -147,20 +88,9 @@ static void rotate(const float *x, const float *cos, const float *sin, float *y,
     }
 }
 
-static float largest(const float *x, int64_t size) {
-    float lanes[LANES], top = x[0];
-    for (int lane = 0; lane < LANES; lane++) lanes[lane] = top;
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES)
-        for (int lane = 0; lane < LANES; lane++) lanes[lane] = x[i + lane] > lanes[lane] ? x[i + lane] : lanes[lane];
-    for (; i < size; i++) top = x[i] > top ? x[i] : top;
-    for (int lane = 0; lane < LANES; lane++) top = lanes[lane] > top ? lanes[lane] : top;
-    return top;
-}
-
 /* What one query mixes of `length` values. scores: (length) */
-static void attend(const float *query, const float *keys, const float *values, float scaling, int64_t length,
-                   int64_t head_dim, float *restrict scores, float *restrict mixed) {
+static void mix(const float *query, const float *keys, const float *values, float scaling, int64_t length,
+                int64_t head_dim, float *restrict scores, float *restrict mixed) {
     for (int64_t i = 0; i < length; i++) {
         __builtin_prefetch(values + i * head_dim);
         __builtin_prefetch(values + i * head_dim + 16);
@@ -168,12 +98,8 @@ static void attend(const float *query, const float *keys, const float *values, f
     }
     const float top = largest(scores, length);
     for (int64_t i = 0; i < length; i++) scores[i] = exponential(scores[i] - top);
-    Vector lanes = {0};
-    int64_t i = 0;
-    for (; i + LANES <= length; i += LANES) lanes += load(scores + i);
-    float total = sum(lanes);
-    for (; i < length; i++) total += scores[i];
-    int64_t d = 0;
+    const float all = total(scores, length);
+    int64_t i, d = 0;
     for (; d + LANES <= head_dim; d += LANES) {
         Vector even = {0}, odd = {0};
         for (i = 0; i + 2 <= length; i += 2) {
@@ -181,12 +107,12 @@ static void attend(const float *query, const float *keys, const float *values, f
             odd += scores[i + 1] * load(values + (i + 1) * head_dim + d);
         }
         if (i < length) even += scores[i] * load(values + i * head_dim + d);
-        store(mixed + d, (even + odd) / total);
+        store(mixed + d, (even + odd) / all);
     }
     for (; d < head_dim; d++) {
         float last = 0.0f;
         for (i = 0; i < length; i++) last += scores[i] * values[i * head_dim + d];
-        mixed[d] = last / total;
+        mixed[d] = last / all;
     }
 }
 
@@ -209,7 +135,7 @@ static void attend_row(const Model *model, const Layer *layer, const Memory *mem
         memcpy(keys + position * head_dim, made_keys + kv_head * head_dim, head_dim * sizeof(float));
         memcpy(values + position * head_dim, made_values + kv_head * head_dim, head_dim * sizeof(float));
         for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++)
-            attend(projected + head * head_dim, keys, values, model->scaling, position + 1, head_dim, scores,
+            mix(projected + head * head_dim, keys, values, model->scaling, position + 1, head_dim, scores,
                    mixed + head * head_dim);
     }
 }

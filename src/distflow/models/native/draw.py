@@ -5,16 +5,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from distflow.models.native.build import NotNative, library
+from distflow.models.native.build import library
 from distflow.models.native.packing import ADDRESS, COUNT
-
-
-def is_there() -> bool:
-    try:
-        library()
-    except NotNative:
-        return False
-    return True
 
 
 def draw(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from distflow.models.native import draw as native
+from distflow.models.native import build as native
+from distflow.models.native.draw import draw
 from distflow.rollout.embedded.sequence import Law, Sequence
 from distflow.rollout.randomness import uniforms
 
@@ -93,7 +94,7 @@ def _draw_tiles(logits: Tensor, sequences: Rows[Sequence], uniform: Tensor) -> D
 def _draw_rows(logits: Tensor, sequences: Rows[Sequence], uniform: Tensor) -> Draws:
     law = sequences[0].law
     if _is_plain(law, logits.shape[-1]) and logits.device.type == "cpu" and native.is_there():
-        drawn = native.draw(logits, law.temperature, uniform)
+        drawn = draw(logits, law.temperature, uniform)
         if drawn is None:
             raise FloatingPointError(NOT_FINITE)
         token_ids, log_probs = drawn

@@ -1,0 +1,95 @@
+/* Vectors, and products of a few rows with two vectors of columns: what larger products are made of.
+
+   A sum is taken in the order of its terms, whatever stands beside it. */
+
+#include <stdint.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define TILE 12 /* rows of a tile: with two vectors of columns, as many sums as fit the registers */
+#elif defined(__AVX__)
+#define LANES 8
+#define TILE 6
+#else
+#define LANES 4
+#define TILE 6
+#endif
+#define PANEL (2 * LANES) /* columns of a product that are computed together */
+
+typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+static Vector load(const float *from) { return *(const Vector *)from; }
+
+static void store(float *to, Vector vector) { *(Vector *)to = vector; }
+
+static inline float sum(Vector vector) {
+    typedef float Quad __attribute__((vector_size(16)));
+    union {
+        Vector vector;
+        Quad quads[LANES / 4];
+    } parts = {vector};
+    Quad total = parts.quads[0];
+    for (int i = 1; i < LANES / 4; i++) total += parts.quads[i];
+    return (total[0] + total[1]) + (total[2] + total[3]);
+}
+
+static inline float dot(const float *a, const float *b, int64_t size) {
+    Vector lanes = {0};
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) lanes += load(a + i) * load(b + i);
+    float total = sum(lanes);
+    for (; i < size; i++) total += a[i] * b[i];
+    return total;
+}
+
+static inline float total(const float *x, int64_t size) {
+    Vector lanes = {0};
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) lanes += load(x + i);
+    float all = sum(lanes);
+    for (; i < size; i++) all += x[i];
+    return all;
+}
+
+static inline float largest(const float *x, int64_t size) {
+    float lanes[LANES], top = x[0];
+    for (int lane = 0; lane < LANES; lane++) lanes[lane] = top;
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) lanes[lane] = x[i + lane] > lanes[lane] ? x[i + lane] : lanes[lane];
+    for (; i < size; i++) top = x[i] > top ? x[i] : top;
+    for (int lane = 0; lane < LANES; lane++) top = lanes[lane] > top ? lanes[lane] : top;
+    return top;
+}
+
+/* The sums over `depth` of `rows` rows and a panel of columns. Of x the rows are `row_stride` apart, and the numbers of
+   one `step`; the panel's are PANEL numbers side by side, one such row after the other. */
+static inline __attribute__((always_inline)) void multiply_tile(const float *x, int64_t row_stride, int64_t step,
+                                                                const float *panel, int64_t depth, const int rows,
+                                                                Vector sums[][2]) {
+    Vector made[TILE][2] = {0}; /* in registers: nothing else can be meant by it */
+    for (int64_t k = 0; k < depth; k++) {
+        const Vector left = load(panel + k * PANEL), right = load(panel + k * PANEL + LANES);
+#pragma GCC unroll 16
+        for (int row = 0; row < rows; row++) {
+            const float factor = x[row * row_stride + k * step];
+            made[row][0] += factor * left;
+            made[row][1] += factor * right;
+        }
+    }
+#pragma GCC unroll 16
+    for (int row = 0; row < rows; row++) sums[row][0] = made[row][0], sums[row][1] = made[row][1];
+}
+
+static void multiply(const float *x, int64_t row_stride, int64_t step, const float *panel, int64_t depth, int rows,
+                     Vector sums[][2]) {
+    switch (rows) {
+#define CASE(rows)                                                                                                     \
+    case rows: multiply_tile(x, row_stride, step, panel, depth, rows, sums); break;
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if TILE == 12
+        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+#undef CASE
+    }
+}
