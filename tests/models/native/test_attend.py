@@ -4,8 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from distflow.models.native import build as native
 from distflow.models.native.attend import Sequences, attend
 from distflow.models.shared_prefixes import Sharing, shared_prefixes
+
+pytestmark = pytest.mark.skipif(not native.is_there(), reason="there is no C compiler here")
 
 LENGTHS = (5, 1, 70, 24, 25, 130, 3, 48)
 

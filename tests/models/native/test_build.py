@@ -28,6 +28,10 @@ def made(cache: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in cache.iterdir()}
 
 
+compiles = pytest.mark.skipif(not build.is_there(), reason="there is no C compiler here")
+
+
+@compiles
 def test_it_is_compiled_once_where_nobody_else_can_write(cache: Path) -> None:
     library()
     first = made(cache)
@@ -39,6 +43,7 @@ def test_it_is_compiled_once_where_nobody_else_can_write(cache: Path) -> None:
     assert build.name() == Path(*first).stem
 
 
+@compiles
 def test_other_flags_make_other_code(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library()
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-g"))
@@ -47,12 +52,14 @@ def test_other_flags_make_other_code(cache: Path, monkeypatch: pytest.MonkeyPatc
     assert len(made(cache)) == 2
 
 
+@compiles
 def test_it_computes_on_the_threads_of_torch() -> None:
     model = make()
     decoded(DecoderView(model, native=True), *some_rows(5))
     assert len([pool for pool in threadpool_info() if pool["user_api"] == "openmp"]) == 1
 
 
+@compiles
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of that kind of processor")
 @pytest.mark.parametrize("flag", ["-mno-avx512f", "-mno-avx"])
 def test_processors_with_shorter_vectors(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from distflow.models.native import build as native
 from distflow.models.native.draw import draw
+
+pytestmark = pytest.mark.skipif(not native.is_there(), reason="there is no C compiler here")
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3, 2.5])

@@ -9,9 +9,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from distflow.models.decoder import DecoderView
+from distflow.models.native import build as native
 from distflow.models.native.build import NotNative
 from distflow.models.native.step import NativeStep
 from tests.tiny_models import tiny_config
+
+pytestmark = pytest.mark.skipif(not native.is_there(), reason="there is no C compiler here")
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
