@@ -114,6 +114,7 @@ def test_a_compiler_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         library()
 
 
+@compiles
 def test_what_others_can_write_to_is_not_loaded(cache: Path) -> None:
     cache.mkdir(parents=True)
     cache.chmod(0o777)
@@ -122,6 +123,7 @@ def test_what_others_can_write_to_is_not_loaded(cache: Path) -> None:
     assert not made(cache)
 
 
+@compiles
 def test_no_place_for_a_cache(cache: Path) -> None:
     cache.parent.mkdir()
     cache.write_text("a file")
