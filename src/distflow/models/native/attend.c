@@ -35,13 +35,9 @@ typedef struct {
     Matrix made, weights, of_weights;
 } Scratch;
 
-static int64_t up(int64_t size) { return (size + PANEL - 1) / PANEL * PANEL; }
-
-static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* Numbers of scratch memory for each thread. */
 int64_t attend_scratch(const Packing *packing) {
-    const int64_t tokens = up(packing->longest), columns = up(packing->head_dim);
+    const int64_t tokens = up(packing->longest, PANEL), columns = up(packing->head_dim, PANEL);
     return 6 * tokens * columns + 3 * BLOCK * columns + 2 * BLOCK * tokens;
 }
 
@@ -52,7 +48,7 @@ static Matrix take(float **memory, int64_t size, int64_t stride) {
 }
 
 static Scratch divide(const Packing *packing, float *memory) {
-    const int64_t tokens = up(packing->longest), dim = packing->head_dim, columns = up(dim);
+    const int64_t tokens = up(packing->longest, PANEL), dim = packing->head_dim, columns = up(dim, PANEL);
     Scratch scratch;
     scratch.keys_by_tokens = take(&memory, tokens * columns, dim * PANEL);
     scratch.values_by_tokens = take(&memory, tokens * columns, dim * PANEL);
@@ -110,32 +106,27 @@ static int64_t offset_of(const Packing *packing, const Block *block, int64_t row
     return ((block->row + row) * packing->heads + block->head) * packing->head_dim;
 }
 
-/* Scores of a block, scaled; what a row does not see is left as it is. */
-static void score(const Packing *packing, const Block *block, const float *queries, const Scratch *scratch) {
+/* Scores of a block, before they are scaled: (count, `wide`), where a row does not see a token -inf. */
+static void score(const Packing *packing, const Block *block, const float *queries, const Scratch *scratch,
+                  int64_t wide) {
     product(queries + offset_of(packing, block, 0), packing->heads * packing->head_dim, 1, block->count,
-            scratch->keys_by_tokens, packing->head_dim, block->start + block->count, scratch->weights, 0);
+            scratch->keys_by_tokens, packing->head_dim, wide, scratch->weights, 0);
     for (int64_t row = 0; row < block->count; row++) {
         float *scores = scratch->weights.memory + row * scratch->weights.stride;
-        for (int64_t i = 0; i <= block->start + row; i++) scores[i] *= packing->scale;
+        for (int64_t i = block->start + row + 1; i < wide; i++) scores[i] = -INFINITY;
     }
-}
-
-static void hide(const Block *block, int64_t row, float *weights) {
-    for (int64_t i = block->start + row + 1; i < block->start + block->count; i++) weights[i] = 0.0f;
 }
 
 static void attend_block(const Packing *packing, const Block *block, const float *queries, const Scratch *scratch,
                          float *mixed, float *log_sums) {
-    const int64_t seen = block->start + block->count, dim = packing->head_dim;
+    const int64_t seen = block->start + block->count, wide = up(seen, PANEL), dim = packing->head_dim;
     float totals[BLOCK];
-    score(packing, block, queries, scratch);
+    score(packing, block, queries, scratch, wide);
     for (int64_t row = 0; row < block->count; row++) {
         float *weights = scratch->weights.memory + row * scratch->weights.stride;
-        const int64_t visible = block->start + row + 1;
-        const float top = largest(weights, visible);
-        for (int64_t i = 0; i < visible; i++) weights[i] = exponential(weights[i] - top);
-        hide(block, row, weights);
-        totals[row] = total(weights, visible);
+        const float top = largest(weights, wide) * packing->scale;
+        exponentials(weights, wide, packing->scale, top);
+        totals[row] = total(weights, wide);
         log_sums[(block->row + row) * packing->heads + block->head] = top + logf(totals[row]);
     }
     product(scratch->weights.memory, scratch->weights.stride, 1, block->count, scratch->values, seen, dim, scratch->made,
@@ -155,9 +146,10 @@ typedef struct {
 /* With P = softmax(S), O = P V: dS = P (dO Vᵀ - ⟨dO, O⟩) (arXiv 2205.14135, appendix B). */
 static void attend_block_backward(const Packing *packing, const Block *block, const Backward *known,
                                   const Scratch *scratch) {
-    const int64_t seen = block->start + block->count, dim = packing->head_dim, row_stride = packing->heads * dim;
-    const int64_t first = offset_of(packing, block, 0), stride = scratch->weights.stride;
-    score(packing, block, known->queries, scratch);
+    const int64_t seen = block->start + block->count, wide = up(seen, PANEL), dim = packing->head_dim;
+    const int64_t first = offset_of(packing, block, 0), row_stride = packing->heads * dim;
+    const int64_t stride = scratch->weights.stride;
+    score(packing, block, known->queries, scratch, wide);
     product(known->of_mixed + first, row_stride, 1, block->count, scratch->values_by_tokens, dim, seen,
             scratch->of_weights, 0);
     for (int64_t row = 0; row < block->count; row++) {
@@ -165,12 +157,9 @@ static void attend_block_backward(const Packing *packing, const Block *block, co
         const float *of_mixed = known->of_mixed + first + row * row_stride;
         const float log_sum = known->log_sums[(block->row + row) * packing->heads + block->head];
         const float common = dot(of_mixed, known->mixed + first + row * row_stride, dim);
-        for (int64_t i = 0; i <= block->start + row; i++) {
-            weights[i] = exponential(weights[i] - log_sum);
+        exponentials(weights, wide, packing->scale, log_sum);
+        for (int64_t i = 0; i < wide; i++)
             of_weights[i] = weights[i] * (of_weights[i] - common) * packing->scale;
-        }
-        hide(block, row, weights);
-        hide(block, row, of_weights);
         put_by_dimensions(known->queries + first + row * row_stride, dim, scratch->query, row);
         put_by_dimensions(of_mixed, dim, scratch->of_mixed, row);
     }
@@ -187,8 +176,8 @@ static void gather(const Packing *packing, int64_t sequence, int64_t kv_head, co
                    const Scratch *scratch, int backward) {
     const int64_t start = packing->starts[sequence], tokens = packing->starts[sequence + 1] - start;
     const int64_t dim = packing->head_dim;
-    memset(scratch->keys_by_tokens.memory, 0, up(tokens) * dim * sizeof(float));
-    memset(scratch->values_by_tokens.memory, 0, up(tokens) * dim * sizeof(float));
+    memset(scratch->keys_by_tokens.memory, 0, up(tokens, PANEL) * dim * sizeof(float));
+    memset(scratch->values_by_tokens.memory, 0, up(tokens, PANEL) * dim * sizeof(float));
     for (int64_t token = 0; token < tokens; token++) {
         const int64_t offset = (packing->place[start + token] * packing->kv_heads + kv_head) * dim;
         put_by_tokens(keys + offset, dim, scratch->keys_by_tokens, token);

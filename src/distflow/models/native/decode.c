@@ -49,8 +49,6 @@ static Range share(int64_t size, int64_t member, int64_t members) {
     return (Range){size * member / members, size * (member + 1) / members};
 }
 
-static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* y (+)= x · weights + bias, of all rows and the panels in `range`. x: (rows, depth), y: (rows, columns) */
 static void apply(const Linear *linear, const float *x, float *y, int64_t rows, Range range, int adds) {
     const int64_t depth = linear->depth, columns = linear->columns;
@@ -88,7 +86,7 @@ static void rotate(const float *x, const float *cos, const float *sin, float *y,
     }
 }
 
-/* What one query mixes of `length` values. scores: (length) */
+/* What one query mixes of `length` values. scores: (length), and what is missing to a whole vector. */
 static void mix(const float *query, const float *keys, const float *values, float scaling, int64_t length,
                 int64_t head_dim, float *restrict scores, float *restrict mixed) {
     for (int64_t i = 0; i < length; i++) {
@@ -96,9 +94,11 @@ static void mix(const float *query, const float *keys, const float *values, floa
         __builtin_prefetch(values + i * head_dim + 16);
         scores[i] = dot(query, keys + i * head_dim, head_dim) * scaling;
     }
-    const float top = largest(scores, length);
-    for (int64_t i = 0; i < length; i++) scores[i] = exponential(scores[i] - top);
-    const float all = total(scores, length);
+    const int64_t wide = up(length, LANES);
+    for (int64_t i = length; i < wide; i++) scores[i] = -INFINITY;
+    const float top = largest(scores, wide);
+    exponentials(scores, wide, 1.0f, top);
+    const float all = total(scores, wide);
     int64_t i, d = 0;
     for (; d + LANES <= head_dim; d += LANES) {
         Vector even = {0}, odd = {0};
@@ -145,12 +145,12 @@ static void gate(const float *gate_up, float *gated, int64_t size) {
         gated[i] = gate_up[i] / (1.0f + exponential(-gate_up[i])) * gate_up[size + i];
 }
 
-static int64_t panels_of(const Linear *linear) { return (linear->columns + PANEL - 1) / PANEL; }
+static int64_t panels_of(const Linear *linear) { return up(linear->columns, PANEL) / PANEL; }
 
 /* Numbers that each call of `decode` wants as scratch memory for each of its threads. */
 int64_t scratch_size(const Model *model, int64_t extent) {
     const int64_t queries = model->heads * model->head_dim, all = queries + 2 * model->kv_heads * model->head_dim;
-    return CHUNK * (model->hidden + all + queries + 3 * model->intermediate) + extent;
+    return CHUNK * (model->hidden + all + queries + 3 * model->intermediate) + up(extent, LANES);
 }
 
 /* hidden: (rows, hidden), after the final norm. positions: of the rows' tokens. 0, or 1 and nothing done: a token is
@@ -171,7 +171,7 @@ int decode(const Model *model, const Memory *memory, const int64_t *tokens, cons
         float *normed = scratch + (together ? 0 : thread) * scratch_size(model, extent);
         float *projected = normed + CHUNK * size, *mixed = projected + CHUNK * all;
         float *gate_up = mixed + CHUNK * queries, *gated = gate_up + CHUNK * 2 * model->intermediate;
-        float *scores = scratch + (thread + 1) * scratch_size(model, extent) - extent;
+        float *scores = scratch + (thread + 1) * scratch_size(model, extent) - up(extent, LANES);
 #define MEET                                                                                                           \
     if (together) {                                                                                                    \
         _Pragma("omp barrier")                                                                                         \

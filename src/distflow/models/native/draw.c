@@ -58,7 +58,8 @@ static int64_t find(const float *masses, int64_t size, double target) {
 static int draw_row(const float *logits, int64_t size, float temperature, double uniform, float *masses, int64_t *token,
                     double *log_prob) {
     const float top = largest(logits, size) / temperature;
-    for (int64_t i = 0; i < size; i++) masses[i] = exponential(logits[i] / temperature - top);
+    for (int64_t i = 0; i < size; i++) masses[i] = logits[i] / temperature;
+    exponentials(masses, size, 1.0f, top);
     double total = 0.0;
     for (int64_t start = 0; start < size; start += BLOCK) total += sum_of_block(masses, start, size);
     if (!isfinite(top) || !isfinite(total)) return 0;

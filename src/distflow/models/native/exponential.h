@@ -1,8 +1,9 @@
 #include <stdint.h>
 
-/* Cody and Waite's reduction, and a polynomial: off by 2 units in the last place at most; 0 below e^-87. NaN stays NaN. */
-static inline float exponential(float exponent) {
-    float x = exponent < -87.0f ? -87.0f : exponent;
+/* Cody and Waite's reduction, and a polynomial: off by 2 units in the last place at most; 0 below e^-87.6, for which
+   the scale is 2^-127, written as 0. NaN stays NaN. */
+static inline float exponential(float x) {
+    x = x < -88.0f ? -88.0f : x;
     x = x > 88.0f ? 88.0f : x;
     const float shifted = x * 1.44269504f + 12582912.0f; /* the nearest whole number, in the last bits */
     const float whole = shifted - 12582912.0f;
@@ -19,5 +20,10 @@ static inline float exponential(float exponent) {
         uint32_t bits;
     } last = {shifted}, scale;
     scale.bits = (last.bits - 0x4B400000u + 127u) << 23;
-    return exponent < -87.0f ? 0.0f : power * scale.number;
+    return power * scale.number;
+}
+
+/* In place: of x · scale - shift. A function of its own, so that compilers see a plain loop and use vectors. */
+static __attribute__((noinline)) void exponentials(float *x, int64_t size, float scale, float shift) {
+    for (int64_t i = 0; i < size; i++) x[i] = exponential(x[i] * scale - shift);
 }

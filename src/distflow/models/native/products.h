@@ -18,9 +18,13 @@
 
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-static Vector load(const float *from) { return *(const Vector *)from; }
+static inline int64_t up(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
 
-static void store(float *to, Vector vector) { *(Vector *)to = vector; }
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static inline Vector load(const float *from) { return *(const Vector *)from; }
+
+static inline void store(float *to, Vector vector) { *(Vector *)to = vector; }
 
 static inline float sum(Vector vector) {
     typedef float Quad __attribute__((vector_size(16)));
@@ -42,24 +46,32 @@ static inline float dot(const float *a, const float *b, int64_t size) {
     return total;
 }
 
+/* size: a multiple of LANES. */
 static inline float total(const float *x, int64_t size) {
     Vector lanes = {0};
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) lanes += load(x + i);
-    float all = sum(lanes);
-    for (; i < size; i++) all += x[i];
-    return all;
+    for (int64_t i = 0; i < size; i += LANES) lanes += load(x + i);
+    return sum(lanes);
 }
 
+/* size: a multiple of LANES, one at least. Passes NaN over. */
 static inline float largest(const float *x, int64_t size) {
-    float lanes[LANES], top = x[0];
-    for (int lane = 0; lane < LANES; lane++) lanes[lane] = top;
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES)
-        for (int lane = 0; lane < LANES; lane++) lanes[lane] = x[i + lane] > lanes[lane] ? x[i + lane] : lanes[lane];
-    for (; i < size; i++) top = x[i] > top ? x[i] : top;
-    for (int lane = 0; lane < LANES; lane++) top = lanes[lane] > top ? lanes[lane] : top;
-    return top;
+    typedef int32_t Mask __attribute__((vector_size(4 * LANES)));
+    union {
+        Vector vector;
+        Mask mask;
+        float lanes[LANES];
+    } top = {load(x)};
+    for (int64_t i = LANES; i < size; i += LANES) {
+        const union {
+            Vector vector;
+            Mask mask;
+        } next = {load(x + i)};
+        const Mask is_larger = next.vector > top.vector;
+        top.mask = (next.mask & is_larger) | (top.mask & ~is_larger);
+    }
+    float all = top.lanes[0];
+    for (int lane = 1; lane < LANES; lane++) all = top.lanes[lane] > all ? top.lanes[lane] : all;
+    return all;
 }
 
 /* The sums over `depth` of `rows` rows and a panel of columns. Of x the rows are `row_stride` apart, and the numbers of
