@@ -1,4 +1,5 @@
-"""Causal attention of short sequences on a CPU, as batched products of matrices.
+"""Causal attention of short sequences on a CPU, as batched products of matrices: in float64, and where there is no
+native code (`native/attend.py`).
 
 The processor's fused kernel goes through a sequence in pieces that are small products: below some hundred tokens these
 cost more than the half of the matrix that they leave out, and two threads hardly halve them. Here a batched product

@@ -52,6 +52,7 @@ def facts(config: Config, data: Data) -> dict[str, object]:
         "cores": os.cpu_count(),
         **_users_facts(config),
         **_rollout_facts(config),
+        **_native_facts(config),
     }
 
 
@@ -66,12 +67,14 @@ def _threads(config: Config) -> str:
 
 
 def _rollout_facts(config: Config) -> dict[str, object]:
-    """What is a plane of its own has threads of its own; and by which code tokens are decoded and drawn on a CPU."""
+    """What is a plane of its own has threads of its own."""
     threads = planes_threads(config)[1]
-    facts: dict[str, object] = {} if threads is None else {"rollout_threads": threads}
-    if (config.actor_rollout_ref.rollout.name, choose_device(config).type) == ("embedded", "cpu"):
-        facts["decode"] = native.name()
-    return facts
+    return {} if threads is None else {"rollout_threads": threads}
+
+
+def _native_facts(config: Config) -> dict[str, object]:
+    """The code that a CPU runs in place of torch's operations."""
+    return {"native_code": native.name()} if choose_device(config).type == "cpu" else {}
 
 
 def _users_facts(config: Config) -> dict[str, object]:
