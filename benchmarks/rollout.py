@@ -13,8 +13,8 @@ in sixty-four, and at 512; eight answers share a prompt. `busy beside`: cores th
 peer's kept busy meanwhile, in the worst round. A work takes 5 to 8 minutes on two cores; name one at a time.
 
 What profiling found (1 M parameters, 256 rows, 2 cores):
-- A decode step by torch, up to now, was some hundred operations of 5 to 20 µs each, so that a step of 1 to 16 rows took
-  1 to 4.7 ms, two threads or one. As native code it is one call, 0.06 to 0.5 ms: every row is computed from embedding to
+- A decode step by torch is some hundred operations of 5 to 20 µs each, so that a step of 1 to 16 rows took 1 to 4.7 ms,
+  two threads or one. As native code it is one call, 0.06 to 0.5 ms: every row is computed from embedding to
   logits by one thread, or, below 12 rows a thread, all threads share the columns of each product. 256 rows take 3.8
   instead of 9.8 ms at 64 tokens, and 14 instead of 29 at 512, where the memory's speed is what is left: fetching values
   while keys are read gained a third there. A rollout in a run: 1.1 → 0.65 s fixed, 2.5 to 3.0 → 1.0 to 1.2 s on long
