@@ -20,8 +20,10 @@ LONG_TAIL = (
     "data.train_batch_size=2",
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     "actor_rollout_ref.rollout.max_num_seqs=4",
+    "actor_rollout_ref.rollout.enforce_eager=true",
 )
-"""Answers end by chance at one token in a hundred; more of them are admitted than there are slots."""
+"""Answers end by chance at one token in a hundred; more of them are admitted than there are slots. Without native decode
+steps, which are done before the trainer comes with new weights."""
 
 
 @pytest.fixture(scope="module")

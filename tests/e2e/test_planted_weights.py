@@ -34,7 +34,8 @@ MODES = {
     "stream": ("async.max_staleness=2",),
     "stream in bfloat16": ("async.max_staleness=2", "actor_rollout_ref.model.dtype=bfloat16"),
 }
-LONG = ("data.max_response_length=100", f"{ROLLOUT}.max_num_seqs=4")
+LONG = ("data.max_response_length=100", f"{ROLLOUT}.max_num_seqs=4", f"{ROLLOUT}.enforce_eager=true")
+"""Answers that updates come in the middle of: by native code they would be done before."""
 ADAPTER = ("actor_rollout_ref.model.lora_rank=4",)
 Patch = pytest.MonkeyPatch
 Fired = list[object]
