@@ -22,8 +22,8 @@ LONG_TAIL = (
     "actor_rollout_ref.rollout.max_num_seqs=4",
     "actor_rollout_ref.rollout.enforce_eager=true",
 )
-"""Answers end by chance at one token in a hundred; more of them are admitted than there are slots. Without native decode
-steps, which are done before the trainer comes with new weights."""
+"""Answers end by chance at one token in a hundred; more of them are admitted than there are slots. Without native
+decode steps, which would be done before the trainer comes with new weights."""
 
 
 @pytest.fixture(scope="module")

@@ -235,6 +235,10 @@ def another_kind(model: Any) -> None:
     model.model.layers[1].self_attn.o_proj.__class__ = Halved
 
 
+def another_activation(model: Any) -> None:
+    model.model.layers[1].mlp.act_fn = nn.GELU()
+
+
 def sixteen_bits(model: Any) -> None:
     model.to(torch.bfloat16)
 
@@ -256,6 +260,7 @@ def adapters(model: Any) -> None:
         (a_hook_before, False),
         (a_forward_of_its_own, False),
         (another_kind, False),
+        (another_activation, False),
         (sixteen_bits, False),
         (adapters, False),
     ],
@@ -297,7 +302,7 @@ def test_what_torch_does_not_count_is_seen_when_told() -> None:
     ("model", "reason"),
     [
         (lambda: make().to(torch.bfloat16), "for float32 on a CPU, and .* is in bfloat16 on cpu"),
-        (lambda: make(hidden_act="gelu"), "its activation is gelu"),
+        (lambda: make(hidden_act="gelu"), "it does not know GELUActivation"),
     ],
 )
 def test_what_torch_must_run_says_why(model: Callable[[], Any], reason: str) -> None:

@@ -156,7 +156,7 @@ int64_t scratch_size(const Model *model, int64_t extent) {
 /* hidden: (rows, hidden), after the final norm. positions: of the rows' tokens. 0, or 1 and nothing done: a token is
    outside of the vocabulary, or a position of the memory's `extent`. */
 int decode(const Model *model, const Memory *memory, const int64_t *tokens, const int64_t *positions, int64_t rows,
-            int64_t extent, float *hidden, float *scratch, int64_t threads) {
+           int64_t extent, float *hidden, float *scratch, int64_t threads) {
     const int64_t size = model->hidden, queries = model->heads * model->head_dim;
     const int64_t all = queries + 2 * model->kv_heads * model->head_dim;
     for (int64_t row = 0; row < rows; row++)
