@@ -46,25 +46,22 @@ def run(arguments: argparse.Namespace) -> int:
 def _machine() -> list[str]:
     import torch
 
-    from distflow.models.native.build import NotNative, library
+    from distflow.models.native.build import NotNative, outcome
     from distflow.planning.threads import own_cores, share_threads, usable_cores
     from distflow.sandbox.level import probe
 
     trainer, rollout = share_threads(usable_cores(), None, None)
     turns = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else min(torch.get_num_threads(), own_cores())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        library()
-        native = "yes"
-    except NotNative as reason:
-        native = f"no, torch is several times as slow: {reason}"
+    native = outcome()
+    by_native = f"no, torch is several times as slow: {native}" if isinstance(native, NotNative) else "yes"
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return [
         f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         f"{os.cpu_count()} cores, {own_cores()} of them for this process, {memory / 1024**3:.0f} GiB memory",
         f"threads where training and generation take turns (async.max_staleness=0): {turns}",
         f"threads where they run at once (async.max_staleness=1 or more): {trainer} to train, {rollout} to generate",
-        f"native code for generating in float32 on the processor: {visible(native, one_line=True)}",
+        f"native code for generating in float32 on the processor: {visible(by_native, one_line=True)}",
         f"accelerators: {', '.join(devices) or 'none'}",
         f"sandbox for programs under test: {visible(str(probe()), one_line=True)}",
         f"{shutil.disk_usage(Path.cwd()).free / 1024**3:.0f} GiB free on the disk of {Path.cwd()}",

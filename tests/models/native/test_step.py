@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from distflow.models.decoder import DecoderView
 from distflow.models.native import build as native
 from distflow.models.native.build import NotNative
 from distflow.models.native.step import NativeStep
-from tests.tiny_models import tiny_config
+from tests.models.test_decoder import make as make_model
 
 pytestmark = pytest.mark.skipif(not native.is_there(), reason="there is no C compiler here")
 
@@ -40,13 +39,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(family: str = "llama", **changes: Any) -> Any:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes)).eval()
-    with torch.no_grad():  # norms and biases start as ones and zeros, which would hide that they are left out
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
+    return make_model(family, changes)
 
 
 def native_view(model: Any) -> DecoderView:

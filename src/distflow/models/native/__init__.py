@@ -1,1 +1,1 @@
-"""Native code for decode steps on a CPU, compiled where it runs (`build.py`); without a compiler torch does it all."""
+"""What a CPU computes by C code, compiled where it runs (`build.py`); without a compiler torch does it all."""
