@@ -17,6 +17,7 @@ LONG = (
     "trainer.launcher=ray",
     "data.max_response_length=240",
     "actor_rollout_ref.rollout.max_num_seqs=8",  # of 16 samples a step
+    "actor_rollout_ref.rollout.enforce_eager=true",  # steps slow enough for weights to come between them
     f"async.max_staleness={STALENESS}",
     "trainer.save_freq=3",
 )
