@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -180,3 +182,32 @@ def test_a_storm_of_stretches_and_short_waits_loses_none() -> None:
             one.result(WITHIN_S)
     computed = sum(1 for entry in done if entry == threading.get_ident())
     assert computed == len(done) - computed > 0 and refused
+
+
+def test_a_debugger_gets_through_what_comes_after() -> None:
+    """An exception of another thread that is taken back where there is none makes CPython 3.11 look for it for ever."""
+    code = """
+import sys
+from concurrent.futures import Future
+from threading import Thread
+from distflow.runtime.host_thread import HostThread
+
+host, waited, lines = HostThread(), Future(), []
+
+def asks():
+    while not host.waits:
+        pass
+    host.compute(lambda back: None)
+    waited.set_result(None)
+
+def traced():
+    return [number for number in range(3)]
+
+Thread(target=asks).start()
+host.wait(lambda: waited)
+sys.settrace(lambda frame, event, _: lines.append(frame.f_code.co_name))
+traced()
+sys.settrace(None)
+assert "traced" in lines, lines
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=WITHIN_S)

@@ -23,10 +23,11 @@ class Abandoned(BaseException):
 
 @dataclass(eq=False)
 class _Loan:
-    """taken: the thread has computed it, or a part; set before `ended`."""
+    """taken: the thread has computed it, or a part; set before `ended`. abandoned: the thread was interrupted for it."""
 
     stretch: Stretch
     taken: bool = False
+    abandoned: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
 
 
@@ -81,6 +82,7 @@ class HostThread:
         with self._lock:
             loan = self._loan
             if loan is not None:
+                loan.abandoned = True
                 self._interrupt(Abandoned)
         return loan is None or loan.ended.wait(within_s)
 
@@ -97,7 +99,10 @@ class HostThread:
         finally:
             with self._lock:
                 self._loan = None
-                self._interrupt(None)  # one that comes too late
+                if loan.abandoned:
+                    # One that comes too late. Not where there is none: from then on this thread looks for exceptions
+                    # at every call, and a profiler or debugger never gets past the first one (CPython 3.11).
+                    self._interrupt(None)
             loan.ended.set()
 
     def _interrupt(self, error: type[BaseException] | None) -> None:
