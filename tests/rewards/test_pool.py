@@ -14,6 +14,7 @@ import pytest
 from distflow.config.errors import UserError
 from distflow.data.sample import Sample, Segment
 from distflow.rewards import process
+from distflow.rewards.frames import Channel
 from distflow.rewards.pool import VerifierPool
 from distflow.rewards.router import RewardRouter
 from distflow.rewards.verdict import Error, Score, Timeout, Verdict
@@ -196,8 +197,8 @@ def test_what_befalls_one_of_a_group_befalls_no_other():
 def test_a_process_that_has_died_when_the_next_is_sent_died_of_what_it_did_not_answer(monkeypatch):
     """What it answered before lies in the socket still."""
     monkeypatch.setattr(process, "_QUICK_S", 20.0)
-    send_frame = process.send_frame
-    monkeypatch.setattr(process, "send_frame", lambda *frame: time.sleep(0.05) or send_frame(*frame))
+    send = Channel.send
+    monkeypatch.setattr(Channel, "send", lambda *frames: time.sleep(0.05) or send(*frames))
     pool, again = make_pool(), list[int]()
     asked = [arguments(what, value=i) for i, what in enumerate(["echo"] * 12 + ["exit 0"] + ["echo"] * 12)]
     try:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from distflow.observe.jsonlines import JSON
-from distflow.rewards.frames import PeerGone, encode, receive_frame, send_frame
+from distflow.rewards.frames import Channel, PeerGone, encode
 from distflow.rewards.verdict import Error, Score, Timeout, Verdict
 from distflow.rewards.worker import EXIT_OUT_OF_MEMORY
 
@@ -49,7 +49,8 @@ class VerifierProcess:
     """One verifier process and our end of its socket. Used by one thread at a time, but `kill` by any."""
 
     def __init__(self, memory_bytes: int) -> None:
-        self._channel, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
         self._stderr = tempfile.TemporaryFile("a+b")  # noqa: SIM115  lives as long as the process, closed by discard
         with theirs:
             self._popen = subprocess.Popen(
@@ -80,8 +81,8 @@ class VerifierProcess:
         """Returns those that take groups, and those of them that judge these as one batch."""
         due = time.monotonic() + timeout_s
         try:
-            send_frame(self._channel, encode({"functions": dict(functions)}), timeout_s)
-            answer = receive_frame(self._channel, _left_s(due))
+            self._channel.send(encode({"functions": dict(functions)}), timeout_s)
+            answer = self._channel.receive(_left_s(due))
         except TimeoutError:
             raise StartFailed(f"it was not ready after {timeout_s:g} s") from None
         except PeerGone:
@@ -99,31 +100,36 @@ class VerifierProcess:
         """
         self.in_step = False
         self._stderr.truncate(0)
-        send_frame(self._channel, at[0].frame, timeout_s * at[0].num_asked)
+        self._channel.send(at[0].frame, timeout_s * at[0].num_asked)
         while at:
             request, began = at[0], time.monotonic()
             due = began + timeout_s * request.num_asked
             self._send_ahead(at, left, due)
-            answers = receive_frame(self._channel, _left_s(due)).get("answers")
+            answers = self._channel.receive(_left_s(due)).get("answers")
             if not isinstance(answers, list) or len(answers) != request.num_asked:
                 raise ValueError("not an answer to each")
             request.verdicts = [_read_answer(answer, timeout_s) for answer in answers]
             self._is_quick = time.monotonic() - began < _QUICK_S
             at.popleft()
             if not at and take(left, at):
-                send_frame(self._channel, at[0].frame, timeout_s * at[0].num_asked)
+                self._channel.send(at[0].frame, timeout_s * at[0].num_asked)
         self.in_step = True
 
     def _send_ahead(self, at: deque[Request], left: deque[Request], due: float) -> None:
         """due: when the first in `at` must be answered. A process that has ended by now may have answered it before:
         which request it died of is seen where an answer is missing."""
+        before, ahead = len(at), bytearray()
         while self._is_quick and len(at) <= _MOST_AHEAD and take(left, at):
-            if len(at[-1].frame) <= _AHEAD_BYTES:
-                with suppress(PeerGone):
-                    send_frame(self._channel, at[-1].frame, _left_s(due))
-                    continue
-            left.appendleft(at.pop())
-            return
+            if len(at[-1].frame) > _AHEAD_BYTES:
+                left.appendleft(at.pop())
+                break
+            ahead += at[-1].frame
+        try:
+            if ahead:
+                self._channel.send(ahead, _left_s(due))
+        except PeerGone:
+            while len(at) > before:
+                left.appendleft(at.pop())
 
     def is_alive(self) -> bool:
         return self._popen.poll() is None

@@ -15,7 +15,7 @@ from typing import cast
 
 from distflow.config.errors import UserError
 from distflow.observe.jsonlines import JSON
-from distflow.rewards.frames import PeerGone, encode, receive_frame, send_frame
+from distflow.rewards.frames import Channel, PeerGone, encode
 from distflow.rewards.functions import is_batched, load_reward, takes_groups
 from distflow.rewards.judging import describe, judge
 
@@ -29,7 +29,7 @@ def main() -> None:
     _die_with(parent_pid)
     _limit_memory(memory_bytes)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel = socket.socket(fileno=descriptor)
+    channel = Channel(socket.socket(fileno=descriptor))
     try:
         serve(channel)
     except PeerGone:
@@ -38,22 +38,22 @@ def main() -> None:
         os._exit(EXIT_OUT_OF_MEMORY)
 
 
-def serve(channel: socket.socket) -> None:
+def serve(channel: Channel) -> None:
     """First the functions to load ({name: target}), then requests ({name, asked, timeout_s}), each with an answer to
     each of the asked, which are the arguments of one."""
     try:
-        targets = _entries(receive_frame(channel), "functions")
+        targets = _entries(channel.receive(), "functions")
         functions = {name: load_reward(str(target)) for name, target in targets.items()}
     except UserError as error:
-        send_frame(channel, encode({"error": str(error)}))
+        channel.send(encode({"error": str(error)}))
         return
     ready = [name for name, function in functions.items() if takes_groups(function)]
-    send_frame(channel, encode({"ready": ready, "batched": [name for name in ready if is_batched(functions[name])]}))
+    channel.send(encode({"ready": ready, "batched": [name for name in ready if is_batched(functions[name])]}))
     while True:
-        request = receive_frame(channel)
+        request = channel.receive()
         name, asked = str(request["name"]), cast(list[Mapping[str, object]], request["asked"])
         timeout_s = cast(float, request["timeout_s"])
-        send_frame(channel, _answers(name, functions[name], asked, timeout_s))
+        channel.send(_answers(name, functions[name], asked, timeout_s))
 
 
 def _entries(message: Mapping[str, JSON], key: str) -> dict[str, JSON]:
