@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -56,15 +58,15 @@ class Batch:
         batch["episode_index"] = torch.tensor([s.episode for s in samples])
         batch["valid"] = torch.tensor([s.valid for s in samples])
         batch["truncated"] = torch.tensor([s.truncated for s in samples])
-        batch["prompt_ids"] = _flat_tensor([s.prompt_ids for s in samples], torch.int64)
-        batch["response_ids"] = _flat_tensor([seg.token_ids for seg in segments], torch.int64)
+        batch["prompt_ids"] = _flat_tensor([s.prompt_ids for s in samples], np.int64)
+        batch["response_ids"] = _flat_tensor([seg.token_ids for seg in segments], np.int64)
         batch["response_mask"] = _flat_tensor(
-            [[float(seg.owner == "policy")] * len(seg.token_ids) for seg in segments], torch.float32
+            [[float(seg.owner == "policy")] * len(seg.token_ids) for seg in segments], np.float32
         )
-        batch["versions"] = _flat_tensor([seg.versions or [-1] * len(seg.token_ids) for seg in segments], torch.int64)
+        batch["versions"] = _flat_tensor([seg.versions or [-1] * len(seg.token_ids) for seg in segments], np.int64)
         for name, attribute in (("rollout_log_probs", "log_probs"), ("sampling_log_probs", "sampling_log_probs")):
             values = [getattr(seg, attribute) or [0.0] * len(seg.token_ids) for seg in segments]
-            batch[name] = _flat_tensor(values, torch.float32)
+            batch[name] = _flat_tensor(values, np.float32)
         return batch
 
     def __len__(self) -> int:
@@ -190,7 +192,8 @@ class Batch:
         out = Batch(self._lengths[Axis.PROMPT], self._lengths[Axis.RESPONSE])
         for name in names:
             name = ALIASES.get(name, name)
-            out._columns[name], out._fields[name] = self.flat(name), self.field(name)
+            out._columns[name] = self._columns[name] if name in self._columns else self.flat(name)
+            out._fields[name] = self.field(name)
         return out
 
     def merge(self, other: "Batch") -> "Batch":
@@ -297,14 +300,15 @@ class Batch:
         return self._flatten(field, tensor)
 
     def _flatten(self, field: Field, tensor: Tensor) -> Tensor:
-        mask = self.mask(field.axis)
-        if tensor.shape == (int(mask.sum()),):
+        num_tokens = int(self._lengths[field.axis].sum())
+        if tensor.shape == (num_tokens,):
             return tensor
+        mask = self.mask(field.axis)
         if tensor.shape == mask.shape:
             return tensor[mask]
         raise ValueError(
             f"column '{field.name}' is per {field.axis.value} token: shape {tuple(tensor.shape)} given, "
-            f"wanted {tuple(mask.shape)} padded or ({int(mask.sum())},) flat"
+            f"wanted {tuple(mask.shape)} padded or ({num_tokens},) flat"
         )
 
     def _shapes(self) -> Shapes:
@@ -355,14 +359,13 @@ class Batch:
 
         Not on a tool's or environment's token behind it: estimators read rewards of the policy's tokens only.
         """
-        mask: Tensor = self.padded("response_mask")
-        placed = torch.zeros_like(mask)
-        if mask.shape[1]:
-            positions = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
-            last = torch.where(mask > 0, positions, -1).amax(dim=1)
-            answered = last >= 0
-            placed[answered.nonzero()[:, 0], last[answered]] = self.flat("scores").to(placed.dtype)[answered]
-        return self.unpad(placed, Axis.RESPONSE)
+        mask: Tensor = self.flat("response_mask")
+        lengths = send(self._lengths[Axis.RESPONSE], mask.device)
+        made = (mask > 0).nonzero()[:, 0]
+        owner = torch.arange(len(self), device=mask.device).repeat_interleave(lengths, output_size=len(mask))[made]
+        last = torch.full_like(lengths, -1).scatter_reduce_(0, owner, made, "amax")
+        answered = last >= 0
+        return torch.zeros_like(mask).index_put_((last[answered],), self.flat("scores").to(mask.dtype)[answered])
 
     def to_mapping(self) -> dict[str, object]:
         """All stored columns as `batch[name]` hands them out."""
@@ -386,5 +389,5 @@ def _from_json_bytes(tensor: Tensor) -> list[Any]:
     return value
 
 
-def _flat_tensor(parts: Iterable[Iterable[float]], dtype: torch.dtype) -> Tensor:
-    return torch.tensor([value for part in parts for value in part], dtype=dtype)
+def _flat_tensor(parts: Iterable[Iterable[float]], dtype: type[np.generic]) -> Tensor:
+    return torch.from_numpy(np.fromiter(chain.from_iterable(parts), dtype))  # a third of the time of `torch.tensor`

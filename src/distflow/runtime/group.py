@@ -66,6 +66,8 @@ class Group:
 
     def write(self, columns: Mapping[str, Written]) -> None:
         """Keep what a node wrote. Raises ValueError where a column does not fit the group."""
+        if not columns:
+            return
         before = self.written
         self.written, self._batch = {**before, **{ALIASES.get(n, n): value for n, value in columns.items()}}, None
         try:
