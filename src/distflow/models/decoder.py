@@ -67,14 +67,13 @@ class DecoderView:
             raise UserError(f"the embedded rollout engine cannot run this model: {refusal}; set rollout.name=hf")
         config = causal.config
         self._body = causal.model
-        self._head = causal.lm_head
         self._module = causal
         self._attend = attend_in_blocks if in_blocks else attend
         self.num_layers: int = config.num_hidden_layers
         self.num_heads: int = config.num_attention_heads
         self.num_kv_heads: int = config.num_key_value_heads
         self.head_dim: int = self._body.layers[0].self_attn.head_dim
-        self.vocab_size: int = self._head.out_features
+        self.vocab_size: int = causal.lm_head.out_features
         self.max_positions: int = config.max_position_embeddings
         self._cos = self._sin = torch.empty(0, self.head_dim)
         self._native: NativeStep | None = None
@@ -96,9 +95,10 @@ class DecoderView:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`(rows, hidden)` → `(rows, vocab)`."""
-        if self._native is not None and self._native.follow():
+        if self._native is not None and self._native.follow_head():
             return self._native.logits(hidden)
-        return self._head(hidden)
+        logits: Tensor = self._module.lm_head(hidden)
+        return logits
 
     def follow_weights(self) -> None:
         """They may have changed in a way that torch does not count."""

@@ -23,7 +23,7 @@ class Abandoned(BaseException):
 
 @dataclass(eq=False)
 class _Loan:
-    """taken: the thread has computed it, or a part; set before `ended`. abandoned: the thread was interrupted for it."""
+    """taken: the thread has computed it, or a part; set before `ended`. abandoned: it was told to leave it."""
 
     stretch: Stretch
     taken: bool = False

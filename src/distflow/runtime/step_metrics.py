@@ -243,31 +243,34 @@ def sample_rows(batch: Batch) -> list[dict[str, object]]:
     score = scores(batch).tolist() if "token_level_scores" in batch else [None] * len(batch)
     accuracy = batch["acc"].tolist() if "acc" in batch else [None] * len(batch)
     errors = batch["reward_errors"] if "reward_errors" in batch else [None] * len(batch)  # noqa: SIM401  no dict
+    parts, extra = (batch[name] if name in batch else [{}] * len(batch) for name in ("reward_parts", "reward_extra"))
     valid = batch["valid"].tolist()
     is_trained = "advantages" in batch
     advantage = _mean_over_policy_tokens(batch, "advantages") if is_trained else [None] * len(batch)
     masked = [1.0 - share for share in _mean_over_policy_tokens(batch, "loss_mask")] if is_trained else []
-    versions = batch.flat("versions").split(batch.lengths("response").tolist())
+    prompt_lengths, response_lengths = (batch.lengths(axis).tolist() for axis in ("prompt", "response"))
+    versions = batch.flat("versions").split(response_lengths)
+    texts = [batch[name] for name in ("uid", "prompts", "responses", "ground_truth", "finish_reason", "domain")]
     return [
         {
-            "uid": batch["uid"][i],
-            "prompt": batch["prompts"][i],
-            "response": batch["responses"][i],
-            "ground_truth": batch["ground_truth"][i],
+            "uid": uid,
+            "prompt": prompt,
+            "response": response,
+            "ground_truth": ground_truth,
             "score": score[i] if valid[i] else None,
             "acc": accuracy[i] if valid[i] and not errors[i] else None,
-            "reward_parts": batch["reward_parts"][i] if "reward_parts" in batch else {},
-            "extra": batch["reward_extra"][i] if "reward_extra" in batch else {},
+            "reward_parts": parts[i],
+            "extra": extra[i],
             "errors": errors[i],
             "advantage": advantage[i],
-            "prompt_length": int(batch.lengths("prompt")[i]),
-            "response_length": int(batch.lengths("response")[i]),
-            "finish_reason": batch["finish_reason"][i],
+            "prompt_length": prompt_lengths[i],
+            "response_length": response_lengths[i],
+            "finish_reason": finish_reason,
             "versions": sorted(set(versions[i].tolist()) - {-1}),
-            "domain": batch["domain"][i],
+            "domain": domain,
             **({"masked": masked[i]} if masked else {}),
         }
-        for i in range(len(batch))
+        for i, (uid, prompt, response, ground_truth, finish_reason, domain) in enumerate(zip(*texts, strict=True))
     ]
 
 

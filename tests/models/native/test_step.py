@@ -236,6 +236,19 @@ def sixteen_bits(model: Any) -> None:
     model.to(torch.bfloat16)
 
 
+def the_head(model: Any) -> None:
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+
+
+def a_hook_of_the_head(model: Any) -> None:
+    model.lm_head.register_forward_hook(lambda _, __, output: 2 * output)
+
+
+def another_head(model: Any) -> None:
+    model.lm_head = Halved(32, model.lm_head.out_features, bias=False)
+
+
 def adapters(model: Any) -> None:
     peft = pytest.importorskip("peft")
     peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False), model)
@@ -256,6 +269,9 @@ def adapters(model: Any) -> None:
         (another_activation, False),
         (sixteen_bits, False),
         (adapters, False),
+        (the_head, True),
+        (a_hook_of_the_head, False),
+        (another_head, False),
     ],
 )
 def test_changes_of_the_model_are_followed(change: Callable[[Any], None], stays_native: bool) -> None:
@@ -268,6 +284,22 @@ def test_changes_of_the_model_are_followed(change: Callable[[Any], None], stays_
     after = decoded(view, ids, starts)
     assert far(after, before) > 1e-3
     assert far(after, decoded(DecoderView(model), ids, starts)) < (1e-4 if stays_native else 1e-7)
+
+
+@pytest.mark.parametrize("change", [laid_elsewhere, the_head, a_hook_of_the_head, another_head, sixteen_bits])
+def test_logits_follow_the_head_alone(change: Callable[[Any], None]) -> None:
+    model = make()
+    step, view = NativeStep(model), native_view(model)
+    hidden = torch.randn(5, 32)
+    before = view.logits(hidden)
+    assert step.follow_head()
+    change(model)
+    with torch.no_grad():
+        assert step.follow_head() is (change in (laid_elsewhere, the_head))
+        hidden = hidden.to(model.dtype)
+        after = view.logits(hidden)
+        assert far(after, before) > 1e-3
+        assert far(after, model.lm_head(hidden)) < 1e-4
 
 
 def test_it_is_native_again_once_a_hook_is_gone() -> None:
