@@ -50,21 +50,28 @@ class Packed:
 def seen(causal: nn.Module) -> list[object]:
     """Changes whenever what `pack` makes of the model does, but for weights changed by way of `weight.data`."""
     *others, _ = _parts(causal)
-    return [state for module in others for state in _seen_of(module)] + seen_of_head(causal)
+    return _seen_of(others) + seen_of_head(causal)
 
 
 def seen_of_head(causal: nn.Module) -> list[object]:
     """The end of `seen`: what logits are made of."""
-    return [_has_any_global_hook(), *_seen_of(causal._modules["lm_head"])]  # type: ignore[arg-type]
+    return [_has_any_global_hook(), *_seen_of([causal._modules["lm_head"]])]  # type: ignore[list-item]
 
 
-def _seen_of(module: nn.Module) -> list[object]:
-    fields = vars(module)
-    hooked = fields["_forward_hooks"] or fields["_forward_pre_hooks"] or "forward" in fields
-    found = [type(module).forward, bool(hooked)]
-    for weight in fields["_parameters"].values():
-        if weight is not None:
-            found += (weight.data_ptr(), None if weight.is_inference() else weight._version)
+def _seen_of(modules: list[nn.Module]) -> list[object]:
+    found: list[object] = []
+    for module in modules:
+        fields = vars(module)
+        found.append(type(module).forward)
+        found.append(bool(fields["_forward_hooks"] or fields["_forward_pre_hooks"] or "forward" in fields))
+        for weight in fields["_parameters"].values():
+            if weight is None:
+                continue
+            found.append(weight.data_ptr())
+            try:
+                found.append(weight._version)
+            except RuntimeError:  # made in inference mode; asked beforehand, that takes as long as all the rest
+                found.append(None)
     return found
 
 
