@@ -160,7 +160,7 @@ def test_forwards_that_are_not_packed_stay_as_with_sdpa() -> None:
 
 @pytest.mark.parametrize("lengths", [[4], [1, 1, 1], [100, 1, 74, 76, 75, 3, 2], list(range(1, 60))])
 def test_packing_reads_and_writes_every_token_once(lengths: list[int]) -> None:
-    packing = Packing.of(torch.tensor(lengths), torch.device("cpu"))
-    assert torch.equal(packing.source[packing.home], torch.arange(sum(lengths)))
-    assert sum(rows for rows, _ in packing.buckets) == len(lengths)
-    assert packing.source.numel() == sum(rows * longest for rows, longest in packing.buckets) <= sum(lengths) / 0.75
+    buckets = Packing(torch.tensor(lengths), torch.device("cpu")).buckets
+    assert torch.equal(buckets.source[buckets.home], torch.arange(sum(lengths)))
+    assert sum(rows for rows, _ in buckets.shapes) == len(lengths)
+    assert buckets.source.numel() == sum(rows * longest for rows, longest in buckets.shapes) <= sum(lengths) / 0.75

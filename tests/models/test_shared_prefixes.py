@@ -66,8 +66,8 @@ def test_states_and_gradients_are_those_of_a_loop(implementation: str) -> None:
 def test_packing_of_kept_tokens_reads_each_for_all_that_share_it() -> None:
     ids, lengths = packed(SEQUENCES)
     sharing = shared_prefixes(ids, lengths)
-    whole = Packing.of(lengths, torch.device("cpu"))
-    kept = Packing.of(lengths, torch.device("cpu"), sharing)
+    whole = Packing(lengths, torch.device("cpu")).buckets
+    kept = Packing(lengths, torch.device("cpu"), sharing).buckets
     assert torch.equal(ids[sharing.kept][kept.source], ids[whole.source])
     counted = torch.cat([kept.home, kept.again]).sort().values
     assert torch.equal(counted, whole.home.sort().values)

@@ -5,6 +5,7 @@ Registered with `transformers` under a name; a forward without `packing` is exac
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, Unpack
 
 import torch
@@ -28,36 +29,55 @@ PACKED_ATTENTION = "distflow_packed"
 _SHORTEST_IN_BUCKET = 0.75
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Packing:
+    """Sequences in a packed row on `device`. What an attention wants to know of them is made once: layers share it.
+
+    lengths: int64 `(sequences,)`, all at least 1, in packed order. sharing: the packed row has its kept tokens alone.
+    Both on the CPU.
+    """
+
+    lengths: Tensor
+    device: torch.device
+    sharing: Sharing | None = None
+
+    @cached_property
+    def sequences(self) -> Sequences:
+        return Sequences.of(self.lengths, self.sharing)
+
+    @cached_property
+    def buckets(self) -> "Buckets":
+        return Buckets.of(self.lengths, self.device, self.sharing)
+
+
+@dataclass(frozen=True)
+class Buckets:
     """How a packed row divides into buckets of sequences of similar length, each padded on the right to its longest.
 
-    buckets: (rows, longest) of each, their tokens one bucket after the other. source: int64 `(padded tokens,)`, the
+    shapes: (rows, longest) of each, their tokens one bucket after the other. source: int64 `(padded tokens,)`, the
     packed position of each; padding repeats some real token, since causal attention never lets a real token see it.
     home: int64 `(tokens,)`, where each packed token stands among the padded ones. again: where those stand that share
     their packed token with another sequence, all but the one that `home` names; None where none does.
     """
 
-    buckets: tuple[tuple[int, int], ...]
+    shapes: tuple[tuple[int, int], ...]
     source: Tensor
     home: Tensor
     again: Tensor | None
-    sequences: Sequences
     _by_heads: dict[int, "HeadRows"] = field(default_factory=dict)
 
     def of_heads(self, num_heads: int) -> "HeadRows":
-        """The same of rows that are one head of a token each. Made once: all layers share them."""
+        """The same of rows that are one head of a token each."""
         if num_heads not in self._by_heads:
             self._by_heads[num_heads] = HeadRows.of(self, num_heads)
         return self._by_heads[num_heads]
 
     @staticmethod
-    def of(lengths: Tensor, device: torch.device, sharing: Sharing | None = None) -> "Packing":
-        """lengths: int64 `(sequences,)`, all at least 1, in packed order. sharing: the packed row has its kept tokens
-        alone. Both on the CPU."""
+    def of(lengths: Tensor, device: torch.device, sharing: Sharing | None) -> "Buckets":
+        """See `Packing`."""
         starts = lengths.cumsum(0) - lengths
         home = torch.empty(int(lengths.sum()), dtype=torch.int64)
-        buckets: list[tuple[int, int]] = []
+        shapes: list[tuple[int, int]] = []
         sources: list[Tensor] = []
         num_padded = 0
         for rows in _similar(lengths):
@@ -66,37 +86,37 @@ class Packing:
             real = offsets < lengths[rows][:, None]
             source = torch.where(real, starts[rows][:, None] + offsets, starts[rows][:, None])
             home[source[real]] = num_padded + torch.arange(source.numel()).view_as(source)[real]
-            buckets.append((len(rows), longest))
+            shapes.append((len(rows), longest))
             sources.append(source.reshape(-1))
             num_padded += source.numel()
         source, again = torch.cat(sources), None
         if sharing is not None:
             is_repeated = torch.ones_like(home, dtype=torch.bool).index_fill_(0, sharing.kept, False)
             source, home, again = sharing.place[source], home[sharing.kept], send(home[is_repeated], device)
-        return Packing(tuple(buckets), send(source, device), send(home, device), again, Sequences.of(lengths, sharing))
+        return Buckets(tuple(shapes), send(source, device), send(home, device), again)
 
 
 class HeadRows(NamedTuple):
-    """`Packing.source`, `home` and `again` of `(tokens · heads)` rows, where a bucket is `(rows, heads, longest)`."""
+    """`Buckets.source`, `home` and `again` of `(tokens · heads)` rows, where a bucket is `(rows, heads, longest)`."""
 
     source: Tensor
     home: Tensor
     again: Tensor | None
 
     @staticmethod
-    def of(packing: Packing, num_heads: int) -> "HeadRows":
-        device = packing.source.device
+    def of(buckets: Buckets, num_heads: int) -> "HeadRows":
+        device = buckets.source.device
         heads, slots, start = torch.arange(num_heads, device=device), list[Tensor](), 0
-        for rows, longest in packing.buckets:
+        for rows, longest in buckets.shapes:
             size = rows * longest * num_heads
             numbers = torch.arange(start, start + size, device=device).view(rows, num_heads, longest)
             slots.append(numbers.transpose(1, 2).reshape(-1, num_heads))
             start += size
         slot = torch.cat(slots)
         source = torch.empty(start, dtype=torch.int64, device=device)
-        source[slot.view(-1)] = (packing.source[:, None] * num_heads + heads).view(-1)
-        again = None if packing.again is None else slot[packing.again].view(-1)
-        return HeadRows(source, slot[packing.home].view(-1), again)
+        source[slot.view(-1)] = (buckets.source[:, None] * num_heads + heads).view(-1)
+        again = None if buckets.again is None else slot[buckets.again].view(-1)
+        return HeadRows(source, slot[buckets.home].view(-1), again)
 
 
 def _similar(lengths: Tensor) -> list[Tensor]:
@@ -134,7 +154,8 @@ def packed_attention(
     if query.device.type == "cpu" and dtype == torch.float32 and dropout == 0.0 and native.is_there():
         queries, keys, values = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
         return attend(queries, keys, values, packing.sequences, scale).to(query.dtype)[None], None
-    padded = [_padded(x, packing) for x in (query, key, value)]
+    buckets = packing.buckets
+    padded = [_padded(x, buckets) for x in (query, key, value)]
     outputs = []
     for bucket in zip(*padded, strict=True):
         q, k, v = (x.to(dtype) for x in bucket)
@@ -148,15 +169,15 @@ def packed_attention(
                 )
         outputs.append(out.reshape(-1, out.shape[-1]).to(query.dtype))
     rows = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    mixed = take_rows(rows, packing.of_heads(query.shape[1]).home)
+    mixed = take_rows(rows, buckets.of_heads(query.shape[1]).home)
     return mixed.view(1, -1, query.shape[1], query.shape[3]), None
 
 
-def _padded(x: Tensor, packing: Packing) -> list[Tensor]:
+def _padded(x: Tensor, buckets: Buckets) -> list[Tensor]:
     """`(1, heads, tokens, head_dim)` → `(rows, heads, longest, head_dim)` of each bucket."""
     num_heads, _, dim = x.shape[1:]
-    rows = spread_rows(x[0].transpose(0, 1).reshape(-1, dim), *packing.of_heads(num_heads))
-    shapes = [(rows, num_heads, longest) for rows, longest in packing.buckets]
+    rows = spread_rows(x[0].transpose(0, 1).reshape(-1, dim), *buckets.of_heads(num_heads))
+    shapes = [(rows, num_heads, longest) for rows, longest in buckets.shapes]
     parts = rows.split([math.prod(shape) for shape in shapes])
     return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
 

@@ -53,7 +53,7 @@ def packed_hidden_states(
         # A mask of four dimensions `transformers` hands on as it is; for none it would look for the bounds of the
         # sequences in their positions, which waits for the device, and build one of (tokens, tokens).
         attention_mask=torch.empty(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device),
-        packing=Packing.of(lengths, input_ids.device, sharing),
+        packing=Packing(lengths, input_ids.device, sharing),
     ).last_hidden_state[0]
     if sharing is None:
         return _rows(states, wanted)
