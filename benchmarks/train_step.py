@@ -47,8 +47,8 @@ What profiling found (one thread, processor time of an update of 64 answers of 8
   copies of what they share, and no matrix kept for the way back. Four layers of one micro-batch, two threads: forward
   17 → 7 ms and backward 33 → 23 ms on fixed lengths, 42 → 8 and 72 → 25 ms on long tails. An update of 256 answers
   there 1.7 → 1.2 s, on fixed lengths 1.5 → 1.3 s.
-- A gated MLP as native code, forward and backward, gained 10 % alone and nothing that could be told in a run; the head's
-  softmax as native code would save 10 ms of a step.
+- A gated MLP as native code, forward and backward, gained 10 % alone and nothing that could be told in a run; the
+  head's softmax as native code would save 10 ms of a step.
 - What is not arithmetic, at 1 M: 32 groups became columns in 46 ms, now 24 (lists by NumPy, no mask where nothing is
   padded), and 256 verdicts took as long as the looks at their sockets, each of which gives up the interpreter's lock.
 - Norms and gated units as one operation each, in blocks, gained nothing, whatever they gain alone: alone it is page
