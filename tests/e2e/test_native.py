@@ -20,3 +20,13 @@ def test_a_resume_where_there_is_no_compiler_is_told(tmp_path: Path, monkeypatch
     run = ground.run("grpo", "trainer.save_freq=1", "trainer.total_training_steps=2")
     assert any(f"native_code was {name} in the checkpoint and is torch now" in note for note in run.notes("warning"))
     assert [step["actor/grad_norm"] > 0 for step in run.metrics()] == [True, True]
+
+
+@pytest.mark.skipif(not build.is_there(), reason="there is no C compiler here")
+def test_in_bfloat16_the_engine_rounds_as_the_trainer_does(tmp_path: Path) -> None:
+    (tmp_path / "eager").mkdir()
+    bfloat16 = ("actor_rollout_ref.model.dtype=bfloat16", "trainer.total_training_steps=2")
+    native = Playground(tmp_path).run("grpo", *bfloat16)
+    eager = Playground(tmp_path / "eager").run("grpo", *bfloat16, "actor_rollout_ref.rollout.enforce_eager=true")
+    assert all(step["mismatch/mean_abs"] < 1e-4 for step in native.metrics())
+    assert all(step["mismatch/mean_abs"] > 1e-3 for step in eager.metrics())

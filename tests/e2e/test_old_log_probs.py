@@ -126,7 +126,8 @@ def test_the_rollouts_own_may_be_taken(playground: Playground) -> None:
 def drifts(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """A bfloat16 run whose tolerance is below its rounding."""
     monkeypatch.setattr(Tolerance, "of", staticmethod(lambda exact: Tolerance(1e-3, 0.5)))
-    return (*AUDITED, "actor_rollout_ref.model.dtype=bfloat16", "trainer.save_groups=all")
+    rounded = ("actor_rollout_ref.model.dtype=bfloat16", "actor_rollout_ref.rollout.enforce_eager=true")
+    return (*AUDITED, *rounded, "trainer.save_groups=all")
 
 
 def test_once_apart_each_token_is_weighed_from_the_next_step_on(

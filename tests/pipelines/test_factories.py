@@ -10,8 +10,9 @@ from torch import nn
 
 from distflow.config import Config, load_config
 from distflow.config.errors import UserError
+from distflow.models.native import build as native
 from distflow.pipelines.building import Spread
-from distflow.pipelines.factories import make_factories
+from distflow.pipelines.factories import engine_dtype, make_factories
 from distflow.planning.plan import RankPlan
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.hf import HFEngine
@@ -73,7 +74,7 @@ def test_warm_up_of_the_critic_is_taken_off_the_actors_schedule_and_not_off_the_
 def test_a_rollout_engine_gets_the_keys_that_its_constructor_names(
     name: str, made: type, taken: dict[str, object]
 ) -> None:
-    settings = config("grpo", f"{ROLLOUT}.name={name}", f"{ROLLOUT}.max_num_seqs=7")
+    settings = config("grpo", f"{ROLLOUT}.name={name}", f"{ROLLOUT}.max_num_seqs=7", f"{MODEL}.dtype=float32")
     factory = make_factories(settings, ["rollout"], (), 1)["rollout"]
     assert factory.keywords["options"] == taken  # type: ignore[attr-defined]  # a partial, so that it can be sent
     assert type(build(settings, "rollout").rollout) is made
@@ -125,7 +126,7 @@ def test_the_engine_computes_on_the_trainers_weights_only_where_both_are_there_i
     monkeypatch.setattr(
         EmbeddedEngine, "__init__", lambda self, model, *rest, shares_weights, **options: given.append(model)
     )
-    built = build(config("grpo", f"{MODEL}.dtype={dtype}"), *engines)
+    built = build(config("grpo", f"{MODEL}.dtype={dtype}", f"{ROLLOUT}.enforce_eager=true"), *engines)
     storage = {parameter.data_ptr() for parameter in given[0].parameters()}
     assert next(given[0].parameters()).dtype.__str__() == f"torch.{dtype}"
     if built.actor is not None:
@@ -198,6 +199,44 @@ def test_another_critic_is_loaded_as_it_was_trained_and_an_equal_one_as_the_poli
     assert found == [("some/model", "random", "abc"), ("other/critic", "pretrained", None)]
 
 
+@pytest.mark.parametrize(
+    ("others", "there", "casts"),
+    [
+        ((), True, True),
+        ((), False, False),
+        ((f"{ROLLOUT}.enforce_eager=true",), True, False),
+        ((f"{ROLLOUT}.batch_invariant=true",), True, False),
+        (("actor_rollout_ref.actor.strategy=fsdp", "trainer.launcher=ray"), True, False),
+    ],
+)
+def test_native_code_casts_the_weights_that_the_trainer_casts(
+    others: tuple[str, ...], there: bool, casts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[nn.Module, torch.dtype | None]] = []
+    monkeypatch.setattr(native, "is_there", lambda: there)
+    monkeypatch.setattr(
+        EmbeddedEngine,
+        "__init__",
+        lambda self, model, *rest, compute_dtype=None, **options: given.append((model, compute_dtype)),
+    )
+    settings = config("grpo", f"{MODEL}.dtype=bfloat16", *others)
+    build(settings, "rollout")
+    (model, compute_dtype) = given[0]
+    assert compute_dtype == (torch.bfloat16 if casts else None)
+    dtype = torch.float32 if casts else torch.bfloat16
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype} == {engine_dtype(settings)}
+
+
+def test_an_engine_in_bfloat16_keeps_the_frequencies_of_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded, they would turn a token 500 places away by half a circle."""
+    given: list[nn.Module] = []
+    monkeypatch.setattr(EmbeddedEngine, "__init__", lambda self, model, *rest, **options: given.append(model))
+    build(config("grpo", f"{MODEL}.dtype=bfloat16", f"{ROLLOUT}.enforce_eager=true"), "rollout")
+    build(config("grpo", f"{MODEL}.dtype=float32"), "rollout")
+    rounded, exact = (dict(model.named_buffers()) for model in given)
+    assert exact and all(torch.equal(rounded[name], buffer) for name, buffer in exact.items())
+
+
 def test_an_engine_beside_an_adapter_computes_on_the_merged_weights_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,10 +246,10 @@ def test_an_engine_beside_an_adapter_computes_on_the_merged_weights_copy(
     )
     write_tiny_model(tmp_path)
     own = (f"{MODEL}.path={tmp_path}", f"{MODEL}.init=pretrained", f"{MODEL}.lora_rank=2", f"{MODEL}.dtype=bfloat16")
-    built = build(config("grpo", *own), "actor", "ref", "rollout")
+    built = build(config("grpo", *own, f"{ROLLOUT}.enforce_eager=true"), "actor", "ref", "rollout")
     assert isinstance(built.actor, TorchTrainEngine) and isinstance(built.ref, TorchScorer)
     trained, served = (dict(model.named_parameters()) for model in (built.actor.model, given[0]))
     assert len(served) < len(trained) and not any(parameter.requires_grad for parameter in served.values())
-    assert {str(parameter.dtype) for parameter in served.values()} == {"torch.bfloat16"}
+    assert {parameter.dtype for parameter in served.values()} == {torch.bfloat16}
     assert {str(parameter.dtype) for parameter in trained.values()} == {"torch.float32"}
     assert built.ref.without_adapter

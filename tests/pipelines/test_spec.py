@@ -278,7 +278,8 @@ MODEL = "actor_rollout_ref.model"
 def test_what_hangs_on_the_dtype_of_the_model(playground: Playground, dtype: str, rank: int) -> None:
     """An engine with a copy of the weights needs each version's tensors; a copy is compared less strictly."""
     exact = dtype == "float32"
-    often = () if exact else ("trust.canary_freq=3",)  # on shared weights it is compared at the start only
+    # On shared weights it is compared at the start only.
+    often = () if exact else ("trust.canary_freq=3", "actor_rollout_ref.rollout.enforce_eager=true")
     _, spec = playground.spec("grpo", f"{MODEL}.dtype={dtype}", f"{MODEL}.lora_rank={rank}", *often)
     assert (spec.weight_dtype, spec.shares_weights) == (torch.float32 if exact else torch.bfloat16, exact)
     assert spec.sends_weights == (not exact or rank == 0)

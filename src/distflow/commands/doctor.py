@@ -61,7 +61,7 @@ def _machine() -> list[str]:
         f"{os.cpu_count()} cores, {own_cores()} of them for this process, {memory / 1024**3:.0f} GiB memory",
         f"threads where training and generation take turns (async.max_staleness=0): {turns}",
         f"threads where they run at once (async.max_staleness=1 or more): {trainer} to train, {rollout} to generate",
-        f"native code for generating in float32 on the processor: {visible(by_native, one_line=True)}",
+        f"native code for generating on the processor: {visible(by_native, one_line=True)}",
         f"accelerators: {', '.join(devices) or 'none'}",
         f"sandbox for programs under test: {visible(str(probe()), one_line=True)}",
         f"{shutil.disk_usage(Path.cwd()).free / 1024**3:.0f} GiB free on the disk of {Path.cwd()}",

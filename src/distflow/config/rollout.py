@@ -53,7 +53,7 @@ class RolloutConfig:
     enforce_eager: bool = key(
         False,
         "each operation of a decode step is launched on its own: no CUDA graphs, and on a CPU none of the native code "
-        "by which decode steps in float32 are one, where there is a C compiler",
+        "by which a decode step is one, where there is a C compiler",
     )
     timeout_s: float | None = key(
         1800.0, "the run ends where the engine answers nothing and draws no token for so long; null is never", above=0

@@ -5,6 +5,7 @@ part); only the attention and the key-value memory are ours.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,10 +59,17 @@ class PromptKV:
 class DecoderView:
     """Prefill and decode for Llama-like models. Owns no weights: it sees each in-place update of the module's."""
 
-    def __init__(self, model: nn.Module, in_blocks: bool = False, native: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        in_blocks: bool = False,
+        native: bool = False,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
         """in_blocks: decode by `attend_in_blocks`. native: decode by native code where there is some for this machine
-        and model; `why_not_native` says what keeps it from that. Raises UserError for a family that it cannot run, or
-        whose logits come out different from the module's."""
+        and model; `why_not_native` says what keeps it from that. compute_dtype: bfloat16 has products in it by autocast
+        over float32 weights, as the trainer's, with attention in float32; None: in that of the weights. Raises
+        UserError for a family that it cannot run, or whose logits come out different from the module's."""
         causal = unwrapped(model)
         if refusal := _refusal(causal):
             raise UserError(f"the embedded rollout engine cannot run this model: {refusal}; set rollout.name=hf")
@@ -69,6 +77,7 @@ class DecoderView:
         self._body = causal.model
         self._module = causal
         self._attend = attend_in_blocks if in_blocks else attend
+        self._low = compute_dtype if compute_dtype != self.dtype else None
         self.num_layers: int = config.num_hidden_layers
         self.num_heads: int = config.num_attention_heads
         self.num_kv_heads: int = config.num_key_value_heads
@@ -80,7 +89,7 @@ class DecoderView:
         self.why_not_native: str | None = "it is not wanted"
         if native:
             try:
-                self._native, self.why_not_native = NativeStep(causal), None
+                self._native, self.why_not_native = NativeStep(causal, halves=self._low is not None), None
             except NotNative as reason:
                 self.why_not_native = str(reason)
         self._check_against_module()
@@ -97,7 +106,8 @@ class DecoderView:
         """`(rows, hidden)` → `(rows, vocab)`."""
         if self._native is not None and self._native.follow_head():
             return self._native.logits(hidden)
-        logits: Tensor = self._module.lm_head(hidden)
+        with self._autocast():
+            logits: Tensor = self._module.lm_head(hidden)
         return logits
 
     def follow_weights(self) -> None:
@@ -147,7 +157,7 @@ class DecoderView:
 
         def attend_to_slots(index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
             keys[index][rows, :, positions] = key
-            values[index][rows, :, positions] = value
+            values[index][rows, :, positions] = value.to(values.dtype)
             return self._attend(query, keys[index], values[index], bias, scaling)
 
         return self.decode_over(token_ids, positions, extent, attend_to_slots)
@@ -175,20 +185,25 @@ class DecoderView:
         """Rotated queries `(..., heads, head_dim)`, rotated keys and values `(..., kv_heads, head_dim)`."""
         attention = layer.self_attn
         normed = layer.input_layernorm(hidden)
-        query, key, value = (
-            project(normed).unflatten(-1, (-1, self.head_dim))
-            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
+        with self._autocast():
+            query, key, value = (
+                project(normed).unflatten(-1, (-1, self.head_dim))
+                for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
         if hasattr(attention, "q_norm") and hasattr(attention, "k_norm"):
             query, key = attention.q_norm(query), attention.k_norm(key)
         both = _rotate(torch.cat((query, key), dim=-2), cos, sin)
         return both[..., : self.num_heads, :], both[..., self.num_heads :, :], value
 
-    @staticmethod
-    def _rest_of_layer(layer: _Layer, hidden: Tensor, mixed: Tensor) -> Tensor:
+    def _rest_of_layer(self, layer: _Layer, hidden: Tensor, mixed: Tensor) -> Tensor:
         """Output projection and MLP with their residuals. mixed: attention's result, of as many numbers a token."""
-        hidden = layer.self_attn.o_proj(mixed.reshape(*hidden.shape[:-1], -1)).add_(hidden)
-        return layer.mlp(layer.post_attention_layernorm(hidden)).add_(hidden)
+        with self._autocast():
+            hidden = layer.self_attn.o_proj(mixed.reshape(*hidden.shape[:-1], -1)).to(hidden.dtype).add_(hidden)
+            return layer.mlp(layer.post_attention_layernorm(hidden)).to(hidden.dtype).add_(hidden)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        """Of products with weights alone."""
+        return nullcontext() if self._low is None else torch.autocast(self.device.type, self._low)
 
     def _rotary_rows(self, extent: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """The rotary table `(positions, head_dim)`, at least `extent` long; made once, by the module itself. The sines
@@ -211,7 +226,9 @@ class DecoderView:
         was_training = self._module.training
         self._module.eval()
         ids = [(7 * i + 3) % self.vocab_size for i in range(7)]
-        expected = self._module(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0].float()
+        with self._autocast():
+            expected = self._module(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0]
+        expected = expected.float()
         short = self.prefill([tuple(ids[:5]), tuple(ids[:3])])
         rows = [self.logits(short.hidden)]
         keys, values = (nn.functional.pad(memory, (0, 0, 0, 2)) for memory in (short.keys, short.values))
@@ -222,7 +239,8 @@ class DecoderView:
         if was_training:
             self._module.train()
         difference = (torch.cat(rows).float() - expected[[4, 2, 5, 3, 6, 4]]).abs().max().item()
-        tolerance = (1e-3 if self.dtype == torch.float32 else 0.1) * max(1.0, expected.abs().max().item())
+        relative = 1e-3 if (self._low or self.dtype) == torch.float32 else 0.1
+        tolerance = relative * max(1.0, expected.abs().max().item())
         if not difference <= tolerance:
             raise UserError(
                 f"the embedded rollout engine computes other logits than this {self._module.config.model_type} model "

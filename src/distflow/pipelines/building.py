@@ -175,6 +175,8 @@ def build_rollout(
         model: nn.Module = get("policy")
     else:
         plain: nn.Module = load_model(**source, device=device) if source else copy.deepcopy(get("policy"))
-        model = plain.to(dtype).requires_grad_(False)
+        model = plain.requires_grad_(False)
+        for weight in model.parameters():  # not buffers: rotary frequencies in bfloat16 turn wrong at long distances
+            weight.data = weight.data.to(dtype)
     make = cast(Callable[..., RolloutEngine], load(engine))
     return make(model, get("tokenizer"), version=Version(0, 0), shares_weights=shares, **options)

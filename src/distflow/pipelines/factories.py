@@ -14,6 +14,7 @@ from distflow.config.by_domain import response_limit, temperatures
 from distflow.config.functions import load
 from distflow.config.names import ROLLOUT_ENGINES, TRAIN_ENGINES
 from distflow.config.program import is_rl, is_sharded, optimizer_steps
+from distflow.models.native import build as native
 from distflow.pipelines.building import (
     Optim,
     OptimizerOptions,
@@ -31,7 +32,7 @@ from distflow.pipelines.building import (
     build_rollout,
     build_stop_token_ids,
 )
-from distflow.pipelines.devices import planes_threads
+from distflow.pipelines.devices import choose_device, planes_threads
 from distflow.pipelines.models import critic_source, policy_adapter, policy_source, tokenizer_loader
 from distflow.pipelines.verifiers import verifiers_of
 from distflow.rewards.router import Overlong, RewardRouter
@@ -89,6 +90,20 @@ def make_factories(
 def compute_dtype(config: Config) -> torch.dtype:
     """What models compute in; weights that are trained are float32 always."""
     return DTYPES[config.actor_rollout_ref.model.dtype]
+
+
+def engine_dtype(config: Config) -> torch.dtype:
+    """Of the rollout engine's weights: what it computes in, unless it casts them as the trainer does."""
+    return torch.float32 if _engine_casts(config) else compute_dtype(config)
+
+
+def _engine_casts(config: Config) -> bool:
+    """Whether the rollout engine rounds where a trainer that computes by autocast does, and nowhere else. Native code
+    does that at no cost; torch would cast all weights in every decode step."""
+    rollout = config.actor_rollout_ref.rollout
+    by_native = rollout.name == "embedded" and not (rollout.enforce_eager or rollout.batch_invariant)
+    is_low = compute_dtype(config) is not torch.float32 and not is_sharded(config)
+    return by_native and is_low and choose_device(config).type == "cpu" and native.is_there()
 
 
 def shares_weights(config: Config) -> bool:
@@ -169,10 +184,12 @@ def _rollout_factory(config: Config) -> Factory:
     options = {name: getattr(settings, name) for name in sorted(taken)}
     if "num_threads" in options:
         options["num_threads"] = planes_threads(config)[1]
+    if _engine_casts(config):
+        options["compute_dtype"] = compute_dtype(config)
     return partial(
         build_rollout,
         engine=target,
-        dtype=compute_dtype(config),
+        dtype=engine_dtype(config),
         source=policy_source(config) if config.actor_rollout_ref.model.lora_rank or is_sharded(config) else None,
         shares=shares_weights(config),
         options=options,

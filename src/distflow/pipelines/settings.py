@@ -13,7 +13,7 @@ from distflow.flow.data_plan import DataPlan
 from distflow.graph import Program
 from distflow.pipelines.data_plan import data_plan
 from distflow.pipelines.devices import choose_device, refuse_offload_here
-from distflow.pipelines.factories import compute_dtype, make_factories, shares_weights
+from distflow.pipelines.factories import compute_dtype, engine_dtype, make_factories, shares_weights
 from distflow.pipelines.models import check_layouts, model_sizes
 from distflow.pipelines.objectives import is_anchored, loss_terms
 from distflow.planning.cluster import plan_ray
@@ -45,7 +45,7 @@ def spec_settings(config: Config, program: Program, num_rows: Mapping[str, int])
         "plan": _plan(config, program),
         "data": data,
         "factories": make_factories(config, program.engines, program.services, data.total_steps),
-        "weight_dtype": compute_dtype(config),
+        "weight_dtype": engine_dtype(config),
         "shares_weights": shares,
         "sends_weights": not (shares and config.actor_rollout_ref.model.lora_rank > 0),
         "tolerance": Tolerance.of(exact),

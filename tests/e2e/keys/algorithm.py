@@ -11,7 +11,12 @@ from tests.e2e.keys.lab import ACTOR, MODEL, ROLLOUT, Run
 
 NO_KL = ("algorithm.use_kl_in_reward=false",)
 ADAPTIVE = ("algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.1", "algorithm.kl_ctrl.horizon=100")
-BFLOAT16 = (f"{MODEL}.dtype=bfloat16", "trainer.total_training_steps=1", "trust.canary_freq=0")
+BFLOAT16 = (
+    f"{MODEL}.dtype=bfloat16",
+    "actor_rollout_ref.rollout.enforce_eager=true",  # native code rounds as the trainer does
+    "trainer.total_training_steps=1",
+    "trust.canary_freq=0",
+)
 TOKEN_WEIGHTS = (*BFLOAT16, "algorithm.rollout_correction.level=token", "algorithm.rollout_correction.cap=100")
 CORRECTION = "algorithm.rollout_correction"
 REJECTION = (f"{CORRECTION}.rollout_rs=token_k2", f"{CORRECTION}.rollout_rs_threshold=1e-6")

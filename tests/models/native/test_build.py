@@ -13,7 +13,7 @@ from distflow.models.decoder import DecoderView
 from distflow.models.native import build
 from distflow.models.native.build import NotNative, library
 from distflow.models.native.step import NativeStep
-from tests.models.native.test_step import decoded, exact, far, make, some_rows
+from tests.models.native.test_step import decoded, exact, far, make, packed_by_autocast, some_rows
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +61,8 @@ def test_it_computes_on_the_threads_of_torch() -> None:
 
 @compiles
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of that kind of processor")
-@pytest.mark.parametrize("flag", ["-mno-avx512f", "-mno-avx"])
-def test_processors_with_shorter_vectors(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flag", ["-mno-avx512bf16", "-mno-avx512f", "-mno-avx"])
+def test_processors_that_know_less(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, flag))
     model = make(hidden_size=80, intermediate_size=100, head_dim=20)
     for count in (1, 9, 61):
@@ -70,6 +70,9 @@ def test_processors_with_shorter_vectors(flag: str, monkeypatch: pytest.MonkeyPa
         expected = exact(model, ids, starts)
         by_torch = far(decoded(DecoderView(model), ids, starts), expected)
         assert far(decoded(DecoderView(model, native=True), ids, starts), expected) <= 3 * by_torch + 1e-6
+        trained = packed_by_autocast(model, ids, starts)
+        rounded = decoded(DecoderView(model, native=True, compute_dtype=torch.bfloat16), ids, starts)
+        assert (rounded - trained).abs().mean() < 1e-3
 
 
 def a_compiler(folder: Path, script: str) -> str:

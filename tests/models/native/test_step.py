@@ -1,5 +1,6 @@
 """Native steps compute what the module does, row by row, whatever happens to it."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from distflow.models.decoder import DecoderView
 from distflow.models.native import build as native
 from distflow.models.native.build import NotNative
 from distflow.models.native.step import NativeStep
+from distflow.models.packed import choose_attention
+from distflow.models.packed_forward import attach_packed_forward
 from tests.models.test_decoder import make as make_model
 
 pytestmark = pytest.mark.skipif(not native.is_there(), reason="there is no C compiler here")
@@ -92,6 +95,36 @@ def test_it_is_as_near_to_float64_as_torch(variant: str, count: int) -> None:
     expected = exact(model, ids, starts)
     by_torch = far(decoded(DecoderView(model), ids, starts), expected)
     assert far(decoded(native_view(model), ids, starts), expected) <= 3 * by_torch + 1e-6
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_in_bfloat16_it_rounds_where_the_trainer_does(variant: str, native: bool) -> None:
+    """Most logits are the trainer's, bit for bit; of a model all in bfloat16 a seventh, and those by chance."""
+    family, changes = VARIANTS[variant]
+    model = make(family, **changes)
+    ids, starts = some_rows(61)
+    trained = packed_by_autocast(model, ids, starts)
+    view = DecoderView(model, native=native, compute_dtype=torch.bfloat16)
+    assert (view.why_not_native is None) is native
+    ours = decoded(view, ids, starts)
+    assert (ours == trained).float().mean() > 0.9
+    assert (ours - trained).abs().mean() < 1e-3
+    sixteen_bits(model)
+    assert (decoded(DecoderView(model), ids, starts) - trained).abs().mean() > 5e-3
+
+
+@torch.inference_mode()
+def packed_by_autocast(model: Any, ids: list[list[int]], starts: list[int], steps: int = 6) -> Tensor:
+    """What `decoded` gives, by the trainer's way through the model."""
+    trained = copy.deepcopy(model)
+    attach_packed_forward(trained)
+    choose_attention(trained)
+    lengths = torch.tensor([len(row) for row in ids])
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = trained.packed_logits(torch.tensor([token for row in ids for token in row]), lengths).float()
+    rows = zip(logits.split(lengths.tolist()), starts, strict=True)
+    return torch.stack([row[start : start + steps] for row, start in rows])
 
 
 def test_a_row_does_not_depend_on_its_batch() -> None:
@@ -284,6 +317,26 @@ def test_changes_of_the_model_are_followed(change: Callable[[Any], None], stays_
     after = decoded(view, ids, starts)
     assert far(after, before) > 1e-3
     assert far(after, decoded(DecoderView(model), ids, starts)) < (1e-4 if stays_native else 1e-7)
+
+
+def test_torch_goes_on_over_what_native_code_kept_in_bfloat16() -> None:
+    model = make()
+    view = DecoderView(model, native=True, compute_dtype=torch.bfloat16)
+    ids, starts = some_rows(5)
+    before = decoded(view, ids, starts)
+    a_hook(model)
+    after = decoded(view, ids, starts)
+    assert far(after, before) > 0.1
+    assert torch.equal(after, decoded(DecoderView(model, compute_dtype=torch.bfloat16), ids, starts))
+
+
+def test_products_in_bfloat16_follow_the_weights_in_float32() -> None:
+    model = make()
+    view = DecoderView(model, native=True, compute_dtype=torch.bfloat16)
+    ids, starts = some_rows(5)
+    before = decoded(view, ids, starts)
+    in_place(model)
+    assert far(decoded(view, ids, starts), before) > 1e-3
 
 
 @pytest.mark.parametrize("change", [laid_elsewhere, the_head, a_hook_of_the_head, another_head, sixteen_bits])

@@ -1,4 +1,6 @@
-/* One decode step of a Llama-like decoder in float32, see `step.py`.
+/* One decode step of a Llama-like decoder, see `step.py`. All is kept in float32. With `halves` what products take, of
+   weights and of numbers, and what they make is rounded to bfloat16, and so is what a gate makes: as autocast does, by
+   which the trainer computes.
 
    Each sum is taken in an order that neither the number of rows, nor that of threads, nor the memory behind a row's
    position has a say in: a row's bits are its own. With many rows each thread has rows of its own, from the embedding to
@@ -10,14 +12,15 @@
 #include <string.h>
 
 #include "exponential.h"
+#include "halves.h"
 #include "products.h"
 
 #define CHUNK 48 /* rows that go through a layer together: what is made of them stays in the cache */
 
 typedef struct {
-    const float *panels; /* (columns / PANEL, depth, PANEL), the last one filled up with zeros */
-    const float *bias;   /* (columns), or NULL */
-    int64_t depth, columns;
+    const void *panels; /* (columns / PANEL, depth, PANEL), the last one filled up with zeros; of halves, pairs */
+    const float *bias;  /* (columns), or NULL */
+    int64_t depth, columns, halves;
 } Linear;
 
 typedef struct {
@@ -29,7 +32,7 @@ typedef struct {
 typedef struct {
     const float *embedding, *norm; /* (vocabulary, hidden), (hidden) */
     const Layer *layers;
-    int64_t vocabulary, num_layers, hidden, intermediate, heads, kv_heads, head_dim;
+    int64_t vocabulary, num_layers, hidden, intermediate, heads, kv_heads, head_dim, halves;
     float epsilon, scaling;
 } Model;
 
@@ -49,22 +52,35 @@ static Range share(int64_t size, int64_t member, int64_t members) {
     return (Range){size * member / members, size * (member + 1) / members};
 }
 
-/* y (+)= x · weights + bias, of all rows and the panels in `range`. x: (rows, depth), y: (rows, columns) */
-static void apply(const Linear *linear, const float *x, float *y, int64_t rows, Range range, int adds) {
-    const int64_t depth = linear->depth, columns = linear->columns;
+/* Numbers, or pairs of them, that a row of the linear map's operand is made of. */
+static int64_t depth_of(const Linear *linear) { return linear->halves ? up(linear->depth, 2) / 2 : linear->depth; }
+
+/* What `apply` takes for x (rows, depth): these, or pairs, made of the rows in `own`. pairs: memory for those of all. */
+static const void *operand(const Linear *linear, const float *x, Range own, uint32_t *pairs) {
+    if (!linear->halves) return x;
+    for (int64_t row = own.first; row < own.last; row++)
+        pair_up(x + row * linear->depth, linear->depth, pairs + row * depth_of(linear));
+    return pairs;
+}
+
+/* y (+)= x · weights + bias, of all rows and the panels in `range`. x: their operand, y: (rows, columns) */
+static void apply(const Linear *linear, const void *x, float *y, int64_t rows, Range range, int adds) {
+    const int64_t depth = depth_of(linear), columns = linear->columns;
     for (int64_t panel = range.first; panel < range.last; panel++) {
-        const float *weights = linear->panels + panel * depth * PANEL;
+        const float *weights = (const float *)linear->panels + panel * depth * PANEL;
         const int64_t first = panel * PANEL, width = smaller(PANEL, columns - first);
         for (int64_t start = 0; start < rows; start += TILE) {
             const int size = smaller(TILE, rows - start);
-            const float *from = x + start * depth;
             Vector sums[TILE][2];
-            multiply(from, depth, 1, weights, depth, size, sums);
+            if (linear->halves)
+                multiply_pairs((const uint32_t *)x + start * depth, (const uint32_t *)weights, depth, size, sums);
+            else multiply((const float *)x + start * depth, depth, 1, weights, depth, size, sums);
             for (int row = 0; row < size; row++) {
                 float *to = y + (start + row) * columns + first;
                 const float *made = (const float *)sums[row];
                 for (int64_t i = 0; i < width; i++) {
-                    const float value = made[i] + (linear->bias ? linear->bias[first + i] : 0.0f);
+                    float value = made[i] + (linear->bias ? linear->bias[first + i] : 0.0f);
+                    if (linear->halves) value = rounded(value);
                     to[i] = adds ? to[i] + value : value;
                 }
             }
@@ -72,9 +88,13 @@ static void apply(const Linear *linear, const float *x, float *y, int64_t rows, 
     }
 }
 
-static void normalise(const float *x, const float *weight, float *y, int64_t size, float epsilon) {
+/* rounds: what is multiplied by the weights, as where x itself is rounded. */
+static void normalise(const float *x, const float *weight, float *y, int64_t size, float epsilon, int rounds) {
     const float scale = 1.0f / sqrtf(dot(x, x, size) / size + epsilon);
-    for (int64_t i = 0; i < size; i++) y[i] = weight[i] * (x[i] * scale);
+    for (int64_t i = 0; i < size; i++) {
+        const float normed = x[i] * scale;
+        y[i] = weight[i] * (rounds ? rounded(normed) : normed);
+    }
 }
 
 static void rotate(const float *x, const float *cos, const float *sin, float *y, int64_t head_dim) {
@@ -125,7 +145,7 @@ static void attend_row(const Model *model, const Layer *layer, const Memory *mem
         float *x = projected + head * head_dim;
         const int is_query = head < model->heads;
         const float *norm = is_query ? layer->query_norm : layer->key_norm;
-        if (norm) normalise(x, norm, x, head_dim, model->epsilon);
+        if (norm) normalise(x, norm, x, head_dim, model->epsilon, model->halves);
         rotate(x, cos, sin, x, head_dim);
     }
     const float *made_keys = projected + model->heads * head_dim, *made_values = made_keys + model->kv_heads * head_dim;
@@ -136,13 +156,15 @@ static void attend_row(const Model *model, const Layer *layer, const Memory *mem
         memcpy(values + position * head_dim, made_values + kv_head * head_dim, head_dim * sizeof(float));
         for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++)
             mix(projected + head * head_dim, keys, values, model->scaling, position + 1, head_dim, scores,
-                   mixed + head * head_dim);
+                mixed + head * head_dim);
     }
 }
 
-static void gate(const float *gate_up, float *gated, int64_t size) {
-    for (int64_t i = 0; i < size; i++)
-        gated[i] = gate_up[i] / (1.0f + exponential(-gate_up[i])) * gate_up[size + i];
+static void gate(const float *gate_up, float *gated, int64_t size, int rounds) {
+    for (int64_t i = 0; i < size; i++) {
+        const float opened = gate_up[i] / (1.0f + exponential(-gate_up[i]));
+        gated[i] = (rounds ? rounded(opened) : opened) * gate_up[size + i]; /* rounded with all operands */
+    }
 }
 
 static int64_t panels_of(const Linear *linear) { return up(linear->columns, PANEL) / PANEL; }
@@ -150,7 +172,8 @@ static int64_t panels_of(const Linear *linear) { return up(linear->columns, PANE
 /* Numbers that each call of `decode` wants as scratch memory for each of its threads. */
 int64_t scratch_size(const Model *model, int64_t extent) {
     const int64_t queries = model->heads * model->head_dim, all = queries + 2 * model->kv_heads * model->head_dim;
-    return CHUNK * (model->hidden + all + queries + 3 * model->intermediate) + up(extent, LANES);
+    const int64_t pairs = larger(larger(model->hidden, queries), model->intermediate) / 2 + 1;
+    return CHUNK * (model->hidden + all + queries + 3 * model->intermediate + pairs) + up(extent, LANES);
 }
 
 /* hidden: (rows, hidden), after the final norm. positions: of the rows' tokens. 0, or 1 and nothing done: a token is
@@ -171,6 +194,7 @@ int decode(const Model *model, const Memory *memory, const int64_t *tokens, cons
         float *normed = scratch + (together ? 0 : thread) * scratch_size(model, extent);
         float *projected = normed + CHUNK * size, *mixed = projected + CHUNK * all;
         float *gate_up = mixed + CHUNK * queries, *gated = gate_up + CHUNK * 2 * model->intermediate;
+        uint32_t *pairs = (uint32_t *)(gated + CHUNK * model->intermediate);
         float *scores = scratch + (thread + 1) * scratch_size(model, extent) - up(extent, LANES);
 #define MEET                                                                                                           \
     if (together) {                                                                                                    \
@@ -186,37 +210,46 @@ int decode(const Model *model, const Memory *memory, const int64_t *tokens, cons
                 const Layer *layer = model->layers + index;
 #define PANELS(linear) share(panels_of(&layer->linear), member, members)
                 for (int64_t row = own.first; row < own.last; row++)
-                    normalise(x + row * size, layer->input_norm, normed + row * size, size, model->epsilon);
+                    normalise(x + row * size, layer->input_norm, normed + row * size, size, model->epsilon, 0);
+                const void *given = operand(&layer->query_key_value, normed, own, pairs);
                 MEET;
-                apply(&layer->query_key_value, normed, projected, count, PANELS(query_key_value), 0);
+                apply(&layer->query_key_value, given, projected, count, PANELS(query_key_value), 0);
                 MEET;
                 for (int64_t row = own.first; row < own.last; row++)
                     attend_row(model, layer, memory, index * memory->layer_stride + (first + row) * memory->row_stride,
                                positions[first + row], projected + row * all, scores, mixed + row * queries);
+                given = operand(&layer->output, mixed, own, pairs);
                 MEET;
-                apply(&layer->output, mixed, x, count, PANELS(output), 1);
+                apply(&layer->output, given, x, count, PANELS(output), 1);
                 MEET;
                 for (int64_t row = own.first; row < own.last; row++)
-                    normalise(x + row * size, layer->post_norm, normed + row * size, size, model->epsilon);
+                    normalise(x + row * size, layer->post_norm, normed + row * size, size, model->epsilon, 0);
+                given = operand(&layer->gate_up, normed, own, pairs);
                 MEET;
-                apply(&layer->gate_up, normed, gate_up, count, PANELS(gate_up), 0);
+                apply(&layer->gate_up, given, gate_up, count, PANELS(gate_up), 0);
                 MEET;
                 for (int64_t row = own.first; row < own.last; row++)
                     gate(gate_up + row * 2 * model->intermediate, gated + row * model->intermediate,
-                         model->intermediate);
+                         model->intermediate, model->halves);
+                given = operand(&layer->down, gated, own, pairs);
                 MEET;
-                apply(&layer->down, gated, x, count, PANELS(down), 1);
+                apply(&layer->down, given, x, count, PANELS(down), 1);
                 MEET;
             }
             for (int64_t row = own.first; row < own.last; row++)
-                normalise(x + row * size, model->norm, x + row * size, size, model->epsilon);
+                normalise(x + row * size, model->norm, x + row * size, size, model->epsilon, 0);
         }
     }
     return 0;
 }
 
-/* y: (rows, columns) */
-void project(const Linear *linear, const float *x, float *y, int64_t rows, int64_t threads) {
+/* y: (rows, columns). scratch: (rows, depth / 2) numbers for an operand of pairs, the quotient rounded up */
+void project(const Linear *linear, const float *x, float *y, int64_t rows, float *scratch, int64_t threads) {
 #pragma omp parallel num_threads(threads)
-    apply(linear, x, y, rows, share(panels_of(linear), omp_get_thread_num(), omp_get_num_threads()), 0);
+    {
+        const int64_t thread = omp_get_thread_num(), team = omp_get_num_threads();
+        const void *given = operand(linear, x, share(rows, thread, team), (uint32_t *)scratch);
+#pragma omp barrier
+        apply(linear, given, y, rows, share(panels_of(linear), thread, team), 0);
+    }
 }

@@ -19,7 +19,7 @@ nobody here knows what they compute."""
 
 
 class Linear(ctypes.Structure):
-    _fields_ = [("panels", ADDRESS), ("bias", ADDRESS), ("depth", COUNT), ("columns", COUNT)]
+    _fields_ = [("panels", ADDRESS), ("bias", ADDRESS), *((name, COUNT) for name in ("depth", "columns", "halves"))]
 
 
 class Layer(ctypes.Structure):
@@ -33,7 +33,7 @@ class Model(ctypes.Structure):
     _fields_ = [
         *((name, ADDRESS) for name in ("embedding", "norm", "layers")),
         *((name, COUNT) for name in ("vocabulary", "num_layers", "hidden", "intermediate")),
-        *((name, COUNT) for name in ("heads", "kv_heads", "head_dim")),
+        *((name, COUNT) for name in ("heads", "kv_heads", "head_dim", "halves")),
         *((name, ctypes.c_float) for name in ("epsilon", "scaling")),
     ]
 
@@ -87,22 +87,26 @@ def _parts(causal: nn.Module) -> Iterator[nn.Module]:
     yield from (body["embed_tokens"], body["norm"], causal._modules["lm_head"])  # type: ignore[misc]
 
 
-def pack(causal: Any, panel: int) -> Packed:
-    """Of a model that `check` has nothing against. panel: columns that are computed together."""
+def pack(causal: Any, panel: int, halves: bool) -> Packed:
+    """Of a model that `check` has nothing against. panel: columns that are computed together. halves: products are of
+    bfloat16."""
     config, layers = causal.config, causal.model.layers
     kept: list[object] = []
 
     def linear(*modules: nn.Linear) -> Linear:
         weight = torch.cat([module.weight.detach() for module in modules])
         columns, depth = weight.shape
-        padded = nn.functional.pad(weight, (0, 0, 0, -columns % panel))
-        panels = padded.unflatten(0, (-1, panel)).transpose(1, 2).contiguous()
+        group = 2 if halves else 1  # numbers of a column that lie together
+        padded = nn.functional.pad(weight, (0, -depth % group, 0, -columns % panel))
+        panels = padded.unflatten(0, (-1, panel)).unflatten(2, (-1, group)).transpose(1, 2).contiguous()
+        panels = panels.to(torch.bfloat16) if halves else panels
         bias = None
         if any(module.bias is not None for module in modules):
             parts = [weight.new_zeros(len(m.weight)) if m.bias is None else m.bias.detach() for m in modules]
             bias = torch.cat(parts)
+            bias = bias.to(torch.bfloat16).float() if halves else bias
         kept.append((panels, bias))
-        return Linear(panels.data_ptr(), None if bias is None else bias.data_ptr(), depth, columns)
+        return Linear(panels.data_ptr(), None if bias is None else bias.data_ptr(), depth, columns, halves)
 
     def weight(module: Any) -> int | None:
         return None if module is None else module.weight.data_ptr()
@@ -122,7 +126,7 @@ def pack(causal: Any, panel: int) -> Packed:
         weight(causal.model.norm),
         ctypes.addressof(made),
         *(causal.model.embed_tokens.num_embeddings, len(layers), config.hidden_size, mlp.down_proj.in_features),
-        *(config.num_attention_heads, config.num_key_value_heads, attention.head_dim),
+        *(config.num_attention_heads, config.num_key_value_heads, attention.head_dim, halves),
         *(config.rms_norm_eps, attention.scaling),
     )
     return Packed(model, linear(causal.lm_head), kept)

@@ -2,6 +2,8 @@
 
    A sum is taken in the order of its terms, whatever stands beside it. */
 
+#pragma once
+
 #include <stdint.h>
 
 #if defined(__AVX512F__)
@@ -21,6 +23,8 @@ typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 static inline int64_t up(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 static inline Vector load(const float *from) { return *(const Vector *)from; }
 

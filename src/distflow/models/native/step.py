@@ -1,4 +1,4 @@
-"""A decode step of a Llama-like decoder in float32 by native code: one call in place of some hundred operations."""
+"""A decode step of a Llama-like decoder by native code: one call in place of some hundred operations."""
 
 import ctypes
 import logging
@@ -27,8 +27,9 @@ class NativeStep:
     by others taking their place, but not by way of `weight.data`, which counts no changes; `forget` is for that.
     """
 
-    def __init__(self, causal: nn.Module) -> None:
-        """Raises NotNative where there is no native code for this model, or, which a warning says, on this machine."""
+    def __init__(self, causal: nn.Module, halves: bool = False) -> None:
+        """halves: products are those of autocast to bfloat16. Raises NotNative where there is no native code for this
+        model, or, which a warning says, on this machine."""
         check(causal)
         try:
             self._library = library()
@@ -37,9 +38,9 @@ class NativeStep:
             raise
         self._library.scratch_size.restype = self._library.panel_width.restype = COUNT
         self._panel: int = self._library.panel_width()
-        self._causal = causal
+        self._causal, self._halves = causal, halves
         self._seen = seen(causal)
-        self._packed = pack(causal, self._panel)
+        self._packed = pack(causal, self._panel, halves)
         self._scratch = torch.empty(0)
 
     def forget(self) -> None:
@@ -54,7 +55,7 @@ class NativeStep:
                 check(self._causal)
             except NotNative:
                 return False
-            self._packed, self._seen = pack(self._causal, self._panel), now
+            self._packed, self._seen = pack(self._causal, self._panel, self._halves), now
         return True
 
     def follow_head(self) -> bool:
@@ -93,10 +94,10 @@ class NativeStep:
     def logits(self, hidden: Tensor) -> Tensor:
         """`(rows, hidden)` → `(rows, vocab)`."""
         head, hidden = self._packed.head, hidden.contiguous()
-        logits = torch.empty(len(hidden), head.columns)
+        logits, scratch = torch.empty(len(hidden), head.columns), torch.empty(len(hidden), -(-head.depth // 2))
         self._library.project(
             ctypes.byref(head),
             *(ADDRESS(tensor.data_ptr()) for tensor in (hidden, logits)),
-            *(COUNT(number) for number in (len(hidden), torch.get_num_threads())),
+            *(COUNT(len(hidden)), ADDRESS(scratch.data_ptr()), COUNT(torch.get_num_threads())),
         )
         return logits

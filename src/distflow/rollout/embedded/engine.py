@@ -67,6 +67,7 @@ class EmbeddedEngine:
         max_prefill_tokens: int = 8192,
         prompt_cache_tokens: int = 16384,
         enforce_eager: bool = False,
+        compute_dtype: torch.dtype | None = None,
         on_device: DeviceOptions | None = None,
     ) -> None:
         """Raises UserError for a model that `DecoderView` cannot run.
@@ -77,7 +78,7 @@ class EmbeddedEngine:
         engine computes on a thread of its own; None leaves them as they are. batch_invariant: see `Tiles`, which says
         what it promises. max_prefill_tokens: of one step.
         prompt_cache_tokens: prefilled prompt tokens that a lane keeps while it has work. enforce_eager: no CUDA graphs,
-        and no native code.
+        and no native code. compute_dtype: see `DecoderView`.
         on_device: have steps chained on the device (`device/`); None: where it is one of CUDA's, and the engine is not
         `batch_invariant`.
         """
@@ -90,7 +91,7 @@ class EmbeddedEngine:
         if not shares_weights:
             prepack(model)
         by_torch = batch_invariant or enforce_eager or on_device is not None
-        self._decoder = DecoderView(model, in_blocks=batch_invariant, native=not by_torch)
+        self._decoder = DecoderView(model, in_blocks=batch_invariant, native=not by_torch, compute_dtype=compute_dtype)
         self._tiles = Tiles(self._decoder) if batch_invariant else None
         self._shares_weights = shares_weights
         self._kv_on_update = kv_on_update

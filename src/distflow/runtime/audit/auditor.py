@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from distflow.data import generators
@@ -346,7 +345,7 @@ def make_auditor(
         judged_in_groups=judge.pools.takes_groups if judge is not None else frozenset(),
         hashes=hashes if resources.rollout is not None else None,
         weight_dtype=spec.weight_dtype,
-        exact=spec.weight_dtype is torch.float32,
+        exact=spec.config.actor_rollout_ref.model.dtype == "float32",
         num_ranks=sum(bool(rank.learning) for rank in spec.plan.ranks),
         estimate=estimate if estimator is not None else None,
         turns=Turns(group, _models(resources.actor, resources.critic, resources.ref)),
