@@ -127,8 +127,9 @@ def packed_by_autocast(model: Any, ids: list[list[int]], starts: list[int], step
     return torch.stack([row[start : start + steps] for row, start in rows])
 
 
-def test_a_row_does_not_depend_on_its_batch() -> None:
-    view = native_view(make())
+@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+def test_a_row_does_not_depend_on_its_batch(compute_dtype: torch.dtype | None) -> None:
+    view = DecoderView(make(), native=True, compute_dtype=compute_dtype)
     ids, starts = some_rows(61)
     together = decoded(view, ids, starts)
     threads = torch.get_num_threads()
@@ -189,9 +190,10 @@ def test_scores_and_gates_far_from_zero(size: float) -> None:
 
 @pytest.mark.parametrize("name", ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "norm", "lm_head"])
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_what_is_not_finite_comes_out_as_such(name: str, number: float) -> None:
+@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+def test_what_is_not_finite_comes_out_as_such(name: str, number: float, compute_dtype: torch.dtype | None) -> None:
     model = make()
-    view = native_view(model)
+    view = DecoderView(model, native=True, compute_dtype=compute_dtype)
     with torch.no_grad():
         next(weight for key, weight in model.named_parameters() if name in key).view(-1)[3] = number
     assert not torch.isfinite(decoded(view, [[5, 6, 7]], [2])).all()
