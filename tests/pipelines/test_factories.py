@@ -228,7 +228,7 @@ def test_native_code_casts_the_weights_that_the_trainer_casts(
 
 
 def test_an_engine_in_bfloat16_keeps_the_frequencies_of_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounded, they would turn a token 500 places away by half a circle."""
+    """Rounded, they would turn a token 500 places away by up to a radian."""
     given: list[nn.Module] = []
     monkeypatch.setattr(EmbeddedEngine, "__init__", lambda self, model, *rest, **options: given.append(model))
     build(config("grpo", f"{MODEL}.dtype=bfloat16", f"{ROLLOUT}.enforce_eager=true"), "rollout")
@@ -250,6 +250,6 @@ def test_an_engine_beside_an_adapter_computes_on_the_merged_weights_copy(
     assert isinstance(built.actor, TorchTrainEngine) and isinstance(built.ref, TorchScorer)
     trained, served = (dict(model.named_parameters()) for model in (built.actor.model, given[0]))
     assert len(served) < len(trained) and not any(parameter.requires_grad for parameter in served.values())
-    assert {parameter.dtype for parameter in served.values()} == {torch.bfloat16}
+    assert {str(parameter.dtype) for parameter in served.values()} == {"torch.bfloat16"}
     assert {str(parameter.dtype) for parameter in trained.values()} == {"torch.float32"}
     assert built.ref.without_adapter

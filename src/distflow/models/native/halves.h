@@ -10,25 +10,16 @@
 
 typedef uint32_t Pairs __attribute__((vector_size(4 * LANES), aligned(4), may_alias)); /* the first one's bits below */
 
-static inline uint32_t bits_of(float number) {
-    const union {
-        float number;
-        uint32_t bits;
-    } both = {number};
-    return both.bits;
-}
+typedef union {
+    float number;
+    uint32_t bits;
+} Word;
 
-static inline float number_of(uint32_t bits) {
-    const union {
-        uint32_t bits;
-        float number;
-    } both = {bits};
-    return both.number;
-}
+static inline float number_of(uint32_t bits) { return (Word){.bits = bits}.number; }
 
 /* To the nearest, of two as near to the even one. */
 static inline uint32_t half_of(float number) {
-    const uint32_t bits = bits_of(number);
+    const uint32_t bits = (Word){number}.bits;
     const uint32_t nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : nearest; /* NaN stays NaN */
 }
@@ -71,10 +62,7 @@ static void multiply_pairs(const uint32_t *x, const uint32_t *panel, int64_t dep
     switch (rows) {
 #define CASE(rows)                                                                                                     \
     case rows: multiply_pairs_tile(x, panel, depth, rows, sums); break;
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#if TILE == 12
-        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
+        EACH_TILE(CASE)
 #undef CASE
     }
 }

@@ -16,6 +16,12 @@
 #define LANES 4
 #define TILE 6
 #endif
+#if TILE == 12
+#define EACH_TILE(CASE)                                                                                                \
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#else
+#define EACH_TILE(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#endif
 #define PANEL (2 * LANES) /* columns of a product that are computed together */
 
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -102,10 +108,7 @@ static void multiply(const float *x, int64_t row_stride, int64_t step, const flo
     switch (rows) {
 #define CASE(rows)                                                                                                     \
     case rows: multiply_tile(x, row_stride, step, panel, depth, rows, sums); break;
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#if TILE == 12
-        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
+        EACH_TILE(CASE)
 #undef CASE
     }
 }
