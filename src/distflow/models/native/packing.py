@@ -97,9 +97,9 @@ def pack(causal: Any, panel: int, halves: bool) -> Packed:
         weight = torch.cat([module.weight.detach() for module in modules])
         columns, depth = weight.shape
         group = 2 if halves else 1  # numbers of a column that lie together
-        padded = nn.functional.pad(weight, (0, -depth % group, 0, -columns % panel))
+        numbers = weight.to(torch.bfloat16) if halves else weight
+        padded = nn.functional.pad(numbers, (0, -depth % group, 0, -columns % panel))
         panels = padded.unflatten(0, (-1, panel)).unflatten(2, (-1, group)).transpose(1, 2).contiguous()
-        panels = panels.to(torch.bfloat16) if halves else panels
         bias = None
         if any(module.bias is not None for module in modules):
             parts = [weight.new_zeros(len(m.weight)) if m.bias is None else m.bias.detach() for m in modules]
