@@ -13,6 +13,7 @@ from tests.tiny_models import write_tiny_model
 
 IDS = torch.arange(3, 40)
 LENGTHS = torch.tensor([30, 7])
+ROUNDING = 1e-5  # native code computes where there is no adapter, torch where there is one
 
 
 def adapted(tmp_path: Path, family: str = "qwen3", **options):
@@ -30,7 +31,7 @@ def test_a_new_adapter_changes_nothing_and_is_all_that_trains(tmp_path: Path) ->
     expected = packed_hidden_states(base, IDS, LENGTHS)
     model = add_lora(base, rank=4)
     assert has_adapter(model) and not has_adapter(load_model(tmp_path / "m"))
-    assert torch.equal(packed_hidden_states(model, IDS, LENGTHS), expected)
+    torch.testing.assert_close(packed_hidden_states(model, IDS, LENGTHS), expected, rtol=0, atol=ROUNDING)
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
     assert trainable and all(".lora_" in name for name in trainable)
     assert not any("lm_head" in name for name in trainable)
@@ -53,7 +54,8 @@ def test_switched_off_the_model_is_its_own_reference(tmp_path: Path) -> None:
     with torch.no_grad():
         with_adapter = packed_hidden_states(model, IDS, LENGTHS)
         with adapter_off(model):
-            assert torch.equal(packed_hidden_states(model, IDS, LENGTHS), packed_hidden_states(base, IDS, LENGTHS))
+            off = packed_hidden_states(model, IDS, LENGTHS)
+            torch.testing.assert_close(off, packed_hidden_states(base, IDS, LENGTHS), rtol=0, atol=ROUNDING)
         assert torch.equal(packed_hidden_states(model, IDS, LENGTHS), with_adapter)
     assert (with_adapter - packed_hidden_states(base, IDS, LENGTHS)).abs().max() > 0.1
     assert any(p.requires_grad for p in model.parameters()), "switching back must leave the adapter trainable"

@@ -83,7 +83,7 @@ def test_a_policy_without_its_adapter_is_the_reference(tmp_path: Path) -> None:
     base = TorchScorer(load_model(folder)).forward(batch, ("log_probs",)).flat("log_probs")
     off = TorchScorer(policy, without_adapter=True).forward(batch, ("log_probs",)).flat("log_probs")
     on = TorchScorer(policy).forward(batch, ("log_probs",)).flat("log_probs")
-    assert torch.equal(off, base)
+    torch.testing.assert_close(off, base, rtol=0, atol=1e-5)  # without an adapter native code computes
     assert (on - base).abs().max() > 1e-3
 
 

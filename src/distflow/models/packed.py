@@ -12,6 +12,7 @@ from distflow.config.errors import UserError
 from distflow.data.transfer import send
 from distflow.models.attention import PACKED_ATTENTION, Packing
 from distflow.models.heads import backbone, output_head, unwrapped
+from distflow.models.packed_layers import packed_layers, runs_natively
 from distflow.models.rows import repeat_rows, take_rows
 from distflow.models.shared_prefixes import Sharing, shared_prefixes
 
@@ -46,15 +47,19 @@ def packed_hidden_states(
     if sharing is not None:
         sharing = Sharing(sharing.kept.cpu(), sharing.place.cpu())  # see above
         input_ids, position_ids = input_ids[send(sharing.kept, input_ids.device)], position_ids[sharing.kept]
-    states = decoder(
-        input_ids=input_ids[None],
-        position_ids=send(position_ids, input_ids.device)[None],
-        use_cache=False,
-        # A mask of four dimensions `transformers` hands on as it is; for none it would look for the bounds of the
-        # sequences in their positions, which waits for the device, and build one of (tokens, tokens).
-        attention_mask=torch.empty(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device),
-        packing=Packing(lengths, input_ids.device, sharing),
-    ).last_hidden_state[0]
+    packing = Packing(lengths, input_ids.device, sharing)
+    if runs_natively(decoder):
+        states = packed_layers(decoder, input_ids, position_ids, packing.sequences)
+    else:
+        states = decoder(
+            input_ids=input_ids[None],
+            position_ids=send(position_ids, input_ids.device)[None],
+            use_cache=False,
+            # A mask of four dimensions `transformers` hands on as it is; for none it would look for the bounds of the
+            # sequences in their positions, which waits for the device, and build one of (tokens, tokens).
+            attention_mask=torch.empty(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device),
+            packing=packing,
+        ).last_hidden_state[0]
     if sharing is None:
         return _rows(states, wanted)
     place = send(sharing.place, states.device)

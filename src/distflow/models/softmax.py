@@ -1,8 +1,9 @@
-"""Log-probs of chosen tokens and entropies from logits, with one matrix kept for the backward pass.
+"""Log-probs of chosen tokens and entropies from logits, with no other matrix beside these.
 
 Autograd by the formulas keeps, and makes on its way back, five matrices of the size of the logits. Here the log-probs
-are kept alone, the gradient is written over them, and what lies between is made for a few rows at a time, which stay in
-the processor's cache; on another device, where many small operations cost more than they save, for all rows at once.
+are written over the logits, the gradient over the log-probs, and what lies between is made for a few rows at a time,
+which stay in the processor's cache; on another device, where many small operations cost more than they save, for all
+rows at once.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,8 @@ _NEVER = -1e4  # kept in place of what is below: e to it is 0 in any precision, 
 
 def log_probs_of(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
     """Log-probs of `targets` int64 `(n,)` under softmax(logits `(n, vocabulary)`) and, where wanted, its entropies,
-    both `(n,)`, differentiable once. A logit of −inf adds 0 to the entropy.
+    both `(n,)`, differentiable once. A logit of −inf adds 0 to the entropy. Logits that are differentiated are written
+    over.
     """
     chosen, entropy = _LogProbs.apply(logits, targets, with_entropy)
     return chosen, entropy
@@ -41,7 +43,7 @@ class _Saved(Protocol):
 class _LogProbs(Function):
     @staticmethod
     def forward(ctx: _Saved, logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        kept = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
+        kept = logits if ctx.needs_input_grad[0] else None
         chosen = logits.new_empty(len(logits))
         entropy = logits.new_empty(len(logits)) if with_entropy else None
         for rows in _blocks(logits):

@@ -22,11 +22,6 @@ typedef struct {
     float scale;
 } Packing;
 
-typedef struct {
-    float *memory;
-    int64_t stride; /* of its rows, or of its panels */
-} Matrix;
-
 /* What a thread works in: of one sequence and head, and of one block. By tokens: (panels of tokens, head_dim, PANEL). By
    dimensions: (panels of dimensions, tokens, PANEL). The rest: rows. */
 typedef struct {
@@ -39,12 +34,6 @@ typedef struct {
 int64_t attend_scratch(const Packing *packing) {
     const int64_t tokens = up(packing->longest, PANEL), columns = up(packing->head_dim, PANEL);
     return 6 * tokens * columns + 3 * BLOCK * columns + 2 * BLOCK * tokens;
-}
-
-static Matrix take(float **memory, int64_t size, int64_t stride) {
-    const Matrix matrix = {*memory, stride};
-    *memory += size;
-    return matrix;
 }
 
 static Scratch divide(const Packing *packing, float *memory) {
@@ -62,34 +51,6 @@ static Scratch divide(const Packing *packing, float *memory) {
     scratch.weights = take(&memory, BLOCK * tokens, tokens);
     scratch.of_weights = take(&memory, BLOCK * tokens, tokens);
     return scratch;
-}
-
-/* y (+)= x · panels, of all columns of the panels that `columns` reach into. The rows of x are `row_stride` apart, its
-   numbers `step`. */
-static void product(const float *x, int64_t row_stride, int64_t step, int64_t rows, Matrix panels, int64_t depth,
-                    int64_t columns, Matrix y, int adds) {
-    for (int64_t first = 0; first < columns; first += PANEL)
-        for (int64_t start = 0; start < rows; start += TILE) {
-            const int size = smaller(TILE, rows - start);
-            Vector sums[TILE][2];
-            multiply(x + start * row_stride, row_stride, step, panels.memory + first / PANEL * panels.stride, depth,
-                     size, sums);
-            for (int row = 0; row < size; row++) {
-                float *to = y.memory + (start + row) * y.stride + first;
-                if (adds) sums[row][0] += load(to), sums[row][1] += load(to + LANES);
-                store(to, sums[row][0]);
-                store(to + LANES, sums[row][1]);
-            }
-        }
-}
-
-static void put_by_dimensions(const float *x, int64_t size, Matrix panels, int64_t token) {
-    for (int64_t first = 0; first < size; first += PANEL) {
-        float *to = panels.memory + first / PANEL * panels.stride + token * PANEL;
-        const int64_t width = smaller(PANEL, size - first);
-        memcpy(to, x + first, width * sizeof(float));
-        memset(to + width, 0, (PANEL - width) * sizeof(float));
-    }
 }
 
 static void put_by_tokens(const float *x, int64_t size, Matrix panels, int64_t token) {
@@ -160,8 +121,8 @@ static void attend_block_backward(const Packing *packing, const Block *block, co
         exponentials(weights, wide, packing->scale, log_sum);
         for (int64_t i = 0; i < wide; i++)
             of_weights[i] = weights[i] * (of_weights[i] - common) * packing->scale;
-        put_by_dimensions(known->queries + first + row * row_stride, dim, scratch->query, row);
-        put_by_dimensions(of_mixed, dim, scratch->of_mixed, row);
+        put_by_columns(known->queries + first + row * row_stride, dim, scratch->query, row);
+        put_by_columns(of_mixed, dim, scratch->of_mixed, row);
     }
     product(scratch->weights.memory, 1, stride, seen, scratch->of_mixed, block->count, dim, scratch->of_values, 1);
     product(scratch->of_weights.memory, 1, stride, seen, scratch->query, block->count, dim, scratch->of_keys, 1);
@@ -181,9 +142,9 @@ static void gather(const Packing *packing, int64_t sequence, int64_t kv_head, co
     for (int64_t token = 0; token < tokens; token++) {
         const int64_t offset = (packing->place[start + token] * packing->kv_heads + kv_head) * dim;
         put_by_tokens(keys + offset, dim, scratch->keys_by_tokens, token);
-        put_by_dimensions(values + offset, dim, scratch->values, token);
+        put_by_columns(values + offset, dim, scratch->values, token);
         if (backward) {
-            put_by_dimensions(keys + offset, dim, scratch->keys, token);
+            put_by_columns(keys + offset, dim, scratch->keys, token);
             put_by_tokens(values + offset, dim, scratch->values_by_tokens, token);
         }
     }
@@ -201,8 +162,8 @@ void attend(const Packing *packing, const float *queries, const float *keys, con
             const int64_t tokens = packing->starts[sequence + 1] - packing->starts[sequence];
             gather(packing, sequence, kv_head, keys, values, &scratch, 0);
             for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++)
-                for (int64_t start = packing->shared[sequence]; start < tokens; start += BLOCK) {
-                    const Block block = {start, smaller(BLOCK, tokens - start), place[start], head};
+                for (int64_t start = packing->shared[sequence]; start < tokens; start += TILE) {
+                    const Block block = {start, smaller(TILE, tokens - start), place[start], head};
                     attend_block(packing, &block, queries, &scratch, mixed, log_sums);
                 }
         }

@@ -161,8 +161,10 @@ static void attend_row(const Model *model, const Layer *layer, const Memory *mem
 }
 
 static void gate(const float *gate_up, float *gated, int64_t size, int rounds) {
+    memcpy(gated, gate_up, size * sizeof(float));
+    exponentials(gated, size, -1.0f, 0.0f);
     for (int64_t i = 0; i < size; i++) {
-        const float opened = gate_up[i] / (1.0f + exponential(-gate_up[i]));
+        const float opened = gate_up[i] / (1.0f + gated[i]);
         gated[i] = (rounds ? rounded(opened) : opened) * gate_up[size + i]; /* rounded with all operands */
     }
 }

@@ -1,7 +1,7 @@
 """A decoder's weights in the layout of `decode.c`, and what that layout was made of."""
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from distflow.models.native.build import NotNative
 
 ADDRESS, COUNT = ctypes.c_void_p, ctypes.c_int64
 MAKERS = ("torch.nn.", "transformers.")
-KINDS = ("Linear", "Embedding", "RMSNorm", "MLP", "Attention", "SiLU", "SiLUActivation")
+KINDS = ("Linear", "Embedding", "RMSNorm", "MLP", "Attention", "SiLU", "SiLUActivation", "DecoderLayer", "Model")
 """What a module's class is named, or ends with. Of others, and of those whose `forward` is not by one of the makers,
 nobody here knows what they compute."""
 
@@ -49,8 +49,7 @@ class Packed:
 
 def seen(causal: nn.Module) -> list[object]:
     """Changes whenever what `pack` makes of the model does, but for weights changed by way of `weight.data`."""
-    *others, _ = _parts(causal)
-    return _seen_of(others) + seen_of_head(causal)
+    return _seen_of(parts(causal._modules["model"])) + seen_of_head(causal)  # type: ignore[arg-type]
 
 
 def seen_of_head(causal: nn.Module) -> list[object]:
@@ -58,7 +57,7 @@ def seen_of_head(causal: nn.Module) -> list[object]:
     return [_has_any_global_hook(), *_seen_of([causal._modules["lm_head"]])]  # type: ignore[list-item]
 
 
-def _seen_of(modules: list[nn.Module]) -> list[object]:
+def _seen_of(modules: Iterable[nn.Module]) -> list[object]:
     found: list[object] = []
     for module in modules:
         fields = vars(module)
@@ -75,21 +74,21 @@ def _seen_of(modules: list[nn.Module]) -> list[object]:
     return found
 
 
-def _parts(causal: nn.Module) -> Iterator[nn.Module]:
-    """The modules that `DecoderView` calls, and those that they call."""
+def parts(decoder: nn.Module) -> Iterator[nn.Module]:
+    """The modules that its layers call, those that these call, and what stands before and after the layers."""
     # Not as attributes: looked up in each step, those of a module would take longer than some steps.
-    body = causal._modules["model"]._modules  # type: ignore[union-attr]
+    body = decoder._modules
     for layer in body["layers"]._modules.values():  # type: ignore[union-attr]
         for part in layer._modules.values():  # type: ignore[union-attr]
             if part._modules:  # type: ignore[union-attr]
                 yield from part._modules.values()  # type: ignore[union-attr,misc]
             yield part  # type: ignore[misc]
-    yield from (body["embed_tokens"], body["norm"], causal._modules["lm_head"])  # type: ignore[misc]
+    yield from (body["embed_tokens"], body["norm"])  # type: ignore[misc]
 
 
 def pack(causal: Any, panel: int, halves: bool) -> Packed:
-    """Of a model that `check` has nothing against. panel: columns that are computed together. halves: products are of
-    bfloat16."""
+    """Of a model whose parts `check` has nothing against. panel: columns that are computed together. halves: products
+    are of bfloat16."""
     config, layers = causal.config, causal.model.layers
     kept: list[object] = []
 
@@ -132,11 +131,12 @@ def pack(causal: Any, panel: int, halves: bool) -> Packed:
     return Packed(model, linear(causal.lm_head), kept)
 
 
-def check(causal: Any) -> None:
-    """Raises NotNative for a model that `decode.c` does not compute."""
+def check(modules: Iterable[nn.Module], epsilon: float) -> None:
+    """Raises NotNative where one of these parts of a decoder is none that the C of this folder computes. epsilon: of
+    all norms."""
     if _has_any_global_hook():
         raise NotNative("a hook of all modules is registered")
-    for module in _parts(causal):
+    for module in modules:
         name, forward = type(module).__name__, vars(module).get("forward", type(module).forward)
         if not (forward.__module__.startswith(MAKERS) and name.endswith(KINDS)):
             raise NotNative(f"it does not know {name}, whose forward is from {forward.__module__}")
@@ -144,10 +144,10 @@ def check(causal: Any) -> None:
             raise NotNative(f"{name} has a hook")
         for weight in module.parameters(recurse=False):
             _check_weight(name, weight)
-        if getattr(module, "variance_epsilon", causal.config.rms_norm_eps) != causal.config.rms_norm_eps:
+        if getattr(module, "variance_epsilon", epsilon) != epsilon:
             raise NotNative(f"{name} has an epsilon of its own")
-    if causal.model.embed_tokens.max_norm is not None:
-        raise NotNative("its embeddings are scaled when they are looked up")
+        if getattr(module, "max_norm", None) is not None:
+            raise NotNative("its embeddings are scaled when they are looked up")
 
 
 def _check_weight(name: str, weight: Tensor) -> None:

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <stdint.h>
+#include <string.h>
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -111,4 +112,43 @@ static void multiply(const float *x, int64_t row_stride, int64_t step, const flo
         EACH_TILE(CASE)
 #undef CASE
     }
+}
+
+typedef struct {
+    float *memory;
+    int64_t stride; /* of its rows, or of its panels */
+} Matrix;
+
+/* y (+)= x · panels, of all columns of the panels that `columns` reach into. The rows of x are `row_stride` apart, its
+   numbers `step`. */
+static void product(const float *x, int64_t row_stride, int64_t step, int64_t rows, Matrix panels, int64_t depth,
+                    int64_t columns, Matrix y, int adds) {
+    for (int64_t first = 0; first < columns; first += PANEL)
+        for (int64_t start = 0; start < rows; start += TILE) {
+            const int size = smaller(TILE, rows - start);
+            Vector sums[TILE][2];
+            multiply(x + start * row_stride, row_stride, step, panels.memory + first / PANEL * panels.stride, depth,
+                     size, sums);
+            for (int row = 0; row < size; row++) {
+                float *to = y.memory + (start + row) * y.stride + first;
+                if (adds) sums[row][0] += load(to), sums[row][1] += load(to + LANES);
+                store(to, sums[row][0]);
+                store(to + LANES, sums[row][1]);
+            }
+        }
+}
+
+/* A row of `size` numbers as row `index` of panels of its columns. */
+static void put_by_columns(const float *x, int64_t size, Matrix panels, int64_t index) {
+    int64_t first = 0;
+    float *to = panels.memory + index * PANEL;
+    for (; first + PANEL <= size; first += PANEL, to += panels.stride)
+        memcpy(to, x + first, PANEL * sizeof(float)); /* of a size that compilers know: no call */
+    for (int64_t i = first; i < up(size, PANEL); i++) to[i - first] = i < size ? x[i] : 0.0f;
+}
+
+static Matrix take(float **memory, int64_t size, int64_t stride) {
+    const Matrix matrix = {*memory, stride};
+    *memory += size;
+    return matrix;
 }

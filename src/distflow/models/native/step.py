@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from distflow.models.native.build import NotNative, library
-from distflow.models.native.packing import ADDRESS, COUNT, check, pack, seen, seen_of_head
+from distflow.models.native.packing import ADDRESS, COUNT, check, pack, parts, seen, seen_of_head
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class NativeStep:
     def __init__(self, causal: nn.Module, halves: bool = False) -> None:
         """halves: products are those of autocast to bfloat16. Raises NotNative where there is no native code for this
         model, or, which a warning says, on this machine."""
-        check(causal)
+        _check(causal)
         try:
             self._library = library()
         except NotNative as reason:
@@ -52,7 +52,7 @@ class NativeStep:
         now = seen(self._causal)
         if now != self._seen:
             try:
-                check(self._causal)
+                _check(self._causal)
             except NotNative:
                 return False
             self._packed, self._seen = pack(self._causal, self._panel, self._halves), now
@@ -101,3 +101,9 @@ class NativeStep:
             *(COUNT(len(hidden)), ADDRESS(scratch.data_ptr()), COUNT(torch.get_num_threads())),
         )
         return logits
+
+
+def _check(causal: nn.Module) -> None:
+    """Raises NotNative for a model that `decode.c` does not compute."""
+    decoder, head = causal._modules["model"], causal._modules["lm_head"]
+    check((*parts(decoder), head), causal.config.rms_norm_eps)  # type: ignore[arg-type,union-attr]

@@ -1,0 +1,129 @@
+/* Linear maps and norms of the rows of a block, and their gradients, in float32.
+
+   Rows go by blocks, so that what is made of them stays in the cache. Each thread has rows of its own, and adds up what
+   these give to the weights' gradients; the threads' sums are added in order at last. */
+
+#pragma once
+
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "products.h"
+
+#define BLOCK (6 * TILE) /* rows */
+/* Of rows that are read down their columns too: no power of two, of which caches hold few. */
+#define STRIDE(size) (up(size, PANEL) + LANES)
+
+typedef struct {
+    const float *weight, *bias; /* (outputs, inputs), (outputs) or NULL */
+    float *of_weight, *of_bias;
+    int64_t inputs, outputs;
+} Linear;
+
+typedef struct {
+    const float *weight; /* (size) */
+    float *of_weight;
+    int64_t size;
+    float epsilon;
+} Norm;
+
+typedef struct {
+    int64_t first, last;
+} Range;
+
+static Range share(int64_t size) {
+    const int64_t member = omp_get_thread_num(), members = omp_get_num_threads();
+    return (Range){size * member / members, size * (member + 1) / members};
+}
+
+/* Memory for the weights as panels: of what goes into the map, with outputs for columns; backward, of what comes back,
+   with inputs for columns. */
+static Matrix take_panels(float **memory, const Linear *linear, int backward) {
+    const int64_t columns = backward ? linear->inputs : linear->outputs;
+    const int64_t depth = backward ? linear->outputs : linear->inputs;
+    return take(memory, up(columns, PANEL) * depth, depth * PANEL);
+}
+
+/* By all threads. */
+static void lay_out(const Linear *linear, Matrix panels, int backward) {
+    const int64_t inputs = linear->inputs;
+    if (backward) {
+        const Range own = share(linear->outputs);
+        for (int64_t output = own.first; output < own.last; output++)
+            put_by_columns(linear->weight + output * inputs, inputs, panels, output);
+        return;
+    }
+    const Range own = share(up(linear->outputs, PANEL) / PANEL);
+    for (int64_t panel = own.first; panel < own.last; panel++) {
+        float *to = panels.memory + panel * panels.stride;
+        const int64_t width = smaller(PANEL, linear->outputs - panel * PANEL);
+        if (width < PANEL) memset(to, 0, inputs * PANEL * sizeof(float));
+        for (int64_t start = 0; start < inputs; start += LANES) /* of a line of memory at a time */
+            for (int64_t column = 0; column < width; column++) {
+                const float *from = linear->weight + (panel * PANEL + column) * inputs;
+                for (int64_t i = start; i < smaller(start + LANES, inputs); i++) to[i * PANEL + column] = from[i];
+            }
+    }
+}
+
+/* y = x · weightsᵀ + bias */
+static void apply(const Linear *linear, const float *x, int64_t x_stride, int64_t rows, Matrix panels, Matrix y) {
+    product(x, x_stride, 1, rows, panels, linear->inputs, linear->outputs, y, 0);
+    if (!linear->bias) return;
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0; i < linear->outputs; i++) y.memory[row * y.stride + i] += linear->bias[i];
+}
+
+/* Memory for what rows give to the gradients: of the weights, and behind them of the bias. */
+static Matrix take_sums(float **memory, const Linear *linear) {
+    const int64_t stride = up(linear->inputs, PANEL);
+    return take(memory, linear->outputs * stride + up(linear->outputs, PANEL), stride);
+}
+
+static void add_gradients(const Linear *linear, Matrix of_y, int64_t rows, Matrix x_by_columns, Matrix sums) {
+    product(of_y.memory, 1, of_y.stride, linear->outputs, x_by_columns, rows, linear->inputs, sums, 1);
+    if (!linear->bias) return;
+    float *bias = sums.memory + linear->outputs * sums.stride;
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0; i < linear->outputs; i++) bias[i] += of_y.memory[row * of_y.stride + i];
+}
+
+/* The sums of the first thread, and as far apart those of the others, in order. to: rows of `size`. By all threads. */
+static void gather(float *to, int64_t rows, int64_t size, Matrix sums, int64_t apart) {
+    const Range own = share(rows);
+    for (int64_t row = own.first; row < own.last; row++)
+        for (int64_t i = 0; i < size; i++) {
+            float total = 0.0f;
+            for (int64_t thread = 0; thread < omp_get_num_threads(); thread++)
+                total += sums.memory[thread * apart + row * sums.stride + i];
+            to[row * size + i] = total;
+        }
+}
+
+static void gather_linear(const Linear *linear, Matrix sums, int64_t apart) {
+    gather(linear->of_weight, linear->outputs, linear->inputs, sums, apart);
+    const Matrix bias = {sums.memory + linear->outputs * sums.stride, 1};
+    if (linear->bias) gather(linear->of_bias, linear->outputs, 1, bias, apart);
+}
+
+static float scale_of(const Norm *norm, const float *x) {
+    return 1.0f / sqrtf(dot(x, x, norm->size) / norm->size + norm->epsilon);
+}
+
+static void normalise(const Norm *norm, const float *x, float *y) {
+    const float scale = scale_of(norm, x);
+    for (int64_t i = 0; i < norm->size; i++) y[i] = norm->weight[i] * (x[i] * scale);
+}
+
+/* With r = 1 / sqrt(mean(x²) + ε), g = dy · w: dx = r g - x r³ mean(g x), dw = dy x r. dy may be where dx goes. */
+static void normalise_backward(const Norm *norm, const float *x, const float *of_y, float *of_x, float *of_weight) {
+    const float scale = scale_of(norm, x);
+    for (int64_t i = 0; i < norm->size; i++) {
+        of_weight[i] += of_y[i] * (x[i] * scale);
+        of_x[i] = of_y[i] * norm->weight[i];
+    }
+    const float common = dot(of_x, x, norm->size) / norm->size * scale * scale;
+    for (int64_t i = 0; i < norm->size; i++) of_x[i] = scale * (of_x[i] - x[i] * common);
+}
