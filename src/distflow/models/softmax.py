@@ -43,7 +43,7 @@ class _Saved(Protocol):
 class _LogProbs(Function):
     @staticmethod
     def forward(ctx: _Saved, logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        kept = logits if ctx.needs_input_grad[0] else None
+        kept = logits.detach() if ctx.needs_input_grad[0] else None
         chosen = logits.new_empty(len(logits))
         entropy = logits.new_empty(len(logits)) if with_entropy else None
         for rows in _blocks(logits):

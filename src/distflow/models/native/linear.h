@@ -93,13 +93,12 @@ static void add_gradients(const Linear *linear, Matrix of_y, int64_t rows, Matri
 /* The sums of the first thread, and as far apart those of the others, in order. to: rows of `size`. By all threads. */
 static void gather(float *to, int64_t rows, int64_t size, Matrix sums, int64_t apart) {
     const Range own = share(rows);
-    for (int64_t row = own.first; row < own.last; row++)
-        for (int64_t i = 0; i < size; i++) {
-            float total = 0.0f;
-            for (int64_t thread = 0; thread < omp_get_num_threads(); thread++)
-                total += sums.memory[thread * apart + row * sums.stride + i];
-            to[row * size + i] = total;
-        }
+    for (int64_t row = own.first; row < own.last; row++) {
+        const float *from = sums.memory + row * sums.stride;
+        memcpy(to + row * size, from, size * sizeof(float));
+        for (int64_t thread = 1; thread < omp_get_num_threads(); thread++)
+            for (int64_t i = 0; i < size; i++) to[row * size + i] += from[thread * apart + i];
+    }
 }
 
 static void gather_linear(const Linear *linear, Matrix sums, int64_t apart) {
