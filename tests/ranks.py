@@ -23,7 +23,8 @@ def run_ranks(module: str, num_ranks: int, folder: Path, exit_codes: Sequence[in
         for worker in workers:
             worker.join(180)
         errors = [_errors(folder, rank).read_text() for rank in range(num_ranks) if _errors(folder, rank).exists()]
-        assert [worker.exitcode for worker in workers] == list(exit_codes or [0] * num_ranks), "\n".join(errors)
+        ended = [worker.exitcode for worker in workers]
+        assert ended == list(exit_codes or [0] * num_ranks), "\n".join((f"exit codes {ended}", *errors))
     finally:
         for worker in workers:
             worker.kill()

@@ -83,7 +83,9 @@ def test_a_rows_bits_depend_on_neither_threads_nor_neighbours() -> None:
     for states, gradients in found[1:]:
         assert torch.equal(states, found[0][0])
         for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, found[0][1][name], rtol=1e-4, atol=1e-5)
+            first = found[0][1][name]
+            assert gradient is not None and first is not None
+            torch.testing.assert_close(gradient, first, rtol=0, atol=3e-5 * float(first.abs().max()))
     start = int(LENGTHS[:5].sum())
     with torch.no_grad():
         alone = packed_hidden_states(model, ids[start : start + 130], LENGTHS[5:6])
