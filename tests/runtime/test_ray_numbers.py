@@ -107,7 +107,8 @@ def test_recorded_groups_train_the_same_weights_on_any_number_of_workers(
     found = on_workers(ground, num_workers, *keys, name=f"{strategy}-{num_workers}")
     off = distance(trained(found), trained(alone))
     print(f"{strategy} on {num_workers}: {off:.2g} of the weights' norm")
-    assert off <= 1e-5 if num_workers > 1 else off == 0
+    # Weights that are spread, be it over one worker, are computed by torch, and not by native code.
+    assert off == 0 if (strategy, num_workers) == ("torch", 1) else off <= 1e-5
     check_updates(found, alone, free, STEPS)
 
 

@@ -25,6 +25,8 @@ def runs_natively(decoder: Any) -> bool:
         return False
     if config.hidden_size * config.intermediate_size > LARGEST:
         return False
+    if 2 * len(decoder.rotary_emb.inv_freq) != decoder.layers[0].self_attn.head_dim:  # a part of each head is rotated
+        return False
     if decoder.training and (config.attention_dropout or any(layer.gradient_checkpointing for layer in decoder.layers)):
         return False
     try:
