@@ -1,5 +1,6 @@
 """Key-value slots keep what was written through growth and moves; the prompt cache is bounded and versioned."""
 
+import pytest
 import torch
 
 from distflow.models.decoder import PromptKV
@@ -57,6 +58,24 @@ def test_memory_follows_the_sequences_that_are_left() -> None:
     assert held(slots, 1, 20) == [1] * 20 and not keys[:, 1, :, 20:].any()
     slots.fill(prompt_kv([(9,)]), [0], first_slot=2, num_wanted=3)
     assert slots.keys.shape[3] == keys.shape[3], "short prompts cut nobody off"
+
+
+@pytest.mark.parametrize(("most", "room"), [(0, 32), (80, 96), (5000, 128)])
+def test_those_who_may_need_it_have_room_from_the_start(most: int, room: int) -> None:
+    slots = KVSlots()
+    slots.fill(prompt_kv([(1, 2)]), [0], first_slot=0, num_wanted=3, num_tokens_at_most=most)
+    slots.fill(prompt_kv([(3,)]), [0], first_slot=1, num_wanted=3, num_tokens_at_most=min(most, 20))
+    keys, _ = slots.window(2, 3, num_wanted=3)
+    assert keys.shape[3] == room, "and it is kept for those who came first"
+    assert held(slots, 0, 2) == [1, 2]
+
+
+def test_keys_and_values_may_be_of_different_types() -> None:
+    slots, made = KVSlots(), prompt_kv([(1, 2)])
+    slots.fill(PromptKV(made.keys, made.values.bfloat16(), made.hidden), [0, 0], first_slot=0, num_wanted=2)
+    keys, values = slots.window(2, 40, num_wanted=2)
+    assert (keys.dtype, values.dtype) == (torch.float32, torch.bfloat16)
+    assert values[0, 1, 0, :2, 0].tolist() == [1.5, 2.5]
 
 
 def test_what_is_read_lies_together() -> None:

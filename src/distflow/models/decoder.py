@@ -47,8 +47,9 @@ class _Layer(Protocol):
 class PromptKV:
     """Keys and values of prefilled prompts, and where their decoding starts.
 
-    keys, values: `(layers, prompts, kv_heads, longest, head_dim)`; what lies beyond a prompt's length is finite and
-    meaningless. hidden: `(prompts, hidden)`, after the final norm, of each prompt's last token.
+    keys, values: `(layers, prompts, kv_heads, longest, head_dim)`, values in bfloat16 where native code decodes in it;
+    what lies beyond a prompt's length is finite and meaningless. hidden: `(prompts, hidden)`, after the final norm, of
+    each prompt's last token.
     """
 
     keys: Tensor
@@ -86,10 +87,12 @@ class DecoderView:
         self.max_positions: int = config.max_position_embeddings
         self._cos = self._sin = torch.empty(0, self.head_dim)
         self._native: NativeStep | None = None
+        self._values_dtype = self.dtype
         self.why_not_native: str | None = "it is not wanted"
         if native:
             try:
                 self._native, self.why_not_native = NativeStep(causal, halves=self._low is not None), None
+                self._values_dtype = self._native.values_dtype
             except NotNative as reason:
                 self.why_not_native = str(reason)
         self._check_against_module()
@@ -124,7 +127,7 @@ class DecoderView:
         cos, sin = self._rotary_rows(longest, hidden)
         cos, sin = cos[:longest, None], sin[:longest, None]
         keys = hidden.new_empty(self.num_layers, len(prompts), self.num_kv_heads, longest, self.head_dim)
-        values = torch.empty_like(keys)
+        values = torch.empty_like(keys, dtype=self._values_dtype)
         for index, layer in enumerate(self._body.layers):
             query, key, value = self._project(layer, hidden, cos, sin)
             keys[index] = key.transpose(1, 2)
@@ -132,7 +135,7 @@ class DecoderView:
             mixed = scaled_dot_product_attention(
                 query.transpose(1, 2),
                 keys[index],
-                values[index],
+                value.transpose(1, 2).to(keys.dtype),
                 is_causal=True,
                 scale=layer.self_attn.scaling,
                 enable_gqa=self.num_heads != self.num_kv_heads,
@@ -158,7 +161,7 @@ class DecoderView:
         def attend_to_slots(index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
             keys[index][rows, :, positions] = key
             values[index][rows, :, positions] = value.to(values.dtype)
-            return self._attend(query, keys[index], values[index], bias, scaling)
+            return self._attend(query, keys[index], values[index].to(keys.dtype), bias, scaling)
 
         return self.decode_over(token_ids, positions, extent, attend_to_slots)
 

@@ -220,6 +220,25 @@ def test_memory_that_lies_otherwise_is_refused() -> None:
         view.decode(torch.tensor([5]), torch.tensor([3]), turned, turned)
 
 
+@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+def test_memory_of_another_type_is_refused(compute_dtype: torch.dtype | None) -> None:
+    view = DecoderView(make(), native=True, compute_dtype=compute_dtype)
+    made = view.prefill([(1, 2, 3, 4)])
+    other = made.values.to(torch.float32 if compute_dtype else torch.bfloat16)
+    for keys, values in ((made.keys, other), (made.keys.double(), made.values)):
+        with pytest.raises(ValueError, match="other types"):
+            view.decode(torch.tensor([5]), torch.tensor([3]), keys, values)
+    view.decode(torch.tensor([5]), torch.tensor([3]), made.keys, made.values)
+
+
+def test_values_in_bfloat16_are_what_the_projection_makes() -> None:
+    model = make()
+    native, by_torch = (DecoderView(model, native=each, compute_dtype=torch.bfloat16) for each in (True, False))
+    small, large = (view.prefill([(1, 2, 3, 4), (5, 6)]).values for view in (native, by_torch))
+    assert small.dtype == torch.bfloat16 and large.dtype == torch.float32
+    assert torch.equal(small.float(), large)
+
+
 def in_place(model: Any) -> None:
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.mul_(1.5)

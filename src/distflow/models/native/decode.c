@@ -1,6 +1,6 @@
 /* One decode step of a Llama-like decoder, see `step.py`. All is kept in float32. With `halves` what products take, of
    weights and of numbers, and what they make is rounded to bfloat16, and so is what a gate makes: as autocast does, by
-   which the trainer computes.
+   which the trainer computes. Values are such products, and kept so.
 
    Each sum is taken in an order that neither the number of rows, nor that of threads, nor the memory behind a row's
    position has a say in: a row's bits are its own. With many rows each thread has rows of its own, from the embedding to
@@ -15,10 +15,16 @@
 #include "halves.h"
 #include "products.h"
 
-#define CHUNK 48 /* rows that go through a layer together: what is made of them stays in the cache */
+/* Rows that go through a layer together: what is made of them stays in the cache. The faster products are, the less they
+   may wait for weights. */
+#if defined(HAS_TILES)
+#define CHUNK 128
+#else
+#define CHUNK 48
+#endif
 
 typedef struct {
-    const void *panels; /* (columns / PANEL, depth, PANEL), the last one filled up with zeros; of halves, pairs */
+    const void *panels; /* (columns / PANEL, depth, PANEL), the last one filled up with zeros; of halves, pairs, so too */
     const float *bias;  /* (columns), or NULL */
     int64_t depth, columns, halves;
 } Linear;
@@ -37,7 +43,8 @@ typedef struct {
 } Model;
 
 typedef struct {
-    float *keys, *values; /* (layers, rows, kv_heads, extent, head_dim) */
+    float *keys; /* (layers, rows, kv_heads, extent, head_dim) */
+    void *values; /* the same; in bfloat16 where products are, which made them */
     int64_t layer_stride, row_stride, head_stride;
     const float *cos, *sin; /* (positions, head_dim), the sines of the first half negative */
 } Memory;
@@ -53,7 +60,7 @@ static Range share(int64_t size, int64_t member, int64_t members) {
 }
 
 /* Numbers, or pairs of them, that a row of the linear map's operand is made of. */
-static int64_t depth_of(const Linear *linear) { return linear->halves ? up(linear->depth, 2) / 2 : linear->depth; }
+static int64_t depth_of(const Linear *linear) { return linear->halves ? pairs_of(linear->depth) : linear->depth; }
 
 /* What `apply` takes for x (rows, depth): these, or pairs, made of the rows in `own`. pairs: memory for those of all. */
 static const void *operand(const Linear *linear, const float *x, Range own, uint32_t *pairs) {
@@ -66,12 +73,13 @@ static const void *operand(const Linear *linear, const float *x, Range own, uint
 /* y (+)= x · weights + bias, of all rows and the panels in `range`. x: their operand, y: (rows, columns) */
 static void apply(const Linear *linear, const void *x, float *y, int64_t rows, Range range, int adds) {
     const int64_t depth = depth_of(linear), columns = linear->columns;
+    const int most = linear->halves ? ROWS_OF_PAIRS : TILE;
     for (int64_t panel = range.first; panel < range.last; panel++) {
         const float *weights = (const float *)linear->panels + panel * depth * PANEL;
         const int64_t first = panel * PANEL, width = smaller(PANEL, columns - first);
-        for (int64_t start = 0; start < rows; start += TILE) {
-            const int size = smaller(TILE, rows - start);
-            Vector sums[TILE][2];
+        for (int64_t start = 0; start < rows; start += most) {
+            const int size = smaller(most, rows - start);
+            Vector sums[ROWS_OF_PAIRS > TILE ? ROWS_OF_PAIRS : TILE][2];
             if (linear->halves)
                 multiply_pairs((const uint32_t *)x + start * depth, (const uint32_t *)weights, depth, size, sums);
             else multiply((const float *)x + start * depth, depth, 1, weights, depth, size, sums);
@@ -106,12 +114,32 @@ static void rotate(const float *x, const float *cos, const float *sin, float *y,
     }
 }
 
-/* What one query mixes of `length` values. scores: (length), and what is missing to a whole vector. */
-static void mix(const float *query, const float *keys, const float *values, float scaling, int64_t length,
-                int64_t head_dim, float *restrict scores, float *restrict mixed) {
-    for (int64_t i = 0; i < length; i++) {
-        __builtin_prefetch(values + i * head_dim);
-        __builtin_prefetch(values + i * head_dim + 16);
+static inline Vector load_values(const void *values, int64_t index, const int halves) {
+    return halves ? load_halves((const uint16_t *)values + index) : load((const float *)values + index);
+}
+
+static inline float load_value(const void *values, int64_t index, const int halves) {
+    return halves ? number_of((uint32_t)((const uint16_t *)values)[index] << 16) : ((const float *)values)[index];
+}
+
+static void put_values(const float *made, int64_t size, void *values, int64_t index, int halves) {
+    if (!halves) memcpy((float *)values + index, made, size * sizeof(float));
+    else
+        for (int64_t i = 0; i < size; i++) ((uint16_t *)values)[index + i] = half_of(made[i]);
+}
+
+/* What one query mixes of `length` values. next: the keys that are read after these. scores: (length), and what is
+   missing to a whole vector. */
+static inline __attribute__((always_inline)) void mix(const float *query, const float *keys, const void *values,
+                                                      const float *next, float scaling, int64_t length,
+                                                      int64_t head_dim, float *restrict scores, float *restrict mixed,
+                                                      const int halves) {
+    for (int64_t i = 0; i < length; i++) { /* the memory is what takes longest: two lines of it for each head */
+        const char *value = (const char *)values + i * head_dim * (halves ? 2 : 4);
+        __builtin_prefetch(value);
+        if (!halves) __builtin_prefetch(value + 64);
+        __builtin_prefetch(next + i * head_dim, 0, 2);
+        __builtin_prefetch(next + i * head_dim + 16, 0, 2);
         scores[i] = dot(query, keys + i * head_dim, head_dim) * scaling;
     }
     const int64_t wide = up(length, LANES);
@@ -123,15 +151,15 @@ static void mix(const float *query, const float *keys, const float *values, floa
     for (; d + LANES <= head_dim; d += LANES) {
         Vector even = {0}, odd = {0};
         for (i = 0; i + 2 <= length; i += 2) {
-            even += scores[i] * load(values + i * head_dim + d);
-            odd += scores[i + 1] * load(values + (i + 1) * head_dim + d);
+            even += scores[i] * load_values(values, i * head_dim + d, halves);
+            odd += scores[i + 1] * load_values(values, (i + 1) * head_dim + d, halves);
         }
-        if (i < length) even += scores[i] * load(values + i * head_dim + d);
+        if (i < length) even += scores[i] * load_values(values, i * head_dim + d, halves);
         store(mixed + d, (even + odd) / all);
     }
     for (; d < head_dim; d++) {
         float last = 0.0f;
-        for (i = 0; i < length; i++) last += scores[i] * values[i * head_dim + d];
+        for (i = 0; i < length; i++) last += scores[i] * load_value(values, i * head_dim + d, halves);
         mixed[d] = last / all;
     }
 }
@@ -150,13 +178,19 @@ static void attend_row(const Model *model, const Layer *layer, const Memory *mem
     }
     const float *made_keys = projected + model->heads * head_dim, *made_values = made_keys + model->kv_heads * head_dim;
     for (int64_t kv_head = 0; kv_head < model->kv_heads; kv_head++) {
-        float *keys = memory->keys + offset + kv_head * memory->head_stride;
-        float *values = memory->values + offset + kv_head * memory->head_stride;
+        const int64_t place = offset + kv_head * memory->head_stride;
+        float *keys = memory->keys + place;
+        void *values = (char *)memory->values + place * (model->halves ? 2 : 4);
         memcpy(keys + position * head_dim, made_keys + kv_head * head_dim, head_dim * sizeof(float));
-        memcpy(values + position * head_dim, made_values + kv_head * head_dim, head_dim * sizeof(float));
-        for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++)
-            mix(projected + head * head_dim, keys, values, model->scaling, position + 1, head_dim, scores,
-                mixed + head * head_dim);
+        put_values(made_values + kv_head * head_dim, head_dim, values, position * head_dim, model->halves);
+        const float *next = kv_head + 1 < model->kv_heads ? keys + memory->head_stride
+                                                          : memory->keys + offset + memory->row_stride;
+        for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
+            const float *query = projected + head * head_dim;
+            float *to = mixed + head * head_dim;
+            if (model->halves) mix(query, keys, values, next, model->scaling, position + 1, head_dim, scores, to, 1);
+            else mix(query, keys, values, next, model->scaling, position + 1, head_dim, scores, to, 0);
+        }
     }
 }
 
@@ -174,7 +208,7 @@ static int64_t panels_of(const Linear *linear) { return up(linear->columns, PANE
 /* Numbers that each call of `decode` wants as scratch memory for each of its threads. */
 int64_t scratch_size(const Model *model, int64_t extent) {
     const int64_t queries = model->heads * model->head_dim, all = queries + 2 * model->kv_heads * model->head_dim;
-    const int64_t pairs = larger(larger(model->hidden, queries), model->intermediate) / 2 + 1;
+    const int64_t pairs = pairs_of(larger(larger(model->hidden, queries), model->intermediate));
     return CHUNK * (model->hidden + all + queries + 3 * model->intermediate + pairs) + up(extent, LANES);
 }
 
@@ -198,6 +232,7 @@ int decode(const Model *model, const Memory *memory, const int64_t *tokens, cons
         float *gate_up = mixed + CHUNK * queries, *gated = gate_up + CHUNK * 2 * model->intermediate;
         uint32_t *pairs = (uint32_t *)(gated + CHUNK * model->intermediate);
         float *scores = scratch + (thread + 1) * scratch_size(model, extent) - up(extent, LANES);
+        begin_pairs();
 #define MEET                                                                                                           \
     if (together) {                                                                                                    \
         _Pragma("omp barrier")                                                                                         \
@@ -241,17 +276,23 @@ int decode(const Model *model, const Memory *memory, const int64_t *tokens, cons
             for (int64_t row = own.first; row < own.last; row++)
                 normalise(x + row * size, model->norm, x + row * size, size, model->epsilon, 0);
         }
+        end_pairs();
     }
     return 0;
 }
 
-/* y: (rows, columns). scratch: (rows, depth / 2) numbers for an operand of pairs, the quotient rounded up */
+/* Numbers of scratch memory for `project`. */
+int64_t project_scratch(const Linear *linear, int64_t rows) { return up(rows, ROWS_OF_PAIRS) * depth_of(linear); }
+
+/* y: (rows, columns) */
 void project(const Linear *linear, const float *x, float *y, int64_t rows, float *scratch, int64_t threads) {
 #pragma omp parallel num_threads(threads)
     {
         const int64_t thread = omp_get_thread_num(), team = omp_get_num_threads();
         const void *given = operand(linear, x, share(rows, thread, team), (uint32_t *)scratch);
 #pragma omp barrier
+        begin_pairs();
         apply(linear, given, y, rows, share(panels_of(linear), thread, team), 0);
+        end_pairs();
     }
 }

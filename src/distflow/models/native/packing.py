@@ -13,6 +13,7 @@ from distflow.models.native.build import NotNative
 
 ADDRESS, COUNT = ctypes.c_void_p, ctypes.c_int64
 MAKERS = ("torch.nn.", "transformers.")
+PAIRS_UNIT = 32  # `halves.h`: what the numbers of a row of pairs are filled up to
 KINDS = ("Linear", "Embedding", "RMSNorm", "MLP", "Attention", "SiLU", "SiLUActivation", "DecoderLayer", "Model")
 """What a module's class is named, or ends with. Of others, and of those whose `forward` is not by one of the makers,
 nobody here knows what they compute."""
@@ -95,10 +96,11 @@ def pack(causal: Any, panel: int, halves: bool) -> Packed:
     def linear(*modules: nn.Linear) -> Linear:
         weight = torch.cat([module.weight.detach() for module in modules])
         columns, depth = weight.shape
-        group = 2 if halves else 1  # numbers of a column that lie together
+        unit = PAIRS_UNIT if halves else 1
         numbers = weight.to(torch.bfloat16) if halves else weight
-        padded = nn.functional.pad(numbers, (0, -depth % group, 0, -columns % panel))
-        panels = padded.unflatten(0, (-1, panel)).unflatten(2, (-1, group)).transpose(1, 2).contiguous()
+        padded = nn.functional.pad(numbers, (0, -depth % unit, 0, -columns % panel))
+        words = padded.view(torch.int32)  # numbers, or pairs of them
+        panels = words.unflatten(0, (-1, panel)).transpose(1, 2).contiguous()
         bias = None
         if any(module.bias is not None for module in modules):
             parts = [weight.new_zeros(len(m.weight)) if m.bias is None else m.bias.detach() for m in modules]

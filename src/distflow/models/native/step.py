@@ -36,9 +36,11 @@ class NativeStep:
         except NotNative as reason:
             _log.warning("tokens are decoded by torch alone, several times as slowly: %s", reason)
             raise
-        self._library.scratch_size.restype = self._library.panel_width.restype = COUNT
+        for size in (self._library.scratch_size, self._library.project_scratch, self._library.panel_width):
+            size.restype = COUNT
         self._panel: int = self._library.panel_width()
         self._causal, self._halves = causal, halves
+        self.values_dtype = torch.bfloat16 if halves else torch.float32  # which products make them in
         self._seen = seen(causal)
         self._packed = pack(causal, self._panel, halves)
         self._scratch = torch.empty(0)
@@ -69,8 +71,10 @@ class NativeStep:
         """As `DecoderView.decode`. cos, sin: `(positions, head_dim)`, the sines of the first half negative.
 
         Raises IndexError for a token or a position that there is not, and ValueError for keys or values of a head that
-        do not lie together, or not both alike.
+        do not lie together, or not both alike, or of other types.
         """
+        if (keys.dtype, values.dtype) != (torch.float32, self.values_dtype):
+            raise ValueError(f"keys and values are of other types than expected: {keys.dtype}, {values.dtype}")
         if keys.stride() != values.stride() or keys.stride()[-2:] != (keys.shape[-1], 1):
             raise ValueError(f"keys and values lie otherwise than expected: strides {keys.stride()}, {values.stride()}")
         token_ids, positions = token_ids.contiguous(), positions.contiguous()
@@ -94,7 +98,8 @@ class NativeStep:
     def logits(self, hidden: Tensor) -> Tensor:
         """`(rows, hidden)` → `(rows, vocab)`."""
         head, hidden = self._packed.head, hidden.contiguous()
-        logits, scratch = torch.empty(len(hidden), head.columns), torch.empty(len(hidden), -(-head.depth // 2))
+        logits = torch.empty(len(hidden), head.columns)
+        scratch = torch.empty(self._library.project_scratch(ctypes.byref(head), COUNT(len(hidden))))
         self._library.project(
             ctypes.byref(head),
             *(ADDRESS(tensor.data_ptr()) for tensor in (hidden, logits)),

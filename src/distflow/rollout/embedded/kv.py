@@ -10,6 +10,7 @@ from distflow.models.decoder import PromptKV
 from distflow.rollout.embedded.scheduler import Move
 
 EXTENT_BLOCK = 32
+FIRST_EXTENT = 128  # room from the start, for those who may need it: to grow costs more than what is not read
 
 
 class KVSlots:
@@ -27,15 +28,21 @@ class KVSlots:
 
     def reset(self) -> None:
         self.keys = self.values = torch.empty(0, 0, 0, 0, 0)
+        self._least = 0  # tokens that there is room for at least
 
     @torch.inference_mode()
-    def fill(self, prompts: PromptKV, rows: list[int], first_slot: int, num_wanted: int) -> None:
+    def fill(
+        self, prompts: PromptKV, rows: list[int], first_slot: int, num_wanted: int, num_tokens_at_most: int = 0
+    ) -> None:
         """Copy the prompts' rows into consecutive slots. num_wanted: slots that will be needed soon, as far as is
-        known."""
+        known. num_tokens_at_most: of one of these sequences, at its end."""
         longest, end = prompts.keys.shape[-2], first_slot + len(rows)
         if self.keys.numel() == 0:
             num_layers, _, num_kv_heads, _, head_dim = prompts.keys.shape
-            self.keys = self.values = prompts.keys.new_empty(num_layers, 0, num_kv_heads, 0, head_dim)
+            self.keys, self.values = (
+                memory.new_empty(num_layers, 0, num_kv_heads, 0, head_dim) for memory in (prompts.keys, prompts.values)
+            )
+        self._least = max(self._least, min(num_tokens_at_most, FIRST_EXTENT))
         self._fit(end, max(longest, self.keys.shape[-2]), num_wanted)  # others may be longer
         index = torch.tensor(rows, device=prompts.keys.device)
         self.keys[:, first_slot:end, :, :longest] = prompts.keys[:, index]
@@ -58,7 +65,7 @@ class KVSlots:
         """Room for the first slots, and for `num_wanted` where others are needed. The extent grows by at least an
         eighth, so that copies stay rare, and shrinks where more than a quarter would be read in vain."""
         has_slots, has_extent = self.keys.shape[1], self.keys.shape[-2]
-        rounded = -(-extent // EXTENT_BLOCK) * EXTENT_BLOCK
+        rounded = -(-max(extent, self._least) // EXTENT_BLOCK) * EXTENT_BLOCK
         if extent > has_extent:
             rounded = max(rounded, -(-has_extent * 9 // (8 * EXTENT_BLOCK)) * EXTENT_BLOCK)
         elif 4 * rounded > 3 * has_extent:

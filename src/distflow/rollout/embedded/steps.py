@@ -26,9 +26,10 @@ def step_here(lane: Lane, decoder: DecoderView, tiles: Tiles | None, weights: ob
 def _prefill(lane: Lane, decoder: DecoderView, work: Work, weights: object) -> Tensor:
     """Returns `(rows, hidden)` of the last prompt tokens, in the order of the slots."""
     slot, hidden = work.first_slot, []
+    num_tokens_at_most = max(len(each.prompt_ids) + each.params.max_tokens for each in work.sequences)
     for prefill in work.prefills:
         for forward, rows in _rows_of(lane, decoder, prefill, weights):
-            lane.slots.fill(forward, rows, slot, lane.scheduler.num_wanted)
+            lane.slots.fill(forward, rows, slot, lane.scheduler.num_wanted, num_tokens_at_most)
             hidden.append(forward.hidden[torch.tensor(rows, device=forward.hidden.device)])
             slot += len(rows)
     return torch.cat(hidden)
