@@ -107,7 +107,7 @@ static void multiply_pairs_by_tiles(const uint32_t *x, const uint32_t *panel, in
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t k = 0; k < depth; k += UNIT) {
-        for (int line = 0; line < 2 * UNIT; line++)
+        for (int line = 0; line < 2 * UNIT; line++) /* of the panel after this one */
             __builtin_prefetch(panel + (depth + k) * PANEL + line * LANES, 0, 2);
         _tile_loadd(6, panel + k * PANEL, wide);
         _tile_loadd(7, panel + k * PANEL + LANES, wide);
