@@ -22,11 +22,11 @@ What profiling found (1 M parameters, 256 rows, 2 cores):
 - In bfloat16 the native step multiplies pairs of bfloat16 by one instruction (`native/halves.h`): a step of 10 M takes
   0.31 ms with one row, 4.9 with 64 and 19 with 256, by torch 3.8, 8.8 and 22. With weights widened to float32 as they
   are read it was 0.48, 9.7 and 36.
-- Where there is AMX (Intel), one instruction multiplies tiles of 16 × 32 and 32 × 16, and oneDNN makes use of it for the
-  peers: before we did they were ahead there, `generate` 1.3 times. 256 rows of 10 M 33.7 → 10.6 ms, 64 rows 8.2 → 2.3;
-  with one row weights from memory are all that counts. Then memory is what is waited for: of 10.6 ms, 2 for weights,
-  which 128 rows together halve, and 3.5 for keys and values, of 4.6 that attention takes. Values in bfloat16, which is
-  what their product makes, and the next head's keys fetched meanwhile: 10.4 → 8.2 to 9.6 ms.
+- Where there is AMX (Intel), one instruction multiplies tiles of 16 × 32 and 32 × 16, and oneDNN makes use of it for
+  the peers: before we did they were ahead there, `generate` 1.3 times. 256 rows of 10 M 33.7 → 10.6 ms, 64 rows 8.2 →
+  2.3; with one row weights from memory are all that counts. Then memory is what is waited for: of 10.6 ms, 2 for
+  weights, which 128 rows together halve, and 3.5 for keys and values, of 4.6 that attention takes. Values in bfloat16,
+  which is what their product makes, and the next head's keys fetched meanwhile: 10.4 → 8.2 to 9.6 ms.
 - Memory for keys and values that grew from 32 tokens to 96 was cleared and copied three times, a fifth of a rollout of
   10 M: room for up to 128 from the start 1.31 → 1.06 s. In pages of 2 MiB: nothing at 10 M, a fifth lost at 1 M.
 - By torch a decode step is to one half the linears, near the processor's peak, to a tenth the two batched products of
