@@ -1,4 +1,5 @@
-"""Layers by native code against the module itself in float64: states, and the gradient of every weight."""
+"""Layers by native code against the module itself in float64 and, in bfloat16, under autocast: states, and the gradient of
+every weight."""
 
 import copy
 from collections.abc import Callable
@@ -40,10 +41,13 @@ def tokens(alike: int = 9) -> Tensor:
     return ids
 
 
-def states_and_gradients(model: Any, ids: Tensor, shares: bool) -> tuple[Tensor, dict[str, Tensor | None]]:
+def states_and_gradients(
+    model: Any, ids: Tensor, shares: bool, low: bool = False
+) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Of a weighted sum of the last hidden states."""
     sharing = shared_prefixes(ids, LENGTHS) if shares else None
-    states = packed_hidden_states(model, ids, LENGTHS, sharing=sharing)
+    with torch.autocast("cpu", torch.bfloat16, enabled=low):
+        states = packed_hidden_states(model, ids, LENGTHS, sharing=sharing)
     weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(4))
     model.zero_grad()
     (states * weights.to(states.dtype)).sum().backward()
@@ -71,6 +75,38 @@ def test_states_and_gradients_are_those_of_the_module_in_float64(variant: str, s
         )
 
 
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_in_bfloat16_it_rounds_where_autocast_does_and_errs_no_more(variant: str, shares: bool) -> None:
+    family, changes = VARIANTS[variant]
+    model, ids = trainable(family, **changes), tokens()
+    plain, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    for other in (plain, exact):
+        attach_packed_forward(other)
+    _keep_from_native_code(plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert runs_natively(model.model) and not runs_natively(plain.model)
+    ours, found = states_and_gradients(model, ids, shares, low=True)
+    by_torch, theirs = states_and_gradients(plain, ids, shares, low=True)
+    expected, wanted = states_and_gradients(exact, ids, shares=False)
+    assert ours.dtype == torch.float32
+    assert _distance(ours, by_torch) < 0.25 * _distance(by_torch, expected)
+    for name, gradient in wanted.items():
+        of_model, of_autocast = found[name], theirs[name]
+        assert gradient is not None and of_model is not None and of_autocast is not None
+        assert of_model.dtype == torch.float32
+        assert 0 < _distance(of_model, gradient) < 1.5 * _distance(of_autocast, gradient), name
+
+
+def _keep_from_native_code(model: Any) -> None:
+    model.model.layers[0].register_forward_hook(lambda module, given, made: None)
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    """Root mean square of the differences."""
+    return float((found.double() - expected.double()).square().mean().sqrt())
+
+
 def test_a_rows_bits_depend_on_neither_threads_nor_neighbours() -> None:
     model, ids, threads = trainable(), tokens(), torch.get_num_threads()
     found = []
@@ -92,28 +128,31 @@ def test_a_rows_bits_depend_on_neither_threads_nor_neighbours() -> None:
     assert torch.equal(alone, found[0][0][start : start + 130])
 
 
-def test_the_same_call_gives_the_same_gradient_bit_for_bit() -> None:
+@pytest.mark.parametrize("low", [False, True])
+def test_the_same_call_gives_the_same_gradient_bit_for_bit(low: bool) -> None:
     model, ids = trainable("qwen3", head_dim=24), tokens()
-    (states, first), (again, second) = (states_and_gradients(model, ids, shares=True) for _ in range(2))
+    (states, first), (again, second) = (states_and_gradients(model, ids, shares=True, low=low) for _ in range(2))
     assert torch.equal(states, again)
     assert all(torch.equal(first[name], second[name]) for name in first)  # type: ignore[arg-type]
 
 
-def test_what_is_not_trained_gets_no_gradient_and_changes_no_other() -> None:
+@pytest.mark.parametrize("low", [False, True])
+def test_what_is_not_trained_gets_no_gradient_and_changes_no_other(low: bool) -> None:
     model, ids = trainable(), tokens()
-    _, expected = states_and_gradients(model, ids, shares=False)
+    _, expected = states_and_gradients(model, ids, shares=False, low=low)
     frozen = [name for name in expected if "layers.0" in name or "up_proj" in name]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
-    _, found = states_and_gradients(model, ids, shares=False)
+    _, found = states_and_gradients(model, ids, shares=False, low=low)
     assert all(found[name] is None for name in frozen)
     assert all(torch.equal(found[name], expected[name]) for name in expected if name not in frozen)  # type: ignore[arg-type]
 
 
-def test_what_is_not_finite_stays_where_it_is() -> None:
+@pytest.mark.parametrize("low", [False, True])
+def test_what_is_not_finite_stays_where_it_is(low: bool) -> None:
     model, ids = trainable(), tokens(alike=0)
     ids[50] = 2
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=low):
         model.model.embed_tokens.weight[2, 3] = float("nan")
         states = packed_hidden_states(model, ids, LENGTHS)
     touched = ~torch.isfinite(states).all(-1)
@@ -176,15 +215,18 @@ def test_dropout_is_of_training_alone() -> None:
     assert not runs_natively(model.model) and runs_natively(model.eval().model)
 
 
-def test_products_in_bfloat16_are_torchs() -> None:
+def test_float16_is_torchs() -> None:
     model = trainable()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.float16):
         assert not runs_natively(model.model)
 
 
-def test_a_model_whose_matrices_are_large_is_torchs() -> None:
+def test_a_model_whose_matrices_are_large_is_torchs_but_for_bfloat16() -> None:
     assert runs_natively(trainable(hidden_size=64, intermediate_size=LARGEST // 64).model)
-    assert not runs_natively(trainable(hidden_size=64, intermediate_size=LARGEST // 64 + 1).model)
+    large = trainable(hidden_size=64, intermediate_size=LARGEST // 64 + 1).model
+    assert not runs_natively(large)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert runs_natively(large)
 
 
 def test_value_models_run_natively_too(tmp_path: Path) -> None:

@@ -1,11 +1,10 @@
 /* What a decoder layer makes of what attention mixed: output, norm, gated MLP and residuals; and its gradient. See
    `layer.py`. */
 
-#include <omp.h>
 #include <stdint.h>
 #include <string.h>
 
-#include "exponential.h"
+#include "gate.h"
 #include "linear.h"
 
 typedef struct {
@@ -116,32 +115,17 @@ void after_attention(const After *after, float *memory, int64_t threads) {
             apply(&after->output, after->mixed + start * mixed, mixed, count, panels.output, own.normed);
             add_rows_to(attended, after->x + start * hidden, own.normed, count, hidden);
             for (int64_t row = 0; row < count; row++)
-                normalise(&after->norm, attended + row * hidden, own.normed.memory + row * own.normed.stride);
+                normalise(&after->norm, attended + row * hidden, own.normed.memory + row * own.normed.stride, 0);
             apply(&after->gate, own.normed.memory, own.normed.stride, count, panels.gate, gate);
             apply(&after->up, own.normed.memory, own.normed.stride, count, panels.up, up);
             for (int64_t row = 0; row < count; row++) {
                 const float *opens = gate.memory + row * gate.stride, *passes = up.memory + row * up.stride;
                 float *gated = own.gated.memory + row * own.gated.stride;
-                memcpy(gated, opens, inner * sizeof(float));
-                exponentials(gated, inner, -1.0f, 0.0f);
-                for (int64_t i = 0; i < inner; i++) gated[i] = opens[i] / (1.0f + gated[i]) * passes[i];
+                apply_gate(opens, passes, gated, inner, 0);
             }
             apply(&after->down, own.gated.memory, own.gated.stride, count, panels.down, own.normed);
             add_rows_to(after->made + start * hidden, attended, own.normed, count, hidden);
         }
-    }
-}
-
-/* Of a row: the gated numbers again, and the gradients of gate and, where that of these was, of up. */
-static void gate_backward(const float *restrict opens, const float *restrict passes, float *restrict of_gated,
-                          float *restrict gated, float *restrict of_gate, int64_t size) {
-    memcpy(gated, opens, size * sizeof(float));
-    exponentials(gated, size, -1.0f, 0.0f);
-    for (int64_t i = 0; i < size; i++) {
-        const float share = 1.0f / (1.0f + gated[i]), opened = opens[i] * share;
-        gated[i] = opened * passes[i];
-        of_gate[i] = of_gated[i] * passes[i] * (share + opened * (1.0f - share));
-        of_gated[i] *= opened;
     }
 }
 
@@ -168,7 +152,7 @@ void after_attention_backward(const After *after, float *memory, int64_t threads
                 gate_backward(after->gates + at, after->ups + at, own.of_up.memory + row * own.of_up.stride, line,
                               own.of_gate.memory + row * own.of_gate.stride, inner);
                 put_by_columns(line, inner, own.gated, row);
-                normalise(&after->norm, after->attended + (start + row) * hidden, line);
+                normalise(&after->norm, after->attended + (start + row) * hidden, line, 0);
                 put_by_columns(line, hidden, own.normed, row);
                 put_by_columns(after->mixed + (start + row) * mixed, mixed, own.mixed, row);
             }

@@ -13,6 +13,7 @@
 #include "products.h"
 
 #define BLOCK (2 * TILE) /* queries */
+#define AHEAD 8          /* tokens */
 
 typedef struct {
     const int64_t *place;  /* of each token of each sequence, one after the other: its row */
@@ -56,6 +57,11 @@ static Scratch divide(const Packing *packing, float *memory) {
 static void put_by_tokens(const float *x, int64_t size, Matrix panels, int64_t token) {
     float *to = panels.memory + token / PANEL * panels.stride + token % PANEL;
     for (int64_t i = 0; i < size; i++) to[i * PANEL] = x[i];
+}
+
+/* Has the cache load what is read soon: a head is a line or two of a row, each somewhere else in memory. */
+static inline void fetch(const float *x, int64_t size) {
+    for (int64_t i = 0; i < size; i += 16) __builtin_prefetch(x + i);
 }
 
 /* One block of queries of one head: `count` tokens from `start` on of their sequence. `rows`: where they begin. */
@@ -110,6 +116,10 @@ static void attend_block_backward(const Packing *packing, const Block *block, co
     const int64_t seen = block->start + block->count, wide = up(seen, PANEL), dim = packing->head_dim;
     const int64_t first = offset_of(packing, block, 0), row_stride = packing->heads * dim;
     const int64_t stride = scratch->weights.stride;
+    for (int64_t row = 0; row < block->count; row++) {
+        fetch(known->of_mixed + first + row * row_stride, dim);
+        fetch(known->mixed + first + row * row_stride, dim);
+    }
     score(packing, block, known->queries, scratch, wide);
     product(known->of_mixed + first, row_stride, 1, block->count, scratch->values_by_tokens, dim, seen,
             scratch->of_weights, 0);
@@ -141,6 +151,11 @@ static void gather(const Packing *packing, int64_t sequence, int64_t kv_head, co
     memset(scratch->values_by_tokens.memory, 0, up(tokens, PANEL) * dim * sizeof(float));
     for (int64_t token = 0; token < tokens; token++) {
         const int64_t offset = (packing->place[start + token] * packing->kv_heads + kv_head) * dim;
+        if (token + AHEAD < tokens) {
+            const int64_t next = (packing->place[start + token + AHEAD] * packing->kv_heads + kv_head) * dim;
+            fetch(keys + next, dim);
+            fetch(values + next, dim);
+        }
         put_by_tokens(keys + offset, dim, scratch->keys_by_tokens, token);
         put_by_columns(values + offset, dim, scratch->values, token);
         if (backward) {

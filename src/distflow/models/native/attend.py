@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from distflow.models.native.arguments import ADDRESS, COUNT
 from distflow.models.native.build import library
-from distflow.models.native.packing import ADDRESS, COUNT
 from distflow.models.shared_prefixes import Sharing
 
 

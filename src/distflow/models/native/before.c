@@ -1,10 +1,10 @@
 /* What attention is given by a decoder layer: norm, projections, rotation; and its gradient. See `layer.py`. */
 
-#include <omp.h>
 #include <stdint.h>
 #include <string.h>
 
 #include "linear.h"
+#include "rotation.h"
 
 /* Of queries, keys or values. */
 typedef struct {
@@ -24,25 +24,6 @@ typedef struct {
     Projection projections[3];
     int64_t rows, head_dim;
 } Before;
-
-/* The halves of a head by an angle each. */
-static void rotate(float *x, const float *cos, const float *sin, int64_t size) {
-    const int64_t half = size / 2;
-    for (int64_t i = 0; i < half; i++) {
-        const float first = x[i], second = x[i + half];
-        x[i] = first * cos[i] - second * sin[i];
-        x[i + half] = second * cos[i + half] + first * sin[i + half];
-    }
-}
-
-static void rotate_backward(float *x, const float *cos, const float *sin, int64_t size) {
-    const int64_t half = size / 2;
-    for (int64_t i = 0; i < half; i++) {
-        const float first = x[i], second = x[i + half];
-        x[i] = first * cos[i] + second * sin[i + half];
-        x[i + half] = second * cos[i + half] - first * sin[i];
-    }
-}
 
 static int64_t widest(const Before *before) {
     int64_t size = 0;
@@ -103,7 +84,7 @@ void before_attention(const Before *before, float *memory, int64_t threads) {
         for (int64_t start = rows.first; start < rows.last; start += BLOCK) {
             const int64_t count = smaller(BLOCK, rows.last - start);
             for (int64_t row = 0; row < count; row++)
-                normalise(&before->norm, before->x + (start + row) * hidden, own.normed.memory + row * own.normed.stride);
+                normalise(&before->norm, before->x + (start + row) * hidden, own.normed.memory + row * own.normed.stride, 0);
             for (int i = 0; i < 3; i++) {
                 const Projection *projection = before->projections + i;
                 const int64_t outputs = projection->linear.outputs;
@@ -113,7 +94,7 @@ void before_attention(const Before *before, float *memory, int64_t threads) {
                     const int64_t to = (start + row) * outputs, angles = (start + row) * dim;
                     if (projection->projected) memcpy(projection->projected + to, made, outputs * sizeof(float));
                     for (int64_t head = 0; head < outputs; head += dim) {
-                        if (projection->norm.weight) normalise(&projection->norm, made + head, made + head);
+                        if (projection->norm.weight) normalise(&projection->norm, made + head, made + head, 0);
                         if (projection->rotates) rotate(made + head, before->cos + angles, before->sin + angles, dim);
                     }
                     memcpy(projection->made + to, made, outputs * sizeof(float));
@@ -138,7 +119,7 @@ void before_attention_backward(const Before *before, float *memory, int64_t thre
             const int64_t count = smaller(BLOCK, rows.last - start);
             float normed[up(hidden, PANEL)];
             for (int64_t row = 0; row < count; row++) {
-                normalise(&before->norm, before->x + (start + row) * hidden, normed);
+                normalise(&before->norm, before->x + (start + row) * hidden, normed, 0);
                 put_by_columns(normed, hidden, own.normed, row);
             }
             for (int i = 0; i < 3; i++) {

@@ -12,7 +12,9 @@
 #include <string.h>
 
 #include "exponential.h"
+#include "gate.h"
 #include "halves.h"
+#include "norm.h"
 #include "products.h"
 
 /* Rows that go through a layer together: what is made of them stays in the cache. The faster products are, the less they
@@ -96,15 +98,6 @@ static void apply(const Linear *linear, const void *x, float *y, int64_t rows, R
     }
 }
 
-/* rounds: what is multiplied by the weights, as where x itself is rounded. */
-static void normalise(const float *x, const float *weight, float *y, int64_t size, float epsilon, int rounds) {
-    const float scale = 1.0f / sqrtf(dot(x, x, size) / size + epsilon);
-    for (int64_t i = 0; i < size; i++) {
-        const float normed = x[i] * scale;
-        y[i] = weight[i] * (rounds ? rounded(normed) : normed);
-    }
-}
-
 static void rotate(const float *x, const float *cos, const float *sin, float *y, int64_t head_dim) {
     const int64_t half = head_dim / 2;
     for (int64_t i = 0; i < half; i++) {
@@ -172,8 +165,8 @@ static void attend_row(const Model *model, const Layer *layer, const Memory *mem
     for (int64_t head = 0; head < model->heads + model->kv_heads; head++) {
         float *x = projected + head * head_dim;
         const int is_query = head < model->heads;
-        const float *norm = is_query ? layer->query_norm : layer->key_norm;
-        if (norm) normalise(x, norm, x, head_dim, model->epsilon, model->halves);
+        const Norm norm = {is_query ? layer->query_norm : layer->key_norm, NULL, head_dim, model->epsilon};
+        if (norm.weight) normalise(&norm, x, x, model->halves);
         rotate(x, cos, sin, x, head_dim);
     }
     const float *made_keys = projected + model->heads * head_dim, *made_values = made_keys + model->kv_heads * head_dim;
@@ -194,15 +187,6 @@ static void attend_row(const Model *model, const Layer *layer, const Memory *mem
     }
 }
 
-static void gate(const float *gate_up, float *gated, int64_t size, int rounds) {
-    memcpy(gated, gate_up, size * sizeof(float));
-    exponentials(gated, size, -1.0f, 0.0f);
-    for (int64_t i = 0; i < size; i++) {
-        const float opened = gate_up[i] / (1.0f + gated[i]);
-        gated[i] = (rounds ? rounded(opened) : opened) * gate_up[size + i]; /* rounded with all operands */
-    }
-}
-
 static int64_t panels_of(const Linear *linear) { return up(linear->columns, PANEL) / PANEL; }
 
 /* Numbers that each call of `decode` wants as scratch memory for each of its threads. */
@@ -216,11 +200,12 @@ int64_t scratch_size(const Model *model, int64_t extent) {
    outside of the vocabulary, or a position of the memory's `extent`. */
 int decode(const Model *model, const Memory *memory, const int64_t *tokens, const int64_t *positions, int64_t rows,
            int64_t extent, float *hidden, float *scratch, int64_t threads) {
-    const int64_t size = model->hidden, queries = model->heads * model->head_dim;
+    const int64_t size = model->hidden, inner = model->intermediate, queries = model->heads * model->head_dim;
     const int64_t all = queries + 2 * model->kv_heads * model->head_dim;
     for (int64_t row = 0; row < rows; row++)
         if (tokens[row] < 0 || tokens[row] >= model->vocabulary || positions[row] < 0 || positions[row] >= extent)
             return 1;
+    const Norm norm = {model->norm, NULL, size, model->epsilon};
     const int together = threads > 1 && rows < threads * TILE;
 #pragma omp parallel num_threads(threads)
     {
@@ -229,8 +214,8 @@ int decode(const Model *model, const Memory *memory, const int64_t *tokens, cons
         const Range mine = together ? (Range){0, rows} : share(rows, thread, team);
         float *normed = scratch + (together ? 0 : thread) * scratch_size(model, extent);
         float *projected = normed + CHUNK * size, *mixed = projected + CHUNK * all;
-        float *gate_up = mixed + CHUNK * queries, *gated = gate_up + CHUNK * 2 * model->intermediate;
-        uint32_t *pairs = (uint32_t *)(gated + CHUNK * model->intermediate);
+        float *gate_up = mixed + CHUNK * queries, *gated = gate_up + CHUNK * 2 * inner;
+        uint32_t *pairs = (uint32_t *)(gated + CHUNK * inner);
         float *scores = scratch + (thread + 1) * scratch_size(model, extent) - up(extent, LANES);
         begin_pairs();
 #define MEET                                                                                                           \
@@ -245,9 +230,11 @@ int decode(const Model *model, const Memory *memory, const int64_t *tokens, cons
                 memcpy(x + row * size, model->embedding + tokens[first + row] * size, size * sizeof(float));
             for (int64_t index = 0; index < model->num_layers; index++) {
                 const Layer *layer = model->layers + index;
+                const Norm input_norm = {layer->input_norm, NULL, size, model->epsilon};
+                const Norm post_norm = {layer->post_norm, NULL, size, model->epsilon};
 #define PANELS(linear) share(panels_of(&layer->linear), member, members)
                 for (int64_t row = own.first; row < own.last; row++)
-                    normalise(x + row * size, layer->input_norm, normed + row * size, size, model->epsilon, 0);
+                    normalise(&input_norm, x + row * size, normed + row * size, 0);
                 const void *given = operand(&layer->query_key_value, normed, own, pairs);
                 MEET;
                 apply(&layer->query_key_value, given, projected, count, PANELS(query_key_value), 0);
@@ -260,21 +247,21 @@ int decode(const Model *model, const Memory *memory, const int64_t *tokens, cons
                 apply(&layer->output, given, x, count, PANELS(output), 1);
                 MEET;
                 for (int64_t row = own.first; row < own.last; row++)
-                    normalise(x + row * size, layer->post_norm, normed + row * size, size, model->epsilon, 0);
+                    normalise(&post_norm, x + row * size, normed + row * size, 0);
                 given = operand(&layer->gate_up, normed, own, pairs);
                 MEET;
                 apply(&layer->gate_up, given, gate_up, count, PANELS(gate_up), 0);
                 MEET;
                 for (int64_t row = own.first; row < own.last; row++)
-                    gate(gate_up + row * 2 * model->intermediate, gated + row * model->intermediate,
-                         model->intermediate, model->halves);
+                    apply_gate(gate_up + row * 2 * inner, gate_up + (row * 2 + 1) * inner, gated + row * inner, inner,
+                         model->halves);
                 given = operand(&layer->down, gated, own, pairs);
                 MEET;
                 apply(&layer->down, given, x, count, PANELS(down), 1);
                 MEET;
             }
             for (int64_t row = own.first; row < own.last; row++)
-                normalise(x + row * size, model->norm, x + row * size, size, model->epsilon, 0);
+                normalise(&norm, x + row * size, x + row * size, 0);
         }
         end_pairs();
     }

@@ -5,8 +5,8 @@ import ctypes
 import torch
 from torch import Tensor
 
+from distflow.models.native.arguments import ADDRESS, COUNT
 from distflow.models.native.build import library
-from distflow.models.native.packing import ADDRESS, COUNT
 
 
 def draw(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -1,3 +1,5 @@
+#pragma once
+
 #include <stdint.h>
 
 /* Cody and Waite's reduction, and a polynomial: off by 2 units in the last place at most; 0 below e^-87.6, for which

@@ -12,30 +12,8 @@
 #endif
 #endif
 
+#include "bfloat16.h"
 #include "products.h"
-
-typedef uint32_t Pairs __attribute__((vector_size(4 * LANES), aligned(4), may_alias)); /* the first one's bits below */
-
-typedef union {
-    float number;
-    uint32_t bits;
-} Word;
-
-static inline float number_of(uint32_t bits) { return (Word){.bits = bits}.number; }
-
-/* To the nearest, of two as near to the even one. */
-static inline uint32_t half_of(float number) {
-    const uint32_t bits = (Word){number}.bits;
-    const uint32_t nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : nearest; /* NaN stays NaN */
-}
-
-static inline Vector load_halves(const uint16_t *from) {
-    typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
-    return (Vector)(__builtin_convertvector(*(const Halves *)from, Pairs) << 16);
-}
-
-static inline float rounded(float number) { return number_of(half_of(number) << 16); }
 
 #define UNIT 16 /* what a row's pairs are a multiple of */
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from distflow.models.native.arguments import ADDRESS, COUNT, Norm, address, norm_of
 from distflow.models.native.build import library
-from distflow.models.native.packing import ADDRESS, COUNT
 
 
 class _Linear(ctypes.Structure):
@@ -22,13 +22,9 @@ class _Linear(ctypes.Structure):
     ]
 
 
-class _Norm(ctypes.Structure):
-    _fields_ = [("weight", ADDRESS), ("of_weight", ADDRESS), ("size", COUNT), ("epsilon", ctypes.c_float)]
-
-
 class _Projection(ctypes.Structure):
     _fields_ = [
-        *(("linear", _Linear), ("norm", _Norm)),
+        *(("linear", _Linear), ("norm", Norm)),
         *((name, ADDRESS) for name in ("projected", "made", "of_made")),
         ("rotates", COUNT),
     ]
@@ -37,7 +33,7 @@ class _Projection(ctypes.Structure):
 class _Before(ctypes.Structure):
     _fields_ = [
         *((name, ADDRESS) for name in ("x", "of_x", "cos", "sin")),
-        *(("norm", _Norm), ("projections", _Projection * 3)),
+        *(("norm", Norm), ("projections", _Projection * 3)),
         *((name, COUNT) for name in ("rows", "head_dim")),
     ]
 
@@ -48,7 +44,7 @@ class _After(ctypes.Structure):
             (name, ADDRESS)
             for name in ("x", "mixed", "attended", "gates", "ups", "made", "of_made", "of_x", "of_mixed")
         ),
-        ("norm", _Norm),
+        ("norm", Norm),
         *((name, _Linear) for name in ("output", "gate", "up", "down")),
         ("rows", COUNT),
     ]
@@ -146,12 +142,12 @@ def _before(ctx: _Saved, saved: Sequence[Any], of_weights: Sequence[Tensor | Non
     x, cos, sin, norm, *others = saved
     weights, projected = others[:9], others[9:]
     of_norm, *of_others = of_weights
-    job = _Before(x.data_ptr(), None, cos.data_ptr(), sin.data_ptr(), _norm(norm, of_norm, ctx.epsilon))
+    job = _Before(x.data_ptr(), None, cos.data_ptr(), sin.data_ptr(), norm_of(norm, of_norm, ctx.epsilon))
     for index, place in enumerate(job.projections):
         own, of_own = weights[3 * index : 3 * index + 3], of_others[3 * index : 3 * index + 3]
         place.linear = _linear(own[:2], of_own[:2])
-        place.norm = _norm(own[2], of_own[2], ctx.epsilon)
-        place.projected, place.rotates = _address(projected[index]), index < 2
+        place.norm = norm_of(own[2], of_own[2], ctx.epsilon)
+        place.projected, place.rotates = address(projected[index]), index < 2
     job.rows, job.head_dim = len(x), ctx.head_dim
     return job
 
@@ -186,8 +182,8 @@ class _AfterAttention(Function):
 def _after(ctx: _Saved, saved: Sequence[Any], of_weights: Sequence[Tensor | None]) -> Any:
     mixed, attended, gates, ups, norm, *weights = saved
     of_norm, *of_others = of_weights
-    job = _After(norm=_norm(norm, of_norm, ctx.epsilon), rows=len(attended))
-    job.mixed, job.attended, job.gates, job.ups = (_address(each) for each in (mixed, attended, gates, ups))
+    job = _After(norm=norm_of(norm, of_norm, ctx.epsilon), rows=len(attended))
+    job.mixed, job.attended, job.gates, job.ups = (address(each) for each in (mixed, attended, gates, ups))
     for index, name in enumerate(("output", "gate", "up", "down")):
         setattr(job, name, _linear(weights[2 * index : 2 * index + 2], of_others[2 * index : 2 * index + 2]))
     return job
@@ -195,15 +191,7 @@ def _after(ctx: _Saved, saved: Sequence[Any], of_weights: Sequence[Tensor | None
 
 def _linear(own: Sequence[Tensor | None], of_own: Sequence[Tensor | None]) -> _Linear:
     outputs, inputs = own[0].shape  # type: ignore[union-attr]  # a bias may be missing, a weight never
-    return _Linear(*(_address(each) for each in (*own, *of_own)), inputs, outputs)
-
-
-def _norm(weight: Tensor | None, of_weight: Tensor | None, epsilon: float) -> _Norm:
-    return _Norm(_address(weight), _address(of_weight), 0 if weight is None else len(weight), epsilon)
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    return _Linear(*(address(each) for each in (*own, *of_own)), inputs, outputs)
 
 
 def _like(weight: Tensor | None) -> Tensor | None:

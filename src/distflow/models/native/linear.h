@@ -1,16 +1,16 @@
-/* Linear maps and norms of the rows of a block, and their gradients, in float32.
+/* Linear maps of the rows of a block, and their gradients, in float32.
 
    Rows go by blocks, so that what is made of them stays in the cache. Each thread has rows of its own, and adds up what
    these give to the weights' gradients; the threads' sums are added in order at last. */
 
 #pragma once
 
-#include <math.h>
-#include <omp.h>
 #include <stdint.h>
 #include <string.h>
 
+#include "norm.h"
 #include "products.h"
+#include "threads.h"
 
 #define BLOCK (6 * TILE) /* rows */
 /* Of rows that are read down their columns too: no power of two, of which caches hold few. */
@@ -21,22 +21,6 @@ typedef struct {
     float *of_weight, *of_bias;
     int64_t inputs, outputs;
 } Linear;
-
-typedef struct {
-    const float *weight; /* (size) */
-    float *of_weight;
-    int64_t size;
-    float epsilon;
-} Norm;
-
-typedef struct {
-    int64_t first, last;
-} Range;
-
-static Range share(int64_t size) {
-    const int64_t member = omp_get_thread_num(), members = omp_get_num_threads();
-    return (Range){size * member / members, size * (member + 1) / members};
-}
 
 /* Memory for the weights as panels: of what goes into the map, with outputs for columns; backward, of what comes back,
    with inputs for columns. */
@@ -90,39 +74,8 @@ static void add_gradients(const Linear *linear, Matrix of_y, int64_t rows, Matri
         for (int64_t i = 0; i < linear->outputs; i++) bias[i] += of_y.memory[row * of_y.stride + i];
 }
 
-/* The sums of the first thread, and as far apart those of the others, in order. to: rows of `size`. By all threads. */
-static void gather(float *to, int64_t rows, int64_t size, Matrix sums, int64_t apart) {
-    const Range own = share(rows);
-    for (int64_t row = own.first; row < own.last; row++) {
-        const float *from = sums.memory + row * sums.stride;
-        memcpy(to + row * size, from, size * sizeof(float));
-        for (int64_t thread = 1; thread < omp_get_num_threads(); thread++)
-            for (int64_t i = 0; i < size; i++) to[row * size + i] += from[thread * apart + i];
-    }
-}
-
 static void gather_linear(const Linear *linear, Matrix sums, int64_t apart) {
     gather(linear->of_weight, linear->outputs, linear->inputs, sums, apart);
     const Matrix bias = {sums.memory + linear->outputs * sums.stride, 1};
     if (linear->bias) gather(linear->of_bias, linear->outputs, 1, bias, apart);
-}
-
-static float scale_of(const Norm *norm, const float *x) {
-    return 1.0f / sqrtf(dot(x, x, norm->size) / norm->size + norm->epsilon);
-}
-
-static void normalise(const Norm *norm, const float *x, float *y) {
-    const float scale = scale_of(norm, x);
-    for (int64_t i = 0; i < norm->size; i++) y[i] = norm->weight[i] * (x[i] * scale);
-}
-
-/* With r = 1 / sqrt(mean(x²) + ε), g = dy · w: dx = r g - x r³ mean(g x), dw = dy x r. dy may be where dx goes. */
-static void normalise_backward(const Norm *norm, const float *x, const float *of_y, float *of_x, float *of_weight) {
-    const float scale = scale_of(norm, x);
-    for (int64_t i = 0; i < norm->size; i++) {
-        of_weight[i] += of_y[i] * (x[i] * scale);
-        of_x[i] = of_y[i] * norm->weight[i];
-    }
-    const float common = dot(of_x, x, norm->size) / norm->size * scale * scale;
-    for (int64_t i = 0; i < norm->size; i++) of_x[i] = scale * (of_x[i] - x[i] * common);
 }

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from distflow.models.native.arguments import ADDRESS, COUNT
 from distflow.models.native.build import NotNative
 
-ADDRESS, COUNT = ctypes.c_void_p, ctypes.c_int64
 MAKERS = ("torch.nn.", "transformers.")
 PAIRS_UNIT = 32  # `halves.h`: what the numbers of a row of pairs are filled up to
 KINDS = ("Linear", "Embedding", "RMSNorm", "MLP", "Attention", "SiLU", "SiLUActivation", "DecoderLayer", "Model")

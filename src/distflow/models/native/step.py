@@ -6,8 +6,9 @@ import logging
 import torch
 from torch import Tensor, nn
 
+from distflow.models.native.arguments import ADDRESS, COUNT
 from distflow.models.native.build import NotNative, library
-from distflow.models.native.packing import ADDRESS, COUNT, check, pack, parts, seen, seen_of_head
+from distflow.models.native.packing import check, pack, parts, seen, seen_of_head
 
 _log = logging.getLogger(__name__)
 
