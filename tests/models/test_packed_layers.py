@@ -1,5 +1,5 @@
-"""Layers by native code against the module itself in float64 and, in bfloat16, under autocast: states, and the gradient of
-every weight."""
+"""Layers by native code against the module itself in float64 and, in bfloat16, under autocast: states, and the
+gradient of every weight."""
 
 import copy
 from collections.abc import Callable
