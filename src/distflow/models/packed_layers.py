@@ -1,5 +1,6 @@
-"""A packed row's way through a decoder by native code: each layer is three operations in place of some fifty, whose
-parts stay in the processor's cache. For models and machines where there is none, `transformers` computes."""
+"""A packed row's way through a decoder by native code. In float32 a layer is three operations in place of some fifty,
+whose parts stay in the processor's cache; in bfloat16 products are torch's, and what stands between them is ours. For
+models and machines where there is none, `transformers` computes."""
 
 from typing import Any
 
@@ -12,16 +13,16 @@ from distflow.models.native import build as native
 from distflow.models.native.attend import Sequences, attend
 from distflow.models.native.between import add_norm, gate, split_heads
 from distflow.models.native.layer import after_attention, before_attention
-from distflow.models.native.packing import check, parts
+from distflow.models.native.packing import check, parts, side_by_side
 
 LARGEST = 2**19
-"""Numbers of a matrix of a gated MLP: of more the cache no longer holds what a thread works with, and torch's products
-gain on ours."""
+"""Numbers of a matrix of a gated MLP in float32: of more the cache no longer holds what a thread works with, and
+torch's products gain on ours."""
 
 
 def runs_natively(decoder: Any) -> bool:
-    """Whether `packed_layers` computes what the decoder does, as it is now: a small one, with its weights in float32 on
-    a CPU, and nothing in it that is another's than `transformers`'."""
+    """Whether `packed_layers` computes what the decoder does, as it is now: under autocast to bfloat16, or a small one,
+    with its weights in float32 on a CPU, and nothing in it that is another's than `transformers`'."""
     config = decoder.config
     if config.model_type not in FAMILIES or not native.is_there():
         return False
@@ -45,20 +46,21 @@ def packed_layers(decoder: Any, input_ids: Tensor, position_ids: Tensor, sequenc
     """Last hidden states `(rows, hidden)` in float32 of a row of tokens, both `(rows,)`; differentiable once."""
     hidden = decoder.embed_tokens(input_ids)
     cos, sin = (each[0] for each in decoder.rotary_emb(hidden, position_ids[None]))
-    if torch.is_autocast_enabled("cpu"):
-        with torch.autocast("cpu", enabled=False):
-            states: Tensor = decoder.norm(_in_bfloat16(decoder.layers, hidden, cos, sin, sequences))
-            return states
-    for layer in decoder.layers:
-        queries, keys, values = before_attention(layer, hidden, cos, sin)
-        mixed = attend(queries, keys, values, sequences, layer.self_attn.scaling)
-        hidden = after_attention(layer, hidden, mixed)
-    states = decoder.norm(hidden)
+    through = _in_bfloat16 if torch.is_autocast_enabled("cpu") else _in_float32
+    with torch.autocast("cpu", enabled=False):
+        states: Tensor = decoder.norm(through(decoder.layers, hidden, cos, sin, sequences))
     return states
 
 
+def _in_float32(layers: Any, hidden: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
+    for layer in layers:
+        queries, keys, values = before_attention(layer, hidden, cos, sin)
+        mixed = attend(queries, keys, values, sequences, layer.self_attn.scaling)
+        hidden = after_attention(layer, hidden, mixed)
+    return hidden
+
+
 def _in_bfloat16(layers: Any, hidden: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
-    """Products are torch's."""
     added = None
     for layer in layers:
         attention, mlp = layer.self_attn, layer.mlp
@@ -73,8 +75,4 @@ def _in_bfloat16(layers: Any, hidden: Tensor, cos: Tensor, sin: Tensor, sequence
 
 def _linear(x: Tensor, *modules: nn.Linear) -> Tensor:
     """What each makes of x, side by side; rounded as by autocast."""
-    weight, bias = torch.cat([module.weight.bfloat16() for module in modules]), None
-    if any(module.bias is not None for module in modules):
-        parts = [weight.new_zeros(len(m.weight)) if m.bias is None else m.bias.bfloat16() for m in modules]
-        bias = torch.cat(parts)
-    return linear(x, weight, bias)
+    return linear(x, *side_by_side(modules, torch.bfloat16))

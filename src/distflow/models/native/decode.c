@@ -16,6 +16,7 @@
 #include "halves.h"
 #include "norm.h"
 #include "products.h"
+#include "threads.h"
 
 /* Rows that go through a layer together: what is made of them stays in the cache. The faster products are, the less they
    may wait for weights. */
@@ -51,15 +52,7 @@ typedef struct {
     const float *cos, *sin; /* (positions, head_dim), the sines of the first half negative */
 } Memory;
 
-typedef struct {
-    int64_t first, last;
-} Range;
-
 int64_t panel_width(void) { return PANEL; }
-
-static Range share(int64_t size, int64_t member, int64_t members) {
-    return (Range){size * member / members, size * (member + 1) / members};
-}
 
 /* Numbers, or pairs of them, that a row of the linear map's operand is made of. */
 static int64_t depth_of(const Linear *linear) { return linear->halves ? pairs_of(linear->depth) : linear->depth; }
@@ -116,9 +109,8 @@ static inline float load_value(const void *values, int64_t index, const int halv
 }
 
 static void put_values(const float *made, int64_t size, void *values, int64_t index, int halves) {
-    if (!halves) memcpy((float *)values + index, made, size * sizeof(float));
-    else
-        for (int64_t i = 0; i < size; i++) ((uint16_t *)values)[index + i] = half_of(made[i]);
+    if (halves) round_all(made, size, (uint16_t *)values + index);
+    else memcpy((float *)values + index, made, size * sizeof(float));
 }
 
 /* What one query mixes of `length` values. next: the keys that are read after these. scores: (length), and what is
@@ -211,7 +203,7 @@ int decode(const Model *model, const Memory *memory, const int64_t *tokens, cons
     {
         const int64_t thread = omp_get_thread_num(), team = omp_get_num_threads();
         const int64_t member = together ? thread : 0, members = together ? team : 1;
-        const Range mine = together ? (Range){0, rows} : share(rows, thread, team);
+        const Range mine = together ? (Range){0, rows} : share(rows);
         float *normed = scratch + (together ? 0 : thread) * scratch_size(model, extent);
         float *projected = normed + CHUNK * size, *mixed = projected + CHUNK * all;
         float *gate_up = mixed + CHUNK * queries, *gated = gate_up + CHUNK * 2 * inner;
@@ -224,7 +216,7 @@ int decode(const Model *model, const Memory *memory, const int64_t *tokens, cons
     }
         for (int64_t first = mine.first; first < mine.last; first += CHUNK) {
             const int64_t count = smaller(CHUNK, mine.last - first);
-            const Range own = share(count, member, members); /* rows of the chunk */
+            const Range own = share_of(count, member, members); /* rows of the chunk */
             float *x = hidden + first * size;
             for (int64_t row = own.first; row < own.last; row++)
                 memcpy(x + row * size, model->embedding + tokens[first + row] * size, size * sizeof(float));
@@ -232,7 +224,7 @@ int decode(const Model *model, const Memory *memory, const int64_t *tokens, cons
                 const Layer *layer = model->layers + index;
                 const Norm input_norm = {layer->input_norm, NULL, size, model->epsilon};
                 const Norm post_norm = {layer->post_norm, NULL, size, model->epsilon};
-#define PANELS(linear) share(panels_of(&layer->linear), member, members)
+#define PANELS(linear) share_of(panels_of(&layer->linear), member, members)
                 for (int64_t row = own.first; row < own.last; row++)
                     normalise(&input_norm, x + row * size, normed + row * size, 0);
                 const void *given = operand(&layer->query_key_value, normed, own, pairs);
@@ -254,7 +246,7 @@ int decode(const Model *model, const Memory *memory, const int64_t *tokens, cons
                 MEET;
                 for (int64_t row = own.first; row < own.last; row++)
                     apply_gate(gate_up + row * 2 * inner, gate_up + (row * 2 + 1) * inner, gated + row * inner, inner,
-                         model->halves);
+                               model->halves);
                 given = operand(&layer->down, gated, own, pairs);
                 MEET;
                 apply(&layer->down, given, x, count, PANELS(down), 1);
@@ -276,10 +268,10 @@ void project(const Linear *linear, const float *x, float *y, int64_t rows, float
 #pragma omp parallel num_threads(threads)
     {
         const int64_t thread = omp_get_thread_num(), team = omp_get_num_threads();
-        const void *given = operand(linear, x, share(rows, thread, team), (uint32_t *)scratch);
+        const void *given = operand(linear, x, share(rows), (uint32_t *)scratch);
 #pragma omp barrier
         begin_pairs();
-        apply(linear, given, y, rows, share(panels_of(linear), thread, team), 0);
+        apply(linear, given, y, rows, share(panels_of(linear)), 0);
         end_pairs();
     }
 }

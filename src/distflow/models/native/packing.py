@@ -1,7 +1,7 @@
 """A decoder's weights in the layout of `decode.c`, and what that layout was made of."""
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +87,16 @@ def parts(decoder: nn.Module) -> Iterator[nn.Module]:
     yield from (body["embed_tokens"], body["norm"])  # type: ignore[misc]
 
 
+def side_by_side(modules: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of the one linear map that makes, in this order, what these make of the same input."""
+    weight = torch.cat([module.weight.to(dtype) for module in modules])
+    if all(module.bias is None for module in modules):
+        return weight, None
+    biases = (weight.new_zeros(len(m.weight)) if m.bias is None else m.bias.to(dtype) for m in modules)
+    return weight, torch.cat(list(biases))
+
+
+@torch.no_grad()
 def pack(causal: Any, panel: int, halves: bool) -> Packed:
     """Of a model whose parts `check` has nothing against. panel: columns that are computed together. halves: products
     are of bfloat16."""
@@ -94,18 +104,13 @@ def pack(causal: Any, panel: int, halves: bool) -> Packed:
     kept: list[object] = []
 
     def linear(*modules: nn.Linear) -> Linear:
-        weight = torch.cat([module.weight.detach() for module in modules])
+        weight, bias = side_by_side(modules, torch.bfloat16 if halves else torch.float32)
         columns, depth = weight.shape
         unit = PAIRS_UNIT if halves else 1
-        numbers = weight.to(torch.bfloat16) if halves else weight
-        padded = nn.functional.pad(numbers, (0, -depth % unit, 0, -columns % panel))
+        padded = nn.functional.pad(weight, (0, -depth % unit, 0, -columns % panel))
         words = padded.view(torch.int32)  # numbers, or pairs of them
         panels = words.unflatten(0, (-1, panel)).transpose(1, 2).contiguous()
-        bias = None
-        if any(module.bias is not None for module in modules):
-            parts = [weight.new_zeros(len(m.weight)) if m.bias is None else m.bias.detach() for m in modules]
-            bias = torch.cat(parts)
-            bias = bias.to(torch.bfloat16).float() if halves else bias
+        bias = None if bias is None else bias.float()
         kept.append((panels, bias))
         return Linear(panels.data_ptr(), None if bias is None else bias.data_ptr(), depth, columns, halves)
 

@@ -12,10 +12,11 @@ typedef struct {
     int64_t first, last;
 } Range;
 
-static Range share(int64_t size) {
-    const int64_t member = omp_get_thread_num(), members = omp_get_num_threads();
+static Range share_of(int64_t size, int64_t member, int64_t members) {
     return (Range){size * member / members, size * (member + 1) / members};
 }
+
+static Range share(int64_t size) { return share_of(size, omp_get_thread_num(), omp_get_num_threads()); }
 
 /* The sums of the first thread, and as far apart those of the others, in order. to: rows of `size`. By all threads. */
 static void gather(float *to, int64_t rows, int64_t size, Matrix sums, int64_t apart) {
