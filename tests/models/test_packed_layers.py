@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from distflow.models import packed_layers
 from distflow.models.activations import checkpoint_activations
 from distflow.models.lora import add_lora
 from distflow.models.native import build as native
 from distflow.models.packed import choose_attention, packed_hidden_states
 from distflow.models.packed_forward import attach_packed_forward
-from distflow.models.packed_layers import LARGEST, runs_natively
+from distflow.models.packed_layers import runs_natively
 from distflow.models.shared_prefixes import shared_prefixes
 from distflow.models.value_head import load_value_model
 from tests.models.native.test_step import VARIANTS, make
@@ -54,9 +55,14 @@ def states_and_gradients(
     return states.detach(), {name: p.grad for name, p in model.named_parameters() if "lm_head" not in name}
 
 
+@pytest.mark.parametrize("largest", [packed_layers.LARGEST, 0])
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_states_and_gradients_are_those_of_the_module_in_float64(variant: str, shares: bool) -> None:
+def test_states_and_gradients_are_those_of_the_module_in_float64(
+    variant: str, shares: bool, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """largest: of 0 every model counts as a large one."""
+    monkeypatch.setattr(packed_layers, "LARGEST", largest)
     family, changes = VARIANTS[variant]
     model = trainable(family, **changes)
     exact = copy.deepcopy(model).double()
@@ -221,12 +227,16 @@ def test_float16_is_torchs() -> None:
         assert not runs_natively(model.model)
 
 
-def test_a_model_whose_matrices_are_large_is_torchs_but_for_bfloat16() -> None:
-    assert runs_natively(trainable(hidden_size=64, intermediate_size=LARGEST // 64).model)
-    large = trainable(hidden_size=64, intermediate_size=LARGEST // 64 + 1).model
-    assert not runs_natively(large)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert runs_natively(large)
+def test_beyond_the_largest_products_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By bits: the same numbers in another order."""
+    sizes = {"hidden_size": 64, "intermediate_size": packed_layers.LARGEST // 64}
+    fits, exceeds = trainable(**sizes), trainable(hidden_size=64, intermediate_size=sizes["intermediate_size"] + 1)
+    for model, changes in ((fits, True), (exceeds, False)):
+        assert runs_natively(model.model)
+        with monkeypatch.context() as patched:
+            states = packed_hidden_states(model, tokens(), LENGTHS)
+            patched.setattr(packed_layers, "LARGEST", 0)
+            assert torch.equal(states, packed_hidden_states(model, tokens(), LENGTHS)) is not changes
 
 
 def test_value_models_run_natively_too(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-/* What stands between the products of a decoder layer, where these take and make bfloat16: residuals and norms, heads and
-   their rotation, the gate; and their gradients. See `between.py`. */
+/* What stands between the products of a decoder layer: residuals and norms, heads and their rotation, the gate; and their
+   gradients. See `between.py`. halves: what products take and make is in bfloat16, else in float32. */
 
 #include <stdint.h>
 #include <string.h>
@@ -10,9 +10,19 @@
 #include "rotation.h"
 #include "threads.h"
 
+static void read_row(const void *from, int64_t at, int64_t size, int64_t halves, float *to) {
+    if (halves) widen((const uint16_t *)from + at, size, to);
+    else memcpy(to, (const float *)from + at, size * sizeof(float));
+}
+
+static void write_row(const float *from, int64_t size, int64_t halves, void *to, int64_t at) {
+    if (halves) round_all(from, size, (uint16_t *)to + at);
+    else memcpy((float *)to + at, from, size * sizeof(float));
+}
+
 /* made = x + added, normed: its norm. added: NULL for none. All (rows, norm.size). */
-void add_norm(const Norm *norm, const float *x, const uint16_t *added, int64_t rows, float *made, uint16_t *normed,
-              int64_t threads) {
+void add_norm(const Norm *norm, const float *x, const void *added, int64_t rows, int64_t halves, float *made,
+              void *normed, int64_t threads) {
     const int64_t size = norm->size;
 #pragma omp parallel num_threads(threads)
     {
@@ -20,18 +30,18 @@ void add_norm(const Norm *norm, const float *x, const uint16_t *added, int64_t r
         float line[size];
         for (int64_t row = own.first; row < own.last; row++) {
             const int64_t at = row * size;
-            if (added) widen(added + at, size, line);
+            if (added) read_row(added, at, size, halves, line);
             else memset(line, 0, size * sizeof(float));
             for (int64_t i = 0; i < size; i++) made[at + i] = x[at + i] + line[i];
             normalise(norm, made + at, line, 0);
-            round_all(line, size, normed + at);
+            write_row(line, size, halves, normed, at);
         }
     }
 }
 
 /* of_added: NULL where nothing was added. sums: (threads, norm.size) */
-void add_norm_backward(const Norm *norm, const float *made, const float *of_made, const uint16_t *of_normed, int64_t rows,
-                       float *of_x, uint16_t *of_added, float *sums, int64_t threads) {
+void add_norm_backward(const Norm *norm, const float *made, const float *of_made, const void *of_normed, int64_t rows,
+                       int64_t halves, float *of_x, void *of_added, float *sums, int64_t threads) {
     const int64_t size = norm->size;
 #pragma omp parallel num_threads(threads)
     {
@@ -40,10 +50,10 @@ void add_norm_backward(const Norm *norm, const float *made, const float *of_made
         memset(of_weight, 0, size * sizeof(float));
         for (int64_t row = own.first; row < own.last; row++) {
             const int64_t at = row * size;
-            widen(of_normed + at, size, line);
+            read_row(of_normed, at, size, halves, line);
             normalise_backward(norm, made + at, line, line, of_weight);
             for (int64_t i = 0; i < size; i++) of_x[at + i] = of_made[at + i] + line[i];
-            if (of_added) round_all(of_x + at, size, of_added + at);
+            if (of_added) write_row(of_x + at, size, halves, of_added, at);
         }
 #pragma omp barrier
         gather(norm->of_weight, size, 1, (Matrix){sums, 1}, size);
@@ -58,48 +68,46 @@ typedef struct {
 
 /* projected: (rows, all heads · head_dim). made: of queries, keys, values (rows, heads, head_dim). cos, sin: (rows,
    head_dim) */
-void split_heads(const Heads *heads, const uint16_t *projected, const float *cos, const float *sin, int64_t rows,
-                 float *const made[3], int64_t threads) {
+void split_heads(const Heads *heads, const void *projected, const float *cos, const float *sin, int64_t rows,
+                 int64_t halves, float *const made[3], int64_t threads) {
     const int64_t dim = heads->head_dim;
 #pragma omp parallel num_threads(threads)
     {
         const Range own = share(rows);
-        const uint16_t *from = projected + own.first * dim * (heads->heads[0] + heads->heads[1] + heads->heads[2]);
+        int64_t at = own.first * dim * (heads->heads[0] + heads->heads[1] + heads->heads[2]);
         for (int64_t row = own.first; row < own.last; row++)
             for (int kind = 0; kind < 3; kind++)
-                for (int64_t head = 0; head < heads->heads[kind]; head++, from += dim) {
+                for (int64_t head = 0; head < heads->heads[kind]; head++, at += dim) {
                     float *to = made[kind] + (row * heads->heads[kind] + head) * dim;
-                    widen(from, dim, to);
+                    read_row(projected, at, dim, halves, to);
                     if (kind == 2) continue;
-                    if (heads->norms[kind].weight) normalise(heads->norms + kind, to, to, 1);
+                    if (heads->norms[kind].weight) normalise(heads->norms + kind, to, to, halves);
                     rotate(to, cos + row * dim, sin + row * dim, dim);
                 }
     }
 }
 
 /* sums: (threads, 2, head_dim) */
-void split_heads_backward(const Heads *heads, const uint16_t *projected, const float *cos, const float *sin,
-                          int64_t rows, const float *const of_made[3], uint16_t *of_projected, float *sums,
+void split_heads_backward(const Heads *heads, const void *projected, const float *cos, const float *sin, int64_t rows,
+                          int64_t halves, const float *const of_made[3], void *of_projected, float *sums,
                           int64_t threads) {
     const int64_t dim = heads->head_dim;
 #pragma omp parallel num_threads(threads)
     {
         const Range own = share(rows);
-        const int64_t first = own.first * dim * (heads->heads[0] + heads->heads[1] + heads->heads[2]);
-        const uint16_t *from = projected + first;
-        uint16_t *to = of_projected + first;
+        int64_t at = own.first * dim * (heads->heads[0] + heads->heads[1] + heads->heads[2]);
         float of_head[dim], given[dim], *of_weights = sums + omp_get_thread_num() * 2 * dim;
         memset(of_weights, 0, 2 * dim * sizeof(float));
         for (int64_t row = own.first; row < own.last; row++)
             for (int kind = 0; kind < 3; kind++)
-                for (int64_t head = 0; head < heads->heads[kind]; head++, from += dim, to += dim) {
+                for (int64_t head = 0; head < heads->heads[kind]; head++, at += dim) {
                     memcpy(of_head, of_made[kind] + (row * heads->heads[kind] + head) * dim, dim * sizeof(float));
                     if (kind < 2) rotate_backward(of_head, cos + row * dim, sin + row * dim, dim);
                     if (kind < 2 && heads->norms[kind].weight) {
-                        widen(from, dim, given);
+                        read_row(projected, at, dim, halves, given);
                         normalise_backward(heads->norms + kind, given, of_head, of_head, of_weights + kind * dim);
                     }
-                    round_all(of_head, dim, to);
+                    write_row(of_head, dim, halves, of_projected, at);
                 }
 #pragma omp barrier
         for (int kind = 0; kind < 2; kind++)
@@ -109,31 +117,31 @@ void split_heads_backward(const Heads *heads, const uint16_t *projected, const f
 }
 
 /* gate_up: (rows, 2, size), gated: (rows, size) */
-void gate_rows(const uint16_t *gate_up, int64_t rows, int64_t size, uint16_t *gated, int64_t threads) {
+void gate_rows(const void *gate_up, int64_t rows, int64_t size, int64_t halves, void *gated, int64_t threads) {
 #pragma omp parallel num_threads(threads)
     {
         const Range own = share(rows);
         float both[2 * size], line[size];
         for (int64_t row = own.first; row < own.last; row++) {
-            widen(gate_up + row * 2 * size, 2 * size, both);
-            apply_gate(both, both + size, line, size, 1);
-            round_all(line, size, gated + row * size);
+            read_row(gate_up, row * 2 * size, 2 * size, halves, both);
+            apply_gate(both, both + size, line, size, halves);
+            write_row(line, size, halves, gated, row * size);
         }
     }
 }
 
-void gate_rows_backward(const uint16_t *gate_up, const uint16_t *of_gated, int64_t rows, int64_t size,
-                        uint16_t *of_gate_up, int64_t threads) {
+void gate_rows_backward(const void *gate_up, const void *of_gated, int64_t rows, int64_t size, int64_t halves,
+                        void *of_gate_up, int64_t threads) {
 #pragma omp parallel num_threads(threads)
     {
         const Range own = share(rows);
         float both[2 * size], of_up[size], of_gate[size], line[size];
         for (int64_t row = own.first; row < own.last; row++) {
-            widen(gate_up + row * 2 * size, 2 * size, both);
-            widen(of_gated + row * size, size, of_up);
+            read_row(gate_up, row * 2 * size, 2 * size, halves, both);
+            read_row(of_gated, row * size, size, halves, of_up);
             gate_backward(both, both + size, of_up, line, of_gate, size);
-            round_all(of_gate, size, of_gate_up + row * 2 * size);
-            round_all(of_up, size, of_gate_up + (row * 2 + 1) * size);
+            write_row(of_gate, size, halves, of_gate_up, row * 2 * size);
+            write_row(of_up, size, halves, of_gate_up, (row * 2 + 1) * size);
         }
     }
 }

@@ -1,5 +1,6 @@
-"""What stands between the products of a decoder layer in bfloat16 on a CPU, by native code, forward and backward: each
-reads what it takes, and writes what it makes, once. It rounds where autocast does forward, and less often backward."""
+"""What stands between the products of a decoder layer on a CPU, by native code, forward and backward: each reads what
+it takes, and writes what it makes, once. Products take and make bfloat16 or float32. Of bfloat16 it rounds where
+autocast does forward, and less often backward."""
 
 import ctypes
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ class _Saved(Protocol):
 
     needs_input_grad: tuple[bool, ...]
     epsilon: float
+    dtype: torch.dtype
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]: ...
@@ -30,17 +32,17 @@ class _Saved(Protocol):
     def save_for_backward(self, *tensors: Tensor | None) -> None: ...
 
 
-def add_norm(x: Tensor, added: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
-    """x + added in float32, and its norm in bfloat16. x: float32 `(rows, hidden)`; added: bfloat16, or None for zeros.
-    Differentiable once, as all here."""
-    made: tuple[Tensor, Tensor] = _AddNorm.apply(x.contiguous(), added, norm.weight, norm.variance_epsilon)
+def add_norm(x: Tensor, added: Tensor | None, norm: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x + added in float32, and its norm in the products' dtype. x: float32 `(rows, hidden)`; added: what a product
+    made, or None for zeros. Differentiable once, as all here."""
+    made: tuple[Tensor, Tensor] = _AddNorm.apply(x.contiguous(), added, norm.weight, norm.variance_epsilon, dtype)
     return made
 
 
 def split_heads(projected: Tensor, cos: Tensor, sin: Tensor, attention: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Normed and rotated queries, rotated keys and values, all float32 `(rows, heads of each, head_dim)`.
 
-    projected: bfloat16 `(rows, all heads · head_dim)`, in this order. cos, sin: float32 `(rows, head_dim)`."""
+    projected: by a product, `(rows, all heads · head_dim)`, in this order. cos, sin: float32 `(rows, head_dim)`."""
     norms = [getattr(attention, f"{name}_norm", None) for name in ("q", "k")]
     weights = [None if norm is None else norm.weight for norm in norms]
     epsilon = 0.0 if norms[0] is None else norms[0].variance_epsilon
@@ -56,17 +58,19 @@ def split_heads(projected: Tensor, cos: Tensor, sin: Tensor, attention: Any) -> 
 
 
 def gate(gate_up: Tensor) -> Tensor:
-    """silu(gate) · up. gate_up: bfloat16 `(rows, 2 · size)`, gates first. bfloat16 `(rows, size)`."""
+    """silu(gate) · up, `(rows, size)`. gate_up: by a product, `(rows, 2 · size)`, gates first."""
     gated: Tensor = _Gate.apply(gate_up)
     return gated
 
 
 class _AddNorm(Function):
     @staticmethod
-    def forward(ctx: _Saved, x: Tensor, added: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        made, normed = torch.empty_like(x), torch.empty_like(x, dtype=torch.bfloat16)
+    def forward(
+        ctx: _Saved, x: Tensor, added: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        made, normed = torch.empty_like(x), torch.empty_like(x, dtype=dtype)
         norm = norm_of(weight, None, epsilon)
-        _run("add_norm", ctypes.byref(norm), x, added, COUNT(len(x)), made, normed)
+        _run("add_norm", ctypes.byref(norm), x, added, COUNT(len(x)), _halves(normed), made, normed)
         ctx.save_for_backward(made, weight)
         ctx.epsilon = epsilon
         return made, normed
@@ -76,11 +80,11 @@ class _AddNorm(Function):
     def backward(ctx: _Saved, of_made: Tensor, of_normed: Tensor) -> tuple[Tensor | None, ...]:
         made, weight = ctx.saved_tensors
         of_x, of_weight = torch.empty_like(made), torch.empty_like(weight)
-        of_added = torch.empty_like(made, dtype=torch.bfloat16) if ctx.needs_input_grad[1] else None
+        of_added = torch.empty_like(of_normed) if ctx.needs_input_grad[1] else None
         norm, sums = norm_of(weight, of_weight, ctx.epsilon), weight.new_empty(torch.get_num_threads(), len(weight))
-        given = (made, of_made.contiguous(), of_normed.contiguous())
-        _run("add_norm_backward", ctypes.byref(norm), *given, COUNT(len(made)), of_x, of_added, sums)
-        return of_x, of_added, of_weight, None
+        given = (made, of_made.contiguous(), of_normed.contiguous(), COUNT(len(made)), _halves(of_normed))
+        _run("add_norm_backward", ctypes.byref(norm), *given, of_x, of_added, sums)
+        return of_x, of_added, of_weight, None, None
 
 
 class _SplitHeads(Function):
@@ -98,9 +102,10 @@ class _SplitHeads(Function):
         num_heads = projected.shape[1] // dim - 2 * num_kv_heads
         made = [cos.new_empty(rows, heads, dim) for heads in (num_heads, num_kv_heads, num_kv_heads)]
         heads = _heads(made, epsilon, norms, (None, None))
-        _run("split_heads", ctypes.byref(heads), projected, cos, sin, COUNT(rows), _addresses(made))
+        given = (projected, cos, sin, COUNT(rows), _halves(projected))
+        _run("split_heads", ctypes.byref(heads), *given, _addresses(made))
         ctx.save_for_backward(projected if norms[0] is not None else None, cos, sin, *norms)
-        ctx.epsilon = epsilon
+        ctx.epsilon, ctx.dtype = epsilon, projected.dtype
         return tuple(made)
 
     @staticmethod
@@ -111,11 +116,11 @@ class _SplitHeads(Function):
         of_norms = [None if norm is None else torch.empty_like(norm) for norm in norms]
         given = [each.contiguous() for each in of_made]
         heads = _heads(given, ctx.epsilon, norms, of_norms)
-        of_projected = cos.new_empty(rows, sum(each.shape[1] for each in given) * dim, dtype=torch.bfloat16)
+        of_projected = cos.new_empty(rows, sum(each.shape[1] for each in given) * dim, dtype=ctx.dtype)
         sums = cos.new_empty(torch.get_num_threads(), 2, dim)
         _run(
             *("split_heads_backward", ctypes.byref(heads), projected, cos, sin, COUNT(rows)),
-            *(_addresses(given), of_projected, sums),
+            *(_halves(of_projected), _addresses(given), of_projected, sums),
         )
         return of_projected, None, None, None, None, *of_norms
 
@@ -140,7 +145,7 @@ class _Gate(Function):
     def forward(ctx: _Saved, gate_up: Tensor) -> Tensor:
         rows, size = len(gate_up), gate_up.shape[1] // 2
         gated = gate_up.new_empty(rows, size)
-        _run("gate_rows", gate_up, COUNT(rows), COUNT(size), gated)
+        _run("gate_rows", gate_up, COUNT(rows), COUNT(size), _halves(gated), gated)
         ctx.save_for_backward(gate_up)
         return gated
 
@@ -150,8 +155,13 @@ class _Gate(Function):
         (gate_up,) = ctx.saved_tensors
         rows, size = of_gated.shape
         of_gate_up = torch.empty_like(gate_up)
-        _run("gate_rows_backward", gate_up, of_gated.contiguous(), COUNT(rows), COUNT(size), of_gate_up)
+        given = (gate_up, of_gated.contiguous(), COUNT(rows), COUNT(size), _halves(gate_up))
+        _run("gate_rows_backward", *given, of_gate_up)
         return of_gate_up
+
+
+def _halves(numbers: Tensor) -> ctypes.c_int64:
+    return COUNT(numbers.dtype == torch.bfloat16)
 
 
 def _run(name: str, *arguments: Any) -> None:
