@@ -9,6 +9,7 @@ from distflow.config.errors import UserError
 from distflow.config.functions import LoadError, load_modules
 from distflow.graph import Program
 from distflow.pipelines.devices import planes_threads
+from distflow.pipelines.heap import keep_freed_memory
 from distflow.pipelines.select import bound, select_pipeline
 from distflow.planning.threads import own_cores
 
@@ -21,15 +22,16 @@ def bind(config: Config) -> Program:
 
 
 def rebuild(config: Config) -> Program:
-    """The same on a worker, which has its threads to set and the user's modules to import first."""
-    fix_threads(config)
+    """The same on a worker, which is to be made ready and has the user's modules to import first."""
+    make_process_ready(config)
     import_user_modules(config)
     return bind(config)
 
 
-def fix_threads(config: Config) -> None:
-    """Once, before any thread starts: results are bit-equal for one number of threads only. Raises UserError for more
-    than can be meant."""
+def make_process_ready(config: Config) -> None:
+    """Its heap, and its threads before any of them starts: results are bit-equal for one number of threads only.
+    Raises UserError for more than can be meant."""
+    keep_freed_memory()
     trainer, rollout = planes_threads(config)
     for key, threads in (("trainer", trainer), ("actor_rollout_ref.rollout", rollout)):
         if (threads or 0) > _MAX_THREADS:

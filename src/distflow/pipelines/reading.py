@@ -9,7 +9,7 @@ from distflow.config.program import CUSTOM, program_name
 from distflow.config.watch import watch
 from distflow.data.prompts import PromptSet
 from distflow.graph import Program
-from distflow.pipelines.binding import bind, fix_threads, import_user_modules
+from distflow.pipelines.binding import bind, import_user_modules, make_process_ready
 from distflow.pipelines.data_sets import DataSource, held_out_sources, train_sources
 from distflow.pipelines.inert import refuse_inert_keys
 from distflow.pipelines.models import load_policy_tokenizer, policy_context
@@ -47,7 +47,7 @@ def read_config(loaded: Loaded) -> Reading:
     The rest of a spec is made twice, here to see what it reads, before any file is opened.
     """
     config, reads = watch(loaded.config)
-    fix_threads(config)
+    make_process_ready(config)
     import_user_modules(config)
     program = bind(config)
     judged = "judge" in program.services
