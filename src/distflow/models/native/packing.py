@@ -89,7 +89,8 @@ def parts(decoder: nn.Module) -> Iterator[nn.Module]:
 
 def side_by_side(modules: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of the one linear map that makes, in this order, what these make of the same input."""
-    weight = torch.cat([module.weight.to(dtype) for module in modules])
+    weights = [module.weight.to(dtype) for module in modules]
+    weight = torch.cat(weights) if len(weights) > 1 else weights[0]  # without a copy of one that is alone
     if all(module.bias is None for module in modules):
         return weight, None
     biases = (weight.new_zeros(len(m.weight)) if m.bias is None else m.bias.to(dtype) for m in modules)
