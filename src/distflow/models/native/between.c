@@ -10,16 +10,6 @@
 #include "rotation.h"
 #include "threads.h"
 
-static void read_row(const void *from, int64_t at, int64_t size, int64_t halves, float *to) {
-    if (halves) widen((const uint16_t *)from + at, size, to);
-    else memcpy(to, (const float *)from + at, size * sizeof(float));
-}
-
-static void write_row(const float *from, int64_t size, int64_t halves, void *to, int64_t at) {
-    if (halves) round_all(from, size, (uint16_t *)to + at);
-    else memcpy((float *)to + at, from, size * sizeof(float));
-}
-
 /* made = x + added, normed: its norm. added: NULL for none. All (rows, norm.size). */
 void add_norm(const Norm *norm, const float *x, const void *added, int64_t rows, int64_t halves, float *made,
               void *normed, int64_t threads) {
@@ -30,11 +20,11 @@ void add_norm(const Norm *norm, const float *x, const void *added, int64_t rows,
         float line[size];
         for (int64_t row = own.first; row < own.last; row++) {
             const int64_t at = row * size;
-            if (added) read_row(added, at, size, halves, line);
+            if (added) read_numbers(added, at, size, line, halves);
             else memset(line, 0, size * sizeof(float));
             for (int64_t i = 0; i < size; i++) made[at + i] = x[at + i] + line[i];
             normalise(norm, made + at, line, 0);
-            write_row(line, size, halves, normed, at);
+            write_numbers(line, size, normed, at, halves);
         }
     }
 }
@@ -50,10 +40,10 @@ void add_norm_backward(const Norm *norm, const float *made, const float *of_made
         memset(of_weight, 0, size * sizeof(float));
         for (int64_t row = own.first; row < own.last; row++) {
             const int64_t at = row * size;
-            read_row(of_normed, at, size, halves, line);
+            read_numbers(of_normed, at, size, line, halves);
             normalise_backward(norm, made + at, line, line, of_weight);
             for (int64_t i = 0; i < size; i++) of_x[at + i] = of_made[at + i] + line[i];
-            if (of_added) write_row(of_x + at, size, halves, of_added, at);
+            if (of_added) write_numbers(of_x + at, size, of_added, at, halves);
         }
 #pragma omp barrier
         gather(norm->of_weight, size, 1, (Matrix){sums, 1}, size);
@@ -79,7 +69,7 @@ void split_heads(const Heads *heads, const void *projected, const float *cos, co
             for (int kind = 0; kind < 3; kind++)
                 for (int64_t head = 0; head < heads->heads[kind]; head++, at += dim) {
                     float *to = made[kind] + (row * heads->heads[kind] + head) * dim;
-                    read_row(projected, at, dim, halves, to);
+                    read_numbers(projected, at, dim, to, halves);
                     if (kind == 2) continue;
                     if (heads->norms[kind].weight) normalise(heads->norms + kind, to, to, halves);
                     rotate(to, cos + row * dim, sin + row * dim, dim);
@@ -104,10 +94,10 @@ void split_heads_backward(const Heads *heads, const void *projected, const float
                     memcpy(of_head, of_made[kind] + (row * heads->heads[kind] + head) * dim, dim * sizeof(float));
                     if (kind < 2) rotate_backward(of_head, cos + row * dim, sin + row * dim, dim);
                     if (kind < 2 && heads->norms[kind].weight) {
-                        read_row(projected, at, dim, halves, given);
+                        read_numbers(projected, at, dim, given, halves);
                         normalise_backward(heads->norms + kind, given, of_head, of_head, of_weights + kind * dim);
                     }
-                    write_row(of_head, dim, halves, of_projected, at);
+                    write_numbers(of_head, dim, of_projected, at, halves);
                 }
 #pragma omp barrier
         for (int kind = 0; kind < 2; kind++)
@@ -123,9 +113,9 @@ void gate_rows(const void *gate_up, int64_t rows, int64_t size, int64_t halves, 
         const Range own = share(rows);
         float both[2 * size], line[size];
         for (int64_t row = own.first; row < own.last; row++) {
-            read_row(gate_up, row * 2 * size, 2 * size, halves, both);
+            read_numbers(gate_up, row * 2 * size, 2 * size, both, halves);
             apply_gate(both, both + size, line, size, halves);
-            write_row(line, size, halves, gated, row * size);
+            write_numbers(line, size, gated, row * size, halves);
         }
     }
 }
@@ -137,11 +127,11 @@ void gate_rows_backward(const void *gate_up, const void *of_gated, int64_t rows,
         const Range own = share(rows);
         float both[2 * size], of_up[size], of_gate[size], line[size];
         for (int64_t row = own.first; row < own.last; row++) {
-            read_row(gate_up, row * 2 * size, 2 * size, halves, both);
-            read_row(of_gated, row * size, size, halves, of_up);
+            read_numbers(gate_up, row * 2 * size, 2 * size, both, halves);
+            read_numbers(of_gated, row * size, size, of_up, halves);
             gate_backward(both, both + size, of_up, line, of_gate, size);
-            write_row(of_gate, size, halves, of_gate_up, row * 2 * size);
-            write_row(of_up, size, halves, of_gate_up, (row * 2 + 1) * size);
+            write_numbers(of_gate, size, of_gate_up, row * 2 * size, halves);
+            write_numbers(of_up, size, of_gate_up, (row * 2 + 1) * size, halves);
         }
     }
 }

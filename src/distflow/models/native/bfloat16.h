@@ -3,6 +3,7 @@
 #pragma once
 
 #include <stdint.h>
+#include <string.h>
 
 #include "products.h"
 
@@ -35,4 +36,15 @@ static inline void widen(const uint16_t *restrict x, int64_t size, float *restri
 
 static inline void round_all(const float *restrict x, int64_t size, uint16_t *restrict to) {
     for (int64_t i = 0; i < size; i++) to[i] = half_of(x[i]);
+}
+
+/* Of either precision: halves are in bfloat16, others in float32. */
+static inline void read_numbers(const void *from, int64_t index, int64_t size, float *to, int64_t halves) {
+    if (halves) widen((const uint16_t *)from + index, size, to);
+    else memcpy(to, (const float *)from + index, size * sizeof(float));
+}
+
+static inline void write_numbers(const float *from, int64_t size, void *to, int64_t index, int64_t halves) {
+    if (halves) round_all(from, size, (uint16_t *)to + index);
+    else memcpy((float *)to + index, from, size * sizeof(float));
 }

@@ -108,11 +108,6 @@ static inline float load_value(const void *values, int64_t index, const int halv
     return halves ? number_of((uint32_t)((const uint16_t *)values)[index] << 16) : ((const float *)values)[index];
 }
 
-static void put_values(const float *made, int64_t size, void *values, int64_t index, int halves) {
-    if (halves) round_all(made, size, (uint16_t *)values + index);
-    else memcpy((float *)values + index, made, size * sizeof(float));
-}
-
 /* What one query mixes of `length` values. next: the keys that are read after these. scores: (length), and what is
    missing to a whole vector. */
 static inline __attribute__((always_inline)) void mix(const float *query, const float *keys, const void *values,
@@ -167,7 +162,7 @@ static void attend_row(const Model *model, const Layer *layer, const Memory *mem
         float *keys = memory->keys + place;
         void *values = (char *)memory->values + place * (model->halves ? 2 : 4);
         memcpy(keys + position * head_dim, made_keys + kv_head * head_dim, head_dim * sizeof(float));
-        put_values(made_values + kv_head * head_dim, head_dim, values, position * head_dim, model->halves);
+        write_numbers(made_values + kv_head * head_dim, head_dim, values, position * head_dim, model->halves);
         const float *next = kv_head + 1 < model->kv_heads ? keys + memory->head_stride
                                                           : memory->keys + offset + memory->row_stride;
         for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
