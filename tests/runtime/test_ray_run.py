@@ -12,12 +12,15 @@ from distflow.cli import main
 from distflow.config.errors import UserError
 from distflow.flow import ledger
 from distflow.observe.run_reader import read_events, read_metrics, read_samples
+from distflow.runtime import ray_run
+from distflow.runtime.callbacks import Callbacks
 from distflow.runtime.checks import TrustError
 from distflow.runtime.faults import Fault
 from distflow.runtime.ray_entry import launch_ray
 from tests.e2e import three_domains
 from tests.e2e.runs import Playground, Run
 from tests.runtime.distance import distance
+from tests.runtime.unordered_actors import UnorderedCoordinator
 
 RAY = "trainer.launcher=ray"
 CONSTANT = "actor_rollout_ref.actor.optim.scheduler=constant"
@@ -147,6 +150,26 @@ def test_three_domains_ahead_of_training_over_two_workers_killed_and_resumed(
 @pytest.mark.slow
 def test_generation_and_training_on_workers_of_their_own(ground: Playground, alone: Run) -> None:
     check_same(run(ground, *STEPS, *validating(ground), SPLIT, name="split"), alone)
+
+
+@pytest.mark.slow
+def test_in_which_order_the_coordinator_takes_calls_changes_nothing(
+    ground: Playground, alone: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray promises none for an actor with many threads."""
+    monkeypatch.setattr(ray_run, "CoordinatorActor", UnorderedCoordinator)
+    told = list[tuple[str, int]]()
+    callbacks = Callbacks(
+        on_step=lambda step, metrics: told.append(("step", step)),
+        on_validation=lambda step, metrics: told.append(("validation", step)),
+        on_save=lambda step, path: told.append(("save", step)),
+    )
+    config, spec = ground.spec("grpo", RAY, *STEPS, *validating(ground), SPLIT, name="unordered")
+    found = Run(ground.folder / "unordered", config, launch_ray(spec, callbacks=callbacks))
+    check_same(found, alone)
+    both = [f"{what} {step}" for what, step in told if what != "save"]
+    assert both == [*("validation 0", "step 1"), *("validation 2", "step 2"), "step 3", *("validation 4", "step 4")]
+    assert [step for what, step in told if what == "save"] == [2, 4]
 
 
 @pytest.mark.slow

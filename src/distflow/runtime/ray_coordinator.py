@@ -3,7 +3,7 @@
 import os
 import pickle
 import threading
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -80,6 +80,8 @@ class CoordinatorActor:
         self._rests: dict[int, Sequence[GroupRef]] = {}  # of portions, by rank
         self._consumed: Consumed[GroupRef] | None = None  # with what is left of it, until the rank that leads goes on
         self._news: deque[News] = deque(maxlen=_MOST_NEWS)
+        self._early: dict[str, dict[int, News]] = defaultdict(dict)  # told, but not what its sender told before it
+        self._num_told = Counter[str]()
         self._told = threading.Condition()
 
     def standing(self) -> Standing:
@@ -99,21 +101,29 @@ class CoordinatorActor:
         """See `SharedEdge`."""
         return self._edge.wait_for_tickets(worker, served)
 
-    def put(self, ticket: Ticket, group: GroupRef, facts: Facts, measured: Sequence[Measured]) -> None:
+    def put(self, ticket: Ticket, group: GroupRef, facts: Facts, measured: Sequence[Measured], judged: Judged) -> None:
+        """judged: by its worker since the group before it."""
         try:
+            self._edge.count(judged)
             self._edge.put(ticket, group, facts, measured)
         except Exception as err:  # nobody waits for the answer
             self._edge.fail(err)
 
-    def drop(self, ticket: Ticket, reason: str, failure: Failure | None, lost: bool, accuracy: Accuracy | None) -> None:
+    def drop(
+        self,
+        ticket: Ticket,
+        reason: str,
+        failure: Failure | None,
+        lost: bool,
+        accuracy: Accuracy | None,
+        judged: Judged,
+    ) -> None:
+        """judged: see `put`."""
         try:
+            self._edge.count(judged)
             self._edge.drop(ticket, reason, failure, lost=lost, accuracy=accuracy)
         except Exception as err:  # nobody waits for the answer
             self._edge.fail(err)
-
-    def count(self, judged: Judged) -> None:
-        """See `EdgePort`."""
-        self._edge.count(judged)
 
     def lose(self, worker: int) -> int:
         """See `SharedEdge`."""
@@ -175,10 +185,14 @@ class CoordinatorActor:
         self._edge.fail(RunEnded("the run has ended"))
         self._ledger.close()
 
-    def tell(self, method: str, *arguments: Any) -> None:
-        """Something for the driver to show."""
+    def tell(self, sender: str, number: int, method: str, *arguments: Any) -> None:
+        """Something for the driver to show, behind all that the sender has told before. number: of it, from 0."""
         with self._told:
-            self._news.append((method, arguments))
+            early = self._early[sender]
+            early[number] = method, arguments
+            while (due := early.pop(self._num_told[sender], None)) is not None:
+                self._news.append(due)
+                self._num_told[sender] += 1
             self._told.notify_all()
 
     def news(self, timeout_s: float) -> list[News]:

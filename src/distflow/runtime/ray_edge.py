@@ -44,6 +44,7 @@ class RayEdge:
         where it has them from the start."""
         self._coordinator, self._worker, self._first, self._waits = coordinator, worker, first, waits
         self._stop, self._ready = stop, ready
+        self._judged = Judged()  # of groups that end next
 
     async def tickets(self, served: Callable[[], int | None]) -> AsyncIterator[list[Ticket]]:
         """See `EdgePort`."""
@@ -64,7 +65,7 @@ class RayEdge:
         faults.reach("edge.put")
         facts, (group, num_bytes) = facts_of(batch), to_group(batch)
         facts = replace(facts, failure=_shortened(facts.failure), num_bytes=num_bytes)
-        self._coordinator.put.remote(ticket, group, facts, list(measured))
+        self._coordinator.put.remote(ticket, group, facts, list(measured), self._take_judged())
 
     def drop(
         self,
@@ -76,12 +77,14 @@ class RayEdge:
         accuracy: Accuracy | None = None,
     ) -> None:
         """See `EdgePort`."""
-        self._coordinator.drop.remote(ticket, shortened(reason), _shortened(failure), lost, accuracy)
+        told = shortened(reason), _shortened(failure), lost, accuracy, self._take_judged()
+        self._coordinator.drop.remote(ticket, *told)
 
     def count(self, judged: Judged) -> None:
-        """See `EdgePort`."""
+        """See `EdgePort`. It goes with the group: the actor, whose calls run on many threads, may take two of them in
+        any order."""
         verdicts = judged.verdicts._replace(first=shortened(judged.verdicts.first))
-        self._coordinator.count.remote(judged._replace(verdicts=verdicts))
+        self._judged = Judged.joined([self._judged, judged._replace(verdicts=verdicts)])
 
     def take(
         self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
@@ -111,6 +114,10 @@ class RayEdge:
             end: Consumed[GroupRef] = answer(self._coordinator.release.remote(step, self._first + rank, published))
         self._stop.wanted = end.stopping
         return Released(end.version, end.finished, end.account, self._kept, end.domains)
+
+    def _take_judged(self) -> Judged:
+        judged, self._judged = self._judged, Judged()
+        return judged
 
     def _kept(self) -> Kept:
         pages: list[Page] = [answer(self._coordinator.kept.remote(0))]

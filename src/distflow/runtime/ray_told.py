@@ -1,5 +1,7 @@
 """What workers tell, on its way to the driver's screen and to the user's functions: their side of it, and its own."""
 
+import secrets
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,10 +21,33 @@ _MOST_SHOWN = 1000  # characters of a sample
 _LOOKS_EVERY_S = 0.5
 
 
+class Teller:
+    """Tells the driver by the coordinator, whose calls run on many threads: so each is numbered."""
+
+    def __init__(self, coordinator: Any) -> None:
+        self._coordinator, self._sender, self._lock = coordinator, secrets.token_hex(8), threading.Lock()
+        self._num_told, self._under_way = 0, list[Any]()
+
+    def __call__(self, method: str, *arguments: Any) -> None:
+        with self._lock:
+            self._wait(timeout_s=0.0)
+            self._under_way.append(self._coordinator.tell.remote(self._sender, self._num_told, method, *arguments))
+            self._num_told += 1
+
+    def end(self) -> None:
+        """All has arrived, or the coordinator's process is gone."""
+        with self._lock:
+            self._wait()
+
+    def _wait(self, timeout_s: float | None = None) -> None:
+        if self._under_way:
+            _, self._under_way = ray.wait(self._under_way, num_returns=len(self._under_way), timeout=timeout_s)
+
+
 class RemoteView:
     """The driver's `TerminalView`, of which a worker that does not lead shows what it notes alone."""
 
-    def __init__(self, tell: Any, place: Place) -> None:
+    def __init__(self, tell: Teller, place: Place) -> None:
         self._tell, self._place = tell, place
 
     def note(self, kind: str, message: str) -> None:
@@ -40,7 +65,7 @@ class RemoteView:
             self._tell(method, *arguments)
 
 
-def remote_callbacks(tell: Any) -> Callbacks:
+def remote_callbacks(tell: Teller) -> Callbacks:
     """The user's functions live in the driver."""
 
     def on_step(step: int, metrics: dict[str, float]) -> None:

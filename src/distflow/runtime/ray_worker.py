@@ -34,7 +34,7 @@ from distflow.runtime.ray_exchange_port import RayExchange
 from distflow.runtime.ray_groups import answer, shorten
 from distflow.runtime.ray_judges import pools_of
 from distflow.runtime.ray_members import Members
-from distflow.runtime.ray_told import RemoteView, remote_callbacks
+from distflow.runtime.ray_told import RemoteView, Teller, remote_callbacks
 from distflow.runtime.ray_weights import Fleet, RayWeights, carrier_of
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import build_resources
@@ -105,7 +105,7 @@ class WorkerActor:
         spec, place = self._spec, self._place
         standing: Standing = answer(self._coordinator.standing.remote())
         state = restore(start.checkpoint, self._resources)[0] if start.checkpoint else {}
-        tell = self._coordinator.tell.remote
+        tell = Teller(self._coordinator)
         with Recorder(
             spec,
             standing.total_steps,
@@ -135,6 +135,7 @@ class WorkerActor:
                     steps = entered.learning_loop() if place.team else entered.serve()
             if place.leads:
                 self._note_end(recorder, standing.total_steps)
+        tell.end()
         return steps
 
     def take(self, version: Version, number: int, sent: Sent, wanted: str) -> str | None:

@@ -111,7 +111,7 @@ class EdgePort(Protocol):
         ...
 
     def count(self, judged: Judged) -> None:
-        """By a worker that does not learn."""
+        """By a worker that does not learn, before it puts or drops the group: whoever takes a step has its verdicts."""
         ...
 
     def take(
