@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,15 +33,22 @@ class Job:
 
     def __post_init__(self) -> None:
         self.store = CheckpointStore(self.folder, keep_last=1, on_point=lambda point: self.at.get(point, int)())
+        self.waits = Waits(self.ended)
 
     def saver(self) -> Saver:
-        return Saver(self.store, OneRank(), self.told, waits=Waits(self.ended), warn=self.warned.append)
+        return Saver(self.store, OneRank(), self.told, waits=self.waits, warn=self.warned.append)
 
     def told(self, step: int, path: Path) -> None:
         self.saved.append((step, (path / "manifest.json").exists(), threading.get_ident()))
 
     def ended(self, wait: Wait, at: float) -> None:
         self.waited.append(wait.what)
+
+    def until_waited_for(self) -> None:
+        """Until the run has begun to wait."""
+        until = time.monotonic() + 60
+        while not self.waits.now() and not self.waited and time.monotonic() < until:
+            time.sleep(0.001)
 
     def save(self, saver: Saver, step: int, wait: bool = False) -> None:
         saver.save(step, [("actor", self.weights), ("run", self.kept)], (), wait=wait)
@@ -73,15 +81,13 @@ def full() -> None:
 
 
 def test_the_run_goes_on_while_what_it_had_is_written(job: Job) -> None:
-    goes_on = threading.Event()
-    job.at["part actor"] = lambda: goes_on.wait(60)
+    job.at["part actor"] = job.until_waited_for
     with job.saver() as saver:
         job.learn(1)
         job.save(saver, 1)
         job.learn(2)
         saver.check()
         assert saver.is_busy and not job.saved and not job.store.exists()
-        goes_on.set()
         job.save(saver, 2, wait=True)
         assert [entry[:2] for entry in job.saved] == [(1, True), (2, True)] and not saver.is_busy
     assert job.steps() == [2], "the newest alone is kept"
