@@ -82,7 +82,10 @@ class Away:
 
 
 def start_workers(*ranks: int) -> dict[int, Any]:
-    return {rank: ray.remote(Away).options(num_cpus=0, max_concurrency=4).remote() for rank in ranks}
+    """That are there when this returns, however long their processes take to start."""
+    workers = {rank: ray.remote(Away).options(num_cpus=0, max_concurrency=4).remote() for rank in ranks}
+    states(workers)
+    return workers
 
 
 def pid_of(worker: Any) -> int:

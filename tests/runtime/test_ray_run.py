@@ -65,16 +65,30 @@ def check_same_figures(ours: Run, theirs: Run) -> None:
         assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("num_workers", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
-def test_any_number_of_workers_ends_where_one_process_does(ground: Playground, alone: Run, num_workers: int) -> None:
-    found = run(ground, *STEPS, *validating(ground), f"trainer.n_gpus_per_node={num_workers}", name=f"w{num_workers}")
+@pytest.fixture(scope="module")
+def two(ground: Playground) -> Run:
+    return run(ground, *STEPS, *validating(ground), "trainer.n_gpus_per_node=2", name="w2")
+
+
+def check_whole(found: Run, alone: Run) -> None:
     assert found.outcome.steps == 4
     check_same(found, alone)
-    if num_workers == 1:
-        assert distance(found.weights(4), alone.weights(4)) == 0
     ours, theirs = (sorted(str(row["uid"]) for row in read_samples(run.folder, 4)) for run in (found, alone))
     assert ours == theirs and len(ours) == 16
     assert found.notes("end") == ["the run finished"]
+
+
+def test_two_workers_end_where_one_process_does(two: Run, alone: Run) -> None:
+    check_whole(two, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [1, 4])
+def test_any_number_of_workers_ends_where_one_process_does(ground: Playground, alone: Run, num_workers: int) -> None:
+    found = run(ground, *STEPS, *validating(ground), f"trainer.n_gpus_per_node={num_workers}", name=f"w{num_workers}")
+    check_whole(found, alone)
+    if num_workers == 1:
+        assert distance(found.weights(4), alone.weights(4)) == 0
 
 
 KL_AND_CRITIC = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.1", "actor_rollout_ref.rollout.n=2")
@@ -208,17 +222,16 @@ def test_a_plan_that_the_cluster_cannot_hold_is_refused_at_once(ground: Playgrou
         run(ground, *STEPS, "trainer.n_gpus_per_node=9", name="large")
 
 
-def test_every_wait_of_every_process_says_for_whom(ground: Playground, alone: Run) -> None:
-    spans = [json.loads(line) for path in (ground.folder / "w2" / "spans").glob("*.jsonl") for line in path.open()]
+def test_every_wait_of_every_process_says_for_whom(two: Run) -> None:
+    spans = [json.loads(line) for path in (two.folder / "spans").glob("*.jsonl") for line in path.open()]
     waits = [span for span in spans if span["kind"] == "wait"]
     assert all(wait["on"] and wait["what"] and wait["t0"] <= wait["t1"] for wait in waits)
     told = {(wait["what"], wait["on"]) for wait in waits}
     assert {("checkpoint of step 2", "other ranks"), ("release of step 0", "other ranks")} <= told
 
 
-def test_nothing_is_left_in_the_folder_but_the_run(ground: Playground, alone: Run) -> None:
-    names = {name for name in os.listdir(ground.folder / "w2") if name.startswith(".")}
-    assert names == {".distflow-run", ".writer"} and Path(alone.folder).exists()
+def test_nothing_is_left_in_the_folder_but_the_run(two: Run) -> None:
+    assert {name for name in os.listdir(two.folder) if name.startswith(".")} == {".distflow-run", ".writer"}
 
 
 SHARDED = ("actor_rollout_ref.actor.strategy=fsdp", "trust.audit_freq=1", "trainer.n_gpus_per_node=2")
