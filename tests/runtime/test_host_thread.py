@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
@@ -125,6 +127,29 @@ def test_an_interrupt_while_it_waits_or_computes_leaves_nobody_waiting(computes:
             pool.submit(interrupts)
             host.wait(Future[int])
         assert sorted(one.result(WITHIN_S) for one in asked) == [False, False, True][: len(asked)]
+
+
+class InterruptsOnce(SimpleQueue):  # type: ignore[type-arg]
+    """As Ctrl-C does that comes between a loan's way out of the queue and the next line."""
+
+    interrupted = False
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        loan = super().get(block, timeout)
+        if loan is not None and not self.interrupted:
+            self.interrupted = True
+            raise KeyboardInterrupt
+        return loan
+
+
+def test_an_interrupt_that_loses_what_was_asked_leaves_nobody_waiting() -> None:
+    host = HostThread()
+    host._loans = InterruptsOnce()
+    with other_threads() as pool:
+        asked = pool.submit(asks_later, host, until)
+        with pytest.raises(KeyboardInterrupt):
+            host.wait(Future[int])
+        assert asked.result(WITHIN_S) is False
 
 
 def test_what_does_not_end_is_abandoned_and_the_waiter_is_told() -> None:

@@ -40,8 +40,9 @@ class HostThread:
 
     def __init__(self) -> None:
         self._ident = threading.get_ident()
-        self._lock = threading.Lock()  # guards the two below: which loans are taken, and what may be abandoned
+        self._lock = threading.Lock()  # guards the three below: which loans are taken, and what may be abandoned
         self.waits = False
+        self._asked = set[_Loan]()
         self._loan: _Loan | None = None
         self._loans: SimpleQueue[_Loan | None] = SimpleQueue()  # None: look again
 
@@ -60,10 +61,11 @@ class HostThread:
         finally:
             with self._lock:
                 self.waits = False
+                asked, self._asked = self._asked, set[_Loan]()
             while not self._loans.empty():
-                loan = self._loans.get()
-                if loan is not None:
-                    loan.ended.set()
+                self._loans.get()
+            for loan in asked:  # an interrupt may have lost one that had left the queue
+                loan.ended.set()
         return future.result()
 
     def compute(self, stretch: Stretch) -> bool:
@@ -72,8 +74,11 @@ class HostThread:
         with self._lock:
             if not self.waits:
                 return False
+            self._asked.add(loan)
             self._loans.put(loan)
         loan.ended.wait()
+        with self._lock:
+            self._asked.discard(loan)
         return loan.taken
 
     def abandon(self, within_s: float) -> bool:
