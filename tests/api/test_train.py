@@ -27,9 +27,8 @@ def told() -> list[tuple]:
     return []
 
 
-@pytest.fixture(scope="module")
-def run(folder: Path, told: list[tuple]) -> distflow.Run:
-    """Trained as from a notebook, whose loop runs while it trains."""
+def trained(folder: Path, told: list[tuple]) -> distflow.Run:
+    """As from a notebook, whose loop runs while it trains."""
 
     def failing(step: int, metrics: dict) -> None:
         random.random()
@@ -53,6 +52,17 @@ def run(folder: Path, told: list[tuple]) -> distflow.Run:
     assert (signal.getsignal(signal.SIGINT), random.getstate()) == before[:2]
     assert torch.equal(torch.get_rng_state(), before[2])
     return made
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path, told: list[tuple]) -> distflow.Run:
+    return trained(folder, told)
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> distflow.Run:
+    """For those that go on with it."""
+    return trained(tmp_path / "run", [])
 
 
 def test_what_was_given_is_what_it_trained_on(run: distflow.Run, folder: Path) -> None:
@@ -86,32 +96,31 @@ def test_callbacks_are_told_and_one_that_raises_ends_nothing(run: distflow.Run, 
     assert first == second and "on_step: failing raised RuntimeError: no such plot (at test_train.py:" in first
 
 
-def test_the_command_line_goes_on_with_it(run: distflow.Run, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", str(folder / "config.yaml"), "trainer.total_training_steps=3"]) == 0
-    assert run.num_steps == 3 and "resumed from step-000002" in capsys.readouterr().out
-    evaluated = ["eval", str(folder / "config.yaml"), "data.val_max_samples=1"]
+def test_the_command_line_goes_on_with_it(own: distflow.Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(own.folder / "config.yaml"), "trainer.total_training_steps=3"]) == 0
+    assert own.num_steps == 3 and "resumed from step-000002" in capsys.readouterr().out
+    evaluated = ["eval", str(own.folder / "config.yaml"), "data.val_max_samples=1"]
     assert main(evaluated) == 0
 
 
-def test_a_resume_reads_the_rows_it_began_with_and_tells_of_another_reward(run: distflow.Run, folder: Path) -> None:
+def test_a_resume_reads_the_rows_it_began_with_and_tells_of_another_reward(own: distflow.Run) -> None:
     def other(solution_str: str) -> float:
         return float(len(solution_str))
 
-    steps = run.num_steps + 1
     with pytest.raises(UserError, match="other rows than those that the run began with"):
-        distflow.train(TINY, small(folder), data=ROWS[:3], reward=other)
-    assert distflow.load_run(folder).num_steps == steps - 1
+        distflow.train(TINY, small(own.folder), data=ROWS[:3], reward=other)
+    assert distflow.load_run(own.folder).num_steps == 2
     again = distflow.train(
         TINY,
-        small(folder, trainer__total_training_steps=steps, trainer__val_before_train=True, trainer__test_freq=1),
+        small(own.folder, trainer__total_training_steps=3, trainer__val_before_train=True, trainer__test_freq=1),
         data=iter([]),
         val_data=ROWS[:2],
         reward=other,
     )
-    assert again.num_steps == steps
+    assert again.num_steps == 3
     (changed,) = [event["message"] for event in again.events("warning") if "code_of_reward" in event["message"]]
     assert "code_of_reward_custom was" in changed
-    assert {row["score"] for row in again.samples(step=steps, split="train")} <= {0.0, 1.0, 2.0, 3.0, 4.0}
+    assert {row["score"] for row in again.samples(step=3, split="train")} <= {0.0, 1.0, 2.0, 3.0, 4.0}
 
 
 def test_a_signal_saves_and_the_process_goes_on(tmp_path: Path) -> None:
