@@ -18,15 +18,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.faults]
 STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2")
 TWO = (RAY, "trainer.n_gpus_per_node=2", "reward.num_actors=2", "reward.timeout_s=60")
 
-# The first verdict of the run on a certain answer kills the process that started its own: the actor.
+# The first verdict of the run kills the process that started its own: the actor. Of several at once one is the first.
 KILLS = """
 import os, signal
-from pathlib import Path
+from contextlib import suppress
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    once = Path({once!r})
-    if ground_truth == "7" and solution_str and not once.exists():
-        once.write_text(str(os.getppid()))
+    with suppress(FileExistsError), open({once!r}, "x") as once:
+        once.write(str(os.getppid()))
+        once.flush()
         os.kill(os.getppid(), signal.SIGKILL)
     return {{"score": sum(map(ord, solution_str)) % 7 / 6, "judge": os.getppid()}}
 """
