@@ -1,7 +1,6 @@
 """Verifiers in actors of their own over a real Ray: the run of one process, also where they hang and an actor dies."""
 
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,9 @@ STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2")
 TWO = (RAY, "trainer.n_gpus_per_node=2", "reward.num_actors=2", "reward.timeout_s=60")
 
 # The first verdict of the run kills the process that started its own: the actor. Of several at once one is the first.
+# Later ones take their time, for Ray tells of a death a second or two late: the run is to be there still.
 KILLS = """
-import os, signal
+import os, signal, time
 from contextlib import suppress
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -28,6 +28,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         once.write(str(os.getppid()))
         once.flush()
         os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(0.1 * bool(os.path.getsize({once!r})))
     return {{"score": sum(map(ord, solution_str)) % 7 / 6, "judge": os.getppid()}}
 """
 HANGS = """
@@ -62,9 +63,9 @@ def test_a_run_ends_where_one_process_does_also_if_an_actor_dies(ground: Playgro
     # Known cases are judged at the start as well: the kill is to come in the middle of the run.
     ours = run(ground, *TWO, *keys, "trust.certify_rewards=false", name="ours")
     check_same(ours, alone)
-    judges = Counter(row["extra"]["custom/judge"] for step in range(1, 5) for row in read_samples(ours.folder, step))
-    assert int(once.read_text()) not in judges, "it was killed before it answered"
-    assert len(judges) == 2, "the other, and the one that came in its place"
+    judges = {row["extra"]["custom/judge"] for step in range(1, 5) for row in read_samples(ours.folder, step)}
+    # Another process of the one that was killed may have answered a moment before.
+    assert len(judges - {int(once.read_text())}) == 2, "the other, and the one that came in its place"
     assert all(step["reward/errors"] == 0 for step in ours.metrics())
     assert sum(step.get("reward/judged_again", 0) for step in ours.metrics()) >= 1
     (told,) = [message for message in ours.notes("warning") if "of those that judge" in message]

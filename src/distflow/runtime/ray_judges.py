@@ -136,7 +136,8 @@ class JudgePool:
 
 
 class Deaths:
-    """Which of the actors have died, each death told once."""
+    """Which of the actors have died, each death told once. Ray knows of one after a second or two: of a run that ends
+    before that, `reward/judged_again` alone tells it."""
 
     def __init__(self, judges: Sequence[Any]) -> None:
         self._judges = judges
