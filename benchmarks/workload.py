@@ -57,6 +57,7 @@ WORKS = {
     "long-1m": Work(Shape(128, 4, ends=64.0), 512),
     "fixed-10m": Work(Shape(384, 6, dtype="bfloat16"), 64),
     "long-10m": Work(Shape(384, 6, ends=64.0, dtype="bfloat16"), 512),
+    "vocab-1m": Work(Shape(128, 4, vocabulary=32768), 64),
     "fixed-25m": Work(Shape(512, 8), 32),
     "fixed-135m": Work(
         Shape(576, 30, dtype="bfloat16", head_dim=64, groups=3, intermediate=1536, vocabulary=49152), 64, prompts=8
