@@ -6,7 +6,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 QUICKSTART := runs/quickstart
 
-.PHONY: install quickstart test test-slow test-faults test-gpu bench-peers docs clean
+# Whoever tests twice has the bytecode of the first time, also where the environment forbids Python to write it.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: install quickstart test types tests test-slow test-faults test-processors test-gpu bench-peers docs clean
 
 install: $(INSTALLED)
 
@@ -27,10 +30,16 @@ quickstart: $(INSTALLED)
 	$(BIN)/distflow export $(QUICKSTART)/sft --to $(QUICKSTART)/model
 	$(BIN)/distflow train quickstart_grpo
 
+# Types are checked beside the tests, which wait a good part of their time.
 test: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory --jobs=2 types tests
+
+types: $(INSTALLED)
 	$(BIN)/mypy
+
+tests: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 # reasoning-gym compiles one of its packages: whoever only runs `make test` needs no compiler.

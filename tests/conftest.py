@@ -9,6 +9,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Two a core: half of the time a test waits for a process, a deadline or a disk. 16 at most, of up to 1 GB each."""
+    return min(2 * len(os.sched_getaffinity(0)), 16)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes ten minutes comes first: at the end one process alone would be at it."""
     items.sort(key=lambda item: "test_docs_commands" not in item.nodeid)

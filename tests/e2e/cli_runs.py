@@ -96,6 +96,7 @@ class TerminalRun(CliRun):
 def _main(log: str, arguments: list[str], environment: Mapping[str, str]) -> None:
     os.environ.update(environment)
     tempfile.tempdir = None  # asked for again: the process that was forked knew another one
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup pytest` ignores it, and so would the run
     _show_on(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
     os.setpgrp()
     sys.exit(cli.main(arguments))

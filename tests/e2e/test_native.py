@@ -24,9 +24,11 @@ def test_a_resume_where_there_is_no_compiler_is_told(tmp_path: Path, monkeypatch
 
 @pytest.mark.skipif(not build.is_there(), reason="there is no C compiler here")
 def test_in_bfloat16_the_engine_rounds_as_the_trainer_does(tmp_path: Path) -> None:
+    """Products are summed in another order on another processor, so a few roundings differ: a seventieth of what an
+    engine all in bfloat16 differs by was the most that was seen."""
     (tmp_path / "eager").mkdir()
     bfloat16 = ("actor_rollout_ref.model.dtype=bfloat16", "trainer.total_training_steps=2")
     native = Playground(tmp_path).run("grpo", *bfloat16)
     eager = Playground(tmp_path / "eager").run("grpo", *bfloat16, "actor_rollout_ref.rollout.enforce_eager=true")
-    assert all(step["mismatch/mean_abs"] < 1e-4 for step in native.metrics())
-    assert all(step["mismatch/mean_abs"] > 1e-3 for step in eager.metrics())
+    for ours, all_in_bfloat16 in zip(native.metrics(), eager.metrics(), strict=True):
+        assert ours["mismatch/mean_abs"] < all_in_bfloat16["mismatch/mean_abs"] / 20

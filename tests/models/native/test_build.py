@@ -13,12 +13,22 @@ from distflow.models.decoder import DecoderView
 from distflow.models.native import build
 from distflow.models.native.build import NotNative, library
 from distflow.models.native.step import NativeStep
-from tests.models.native.test_step import decoded, exact, far, make, packed_by_autocast, some_rows
+from tests.models.native.test_step import (
+    all_in_bfloat16_differs_by,
+    decoded,
+    exact,
+    far,
+    make,
+    packed_by_autocast,
+    some_rows,
+)
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache of its own, and code that takes a second to compile: which instructions it has hangs on other flags."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "FLAGS", tuple(flag.replace("-O3", "-O1") for flag in build.FLAGS))
     build.outcome.cache_clear()
     yield tmp_path / "cache/distflow"
     build.outcome.cache_clear()
@@ -74,7 +84,7 @@ def test_processors_that_know_less(flag: str, monkeypatch: pytest.MonkeyPatch) -
         assert far(decoded(view, ids, starts), expected) <= 3 * by_torch + 1e-6
         trained = packed_by_autocast(model, ids, starts)
         rounded = decoded(DecoderView(model, native=True, compute_dtype=torch.bfloat16), ids, starts)
-        assert (rounded - trained).abs().mean() < 1e-3
+        assert (rounded - trained).abs().mean() < all_in_bfloat16_differs_by(model, trained, ids, starts) / 20
 
 
 def a_compiler(folder: Path, script: str) -> str:

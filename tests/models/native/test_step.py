@@ -100,7 +100,10 @@ def test_it_is_as_near_to_float64_as_torch(variant: str, count: int) -> None:
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_in_bfloat16_it_rounds_where_the_trainer_does(variant: str, native: bool) -> None:
-    """Most logits are the trainer's, bit for bit; of a model all in bfloat16 a seventh, and those by chance."""
+    """Most logits are the trainer's, bit for bit; of a model all in bfloat16 a seventh, and those by chance.
+
+    How many depends on the order in which the processor sums a product: 89 to 100 % were seen.
+    """
     family, changes = VARIANTS[variant]
     model = make(family, **changes)
     ids, starts = some_rows(61)
@@ -108,10 +111,15 @@ def test_in_bfloat16_it_rounds_where_the_trainer_does(variant: str, native: bool
     view = DecoderView(model, native=native, compute_dtype=torch.bfloat16)
     assert (view.why_not_native is None) is native
     ours = decoded(view, ids, starts)
-    assert (ours == trained).float().mean() > 0.9
-    assert (ours - trained).abs().mean() < 1e-3
-    sixteen_bits(model)
-    assert (decoded(DecoderView(model), ids, starts) - trained).abs().mean() > 5e-3
+    assert (ours == trained).float().mean() > 0.8
+    assert (ours - trained).abs().mean() < all_in_bfloat16_differs_by(model, trained, ids, starts) / 20
+
+
+def all_in_bfloat16_differs_by(model: Any, trained: Tensor, ids: list[list[int]], starts: list[int]) -> Tensor:
+    """Mean distance of the logits from the trainer's, where weights and all that is computed have sixteen bits."""
+    sixteen = copy.deepcopy(model)
+    sixteen_bits(sixteen)
+    return (decoded(DecoderView(sixteen), ids, starts) - trained).abs().mean()
 
 
 @torch.inference_mode()
