@@ -1,5 +1,6 @@
 """One thread for every test and its subprocesses: on few cores threads only fight, and results stay the same."""
 
+import gc
 import os
 
 import pytest
@@ -17,3 +18,9 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes ten minutes comes first: at the end one process alone would be at it."""
     items.sort(key=lambda item: "test_docs_commands" not in item.nodeid)
+
+
+def pytest_collection_finish() -> None:
+    """What ten thousand tests consist of stays to the end: no garbage collection looks at it again."""
+    gc.collect()
+    gc.freeze()

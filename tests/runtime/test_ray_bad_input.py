@@ -22,6 +22,7 @@ from tests.e2e.runs import Playground, Run
 from tests.runtime.test_ray_faults import wait_until, workers
 from tests.runtime.test_ray_run import distance
 
+pytestmark = pytest.mark.slow
 TWO = ("trainer.launcher=ray", "trainer.n_gpus_per_node=2", "trainer.total_training_steps=2")
 
 
@@ -40,7 +41,6 @@ def own_workers() -> list[int]:
     return [pid for pid in workers() if parents.get(parents.get(pid, 0)) == os.getpid()]
 
 
-@pytest.mark.slow
 def test_what_is_missing_on_a_worker_is_told_with_its_name(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ground.folder)
     (ground.folder / "only_here.py").write_text("")
@@ -57,7 +57,6 @@ def test_what_is_missing_on_a_worker_is_told_with_its_name(ground: Playground, m
         launch_ray(spec)
 
 
-@pytest.mark.slow
 def test_engines_that_cannot_be_built_are_told_with_the_workers_traceback(ground: Playground) -> None:
     _, spec = ground.spec("grpo", *TWO, "trainer.n_gpus_per_node=1")
     shutil.rmtree(ground.folder / "run" / "data")
@@ -66,7 +65,6 @@ def test_engines_that_cannot_be_built_are_told_with_the_workers_traceback(ground
     assert "encoded.py" in str(told.value.__cause__), "where it was"
 
 
-@pytest.mark.slow
 def test_another_distflow_on_a_worker_is_told(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_worker, "__version__", ray_worker.__version__)  # back again, here
     monkeypatch.syspath_prepend(ground.folder)
@@ -81,7 +79,6 @@ def test_another_distflow_on_a_worker_is_told(ground: Playground, monkeypatch: p
         launch_ray(replace(spec, facts={**spec.facts, "newer": newer.Fact()}))
 
 
-@pytest.mark.slow
 def test_a_reward_that_only_the_driver_can_import_is_told(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
     ground.write_reward(
         "import os\nKEY = os.environ['DRIVERS_KEY']\ndef compute_score(solution_str):\n    return 1.0\n"
@@ -92,7 +89,6 @@ def test_a_reward_that_only_the_driver_can_import_is_told(ground: Playground, mo
         launch_ray(spec)
 
 
-@pytest.mark.slow
 def test_a_step_with_fewer_groups_than_workers_and_paths_from_the_drivers_folder(ground: Playground) -> None:
     few = ("data.train_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size=1", "trainer.save_freq=2")
     named = ("actor_rollout_ref.model.path=./model", "custom_reward_function.path=reward.py")
@@ -119,7 +115,6 @@ def test_room_that_others_hold_is_waited_for_aloud_and_not_for_ever(
     assert any("waiting up to 1 s for 1 machine(s) with 2 CPU" in line for line in said)
 
 
-@pytest.mark.slow
 def test_a_cluster_where_nobody_answers_is_told_at_once(tmp_path: Path) -> None:
     keys = Playground(tmp_path).overrides("run", *TWO)
     environment = {**os.environ, "RAY_ADDRESS": "127.0.0.1:9"}

@@ -21,7 +21,7 @@ from tests.e2e.runs import Playground, Run
 from tests.runtime.test_ray_faults import wait_until, workers
 from tests.runtime.test_ray_run import CONSTANT, DISK, STEPS, distance, validating
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 TWO_GENERATE = ("trainer.launcher=ray", "trainer.allocation='embedded[rollout]:d2+torch[actor]:d1'")
 ONE_GENERATES = ("trainer.launcher=ray", "trainer.allocation='embedded[rollout]:d1+torch[actor]:d1'")
@@ -70,7 +70,6 @@ def alone(ground: Playground) -> Run:
     return ground.run("grpo", *STEPS, *validating(ground), name="alone")
 
 
-@pytest.mark.slow
 def test_workers_killed_in_a_validation_and_with_groups_are_replaced_and_the_results_are_the_same(
     ground: Playground, alone: Run, plan: Callable[..., None]
 ) -> None:
@@ -96,7 +95,6 @@ def test_the_only_one_that_generates_comes_back_with_the_newest_weights(
     assert distance(found.weights(4), alone.weights(4)) < 1e-6
 
 
-@pytest.mark.slow
 def test_groups_that_die_with_their_worker_between_their_step_and_its_reader_are_made_again(
     ground: Playground, alone: Run, plan: Callable[..., None], fault_plan: Path
 ) -> None:
@@ -128,7 +126,6 @@ def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-@pytest.mark.slow
 def test_a_worker_that_dies_again_and_again_ends_the_run_by_name(ground: Playground, plan: Callable[..., None]) -> None:
     plan(Fault("rollout.generate", rank=0, again=True))
     with pytest.raises(WorkerDied, match=r"worker 0 has died 4 times .* goes on from the start"):
@@ -136,7 +133,6 @@ def test_a_worker_that_dies_again_and_again_ends_the_run_by_name(ground: Playgro
     assert "the run failed" in [*Run(ground.folder / "again", None, None).notes("end")]
 
 
-@pytest.mark.slow
 def test_the_only_one_that_generates_and_cannot_be_started_again_ends_the_run_by_name(
     ground: Playground, plan: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,7 +144,6 @@ def test_the_only_one_that_generates_and_cannot_be_started_again_ends_the_run_by
         run(ground, *ONE_GENERATES, *STEPS, name="without")
 
 
-@pytest.mark.slow
 def test_a_worker_that_is_stopped_is_killed_and_replaced_and_streams_stay_within_their_staleness(
     ground: Playground, plan: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,7 +156,6 @@ def test_a_worker_that_is_stopped_is_killed_and_replaced_and_streams_stay_within
     assert max(step["async/version_diff/max"] for step in found.metrics()) <= 1
 
 
-@pytest.mark.slow
 def test_a_receiver_killed_in_a_weight_update_is_replaced_and_nobody_serves_a_mixed_version(
     ground: Playground, alone: Run, plan: Callable[..., None]
 ) -> None:

@@ -35,7 +35,7 @@ from tests.runtime.fleet import (
     within,
 )
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
 TRAINS = 9
 """The rank of a trainer in a process of its own."""
 
@@ -127,7 +127,6 @@ def test_a_bucket_that_is_refused_every_time_ends_it_and_names_who_refused(
     assert states(workers) == served(old) * 2, "none serves a part of it"
 
 
-@pytest.mark.slow
 def test_who_dies_or_stops_in_a_weight_update_is_fenced_and_named_and_the_others_have_all_of_it(
     workers: dict[int, Any], way: str, tmp_path: Path, plan: Callable[..., None]
 ) -> None:

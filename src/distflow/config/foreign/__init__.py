@@ -15,13 +15,17 @@ SYSTEMS: dict[str, Mapping[str, Name]] = {
     "ROLL": roll.NAMES,
 }
 
+_PATTERNS = {
+    system: [(pattern, name) for pattern, name in names.items() if "*" in pattern] for system, names in SYSTEMS.items()
+}
+
 __all__ = ["NOT_GIVEN", "SYSTEMS", "Name", "as_override", "find_by_last_word", "find_names"]
 
 
 def find_names(key: str) -> dict[str, Name]:
     """What each system that has the key means by it. In a table `*` stands for any part of a key, and what stands
     first counts."""
-    found = {system: _find(key, names) for system, names in SYSTEMS.items()}
+    found = {system: _find(key, system) for system in SYSTEMS}
     return {system: name for system, name in found.items() if name is not None}
 
 
@@ -38,7 +42,7 @@ def find_by_last_word(key: str) -> dict[str, Name]:
     return found
 
 
-def _find(key: str, names: Mapping[str, Name]) -> Name | None:
-    if key in names:
-        return names[key]
-    return next((name for pattern, name in names.items() if "*" in pattern and fnmatchcase(key, pattern)), None)
+def _find(key: str, system: str) -> Name | None:
+    if key in SYSTEMS[system]:
+        return SYSTEMS[system][key]
+    return next((name for pattern, name in _PATTERNS[system] if fnmatchcase(key, pattern)), None)
