@@ -2,12 +2,14 @@
 
 import gc
 import os
+import signal
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `pytest &` ignores it, and tests interrupt
 
 
 def pytest_xdist_auto_num_workers() -> int:

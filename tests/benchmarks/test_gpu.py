@@ -91,7 +91,7 @@ def test_the_benchmark_runs(
     assert [row.split(" | ")[1].partition(",")[0] for row in rows] == ["decode", "prefill", "update", "long tail"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which it would measure")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="wants a machine without CUDA: it would measure it")
 def test_without_a_gpu_it_says_so(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
     with pytest.raises(SystemExit, match="torch finds none here"):

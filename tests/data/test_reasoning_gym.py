@@ -16,7 +16,7 @@ from distflow.data.sources import load_rows
 def installed(test: Callable[..., None]) -> Callable[..., None]:
     """`make test-slow` installs it."""
     return pytest.mark.slow(
-        pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="needs the extra reasoning-gym")(test)
+        pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="wants the extra reasoning-gym")(test)
     )
 
 
@@ -77,7 +77,7 @@ def test_a_size_is_a_number_of_rows() -> None:
             rows_of(f"chain_sum?size={size}")
 
 
-@pytest.mark.skipif(find_spec("reasoning_gym") is not None, reason="it is installed")
+@pytest.mark.skipif(find_spec("reasoning_gym") is not None, reason="wants to be without the extra reasoning-gym")
 def test_without_the_package_the_extra_is_named() -> None:
     with pytest.raises(UserError, match=r"pip install 'distflow\[reasoning-gym\]'"):
         rows_of("chain_sum")

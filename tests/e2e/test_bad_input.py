@@ -186,7 +186,7 @@ def test_one_message_names_what_to_change(
         import torch
 
         if torch.cuda.is_available():
-            pytest.skip("this machine has one")
+            pytest.skip("wants a machine without CUDA")
     prepare, overrides, needed = BAD_INPUT[what]
     prepare(ground)
     monkeypatch.syspath_prepend(str(ground.folder))
@@ -357,12 +357,12 @@ def test_a_full_disk_while_saving(ground: Playground) -> None:
     assert train(ground, "trainer.save_freq=1", "trainer.total_epochs=2") == 0
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk")
+@pytest.mark.skipif(os.geteuid() != 0, reason="wants root, to mount a small disk")
 def test_a_full_disk_where_everything_goes(ground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
     disk = ground.folder / "run"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=500k", "none", str(disk)], capture_output=True).returncode:
-        pytest.skip("this machine lets nobody mount")
+        pytest.skip("wants the right to mount a small disk")
     try:
         status = train(ground, "trainer.save_freq=1", "trainer.total_epochs=8", "trainer.save_groups=all")
         refused(capsys, 2, status, str(disk), "trainer.default_local_dir")

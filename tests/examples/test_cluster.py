@@ -75,7 +75,7 @@ def test_every_pod_has_the_runs_folder_the_label_and_the_image() -> None:
         assert f"-t {container['image']} ." in (CLUSTER / "Dockerfile").read_text()
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="wants shellcheck (Debian: apt-get install shellcheck)")
 def test_shellcheck_finds_nothing() -> None:
     done = subprocess.run(["shellcheck", "-s", "bash", str(SBATCH)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

@@ -11,5 +11,5 @@ import torch
 def device() -> torch.device:
     name = os.environ.get("DISTFLOW_TEST_DEVICE", "cuda")
     if name.startswith("cuda") and not torch.cuda.is_available():
-        pytest.skip("torch finds no CUDA device here")
+        pytest.skip("wants a CUDA device")
     return torch.device(name)

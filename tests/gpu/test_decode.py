@@ -37,7 +37,7 @@ def num_graphs(engine: EmbeddedEngine) -> int:
 
 def test_a_cuda_device_has_its_steps_chained_and_enforce_eager_its_kernels_launched(device: torch.device) -> None:
     if device.type != "cuda":
-        pytest.skip("the path of CUDA devices")
+        pytest.skip("wants a CUDA device")
     for eager in (False, True):
         engine = make_engine(make_model().to(device), enforce_eager=eager)
         run_all(engine, [request_of(prompt_of(5), max_tokens=30)])
@@ -94,7 +94,7 @@ def test_weights_that_lie_elsewhere_are_followed(device: torch.device) -> None:
 def test_no_step_but_the_first_waits_for_the_device(device: torch.device, graphs: bool) -> None:
     """However many tokens are drawn."""
     if device.type != "cuda":
-        pytest.skip("only CUDA tells when something waits for it")
+        pytest.skip("wants CUDA, which tells when something waits for it")
     counts = []
     for max_tokens in (20, 60):
 

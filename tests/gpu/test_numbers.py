@@ -164,7 +164,7 @@ def test_receipts_are_those_of_the_weights_on_a_cpu(tmp_path: Path, device: torc
 @pytest.mark.parametrize("objective", [PolicyObjective(entropy_coef=0.01), PolicyObjective("gspo", derives_old=True)])
 def test_a_step_waits_for_its_device_once(tmp_path: Path, device: torch.device, objective: PolicyObjective) -> None:
     if device.type != "cuda":
-        pytest.skip("only CUDA tells when something waits for it")
+        pytest.skip("wants CUDA, which tells when something waits for it")
     engine = trainer(load_model(write_tiny_model(tmp_path / "m"), device=device), "adamw")
     batch = ragged_batch()
     batch["old_log_probs"] = -torch.rand(batch.flat("advantages").shape)

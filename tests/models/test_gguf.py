@@ -14,7 +14,7 @@ from distflow.models.tokenizer import load_tokenizer, stop_token_ids
 from distflow.models.value_head import load_value_model
 from tests.tiny_models import tiny_tokenizer, write_tiny_model
 
-pytest.importorskip("gguf", reason="GGUF files need the extra")
+pytest.importorskip("gguf", reason="wants the extra smollm2")
 
 IDS = torch.arange(3, 40)[None]
 NAMES = {

@@ -92,7 +92,7 @@ def test_gradients_in_float32_are_those_of_float64_to_rounding(
     is_native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_native and not native.is_there():
-        pytest.skip("there is no C compiler here")
+        pytest.skip("wants a C compiler (Debian: apt-get install gcc)")
     monkeypatch.setattr(native, "is_there", lambda: is_native)
     found = []
     for dtype in (torch.float32, torch.float64):

@@ -22,7 +22,7 @@ from distflow.models.value_head import load_value_model
 from tests.models.native.test_step import VARIANTS, make
 from tests.tiny_models import write_tiny_model
 
-pytestmark = pytest.mark.skipif(not native.is_there(), reason="there is no C compiler here")
+pytestmark = pytest.mark.skipif(not native.is_there(), reason="wants a C compiler (Debian: apt-get install gcc)")
 
 LENGTHS = torch.tensor([5, 1, 70, 24, 25, 130, 3, 48])
 ROWS = int(LENGTHS.sum())

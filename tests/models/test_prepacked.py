@@ -14,7 +14,7 @@ from tests.tiny_models import tiny_config
 
 needs_bf16 = pytest.mark.skipif(
     not hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported") or not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-    reason="this processor, or this build of torch, has no products in bfloat16",
+    reason="wants a processor and a build of torch with products in bfloat16",
 )
 
 

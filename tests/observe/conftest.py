@@ -265,7 +265,7 @@ class Browser:
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if binary is None:
-        pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
+        pytest.skip("wants Chromium (Debian: apt-get install chromium)")
     started = Browser(binary, tmp_path_factory.mktemp("browser"))
     yield started
     started.close()

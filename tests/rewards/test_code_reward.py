@@ -325,7 +325,7 @@ def rows(name, number):
     return [json.loads(line) for line in (SHARED / name).read_text().splitlines()[:number]]
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="the data sets are not beside this checkout")
+@pytest.mark.skipif(not SHARED.exists(), reason="wants the data sets in ../shared/data")
 def test_reference_solutions_pass():
     human = rows("humaneval.jsonl", 20)
     assert all(compute_score("", row["canonical_solution"], None, row)["score"] for row in human)

@@ -333,7 +333,7 @@ def test_a_megabyte_is_judged_in_seconds(piece, name):
     assert time.process_time() - began < 5.0
 
 
-@pytest.mark.skipif(not DATA.exists(), reason="the data sets are not beside this checkout")
+@pytest.mark.skipif(not DATA.exists(), reason="wants the data sets in ../shared/data")
 def test_every_row_of_the_data_set_can_be_judged():
     rows = [json.loads(line) for line in DATA.read_text().splitlines()]
     verdicts = [compute_loose_score("ifeval", each["prompt"], None, each) for each in rows]

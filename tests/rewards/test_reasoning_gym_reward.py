@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("reasoning_gym", reason="needs the extra reasoning-gym")
+pytest.importorskip("reasoning_gym", reason="wants the extra reasoning-gym")
 pytestmark = pytest.mark.slow
 
 from reasoning_gym.factory import DATASETS, create_dataset  # noqa: E402

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("verifiers.v1", reason="needs the extra verifiers")
+pytest.importorskip("verifiers.v1", reason="wants the extra verifiers")
 
 from distflow.config.errors import UserError  # noqa: E402
 from distflow.data.rows import Columns, RawRow  # noqa: E402

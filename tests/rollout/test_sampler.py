@@ -19,7 +19,7 @@ PROMPT = (0, 3, 3)
 def is_native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws from the policy itself may be native."""
     if request.param and not native.is_there():
-        pytest.skip("there is no C compiler here")
+        pytest.skip("wants a C compiler (Debian: apt-get install gcc)")
     monkeypatch.setattr(native, "is_there", lambda: request.param)
 
 

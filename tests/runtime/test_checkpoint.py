@@ -390,7 +390,7 @@ def small_disk(tmp_path):
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
     if mounted.returncode:
-        pytest.skip("no right to mount a small disk here")
+        pytest.skip("wants the right to mount a small disk (root)")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
 

@@ -3,10 +3,19 @@
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from distflow.runtime.stop import SIGNALS, Interrupted, StopRequest, interruptible
+
+
+@pytest.fixture(autouse=True)
+def hang_ups_arrive() -> Iterator[None]:
+    """Also where the tests run under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", SIGNALS)

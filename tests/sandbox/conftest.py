@@ -15,6 +15,6 @@ LIMITS = Limits(cpu_s=2.0, wall_s=20.0, memory_bytes=2**28)
 def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
     missing = probe().missing
     if request.param in missing:
-        pytest.skip(f"no {request.param} here: {missing[request.param]}")
+        pytest.skip(f"wants {request.param}: {missing[request.param]}")
     with Sandbox(LIMITS, request.param) as sandbox:
         yield sandbox

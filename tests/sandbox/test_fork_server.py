@@ -72,7 +72,7 @@ def test_it_has_nothing_of_its_owner(sandbox: Sandbox) -> None:
 def test_it_ends_with_its_owner(name: level.LevelName) -> None:
     """Also where the owner had no time for a word, and its programs hang."""
     if name in level.probe().missing:
-        pytest.skip(f"no {name} here")
+        pytest.skip(f"wants {name}: {level.probe().missing[name]}")
     with subprocess.Popen([sys.executable, "-c", OWNER, name], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout
         server = int(owner.stdout.readline())
@@ -174,7 +174,7 @@ def test_no_such_level() -> None:
 @pytest.mark.parametrize("machine", HEADERS)
 def test_the_numbers_of_calls_are_the_kernels(machine: str) -> None:
     if not HEADERS[machine].exists():
-        pytest.skip("no headers of the kernel here")
+        pytest.skip(f"wants the headers of the kernel, {HEADERS[machine]} (Debian: apt-get install linux-libc-dev)")
     text = HEADERS[machine].read_text()
     known = {name: int(number) for name, number in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)$", text, re.M)}
     known["newfstatat"] = known.get("newfstatat", known.get("fstatat", -1))

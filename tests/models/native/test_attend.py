@@ -8,7 +8,7 @@ from distflow.models.native import build as native
 from distflow.models.native.attend import Sequences, attend
 from distflow.models.shared_prefixes import Sharing, shared_prefixes
 
-pytestmark = pytest.mark.skipif(not native.is_there(), reason="there is no C compiler here")
+pytestmark = pytest.mark.skipif(not native.is_there(), reason="wants a C compiler (Debian: apt-get install gcc)")
 
 LENGTHS = (5, 1, 70, 24, 25, 130, 3, 48)
 

@@ -38,7 +38,7 @@ def made(cache: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in cache.iterdir()}
 
 
-compiles = pytest.mark.skipif(not build.is_there(), reason="there is no C compiler here")
+compiles = pytest.mark.skipif(not build.is_there(), reason="wants a C compiler (Debian: apt-get install gcc)")
 
 
 @compiles
@@ -70,7 +70,7 @@ def test_it_computes_on_the_threads_of_torch() -> None:
 
 
 @compiles
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of that kind of processor")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="wants an x86-64 processor")
 @pytest.mark.parametrize("flag", ["-mno-amx-bf16", "-mno-avx512bf16", "-mno-avx512f", "-mno-avx"])
 def test_processors_that_know_less(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, flag))

@@ -7,7 +7,7 @@ import torch
 from distflow.models.native import build as native
 from distflow.models.native.draw import draw
 
-pytestmark = pytest.mark.skipif(not native.is_there(), reason="there is no C compiler here")
+pytestmark = pytest.mark.skipif(not native.is_there(), reason="wants a C compiler (Debian: apt-get install gcc)")
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3, 2.5])

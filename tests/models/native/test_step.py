@@ -16,7 +16,7 @@ from distflow.models.packed import choose_attention
 from distflow.models.packed_forward import attach_packed_forward
 from tests.models.test_decoder import make as make_model
 
-pytestmark = pytest.mark.skipif(not native.is_there(), reason="there is no C compiler here")
+pytestmark = pytest.mark.skipif(not native.is_there(), reason="wants a C compiler (Debian: apt-get install gcc)")
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),

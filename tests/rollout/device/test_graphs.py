@@ -9,7 +9,7 @@ from distflow.rollout.embedded.device.graphs import Graphs
 from tests.rollout.drive import make_model
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here they can be recorded")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="wants a machine without CUDA")
 def test_a_step_that_cannot_be_recorded_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     graphs, state = Graphs(make_model(), enabled=True), torch.zeros(1)
     with caplog.at_level(logging.WARNING):
