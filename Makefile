@@ -46,7 +46,7 @@ tests: $(INSTALLED)
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,reasoning-gym]"
 	$(BIN)/python -m pytest -m "slow and not alone" -n auto --dist worksteal
-	$(BIN)/python -m pytest -m "slow and alone"
+	$(BIN)/python -m pytest -m "slow and alone" -n 2 --dist loadfile
 
 # Those of the slow tests that strike real processes.
 test-faults: $(INSTALLED)

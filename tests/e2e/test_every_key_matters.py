@@ -9,7 +9,7 @@ from distflow.config import load_config
 from distflow.config.errors import ConfigError
 from distflow.config.schema import schema_keys
 from tests.e2e.keys import actor, advantages, algorithm, data, model, rollout, trainer
-from tests.e2e.keys.case import Case, error_of
+from tests.e2e.keys.case import QUICK_LOOKS, Case, error_of
 from tests.e2e.keys.lab import Lab
 
 CASES: tuple[Case, ...] = (
@@ -83,7 +83,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.key, marks=[pytest.mark.slow] if case.slow else []) for case in CASES]
+    "case",
+    [pytest.param(case, id=case.key, marks=[] if case.look in QUICK_LOOKS else [pytest.mark.slow]) for case in CASES],
 )
 def test_a_change_shows(case: Case, lab: Lab) -> None:
     before = case.look(lab, case.base, case.given)

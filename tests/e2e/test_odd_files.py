@@ -21,6 +21,7 @@ CHEAP = (
     "trainer.save_freq=1",
     "trainer.save_groups=all",
 )
+pytestmark = pytest.mark.slow
 DEEP = b"[" * 100_000
 RATHER_DEEP = b'{"kind": "start", "inc": 0, "step": 1, "m": ' + b'{"a": ' * 900 + b"1" + b"}" * 901 + b"\n"
 WRONG_KINDS = (

@@ -28,7 +28,7 @@ from tests.e2e.runs import Playground
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 FAST = (f"{ACTOR}.optim.lr=3e-2", f"{ACTOR}.optim.scheduler=constant")
 STEPS = 6
-SLOW = pytest.mark.slow
+pytestmark = pytest.mark.slow
 MODES = {
     "waves": ("actor_rollout_ref.model.dtype=bfloat16",),
     "stream": ("async.max_staleness=2",),
@@ -79,8 +79,10 @@ def merged_once(patch: Patch, fired: Fired) -> None:
         (no_adapter, "waves"),
         (stale_scale, "stream"),
         (merged_once, "stream in bfloat16"),
-        *(pytest.param(no_adapter, mode, marks=SLOW) for mode in ("stream", "stream in bfloat16")),
-        *(pytest.param(fault, "waves", marks=SLOW) for fault in (stale_scale, merged_once)),
+        (no_adapter, "stream"),
+        (no_adapter, "stream in bfloat16"),
+        (stale_scale, "waves"),
+        (merged_once, "waves"),
     ],
 )
 def test_an_adapter_that_is_not_sent_as_it_is(
@@ -137,7 +139,7 @@ def transposed(patch: Patch, fired: Fired) -> None:
         (first_again, "waves"),
         (of_the_step_before, "stream"),
         (transposed, "stream"),
-        pytest.param(of_the_step_before, "waves", marks=SLOW),
+        (of_the_step_before, "waves"),
     ],
 )
 def test_a_tensor_that_is_sent_otherwise(
@@ -200,7 +202,8 @@ def rounded(module: nn.Module, sent: dict[str, torch.Tensor]) -> None:
         (half, "stream"),
         (nothing, "waves"),
         (rounded, "stream"),
-        *(pytest.param(take, mode, marks=SLOW) for take, mode in ((half, "waves"), (nothing, "stream"))),
+        (half, "waves"),
+        (nothing, "stream"),
     ],
 )
 def test_an_engine_that_claims_to_have_taken_weights(
@@ -212,7 +215,7 @@ def test_an_engine_that_claims_to_have_taken_weights(
         run(playground, mode)
 
 
-@pytest.mark.parametrize("mode", [pytest.param(mode, marks=[] if mode == "stream" else SLOW) for mode in MODES])
+@pytest.mark.parametrize("mode", MODES)
 def test_weights_in_a_module_that_is_not_computed_with(playground: Playground, monkeypatch: Patch, mode: str) -> None:
     """The initial weights are served for ever, and every hash is right."""
     original = EmbeddedEngine.__init__
@@ -226,7 +229,7 @@ def test_weights_in_a_module_that_is_not_computed_with(playground: Playground, m
         run(playground, mode)
 
 
-@pytest.mark.parametrize("mode", [pytest.param("waves", marks=SLOW), "stream"])
+@pytest.mark.parametrize("mode", ["waves", "stream"])
 def test_initial_weights_after_a_resume(playground: Playground, monkeypatch: Patch, mode: str) -> None:
     original = Publisher.publish_changed
 
@@ -246,7 +249,7 @@ def test_initial_weights_after_a_resume(playground: Playground, monkeypatch: Pat
     assert run(playground, mode, "trainer.save_freq=1").outcome.steps == STEPS
 
 
-@pytest.mark.parametrize("mode", ["waves", pytest.param("stream", marks=SLOW)])
+@pytest.mark.parametrize("mode", ["waves", "stream"])
 @pytest.mark.parametrize("by", [-1, 1])
 def test_versions_that_are_counted_ahead_or_late(
     playground: Playground, monkeypatch: Patch, by: int, mode: str
@@ -347,7 +350,7 @@ HEALTHY = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[SLOW] if i > 3 else []) for i, n in enumerate(HEALTHY)])
+@pytest.mark.parametrize("name", HEALTHY)
 def test_the_same_runs_without_a_fault(playground: Playground, name: str) -> None:
     found = run(playground, *HEALTHY[name])
     assert found.notes("finding") == found.notes("error") == []

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 # Each takes a tenth of a second or more, and nothing that a plain run does needs it.
 HEAVY = ("bitsandbytes", "datasets", "gguf", "matplotlib", "pandas", "peft", "scipy", "sklearn", "tensorboard", "wandb")
@@ -24,6 +26,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_what_the_first_token_needs_not_is_not_imported_before_it(tmp_path: Path) -> None:
     overrides = (
         "trainer.total_training_steps=1",

@@ -44,9 +44,8 @@ def train(ground: Playground, *overrides: str, preset: str = "grpo") -> int:
     return cli.main(["train", preset, *ground.overrides("run", *cheap, *overrides)])
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(name, marks=[pytest.mark.slow] if name in ("exit 0", "memory") else []) for name in FAULTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_costs_one_verdict(ground: Playground, fault: str) -> None:
     code, counted = FAULTS[fault]
     ground.write_reward(FAULTY.format(fault=code))

@@ -12,11 +12,11 @@ from distflow.api.run import load_run
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 240
 
-pytest.importorskip("ipykernel")
+pytestmark = pytest.mark.slow
+pytest.importorskip("ipykernel", reason="wants ipykernel")
 nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
 
 
-@pytest.mark.slow
 def test_the_notebook_runs_and_shows_what_it_made(tmp_path: Path) -> None:
     notebook = nbformat.read(ROOT / "examples" / "notebook.ipynb", as_version=4)
     client = nbclient.NotebookClient(

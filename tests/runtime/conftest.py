@@ -30,7 +30,7 @@ def on_ray(fault_plan: Path) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts a Ray has the machine for itself."""
+    """What starts a Ray has the machine for itself and one other of its kind."""
     for item in items:
         if item.path.name.startswith("test_ray_"):
             item.add_marker(pytest.mark.alone)

@@ -22,6 +22,7 @@ from tests.e2e.runs import Playground, Run
 from tests.runtime.distance import distance
 from tests.runtime.unordered_actors import UnorderedCoordinator
 
+pytestmark = pytest.mark.slow
 RAY = "trainer.launcher=ray"
 CONSTANT = "actor_rollout_ref.actor.optim.scheduler=constant"
 STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2", CONSTANT)
@@ -82,7 +83,6 @@ def test_two_workers_end_where_one_process_does(two: Run, alone: Run) -> None:
     check_whole(two, alone)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 4])
 def test_any_number_of_workers_ends_where_one_process_does(ground: Playground, alone: Run, num_workers: int) -> None:
     found = run(ground, *STEPS, *validating(ground), f"trainer.n_gpus_per_node={num_workers}", name=f"w{num_workers}")
@@ -95,7 +95,6 @@ KL_AND_CRITIC = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0
 FILTERED = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.when_exhausted=continue")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("preset", "more"), [("ppo", KL_AND_CRITIC), ("dapo", FILTERED)])
 def test_figures_of_other_programs_are_those_of_one_process(
     ground: Playground, preset: str, more: tuple[str, ...]
@@ -118,7 +117,6 @@ def weights(progress, step, state):
 """
 
 
-@pytest.mark.slow
 def test_domains_have_their_shares_and_figures_over_two_workers(ground: Playground) -> None:
     files = f"train_files: {ground.folder}/rows.jsonl, val_files: {ground.folder}/rows.jsonl"
     domains = f"data.domains={{a: {{{files}, weight: 3}}, b: {{{files}, top_k: 20, max_response_length: 5}}}}"
@@ -136,7 +134,6 @@ def test_domains_have_their_shares_and_figures_over_two_workers(ground: Playgrou
     assert told == [[step[f"domains/{name}/accuracy"] for name in "ab"] for step in alone.metrics()]
 
 
-@pytest.mark.slow
 @pytest.mark.faults
 def test_three_domains_ahead_of_training_over_two_workers_killed_and_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_ray: None, plan: Callable[..., None]
@@ -161,12 +158,10 @@ def test_three_domains_ahead_of_training_over_two_workers_killed_and_resumed(
     assert max(step["async/version_diff/max"] for step in trained) == 1
 
 
-@pytest.mark.slow
 def test_generation_and_training_on_workers_of_their_own(ground: Playground, alone: Run) -> None:
     check_same(run(ground, *STEPS, *validating(ground), SPLIT, name="split"), alone)
 
 
-@pytest.mark.slow
 def test_in_which_order_the_coordinator_takes_calls_changes_nothing(
     ground: Playground, alone: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +181,6 @@ def test_in_which_order_the_coordinator_takes_calls_changes_nothing(
     assert [step for what, step in told if what == "save"] == [2, 4]
 
 
-@pytest.mark.slow
 def test_streams_stay_within_their_staleness_and_every_ticket_is_accounted_for(ground: Playground) -> None:
     found = run(ground, *STEPS, SPLIT, "async.max_staleness=1", name="stream")
     journal = found.folder / "ledger.jsonl"
@@ -196,7 +190,6 @@ def test_streams_stay_within_their_staleness_and_every_ticket_is_accounted_for(g
     assert {record["worker"] for _, record in ledger.timeline(journal) if record["kind"] == "assigned"} == {"0"}
 
 
-@pytest.mark.slow
 def test_a_run_of_two_workers_goes_on_with_one_and_with_four(ground: Playground, alone: Run) -> None:
     for number in (1, 4):
         name = f"from-two-to-{number}"
@@ -207,7 +200,6 @@ def test_a_run_of_two_workers_goes_on_with_one_and_with_four(ground: Playground,
         assert distance(found.weights(4), alone.weights(4)) < 1e-6
 
 
-@pytest.mark.slow
 def test_a_reward_that_fails_is_told_as_in_one_process(ground: Playground) -> None:
     (ground.folder / "broken.py").write_text("def compute_score(**kwargs):\n    raise KeyError('mine')\n")
     broken = f"custom_reward_function.path={ground.folder}/broken.py"
@@ -237,7 +229,6 @@ def test_nothing_is_left_in_the_folder_but_the_run(two: Run) -> None:
 SHARDED = ("actor_rollout_ref.actor.strategy=fsdp", "trust.audit_freq=1", "trainer.n_gpus_per_node=2")
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_where_ranks_compute_layers_together(ground: Playground, alone: Run) -> None:
     """From two shards of each layer to two halves of it, audited, and to one process."""
     run(ground, *STEPS, *SHARDED, "trainer.total_training_steps=2", name="together")
@@ -251,7 +242,6 @@ def test_a_run_goes_on_where_ranks_compute_layers_together(ground: Playground, a
     assert distance(whole.weights(5), longer.weights(5)) < 1e-6
 
 
-@pytest.mark.slow
 def test_weights_spread_over_two_workers_end_where_one_process_does(ground: Playground, alone: Run) -> None:
     found = run(ground, *STEPS, *SHARDED, name="sharded")
     longer = (*STEPS, "trainer.total_training_steps=6", "trust.audit_freq=1")
@@ -280,7 +270,6 @@ if "pytest" not in sys.modules and not hasattr(Publisher, "speaks"):  # in the w
 """
 
 
-@pytest.mark.slow
 def test_weights_that_are_not_sent_to_an_engine_elsewhere_are_named(ground: Playground) -> None:
     (ground.folder / "silent.py").write_text(SILENT)
     program = ("dag.pipeline=null", f"dag.custom_pipeline_fn={ground.folder}/silent.py:silent")
@@ -288,7 +277,6 @@ def test_weights_that_are_not_sent_to_an_engine_elsewhere_are_named(ground: Play
         run(ground, *STEPS, SPLIT, *program, name="silent")
 
 
-@pytest.mark.slow
 def test_weights_spread_over_two_workers_go_to_an_engine_elsewhere_by_files(ground: Playground, alone: Run) -> None:
     apart = "trainer.allocation='embedded[rollout]:d1+fsdp[actor]:d2'"
     found = run(ground, *STEPS, *validating(ground), apart, DISK, name="spread")

@@ -33,6 +33,8 @@ from tests.runtime.fleet import (
     within,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def workers(on_ray: None) -> Iterator[dict[int, Any]]:

@@ -109,7 +109,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def cases_of(name: str, outcome: str, checks: Any, slow: bool) -> list[Case]:
+def cases_of(name: str, outcome: str, checks: Any) -> list[Case]:
     return [
         Case(
             f"algorithm.{name}.{key}",
@@ -117,7 +117,6 @@ def cases_of(name: str, outcome: str, checks: Any, slow: bool) -> list[Case]:
             f"{outcome}, by AReaL's formula",
             checks(**given, **{key: value}),
             given=(ONE, "algorithm.adv_estimator=reinforce", *(f"algorithm.{name}.{k}={v}" for k, v in given.items())),
-            slow=slow and key != "mean_level",
         )
         for key, (value, given) in CHANGES.items()
     ]
@@ -158,7 +157,6 @@ CASES = (
         "rewards of tokens: mean 0, variance 1",
         rewards_are_whitened,
         given=(ONE, "algorithm.adv_estimator=reinforce"),
-        slow=True,
     ),
     Case(
         "algorithm.difficulty_weight",
@@ -167,6 +165,6 @@ CASES = (
         hard_prompts_weigh_more,
         given=(ONE,),
     ),
-    *cases_of("reward_norm", "rewards", rewards_are_normalised, slow=False),
-    *cases_of("adv_norm", "advantages", advantages_are_normalised, slow=True),
+    *cases_of("reward_norm", "rewards", rewards_are_normalised),
+    *cases_of("adv_norm", "advantages", advantages_are_normalised),
 )

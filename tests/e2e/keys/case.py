@@ -46,6 +46,9 @@ def the_config(lab: Lab, base: str, changes: Sequence[str]) -> Any:
     return lab.config(base, changes)
 
 
+QUICK_LOOKS = (the_spec, the_prompts, the_policy, the_config)  # others run the program
+
+
 @dataclass(frozen=True)
 class Case:
     """One key that matters.
@@ -62,7 +65,6 @@ class Case:
     base: str = "grpo"
     given: tuple[str, ...] = ()
     look: Look = a_run
-    slow: bool = False
 
     @property
     def changes(self) -> tuple[str, ...]:

@@ -152,7 +152,6 @@ CASES = (
         another_commit,
         given=(f"{MODEL}.revision={COMMITS[0]}",),
         look=norm_at_revision,
-        slow=True,
     ),
     Case(
         f"{MODEL}.trust_remote_code",

@@ -18,7 +18,7 @@ def cases(role: str, base: str, group: str) -> tuple[Case, ...]:
 
     def case(key: str, value: str, outcome: str, check: Callable[..., None], given: tuple[str, ...] = ()) -> Case:
         change = f"{group}.{key}={value}"
-        return Case(f"{group}.{key}", change, outcome, check, base=base, given=given, slow=role == "critic")
+        return Case(f"{group}.{key}", change, outcome, check, base=base, given=given)
 
     return (
         case("optim.optimizer", "sgd", "the move is lr · gradient", _moves(role, 1.0), (ONE, *plain[2:])),

@@ -204,7 +204,6 @@ REWARDS = (
             *(ONE, "custom_reward_function.name=slow", f"{ROLLOUT}.n=2", "data.shuffle=false"),
             *("data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=2"),
         ),
-        slow=True,
     ),
     Case(
         "reward.max_error_share",
@@ -226,7 +225,6 @@ REWARDS = (
         "processes that judge",
         judged_by(1, 2),
         given=(ONE, "custom_reward_function.name=process"),
-        slow=True,
     ),
     Case("reward.overlong.buffer_tokens", OVERLONG[1], "scores of long responses", penalty(4, 1.0), given=(ONE,)),
     Case("reward.overlong.factor", "reward.overlong.factor=0.5", "those scores", penalty(4, 0.5), given=OVERLONG),
@@ -269,7 +267,6 @@ TRAINER = (
         "steps",
         num_steps(3, 6),
         given=("trainer.total_training_steps=null", "trainer.total_epochs=1"),
-        slow=True,
     ),
     Case("trainer.total_training_steps", ONE, "steps", num_steps(2, 1)),
     Case(
@@ -304,7 +301,6 @@ TRAINER = (
         "checkpoints",
         best_by("val_correct/all/mean", "val_correct/all/mean@8"),
         given=FOR_BEST,
-        slow=True,
     ),
     Case(
         "trainer.resume_mode",
@@ -312,7 +308,6 @@ TRAINER = (
         "where the run begins",
         goes_on_or_begins_anew,
         look=again,
-        slow=True,
     ),
     Case("trainer.save_groups", "trainer.save_groups=none", "files of tokens", kept_steps([1, 2], [])),
     Case(

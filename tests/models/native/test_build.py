@@ -70,6 +70,7 @@ def test_it_computes_on_the_threads_of_torch() -> None:
 
 
 @compiles
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="wants an x86-64 processor")
 @pytest.mark.parametrize("flag", ["-mno-amx-bf16", "-mno-avx512bf16", "-mno-avx512f", "-mno-avx"])
 def test_processors_that_know_less(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
