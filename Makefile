@@ -52,6 +52,10 @@ test-slow: $(INSTALLED)
 test-faults: $(INSTALLED)
 	$(BIN)/python -m pytest -m "slow and faults"
 
+# The tests as other processors and machines run them, one after another: an hour on two cores.
+test-processors: $(INSTALLED)
+	scripts/test_processors.sh
+
 # Fails where there is no GPU: skipped tests are no passed ones. One after another, on the first device.
 test-gpu: $(INSTALLED)
 	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make test-gpu: torch finds no CUDA device here, so nothing was tested")'

@@ -23,6 +23,7 @@ from distflow.training.torch_engine import TorchTrainEngine
 from tests.e2e.planting import plant_before_update, plant_in_group
 from tests.e2e.runs import Playground, notes
 
+pytestmark = pytest.mark.slow
 GRPO = ["grpo", "trainer.total_training_steps=3"]
 SCORED = ["algorithm.recompute_old_log_probs=true"]  # by a forward pass of the trainer before the update
 FAST = ["actor_rollout_ref.actor.optim.lr=3e-2", "actor_rollout_ref.actor.optim.scheduler=constant"]
@@ -263,14 +264,8 @@ ADAPTIVE = ["type=adaptive", "target_kl=0.1", "horizon=100"]
         ["grpo", BFLOAT16],
         ["grpo", "actor_rollout_ref.rollout.name=hf"],
         ["ppo", "actor_rollout_ref.model.lora_rank=4", *(f"algorithm.kl_ctrl.{key}" for key in ADAPTIVE)],
-        pytest.param(
-            ["grpo", BFLOAT16, "actor_rollout_ref.actor.policy_loss=decoupled", "trainer.save_groups=all"],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ["dapo", BFLOAT16, "actor_rollout_ref.model.lora_rank=4", "algorithm.rollout_correction.level=sequence"],
-            marks=pytest.mark.slow,
-        ),
+        ["grpo", BFLOAT16, "actor_rollout_ref.actor.policy_loss=decoupled", "trainer.save_groups=all"],
+        ["dapo", BFLOAT16, "actor_rollout_ref.model.lora_rank=4", "algorithm.rollout_correction.level=sequence"],
     ],
 )
 def test_a_healthy_run_raises_no_alarm(playground: Playground, options: list[str]) -> None:

@@ -209,6 +209,7 @@ def test_a_process_that_has_died_when_the_next_is_sent_died_of_what_it_did_not_a
         pool.close()
 
 
+@pytest.mark.slow
 def test_hangs_that_were_sent_ahead_to_one_process_are_left_to_all():
     """Three places are taken by what takes a while, so that the fourth gets all the hangs, one behind the other."""
     hangs = 8
