@@ -21,7 +21,8 @@ def test_sharded_by_fsdp_it_gives_the_same_outputs_and_gradients(tmp_path: Path)
         for name, value in expected.items():
             found = [rank.get(name, torch.zeros(0)) for rank in ranks]
             together = torch.cat(found) if name in outputs else found[0]
-            torch.testing.assert_close(together, value.detach(), rtol=0, atol=1e-5, msg=f"{kind}: {name}")
+            largest = max(1.0, float(value.abs().max()))  # by which the rounding of sums in another order goes
+            torch.testing.assert_close(together, value.detach(), rtol=0, atol=1e-5 * largest, msg=f"{kind}: {name}")
         assert ranks[0].keys() == expected.keys()
 
 
