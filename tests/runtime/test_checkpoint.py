@@ -392,7 +392,7 @@ def small_disk(tmp_path):
     if mounted.returncode:
         pytest.skip("wants the right to mount a small disk (root)")
     yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def test_a_full_disk_fails_loudly_and_keeps_the_old_one(small_disk):
