@@ -3,7 +3,7 @@
 # on more than there are cores, without a C compiler, and on one core beside a busy neighbour.
 # Arguments go to pytest. Prints a line for each machine; fails where one of them failed.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 python=$PWD/.venv/bin/python
 logs=build/processors
 mkdir -p "$logs"
