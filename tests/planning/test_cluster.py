@@ -325,7 +325,7 @@ def test_more_parts_than_devices_are_refused() -> None:
 
 def loaded(origins: dict[str, str], **keys: object) -> Loaded:
     text = "hf[rollout]:d4+torch[actor]:d2"
-    return Loaded(config(trainer__launcher="ray", trainer__allocation=text, **keys), origins, "")
+    return Loaded(config(trainer__launcher="ray", trainer__allocation=text, **keys), origins)
 
 
 @pytest.mark.parametrize(
@@ -362,13 +362,13 @@ def test_other_keys_must_go_with_the_engines_of_the_allocation() -> None:
     stale = replace(loaded({}), config=replace(loaded({}).config, async_=AsyncConfig(max_staleness=2)))
     with pytest.raises(ConfigError, match="the engine 'hf' cannot take weights below them"):
         follow_allocation(stale)
-    megatron = Loaded(config(trainer__allocation="embedded:d1|megatron:d1"), {}, "")
+    megatron = Loaded(config(trainer__allocation="embedded:d1|megatron:d1"), {})
     with pytest.raises(UserError, match="the engine 'megatron' is not there yet; choose from torch"):
         follow_allocation(megatron)
 
 
 def test_without_an_allocation_nothing_follows() -> None:
-    plain = Loaded(Config(), {}, "")
+    plain = Loaded(Config(), {})
     assert follow_allocation(plain) is plain
 
 

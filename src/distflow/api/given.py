@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from distflow.api.overrides import key_of, to_lines
-from distflow.config import Config, Loaded, program_name, to_yaml
+from distflow.config import Config, Loaded, program_name
 from distflow.config.errors import UserError
 from distflow.config.program import is_rl
 from distflow.config.sources import COMMAND_LINE
@@ -75,7 +75,7 @@ class Given:
         # Overrides were read as lines of a command line, which there is none of.
         origins = {key: _HERE if where == COMMAND_LINE else where for key, where in loaded.origins.items()}
         origins |= dict.fromkeys(keys, _HERE)
-        return replace(loaded, config=config, origins=origins, text=to_yaml(config))
+        return replace(loaded, config=config, origins=origins)
 
     def keep(self, config: Config, resuming: bool, say: Callable[[str], None]) -> None:
         """Write the files. Raises UserError for what cannot be written, and for other rows than a resumed run's."""

@@ -13,7 +13,7 @@ from distflow.config.functions import LoadError, load_modules
 from distflow.config.loaded import Loaded
 from distflow.config.paths import find_missing
 from distflow.config.schema import Config, group_names, schema_keys
-from distflow.config.show import to_dict, to_yaml
+from distflow.config.show import to_dict
 from distflow.config.sizes import Room
 from distflow.config.sources import COMMAND_LINE, Setting, settings_of_value
 from distflow.config.unknown import is_known, judge_settings, parents
@@ -74,7 +74,7 @@ def fit_to(loaded: Loaded, room: Room) -> Loaded:
         raise ConfigError(problems)
     if not fitted:
         return loaded
-    return replace(loaded, config=config, text=to_yaml(config), fitted=(*loaded.fitted, *fitted))
+    return replace(loaded, config=config, fitted=(*loaded.fitted, *fitted))
 
 
 def with_changes(loaded: Loaded, changes: Sequence[Change]) -> Loaded:
@@ -83,7 +83,7 @@ def with_changes(loaded: Loaded, changes: Sequence[Change]) -> Loaded:
     config, fitted = apply_changes(loaded.config, changes)
     if problems := find_problems(config, loaded.origins, set(), complete=False):
         raise ConfigError(problems)
-    return replace(loaded, config=config, text=to_yaml(config), fitted=(*loaded.fitted, *fitted))
+    return replace(loaded, config=config, fitted=(*loaded.fitted, *fitted))
 
 
 def _differences_from_verl(loaded: Loaded, accepted: Iterable[str]) -> list[str]:
@@ -143,7 +143,7 @@ def _finish(
         problems += find_missing(config, origins, set(needed) - builder.faulty)
     if problems:
         raise ConfigError(problems)
-    return Loaded(config, origins, to_yaml(config), tuple(fitted))
+    return Loaded(config, origins, tuple(fitted))
 
 
 def _plain_defaults() -> dict[str, object]:

@@ -5,20 +5,23 @@ from dataclasses import dataclass
 from distflow.config.check import where
 from distflow.config.fitting import Fitted
 from distflow.config.schema import Config, schema_keys
-from distflow.config.show import flatten
+from distflow.config.show import flatten, to_yaml
 
 
 @dataclass(frozen=True)
 class Loaded:
     """A config and where it came from. origins: key → "file:line" or "command line", for each key that was set.
-    text: the resolved config as YAML. fitted: what nobody chose and was made to fit. notes: lines about settings of
-    another system that were accepted."""
+    fitted: what nobody chose and was made to fit. notes: lines about settings of another system that were accepted."""
 
     config: Config
     origins: dict[str, str]
-    text: str
     fitted: tuple[Fitted, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The resolved config as YAML."""
+        return to_yaml(self.config)
 
     def origin(self, key: str) -> str:
         """Where a key was set, or "default"; of one that was made to fit, why."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from distflow.config import Config, Loaded, to_yaml
+from distflow.config import Config, Loaded
 from distflow.config.errors import UserError
 from distflow.observe.jsonlines import read_object
 from distflow.pipelines.export import NOTE, Say, export_checkpoint, identity
@@ -38,7 +38,7 @@ def with_models_of_runs(loaded: Loaded, say: Say) -> Loaded:
         actor_rollout_ref=replace(settings, model=model),
         critic=replace(config.critic, model=critic),
     )
-    return replace(loaded, config=config, text=to_yaml(config))
+    return replace(loaded, config=config)
 
 
 def write_config_of(run: Path, file: Path) -> Path:

@@ -14,7 +14,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from distflow.config import Config, Loaded, config_from_dict, load_config, to_dict, to_yaml
+from distflow.config import Config, Loaded, config_from_dict, load_config, to_dict
 from distflow.data.batch import Batch
 from distflow.data.prompts import PromptSet
 from distflow.models.tokenizer import load_tokenizer
@@ -212,7 +212,7 @@ class Lab:
         for key, value in settings.items():
             _set(plain, key, value)
         config = config_from_dict(plain)
-        return Loaded(config, {key.lstrip("~+"): "command line" for key in settings}, to_yaml(config))
+        return Loaded(config, {key.lstrip("~+"): "command line" for key in settings})
 
     def config(self, base: str, changes: Sequence[str]) -> Config:
         return self.load(base, changes).config
