@@ -62,6 +62,7 @@ def test_clip_cov_draws_from_those_within_the_bounds(
     assert len(found) == min(max(1, int(share * len(wanted))), len(within))
 
 
+@pytest.mark.slow
 def test_every_token_within_the_bounds_is_drawn_alike() -> None:
     mask, flat = torch.ones(1, 4), torch.zeros(1, 4, dtype=torch.float64)
     counts = [0, 0, 0, 0]

@@ -25,6 +25,7 @@ fcntl.lockf(os.open(sys.argv[1], os.O_RDWR), fcntl.LOCK_EX)
 print("held", flush=True)
 sys.stdin.read()
 """
+pytestmark = pytest.mark.slow
 CHEAP = ("trust.certify_rewards=false", "trainer.total_epochs=1", "actor_rollout_ref.rollout.n=2")
 
 Prepare = Callable[[Playground], None]

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -466,6 +467,7 @@ def walk(seed):
     run.teardown()
 
 
+@pytest.mark.slow
 def test_long_walks():
     for seed in range(200):
         walk(seed)

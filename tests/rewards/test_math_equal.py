@@ -106,6 +106,7 @@ def test_a_long_response_is_searched_in_little_time(text):
     assert time.process_time() - started < 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "answer",
     ["|x|" * 100, "(x+y+z+1)^{1000}", "+".join(rf"\sin({k}x)^{{9}}" for k in range(30)), r"\sqrt{2^{29989}-1}",
@@ -133,6 +134,7 @@ FORMULAS = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(FORMULAS, st.sampled_from(GOLDS))
 def test_no_formula_raises_or_runs_long(answer, gold):

@@ -89,6 +89,7 @@ def test_other_types_are_refused(value: object) -> None:
         to_text(value)
 
 
+@pytest.mark.slow
 def test_deep_round_and_large() -> None:
     deep: list[object] = []
     for _ in range(MAX_DEPTH + 1):

@@ -54,6 +54,7 @@ def of_one_process(program: str, folder: Path) -> Iterator[Callable[[], Row]]:
     return (partial(compare, lab, pair) for pair in of_paths(lab, recorded.figures, cache(lab.sync)))
 
 
+@pytest.mark.slow
 def test_the_asynchronous_path_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the pair would compare a run with itself. The engine decodes on a thread of its own, on a copy of the
     weights that is sent, and compared by the canary, each time."""
@@ -75,6 +76,7 @@ def test_the_asynchronous_path_is_another_one(tmp_path: Path, monkeypatch: pytes
     assert {on_main for shares, on_main in threads if not shares} == {False}
 
 
+@pytest.mark.slow
 def test_an_engine_with_a_changed_weight_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Changed by so little that no check of the run itself minds, behind the receipt."""
     original = engine.copy_weights
@@ -100,6 +102,7 @@ def test_a_run_that_fails_is_a_row_that_says_why(tmp_path: Path, monkeypatch: py
     assert not (found := asynchronous()).ok and "no such weights" in found.fault
 
 
+@pytest.mark.slow
 def test_a_wrong_figure_turns_the_command_red(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
