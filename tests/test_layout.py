@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -30,6 +31,7 @@ FOR_ALL = ("config.errors", "config.functions", "config.names")
 WITHOUT_TORCH = ("graph", "config", "flow", "planning", "observe")
 
 
+@cache
 def modules() -> dict[str, Path]:
     return {".".join(path.relative_to(SOURCE).with_suffix("").parts): path for path in SOURCE.rglob("*.py")}
 

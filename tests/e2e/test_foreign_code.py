@@ -15,6 +15,7 @@ from tests.e2e.runs import Playground
 from tests.pipelines.test_replay import make_bundle
 from tests.user_code import forgotten
 
+pytestmark = pytest.mark.slow
 CHEAP = ("trust.certify_rewards=false", "trainer.total_epochs=1", "actor_rollout_ref.rollout.n=2")
 
 
@@ -218,7 +219,7 @@ def test_verifiers_that_are_named_by_their_place_are_code_of_the_config(ground: 
     [
         (("report", "."), 0),
         (("config", "grpo"), 0),
-        pytest.param(("export", ".", "--to", "out"), 2, marks=pytest.mark.slow),  # imports what they stand for
+        (("export", ".", "--to", "out"), 2),
     ],
 )
 def test_modules_in_the_folder_that_is_looked_at_stand_for_no_others(
