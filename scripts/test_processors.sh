@@ -31,6 +31,7 @@ run without_a_compiler env PATH="$bin" "${tests[@]}"
 
 core=$(taskset -cp $$ | grep -o '[0-9]*' | tail -n 1)
 taskset -c "$core" sh -c 'while :; do :; done' &
-trap 'kill %1' EXIT
+neighbour=$!
+trap 'kill "$neighbour"' EXIT
 run busy_core taskset -c "$core" "${tests[@]}"
 exit "$failed"

@@ -112,7 +112,9 @@ def test_in_bfloat16_it_rounds_where_the_trainer_does(variant: str, native: bool
     assert (view.why_not_native is None) is native
     ours = decoded(view, ids, starts)
     assert (ours == trained).float().mean() > 0.8
-    assert (ours - trained).abs().mean() < all_in_bfloat16_differs_by(model, trained, ids, starts) / 20
+    all_in_bfloat16 = all_in_bfloat16_differs_by(model, trained, ids, starts)
+    assert all_in_bfloat16 > 5e-3
+    assert (ours - trained).abs().mean() < all_in_bfloat16 / 20
 
 
 def all_in_bfloat16_differs_by(model: Any, trained: Tensor, ids: list[list[int]], starts: list[int]) -> Tensor:
@@ -345,7 +347,7 @@ def test_changes_of_the_model_are_followed(change: Callable[[Any], None], stays_
     assert step.follow() is stays_native
     after = decoded(view, ids, starts)
     assert far(after, before) > 1e-3
-    assert far(after, decoded(DecoderView(model), ids, starts)) < 1e-5
+    assert far(after, decoded(DecoderView(model), ids, starts)) < (1e-4 if stays_native else 1e-5)
 
 
 def test_torch_goes_on_over_what_native_code_kept_in_bfloat16() -> None:
