@@ -74,7 +74,7 @@ bench-peers: $(INSTALLED)
 
 # The reference page of the configuration, from its schema.
 docs: $(INSTALLED)
-	$(BIN)/python -m distflow.config.reference
+	$(BIN)/python -m distflow.config.key_reference
 
 clean:
 	rm -rf $(VENV) runs build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

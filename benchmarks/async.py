@@ -28,9 +28,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from distflow.flow.ledger import timeline
-from distflow.observe.report_planes import read_planes
-from distflow.observe.run_reader import MetricsRecord, read_metrics
+from distflow.observe.reading.run_reader import MetricsRecord, read_metrics
+from distflow.observe.report.timeline import read_planes
+from distflow.scheduling.ledger import timeline
 
 VERIFIER = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

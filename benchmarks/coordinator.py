@@ -42,12 +42,11 @@ import ray
 import torch
 from ray.actor import ActorHandle
 
+from distflow.cluster.reshard import ExchangeActor, RayExchange
 from distflow.data.batch import Batch
-from distflow.flow.exchange import Key, Metas, Readers
 from distflow.graph.fields import Axis, Field
-from distflow.runtime.ray_exchange import ExchangeActor
-from distflow.runtime.ray_exchange_port import RayExchange
-from distflow.runtime.waits import Wait, Waits
+from distflow.runtime.wait_log import Wait, Waits
+from distflow.scheduling.reshard import Key, Metas, Readers
 
 PROMPT, RESPONSE = 256, 768
 # What siiRL calls each column, what it is called here, where it belongs. 51 kB a sample.

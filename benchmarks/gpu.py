@@ -36,12 +36,11 @@ from workload import make_tokenizer
 
 from distflow.algorithms import PolicyObjective
 from distflow.data.batch import Batch
-from distflow.flow.ticket import Version
 from distflow.models.loading import ready
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
-from distflow.training.optim import make_optimizer
-from distflow.training.schedule import make_schedule
+from distflow.scheduling.groups import Version
+from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchTrainEngine
 
 COMMON = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 32_768}

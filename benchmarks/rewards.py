@@ -24,13 +24,13 @@ from collections.abc import Mapping
 from functools import cache, partial
 from typing import NamedTuple
 
-from distflow.config.errors import UserError
-from distflow.config.names import REWARDS
-from distflow.observe.jsonlines import JSON
-from distflow.rewards.code_reward import judge
-from distflow.rewards.pool import VerifierPool
-from distflow.rewards.verdict import Score, Verdict
-from distflow.sandbox.level import LEVELS
+from distflow.errors import UserError
+from distflow.observe.files import JSON
+from distflow.registry import REWARDS
+from distflow.rewards.code.reward import judge
+from distflow.rewards.pool.pool import VerifierPool
+from distflow.rewards.score import Score, Verdict
+from distflow.sandbox.isolation_level import LEVELS
 from distflow.sandbox.sandbox import Sandbox
 
 STEP = 1024
@@ -131,7 +131,7 @@ async def measure(work: Work, num_workers: int, num_verdicts: int) -> tuple[floa
 async def longest_beside_a_hang(work: Work, hang: tuple[str, str, object] | None, number: int = 100) -> float:
     """Milliseconds that the slowest of so many verdicts took, asked for one after another while `hang` (function,
     response, ground truth) holds the other of two processes."""
-    functions = {"work": work.target, "hang": "distflow.rewards.probes:hang"}
+    functions = {"work": work.target, "hang": "distflow.rewards.self_check:hang"}
     pool = await asyncio.to_thread(partial(VerifierPool, functions, num_workers=2, timeout_s=TIMEOUT_S))
     try:
         while len(pool.pids()) < 2:

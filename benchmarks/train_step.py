@@ -29,7 +29,7 @@ What profiling found (one thread, processor time of an update of 64 answers of 8
   gain they saved 5 % of an update at 1 M, 3 % on long tails, whose micro-batches have a new size each time.
   Left alone: too little for an operator of torch that is no public one.
 - With two threads attention was what gained least: torch's fused CPU kernel over answers of 80 tokens 1.3 times, over
-  512 tokens 2 times. Batched products in blocks that stay in the cache (`models/short_attention.py`), on rows that are
+  512 tokens 2 times. Batched products in blocks that stay in the cache (`models/attention.py`), on rows that are
   gathered head by head, gain 1.9 times and leave a third of the page faults. Update of 256 answers at 1 M, two threads
   1.04 → 0.93 s, one 1.66 → 1.59 s; long tails 1.51 → 1.42 s, 2.29 → 2.25 s; 10 M 6.2 → 5.8 s, one thread as before.
   With copies between token by token and head by head, in the blocks or around them, nothing was left of it.
@@ -53,7 +53,7 @@ What profiling found (one thread, processor time of an update of 64 answers of 8
   padded), and 256 verdicts took as long as the looks at their sockets, each of which gives up the interpreter's lock.
 - Norms and gated units as one operation each, in blocks, gained nothing, whatever they gain alone: alone it is page
   faults of freshly mapped memory that they save, and a process that trains has its memory already.
-- A whole layer but for attention as two operations does gain, in float32 (`models/packed_layers.py`): 72 rows go from
+- A whole layer but for attention as two operations does gain, in float32 (`models/packed_forward.py`): 72 rows go from
   norm to residual while they are in the cache, and products of our own reach 340 of 350 GFLOP/s there, where those of
   MKL had 300 (Intel). Four layers of 1 M, 256 answers, two threads: 0.74 → 0.53 s on long tails, 0.78 → 0.55 s on
   fixed lengths, no page faults in place of 6 to 20 thousand. At 384 × 1152 it is 1.05 to 1.1 times as fast in 0.6 of

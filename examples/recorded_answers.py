@@ -3,7 +3,7 @@
 from distflow import NodeRole, TaskGraph, node
 from distflow.config import Config
 from distflow.data.sample import Sample, Segment
-from distflow.pipelines.nodes.experience import ANSWER_FIELDS
+from distflow.pipelines.nodes.rollout_and_reward import ANSWER_FIELDS
 from distflow.pipelines.rlvr import rlvr_pipeline
 from distflow.runtime.group import Group
 

@@ -15,8 +15,8 @@ import yaml
 
 from distflow.cli import main, make_parser
 from distflow.config import load_config
-from distflow.config.foreign import SYSTEMS, find_names
-from distflow.config.schema import group_names, schema_keys
+from distflow.config.keys.schema import group_names, schema_keys
+from distflow.config.migration.tables import SYSTEMS, find_names
 from tests.user_code import forgotten
 
 ROOT = Path(__file__).parent.parent

@@ -10,8 +10,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from distflow import __version__
-from distflow.observe.quiet import quiet_libraries
-from distflow.observe.text import harmless_output
+from distflow.observe.sanitize import harmless_output, quiet_libraries
 from distflow.runtime.stop import Interrupted, exit_status, interruptible, leave_at_once
 
 USER_FAULT, OUR_FAULT = 2, 1
@@ -106,8 +105,8 @@ def _unrecognized(words: list[str], takes_keys: bool) -> str:
         return message
     if name in HYDRA_OPTIONS:
         return f"{message}\n--{name} is Hydra's: leave it out; the config is the preset or file behind the command"
-    from distflow.config.schema import schema_keys
-    from distflow.config.unknown import suggest
+    from distflow.config.compose.unknown_keys import suggest
+    from distflow.config.keys.schema import schema_keys
 
     key = name.replace("-", "_")
     told = f"write {key}={value or 'VALUE'}" if key in schema_keys() else suggest(key, schema_keys())
@@ -129,6 +128,6 @@ def _leave_what_hangs(err: BaseException, status: int) -> None:
 
 
 def _is_users(err: BaseException) -> bool:
-    from distflow.config.errors import UserError
+    from distflow.errors import UserError
 
     return isinstance(err, UserError)

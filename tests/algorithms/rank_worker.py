@@ -15,16 +15,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distflow.algorithms import LOSS_AGG_MODES, PolicyObjective, ValueObjective, find_adv_est, find_policy_loss
-from distflow.algorithms.corrections import LEVELS, compute_rollout_weights, mismatch_statistics
 from distflow.algorithms.kl import apply_kl_penalty
-from distflow.algorithms.masking import Reduce
-from distflow.algorithms.moments import Moments
-from distflow.algorithms.normalization import Normalization
-from distflow.algorithms.rejection import compute_rejection_mask
-from distflow.algorithms.sample_weights import length_weights, with_mean_one
-from distflow.config.names import POLICY_LOSSES
+from distflow.algorithms.masked_reductions import Reduce
+from distflow.algorithms.normalization import Moments, Normalization
+from distflow.algorithms.rollout_correction import (
+    LEVELS,
+    compute_rejection_mask,
+    compute_rollout_weights,
+    mismatch_statistics,
+)
+from distflow.algorithms.sample_filters import length_weights, with_mean_one
+from distflow.cluster.process_groups import TorchCollective
 from distflow.data.batch import Batch
-from distflow.runtime.ports.torch_collective import TorchCollective
+from distflow.registry import POLICY_LOSSES
 from tests.algorithms.toy_policy import LONGEST, gradient, toy_batch
 
 ROWS = 13

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distflow.algorithms import describe_estimator, find_adv_est
-from distflow.config.names import ESTIMATORS
+from distflow.registry import ESTIMATORS
 
 Rows = list[list[float]]
 

@@ -16,9 +16,9 @@ from distflow.algorithms import (
     masked_whiten,
     token_weights,
 )
-from distflow.algorithms.corrections import compute_rollout_weights
-from distflow.algorithms.filters import drop_reason, overlong_penalty
 from distflow.algorithms.kl import AdaptiveKLController, kl_estimate
+from distflow.algorithms.rollout_correction import compute_rollout_weights
+from distflow.algorithms.sample_filters import drop_reason, overlong_penalty
 
 
 def outcome(rewards: list[float], **options: Any) -> list[float]:

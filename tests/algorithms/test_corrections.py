@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.algorithms.corrections import compute_rollout_weights, effective_sample_size, mismatch_statistics
+from distflow.algorithms.rollout_correction import compute_rollout_weights, effective_sample_size, mismatch_statistics
 
 
 def raw_weights(batch: Any, level: str) -> list[list[float]]:

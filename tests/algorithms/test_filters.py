@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distflow.algorithms.filters import drop_reason, overlong_penalty
+from distflow.algorithms.sample_filters import drop_reason, overlong_penalty
 
 
 @pytest.mark.parametrize(

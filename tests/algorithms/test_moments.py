@@ -6,8 +6,7 @@ import statistics
 import pytest
 import torch
 
-from distflow.algorithms.moments import Moments
-from distflow.algorithms.normalization import Normalization
+from distflow.algorithms.normalization import Moments, Normalization
 
 STEPS = [[0.0, 1.0, 1.0], [0.5], [], [3.0, -2.0, 0.25, 0.25]]
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from distflow import registry
 from distflow.algorithms import (
     LOSS_AGG_MODES,
     POLICY_LOSSES,
@@ -17,9 +18,8 @@ from distflow.algorithms import (
     register_policy_loss,
     token_weights,
 )
-from distflow.algorithms.aggregate import weighted_sum
+from distflow.algorithms.masked_reductions import weighted_sum
 from distflow.algorithms.registry import read_policy_loss
-from distflow.config import names
 from distflow.data.batch import Batch
 from tests.algorithms.toy_policy import LONGEST, gradient, outputs, random_split, scale_of, toy_batch, toy_weights
 
@@ -27,7 +27,7 @@ ROWS = 13
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("name", sorted(names.POLICY_LOSSES))
+@pytest.mark.parametrize("name", sorted(registry.POLICY_LOSSES))
 def test_the_gradient_does_not_depend_on_the_micro_batches(name: str, mode: str) -> None:
     objective = PolicyObjective(
         name,

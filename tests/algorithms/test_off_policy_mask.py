@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from distflow.algorithms.off_policy_mask import off_policy_sequence_mask
+from distflow.algorithms.rollout_correction import off_policy_sequence_mask
 
 
 def test_by_hand() -> None:

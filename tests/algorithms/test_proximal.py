@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from distflow.algorithms import PolicyObjective
-from distflow.algorithms.corrections import Correction
-from distflow.algorithms.proximal import interpolate, proximal_position
+from distflow.algorithms.rollout_correction import Correction, interpolate, proximal_position
 from distflow.data.batch import Batch
 from tests.algorithms.toy_policy import gradient, outputs, random_split, toy_batch, toy_weights
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from distflow import registry
 from distflow.algorithms import (
     ADV_ESTIMATORS,
     LOSS_AGG_MODES,
@@ -20,24 +21,23 @@ from distflow.algorithms import (
     register_adv_est,
     register_policy_loss,
 )
-from distflow.config import names
-from distflow.config.functions import load_function
 from distflow.graph import node, spec_of
+from distflow.import_target import load_function
 
 
-@pytest.mark.parametrize("name", names.ESTIMATORS)
+@pytest.mark.parametrize("name", registry.ESTIMATORS)
 def test_every_estimator_of_the_table_is_registered_under_its_name(name: str) -> None:
     found = find_adv_est(name)
     assert found.name == name == AdvantageEstimator[name.upper()].value
-    assert inspect.unwrap(found.fn).__code__ is load_function(names.ESTIMATORS[name].target).__code__
+    assert inspect.unwrap(found.fn).__code__ is load_function(registry.ESTIMATORS[name].target).__code__
     reads = inspect.signature(found.fn).parameters
-    assert names.ESTIMATORS[name].needs_critic == ("values" in reads)
-    assert names.ESTIMATORS[name].needs_group <= ("group_index" in reads)
+    assert registry.ESTIMATORS[name].needs_critic == ("values" in reads)
+    assert registry.ESTIMATORS[name].needs_group <= ("group_index" in reads)
 
 
-@pytest.mark.parametrize("name", names.POLICY_LOSSES)
+@pytest.mark.parametrize("name", registry.POLICY_LOSSES)
 def test_every_loss_of_the_table_is_registered_under_its_name(name: str) -> None:
-    found, entry = find_policy_loss(name), names.POLICY_LOSSES[name]
+    found, entry = find_policy_loss(name), registry.POLICY_LOSSES[name]
     assert found.name == name and found.fn is load_function(entry.target)
     assert (entry.clips, entry.dual_clips) == ("clip_ratio" in found.options, "clip_ratio_c" in found.options)
 
@@ -56,15 +56,15 @@ def test_built_ins_are_imported_when_they_are_asked_for_and_replace_no_estimator
         "print(find_adv_est('grpo').fn.__name__, len(said))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["[]", "['group', 'rloo']", "mine 1"]
+    assert done.stdout.splitlines() == ["[]", "['gae', 'group_statistics', 'reinforce']", "mine 1"]
 
 
 def test_aggregations_are_those_of_the_table() -> None:
-    assert tuple(names.LOSS_AGG_MODES) == LOSS_AGG_MODES
+    assert tuple(registry.LOSS_AGG_MODES) == LOSS_AGG_MODES
 
 
 def test_who_whitens_or_counts_over_the_batch_is_global() -> None:
-    scopes = {name: find_adv_est(name).scope for name in names.ESTIMATORS}
+    scopes = {name: find_adv_est(name).scope for name in registry.ESTIMATORS}
     assert {name for name, scope in scopes.items() if scope == "global"} == {
         "cpgd",
         "gae",
@@ -113,7 +113,7 @@ def test_an_estimator_of_the_seeds_style() -> None:
 def test_a_taken_name_is_replaced_with_a_warning() -> None:
     before = find_adv_est("rloo")
     try:
-        with pytest.warns(UserWarning, match="'rloo' of distflow.*rloo is replaced"):
+        with pytest.warns(UserWarning, match="'rloo' of distflow.*reinforce is replaced"):
 
             @register_adv_est(AdvantageEstimator.RLOO, scope="sample")
             def mine(token_level_rewards: Any, response_mask: Any) -> Any:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.algorithms.rejection import compute_rejection_mask
-from distflow.config.names import ROLLOUT_RS
+from distflow.algorithms.rollout_correction import compute_rejection_mask
+from distflow.registry import ROLLOUT_RS
 
 Bounds = tuple[float | None, float]
 

@@ -16,10 +16,10 @@ import yaml
 import distflow
 from distflow.algorithms.advantages.grpo import compute_grpo_advantage
 from distflow.algorithms.objective import PolicyObjective
-from distflow.config.errors import UserError
 from distflow.data.batch import Batch
-from distflow.flow.ledger import replay, verify
-from distflow.runtime.ports.intake import NothingToWaitFor
+from distflow.errors import UserError
+from distflow.runtime.sample_queue.protocol import NothingToWaitFor
+from distflow.scheduling.ledger import replay, verify
 from tests.api.small import ROWS, TINY, small
 from tests.api.verdicts import HELD, digits, slow
 

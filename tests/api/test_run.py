@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import distflow
-from distflow.api.table import Table
-from distflow.config.errors import UserError
-from distflow.observe.run_folder import RunFolder
+from distflow.api.run import Table
+from distflow.errors import UserError
+from distflow.observe.writing.run_folder import RunFolder
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 
 import distflow
 from distflow.cli import main
-from distflow.config.errors import ConfigError, UserError
+from distflow.errors import ConfigError, UserError
 from tests.api.small import ROWS, TINY, small
 from tests.api.verdicts import lengths
 

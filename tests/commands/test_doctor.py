@@ -8,15 +8,16 @@ from subprocess import PIPE, Popen
 import pytest
 
 from distflow.cli import main
-from distflow.observe.run_folder import RunFolder
-from distflow.sandbox import bubblewrap, fork_server
-from distflow.sandbox.level import INSTALL, probe
+from distflow.observe.writing.run_folder import RunFolder
+from distflow.sandbox import fork_server
+from distflow.sandbox import fork_server as bubblewrap
+from distflow.sandbox.isolation_level import INSTALL, probe
 
 # Holds the folder as a run does, listens, and ends when its input does.
 RUN = """
 import socket, sys
 from pathlib import Path
-from distflow.observe.run_folder import RunFolder
+from distflow.observe.writing.run_folder import RunFolder
 with RunFolder(Path(sys.argv[1]), 0) as run, socket.create_server(("127.0.0.1", 0)) as one:
     (run.path / "ledger.jsonl").touch()
     print(one.getsockname()[1], flush=True)

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from distflow.cli import main
-from distflow.flow.coordinator import Coordinator
-from distflow.flow.data_plan import DataPlan
-from distflow.flow.ledger import Ledger
-from distflow.observe.run_folder import RunFolder
+from distflow.observe.writing.run_folder import RunFolder
+from distflow.scheduling.coordinator import Coordinator
+from distflow.scheduling.data_plan import DataPlan
+from distflow.scheduling.ledger import Ledger
 
 HOSTILE = "\x1b]0;owned\x07\u202egnp\nnext"
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from distflow.config import ConfigError, load_config
-from distflow.config.check import check
+from distflow.config.rules.check import check
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 FSDP = (f"{ACTOR}.strategy=fsdp", "trainer.launcher=ray")

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from distflow.config import ConfigError, load_config
-from distflow.config.errors import UserError
-from distflow.config.foreign import examples
-from distflow.pipelines.reading import read_config
+from distflow.config.migration import examples
+from distflow.errors import UserError
+from distflow.launch.load_inputs import read_config
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 ONE_GPU = {

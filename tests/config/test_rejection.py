@@ -3,7 +3,7 @@
 import pytest
 
 from distflow.config import config_from_dict, load_config, to_dict
-from distflow.config.algorithm import spread
+from distflow.config.keys.algorithm import spread
 
 KEY = "algorithm.rollout_correction"
 GOOD = ("data.train_files=train.jsonl", "actor_rollout_ref.model.path=model")

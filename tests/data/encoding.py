@@ -2,7 +2,7 @@
 
 from distflow.data.prompts import PromptOptions, PromptSet
 from distflow.data.rows import BadRows, RawRow
-from distflow.data.tokenising import encode_rows
+from distflow.data.tokenizing import encode_rows
 
 
 def row(prompt, response: str | None = None, **changes) -> RawRow:

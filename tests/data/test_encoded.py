@@ -15,12 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.config.errors import UserError
-from distflow.data.arrow import write_arrow
-from distflow.data.encoded import EncodedRows, write_encoded
+from distflow.data.encoded import EncodedRows, write_arrow, write_encoded
 from distflow.data.prompts import PromptOptions, PromptSet
 from distflow.data.rows import BadRows, RawRow
-from distflow.data.tokenising import encode_rows
+from distflow.data.tokenizing import encode_rows
+from distflow.errors import UserError
 from tests.tiny_models import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -139,7 +138,7 @@ def test_rows_are_not_held(tmp_path):
     code = f"""
 import re
 from pathlib import Path
-from distflow.data.arrow import write_arrow
+from distflow.data.encoded import write_arrow
 from distflow.data.encoded import EncodedRows
 def anonymous_bytes():
     return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distflow.config.errors import UserError
-from distflow.data.lengths import truncated
+from distflow.data.tokenizing import truncated
+from distflow.errors import UserError
 from tests.data.encoding import encode, row
 from tests.tiny_models import tiny_tokenizer
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from distflow.config.errors import UserError
 from distflow.data.rows import Columns, RawRow
 from distflow.data.sources import load_rows
+from distflow.errors import UserError
 
 SFT = Columns(response="response", answer_required=False, messages="messages")
 RL = Columns(answer_required=False, is_chat=True)

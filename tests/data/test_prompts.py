@@ -2,7 +2,7 @@
 
 import pytest
 
-from distflow.config.errors import UserError
+from distflow.errors import UserError
 from tests.data.encoding import encode, row
 from tests.tiny_models import tiny_tokenizer
 

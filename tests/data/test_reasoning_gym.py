@@ -7,10 +7,10 @@ from urllib.parse import parse_qsl
 
 import pytest
 
-from distflow.config.errors import UserError
 from distflow.data.reasoning_gym import COLUMN, make_dataset, read_entry, write_entry
 from distflow.data.rows import Columns, RawRow
 from distflow.data.sources import load_rows
+from distflow.errors import UserError
 
 
 def installed(test: Callable[..., None]) -> Callable[..., None]:

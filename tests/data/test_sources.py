@@ -10,9 +10,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from distflow.config.errors import UserError
 from distflow.data.rows import Columns
 from distflow.data.sources import load_rows
+from distflow.errors import UserError
 
 SETS = Path(__file__).parent / "sets"
 GSM8K = Columns(prompt="question")

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from distflow.config.errors import UserError
 from distflow.data.rows import BadRows, RawRow
+from distflow.errors import UserError
 from tests.data.encoding import encode, row
 from tests.tiny_models import tiny_tokenizer
 

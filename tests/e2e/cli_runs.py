@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from distflow import cli
-from distflow.flow import ledger
-from distflow.observe.run_reader import read_metrics
-from distflow.runtime.checkpoint import CheckpointStore
+from distflow.observe.reading.run_reader import read_metrics
+from distflow.runtime.checkpoint.checkpoint import CheckpointStore
+from distflow.scheduling import ledger
 from tests.forks import forks
 
 DEADLINE_S = 300.0

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from distflow.flow.ledger import timeline, verify
 from distflow.rollout.embedded import EmbeddedEngine
-from distflow.runtime.ports.local_weights import LocalWeights
 from distflow.runtime.spec import Spec
+from distflow.runtime.weight_sync.protocol import LocalWeights
+from distflow.scheduling.ledger import timeline, verify
 from tests.e2e.runs import Playground, Run
 
 LONG_TAIL = (

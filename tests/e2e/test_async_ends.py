@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from distflow.flow.edge import Exhausted
-from distflow.flow.ledger import verify
-from distflow.observe.run_reader import read_samples
+from distflow.observe.reading.run_reader import read_samples
+from distflow.scheduling.ledger import verify
+from distflow.scheduling.sample_queue import Exhausted
 from tests.e2e.runs import Playground, Run
 from tests.e2e.survivors import Place, Survivors, audit, records
 from tests.patience import at_some_deadline

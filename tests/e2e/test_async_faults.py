@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-from distflow.flow import ledger
-from distflow.runtime.local import LASTING_S
+from distflow.launch.local_launcher import LASTING_S
+from distflow.scheduling import ledger
 from tests.e2e.cli_runs import CliRun, children_of, is_alive
 from tests.e2e.runs import Playground
 from tests.e2e.survivors import audit, records
@@ -25,7 +25,7 @@ import asyncio, itertools, os, pathlib, statistics, time
 from distflow import NodeRole, Pipeline, node
 from distflow.pipelines import grpo, nodes
 from distflow.rollout.embedded import engine
-from distflow.runtime.ports.local_edge import LocalEdge
+from distflow.runtime.sample_queue.local import LocalEdge
 
 FOLDER, FAULT = pathlib.Path(__file__).parent, os.environ["FAULT"]
 times = itertools.count(1)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from distflow.flow import ledger
-from distflow.observe.run_reader import read_metrics
+from distflow.observe.reading.run_reader import read_metrics
+from distflow.scheduling import ledger
 from tests.e2e.cli_runs import CliRun, Left, children_of, is_alive
 from tests.e2e.runs import Playground
 from tests.e2e.survivors import Survivors, audit, records
@@ -24,12 +24,12 @@ pytestmark = pytest.mark.slow
 KILLED = """
 import asyncio, itertools, os, signal
 from dataclasses import replace
-from distflow.flow.ledger import Ledger
+from distflow.scheduling.ledger import Ledger
 from distflow.pipelines.grpo import grpo_pipeline as make
 from distflow.rollout.embedded import engine
-from distflow.runtime.checkpoint import CheckpointStore
-from distflow.runtime.ports.local_edge import LocalEdge
-from distflow.runtime.ports.local_weights import LocalWeights
+from distflow.runtime.checkpoint.checkpoint import CheckpointStore
+from distflow.runtime.sample_queue.local import LocalEdge
+from distflow.runtime.weight_sync.protocol import LocalWeights
 from distflow.training.torch_engine import TorchTrainEngine
 
 planted, _, at = os.environ.get("KILL_AT", ":0").partition(":")

@@ -8,19 +8,19 @@ import pytest
 import torch
 
 from distflow.algorithms import objective as objectives
-from distflow.algorithms.losses import vanilla
+from distflow.algorithms.losses import clipped_ratio
 from distflow.data.batch import Batch
-from distflow.pipelines import factories
+from distflow.errors import TrustError
+from distflow.launch import engine_factories
 from distflow.rewards import router
-from distflow.rewards.pool import VerifierPool
-from distflow.rewards.verdict import Error, Score
+from distflow.rewards.pool.pool import VerifierPool
+from distflow.rewards.score import Error, Score
+from distflow.rollout.embedded import batch_invariant
 from distflow.rollout.embedded import engine as embedded
-from distflow.rollout.embedded import sequence as sequences
-from distflow.rollout.embedded import steps
+from distflow.rollout.embedded import scheduler as sequences
 from distflow.runtime import context
-from distflow.runtime.checks import TrustError
-from distflow.runtime.publish import Publisher
 from distflow.runtime.step import Step
+from distflow.runtime.weight_sync.sender import Publisher
 from distflow.training.scorer import TorchScorer
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.e2e.planting import plant_before_update
@@ -184,7 +184,7 @@ def unread_on_odd_steps(patch: Patch) -> None:
     original = embedded.copy_weights
 
     def planted(module: Any, weights: Any) -> Any:
-        from distflow.rollout.receipts import stripe_hashes
+        from distflow.rollout.weights import stripe_hashes
 
         planted.calls += 1  # type: ignore[attr-defined]
         if planted.calls % 2:  # type: ignore[attr-defined]
@@ -325,13 +325,13 @@ def twice_backward(patch: Patch) -> None:
 
 
 def unclipped(patch: Patch) -> None:
-    from distflow.training import gradients
+    from distflow.training import torch_engine as gradients
 
     patch.setattr(gradients, "clip_grads_with_norm_", lambda *arguments: None)
 
 
 def greedy_rollout(patch: Patch) -> None:
-    original = steps.sample
+    original = batch_invariant.sample
 
     def planted(logits: torch.Tensor, rows: Any) -> Any:
         return original(logits * 50, rows)._replace(
@@ -340,13 +340,13 @@ def greedy_rollout(patch: Patch) -> None:
             )[:, 0]
         )
 
-    patch.setattr(steps, "sample", planted)
+    patch.setattr(batch_invariant, "sample", planted)
 
 
 def other_rows(patch: Patch) -> None:
-    from distflow.flow import next_tickets
+    from distflow.scheduling import next_groups
 
-    patch.setattr(next_tickets, "place", lambda number, num_rows, seed, shuffle: (number // num_rows, 0))
+    patch.setattr(next_groups, "place", lambda number, num_rows, seed, shuffle: (number // num_rows, 0))
 
 
 FAULTS = {
@@ -379,7 +379,7 @@ FAULTS = {
     "the policy term times 0": Fault(policy_term(lambda loss: loss * 0), "loss"),
     "the policy term halved": Fault(policy_term(lambda loss: loss / 2), "loss"),
     "no clip": Fault(
-        attribute(vanilla, "clipped_surrogate", clip_off),
+        attribute(clipped_ratio, "clipped_surrogate", clip_off),
         "loss",
         (*TWO, *FAST, "actor_rollout_ref.actor.clip_ratio=0.01"),
     ),
@@ -388,7 +388,7 @@ FAULTS = {
     ),
     "the reference at another temperature": Fault(hotter_reference, "log_probs", KL),
     "the reference follows the policy": Fault(
-        lambda patch: patch.setattr(factories, "build_reference", follow), "reference", (*KL, *FAST)
+        lambda patch: patch.setattr(engine_factories, "build_reference", follow), "reference", (*KL, *FAST)
     ),
     "rewards to the next sample": Fault(attribute(router.RewardRouter, "__call__", next_sample), "verdicts"),
     "rewards in order of arrival": Fault(

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from distflow import cli
-from distflow.observe.run_reader import read_metrics
-from distflow.runtime.checkpoint import CheckpointStore
+from distflow.observe.reading.run_reader import read_metrics
+from distflow.runtime.checkpoint.checkpoint import CheckpointStore
 from tests.e2e.cli_runs import CliRun
 from tests.e2e.runs import Playground
 from tests.tiny_models import tiny_tokenizer, write_tiny_model

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from distflow.config.errors import UserError
-from distflow.flow.ledger import timeline, verify
+from distflow.errors import UserError
+from distflow.scheduling.ledger import timeline, verify
 from tests.e2e.runs import Playground, Run
 from tests.e2e.test_domains import go_back, issued, steps_of
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from distflow.config.errors import UserError
 from distflow.data.batch import Batch
-from distflow.flow.account import Account
-from distflow.flow.ledger import timeline, verify
-from distflow.observe.run_reader import read_metrics
+from distflow.errors import UserError
+from distflow.observe.reading.run_reader import read_metrics
 from distflow.rollout.engine import SamplingParams
+from distflow.scheduling.groups import Account
+from distflow.scheduling.ledger import timeline, verify
 from tests.e2e.runs import Playground, Run
 
 # Every other group of `code` has nothing to teach.

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.flow import ledger
-from distflow.models.native import build as native
+from distflow.models.cpu_kernels import build as native
+from distflow.scheduling import ledger
 from tests.e2e.runs import Playground, Run
 
 FILE = Path(__file__).with_name("fingerprints.json")

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from distflow import cli
-from distflow.pipelines.code import named_code
+from distflow.launch.trusted_code import named_code
 from tests.e2e.runs import Playground
-from tests.pipelines.test_replay import make_bundle
+from tests.launch.test_replay import make_bundle
 from tests.user_code import forgotten
 
 pytestmark = pytest.mark.slow

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from distflow import cli
-from distflow.observe.run_reader import read_metrics, read_samples
+from distflow.observe.reading.run_reader import read_metrics, read_samples
 from tests.e2e.runs import Playground
-from tests.rewards.test_judge import SECRET, Reply, completion, verdict
-from tests.rewards.test_judge import server as server
+from tests.rewards.judge.test_judge import SECRET, Reply, completion, verdict
+from tests.rewards.judge.test_judge import server as server
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 BAD: dict[int, tuple[Reply | None, str]] = {

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from distflow.models.native import build
-from distflow.models.native.build import NotNative
-from distflow.observe.run_reader import read_json
+from distflow.models.cpu_kernels import build
+from distflow.models.cpu_kernels.build import NotNative
+from distflow.observe.reading.run_reader import read_json
 from tests.e2e.runs import Playground
 
 

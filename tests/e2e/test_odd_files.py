@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from distflow import cli
-from distflow.runtime import checkpoint_files
+from distflow.runtime.checkpoint import files as checkpoint_files
 from tests.e2e.runs import Playground
-from tests.pipelines.test_replay import make_bundle
+from tests.launch.test_replay import make_bundle
 
 CHEAP = (
     "trust.certify_rewards=false",

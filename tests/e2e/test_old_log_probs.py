@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from distflow.algorithms.mismatch import Tolerance
 from distflow.algorithms.objective import PolicyObjective
 from distflow.data.batch import Batch
+from distflow.errors import TrustError
 from distflow.graph import Program
-from distflow.pipelines import objectives, select
+from distflow.launch import select_pipeline
+from distflow.pipelines.nodes import objectives
 from distflow.pipelines.nodes.scoring import score_policy
-from distflow.runtime.checks import TrustError
-from distflow.runtime.checks.mismatch import Tolerance
 from distflow.training.scorer import TorchScorer
 from tests.e2e.runs import Playground, Run
 
@@ -166,7 +167,7 @@ def test_a_second_optimizer_step_without_old_log_probs_is_found(
     playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the rule that leaves the pass out had forgotten mini-batches."""
-    for module in (objectives, select):
+    for module in (objectives, select_pipeline):
         monkeypatch.setattr(module, "may_derive_old", lambda config: True)
     with pytest.raises(TrustError, match="took 2 optimizer steps, but its ratio is taken to be 1"):
         playground.run("grpo", *AUDITED, f"{ACTOR}.ppo_mini_batch_size=2")

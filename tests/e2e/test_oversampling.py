@@ -6,13 +6,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from distflow.config.errors import UserError
 from distflow.data.batch import Batch
-from distflow.flow.edge import Exhausted
-from distflow.flow.ledger import timeline, verify
-from distflow.flow.ticket import Ticket
+from distflow.errors import UserError
 from distflow.rollout.embedded.engine import EmbeddedEngine
-from distflow.runtime.ports.shared_edge import SharedEdge
+from distflow.runtime.sample_queue.shared import SharedEdge
+from distflow.scheduling.groups import Ticket
+from distflow.scheduling.ledger import timeline, verify
+from distflow.scheduling.sample_queue import Exhausted
 from tests.e2e.runs import Playground, Run
 from tests.e2e.test_domains import FILTERED, REWARD, given, go_back, ground, steps_of
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from distflow.runtime import checkpoint_writing, local
-from distflow.runtime.callbacks import Callbacks
-from distflow.runtime.local import launch_local
+from distflow.launch import local_launcher
+from distflow.launch.local_launcher import launch_local
+from distflow.runtime.checkpoint import writing
+from distflow.runtime.user_calls.sync_calls import Callbacks
 from tests.e2e.runs import REWARD, Playground, Run
 
 SLOW_S = 0.3
@@ -66,7 +67,7 @@ def test_named_phases_add_up_to_the_clock(
     if slow == "rollout":
         ground.write_reward(SLOW_REWARD)
     if slow == "save":
-        monkeypatch.setattr(checkpoint_writing, "write_part", sleeping(checkpoint_writing.write_part))
+        monkeypatch.setattr(writing, "write_part", sleeping(writing.write_part))
     pause = (lambda: time.sleep(SLOW_S)) if slow == "callbacks" else (lambda: None)
     left_out, beside_the_clock = list[bool](), list[bool]()
     steps = timed(ground, preset, *keys, "trust.audit_freq=0", on_step=pause)
@@ -84,13 +85,13 @@ def test_named_phases_add_up_to_the_clock(
 
 @pytest.mark.slow
 def test_what_comes_before_the_first_step_is_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_facts = local.write_facts
+    write_facts = local_launcher.write_facts
 
     def slowly(*args: Any) -> None:
         time.sleep(SLOW_S)
         write_facts(*args)
 
-    monkeypatch.setattr(local, "write_facts", slowly)
+    monkeypatch.setattr(local_launcher, "write_facts", slowly)
     run = Playground(tmp_path).run("grpo", "trainer.total_training_steps=1", "trust.audit_freq=0")
     (step,) = run.metrics()
     assert step["timing_s/start"] >= SLOW_S > step["timing_s/other"]

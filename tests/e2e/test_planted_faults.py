@@ -12,13 +12,13 @@ from torch import nn
 
 from distflow import cli
 from distflow.data.batch import Batch
-from distflow.flow.account import AccountingError
-from distflow.flow.edge import ExperienceEdge
+from distflow.errors import TrustError
 from distflow.rollout.embedded import engine as embedded
-from distflow.rollout.embedded.kv import PromptCache
-from distflow.rollout.receipts import stripe_hash, stripe_hashes
-from distflow.runtime.checks import TrustError
+from distflow.rollout.embedded.kv_cache import PromptCache
+from distflow.rollout.weights import stripe_hash, stripe_hashes
 from distflow.runtime.spec import Spec
+from distflow.scheduling.groups import AccountingError
+from distflow.scheduling.sample_queue import ExperienceEdge
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.e2e.planting import plant_before_update, plant_in_group
 from tests.e2e.runs import Playground, notes

@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import nn
 
-from distflow.flow.account import AccountingError
+from distflow.errors import TrustError
 from distflow.models import lora
-from distflow.observe.run_reader import read_events
+from distflow.observe.reading.run_reader import read_events
 from distflow.rollout.embedded import engine as embedded
 from distflow.rollout.embedded.engine import EmbeddedEngine
-from distflow.rollout.embedded.kv import PromptCache
-from distflow.rollout.embedded.lane import Lane
-from distflow.rollout.embedded.sequence import Sequence
-from distflow.rollout.receipts import stripe_hashes
-from distflow.runtime.checks import TrustError
-from distflow.runtime.ports.local_weights import LocalWeights
-from distflow.runtime.publish import Publisher
+from distflow.rollout.embedded.kv_cache import PromptCache
+from distflow.rollout.embedded.request_lane import Lane
+from distflow.rollout.embedded.scheduler import Sequence
+from distflow.rollout.weights import stripe_hashes
+from distflow.runtime.weight_sync.protocol import LocalWeights
+from distflow.runtime.weight_sync.sender import Publisher
+from distflow.scheduling.groups import AccountingError
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.e2e.runs import Playground
 

@@ -13,9 +13,9 @@ import pytest
 
 from distflow.config import load_config
 from distflow.data.sources import BUILTIN_FOLDER
+from distflow.launch.data_sets import held_out_sources, train_sources
 from distflow.models.loading import load_model
 from distflow.models.tokenizer import load_tokenizer
-from distflow.pipelines.data_sets import held_out_sources, train_sources
 from distflow.rewards.exact_match_reward import compute_score
 from distflow.rewards.format_reward import compute_score as format_score
 

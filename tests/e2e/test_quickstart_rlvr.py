@@ -12,9 +12,9 @@ import pytest
 
 from distflow.config import load_config
 from distflow.data.sources import BUILTIN_FOLDER
+from distflow.launch.data_sets import held_out_sources, train_sources
 from distflow.models.tokenizer import load_tokenizer
-from distflow.pipelines.data_sets import held_out_sources, train_sources
-from distflow.rewards.code_reward import compute_score
+from distflow.rewards.code.reward import compute_score
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_functions.py"
 NAMES = ("sft", "rl", "val", "long")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from distflow.algorithms.mismatch import Tolerance
 from distflow.data.batch import Batch
-from distflow.runtime.checks.mismatch import Tolerance
 from distflow.runtime.spec import Spec
 from tests.e2e.planting import plant_before_update
 from tests.e2e.reference_loop import ReferenceLoop, read_step

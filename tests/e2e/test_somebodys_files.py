@@ -9,10 +9,10 @@ import pytest
 from safetensors.torch import save_file
 
 from distflow import cli
-from distflow.runtime.checkpoint import CheckpointStore
+from distflow.runtime.checkpoint.checkpoint import CheckpointStore
 from tests.e2e.cli_runs import CliRun
 from tests.e2e.runs import Playground
-from tests.observe.test_claim import state_of
+from tests.observe.writing.test_folder_lock import state_of
 
 pytestmark = pytest.mark.slow
 CHEAP = ("trust.certify_rewards=false", "actor_rollout_ref.rollout.n=2", "trainer.total_epochs=4")

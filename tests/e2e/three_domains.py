@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distflow.flow.ledger import timeline
+from distflow.scheduling.ledger import timeline
 from tests.tiny_models import write_tiny_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from distflow.cli import make_parser
-from distflow.config.schema import schema_keys
+from distflow.config.keys.schema import schema_keys
 
 CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"
 SBATCH = CLUSTER / "slurm.sbatch"

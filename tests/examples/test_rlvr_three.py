@@ -8,8 +8,8 @@ import pytest
 
 from distflow.cli import main
 from distflow.data.batch import Batch
-from distflow.flow import ledger
-from distflow.observe.run_reader import read_events, read_metrics, read_samples
+from distflow.observe.reading.run_reader import read_events, read_metrics, read_samples
+from distflow.scheduling import ledger
 from tests.e2e import three_domains
 from tests.user_code import forgotten
 

@@ -10,12 +10,11 @@ from distflow.algorithms import PolicyObjective
 from distflow.data.batch import Batch
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
-from distflow.models.value_head import load_value_model
+from distflow.models.value_and_reward_models import load_value_model
 from distflow.rollout.engine import GenerateResult
-from distflow.rollout.receipts import stripe_hashes
+from distflow.rollout.weights import stripe_hashes
 from distflow.training.engine import TrainState
-from distflow.training.optim import make_optimizer
-from distflow.training.schedule import make_schedule
+from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.scorer import TorchScorer
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.rollout.drive import make_engine, prompt_of, request_of, run_all, tokens_of

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distflow.config.errors import UserError
+from distflow.errors import UserError
 from distflow.graph import NodeRole, NodeType, Pipeline, PipelineError, node
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from distflow.graph import Node, PipelineError, TaskGraph, register_field
 from distflow.graph import node as mark
-from distflow.graph.order import ancestors, find_cycle, topological_order
+from distflow.graph.wiring import ancestors, find_cycle, topological_order
 
 
 @st.composite

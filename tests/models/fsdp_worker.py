@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from distflow.models.heads import backbone
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
-from distflow.models.value_head import load_value_model
-from distflow.training.model_inputs import model_inputs
+from distflow.models.value_and_reward_models import load_value_model
+from distflow.training.micro_batches import model_inputs
 from tests.training.batches import RAGGED, ragged_batch
 
 SHARES = (list(range(len(RAGGED))), [])  # the second rank runs an empty micro-batch

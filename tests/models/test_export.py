@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from distflow.config.errors import UserError
+from distflow.errors import UserError
 from distflow.models.export import export_model
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora

@@ -11,7 +11,7 @@ import torch
 from distflow.models.export import export_model
 from distflow.models.loading import load_model
 from distflow.models.tokenizer import load_tokenizer, stop_token_ids
-from distflow.models.value_head import load_value_model
+from distflow.models.value_and_reward_models import load_value_model
 from tests.tiny_models import tiny_tokenizer, write_tiny_model
 
 pytest.importorskip("gguf", reason="wants the extra smollm2")

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from distflow.config.errors import UserError
+from distflow.errors import UserError
 from distflow.models.loading import load_model
 from distflow.models.paths import resolve_path
 from distflow.models.tokenizer import load_tokenizer, stop_token_ids

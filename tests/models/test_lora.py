@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from distflow.config.errors import UserError
+from distflow.errors import UserError
 from distflow.models.loading import load_model
 from distflow.models.lora import adapter_off, add_lora, has_adapter, named_weights
-from distflow.models.packed import check_packed_forward, packed_hidden_states
+from distflow.models.packed_forward import check_packed_forward, packed_hidden_states
 from tests.tiny_models import write_tiny_model
 
 IDS = torch.arange(3, 40)

@@ -4,13 +4,13 @@ import pytest
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
-from distflow.config.errors import UserError
-from distflow.models.activations import checkpoint_activations
+from distflow.errors import UserError
 from distflow.models.attention import PACKED_ATTENTION, Packing
+from distflow.models.cpu_kernels import build as native
 from distflow.models.heads import output_head
 from distflow.models.loading import ready
-from distflow.models.native import build as native
-from distflow.models.packed import check_packed_forward, choose_attention, packed_hidden_states
+from distflow.models.packed_forward import check_packed_forward, choose_attention, packed_hidden_states
+from distflow.training.torch_engine import checkpoint_activations
 from tests.tiny_models import tiny_config
 
 LENGTHS = torch.tensor([1, 7, 1, 1, 23, 2, 12, 1, 22])

@@ -10,16 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distflow.models import packed_layers
-from distflow.models.activations import checkpoint_activations
+from distflow.models import packed_forward
+from distflow.models.cpu_kernels import build as native
 from distflow.models.lora import add_lora
-from distflow.models.native import build as native
-from distflow.models.packed import choose_attention, packed_hidden_states
-from distflow.models.packed_forward import attach_packed_forward
-from distflow.models.packed_layers import runs_natively
+from distflow.models.packed_forward import attach_packed_forward, choose_attention, packed_hidden_states, runs_natively
 from distflow.models.shared_prefixes import shared_prefixes
-from distflow.models.value_head import load_value_model
-from tests.models.native.test_step import VARIANTS, make
+from distflow.models.value_and_reward_models import load_value_model
+from distflow.training.torch_engine import checkpoint_activations
+from tests.models.cpu_kernels.test_step import VARIANTS, make
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.skipif(not native.is_there(), reason="wants a C compiler (Debian: apt-get install gcc)")
@@ -55,14 +53,14 @@ def states_and_gradients(
     return states.detach(), {name: p.grad for name, p in model.named_parameters() if "lm_head" not in name}
 
 
-@pytest.mark.parametrize("largest", [packed_layers.LARGEST, 0])
+@pytest.mark.parametrize("largest", [packed_forward.LARGEST, 0])
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_states_and_gradients_are_those_of_the_module_in_float64(
     variant: str, shares: bool, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """largest: of 0 every model counts as a large one."""
-    monkeypatch.setattr(packed_layers, "LARGEST", largest)
+    monkeypatch.setattr(packed_forward, "LARGEST", largest)
     family, changes = VARIANTS[variant]
     model = trainable(family, **changes)
     exact = copy.deepcopy(model).double()
@@ -229,13 +227,13 @@ def test_float16_is_torchs() -> None:
 
 def test_beyond_the_largest_products_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """By bits: the same numbers in another order."""
-    sizes = {"hidden_size": 64, "intermediate_size": packed_layers.LARGEST // 64}
+    sizes = {"hidden_size": 64, "intermediate_size": packed_forward.LARGEST // 64}
     fits, exceeds = trainable(**sizes), trainable(hidden_size=64, intermediate_size=sizes["intermediate_size"] + 1)
     for model, changes in ((fits, True), (exceeds, False)):
         assert runs_natively(model.model)
         with monkeypatch.context() as patched:
             states = packed_hidden_states(model, tokens(), LENGTHS)
-            patched.setattr(packed_layers, "LARGEST", 0)
+            patched.setattr(packed_forward, "LARGEST", 0)
             assert torch.equal(states, packed_hidden_states(model, tokens(), LENGTHS)) is not changes
 
 

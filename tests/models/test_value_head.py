@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForTokenClassification
 
-from distflow.config.errors import UserError
+from distflow.errors import UserError
 from distflow.models.export import export_model
 from distflow.models.heads import token_values
-from distflow.models.packed import packed_hidden_states
-from distflow.models.value_head import load_value_model
+from distflow.models.packed_forward import packed_hidden_states
+from distflow.models.value_and_reward_models import load_value_model
 from tests.tiny_models import write_tiny_model
 
 IDS = torch.arange(3, 40)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from distflow.observe.run_folder import RunFolder
+from distflow.observe.writing.run_folder import RunFolder
 
 HOSTILE = (
     "<script>document.documentElement.dataset.hacked = 1</script>",

@@ -8,18 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from distflow.observe.report import report_data
-from distflow.observe.report_charts import choose_charts, set_constants_apart
-from distflow.observe.report_compare import num_problems
-from distflow.observe.report_histograms import MAX_BINS, histogram, histograms
-from distflow.observe.report_idle import idle_planes
-from distflow.observe.report_intervals import Z_95, error_bars, wilson
-from distflow.observe.report_planes import read_planes
-from distflow.observe.report_program import program_graph
-from distflow.observe.report_samples import sample_groups, thin_samples
-from distflow.observe.report_timeline import MAX_SPANS, StepTimeline, timelines
-from distflow.observe.run_folder import RunFolder
-from distflow.observe.run_reader import MetricsRecord, Timeline, read_metrics, read_spans
+from distflow.observe.reading.run_reader import MetricsRecord, Timeline, read_metrics, read_spans
+from distflow.observe.report.build import report_data
+from distflow.observe.report.charts import MAX_BINS, choose_charts, histogram, histograms, set_constants_apart
+from distflow.observe.report.findings import idle_planes
+from distflow.observe.report.pipeline import program_graph
+from distflow.observe.report.samples import num_problems, sample_groups, thin_samples
+from distflow.observe.report.timeline import MAX_SPANS, Z_95, StepTimeline, error_bars, read_planes, timelines, wilson
+from distflow.observe.writing.run_folder import RunFolder
 from tests.observe.conftest import write_asynchronous_run
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from distflow.observe.report import write_report
-from distflow.observe.run_folder import RunFolder
+from distflow.observe.report.build import write_report
+from distflow.observe.writing.run_folder import RunFolder
 from tests.observe.conftest import HOSTILE
 
 pytestmark = pytest.mark.slow

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from distflow.cluster.process_groups import TorchCollective
 from distflow.config import load_config
 from distflow.data.batch import Batch
-from distflow.pipelines.select import bound, select_pipeline
+from distflow.launch.select_pipeline import bound, select_pipeline
 from distflow.runtime.context import NodeContext
-from distflow.runtime.ports.torch_collective import TorchCollective
 from distflow.runtime.step import compile_steps
 from distflow.training.collective import Collective, OneRank
 from tests.algorithms.toy_policy import toy_batch

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from distflow.audit.advantages import expected_advantages
+from distflow.audit.recorded_data import samples_of
 from distflow.config import load_config
-from distflow.config.domain_algorithm import algorithm_of
-from distflow.runtime.audit.estimators import expected_advantages
-from distflow.runtime.audit.evidence import samples_of
+from distflow.config.derived_settings import algorithm_of
 from distflow.training.collective import OneRank
 from tests.pipelines.domain_ranks import COLUMNS, DOMAINS, SETTINGS, WHITENED, mixed_batch, process
 from tests.ranks import run_ranks

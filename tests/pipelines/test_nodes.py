@@ -9,22 +9,22 @@ import pytest
 import torch
 
 from distflow.config import Config, load_config
-from distflow.config.errors import UserError
-from distflow.config.reward import OnError
+from distflow.config.keys.reward import OnError
 from distflow.data.batch import Batch
 from distflow.data.prompts import PromptRow
 from distflow.data.sample import Sample
-from distflow.flow.ticket import Ticket
+from distflow.errors import UserError
 from distflow.graph import Drop, NodeOutput
 from distflow.pipelines.nodes import compute_reward, dynamic_sampling, greedy_baseline, train_actor, train_critic
-from distflow.pipelines.nodes.experience import generate, judge_samples, load_answers
+from distflow.pipelines.nodes.rollout_and_reward import generate, judge_samples, load_answers
 from distflow.pipelines.nodes.scoring import score_policy, score_proximal, take_off_kl
 from distflow.pipelines.nodes.updates import update
 from distflow.rewards.router import Judgement
-from distflow.rewards.verdict import Error, Score, Timeout, Verdict
+from distflow.rewards.score import Error, Score, Timeout, Verdict
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, SamplingParams
 from distflow.runtime.context import NodeContext
 from distflow.runtime.group import Group, new_group
+from distflow.scheduling.groups import Ticket
 from distflow.training.collective import OneRank
 from tests.runtime.groups import group as columns_of
 from tests.tiny_models import tiny_tokenizer

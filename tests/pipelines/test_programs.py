@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 
 from distflow.config import load_config
-from distflow.config.dag import MARKERS, NODE_KEYS
-from distflow.config.errors import UserError
+from distflow.config.keys.pipeline import MARKERS, NODE_KEYS
+from distflow.errors import UserError
 from distflow.graph import Pipeline, PipelineError
 from distflow.graph.roles import MARKER_TYPES
-from distflow.pipelines.binding import bind
+from distflow.launch.select_pipeline import bind, select_pipeline
 from distflow.pipelines.dapo import dapo_pipeline
 from distflow.pipelines.grpo import grpo_pipeline
 from distflow.pipelines.ppo import ppo_pipeline
-from distflow.pipelines.select import select_pipeline
 from distflow.pipelines.sft import sft_pipeline
 
 NEEDED = ["actor_rollout_ref.model.path=builtin:tiny", "data.train_files=rows.jsonl"]

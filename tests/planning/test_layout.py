@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from distflow.planning.groups import ProcessGroup, choose_backends, process_groups
 from distflow.planning.layout import Layout, Sizes
-from distflow.planning.plan import Plan
+from distflow.planning.plan import Plan, ProcessGroup, choose_backends, process_groups
 
 
 def layout(sizes: Sizes, role: str = "actor", first: int = 0) -> Layout:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from distflow.config.errors import UserError
+from distflow.errors import UserError
 from distflow.planning.model_size import count_parameters, parse_size
 
 SHAPE = {

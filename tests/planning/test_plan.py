@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from distflow.config.errors import UserError
+from distflow.errors import UserError
 from distflow.graph import NodeRole, Pipeline, PipelineError, Program, node
 from distflow.planning.layout import Layout, Sizes
 from distflow.planning.plan import Channel, Plan, RankPlan, check_plan, plan_local, rank_plan

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from distflow.data.sample import Sample, Segment
-from distflow.rewards.correctness import accuracy, is_right
 from distflow.rewards.functions import read_score
 from distflow.rewards.router import Judgement, Overlong, RewardRouter
-from distflow.rewards.verdict import Score
+from distflow.rewards.score import Score, accuracy, is_right
 
 REWARDS = """
 def graded(solution_str): return 0.7 if "5" in solution_str else 0.2

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from distflow.rewards.deadline import due_within, left_s
-from distflow.rewards.judging import judge
+from distflow.rewards.pool.worker import judge
+from distflow.rewards.score import due_within, left_s
 
 
 def test_the_time_that_is_left():

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from distflow.config.errors import UserError
-from distflow.config.functions import LoadError
+from distflow.errors import UserError
+from distflow.import_target import LoadError
 from distflow.rewards.fingerprint import fingerprint_function, fingerprint_target
-from distflow.rewards.given import read_function, write_function
-from distflow.rewards.pool import VerifierPool
-from distflow.rewards.verdict import Error, Score, Verdict
+from distflow.rewards.functions import read_function, write_function
+from distflow.rewards.pool.pool import VerifierPool
+from distflow.rewards.score import Error, Score, Verdict
 
 # As a notebook has it: functions of `__main__`, with what they refer to there.
 CELLS = """
@@ -187,4 +187,4 @@ def test_the_fingerprint_of_a_file_is_read_without_running_it(tmp_path: Path) ->
     (tmp_path / "reward.py").write_text("raise ValueError")
     assert one and fingerprint_target(f"{tmp_path / 'reward.py'}:f") not in ("", one)
     assert fingerprint_target("no_such_module:f") == fingerprint_target(f"{tmp_path}/no.pkl:f") == ""
-    assert fingerprint_target("distflow.rewards.math_reward:compute_score") != ""
+    assert fingerprint_target("distflow.rewards.math.reward:compute_score") != ""

@@ -8,9 +8,9 @@ import pytest
 
 from distflow.data.sample import Sample, Segment
 from distflow.rewards.functions import find_fault
-from distflow.rewards.pool import VerifierPool
+from distflow.rewards.pool.pool import VerifierPool
 from distflow.rewards.router import RewardRouter
-from distflow.rewards.verdict import Error, Score, Timeout, Verdict
+from distflow.rewards.score import Error, Score, Timeout, Verdict
 from tests.patience import at_some_deadline
 
 SOURCE = """

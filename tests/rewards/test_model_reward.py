@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from distflow.config.errors import UserError
-from distflow.config.names import PROMPT_MESSAGES, REWARDS
 from distflow.data.sample import Sample, Segment
+from distflow.errors import UserError
+from distflow.registry import PROMPT_MESSAGES, REWARDS
 from distflow.rewards import model_reward
 from distflow.rewards.functions import load_reward, with_options
-from distflow.rewards.judging import judge
-from distflow.rewards.pools import Patience
+from distflow.rewards.pool.domain_pools import Patience
+from distflow.rewards.pool.worker import judge
 from distflow.rewards.router import RewardRouter
-from distflow.rewards.verdict import Score
+from distflow.rewards.score import Score
 from tests.tiny_models import EOS, tiny_tokenizer, write_tiny_reward_model
 
 PROMPT = "What is 2+3?"

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from distflow.config.errors import UserError
-from distflow.config.reward import RewardPart, parse_functions, plain_functions
-from distflow.config.values import Mismatch
+from distflow.config.compose.values import Mismatch
+from distflow.config.keys.reward import RewardPart, parse_functions, plain_functions
 from distflow.data.sample import Sample, Segment
-from distflow.rewards.certify import certify
+from distflow.errors import UserError
 from distflow.rewards.router import RewardRouter
+from distflow.rewards.self_check import certify
 
 SETTINGS = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
 

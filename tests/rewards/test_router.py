@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from distflow.config.errors import UserError
 from distflow.data.sample import Sample, Segment
+from distflow.errors import UserError
 from distflow.rewards.router import Judgement, Overlong, RewardRouter, check_domains
-from distflow.rewards.verdict import Error, Score, Timeout
+from distflow.rewards.score import Error, Score, Timeout
 from tests.patience import at_some_deadline
 
-FAULTY = str(Path(__file__).with_name("faulty_verifiers.py"))
+FAULTY = str(Path(__file__).parent / "pool" / "faulty_verifiers.py")
 SETTINGS = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
 
 

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from distflow.config.errors import UserError
+from distflow.errors import UserError
+from distflow.rewards.known_solutions import Solution, find_solution, try_solutions
 from distflow.rewards.router import RewardRouter
-from distflow.rewards.solutions import Solution, find_solution, try_solutions
 
 SETTINGS = {"timeout_s": 20.0, "num_workers": 2, "max_response_length": 100}
 DEF, BODY = "def f(x):\n    return x + 1\n", "    return x + 1\n"

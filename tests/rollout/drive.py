@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from distflow.flow.ticket import Version
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, SamplingParams, Stream
+from distflow.scheduling.groups import Version
 from tests.tiny_models import tiny_config, tiny_tokenizer
 
 FIRST = Version(0, 0)

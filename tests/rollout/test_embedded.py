@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.config.errors import UserError
+from distflow.errors import UserError
 from distflow.rollout.engine import GenerateRequest
 from tests.rollout.drive import (
     forward_log_probs,

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from distflow.flow.ticket import Version
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.embedded import engine as embedded_engine
 from distflow.rollout.engine import GenerateResult, Stretch
-from distflow.rollout.receipts import stripe_hashes
+from distflow.rollout.weights import stripe_hashes
+from distflow.scheduling.groups import Version
 from tests.rollout.drive import (
     DEADLINE_S,
     FIRST,

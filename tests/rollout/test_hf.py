@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.config.errors import UserError
-from distflow.flow.ticket import Version
+from distflow.errors import UserError
 from distflow.rollout.hf import HFEngine
-from distflow.rollout.receipts import stripe_hashes
+from distflow.rollout.weights import stripe_hashes
+from distflow.scheduling.groups import Version
 from tests.rollout.drive import (
     FIRST,
     forward_log_probs,

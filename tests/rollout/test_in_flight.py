@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.flow.ticket import Version
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.engine import GenerateRequest, Generation, Stream
-from distflow.rollout.receipts import stripe_hashes
+from distflow.rollout.weights import stripe_hashes
+from distflow.scheduling.groups import Version
 from tests.rollout.drive import (
     forward_log_probs,
     make_engine,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from distflow.models.decoder import PromptKV
-from distflow.rollout.embedded.kv import KVSlots, PromptCache
+from distflow.models.model_runner import PromptKV
+from distflow.rollout.embedded.kv_cache import KVSlots, PromptCache
 
 
 def prompt_kv(contexts: list[tuple[int, ...]]) -> PromptKV:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from distflow.models.native import build as native
+from distflow.models.cpu_kernels import build as native
 from distflow.rollout.embedded.sampler import TILE_NUMBERS, Distribution, sample
-from distflow.rollout.embedded.sequence import Sequence, sequences_of
+from distflow.rollout.embedded.scheduler import Sequence, sequences_of
 from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
 
 PROMPT = (0, 3, 3)

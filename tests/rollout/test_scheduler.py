@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from distflow.rollout.embedded.scheduler import Scheduler
-from distflow.rollout.embedded.sequence import Sequence, sequences_of
+from distflow.rollout.embedded.scheduler import Scheduler, Sequence, sequences_of
 from distflow.rollout.engine import GenerateRequest, SamplingParams, Stream
 
 

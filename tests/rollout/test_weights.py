@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.rollout.receipts import stripe_hash, stripe_hashes
-from distflow.rollout.weights import TakenInPart, check_shared, copy_weights
+from distflow.rollout.weights import TakenInPart, check_shared, copy_weights, stripe_hash, stripe_hashes
 from tests.rollout.drive import make_model
 
 

@@ -7,14 +7,14 @@ from distflow.config import Config
 from distflow.data.batch import Batch
 from distflow.data.prompts import PROMPT_FIELDS, PromptRow
 from distflow.data.sample import Sample, Segment
-from distflow.flow.coordinator import Coordinator
-from distflow.flow.data_plan import DataPlan
-from distflow.flow.ticket import Ticket
 from distflow.graph import BoundNode, Pipeline
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.context import NodeContext
 from distflow.runtime.group import Group, new_group
 from distflow.runtime.step import Step, compile_steps
+from distflow.scheduling.coordinator import Coordinator
+from distflow.scheduling.data_plan import DataPlan
+from distflow.scheduling.groups import Ticket
 from distflow.training.collective import OneRank
 
 FIELDS = (*PROMPT_FIELDS, "responses", "response_ids", "response_mask", "valid", "token_level_rewards")

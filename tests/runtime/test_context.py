@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from distflow.config import Config
-from distflow.config.errors import UserError
 from distflow.data.batch import Batch
 from distflow.data.prompts import PromptRow
 from distflow.data.sample import Sample
-from distflow.flow.ticket import Ticket
+from distflow.errors import UserError
 from distflow.runtime.context import Contexts, NodeContext
 from distflow.runtime.group import new_group
 from distflow.runtime.resources import Resources
+from distflow.scheduling.groups import Ticket
 from tests.runtime.groups import PARAMS, answered_group, context, group, waiting_group
 
 TICKETS = (3, 4, 6, 7, 9)

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
+from distflow.audit.recorder import Witness
 from distflow.data.sample import Sample
-from distflow.flow.coordinator import Coordinator
-from distflow.flow.ticket import Version
 from distflow.graph import BoundNode, Drop, node
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation
-from distflow.runtime.audit.witness import Witness
-from distflow.runtime.experience import ExperiencePlane, SubmissionGate
 from distflow.runtime.group import Group
-from distflow.runtime.ports.local_edge import LocalEdge
+from distflow.runtime.rollout_loop import ExperiencePlane, SubmissionGate
+from distflow.runtime.sample_queue.local import LocalEdge
 from distflow.runtime.step import compile_steps
-from distflow.runtime.waits import Waits
+from distflow.runtime.wait_log import Waits
+from distflow.scheduling.coordinator import Coordinator
+from distflow.scheduling.groups import Version
 from tests.runtime.groups import bound, context, coordinator, samples, waiting_group
-from tests.runtime.test_experience import Ends, fill
+from tests.runtime.test_rollout_loop import Ends, fill
 
 
 class CountingEngine:

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from distflow.flow.ticket import Version
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Receipt, SamplingParams, Stream
 from distflow.runtime.engine_watch import Deadline, EngineHangs
 from distflow.runtime.resources import Resources
-from distflow.runtime.session import Session
+from distflow.runtime.rollout_services import Session
+from distflow.scheduling.groups import Version
 from tests.forks import forks
 
 REQUEST = GenerateRequest((1, 2, 3), (0, 1), SamplingParams(5), Stream(0, "train", 2, 7))

@@ -7,10 +7,10 @@ import torch
 
 from distflow.data.prompts import PromptRow
 from distflow.data.sample import Sample, Segment
-from distflow.flow.ticket import Ticket
 from distflow.graph.fields import Axis
 from distflow.rollout.engine import Stream
 from distflow.runtime.group import Group, new_group
+from distflow.scheduling.groups import Ticket
 from tests.runtime.groups import PARAMS, answered_group, ticket, waiting_group
 
 

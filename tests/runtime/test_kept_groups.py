@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distflow.data.batch import Batch
-from distflow.runtime.kept_groups import forget_groups, keep_groups, load_groups
+from distflow.runtime.recorder import forget_groups, keep_groups, load_groups
 
 
 def share(*tickets: int) -> Batch:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from distflow.runtime import memory
-from distflow.runtime.memory import MemoryPeaks
+from distflow.runtime import recorder
+from distflow.runtime.recorder import MemoryPeaks
 from tests.e2e.runs import Playground
 
 MIB = 2**20
@@ -41,7 +41,7 @@ def test_a_phase_has_its_own_peak_and_the_process_that_of_all() -> None:
 def test_without_leave_to_reset_the_peak_there_is_that_of_the_process_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "_CLEAR", tmp_path / "none" / "clear_refs")
+    monkeypatch.setattr(recorder, "_CLEAR", tmp_path / "none" / "clear_refs")
     peaks = MemoryPeaks()
     before = peaks.finish_step()["memory/process/peak"]
     hold(200 * MIB)

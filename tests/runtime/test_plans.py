@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from distflow.config.errors import UserError
-from distflow.flow.coordinator import Coordinator
-from distflow.flow.ledger import Ledger
+from distflow.errors import UserError
 from distflow.graph import Program
+from distflow.launch.local_launcher import local_ports
 from distflow.planning.plan import Plan, RankPlan, check_plan, rank_plan
-from distflow.runtime.checkpoint import CheckpointStore
-from distflow.runtime.local import local_ports
+from distflow.runtime.checkpoint.checkpoint import CheckpointStore
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources, build_resources
 from distflow.runtime.spec import Spec
 from distflow.runtime.stop import StopRequest
 from distflow.runtime.worker import Worker
+from distflow.scheduling.coordinator import Coordinator
+from distflow.scheduling.ledger import Ledger
 from tests.e2e.runs import Playground
 
 STEPS = ("trainer.total_training_steps=3", "trainer.save_freq=3")

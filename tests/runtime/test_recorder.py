@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from distflow.config.errors import UserError
-from distflow.observe.report import report_data
-from distflow.observe.run_folder import RunFolder
-from distflow.observe.run_reader import read_events, read_samples, sample_splits, sample_steps
-from distflow.runtime.checks import TrustError
+from distflow.errors import TrustError, UserError
+from distflow.observe.reading.run_reader import read_events, read_samples, sample_splits, sample_steps
+from distflow.observe.report.build import report_data
+from distflow.observe.writing.run_folder import RunFolder
 from distflow.runtime.recorder import MAX_DROPPED, Recorder, reported
 from distflow.runtime.spec import Spec
 from tests.e2e.runs import Playground

@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.config.errors import UserError
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample
+from distflow.errors import TrustError, UserError
 from distflow.graph import Drop, NodeOutput, PipelineError, node
 from distflow.graph.fields import Axis
 from distflow.observe.metrics import Measured
-from distflow.runtime.blame import NodeError, UserNodeError, node_error
-from distflow.runtime.checks import TrustError
+from distflow.runtime.errors import NodeError, UserNodeError, node_error
 from distflow.runtime.group import Group
-from distflow.runtime.plain_calls import PlainCalls
 from distflow.runtime.step import Step, compile_steps
+from distflow.runtime.user_calls.sync_calls import PlainCalls
 from tests.runtime.groups import answered_group, bound, context, group, samples, step, waiting_group
 
 

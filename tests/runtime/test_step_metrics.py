@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from distflow.config.errors import UserError
 from distflow.data.batch import Batch
-from distflow.flow.account import Account, DomainAccount
+from distflow.errors import UserError
 from distflow.runtime.step_metrics import (
     Figures,
     batch_metrics,
@@ -17,6 +16,7 @@ from distflow.runtime.step_metrics import (
     score_metrics,
     staleness_shares,
 )
+from distflow.scheduling.groups import Account, DomainAccount
 from distflow.training.collective import OneRank
 from tests.runtime.groups import group
 

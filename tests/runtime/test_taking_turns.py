@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from distflow.flow.ticket import Version
 from distflow.rollout.embedded import EmbeddedEngine
 from distflow.rollout.engine import GenerateResult, Generation
 from distflow.runtime.engine_watch import Deadline, EngineHangs
 from distflow.runtime.loop_thread import LoopBlocked
 from distflow.runtime.resources import Resources
-from distflow.runtime.session import Session
+from distflow.runtime.rollout_services import Session
+from distflow.scheduling.groups import Version
 from tests.rollout.drive import generate_all, make_engine, make_model, prompt_of, request_of, run_all
 
 REQUESTS = [request_of(prompt_of(4 + row), (0, 1), row=row, max_tokens=15) for row in range(3)]

@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from distflow.audit.recorder import Witness
 from distflow.config import Config
 from distflow.data.batch import Batch
 from distflow.data.prompts import PromptRow
 from distflow.data.sample import Sample
-from distflow.flow.ticket import Ticket
 from distflow.graph import Drop, node
 from distflow.rollout.engine import SamplingParams, Stream
-from distflow.runtime.audit.witness import Witness
 from distflow.runtime.context import Contexts, NodeContext
-from distflow.runtime.experience import ExperiencePlane
 from distflow.runtime.group import Group
 from distflow.runtime.resources import Resources
+from distflow.runtime.rollout_loop import ExperiencePlane
 from distflow.runtime.spec import ValidationSet
 from distflow.runtime.step import compile_steps
 from distflow.runtime.validation import Answers, Validator, held_out_loss, pass_at_k, validate
+from distflow.scheduling.groups import Ticket
 from tests.runtime.groups import bound, group, samples, waiting_group
 
 GREEDY, SAMPLED = SamplingParams(4, greedy=True), SamplingParams(4)

@@ -9,25 +9,25 @@ from typing import Any
 
 import pytest
 
-from distflow.config.errors import UserError
+from distflow.checks.live import LiveChecks
 from distflow.data.batch import Batch
-from distflow.flow.coordinator import Coordinator
-from distflow.flow.ledger import timeline
-from distflow.flow.ticket import Version
+from distflow.errors import UserError
 from distflow.graph import NodeStatus
-from distflow.observe.run_reader import read_metrics
-from distflow.runtime.blame import NodeError
-from distflow.runtime.checkpoint import CheckpointStore
-from distflow.runtime.checkpoint_files import read_manifest
-from distflow.runtime.checkpoint_writing import Writing
-from distflow.runtime.checks.live import LiveChecks
-from distflow.runtime.local import launch_local, local_ports
-from distflow.runtime.publish import Publisher
+from distflow.launch.local_launcher import launch_local, local_ports
+from distflow.observe.reading.run_reader import read_metrics
+from distflow.runtime.checkpoint.checkpoint import CheckpointStore
+from distflow.runtime.checkpoint.files import read_manifest
+from distflow.runtime.checkpoint.writing import Writing
+from distflow.runtime.errors import NodeError
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources, build_resources
 from distflow.runtime.spec import Spec
 from distflow.runtime.stop import StopRequest
+from distflow.runtime.weight_sync.sender import Publisher
 from distflow.runtime.worker import Worker
+from distflow.scheduling.coordinator import Coordinator
+from distflow.scheduling.groups import Version
+from distflow.scheduling.ledger import timeline
 from tests.e2e.runs import Playground, notes
 
 CHEAP = ("trust.certify_rewards=false", "actor_rollout_ref.rollout.n=2")
@@ -227,7 +227,7 @@ def test_an_experience_plane_that_ends_wakes_the_learner_with_its_reason(
     def broken(*arguments: Any, **more: Any) -> None:
         raise RuntimeError("the edge broke")
 
-    monkeypatch.setattr("distflow.runtime.ports.local_edge.LocalEdge.put", broken)
+    monkeypatch.setattr("distflow.runtime.sample_queue.local.LocalEdge.put", broken)
     with working(ground) as (worker, _), pytest.raises(RuntimeError, match="the edge broke"):
         worker.learning_loop()
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from distflow.sandbox.level import LEVELS, probe
+from distflow.sandbox.isolation_level import LEVELS, probe
 from distflow.sandbox.limits import Limits
 from distflow.sandbox.sandbox import Sandbox
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from distflow.config.errors import UserError
-from distflow.sandbox import bubblewrap, fork_server, level
-from distflow.sandbox.errors import Broken, SandboxFault
-from distflow.sandbox.inside import landlock, walls
-from distflow.sandbox.inside.syscalls import ALLOWED, CAPSET, CLONE3, FCNTL, IOCTL, PRLIMIT64, SECCOMP
+from distflow.errors import UserError
+from distflow.sandbox import fork_server, isolation_level
+from distflow.sandbox import fork_server as bubblewrap
+from distflow.sandbox.inside import isolation, landlock
+from distflow.sandbox.inside.libc import ALLOWED, CAPSET, CLONE3, FCNTL, IOCTL, PRLIMIT64, SECCOMP
+from distflow.sandbox.limits import Broken, SandboxFault
 from distflow.sandbox.sandbox import Sandbox
 from tests.sandbox.conftest import LIMITS
 from tests.sandbox.test_attacks import family
@@ -68,11 +69,11 @@ def test_it_has_nothing_of_its_owner(sandbox: Sandbox) -> None:
     assert "site-packages" not in said.stdout and said.stdout.startswith("{} [") and said.stdout.endswith("] []\n")
 
 
-@pytest.mark.parametrize("name", level.LEVELS)
-def test_it_ends_with_its_owner(name: level.LevelName) -> None:
+@pytest.mark.parametrize("name", isolation_level.LEVELS)
+def test_it_ends_with_its_owner(name: isolation_level.LevelName) -> None:
     """Also where the owner had no time for a word, and its programs hang."""
-    if name in level.probe().missing:
-        pytest.skip(f"wants {name}: {level.probe().missing[name]}")
+    if name in isolation_level.probe().missing:
+        pytest.skip(f"wants {name}: {isolation_level.probe().missing[name]}")
     with subprocess.Popen([sys.executable, "-c", OWNER, name], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout
         server = int(owner.stdout.readline())
@@ -120,7 +121,7 @@ def test_a_thread_that_started_it_may_end() -> None:
 
 def test_without_bubblewrap_there_is_the_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bubblewrap.shutil, "which", lambda _: None)
-    found = level.probe()
+    found = isolation_level.probe()
     assert found.name == "floor" and "not installed" in found.missing["namespaces"]
     assert str(found).startswith("floor; no namespaces: bubblewrap is not installed")
     with pytest.raises(UserError, match="apt-get install bubblewrap"):
@@ -132,7 +133,7 @@ def test_bubblewrap_that_may_make_no_namespaces(tmp_path: Path, monkeypatch: pyt
     refusing.write_text("#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n")
     refusing.chmod(0o755)
     monkeypatch.setattr(bubblewrap.shutil, "which", lambda _: str(refusing))
-    assert "No permissions" in level.probe().missing["namespaces"]
+    assert "No permissions" in isolation_level.probe().missing["namespaces"]
 
 
 @pytest.mark.parametrize("wall", ["landlock", "seccomp", "files"])
@@ -141,15 +142,15 @@ def test_a_wall_that_is_missing_is_found_out(tmp_path: Path, wall: str, monkeypa
     copy = tmp_path / "distflow"
     (copy / "sandbox").mkdir(parents=True)
     (copy / "__init__.py").touch()
-    subprocess.run(["cp", "-r", f"{Path(level.__file__).parent}/.", str(copy / "sandbox")], check=True)
+    subprocess.run(["cp", "-r", f"{Path(isolation_level.__file__).parent}/.", str(copy / "sandbox")], check=True)
     file, call, instead = {
         "landlock": (
             landlock,
             "    return syscall(_CREATE_RULESET, 0, 0, _VERSION)",
             "    raise OSError('no Landlock')",
         ),
-        "seccomp": (walls, "    seccomp.install(walls.filter_, walls.machine)", "    pass"),
-        "files": (walls, "    landlock.restrict_self(walls.ruleset)", "    pass"),
+        "seccomp": (isolation, "    seccomp.install(walls.filter_, walls.machine)", "    pass"),
+        "files": (isolation, "    landlock.restrict_self(walls.ruleset)", "    pass"),
     }[wall]
     code = Path(file.__file__).read_text()
     assert call in code
@@ -163,7 +164,7 @@ def test_a_wall_that_is_missing_is_found_out(tmp_path: Path, wall: str, monkeypa
     with pytest.raises(UserError, match=f"nothing would hold them .*{reason[wall]}"):
         Sandbox(level="floor")
     if wall != "files":  # which namespaces keep out by themselves
-        assert level.probe().name == "none"
+        assert isolation_level.probe().name == "none"
 
 
 def test_no_such_level() -> None:

@@ -15,16 +15,16 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from distflow.config.errors import UserError
-from distflow.rewards.code_reward import compute_score, compute_share
-from distflow.sandbox import remote, serving
-from distflow.sandbox.errors import Broken, Raised, SandboxFault
+from distflow.errors import UserError
+from distflow.rewards.code.reward import compute_score, compute_share
+from distflow.sandbox import remote
+from distflow.sandbox import server as serving
 from distflow.sandbox.interface import Ran
-from distflow.sandbox.level import probe
-from distflow.sandbox.limits import Limits
+from distflow.sandbox.isolation_level import probe
+from distflow.sandbox.limits import Broken, Limits, Raised, SandboxFault
 from distflow.sandbox.remote import TOKEN, RemoteSandbox
 from distflow.sandbox.sandbox import Sandbox
-from distflow.sandbox.serving import Desk, Server
+from distflow.sandbox.server import Desk, Server
 from tests.sandbox.conftest import LIMITS
 
 TELLS_WHEN = "import time\nprint(time.monotonic())\ntime.sleep(0.2)\nprint(time.monotonic())"

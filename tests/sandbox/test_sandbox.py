@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from distflow.sandbox.errors import Broken, Raised
 from distflow.sandbox.inside.values import NotPlain
+from distflow.sandbox.limits import Broken, Raised
 from distflow.sandbox.sandbox import Sandbox
 from tests.sandbox.conftest import LIMITS
 from tests.sandbox.test_attacks import family

@@ -5,8 +5,7 @@ import struct
 
 import pytest
 
-from distflow.sandbox.inside.seccomp import make_filter
-from distflow.sandbox.inside.syscalls import (
+from distflow.sandbox.inside.libc import (
     ALLOWED,
     ARCHITECTURES,
     CLONE3,
@@ -16,6 +15,7 @@ from distflow.sandbox.inside.syscalls import (
     IOCTL_REQUESTS,
     PRLIMIT64,
 )
+from distflow.sandbox.inside.seccomp import make_filter
 
 ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x00050000
 REFUSED = FAIL | errno.EPERM

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distflow.sandbox.inside.frames import MAX_BYTES
-from distflow.sandbox.inside.values import MAX_DEPTH, NotPlain, from_text, to_text
+from distflow.sandbox.inside.values import MAX_BYTES, MAX_DEPTH, NotPlain, from_text, to_text
 
 HASHABLE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),

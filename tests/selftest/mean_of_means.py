@@ -2,7 +2,7 @@
 
 import sys
 
-from distflow.runtime.ports.torch_collective import TorchCollective
+from distflow.cluster.process_groups import TorchCollective
 from distflow.training.collective import Reducible
 
 original = TorchCollective.sum

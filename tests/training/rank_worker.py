@@ -8,12 +8,11 @@ import torch
 import torch.distributed as dist
 
 from distflow.algorithms import PolicyObjective
+from distflow.cluster.process_groups import TorchCollective
 from distflow.data.batch import Batch
 from distflow.models.loading import load_model
 from distflow.models.packed_forward import ModelInputs
-from distflow.runtime.ports.torch_collective import TorchCollective
-from distflow.training.optim import make_optimizer
-from distflow.training.schedule import make_schedule
+from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.training.batches import RAGGED, ragged_batch
 

@@ -15,27 +15,25 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from distflow.checks.movement import Movement
+from distflow.checks.weight_receipts import check_sent
+from distflow.cluster.process_groups import TorchCollective
 from distflow.config import load_config
-from distflow.config.errors import UserError
+from distflow.errors import TrustError, UserError
+from distflow.launch.engine_factories import make_factories
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora, named_weights
-from distflow.models.magnitude import magnitudes
 from distflow.models.sharded_loading import load_sharded_model
 from distflow.models.sharding import DATA, TENSOR, Sharding, shard_model
 from distflow.models.shards import at_places, own_part, square_sum, whole
-from distflow.pipelines.factories import make_factories
+from distflow.models.weight_checks import magnitudes
 from distflow.planning.plan import RankPlan
 from distflow.rollout.engine import RolloutEngine
-from distflow.runtime.checkpoint_shards import own_shards
-from distflow.runtime.checks import TrustError
-from distflow.runtime.checks.movement import Movement
-from distflow.runtime.checks.sent import check_sent
-from distflow.runtime.ports.torch_collective import TorchCollective
-from distflow.runtime.publish import buckets
+from distflow.runtime.checkpoint.shards import own_shards
 from distflow.runtime.resources import build_resources
+from distflow.runtime.weight_sync.sender import buckets
 from distflow.training.engine import TrainState
-from distflow.training.optim import make_optimizer
-from distflow.training.schedule import make_schedule
+from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.scorer import TorchScorer
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.training.batches import RAGGED, TokenMeanLoss, ragged_batch

@@ -5,17 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from distflow import registry
 from distflow.algorithms import PolicyObjective, SFTObjective, ValueObjective
-from distflow.config import names
 from distflow.data.batch import Batch
-from distflow.data.transfer import read_numbers
+from distflow.data.columns import read_numbers
 from distflow.graph.fields import Axis, find_field
 from distflow.models.loading import load_model
-from distflow.models.magnitude import magnitudes
-from distflow.models.value_head import load_value_model
+from distflow.models.value_and_reward_models import load_value_model
+from distflow.models.weight_checks import magnitudes
 from distflow.training.engine import LossFn
-from distflow.training.optim import make_optimizer
-from distflow.training.schedule import make_schedule
+from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.scorer import TorchScorer
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.tiny_models import write_tiny_model
@@ -84,7 +83,7 @@ def test_a_step_reads_its_numbers_once(tmp_path: Path, family: str, objective: L
     assert engine.num_steps == 2
 
 
-@pytest.mark.parametrize("name", sorted(names.POLICY_LOSSES))
+@pytest.mark.parametrize("name", sorted(registry.POLICY_LOSSES))
 def test_no_loss_waits_for_the_device(name: str) -> None:
     objective = PolicyObjective(
         name, kl_loss_type="low_var_kl", kl_loss_coef=0.1, entropy_coef=0.1, off_policy_mask_threshold=0.2

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from distflow.models.loading import load_model
-from distflow.runtime.checkpoint_shards import read_shards
+from distflow.runtime.checkpoint.shards import read_shards
 from distflow.training.collective import OneRank
 from distflow.training.scorer import TorchScorer
 from tests.ranks import run_ranks

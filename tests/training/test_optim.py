@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from distflow.config.errors import UserError
-from distflow.training.optim import make_optimizer
+from distflow.errors import UserError
+from distflow.training.optimizer import make_optimizer
 
 
 def stepped(name: str, **options) -> float:

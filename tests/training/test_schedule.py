@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
-from distflow.config.errors import UserError
-from distflow.training.schedule import make_schedule
+from distflow.errors import UserError
+from distflow.training.optimizer import make_schedule
 
 
 def test_constant_is_one_from_the_first_step() -> None:

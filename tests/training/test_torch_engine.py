@@ -7,14 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from distflow.config.errors import UserError
+from distflow.errors import UserError
 from distflow.models.export import export_model
 from distflow.models.loading import load_model
 from distflow.models.lora import add_lora
-from distflow.models.value_head import load_value_model
+from distflow.models.value_and_reward_models import load_value_model
 from distflow.training.engine import TrainState
-from distflow.training.optim import make_optimizer
-from distflow.training.schedule import make_schedule
+from distflow.training.optimizer import make_optimizer, make_schedule
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.tiny_models import write_tiny_model
 from tests.training.batches import TokenMeanLoss, plain_outputs, plain_values, ragged_batch

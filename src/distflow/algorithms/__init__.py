@@ -1,7 +1,14 @@
 """Advantages, losses, KL, corrections and filters: pure functions of tensors with plain-number options."""
 
-from distflow.algorithms.aggregate import LOSS_AGG_MODES, agg_loss, loss_counts, token_weights
-from distflow.algorithms.masking import masked_mean, masked_var, masked_whiten
+from distflow.algorithms.masked_reductions import (
+    LOSS_AGG_MODES,
+    agg_loss,
+    loss_counts,
+    masked_mean,
+    masked_var,
+    masked_whiten,
+    token_weights,
+)
 from distflow.algorithms.objective import PolicyObjective, SFTObjective, ValueObjective
 from distflow.algorithms.registry import (
     ADV_ESTIMATORS,

@@ -11,8 +11,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from distflow.algorithms.masking import Reduce, masked_mean, under_mask
-from distflow.config.errors import nearest
+from distflow.algorithms.masked_reductions import Reduce, masked_mean, under_mask
+from distflow.errors import nearest
 
 KLMean = Literal["token", "sequence"]
 KL_TYPES = ("kl", "abs", "mse", "low_var_kl", "full")

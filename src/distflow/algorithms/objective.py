@@ -1,24 +1,60 @@
-"""What an optimizer step minimises: losses per token, aggregated exactly over the mini-batch, with their metrics.
+"""The clipped value loss of PPO (arXiv:1707.06347; clipping as in the original code), of squares or Huber's.
+
+What an optimizer step minimises: losses per token, aggregated exactly over the mini-batch, with their metrics.
 
 These have the shape that train engines expect of a loss: `outputs`, `counts`, a call for each micro-batch, `finish`.
 """
 
 from collections.abc import Mapping
+from typing import Literal
 
+import torch
 from torch import Tensor
 
-from distflow.algorithms.aggregate import check_scale, loss_counts, token_weights, weighted_sum
-from distflow.algorithms.corrections import Correction
 from distflow.algorithms.kl import check_token_kl_type, kl_estimate
 from distflow.algorithms.losses.ratio import as_stat, raw_log_ratio
-from distflow.algorithms.masking import under_mask
-from distflow.algorithms.off_policy_mask import check_threshold, off_policy_sequence_mask
-from distflow.algorithms.proximal import interpolate
+from distflow.algorithms.masked_reductions import check_scale, loss_counts, token_weights, under_mask, weighted_sum
 from distflow.algorithms.registry import PolicyLoss, find_policy_loss
-from distflow.algorithms.seed_loss import SeedLoss
-from distflow.algorithms.value_loss import ValueLoss, compute_value_loss
-from distflow.config.errors import UserError
+from distflow.algorithms.rollout_correction import Correction, check_threshold, interpolate, off_policy_sequence_mask
+from distflow.algorithms.scalar_loss_adapter import SeedLoss
 from distflow.data.batch import Batch
+from distflow.errors import UserError
+
+ValueLoss = Literal["mse", "huber"]
+
+
+def compute_value_loss(
+    predictions: Tensor,
+    values: Tensor,
+    returns: Tensor,
+    loss_mask: Tensor,
+    *,
+    cliprange_value: float | None = 0.5,
+    value_loss: ValueLoss = "mse",
+    huber_delta: float = 10.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """max(ℓ(v − R), ℓ(clip(v, v_old ± cliprange_value) − R)) per token, all `(bs, response_length)`.
+
+    predictions: v, with gradient. values: v_old. `cliprange_value` None turns the clip off. ℓ(x) is x² / 2; with
+    `huber` it is so for |x| ≤ huber_delta and huber_delta · (|x| − huber_delta / 2) beyond (Huber 1964), as in AReaL.
+    """
+    predictions, values, returns = (under_mask(x, loss_mask) for x in (predictions, values, returns))
+    plain = _loss(predictions - returns, value_loss, huber_delta)
+    if cliprange_value is None:
+        return plain, {"vpred_mean": predictions.detach()}
+    near = predictions.clamp(values - cliprange_value, values + cliprange_value)
+    clipped = _loss(near - returns, value_loss, huber_delta)
+    stats = {"vf_clipfrac": (clipped > plain).to(plain.dtype), "vpred_mean": predictions.detach()}
+    return torch.maximum(plain, clipped), stats
+
+
+def _loss(error: Tensor, value_loss: ValueLoss, huber_delta: float) -> Tensor:
+    square = 0.5 * error.square()
+    if value_loss == "mse":
+        return square
+    size = error.abs()
+    return torch.where(size <= huber_delta, square, huber_delta * (size - 0.5 * huber_delta))
+
 
 Counts = dict[str, float]
 Sums = dict[str, Tensor | float]
@@ -59,8 +95,9 @@ class PolicyObjective:
         """options: of the loss. kl_loss_type: None leaves the KL term out. weights_field: the column of rollout
         correction weights, None for none. weights_optional: a batch without the column is not corrected.
         interpolates: `prox_log_probs` are no column, but made of `old_log_probs` and `prox_alpha` (see
-        `algorithms/proximal.py`). derives_old: a batch without `old_log_probs` takes the current ones, detached, in
-        their place. correction: weighs the loss by proximal (or current) log-probs over `rollout_log_probs`.
+        `algorithms/rollout_correction.py`). derives_old: a batch without `old_log_probs` takes the current ones,
+        detached, in their place. correction: weighs the loss by proximal (or current) log-probs over
+        `rollout_log_probs`.
         off_policy_mask_threshold: of `off_policy_sequence_mask`, None for none. actor: the numbers that a seed-style
         loss sees as its `config`.
 

@@ -1,6 +1,6 @@
 """Advantage estimators and policy losses by name. A user's own is registered as the built-in ones are.
 
-A built-in's module, which `config/names.py` names, is imported when somebody asks for it.
+A built-in's module, which `registry.py` names, is imported when somebody asks for it.
 """
 
 import inspect
@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from distflow.config import names
-from distflow.config.errors import hint
-from distflow.config.functions import load_module, split_name
-from distflow.config.names import Entry
-from distflow.config.values import Mismatch, can_convert, convert
+from distflow import registry as names
+from distflow.config.compose.values import Mismatch, can_convert, convert
+from distflow.errors import hint
 from distflow.graph.fields import find_field
+from distflow.graph.node_spec import node
 from distflow.graph.roles import NodeRole, Scope
-from distflow.graph.spec import node
+from distflow.import_target import load_module, split_name
+from distflow.registry import Entry
 
 _NO_DEFAULT = inspect.Parameter.empty
 Fn = TypeVar("Fn", bound=Callable[..., object])
@@ -29,7 +29,7 @@ SEED_LOSS_ARGUMENTS = (*SEED_LOSS_PARAMETERS, "loss_agg_mode", "config", "rollou
 
 
 # The built-in estimators as an enum: `AdvantageEstimator.GRPO`.
-AdvantageEstimator = Enum(  # type: ignore[misc]  # mypy wants the names spelled out; `config/names.py` has them
+AdvantageEstimator = Enum(  # type: ignore[misc]  # mypy wants the names spelled out; `registry.py` has them
     "AdvantageEstimator", {name.upper(): name for name in names.ESTIMATORS}
 )
 
@@ -152,7 +152,8 @@ def register_policy_loss(
 
     check: called before the start with those options that it names; raises ValueError for one without sense.
     selects: a node function that marks tokens of the whole step before its first update, as the column
-    `selected_tokens` (see `algorithms/losses/clip_cov.py`). every_row: means over sequences count rows without a token.
+    `selected_tokens` (see `algorithms/losses/covariance.py`). every_row: means over sequences count rows without a
+    token.
 
     A name that is taken gets the new function, with a warning. Raises ValueError if the parameters fit neither.
     """

@@ -8,22 +8,21 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from distflow.api.given import Given, Reward, Rows
-from distflow.api.overrides import Overrides
-from distflow.api.reading import PresetOrConfig, make_spec_of, preset_and_lines, read, say, settings_kept
+from distflow.api.arguments import Given, Overrides, Reward, Rows
 from distflow.api.run import Run
+from distflow.api.train import PresetOrConfig, make_spec_of, preset_and_lines, read, say, settings_kept
 from distflow.config import Config, Loaded, load_config, program_name
-from distflow.config.by_domain import train_files
-from distflow.config.errors import UserError
-from distflow.config.program import is_rl
+from distflow.config.derived_settings import is_rl
+from distflow.config.per_domain import train_files
+from distflow.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from distflow.data.batch import Batch
-    from distflow.runtime.local import Running
-    from distflow.runtime.ports.edge import Share
+    from distflow.launch.local_launcher import Running
+    from distflow.runtime.sample_queue.protocol import Share
     from distflow.runtime.spec import Spec
     from distflow.training.engine import LossFn, Scorer, TrainEngine, TrainState
 
@@ -102,9 +101,9 @@ class Rollouts:
 
     def __enter__(self) -> "Rollouts":
         """Build engines and verifiers, publish the first weights. Raises as `distflow.train`."""
-        from distflow.pipelines.own_rows import OwnRows
-        from distflow.runtime.callbacks import Callbacks
-        from distflow.runtime.local import open_local
+        from distflow.launch.data_sets import OwnRows
+        from distflow.launch.local_launcher import open_local
+        from distflow.runtime.user_calls.sync_calls import Callbacks
 
         if self._running is not None:
             raise UserError("these rollouts are entered already")
@@ -142,7 +141,7 @@ class Rollouts:
 
         Raises UserError for a row that cannot be used, and where data.domains share out every step.
         """
-        from distflow.pipelines.own_rows import encode_row
+        from distflow.launch.data_sets import encode_row
 
         self._refuse_domains("submit")
         running = self._entered
@@ -172,7 +171,7 @@ class Rollouts:
 
         Returns what they measured, which `publish` records.
         """
-        from distflow.pipelines.objectives import may_derive_old
+        from distflow.pipelines.nodes.objectives import may_derive_old
 
         self._refuse_while_shared()
         if self._updates and may_derive_old(self.config):
@@ -275,7 +274,7 @@ class Rollouts:
 
     def _spec(self) -> "Spec":
         """That of the run, in which steps are not proven again: what the loop does with them is not known."""
-        from distflow.pipelines.accepting import accepting
+        from distflow.launch.select_pipeline import accepting
 
         spec = make_spec_of(self._given, self._loaded)
         if not self._has_data:

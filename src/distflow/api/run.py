@@ -1,17 +1,22 @@
-"""`distflow.load_run`: a run's folder as tables, while it is written and afterwards. Reads, and runs nothing."""
+"""Rows of a run as a list of dicts, which a notebook shows as a table.
 
+A run as a notebook shows it: what it reached, its curve, where to look further.
+
+`distflow.load_run`: a run's folder as tables, while it is written and afterwards. Reads, and runs nothing.
+"""
+
+import html
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import yaml
 
-from distflow.api.show import run_html
-from distflow.api.table import Table
-from distflow.config.errors import UserError
-from distflow.observe.jsonlines import JSON
-from distflow.observe.report_summary import find_accuracy, status
-from distflow.observe.run_folder import DROPPED
-from distflow.observe.run_reader import (
+from distflow.errors import UserError
+from distflow.observe.files import JSON
+from distflow.observe.metrics import headlines
+from distflow.observe.reading.run_reader import (
     read_events,
     read_json,
     read_metrics,
@@ -20,6 +25,95 @@ from distflow.observe.run_reader import (
     sample_splits,
     sample_steps,
 )
+from distflow.observe.report.summary import REWARD, find_accuracy, status
+from distflow.observe.sanitize import visible
+from distflow.observe.writing.run_folder import DROPPED
+
+if TYPE_CHECKING:
+    import pandas
+
+_SHOWN_ROWS, _SHOWN_COLUMNS, _SHOWN_CHARACTERS = 20, 12, 200
+
+
+class Table(list[dict[str, object]]):
+    """A list of dicts. Not every row has every column."""
+
+    @property
+    def columns(self) -> list[str]:
+        """Of all rows, in the order in which they first come."""
+        return list(dict.fromkeys(name for row in self for name in row))
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """A `DataFrame`; what a row does not have is NaN or None."""
+        import pandas
+
+        return pandas.DataFrame(list(self), columns=self.columns)
+
+    def _repr_html_(self) -> str:
+        columns = self.columns[:_SHOWN_COLUMNS]
+        shown = [*self[: _SHOWN_ROWS // 2], None, *self[-_SHOWN_ROWS // 2 :]] if len(self) > _SHOWN_ROWS else list(self)
+        head = "".join(f"<th>{_cell_text(name)}</th>" for name in columns)
+        body = "".join(f"<tr>{_cells(row, columns)}</tr>" for row in shown)
+        size = f"{len(self):,} rows × {len(self.columns)} columns"
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{size}</p>"
+
+
+def _cells(row: Mapping[str, object] | None, columns: list[str]) -> str:
+    """None stands for the rows that are left out."""
+    if row is None:
+        return f'<td colspan="{len(columns)}">⋮</td>'
+    return "".join(f"<td>{_value(row[name]) if name in row else ''}</td>" for name in columns)
+
+
+def _value(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else _cell_text(str(value))
+
+
+def _cell_text(text: str) -> str:
+    return html.escape(visible(text[:_SHOWN_CHARACTERS], one_line=True))
+
+
+_WIDTH, _HEIGHT = 240, 40
+
+
+def run_html(
+    status: str,
+    accuracy: tuple[float | None, float | None],
+    trained: Sequence[Mapping[str, object]],
+    folder: Path,
+    report: Path,
+) -> str:
+    """A table of few rows; all text is text. accuracy: before and after. trained: the metrics of each step."""
+    before, after = accuracy
+    rows = {"status": status}
+    if after is not None:
+        was = f"{before:.3f} before, " if before is not None else ""
+        rows["accuracy"] = f"{was}{after:.3f} now"
+    if trained:
+        numbers = {name: value for name, value in trained[-1].items() if isinstance(value, float)}
+        rows |= {line.label: line.text(value).strip() for line, value in headlines(numbers).items()}
+    rows |= {"folder": str(folder), "report": str(report)}
+    cells = "".join(f"<tr><th>{_text(name)}</th><td>{_text(value)}</td></tr>" for name, value in rows.items())
+    rewards = [value for row in trained if isinstance(value := row.get(REWARD), float) and math.isfinite(value)]
+    curve = f"<tr><th>reward by step</th><td>{_curve(rewards)}</td></tr>" if len(rewards) > 1 else ""
+    return f"<table><tbody>{cells}{curve}</tbody></table>"
+
+
+def _curve(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    height = (high - low) or 1.0
+    points = " ".join(
+        f"{i * _WIDTH / (len(values) - 1):.1f},{_HEIGHT - (value - low) / height * _HEIGHT:.1f}"
+        for i, value in enumerate(values)
+    )
+    line = f'<polyline points="{points}" fill="none" stroke="currentColor" stroke-width="1.5"/>'
+    size = f'width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 -2 {_WIDTH} {_HEIGHT + 4}"'
+    return f"{low:.3g} <svg {size}>{line}</svg> {high:.3g}"
+
+
+def _text(text: str) -> str:
+    return html.escape(visible(text, one_line=True))
+
 
 SPLITS = ("train", "val")
 
@@ -112,7 +206,7 @@ class Run:
     @property
     def report(self) -> Path:
         """The page that shows the run, to open in a browser; written now if it is not there yet."""
-        from distflow.observe.report import write_report
+        from distflow.observe.report.build import write_report
 
         file = self.folder / "report.html"
         return file if file.is_file() else write_report(self.folder)
@@ -120,15 +214,15 @@ class Run:
     @property
     def checkpoints(self) -> list[Path]:
         """Folders of checkpoints, the oldest first; the last is what `export` takes."""
-        from distflow.runtime.checkpoint_folder import by_age
-        from distflow.runtime.resume import CHECKPOINTS
+        from distflow.runtime.checkpoint.folder import by_age
+        from distflow.runtime.checkpoint.resume import CHECKPOINTS
 
         return by_age(self.folder / CHECKPOINTS)
 
     def export(self, to: str | Path, checkpoint: Path | None = None) -> Path:
         """Write the policy of the last checkpoint, or of that one, as a folder that `transformers` loads, and that
         `actor_rollout_ref.model.path` takes. Raises UserError where nothing was saved, or `to` is not empty."""
-        from distflow.pipelines.export import export_checkpoint
+        from distflow.launch.initial_policy import export_checkpoint
 
         return export_checkpoint(checkpoint or self.folder, Path(to))
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from distflow.commands.config_arguments import add_config_arguments, add_trust_argument
+from distflow.commands.arguments import add_config_arguments, add_trust_argument
 
 if TYPE_CHECKING:
     from distflow.config import Config, Loaded
@@ -30,8 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.explain:
         print(explain(arguments.explain, loaded))
     elif arguments.graph or arguments.mermaid:
-        from distflow.pipelines.binding import bind, import_user_modules
-        from distflow.pipelines.code import only_if_trusted, program_code
+        from distflow.launch.select_pipeline import bind, import_user_modules
+        from distflow.launch.trusted_code import only_if_trusted, program_code
 
         only_if_trusted(program_code(loaded.config), trusted, say=_note)
         import_user_modules(loaded.config)
@@ -45,14 +45,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _fitted(loaded: "Loaded", trusted: bool) -> "Loaded":
     """As a run would have it, where that can be told from files of this machine alone; else as it is."""
     from distflow.config import UserError
-    from distflow.config.by_domain import train_files
+    from distflow.config.per_domain import train_files
 
     if not loaded.config.actor_rollout_ref.model.path or not any(files for _, files in train_files(loaded.config)):
         return loaded
     if reason := _not_from_files(loaded.config, trusted):
         _note(f"note: sizes are not made to fit the data: {reason}")
         return loaded
-    from distflow.pipelines.reading import fit_to_files
+    from distflow.launch.load_inputs import fit_to_files
 
     try:
         return fit_to_files(loaded)
@@ -63,10 +63,10 @@ def _fitted(loaded: "Loaded", trusted: bool) -> "Loaded":
 
 def _not_from_files(config: "Config", trusted: bool) -> str:
     """Why model and data are not looked at: a config may be somebody else's, and the hub is slow."""
-    from distflow.config.by_domain import train_files, val_files
-    from distflow.config.paths import is_local_data, is_local_model
-    from distflow.pipelines.code import program_code
-    from distflow.runtime.policy import is_of_a_run
+    from distflow.config.compose.paths import is_local_data, is_local_model
+    from distflow.config.per_domain import train_files, val_files
+    from distflow.launch.trusted_code import program_code
+    from distflow.runtime.checkpoint.resume import is_of_a_run
 
     elsewhere = [
         file for _, files in (*train_files(config), *val_files(config)) for file in files if not is_local_data(file)

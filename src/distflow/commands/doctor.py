@@ -10,11 +10,11 @@ import tempfile
 from pathlib import Path
 
 from distflow import __version__
-from distflow.commands.run_argument import add_run_argument, find_run, newest_run
-from distflow.observe.claim import writer_of
-from distflow.observe.listening import family, listeners
-from distflow.observe.run_reader import read_json
-from distflow.observe.text import visible
+from distflow.commands.arguments import add_run_argument, find_run, newest_run
+from distflow.observe.open_ports import family, listeners
+from distflow.observe.reading.run_reader import read_json
+from distflow.observe.sanitize import visible
+from distflow.observe.writing.folder_lock import writer_of
 
 EXTRAS = {
     "lora": (("peft",), "training of low-rank adapters (actor_rollout_ref.model.lora_rank)"),
@@ -46,9 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _machine() -> list[str]:
     import torch
 
-    from distflow.models.native.build import NotNative, outcome
+    from distflow.models.cpu_kernels.build import NotNative, outcome
     from distflow.planning.threads import own_cores, share_threads, usable_cores
-    from distflow.sandbox.level import probe
+    from distflow.sandbox.isolation_level import probe
 
     trainer, rollout = share_threads(usable_cores(), None, None)
     turns = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else min(torch.get_num_threads(), own_cores())

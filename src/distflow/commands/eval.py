@@ -7,9 +7,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from distflow import __version__
-from distflow.commands.config_arguments import add_config_arguments
-from distflow.config.errors import UserError
-from distflow.observe.text import visible
+from distflow.commands.arguments import add_config_arguments
+from distflow.errors import UserError
+from distflow.observe.sanitize import visible
 
 if TYPE_CHECKING:
     from distflow.config import Config, Loaded
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_whole(config: "Config") -> None:
     """Raises UserError where there is nothing to evaluate, or nothing to evaluate on."""
-    from distflow.config.by_domain import validates
+    from distflow.config.per_domain import validates
 
     if not validates(config):
         raise UserError("there are no problems to answer: set data.val_files=FILE.jsonl (or .parquet, .csv)")
@@ -54,16 +54,16 @@ def _check_whole(config: "Config") -> None:
 
 
 def _evaluated(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
-    from distflow.commands.early import importing, verifiers_ahead
+    from distflow.commands.prestart import importing, verifiers_ahead
 
     loaded, say = _load(arguments.preset, arguments.overrides, folder), partial(print, flush=True)
     for line in loaded.notes:
         say(line)
     with verifiers_ahead(loaded.config):
         with importing():
-            from distflow.pipelines.code import named_code
-            from distflow.pipelines.spec import make_spec
-            from distflow.runtime.evaluate import evaluate
+            from distflow.launch.evaluate import evaluate
+            from distflow.launch.make_spec import make_spec
+            from distflow.launch.trusted_code import named_code
         for line in named_code(loaded.config):
             say(f"your code: {line}")
         return evaluate(make_spec(loaded, say=say), say)
@@ -71,10 +71,10 @@ def _evaluated(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
 
 def _load(preset: str, overrides: list[str], folder: Path) -> "Loaded":
     from distflow.config import load_config
-    from distflow.config.paths import NEEDED_TO_EVALUATE
+    from distflow.config.compose.paths import NEEDED_TO_EVALUATE
 
     if Path(preset).expanduser().is_dir():
-        from distflow.pipelines.run_models import write_config_of
+        from distflow.launch.initial_policy import write_config_of
 
         preset, begun = str(write_config_of(Path(preset), folder / "config_of_the_run.yaml")), _OF_THE_BEGINNING
         overrides = [*begun, *overrides]

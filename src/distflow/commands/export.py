@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from distflow.commands.config_arguments import add_trust_argument
+from distflow.commands.arguments import add_trust_argument
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from distflow.pipelines.export import export_checkpoint
+    from distflow.launch.initial_policy import export_checkpoint
 
     export_checkpoint(Path(arguments.checkpoint), Path(arguments.to), trust_code=arguments.trust_code, say=print)
     return 0

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from distflow.commands.config_arguments import add_trust_argument
+from distflow.commands.arguments import add_trust_argument
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from distflow.pipelines.replay import replay_bundle
+    from distflow.launch.replay import replay_bundle
 
     for line in replay_bundle(Path(arguments.bundle), trust_code=arguments.trust_code):
         print(line)

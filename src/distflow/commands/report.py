@@ -9,8 +9,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from distflow.config.errors import UserError
-    from distflow.observe.report import write_report
+    from distflow.errors import UserError
+    from distflow.observe.report.build import write_report
 
     run_dir = Path(arguments.run_dir)
     if run_dir.is_dir() and not (run_dir / "events.jsonl").is_file():

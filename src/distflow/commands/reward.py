@@ -9,14 +9,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from distflow.observe.text import visible
-from distflow.rewards.correctness import RIGHT
+from distflow.observe.sanitize import visible
+from distflow.rewards.score import RIGHT
 
 if TYPE_CHECKING:
     from distflow.data.messages import Messages
     from distflow.data.rows import RawRow
-    from distflow.rewards.agreement import Agreement
-    from distflow.rewards.trial import Fault, Row, Trial
+    from distflow.rewards.reward_check import Agreement, Fault, Row, Trial
 
 _JUDGE = "judge"
 _EXAMPLES = 3
@@ -47,11 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what the reward judged wrongly; 1 where there is any of that. Runs the reward's code."""
-    from distflow.rewards.agreement import measure
-    from distflow.rewards.ahead import PoolSettings
     from distflow.rewards.functions import with_options
-    from distflow.rewards.pools import alone, is_large
-    from distflow.rewards.trial import try_reward
+    from distflow.rewards.pool.domain_pools import alone, is_large
+    from distflow.rewards.pool.prestart import PoolSettings
+    from distflow.rewards.reward_check import measure, try_reward
 
     target = with_options(_target(arguments.reward, arguments.response_key is not None), arguments.options)
     rows, labels = _rows(arguments)
@@ -95,8 +93,8 @@ def _not_negative(text: str) -> int:
 
 def _target(name: str, has_responses: bool) -> str:
     """Raises UserError for a built-in that has nothing to do with answers, where no responses are given."""
-    from distflow.config.errors import UserError
-    from distflow.config.names import REWARDS
+    from distflow.errors import UserError
+    from distflow.registry import REWARDS
     from distflow.rewards.functions import custom_target, target_of
 
     if name in REWARDS:
@@ -112,10 +110,10 @@ def _target(name: str, has_responses: bool) -> str:
 
 def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool]]":
     """And whether their responses are right, where a column says so. Raises UserError where it does not."""
-    from distflow.config.errors import UserError
-    from distflow.config.names import REWARDS
     from distflow.data.rows import Columns
     from distflow.data.sources import load_rows
+    from distflow.errors import UserError
+    from distflow.registry import REWARDS
 
     label, entry = arguments.label_key, REWARDS.get(arguments.reward)
     compares = entry is None or entry.needs_answer
@@ -145,8 +143,8 @@ def _rows(arguments: argparse.Namespace) -> "tuple[list[Row], list[bool]]":
 
 
 def _row(raw: "RawRow") -> "Row":
-    from distflow.rewards.solutions import whole
-    from distflow.rewards.trial import Row
+    from distflow.rewards.known_solutions import whole
+    from distflow.rewards.reward_check import Row
 
     prompt = _text(raw.prompt)
     response = None if raw.response is None else whole(raw.response, raw.extra_info, prompt)

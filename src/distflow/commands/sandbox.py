@@ -7,7 +7,7 @@ import sys
 from contextlib import closing, suppress
 from pathlib import Path
 
-from distflow.config.errors import UserError, missing_path
+from distflow.errors import UserError, missing_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     """Until it is interrupted or told to end."""
     from distflow.sandbox.remote import TOKEN
     from distflow.sandbox.sandbox import Sandbox
-    from distflow.sandbox.serving import Desk, Server
+    from distflow.sandbox.server import Desk, Server
 
     if arguments.at_once < 1:
         raise UserError("--at-once must be 1 or more")

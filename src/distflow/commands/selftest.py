@@ -15,14 +15,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """1 where a pair differs: the folders of its runs are then kept."""
-    from distflow.commands.early import importing
+    from distflow.commands.prestart import importing
 
     started = time.monotonic()
     print(f"distflow {__version__} · selftest", flush=True)
     with importing():
-        from distflow.selftest.pairs import compare_all
-        from distflow.selftest.recorded import RECORDED, read_recorded
-        from distflow.selftest.table import advice, head, left_out, line
+        from distflow.selftest.comparisons import advice, compare_all, head, left_out, line
+        from distflow.selftest.reference_loop import RECORDED, read_recorded
 
     rows, failed, folder = [], [], Path(tempfile.mkdtemp(prefix="distflow-selftest-"))
     try:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from distflow.commands.config_arguments import add_config_arguments
+from distflow.commands.arguments import add_config_arguments
 from distflow.commands.train import add_resume_arguments, run
 
 __all__ = ["add_arguments", "run"]

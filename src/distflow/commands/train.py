@@ -4,9 +4,9 @@ import argparse
 from typing import TYPE_CHECKING, cast
 
 from distflow import __version__
-from distflow.commands.config_arguments import add_config_arguments
-from distflow.config.functions import load
-from distflow.config.names import LAUNCHERS
+from distflow.commands.arguments import add_config_arguments
+from distflow.import_target import load
+from distflow.registry import LAUNCHERS
 from distflow.runtime.stop import exit_status
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ def say(line: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from distflow.commands.early import importing, verifiers_ahead
+    from distflow.commands.prestart import importing, verifiers_ahead
     from distflow.config import describe, load_config
-    from distflow.config.paths import NEEDED_TO_TRAIN
-    from distflow.config.resuming import check_keys, resume_override
+    from distflow.config.compose.paths import NEEDED_TO_TRAIN
+    from distflow.config.derived_settings import check_keys, resume_override
 
     if arguments.command == "sft" and "=" in arguments.preset:  # it was left out, and this is the first override
         arguments.preset, arguments.overrides = "sft", [arguments.preset, *arguments.overrides]
@@ -44,8 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_keys(arguments.allow_change)
     with verifiers_ahead(loaded.config):
         with importing():
-            from distflow.pipelines.code import named_code
-            from distflow.pipelines.spec import make_spec
+            from distflow.launch.make_spec import make_spec
+            from distflow.launch.trusted_code import named_code
 
             launch = cast("Launch", load(LAUNCHERS[loaded.config.trainer.launcher].target))
         for line in named_code(loaded.config):

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distflow.commands.run_argument import LEDGER, add_run_argument, find_run
-from distflow.observe.text import visible
+from distflow.commands.arguments import LEDGER, add_run_argument, find_run
+from distflow.observe.sanitize import visible
 
 if TYPE_CHECKING:
-    from distflow.flow.lineage import Attempt, GroupLineage, StepLineage
-    from distflow.observe.jsonlines import JSON
+    from distflow.observe.files import JSON
+    from distflow.scheduling.lineage import Attempt, GroupLineage, StepLineage
 
     Answers = Sequence[Mapping[str, JSON]]
 
@@ -25,9 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from distflow.flow.lineage import step_lineage
-    from distflow.observe.run_folder import sample_file_name
-    from distflow.observe.run_reader import read_samples
+    from distflow.observe.reading.run_reader import read_samples
+    from distflow.observe.writing.run_folder import sample_file_name
+    from distflow.scheduling.lineage import step_lineage
 
     run_dir = find_run(arguments.run_dir)
     lineage = step_lineage(run_dir / LEDGER, arguments.step)
@@ -143,7 +143,7 @@ def _restarts(groups: Sequence["GroupLineage"]) -> list[str]:
 
 def _said(groups: Sequence["GroupLineage"], answers: Mapping[int, "Answers"]) -> list[str]:
     """What the verifiers said of an answer of each group: of one without a verdict, else of the first wrong one."""
-    from distflow.observe.verdicts import failure, in_short, is_right
+    from distflow.observe.reading.reward_results import failure, in_short, is_right
 
     lines = []
     for group in groups:

@@ -1,11 +1,6 @@
 """Typed configuration: schema, composition by Hydra, checks, and what numbers mean together. Imports no torch."""
 
-from distflow.config.check import check
-from distflow.config.describe import describe
-from distflow.config.errors import ConfigError, Problem, UserError
-from distflow.config.explain import explain
-from distflow.config.keys import key
-from distflow.config.load import (
+from distflow.config.compose.load import (
     config_from_dict,
     config_of_run,
     fit_to,
@@ -13,12 +8,15 @@ from distflow.config.load import (
     preset_config,
     with_changes,
 )
-from distflow.config.loaded import Loaded
-from distflow.config.program import program_name
-from distflow.config.schema import Config, register_config_group
-from distflow.config.show import RESUMABLE, changed_keys, diff, flatten, to_dict, to_yaml
-from distflow.config.sizes import Room
-from distflow.config.sources import preset_names
+from distflow.config.compose.loaded import Loaded
+from distflow.config.compose.origins import preset_names
+from distflow.config.derived_settings import Room, program_name
+from distflow.config.describe import describe, explain
+from distflow.config.keys.declare import key
+from distflow.config.keys.schema import Config, register_config_group
+from distflow.config.rules.check import check
+from distflow.config.serialize import RESUMABLE, changed_keys, diff, flatten, to_dict, to_yaml
+from distflow.errors import ConfigError, Problem, UserError
 
 __all__ = [
     "RESUMABLE",

@@ -1,9 +1,26 @@
-"""What the numbers of a config mean together, in a few lines for people."""
+"""What the numbers of a config mean together, in a few lines for people.
 
-from distflow.config.by_domain import group_sizes, validates
-from distflow.config.names import POLICY_LOSSES
-from distflow.config.program import CUSTOM, clip_range, find_estimator, is_rl, optimizer_steps_a_step, program_name
-from distflow.config.schema import Config
+One key explained: what it means, what it may be, what it is here and who says so.
+"""
+
+from distflow.config.compose.loaded import Loaded
+from distflow.config.compose.origins import COMMAND_LINE
+from distflow.config.compose.unknown_keys import suggest
+from distflow.config.compose.values import expected
+from distflow.config.derived_settings import (
+    CUSTOM,
+    clip_range,
+    find_estimator,
+    is_rl,
+    optimizer_steps_a_step,
+    program_name,
+)
+from distflow.config.keys.declare import KeyInfo
+from distflow.config.keys.schema import Config, schema_keys
+from distflow.config.per_domain import group_sizes, validates
+from distflow.config.serialize import flatten, show_value
+from distflow.errors import ConfigError, Problem
+from distflow.registry import POLICY_LOSSES
 
 
 def describe(config: Config) -> list[str]:
@@ -142,3 +159,33 @@ def _every(freq: int) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def explain(key: str, loaded: Loaded) -> str:
+    """What a key means, what it may be, what it is here and who says so. A group lists its keys.
+
+    Raises ConfigError naming the nearest key.
+    """
+    keys = schema_keys()
+    if key in keys:
+        return _explain_key(keys[key], flatten(loaded.config)[key], loaded.origin(key))
+    below = [name for name in keys if name.startswith(f"{key}.")]
+    if below:
+        values = flatten(loaded.config)
+        return "\n".join(
+            f"{name}={show_value(keys[name], values[name])}  {keys[name].spec.description}" for name in below
+        )
+    raise ConfigError([Problem(((key, COMMAND_LINE),), "there is no such key", suggest(key, keys))])
+
+
+def _explain_key(info: KeyInfo, value: object, origin: str) -> str:
+    lines = [
+        info.name,
+        f"  {info.spec.description}",
+        f"  type     {expected(info.annotation)}",
+        f"  allowed  {info.spec.allowed()}" if info.spec.allowed() else "",
+        f"  default  {show_value(info, info.default)}",
+        f"  value    {show_value(info, value)}",
+        f"  origin   {origin}",
+    ]
+    return "\n".join(line for line in lines if line)

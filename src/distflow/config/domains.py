@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from distflow.config.algorithm import DIFFERING
-from distflow.config.errors import nearest
-from distflow.config.keys import KeyInfo, collect, key
-from distflow.config.reward import JUDGED_BY_DOMAIN, RewardPart, parse_parts, plain_parts
-from distflow.config.values import Mismatch, parse_band, parse_share_band, read_value
+from distflow.config.compose.values import Mismatch, parse_band, parse_share_band, read_value
+from distflow.config.keys.algorithm import DIFFERING
+from distflow.config.keys.declare import KeyInfo, collect, key
+from distflow.config.keys.reward import JUDGED_BY_DOMAIN, RewardPart, parse_parts, plain_parts
+from distflow.errors import nearest
 
 _FORM = "write e.g. {math: {train_files: math.jsonl, reward: math}, code: {train_files: code.jsonl, reward: custom}}"
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")

@@ -1,4 +1,10 @@
-"""What a column is that nobody registered, and whether columns of two batches are the same."""
+"""What a column is that nobody registered, and whether columns of two batches are the same.
+
+Tensors on their way to a device, and numbers on their way back.
+
+A device works through a queue. A copy from plain memory and every number that is read wait until the queue is empty; a
+copy from pinned memory waits for nothing, and many numbers that are read together wait once.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -42,3 +48,24 @@ def check_same_fields(ours: Mapping[str, Field], theirs: Mapping[str, Field]) ->
             f"column '{name}' is {ours[name]} in one batch and {theirs[name]} in another: write the same in both, or "
             f"say what it is by register_field('{name}', dtype=..., axis=...)"
         )
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`; from the host to a CUDA device by pinned memory, without waiting for it."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def read_numbers(values: Sequence[Tensor | float]) -> list[float]:
+    """Scalars of any devices and types as numbers, in their order: one transfer for all that a device has."""
+    numbers = [0.0 if isinstance(value, Tensor) else float(value) for value in values]
+    places: dict[torch.device, list[int]] = {}
+    for place, value in enumerate(values):
+        if isinstance(value, Tensor):
+            places.setdefault(value.device, []).append(place)
+    for on_device in places.values():
+        scalars = [value.detach().double() for place in on_device if isinstance(value := values[place], Tensor)]
+        for place, number in zip(on_device, torch.stack(scalars).tolist(), strict=True):
+            numbers[place] = number
+    return numbers

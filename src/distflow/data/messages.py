@@ -5,9 +5,9 @@ Entries that are null count as absent: files with typed columns fill them in whe
 
 import json
 
-from distflow.config.errors import hint
-from distflow.config.names import TEMPLATE_PARAMETERS
-from distflow.observe.jsonlines import JSON
+from distflow.errors import hint
+from distflow.observe.files import JSON
+from distflow.registry import TEMPLATE_PARAMETERS
 
 Messages = list[dict[str, JSON]]
 

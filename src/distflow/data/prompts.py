@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from distflow.data.rows import RawRow
 from distflow.data.sample import Segment
-from distflow.observe.jsonlines import JSON
+from distflow.observe.files import JSON
 
 PROMPT_FIELDS = (
     "uid",

@@ -11,9 +11,9 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 
-from distflow.config.errors import UserError, hint
-from distflow.data.made import made_records, read_settings
 from distflow.data.rows import Record
+from distflow.data.subprocess_rows import made_records, read_settings
+from distflow.errors import UserError, hint
 
 PREFIX = "reasoning-gym:"
 COLUMN = "reasoning_gym"

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from datetime import date, time
 from decimal import Decimal
 
-from distflow.config.errors import UserError, nearest
 from distflow.data.messages import (
     Messages,
     RowError,
@@ -18,7 +17,8 @@ from distflow.data.messages import (
     read_template_kwargs,
     read_tools,
 )
-from distflow.observe.jsonlines import JSON, is_deep
+from distflow.errors import UserError, nearest
+from distflow.observe.files import JSON, is_deep
 
 DEFAULT_DOMAIN = "default"
 _DEFAULT_DOMAIN_KEY = "data_source"

@@ -1,16 +1,182 @@
-"""From what `data.train_files` names to rows: files, data sets of Hugging Face `datasets`, built-in ones, Python."""
+"""Functions that give rows, which are written once to an Arrow file in the run folder: a resume reads the same.
 
+Records of JSONL, JSON, CSV and Parquet files, each with its file and line; faults of a whole file are UserErrors.
+
+From what `data.train_files` names to rows: files, data sets of Hugging Face `datasets`, built-in ones, Python.
+"""
+
+import csv
+import hashlib
+import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import cast
 
-from distflow.config.errors import UserError, missing_path
-from distflow.config.paths import HUB_DATA
-from distflow.data import iterators, reasoning_gym, verifiers_tasks
-from distflow.data.files import READERS, read_file
+from distflow.config.compose.paths import HUB_DATA
+from distflow.data import reasoning_gym, verifiers_tasks
+from distflow.data.encoded import CHUNK_ROWS, metadata_of, write_arrow
 from distflow.data.hub import unreachable
+from distflow.data.in_memory_rows import MAX_ROWS, json_lines
 from distflow.data.rows import BadRows, Columns, RawRow, Record, read_rows
+from distflow.errors import UserError, missing_path
+from distflow.import_target import LoadError, load_function
+
+
+def keep(target: str, file: Path, *, key: str, max_rows: int = MAX_ROWS, wanted: int = -1) -> Iterator[Record]:
+    """The rows of the function that "module:function" or "file.py:function" names, read from `file`, which is written
+    first unless it holds those already.
+
+    wanted: stop after so many rows; -1 takes all, of which there may be `max_rows`.
+    Raises UserError where there is no such function, and for rows that are none, as `json_lines` does.
+    """
+    source = f"'{target}'"
+    identity = source if wanted < 0 else f"{source}, first {wanted}"
+    try:
+        function = cast(Callable[[], object], load_function(target))
+    except LoadError as error:
+        raise UserError(f"{key}: {error}") from error
+    if metadata_of(file).get(b"source") != identity.encode():
+        _write(json_lines(function(), source=source, key=key, max_rows=max_rows, wanted=wanted), file, identity)
+    return _read(file, source, key)
+
+
+def _write(texts: list[str], file: Path, identity: str) -> None:
+    """One column of JSON texts; the schema's metadata hold what they are and their fingerprint."""
+    import pyarrow
+
+    table = pyarrow.table({"row": pyarrow.array(texts, pyarrow.string())})
+    table = table.replace_schema_metadata({"source": identity, "fingerprint": _fingerprint(texts)})
+    write_arrow(file, table.schema, table.to_batches(max_chunksize=CHUNK_ROWS))
+
+
+def _fingerprint(texts: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _read(file: Path, source: str, key: str) -> Iterator[Record]:
+    import pyarrow
+
+    with pyarrow.memory_map(str(file)) as memory:
+        reader = pyarrow.ipc.open_file(memory)
+        texts = [
+            text for index in range(reader.num_record_batches) for text in reader.get_batch(index)["row"].to_pylist()
+        ]
+        expected = reader.schema.metadata[b"fingerprint"].decode()
+    if _fingerprint(texts) != expected:
+        raise UserError(f"{key}: '{file}' is damaged: delete it, and {source} is read again")
+    for number, text in enumerate(texts, 1):
+        yield Record(f"{source}, row {number}", json.loads(text))
+
+
+def read_file(path: Path, key: str) -> Iterator[Record]:
+    """The records of a file, by its suffix. key: the config key that named it, for messages.
+
+    Raises UserError where the file is of no known kind, cannot be opened, or is not what its suffix says.
+    """
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        raise UserError(f"{key}: '{path}' ends in '{path.suffix}'; known are {', '.join(READERS)}")
+    try:
+        yield from reader(path)
+    except OSError as error:
+        raise UserError(f"{key}: '{path}' cannot be read: {error.strerror or error}") from error
+
+
+def _read_jsonl(path: Path) -> Iterator[Record]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if line.strip():
+                yield _json_record(line, f"{path}:{number}")
+
+
+def _json_record(line: bytes, origin: str) -> Record:
+    try:
+        values = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return Record(origin, bad=f"not UTF-8 (byte {error.start + 1} of the line)")
+    except ValueError as error:
+        return Record(origin, bad=f"not JSON ({error})")
+    except RecursionError:
+        return Record(origin, bad="nested too deeply")
+    if not isinstance(values, dict):
+        return Record(origin, bad=f"a JSON {type(values).__name__}, not an object")
+    return Record(origin, values)
+
+
+def _read_json(path: Path) -> Iterator[Record]:
+    """One list of objects; a `.json` file with an object on each line is read as JSONL."""
+    with path.open("rb") as file:
+        is_list = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+    if not is_list:
+        yield from _read_jsonl(path)
+        return
+    try:
+        entries = json.loads(path.read_text("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"'{path}' is not UTF-8 (byte {error.start + 1}): save it as UTF-8") from error
+    except ValueError as error:
+        raise UserError(f"'{path}' is not JSON: {error}") from error
+    except RecursionError as error:
+        raise UserError(f"'{path}' cannot be read: its JSON is nested too deeply") from error
+    for number, entry in enumerate(entries, 1):
+        origin = f"{path}, entry {number}"
+        is_object = isinstance(entry, dict)
+        yield Record(origin, entry) if is_object else Record(origin, bad=f"{type(entry).__name__}, not an object")
+
+
+def _read_csv(path: Path) -> Iterator[Record]:
+    """The first line names the columns; a field that is empty has no value."""
+    csv.field_size_limit(2**31 - 1)
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file, strict=True)
+        try:
+            for values in reader:
+                yield _csv_record(values, f"{path}:{reader.line_num}")
+        except UnicodeDecodeError as error:
+            raise UserError(f"'{path}' is not UTF-8 (near line {reader.line_num + 1}): save it as UTF-8") from error
+        except csv.Error as error:
+            raise UserError(f"'{path}', line {reader.line_num}: not CSV: {error}") from error
+
+
+def _csv_record(values: dict[str | None, str | list[str] | None], origin: str) -> Record:
+    if isinstance(surplus := values.get(None), list):
+        return Record(origin, bad=f"{len(surplus)} more fields than columns")
+    short = [name for name, value in values.items() if value is None]
+    if short:
+        return Record(origin, bad=f"no field for the column '{short[0]}'")
+    return Record(origin, {str(name): value for name, value in values.items() if value != ""})
+
+
+def _read_parquet(path: Path) -> Iterator[Record]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        number = 0
+        for batch in file.iter_batches(batch_size=1024):
+            for values in batch.to_pylist():
+                number += 1
+                yield Record(f"{path}, row {number}", values)
+    except (pyarrow.ArrowException, ValueError) as error:  # a ValueError: a text in it is not UTF-8
+        raise UserError(f"'{path}' is not Parquet, or damaged: {error}") from error
+
+
+READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}
+
 
 BUILTIN_FOLDER = Path(__file__).parent / "builtin"
 _FUNCTION = re.compile(r"(?:[A-Za-z_][\w.]*|.*\.py):[A-Za-z_]\w*")
@@ -27,7 +193,7 @@ def load_rows(
     bad_rows: str = "error",
     max_samples: int = -1,
     run_folder: Path | None = None,
-    max_iterator_rows: int = iterators.MAX_ROWS,
+    max_iterator_rows: int = MAX_ROWS,
 ) -> tuple[list[RawRow], BadRows]:
     """All good rows, in the order of the sources, and what was wrong with the others.
 
@@ -84,7 +250,7 @@ def _records(source: Source, key: str, kept: Path | None, max_rows: int, wanted:
     if is_function(text):
         if kept is None:
             raise UserError(f"{key}: rows of a function need a run's folder (trainer.default_local_dir) to be kept in")
-        return iterators.keep(text, kept, key=key, max_rows=max_rows, wanted=wanted)
+        return keep(text, kept, key=key, max_rows=max_rows, wanted=wanted)
     if text.startswith(reasoning_gym.PREFIX):
         return reasoning_gym.read_records(text, key, wanted)
     if text.startswith(verifiers_tasks.PREFIX):

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from typing import Any
 
-from distflow.config.errors import UserError
-from distflow.data.made import made_records, read_settings
 from distflow.data.rows import Record
+from distflow.data.subprocess_rows import made_records, read_settings
+from distflow.errors import UserError
 
 PREFIX = "verifiers:"
 COLUMN = "verifiers"

@@ -1,14 +1,12 @@
 """Programs as graphs: fields, nodes, contracts, the pipeline builder, and what `bind` makes of them. No torch here."""
 
-from distflow.graph.compile import Inputs, compile_inputs
 from distflow.graph.contract import REQUIRED, Form
-from distflow.graph.errors import PipelineError
-from distflow.graph.fields import Field, find_field, register_field
+from distflow.graph.fields import Field, PipelineError, find_field, register_field
+from distflow.graph.node_spec import node, node_factory, spec_of
 from distflow.graph.nodes import Drop, Node, NodeOutput
-from distflow.graph.pipeline import Pipeline, pipeline_from_config
+from distflow.graph.pipeline import Inputs, Pipeline, compile_inputs, pipeline_from_config
 from distflow.graph.program import BoundNode, Program
 from distflow.graph.roles import SCORE_FIELDS, NodeRole, NodeStatus, NodeType
-from distflow.graph.spec import node, node_factory, spec_of
 from distflow.graph.task_graph import TaskGraph
 
 __all__ = [

@@ -8,12 +8,10 @@ from enum import StrEnum
 from inspect import Parameter
 from typing import Literal
 
-from distflow.config.errors import hint
-from distflow.graph.errors import PipelineError
-from distflow.graph.fields import ALIASES
-from distflow.graph.functions import is_async
+from distflow.errors import hint
+from distflow.graph.fields import ALIASES, PipelineError, is_async
+from distflow.graph.node_spec import NodeSpec
 from distflow.graph.roles import ENGINES, ROLE_DEFAULTS, SCORE_FIELDS, SERVICES, NodeRole, Scope
-from distflow.graph.spec import NodeSpec
 
 RESERVED = ("batch", "samples", "group", "ctx", "engine", "config", "reduce")
 

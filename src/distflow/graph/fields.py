@@ -1,7 +1,60 @@
-"""The columns of a batch: their names, dtypes and axes. Programs add their own with `register_field`."""
+"""The error of this room.
 
+The callable behind a node's `func`: itself, or what its name leads to.
+
+The columns of a batch: their names, dtypes and axes. Programs add their own with `register_field`.
+"""
+
+import functools
+import inspect
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeGuard
+
+from distflow.errors import UserError
+from distflow.import_target import LoadError, load_function
+
+
+class PipelineError(UserError):
+    """A program is not well formed. The message names the node, the field or option, and the nearest existing name."""
+
+
+class MissingColumn(PipelineError):
+    """A node reads a column that nothing writes before it."""
+
+    def __init__(self, message: str, column: str):
+        super().__init__(message)
+        self.column = column
+
+
+def resolve_func(func: object, where: str) -> Callable[..., object]:
+    """The callable behind a node's `func`; a text is a name as `load_function` takes it.
+
+    Raises PipelineError, opened by `where`, if it leads to nothing that can be called.
+    """
+    if isinstance(func, str):
+        try:
+            return load_function(func)
+        except LoadError as err:
+            raise PipelineError(f"{where}: {err}") from err
+    if isinstance(func, type):
+        raise PipelineError(f"{where}: func {func!r} is a class; name one of its methods or give an instance")
+    if not callable(func):
+        raise PipelineError(f'{where}: func {func!r} cannot be called; give a function or "module:function"')
+    return func
+
+
+def innermost(fn: Callable[..., object]) -> Callable[..., object]:
+    """The function below any `functools.partial`."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return fn
+
+
+def is_async(fn: Callable[..., object]) -> TypeGuard[Callable[..., Awaitable[object]]]:
+    """Whether calling it gives a coroutine."""
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
 
 
 class Axis(Enum):

@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from distflow.config.errors import hint
+from distflow.errors import hint
 from distflow.graph.contract import Contract, Declared, Form, canonical, late_contract, read_contract
-from distflow.graph.errors import PipelineError
-from distflow.graph.fields import find_field
-from distflow.graph.functions import resolve_func
+from distflow.graph.fields import PipelineError, find_field, resolve_func
+from distflow.graph.node_spec import NodeSpec, as_member, as_names, check_scope, is_factory, spec_of
 from distflow.graph.roles import (
     ENGINE_TYPES,
     ENGINES,
@@ -21,7 +20,6 @@ from distflow.graph.roles import (
     RoleDefaults,
     Scope,
 )
-from distflow.graph.spec import NodeSpec, as_member, as_names, check_scope, is_factory, spec_of
 
 
 @dataclass(frozen=True)

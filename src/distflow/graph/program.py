@@ -3,11 +3,10 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from distflow.config.errors import hint
+from distflow.errors import hint
 from distflow.graph.contract import Contract
 from distflow.graph.drawing import Box, flowchart, text_drawing
-from distflow.graph.errors import PipelineError
-from distflow.graph.fields import Field
+from distflow.graph.fields import Field, PipelineError
 from distflow.graph.roles import NodeRole, NodeType, Plane
 
 

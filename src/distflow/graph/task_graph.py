@@ -4,18 +4,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from distflow.config.errors import hint
-from distflow.graph.bind import bind_program
+from distflow.errors import hint
+from distflow.graph.bind import bind_program, check_options
 from distflow.graph.contract import Contract, canonical
 from distflow.graph.drawing import Box, flowchart
-from distflow.graph.errors import PipelineError
-from distflow.graph.fields import Field
+from distflow.graph.fields import Field, PipelineError
+from distflow.graph.node_spec import is_factory
 from distflow.graph.nodes import Node, early_contract, engines_of
-from distflow.graph.options import check_options
-from distflow.graph.order import dependents, topological_order
 from distflow.graph.program import Program
-from distflow.graph.spec import is_factory
-from distflow.graph.wiring import Vertex, Wiring, check_edges
+from distflow.graph.wiring import Vertex, Wiring, check_edges, dependents, topological_order
 
 _SETTABLE = tuple(f.name for f in fields(Node) if f.init and f.name not in ("node_id", "options"))
 

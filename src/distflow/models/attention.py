@@ -1,27 +1,206 @@
-"""Attention over packed sequences: each sequence to itself, at the cost of its own length, on any device.
+"""Moving rows of a tensor by index, with a backward pass that knows which rows repeat.
+
+Autograd's own backward of `index_select` must assume that all do: additions in no fixed order on a GPU.
+
+Causal attention of short sequences on a CPU, as batched products of matrices: in float64, and where there is no
+native code (`native/attend.py`).
+
+The processor's fused kernel goes through a sequence in pieces that are small products: below some hundred tokens these
+cost more than the half of the matrix that they leave out, and two threads hardly halve them. Here a batched product
+has all query heads of a key-value head as one matrix, for as many sequences at a time as stay in the cache.
+
+Attention of one token a row whose result does not depend on how much memory lies behind the row's position.
+
+Attention over packed sequences: each sequence to itself, at the cost of its own length, on any device.
 
 Registered with `transformers` under a name; a forward without `packing` is exactly its `sdpa`.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Unpack
+from typing import NamedTuple, Protocol, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import TransformersKwargs
 
-from distflow.data.transfer import send
-from distflow.models.native import build as native
-from distflow.models.native.attend import Sequences, attend
-from distflow.models.rows import spread_rows, take_rows
+from distflow.data.columns import send
+from distflow.models.cpu_kernels import build as native
+from distflow.models.cpu_kernels.attention import Sequences, attend
 from distflow.models.shared_prefixes import Sharing
-from distflow.models.short_attention import LONGEST, attend_short
+
+
+def take_rows(values: Tensor, index: Tensor) -> Tensor:
+    """`values[index]` along dimension 0 for an `index` without repetition."""
+    return _Rows.apply(values, index, False)
+
+
+def repeat_rows(values: Tensor, index: Tensor) -> Tensor:
+    """`values[index]` along dimension 0 for an `index` that may name a row many times."""
+    return _Rows.apply(values, index, True)
+
+
+def spread_rows(values: Tensor, source: Tensor, home: Tensor, again: Tensor | None = None) -> Tensor:
+    """`values[source]`, where row i of `values` counts only as row `home[i]` of the result and, where given, as those
+    of its rows that `again` names.
+
+    The other rows are filling: `source` may repeat there, and the caller sees to it that they get no gradient.
+    """
+    return _SpreadRows.apply(values, source, home, again)
+
+
+class _SavedRows(Protocol):
+    """What a forward pass keeps for its backward pass."""
+
+    num_rows: int
+    repeats: bool
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, ...]: ...
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+
+class _Rows(Function):
+    @staticmethod
+    def forward(ctx: _SavedRows, values: Tensor, index: Tensor, repeats: bool) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.num_rows, ctx.repeats = values.shape[0], repeats
+        return values.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: _SavedRows, grad: Tensor) -> tuple[Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        total = grad.new_zeros((ctx.num_rows, *grad.shape[1:]))
+        return _add_rows(total, index, grad) if ctx.repeats else total.index_copy_(0, index, grad), None, None
+
+
+class _SpreadRows(Function):
+    @staticmethod
+    def forward(ctx: _SavedRows, values: Tensor, source: Tensor, home: Tensor, again: Tensor | None) -> Tensor:
+        ctx.save_for_backward(home, again, None if again is None else source[again])
+        return values.index_select(0, source)
+
+    @staticmethod
+    def backward(ctx: _SavedRows, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        home, again, repeated = ctx.saved_tensors
+        summed = grad.index_select(0, home)
+        return summed if again is None else _add_rows(summed, repeated, grad.index_select(0, again)), None, None, None
+
+
+def _add_rows(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    """In place, and everywhere in the same order each time."""
+    if total.device.type == "cpu":
+        return total.index_add_(0, index, rows)
+    return total.index_put_((index,), rows, accumulate=True)
+
+
+LONGEST = 128
+"""Of sequences that gain by it, in tokens: the matrix of weights that is kept has at most so many columns."""
+
+_BLOCK_ELEMENTS = 2**17  # of scores for each thread, 512 KiB
+
+
+def attend_short(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """query `(sequences, heads, tokens, head_dim)`, key and value `(sequences, kv_heads, tokens, head_dim)`, of one
+    type, float32 or float64; each token looks at those up to it. As query, differentiable once."""
+    tokens, dim = query.shape[2:]
+    num_matrices = len(key) * key.shape[1]
+    shapes = (num_matrices, -1, dim), (num_matrices, tokens, dim), (num_matrices, tokens, dim)
+    matrices = (x.reshape(shape) for x, shape in zip((query, key, value), shapes, strict=True))
+    mixed: Tensor = _ShortAttention.apply(*matrices, scale)
+    return mixed.view(query.shape)
+
+
+class _Saved(Protocol):
+    """What a forward pass keeps for its backward pass."""
+
+    scale: float
+    needs_input_grad: tuple[bool, ...]
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, ...]: ...
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+
+class _ShortAttention(Function):
+    """Queries `(matrices, heads of each · tokens, head_dim)`, keys and values `(matrices, tokens, head_dim)`."""
+
+    @staticmethod
+    def forward(ctx: _Saved, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        rows, tokens = queries.shape[1], keys.shape[1]
+        unseen = keys.new_full((tokens, tokens), float("-inf")).triu_(1).repeat(rows // tokens, 1)
+        kept = keys.new_empty(len(keys), rows, tokens) if any(ctx.needs_input_grad) else None
+        mixed = torch.empty_like(queries)
+        for block in _blocks(queries, keys):
+            scores = torch.baddbmm(unseen, queries[block], keys[block].transpose(1, 2), alpha=scale)
+            weights = torch.softmax(scores, -1, out=scores if kept is None else kept[block])
+            torch.bmm(weights, values[block], out=mixed[block])
+        ctx.save_for_backward(queries, keys, values, kept, mixed)
+        ctx.scale = scale
+        return mixed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Saved, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """With P = softmax(S), O = P V: dS = P (dO Vᵀ − ⟨dO, O⟩) (arXiv 2205.14135, appendix B)."""
+        queries, keys, values, kept, mixed = ctx.saved_tensors
+        of_queries, of_keys, of_values = (torch.empty_like(x) for x in (queries, keys, values))
+        for block in _blocks(queries, keys):
+            weights, of_mixed = kept[block], grad[block]
+            torch.bmm(weights.transpose(1, 2), of_mixed, out=of_values[block])
+            of_sums = (of_mixed * mixed[block]).sum(-1, keepdim=True)
+            of_scores = torch.bmm(of_mixed, values[block].transpose(1, 2)).sub_(of_sums).mul_(weights)
+            torch.bmm(of_scores, keys[block], out=of_queries[block]).mul_(ctx.scale)
+            torch.bmm(of_scores.transpose(1, 2), queries[block], out=of_keys[block]).mul_(ctx.scale)
+        return of_queries, of_keys, of_values, None
+
+
+def _blocks(queries: Tensor, keys: Tensor) -> Iterator[slice]:
+    """Of matrices whose scores stay in the caches of the threads that make them."""
+    size = max(1, torch.get_num_threads() * _BLOCK_ELEMENTS // (queries.shape[1] * keys.shape[1]))
+    return (slice(start, start + size) for start in range(0, len(queries), size))
+
+
+BLOCK = 64
+
+
+def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float) -> Tensor:
+    """query: `(rows, heads, head_dim)`; keys, values `(rows, kv_heads, extent, head_dim)`; bias: `(rows * kv_heads,
+    heads of each, extent)`, -inf where a row does not look.
+
+    Keys and values are gone through in blocks of 64 tokens, each by products of one shape, and their sums are added in
+    order. A block that a row does not look at adds exact zeros, so a row's bits are the same whatever the extent is, as
+    long as that is a multiple of a block. Returns `(rows * kv_heads, heads of each, head_dim)`.
+    """
+    keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+    query = query.reshape(len(keys), -1, keys.shape[-1])
+    blocks = [slice(start, start + BLOCK) for start in range(0, keys.shape[1], BLOCK)]
+    scores = torch.cat(
+        [
+            torch.baddbmm(bias[..., block], query, keys[:, block].transpose(1, 2), alpha=scaling).float()
+            for block in blocks
+        ],
+        dim=-1,
+    )
+    masses = torch.exp(scores - scores.amax(dim=-1, keepdim=True))
+    # From +0 on, and no sum of it with zeros of either sign is -0: what adds nothing changes no bit.
+    mixed = masses.new_zeros(query.shape)
+    total = masses.new_zeros(*query.shape[:-1], 1)
+    for block in blocks:
+        mixed += torch.bmm(masses[..., block].to(values.dtype), values[:, block])
+        total += masses[..., block].sum(dim=-1, keepdim=True)
+    return (mixed / total).to(values.dtype)
+
 
 PACKED_ATTENTION = "distflow_packed"
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from distflow.config.errors import UserError
+from distflow.errors import UserError
 from distflow.models.heads import unwrapped
 from distflow.models.loading import quiet_transformers
 from distflow.models.lora import has_adapter, named_weights

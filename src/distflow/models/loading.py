@@ -11,12 +11,18 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from distflow.config.errors import UserError
-from distflow.models.magnitude import magnitudes, unsound
-from distflow.models.packed import choose_attention
-from distflow.models.packed_forward import attach_packed_forward
-from distflow.models.paths import WEIGHT_PATTERNS, is_local, require_files, resolve_path, why_not_loaded
-from distflow.models.remote_code import code_of, untrusted
+from distflow.errors import UserError
+from distflow.models.packed_forward import attach_packed_forward, choose_attention
+from distflow.models.paths import (
+    WEIGHT_PATTERNS,
+    code_of,
+    is_local,
+    require_files,
+    resolve_path,
+    untrusted,
+    why_not_loaded,
+)
+from distflow.models.weight_checks import magnitudes, unsound
 
 Init = Literal["pretrained", "random"]
 Model = TypeVar("Model", bound=nn.Module)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from distflow.config.errors import UserError
+from distflow.errors import UserError
 from distflow.models.heads import unwrapped
 
 

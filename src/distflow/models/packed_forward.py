@@ -1,4 +1,13 @@
-"""A model's whole pass over packed sequences, embedding to log-probs, as one method of the model.
+"""A packed row's way through a decoder by native code. In float32 a layer is three operations in place of some fifty,
+whose parts stay in the processor's cache; of a larger one, and in bfloat16, products are torch's, and what stands
+between them is ours. For models and machines where there is none, `transformers` computes.
+
+Packed forwards: sequences one after the other in one row, no padding, no attention mask, no cache.
+
+With a cache or a mask of ones `transformers` lets packed sequences see each other without a word, so every model is
+checked before it is used: each packed sequence against itself alone, through the model's own forward.
+
+A model's whole pass over packed sequences, embedding to log-probs, as one method of the model.
 
 What wraps a model to gather or move its weights around a forward (FSDP2's `register_fsdp_forward_method`, say) sees one
 call that uses all of them, the output head included.
@@ -6,16 +15,215 @@ call that uses all of them, the output head included.
 
 from dataclasses import dataclass
 from types import MethodType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedConfig
 
-from distflow.data.transfer import send
-from distflow.models.heads import output_head, token_values, unwrapped
+from distflow.data.columns import send
+from distflow.errors import UserError
+from distflow.models.attention import PACKED_ATTENTION, Packing, repeat_rows, take_rows
+from distflow.models.cpu_kernels import build as native
+from distflow.models.cpu_kernels.attention import Sequences, attend
+from distflow.models.cpu_kernels.fused_ops import add_norm, gate, split_heads
+from distflow.models.cpu_kernels.layer import after_attention, before_attention
+from distflow.models.cpu_kernels.weight_layout import check, parts, side_by_side
+from distflow.models.heads import backbone, output_head, token_values, unwrapped
 from distflow.models.log_probs import token_log_probs
-from distflow.models.packed import packed_hidden_states, packed_logits
-from distflow.models.shared_prefixes import Sharing
+from distflow.models.model_runner import FAMILIES
+from distflow.models.shared_prefixes import Sharing, shared_prefixes
+
+LARGEST = 2**19
+"""Numbers of a matrix of a gated MLP in float32: of more the cache no longer holds what a thread works with, and
+torch's products gain on ours."""
+
+
+def runs_natively(decoder: Any) -> bool:
+    """Whether `packed_layers` computes what the decoder does, as it is now: under autocast to bfloat16 or none, with
+    its weights in float32 on a CPU, and nothing in it that is another's than `transformers`'."""
+    config = decoder.config
+    if config.model_type not in FAMILIES or not native.is_there():
+        return False
+    if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != torch.bfloat16:
+        return False
+    if 2 * len(decoder.rotary_emb.inv_freq) != decoder.layers[0].self_attn.head_dim:  # a part of each head is rotated
+        return False
+    if decoder.training and (config.attention_dropout or any(layer.gradient_checkpointing for layer in decoder.layers)):
+        return False
+    try:
+        check((decoder, *decoder.layers, *parts(decoder)), config.rms_norm_eps)
+    except native.NotNative:
+        return False
+    return True
+
+
+def packed_layers(decoder: Any, input_ids: Tensor, position_ids: Tensor, sequences: Sequences) -> Tensor:
+    """Last hidden states `(rows, hidden)` in float32 of a row of tokens, both `(rows,)`; differentiable once."""
+    hidden, config = decoder.embed_tokens(input_ids), decoder.config
+    cos, sin = (each[0] for each in decoder.rotary_emb(hidden, position_ids[None]))
+    given = (decoder.layers, hidden, cos, sin, sequences)
+    low = torch.is_autocast_enabled("cpu")
+    with torch.autocast("cpu", enabled=False):
+        if low or config.hidden_size * config.intermediate_size > LARGEST:
+            hidden = _by_torchs_products(*given, torch.bfloat16 if low else torch.float32)
+        else:
+            hidden = _in_cache(*given)
+        states: Tensor = decoder.norm(hidden)
+    return states
+
+
+def _in_cache(layers: Any, hidden: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
+    for layer in layers:
+        queries, keys, values = before_attention(layer, hidden, cos, sin)
+        mixed = attend(queries, keys, values, sequences, layer.self_attn.scaling)
+        hidden = after_attention(layer, hidden, mixed)
+    return hidden
+
+
+def _by_torchs_products(
+    layers: Any, hidden: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences, dtype: torch.dtype
+) -> Tensor:
+    """dtype: of what products take and make."""
+
+    def linear_of(x: Tensor, *modules: nn.Linear) -> Tensor:  # what each makes of x, side by side
+        return linear(x, *side_by_side(modules, dtype))
+
+    added = None
+    for layer in layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        hidden, normed = add_norm(hidden, added, layer.input_layernorm, dtype)
+        projected = linear_of(normed, attention.q_proj, attention.k_proj, attention.v_proj)
+        mixed = attend(*split_heads(projected, cos, sin, attention), sequences, attention.scaling)
+        added = linear_of(mixed.flatten(1).to(dtype), attention.o_proj)
+        hidden, normed = add_norm(hidden, added, layer.post_attention_layernorm, dtype)
+        added = linear_of(gate(linear_of(normed, mlp.gate_proj, mlp.up_proj)), mlp.down_proj)
+    return hidden if added is None else hidden + added
+
+
+# Largest error of a logit, relative to the largest logit: rounding stays well below, a leak is far above.
+_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.08, torch.float16: 0.02}
+_CHECK_LENGTHS = (5, 1, 11, 1, 3, 8)
+
+
+def packed_hidden_states(
+    model: nn.Module,
+    input_ids: Tensor,
+    lengths: Tensor,
+    *,
+    wanted: Tensor | None = None,
+    sharing: Sharing | None = None,
+) -> Tensor:
+    """Last hidden states `(tokens, hidden)` of sequences that follow each other in `input_ids` `(tokens,)`, or of the
+    positions `wanted` `(n,)`, each once. The output head is not run.
+
+    lengths: int64 `(sequences,)` on the CPU, all at least 1. sharing: what the sequences share; an attention that is
+    not ours computes it for each.
+    """
+    decoder = backbone(model)
+    lengths = lengths[lengths > 0].cpu()  # FSDP moves what it is called with to the device
+    starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    position_ids = torch.arange(int(lengths.sum())) - starts
+    is_ours = decoder.config._attn_implementation == PACKED_ATTENTION  # type: ignore[union-attr]  # a decoder has one
+    if not is_ours:
+        positions = send(position_ids, input_ids.device)
+        states = decoder(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
+        return _rows(states.last_hidden_state[0], wanted)
+    if sharing is not None:
+        sharing = Sharing(sharing.kept.cpu(), sharing.place.cpu())  # see above
+        input_ids, position_ids = input_ids[send(sharing.kept, input_ids.device)], position_ids[sharing.kept]
+    packing = Packing(lengths, input_ids.device, sharing)
+    if runs_natively(decoder):
+        states = packed_layers(decoder, input_ids, position_ids, packing.sequences)
+    else:
+        states = decoder(
+            input_ids=input_ids[None],
+            position_ids=send(position_ids, input_ids.device)[None],
+            use_cache=False,
+            # A mask of four dimensions `transformers` hands on as it is; for none it would look for the bounds of the
+            # sequences in their positions, which waits for the device, and build one of (tokens, tokens).
+            attention_mask=torch.empty(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device),
+            packing=packing,
+        ).last_hidden_state[0]
+    if sharing is None:
+        return _rows(states, wanted)
+    place = send(sharing.place, states.device)
+    return repeat_rows(states, place if wanted is None else place[wanted])
+
+
+def _rows(states: Tensor, wanted: Tensor | None) -> Tensor:
+    return states if wanted is None else take_rows(states, wanted)
+
+
+def packed_logits(model: nn.Module, input_ids: Tensor, lengths: Tensor, sharing: Sharing | None = None) -> Tensor:
+    """Logits `(tokens, vocabulary)`, or values `(tokens, 1)`; arguments as `packed_hidden_states`."""
+    return output_head(model)(packed_hidden_states(model, input_ids, lengths, sharing=sharing))
+
+
+def choose_attention(model: nn.Module) -> str:
+    """Set and return the fastest attention that keeps packed sequences apart in this model, which has its
+    `packed_logits`.
+
+    Raises UserError if none does.
+    """
+    causal = unwrapped(model)
+    errors = {}
+    for name in _candidates(causal.config):
+        causal.set_attn_implementation(name)
+        errors[name], allowed = packed_error(model)
+        if errors[name] <= allowed:
+            return name
+    raise UserError(_refusal(model, errors))
+
+
+def check_packed_forward(model: nn.Module) -> None:
+    """Raise UserError if the model's packed forward is not, sequence by sequence, its plain forward."""
+    error, allowed = packed_error(model)
+    if not error <= allowed:
+        raise UserError(_refusal(model, {unwrapped(model).config._attn_implementation: error}))
+
+
+@torch.no_grad()
+def packed_error(model: nn.Module) -> tuple[float, float]:
+    """Largest difference of a logit between packed sequences, two of which begin alike, and each alone, relative to
+    the largest logit, and how large rounding may make it.
+
+    `inf` if the attention that is set cannot run the model.
+    """
+    lengths = torch.tensor(_CHECK_LENGTHS)
+    embedding = unwrapped(model).get_input_embeddings().weight
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(embedding.shape[0], (int(lengths.sum()),), generator=generator)
+    ids[-8:-5] = ids[-11:-8]
+    sharing, ids = shared_prefixes(ids, lengths), ids.to(embedding.device)
+    was_training = model.training
+    model.eval()
+    try:
+        packed: Tensor = model.packed_logits(ids, lengths, sharing)  # type: ignore[operator]  # nn.Module declares no methods
+        alone = [model(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(lengths.tolist())]
+    except (TypeError, ValueError):  # a keyword that the family's layers do not take, softcap under sdpa, ...
+        return float("inf"), 0.0
+    finally:
+        model.train(was_training)
+    expected = torch.cat(alone)
+    error = (packed - expected).abs().max() / expected.abs().max()
+    return float("inf") if error.isnan() else float(error), _TOLERANCE[packed.dtype]
+
+
+def _candidates(config: PreTrainedConfig) -> tuple[str, ...]:
+    """Ours knows plain causal attention only; a window or a soft cap is left to the family's own code."""
+    layer_types = set(getattr(config, "layer_types", None) or ("full_attention",))
+    windowed = layer_types != {"full_attention"} or getattr(config, "sliding_window", None) is not None
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return ("eager",)
+    return ("sdpa", "eager") if windowed else (PACKED_ATTENTION, "sdpa", "eager")
+
+
+def _refusal(model: nn.Module, errors: dict[str, float]) -> str:
+    tried = ", ".join(f"{name}: relative error {error:.2g}" for name, error in errors.items())
+    family = getattr(unwrapped(model).config, "model_type", type(model).__name__)
+    return f"models of the family '{family}' cannot be trained packed: a packed sequence is not itself alone ({tried})"
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,17 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from distflow.config.errors import UserError
-from distflow.models.paths import TOKENIZER_FILES, is_local, require_files, resolve_path, why_not_loaded
-from distflow.models.remote_code import code_of, untrusted
-from distflow.observe.jsonlines import read_object
+from distflow.errors import UserError
+from distflow.models.paths import (
+    TOKENIZER_FILES,
+    code_of,
+    is_local,
+    require_files,
+    resolve_path,
+    untrusted,
+    why_not_loaded,
+)
+from distflow.observe.files import read_object
 
 # Ends of a chat turn. They count only where the tokenizer has them as one special token.
 CHAT_END_TOKENS = (

@@ -1,12 +1,22 @@
-"""Files that are whole or not there: whatever is killed meanwhile, a reader finds the old one or the new one."""
+"""Files that are whole or not there: whatever is killed meanwhile, a reader finds the old one or the new one.
 
+JSON lines that survive a kill: whole lines appended by one writer, and a reader that steps over torn ones.
+
+JSON has no NaN and no infinity: they are written as the strings "NaN", "Infinity" and "-Infinity".
+"""
+
+import json
+import math
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
+
+from distflow.errors import UserError
+from distflow.observe.sanitize import escaped_json
 
 ASIDE: Final = ".distflow-partial"
 """How the names of files end that a kill may leave: `NAME.` and 8 characters stand before it."""
@@ -63,3 +73,159 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+JSON: TypeAlias = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
+"""What the `json` module reads, and `to_json` makes of whatever it is given."""
+
+MAX_DEPTH = 100
+NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def to_json(value: object) -> JSON:
+    """The value as plain JSON data. Scalars of numpy or torch become numbers, whatever JSON cannot hold its `str`."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else number_name(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_json(item) for item in value]
+    if callable(tolist := getattr(value, "tolist", None)):
+        return to_json(tolist())
+    return str(value)
+
+
+def number_name(value: float) -> str:
+    """ "NaN", "Infinity" or "-Infinity" for a value that is not finite."""
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
+
+
+def to_number(value: object) -> float | None:
+    """The number that `to_json` wrote, or None if it is no number."""
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, int | float):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf
+    return NON_FINITE.get(value) if isinstance(value, str) else None
+
+
+def is_deep(value: object, limit: int = MAX_DEPTH) -> bool:
+    """Whether lists and mappings lie in one another deeper than `limit`: what walks down such a value may fail."""
+    level = [value]
+    for _ in range(limit + 1):
+        level = [item for holder in level if isinstance(holder, dict | list) for item in _items(holder)]
+        if not level:
+            return False
+    return True
+
+
+def _items(holder: dict[object, object] | list[object]) -> Iterable[object]:
+    return holder.values() if isinstance(holder, dict) else holder
+
+
+def encode(value: object, indent: int | None = None) -> bytes:
+    """JSON in UTF-8. A lone surrogate, which UTF-8 cannot hold, and what cannot be seen become JSON escapes: they are
+    read back as they were."""
+    text = json.dumps(to_json(value), ensure_ascii=False, allow_nan=False, indent=indent)
+    return escaped_json(text).encode("utf-8", "backslashreplace")
+
+
+class LineFile:
+    """Appends one JSON object a line. Each flush is one `write`, so that a kill tears at most the last line."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._pending: list[bytes] = []
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        self._torn = _ends_torn(self._fd)
+
+    def append(self, record: Mapping[str, object], flush: bool = True) -> None:
+        """Add one line; without `flush` it waits in memory for the next flush."""
+        self._pending.append(encode(record) + b"\n")
+        if flush:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand all waiting lines to the operating system. Raises OSError naming the file (a full disk)."""
+        if not self._pending:
+            return
+        data = memoryview((b"\n" if self._torn else b"") + b"".join(self._pending))
+        self._pending.clear()
+        self._torn = True
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError as error:
+            raise OSError(error.errno, f"cannot write to the run's folder: {error.strerror}", str(self.path)) from error
+        self._torn = False
+
+    def close(self) -> None:
+        """Flush and close."""
+        self.flush()
+        os.close(self._fd)
+
+
+def _ends_torn(fd: int) -> bool:
+    """Whether an earlier writer was killed inside a line: the next line must then start on a line of its own."""
+    size = os.fstat(fd).st_size
+    return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+
+
+def read_records(path: Path, max_bytes: int | None = None) -> tuple[list[dict[str, JSON]], int]:
+    """The objects of a JSON-lines file and the number of lines that could not be read; a missing file has none.
+
+    max_bytes: only the lines that lie whole in so much of the file's end.
+    Raises UserError where it is no file, or may not be read.
+    """
+    try:
+        data = path.read_bytes() if max_bytes is None else _end(path, max_bytes)
+    except FileNotFoundError:
+        return [], 0
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    records: list[dict[str, JSON]] = []
+    num_unreadable = 0
+    for line in data.split(b"\n"):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict) and not is_deep(record):
+            records.append(record)
+        else:
+            num_unreadable += 1
+    return records, num_unreadable
+
+
+def _end(path: Path, max_bytes: int) -> bytes:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size <= max_bytes:
+            file.seek(0)
+            return file.read()
+        file.seek(size - max_bytes)
+        return file.read().partition(b"\n")[2]
+
+
+def read_object(path: Path) -> dict[str, JSON]:
+    """The object of a JSON file; empty where the file is missing or holds none. Raises UserError as `read_records`."""
+    try:
+        data = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError, RecursionError):
+        return {}
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return data if isinstance(data, dict) and not is_deep(data) else {}
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    return UserError(f"'{path}' cannot be read: {error.strerror}. Move it away, or set its mode")

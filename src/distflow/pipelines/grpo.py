@@ -6,13 +6,13 @@ writes says in which order they run; prompt groups go through the first part one
 
 from distflow.algorithms.registry import selects_tokens
 from distflow.config import Config, preset_config
-from distflow.config.algorithm import is_on
-from distflow.config.by_domain import filters_groups, unfiltered_domains
-from distflow.config.domain_algorithm import algorithms
+from distflow.config.derived_settings import algorithms
+from distflow.config.keys.algorithm import is_on
+from distflow.config.per_domain import filters_groups, unfiltered_domains
 from distflow.graph import Pipeline, TaskGraph
 from distflow.pipelines import nodes
 from distflow.pipelines.nodes.normalizing import changes_rewards, masks_samples, weighs_samples
-from distflow.pipelines.objectives import interpolates_prox, mends_mismatch
+from distflow.pipelines.nodes.objectives import interpolates_prox, mends_mismatch
 
 
 def grpo_pipeline(config: Config | None = None) -> TaskGraph:

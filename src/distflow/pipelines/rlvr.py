@@ -1,7 +1,7 @@
 """RLVR: domains side by side, each with its verifiers and its own way from rewards to advantages (ROLL's pipeline)."""
 
 from distflow.config import Config, preset_config
-from distflow.config.program import reads_values
+from distflow.config.derived_settings import reads_values
 from distflow.graph import Pipeline, TaskGraph
 from distflow.pipelines import nodes
 from distflow.pipelines.grpo import answer_and_judge, estimate_advantages, score

@@ -1,197 +1,101 @@
-"""The plan of a program over many devices: by the allocation where there is one, else by the scheduler."""
+"""On which ranks parts lie, for machines of equally many devices: node cohesion first, then node load, then rank."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-from distflow.config import Config
-from distflow.config.errors import UserError
-from distflow.config.program import offload_keys
-from distflow.graph import BoundNode, Program
-from distflow.planning.agreement import check_agreement
-from distflow.planning.allocation import KEY, Allocation, parse_allocation
-from distflow.planning.groups import choose_backends, process_groups
-from distflow.planning.layout import Layout, Sizes
-from distflow.planning.placement import Cluster, place
-from distflow.planning.plan import Plan, make_channels, rank_plan
-from distflow.planning.scheduling import apportion, program_parts
-
-_SIT_WITH_ACTOR = ("critic", "ref", "reward_model")
-"""Roles that need no part of their own in an allocation."""
 
 
 @dataclass(frozen=True)
-class Team:
-    """Ranks that run the same nodes. roles: engine and sizes of each role whose model they hold."""
+class Cluster:
+    """Machines and their devices; rank r is on machine r // devices_per_node."""
 
-    num_devices: int
-    nodes: frozenset[str]
-    roles: Mapping[str, tuple[str, Sizes]]
+    num_nodes: int
+    devices_per_node: int
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.devices_per_node
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.devices_per_node
 
 
-def plan_ray(program: Program, config: Config, device: str, sizes: Mapping[str, str | float]) -> Plan:
-    """One rank a device: `trainer.nnodes` machines with `trainer.n_gpus_per_node` each.
+def place(shares: Sequence[int], cluster: Cluster, cohesion: bool = True, load: bool = True) -> list[tuple[int, ...]]:
+    """The ranks of each part, ascending. shares: devices of each, all of the cluster's together.
 
-    device: what each worker computes on, as it sees it. sizes: parameters of the model of each role, for the scheduler.
-    Raises UserError where the allocation cannot be read, contradicts another key or does not fit the program, and
-    where devices are too few.
+    cohesion: parts that fit on one machine are each put on one, where the rest can follow best (`_cost` looks ahead);
+    larger ones, and what fits nowhere whole, then take as few machines as they can. load: of machines that suit a part
+    alike, the one with fewer busy devices. At last the lower ranks.
     """
-    cluster = Cluster(config.trainer.nnodes, config.trainer.n_gpus_per_node)
-    if config.trainer.allocation:
-        allocation = parse_allocation(config.trainer.allocation)
-        check_agreement(allocation, config)
-        teams = _allocated(program, allocation)
-    else:
-        teams = _scheduled(program, config, cluster, sizes)
-    _check_teams(program, teams)
-    return _placed(program, config, device, cluster, teams)
+    assert sum(shares) == cluster.num_devices, f"shares {shares} are not the {cluster.num_devices} devices"
+    size = cluster.devices_per_node
+    free = [list(range(node * size, node * size + size)) for node in range(cluster.num_nodes)]
+    ranks: list[list[int]] = [[] for _ in shares]
+    order = list(range(len(shares)))
+    if cohesion:
+        for part in [part for part in order if shares[part] <= size]:
+            later = [shares[other] for other in order if other != part]
+            node = _best_node(shares[part], [len(ranks_) for ranks_ in free], later, size, load)
+            if node is not None:
+                order.remove(part)
+                ranks[part] = _take(free[node], shares[part])
+    for part in order:
+        while len(ranks[part]) < shares[part]:
+            wanted = shares[part] - len(ranks[part])
+            holes = [len(ranks_) for ranks_ in free]
+            node = _next_node(wanted, holes) if cohesion else _any_node(holes, load)
+            ranks[part] += _take(free[node], min(wanted, holes[node]) if cohesion else 1)
+    return [tuple(sorted(found)) for found in ranks]
 
 
-def _allocated(program: Program, allocation: Allocation) -> list[Team]:
-    for part in allocation.parts:
-        if part.role not in program.engines:
-            has = ", ".join(sorted(program.engines)) or "none"
-            allocation.refuse(part.at, f"program '{program.graph_id}' has no {part.role}; its engines: {has}")
-    _refuse_unlike(allocation)
-    groups = [{part.role: (part.engine, part.sizes) for part in group} for group in allocation.groups]
-    main = next((roles for roles in groups if "actor" in roles), groups[0])
-    for role in sorted(program.engines):
-        if allocation.find(role) is None:
-            if role not in _SIT_WITH_ACTOR or "actor" not in main:
-                raise UserError(f"{KEY}='{allocation.text}' names no {role}, which program '{program.graph_id}' has")
-            main[role] = main["actor"]
-    return [
-        Team(group[0].sizes.num_devices, _nodes_of(program, roles, is_main=roles is main), roles)
-        for group, roles in zip(allocation.groups, groups, strict=True)
-    ]
+def _best_node(share: int, holes: list[int], later: list[int], size: int, load: bool) -> int | None:
+    """The machine on which a part lies whole at the least cost for those that come later; None where none has room."""
+    costs = {hole: _cost(later, _less(holes, holes.index(hole), share), size) for hole in set(holes) if hole >= share}
+    fits = [node for node, hole in enumerate(holes) if hole in costs]
+    return min(fits, key=lambda node: (costs[holes[node]], -holes[node] if load else 0, node), default=None)
 
 
-def _refuse_unlike(allocation: Allocation) -> None:
-    """What trains on the same devices shares every step in the same way."""
-    for group in allocation.groups:
-        first, *others = [part for part in group if part.role != "rollout"] or [group[0]]
-        for part in others:
-            if part.sizes != first.sizes:
-                allocation.refuse(
-                    part.at, f"'{part.role}' needs the sizes of '{first.role}', with which it shares devices and steps"
-                )
+def _cost(shares: list[int], holes: list[int], size: int) -> tuple[int, int]:
+    """(parts that fit on one machine and lie on several, pieces of parts), as tight packing would end."""
+    left = sorted((share for share in shares if share <= size), reverse=True)
+    holes = sorted(holes)
+    pieces = 0
+    for node, hole in enumerate(holes):
+        for share in _filling(left, hole):
+            left.remove(share)
+            holes[node] -= share
+            pieces += 1
+    for share in [*left, *(share for share in shares if share > size)]:
+        while share:
+            node = _next_node(share, holes)
+            taken = min(share, holes[node])
+            share, holes[node], pieces = share - taken, holes[node] - taken, pieces + 1
+    return len(left), pieces
 
 
-def _scheduled(program: Program, config: Config, cluster: Cluster, sizes: Mapping[str, str | float]) -> list[Team]:
-    """Parts that are independent get devices of their own; what is one part is on all of them."""
-    parts = program_parts(program, sizes)
-    if len(parts) == 1:
-        shares = [cluster.num_devices]
-    else:
-        shares = apportion([part.size for part in parts], cluster.num_devices, config.dag.apportion_strategy)
-    return [
-        Team(share, frozenset(part.nodes), {role: _model(role, config, share) for role in part.engines})
-        for part, share in zip(parts, shares, strict=True)
-    ]
+def _filling(shares: list[int], hole: int) -> list[int]:
+    """Of the shares, descending, those that fill a hole best; of such sets one with the largest shares."""
+    best: dict[int, list[int]] = {0: []}  # by their sum
+    for share in shares:
+        for total, chosen in list(best.items()):
+            if total + share <= hole:
+                best.setdefault(total + share, [*chosen, share])
+    return best[max(best)]
 
 
-def _model(role: str, config: Config, num_devices: int) -> tuple[str, Sizes]:
-    if role != "rollout":
-        return config.actor_rollout_ref.actor.strategy, Sizes(data=num_devices)
-    rollout = config.actor_rollout_ref.rollout
-    tensor = rollout.tensor_model_parallel_size
-    if num_devices % tensor:
-        raise UserError(
-            f"actor_rollout_ref.rollout.tensor_model_parallel_size={tensor} does not divide the {num_devices} devices"
-        )
-    return rollout.name, Sizes(data=num_devices // tensor, tensor=tensor)
+def _next_node(wanted: int, holes: list[int]) -> int:
+    """Where the next piece of a part goes: the smallest hole that takes all of it, else the largest."""
+    enough = [hole for hole in holes if hole >= wanted]
+    return holes.index(min(enough) if enough else max(holes))
 
 
-def _nodes_of(program: Program, roles: Mapping[str, object], is_main: bool) -> frozenset[str]:
-    """The nodes of a team: those that use its engines, and those without engines that they wait for.
-
-    The plane that makes prompt groups is whole where the rollout is, or where learning is if nothing generates. What
-    uses no engine and nothing with one waits for is the main team's.
-    """
-    experience = {node.node_id for node in program.experience}
-    makes_groups = "rollout" in roles or "rollout" not in program.engines
-    wanted = {node.node_id for node in program.learning if set(node.engines) & set(roles)}
-    if is_main:
-        wanted |= _idle_ends(program)
-    for node in reversed(program.learning):
-        if node.node_id in wanted:
-            wanted |= {dep for dep in node.deps if not program.node(dep).engines} - experience
-    return frozenset(wanted | (experience if makes_groups else set()))
+def _any_node(holes: list[int], load: bool) -> int:
+    return holes.index(max(holes)) if load else next(node for node, hole in enumerate(holes) if hole)
 
 
-def _idle_ends(program: Program) -> set[str]:
-    """Learning nodes without an engine that nothing with one waits for."""
-    needed: set[str] = set()
-    for node in reversed(program.learning):
-        if node.engines or node.node_id in needed:
-            needed.update(node.deps)
-    return {node.node_id for node in program.learning if not node.engines} - needed
+def _less(holes: list[int], node: int, share: int) -> list[int]:
+    return [hole - share if at == node else hole for at, hole in enumerate(holes)]
 
 
-def _check_teams(program: Program, teams: Sequence[Team]) -> None:
-    """Raises UserError for a node whose engines lie on different devices, and for a rollout on devices that train
-    something else than the policy, whose new weights have no way there while these train."""
-    learning = {node.node_id for node in program.learning}
-    for team in teams:
-        if "rollout" in team.roles and team.nodes & learning and "actor" in program.engines - set(team.roles):
-            beside = ", ".join(f"'{role}'" for role in team.roles if role != "rollout")
-            raise UserError(
-                f"{KEY}: the rollout is on the devices of {beside} and not on those of 'actor': join it with 'actor' "
-                "by '|', or give it devices of its own by '+'"
-            )
-    for node in program.nodes:
-        for team in teams:
-            apart = [engine for engine in node.engines if engine not in team.roles]
-            if node.node_id in team.nodes and apart:
-                raise UserError(_apart(node, apart[0], [engine for engine in team.roles if engine in node.engines]))
-
-
-def _apart(node: BoundNode, engine: str, here: Sequence[str]) -> str:
-    beside = f"'{here[0]}'" if here else "the engines of its plane"
-    return f"{KEY}: node '{node.node_id}' uses '{engine}', which is not on the devices of {beside}: join them with '|'"
-
-
-def _placed(program: Program, config: Config, device: str, cluster: Cluster, teams: Sequence[Team]) -> Plan:
-    shares = [team.num_devices for team in teams]
-    dag = config.dag
-    where = place(shares, cluster, dag.consider_node_cohesion, dag.consider_node_load)
-    team_of = {rank: team for team, ranks in zip(teams, where, strict=True) for rank in ranks}
-    ranks = tuple(
-        rank_plan(
-            program,
-            rank,
-            device,
-            [node.node_id for node in program.experience if node.node_id in team_of[rank].nodes],
-            [node.node_id for node in program.learning if node.node_id in team_of[rank].nodes],
-            cluster.node_of(rank),
-        )
-        for rank in range(cluster.num_devices)
-    )
-    layouts = tuple(
-        Layout(role, engine, held, sizes, _shard(role, engine, sizes, config))
-        for team, held in zip(teams, where, strict=True)
-        for role, (engine, sizes) in team.roles.items()
-    )
-    return Plan(
-        program.graph_id,
-        ranks,
-        make_channels(program, ranks),
-        layouts,
-        process_groups(layouts),
-        # what waits in the host's memory may have to be sent from there
-        choose_backends(device, cluster.num_devices, 1 if offload_keys(config) else dag.backend_threshold),
-    )
-
-
-def _shard(role: str, engine: str, sizes: Sizes, config: Config) -> int | None:
-    """How many neighbours along data share one copy of a model's weights; None for all, or where each has it whole."""
-    if role == "rollout" or engine != "fsdp":
-        return None
-    size = config.actor_rollout_ref.actor.fsdp_config.fsdp_size
-    if size in (-1, sizes.data):
-        return None
-    if sizes.data % size:
-        raise UserError(
-            f"actor_rollout_ref.actor.fsdp_config.fsdp_size={size} does not divide the {sizes.data} data parallel "
-            f"ranks of the {role}: set it to a divisor, or to -1 for all of them"
-        )
-    return size
+def _take(free: list[int], count: int) -> list[int]:
+    taken, free[:count] = free[:count], []
+    return taken

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from distflow.config.errors import UserError
+from distflow.errors import UserError
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _WRITTEN = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMBT]?)")

@@ -1,7 +1,7 @@
 """`exact_match`: is the final answer the ground truth, character by character (white space apart)?"""
 
-from distflow.rewards.answers import marked_answer
-from distflow.rewards.case import Case
+from distflow.rewards.extracted_answers import marked_answer
+from distflow.rewards.score import Case
 
 CASES = (
     Case("Paris", "Paris", True),

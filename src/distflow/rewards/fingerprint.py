@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 
-from distflow.config.functions import split_name
-from distflow.graph.functions import innermost
-from distflow.rewards.given import SUFFIX, read_fingerprint
+from distflow.graph.fields import innermost
+from distflow.import_target import split_name
+from distflow.rewards.functions import SUFFIX, read_fingerprint
 
 _LENGTH = 12
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))

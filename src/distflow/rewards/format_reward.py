@@ -3,8 +3,8 @@
 import re
 from collections.abc import Mapping
 
-from distflow.rewards.answers import last_box
-from distflow.rewards.case import Case
+from distflow.rewards.extracted_answers import last_box
+from distflow.rewards.score import Case
 
 PATTERN_KEY = "format_regex"
 CASES = (

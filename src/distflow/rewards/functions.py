@@ -1,26 +1,174 @@
-"""Which function a reward's name means, how it is called, how its answer is read. Imports none by itself."""
+"""Reward functions given from Python: written into the run's folder, for verifiers are processes of their own.
 
+A function of an importable module is written as its name; one of a notebook, a script or another function with its code
+and with what it refers to there. Such a file is a program like a `.py` file: read only where a config names it.
+
+What a verifier says of a sample besides its score, within bounds: it is kept with the sample, for people.
+
+Which function a reward's name means, how it is called, how its answer is read. Imports none by itself.
+"""
+
+import functools
 import inspect
+import io
 import json
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import FunctionType
+from typing import Any, cast
 
-from distflow.config.errors import UserError, hint
-from distflow.config.functions import LoadError, load_function, split_name
-from distflow.config.names import CUSTOM_REWARD, REWARDS
-from distflow.graph.functions import is_async
-from distflow.observe.jsonlines import JSON
-from distflow.rewards.correctness import ACC
-from distflow.rewards.given import SUFFIX, read_function
-from distflow.rewards.remarks import bounded
+from distflow.errors import UserError, hint
+from distflow.graph.fields import is_async
+from distflow.import_target import LoadError, load_function, split_name
+from distflow.observe.files import JSON, write_atomically
+from distflow.registry import CUSTOM_REWARD, REWARDS
+from distflow.rewards.score import ACC
+
+SUFFIX = ".pkl"
+_HEAD = b"distflow reward "
+
+
+def write_function(function: Callable[..., object], fingerprint: str, file: Path) -> None:
+    """A line with the fingerprint, then the pickle. Raises UserError naming what it holds that no other process can
+    have, e.g. a lock or an open connection."""
+    try:
+        data = _pickled(function)
+    except Exception as error:  # the edge: whatever an object of the user's raises when it is pickled
+        raise UserError(
+            f"the reward {name_of(function)} runs in a process of its own, and what it refers to cannot be sent there: "
+            f"{_culprit(function) or error}. Make it inside the function, once, in a function of its own under "
+            "@functools.cache; or put the reward into a .py file and set custom_reward_function.path"
+        ) from error
+    write_atomically(file, _HEAD + fingerprint.encode() + b"\n" + data)
+
+
+def read_function(file: Path) -> Callable[..., object]:
+    """Raises LoadError where it cannot be read here: a module that it needs is missing, say."""
+    try:
+        return cast(Callable[..., object], pickle.loads(file.read_bytes().partition(b"\n")[2]))
+    except Exception as error:  # the edge of a user's code
+        raise LoadError(
+            f"'{file}' cannot be read ({type(error).__name__}: {error}): give the function again"
+        ) from error
+
+
+def read_fingerprint(file: Path) -> str:
+    """Without running anything. Raises OSError."""
+    return file.read_bytes().partition(b"\n")[0].removeprefix(_HEAD).decode(errors="replace")
+
+
+def name_of(function: Callable[..., object]) -> str:
+    """Its own, that of what it wraps, or its class's."""
+    plain = inspect.unwrap(function)
+    while isinstance(plain, functools.partial):
+        plain = plain.func
+    return str(getattr(plain, "__name__", type(plain).__name__))
+
+
+def _pickled(value: object) -> bytes:
+    from cloudpickle import CloudPickler
+
+    class Pickler(CloudPickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ == "__main__":
+                return _cached, (obj.__wrapped__, obj.cache_parameters())
+            return super().reducer_override(obj)
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def _cached(function: Callable[..., object], parameters: dict[str, Any]) -> Callable[..., object]:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _culprit(function: Callable[..., object]) -> str:
+    """The variable of the function that cannot be written, where it is one that it names itself."""
+    for name, value in _variables(inspect.unwrap(function)):
+        try:
+            _pickled(value)
+        except Exception as error:  # as above
+            return f"its variable '{name}' ({type(error).__name__}: {error})"
+    return ""
+
+
+def _variables(function: Callable[..., object]) -> Iterator[tuple[str, object]]:
+    if isinstance(function, FunctionType):
+        found = inspect.getclosurevars(function)
+        yield from {**found.nonlocals, **found.globals}.items()
+
+
+MAX_TEXT = 4000
+"""Characters of one text; of a longer one both ends are kept."""
+MAX_IN_ALL = 20_000
+"""Characters of all that a verifier says of one sample."""
+_MAX_ENTRIES, _MAX_DEPTH = 50, 6
+_LEFT_OUT = "… left out"
+
+
+def bounded(remarks: Mapping[object, object]) -> dict[str, JSON]:
+    """What JSON can hold of it, long texts without their middle, and what comes behind `MAX_IN_ALL` left out."""
+    return _Room().mapping(remarks, 0)
+
+
+def shortened(text: str, most: int = MAX_TEXT) -> str:
+    """At most `most` characters of a text and a word on what is missing between its ends."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]}\n[… {len(text) - 2 * half:,} characters …]\n{text[-half:]}"
+
+
+class _Room:
+    def __init__(self) -> None:
+        self._left = MAX_IN_ALL
+
+    def mapping(self, value: Mapping[object, object], depth: int) -> dict[str, JSON]:
+        found: dict[str, JSON] = {}
+        for key, entry in value.items():
+            if len(found) == _MAX_ENTRIES or self._left <= 0:
+                found[_LEFT_OUT] = len(value) - len(found)
+                break
+            name = str(key)[:200]
+            self._left -= len(name)
+            found[name] = self._plain(entry, depth + 1)
+        return found
+
+    def _plain(self, value: object, depth: int) -> JSON:
+        self._left -= 4
+        if isinstance(value, bool | float | None):
+            return value
+        if isinstance(value, int):
+            return value if abs(value) < 2**63 else self._text(f"an integer of {value.bit_length():,} bits")
+        if isinstance(value, str):
+            return self._text(value)
+        if isinstance(value, Mapping) and depth < _MAX_DEPTH:
+            return self.mapping(value, depth)
+        if isinstance(value, list | tuple | set | frozenset) and depth < _MAX_DEPTH:
+            return self._list(list(value), depth)
+        return self._text(f"{value!r:.1000}" if not isinstance(value, Mapping | list | tuple | set) else _LEFT_OUT)
+
+    def _list(self, value: list[object], depth: int) -> list[JSON]:
+        found: list[JSON] = []
+        for entry in value:
+            if len(found) == _MAX_ENTRIES or self._left <= 0:
+                return [*found, f"{_LEFT_OUT}: {len(value) - len(found):,}"]
+            found.append(self._plain(entry, depth + 1))
+        return found
+
+    def _text(self, text: str) -> str:
+        kept = shortened(text, min(MAX_TEXT, max(self._left, 100)))
+        self._left -= len(kept)
+        return kept
+
 
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 PROMPT, PROMPTS = "prompt", "prompts"
 """The prompt's text, for an async function that names it; those of all answers, for a batched one."""
-FAILS, FAILS_TARGET = "(a probe that fails)", "distflow.rewards.probes:fail"
+FAILS, FAILS_TARGET = "(a probe that fails)", "distflow.rewards.self_check:fail"
 """A function of every pool that must give no verdict, for the auditor to ask."""
 
 _OPTIONS = "?"

@@ -3,7 +3,7 @@
 In characters or words; DAPO's penalty in tokens, before `data.max_response_length`, is `reward.overlong`.
 """
 
-from distflow.rewards.case import Case
+from distflow.rewards.score import Case
 
 CASES = (
     Case("an answer", None, True),

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from distflow.config.errors import UserError
-from distflow.config.names import DTYPES, PROMPT_MESSAGES
-from distflow.models.reward_model import HEAD, load_reward_model, score_ids
+from distflow.errors import UserError
 from distflow.models.tokenizer import load_tokenizer
-from distflow.rewards.case import Case
-from distflow.rewards.verdict import CUT
+from distflow.models.value_and_reward_models import HEAD, load_reward_model, score_ids
+from distflow.registry import DTYPES, PROMPT_MESSAGES
+from distflow.rewards.score import CUT, Case
 
 CASES: tuple[Case, ...] = ()
 """None are known: what a model says is its own."""

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from distflow.data.reasoning_gym import COLUMN, MISSING, make_dataset, read_entry
-from distflow.rewards.case import Case
+from distflow.rewards.score import Case
 
 try:
     from reasoning_gym.utils import extract_answer

@@ -4,7 +4,7 @@
 in LLMs", arXiv 2502.03373, appendix C.2; there and in open-r1 times a negative maximum, here the part's weight).
 """
 
-from distflow.rewards.case import Case
+from distflow.rewards.score import Case
 
 CASES = (
     Case("one two three four five", None, False),

@@ -10,17 +10,16 @@ from typing import NamedTuple
 
 import torch
 
-from distflow.algorithms.filters import overlong_penalty
-from distflow.config.errors import UserError
+from distflow.algorithms.sample_filters import overlong_penalty
 from distflow.data.sample import Sample
-from distflow.observe.jsonlines import JSON
-from distflow.rewards.ahead import take_pool
-from distflow.rewards.correctness import accuracy
+from distflow.errors import UserError
+from distflow.observe.files import JSON
+from distflow.rewards.call_counts import TRAINING, Tally, counted_for
 from distflow.rewards.functions import PROMPT, Functions
-from distflow.rewards.pool import MEMORY_BYTES
-from distflow.rewards.pools import DEFAULT_DOMAIN, Patience, Pools, StartPool, functions_of
-from distflow.rewards.tally import TRAINING, Tally, counted_for
-from distflow.rewards.verdict import CUT, Error, Score, Timeout, Verdict
+from distflow.rewards.pool.domain_pools import DEFAULT_DOMAIN, Patience, Pools, StartPool, functions_of
+from distflow.rewards.pool.pool import MEMORY_BYTES
+from distflow.rewards.pool.prestart import take_pool
+from distflow.rewards.score import CUT, Error, Score, Timeout, Verdict, accuracy
 
 OVERLONG = "overlong"
 _KINDS = ("verdicts", "errors", "timeouts")

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from distflow.data.verifiers_tasks import COLUMN, MISSING, read_task
-from distflow.rewards.case import Case
+from distflow.rewards.score import Case
 
 try:
     import verifiers.v1 as vf

@@ -7,7 +7,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from distflow.flow.ticket import Version
+from distflow.scheduling.groups import Version
 
 FinishReason = Literal["stop", "length", "abort"]
 """A stop token or text; the last token that it may have; or new weights ended it (`KVOnUpdate`), as far as it was."""

@@ -25,13 +25,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from distflow.flow.ticket import Version
-from distflow.rollout.checks import check_request
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Receipt, SamplingParams
-from distflow.rollout.randomness import sample_key, uniforms
-from distflow.rollout.receipts import stripe_hashes
-from distflow.rollout.stopping import finish_reason
-from distflow.rollout.weights import check_shared, check_version, copy_weights
+from distflow.rollout.requests import check_request, finish_reason, sample_key, uniforms
+from distflow.rollout.weights import check_shared, check_version, copy_weights, stripe_hashes
+from distflow.scheduling.groups import Version
 
 T = TypeVar("T")
 

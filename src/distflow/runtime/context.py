@@ -8,14 +8,14 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from distflow.config import Config
-from distflow.config.errors import UserError
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample
-from distflow.flow.minibatch import minibatches
+from distflow.errors import UserError
 from distflow.rewards.router import Judgement, RewardRouter
-from distflow.runtime.async_calls import ours
 from distflow.runtime.group import Group
 from distflow.runtime.resources import Resources
+from distflow.runtime.user_calls.async_calls import ours
+from distflow.scheduling.data_order import minibatches
 from distflow.training.engine import LossFn, TrainEngine
 
 Updated = Callable[[TrainEngine, Batch, dict[str, float], bool], None]

@@ -4,9 +4,9 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 
-from distflow.flow.ticket import Ticket
-from distflow.runtime.plain_calls import PlainCalls
-from distflow.runtime.ports.edge import StoppingEdge
+from distflow.runtime.sample_queue.protocol import StoppingEdge
+from distflow.runtime.user_calls.sync_calls import PlainCalls
+from distflow.scheduling.groups import Ticket
 
 
 @dataclass

@@ -20,10 +20,10 @@ from typing import Final
 
 from torch import Tensor
 
-from distflow.flow.ticket import Version
 from distflow.rollout.activity import Activity, take_activity
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Receipt, RolloutEngine
 from distflow.runtime.loop_thread import LoopGivenUp
+from distflow.scheduling.groups import Version
 
 STACKS: Final = "stacks.txt"
 _LOOKS_EVERY_S: Final = 0.5

@@ -3,15 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from distflow.algorithms.advantages.group import sample_scores
+from distflow.algorithms.advantages.group_statistics import sample_scores
 from distflow.data.batch import Batch
 from distflow.data.columns import Written
 from distflow.data.prompts import PromptRow
 from distflow.data.sample import Sample, Segment
-from distflow.flow.ticket import Ticket
 from distflow.graph.fields import ALIASES
 from distflow.observe.metrics import Measured
 from distflow.rollout.engine import SamplingParams, Stream
+from distflow.scheduling.groups import Ticket
 
 
 @dataclass

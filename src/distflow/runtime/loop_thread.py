@@ -11,8 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from distflow.config.errors import UserError
-from distflow.config.places import users_place_of
+from distflow.errors import UserError, users_place_of
 
 T = TypeVar("T")
 

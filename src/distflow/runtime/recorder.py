@@ -1,29 +1,136 @@
-"""What a run tells: to its folder, to the terminal, to trackers. Nothing here can end a run."""
+"""`tokens/` of a run's folder: every column of the samples of a step, a file for each worker that trained on some.
 
+Peak memory by phase: resident memory of this process, and what torch allocated on the accelerator.
+
+Peaks are read and reset at every border of a phase. Linux keeps that of resident memory (`VmHWM`), and forgets it when
+5 is written to `/proc/self/clear_refs` (proc(5)); where that is refused, or there is no such file, no peak can be told
+from an earlier phase's, and only that of the whole process is given. Verifiers are processes of their own and are not
+in it; pages shared with other processes are.
+
+What a run tells: to its folder, to the terminal, to trackers. Nothing here can end a run.
+"""
+
+import resource
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
+import torch
+
 from distflow.config import to_dict
-from distflow.config.errors import UserError
 from distflow.data.batch import Batch
-from distflow.flow.account import Account
-from distflow.flow.ticket import Ticket, Version
-from distflow.observe.report import write_report
-from distflow.observe.run_folder import DROPPED, RunFolder
-from distflow.observe.terminal import TerminalView
-from distflow.observe.timing import PhaseTimer
-from distflow.observe.trackers import TrackedRun, open_trackers
+from distflow.errors import UserError
+from distflow.observe.files import replacing
+from distflow.observe.report.build import write_report
+from distflow.observe.writing.run_folder import DROPPED, RunFolder
+from distflow.observe.writing.terminal import TerminalView
+from distflow.observe.writing.timing import PhaseTimer
+from distflow.observe.writing.trackers import TrackedRun, open_trackers
 from distflow.rollout.activity import Activity
-from distflow.runtime.callbacks import Callbacks, Caller
-from distflow.runtime.kept_groups import forget_groups, keep_groups
-from distflow.runtime.memory import MemoryPeaks
 from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import sample_rows, scores
-from distflow.runtime.waits import Wait, Waits
+from distflow.runtime.user_calls.sync_calls import Callbacks, Caller
+from distflow.runtime.wait_log import Wait, Waits
+from distflow.scheduling.groups import Account, Ticket, Version
+
+TOKENS = "tokens"
+
+
+def keep_groups(run_dir: Path, step: int, batch: Batch, part: int = 0, num_parts: int = 1) -> None:
+    """Write a worker's share. part: its number among the `num_parts` of the run. The first removes what another start,
+    with more workers, left of the step."""
+    folder = run_dir / TOKENS
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with replacing(folder / f"{step:06d}{f'.{part}' if part else ''}.safetensors") as aside:
+        batch.save(aside)
+    if part == 0:
+        for path in _saved(folder, f"{step:06d}.*.safetensors"):
+            if int(path.name.split(".")[1]) >= num_parts:
+                path.unlink(missing_ok=True)
+
+
+def forget_groups(run_dir: Path, num_steps: int) -> None:
+    """Remove what was kept of all steps but the last `num_steps`."""
+    steps = [list(files) for _, files in groupby(_saved(run_dir / TOKENS, "*.safetensors"), _step)]
+    for path in (path for files in steps[:-num_steps] for path in files):
+        path.unlink(missing_ok=True)
+
+
+def load_groups(run_dir: Path, step: int) -> Batch:
+    """A step as its workers kept it, in the order of tickets. Raises FileNotFoundError, and ValueError where workers
+    run other nodes and so have other columns."""
+    folder = run_dir / TOKENS
+    first = folder / f"{step:06d}.safetensors"
+    shares = [Batch.load(path) for path in (first, *_saved(folder, f"{step:06d}.*.safetensors"))]
+    batch = Batch.concat([share for share in shares if len(share)] or shares[:1])
+    return batch.select(batch["group_index"].argsort(stable=True))
+
+
+def _saved(folder: Path, pattern: str) -> list[Path]:
+    """Of those that fit, the files that we wrote, by step."""
+    return sorted(filter(Batch.is_saved, folder.glob(pattern)), key=lambda path: (_step(path), path.name))
+
+
+def _step(path: Path) -> str:
+    return path.name.split(".")[0]
+
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class MemoryPeaks:
+    """`charge` at the end of each phase, `finish_step` once a step. Bytes."""
+
+    def __init__(self) -> None:
+        self._phases: dict[str, float] = {}
+        self._whole = {"process": float(_peak_rss())}
+        self._by_phase = _forget_peak()
+
+    def charge(self, phase: str) -> None:
+        """The phase, or a part of it, is over: the peaks since the last call were its own."""
+        if self._by_phase:
+            self._seen("process", phase, float(_peak_rss()))
+            _forget_peak()
+        if torch.cuda.is_initialized():
+            self._seen("cuda", phase, float(torch.cuda.max_memory_allocated()))
+            torch.cuda.reset_peak_memory_stats()
+
+    def finish_step(self) -> dict[str, float]:
+        """`memory/DEVICE/PHASE` of the phases since the last call, `memory/DEVICE/peak` of the whole process so far."""
+        if not self._by_phase:
+            self._whole["process"] = max(self._whole["process"], float(_peak_rss()))
+        found = self._phases | {f"memory/{device}/peak": peak for device, peak in self._whole.items()}
+        self._phases = {}
+        return found
+
+    def _seen(self, device: str, phase: str, peak: float) -> None:
+        name = f"memory/{device}/{phase}"
+        self._phases[name] = max(self._phases.get(name, 0.0), peak)
+        self._whole[device] = max(self._whole.get(device, 0.0), peak)
+
+
+def _peak_rss() -> int:
+    """Since it was last forgotten."""
+    with suppress(OSError):
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _forget_peak() -> bool:
+    """Whether the system allows it."""
+    try:
+        _CLEAR.write_text("5")
+    except OSError:
+        return False
+    return True
+
 
 MAX_TRACEBACK = 10_000
 MAX_DROPPED = 16

@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerBase
 
 from distflow.models.shards import whole
 from distflow.planning.plan import RankPlan
-from distflow.rewards.ahead import take_pool
-from distflow.rewards.pools import StartPool
+from distflow.rewards.pool.domain_pools import StartPool
+from distflow.rewards.pool.prestart import take_pool
 from distflow.rewards.router import RewardRouter
 from distflow.rollout.engine import RolloutEngine
-from distflow.rollout.receipts import stripe_hashes
+from distflow.rollout.weights import stripe_hashes
 from distflow.runtime.spec import Factory
 from distflow.training.collective import Collective, OneRank
 from distflow.training.engine import Scorer, TrainEngine

@@ -7,15 +7,15 @@ from typing import Any, Protocol
 
 import torch
 
+from distflow.algorithms.mismatch import Tolerance
 from distflow.config import Config
 from distflow.data.prompts import PromptRow
-from distflow.flow.coordinator import DataPlan
 from distflow.graph import Program
 from distflow.planning.plan import Plan
 from distflow.rollout.engine import SamplingParams
-from distflow.runtime.callbacks import Callbacks
-from distflow.runtime.checks.mismatch import Tolerance
-from distflow.runtime.residence import Offloads
+from distflow.runtime.offload import Offloads
+from distflow.runtime.user_calls.sync_calls import Callbacks
+from distflow.scheduling.coordinator import DataPlan
 
 
 class Get(Protocol):

@@ -9,20 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distflow.config.errors import UserError
 from distflow.data.batch import Batch
 from distflow.data.columns import Written
 from distflow.data.sample import Sample
+from distflow.errors import TrustError, UserError
 from distflow.graph import SCORE_FIELDS, BoundNode, Drop, Inputs, NodeOutput, compile_inputs
-from distflow.graph.functions import is_async
+from distflow.graph.fields import is_async
 from distflow.observe.metrics import Measured
-from distflow.runtime.async_calls import run_async
-from distflow.runtime.blame import BadOutput, NodeError, is_ours, node_error, output_error
-from distflow.runtime.checks import TrustError
 from distflow.runtime.context import NodeContext
+from distflow.runtime.errors import BadOutput, NodeError, is_ours, node_error, output_error
 from distflow.runtime.group import Group
-from distflow.runtime.plain_calls import DeadlinePassed, PlainCalls
-from distflow.runtime.seed_rewards import adapted
+from distflow.runtime.user_calls.async_calls import run_async
+from distflow.runtime.user_calls.reward_adapters import adapted
+from distflow.runtime.user_calls.sync_calls import DeadlinePassed, PlainCalls
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distflow.algorithms.advantages.group import sample_scores
-from distflow.config.errors import UserError
+from distflow.algorithms.advantages.group_statistics import sample_scores
 from distflow.data.batch import Batch
 from distflow.data.rows import DEFAULT_DOMAIN
-from distflow.flow.account import Account
+from distflow.errors import UserError
 from distflow.observe.metrics import Measured, find_metric
+from distflow.scheduling.groups import Account
 from distflow.training.collective import Collective
 
 

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
+from distflow.audit.auditor import Auditor
+from distflow.checks.live import LiveChecks
 from distflow.data.batch import Batch
-from distflow.observe.timing import PhaseTimer
-from distflow.runtime import faults
-from distflow.runtime.audit.auditor import Auditor
-from distflow.runtime.checks.live import LiveChecks
+from distflow.observe.writing.timing import PhaseTimer
+from distflow.runtime import fault_injection
 from distflow.training.engine import LossFn, TrainEngine
 
 
@@ -21,9 +21,9 @@ class Updates:
 
     def before(self, role: str, engine: TrainEngine, batch: Batch, loss: LossFn) -> LossFn:
         """The loss that the step is to compute."""
-        faults.reach("train.update")
+        fault_injection.reach("train.update")
         with self.phases("audit"):
-            return faults.in_backward(self.auditor.before_update(role, engine, batch, loss))
+            return fault_injection.in_backward(self.auditor.before_update(role, engine, batch, loss))
 
     def after(
         self, role: str, engine: TrainEngine, batch: Batch, metrics: dict[str, float], step: int, first: bool

@@ -1,24 +1,34 @@
-"""Answers held-out prompts and says how many answers are right, by data source."""
+"""Answers held-out prompts and says how many answers are right, by data source.
+
+Held-out prompts, answered by all workers that have an engine; or the held-out loss, where none has.
+"""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import comb
 
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample, Segment
-from distflow.flow.ticket import Ticket
+from distflow.errors import UserError
 from distflow.graph import Drop
-from distflow.rewards.correctness import is_right
-from distflow.rewards.tally import validating
+from distflow.rewards.call_counts import VALIDATION, validating
+from distflow.rewards.score import is_right
 from distflow.rollout.engine import SamplingParams
-from distflow.runtime.blame import NodeError
+from distflow.runtime import fault_injection
 from distflow.runtime.context import Contexts
-from distflow.runtime.experience import ExperiencePlane
+from distflow.runtime.errors import NodeError, warn_of_errors
 from distflow.runtime.group import new_group
-from distflow.runtime.spec import ValidationSet
+from distflow.runtime.offload import Residence
+from distflow.runtime.ports import Ports
+from distflow.runtime.recorder import Recorder
+from distflow.runtime.resources import Resources
+from distflow.runtime.rollout_loop import ExperiencePlane
+from distflow.runtime.rollout_services import Session
+from distflow.runtime.spec import Spec, ValidationSet
 from distflow.runtime.step_metrics import sample_rows
+from distflow.scheduling.groups import Ticket
 from distflow.training.engine import Scorer
 
 SampleRows = list[dict[str, object]]
@@ -181,3 +191,70 @@ def held_out_loss(sets: Sequence[ValidationSet], actor: Scorer) -> dict[str, flo
         total -= float(actor.forward(batch, ("log_probs",)).flat("log_probs").double()[learnt].sum())
         tokens += float(learnt.sum())
     return {"sft/val_loss": total / max(tokens, 1.0)}
+
+
+class HeldOut:
+    """A worker's part in the validation. step: of the last one."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        resources: Resources,
+        ports: Ports,
+        session: Session,
+        validator: Validator,
+        recorder: Recorder,
+        residence: Residence,
+        step: int,
+    ) -> None:
+        """step: that the run goes on from."""
+        self._spec, self._resources, self._ports, self._session = spec, resources, ports, session
+        self._validator, self._recorder, self._residence = validator, recorder, residence
+        self.step = step
+
+    def validate(self, step: int) -> dict[str, float]:
+        """The metrics, on the rank that leads; none where there is nothing to validate on."""
+        self.step = step
+        if not self._spec.validation:
+            return {}
+        with self._recorder.phases("eval"):
+            if not self._spec.plan.generates:
+                if self._resources.actor is None:
+                    return {}
+                self._residence.only(("actor",))
+                metrics = held_out_loss(self._spec.validation, self._resources.actor)
+            elif answers := self._answers(step):
+                metrics = Answers.joined(answers).metrics()
+            else:
+                return {}
+        if self._spec.options.keep_best is not None:
+            score(self._spec.options.keep_best, metrics)
+        with self._recorder.phases("record"):
+            self._recorder.validation(step, metrics, ())
+        return metrics
+
+    def answer(self, step: int, part: int, num_parts: int) -> Answers:
+        """Answer every `num_parts`-th held-out prompt from number `part` on; on any thread."""
+        fault_injection.reach("validate")
+        answers = self._session.call(self._validator.run(step, part, num_parts))
+        self._recorder.validation(step, {}, answers.rows)
+        warn_of_errors(self._validator.plane.tally.take(VALIDATION), partial(self._recorder.note, "warning"))
+        return replace(answers, rows=[])
+
+    def _answers(self, step: int) -> Sequence[Answers]:
+        """Of all workers that have an engine. None where others have them, and another rank asks."""
+        self._residence.only(())
+        if self._resources.rollout is None:
+            return self._ports.validate(step)
+        ranks = self._ports.collective
+        return ranks.gather(self.answer(step, ranks.rank, ranks.size))
+
+
+def score(name: str, validated: Mapping[str, float]) -> float:
+    """What `keep_best` compares, higher being better; of a loss its negative. Raises UserError for an unknown name."""
+    if name not in validated:
+        raise UserError(
+            f"trainer.keep_best_metric={name} is nothing that the validation measures; "
+            f"choose one of {', '.join(sorted(validated))}"
+        )
+    return -validated[name] if name.endswith("loss") else validated[name]

@@ -9,38 +9,36 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 
+from distflow.audit.auditor import make_auditor
+from distflow.checks.live import LiveChecks
 from distflow.data.batch import Batch
-from distflow.flow.edge import Exhausted
-from distflow.flow.ticket import Ticket, Version
 from distflow.graph import NodeStatus
 from distflow.observe.metrics import Measured
-from distflow.rewards.tally import Judged
+from distflow.rewards.call_counts import Judged
 from distflow.rollout.activity import take_activity
-from distflow.runtime.audit.auditor import make_auditor
-from distflow.runtime.checkpoint import CheckpointStore
-from distflow.runtime.checks.live import LiveChecks
+from distflow.runtime.checkpoint.checkpoint import CheckpointStore
+from distflow.runtime.checkpoint.saver import Saver
+from distflow.runtime.checkpoint.state import as_it_stands, joined, part_of_rank, saved_parts
 from distflow.runtime.context import Contexts, NodeContext, NodeState
 from distflow.runtime.engine_watch import STACKS
-from distflow.runtime.error_share import ErrorShare
-from distflow.runtime.experience import ExperiencePlane
-from distflow.runtime.handovers import Handovers
-from distflow.runtime.held_out import HeldOut, score
+from distflow.runtime.errors import ErrorShare
+from distflow.runtime.offload import Residence
 from distflow.runtime.ports import Ports
-from distflow.runtime.ports.edge import Newcomers, Released, Share
-from distflow.runtime.publish import Receiver
 from distflow.runtime.recorder import Recorder
-from distflow.runtime.residence import Residence
+from distflow.runtime.reshard import Handovers
 from distflow.runtime.resources import Resources
-from distflow.runtime.saved import as_it_stands, joined, part_of_rank, saved_parts
-from distflow.runtime.saver import Saver
-from distflow.runtime.serving import Serving
-from distflow.runtime.session import Session
+from distflow.runtime.rollout_loop import ExperiencePlane
+from distflow.runtime.rollout_services import Session
+from distflow.runtime.sample_queue.protocol import Newcomers, Released, Share
 from distflow.runtime.spec import Spec
 from distflow.runtime.step import Step, compile_steps
 from distflow.runtime.step_metrics import Figures, batch_metrics, curriculum_metrics, group_metrics, over_ranks
 from distflow.runtime.stop import Stop
 from distflow.runtime.updates import Updates
-from distflow.runtime.validation import Validator
+from distflow.runtime.validation import HeldOut, Validator, score
+from distflow.runtime.weight_sync.sender import Receiver, Serving
+from distflow.scheduling.groups import Ticket, Version
+from distflow.scheduling.sample_queue import Exhausted
 from distflow.training.engine import LossFn, TrainEngine
 
 

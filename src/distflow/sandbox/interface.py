@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
-from distflow.sandbox.level import Level
+from distflow.sandbox.isolation_level import Level
 from distflow.sandbox.limits import Limits
 
 Status = Literal["ok", "exit", "time", "memory", "signal", "output"]

@@ -1,6 +1,35 @@
-"""What one program may use."""
+"""What comes of a program that gives no value.
 
-from typing import NamedTuple
+What one program may use.
+"""
+
+from typing import Literal, NamedTuple
+
+Cause = Literal["exit", "time", "memory", "signal", "output", "frame", "value"]
+"""exit: it ended. time: of the processor or by the clock. memory: it had no more. signal: the kernel ended it. output:
+it printed too much. frame: it wrote nonsense where answers go. value: its answer is no plain value."""
+
+
+class Raised(Exception):
+    """The program raised an error. type: its name; text: its message. Both are the program's own words."""
+
+    def __init__(self, type: str, text: str) -> None:
+        super().__init__(f"{type}: {text}")
+        self.type = type
+        self.text = text
+
+
+class Broken(Exception):
+    """There is no answer, and there will be none of this process."""
+
+    def __init__(self, cause: Cause, reason: str) -> None:
+        super().__init__(reason)
+        self.cause = cause
+        self.reason = reason
+
+
+class SandboxFault(RuntimeError):
+    """The sandbox itself does not work: a fault of the machine, and no verdict on a program."""
 
 
 class Limits(NamedTuple):

@@ -12,12 +12,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from distflow.sandbox.errors import Broken, Cause, SandboxFault
 from distflow.sandbox.fork_server import ForkServer, ServerGone
-from distflow.sandbox.inside.frames import HEADER, MAX_BYTES
 from distflow.sandbox.inside.program import EXIT_OUT_OF_MEMORY, Request
 from distflow.sandbox.inside.server import END, FAILED
-from distflow.sandbox.limits import Limits
+from distflow.sandbox.inside.values import HEADER, MAX_BYTES
+from distflow.sandbox.limits import Broken, Cause, Limits, SandboxFault
 
 _CHUNK_BYTES = 65536
 _KILL_TIMEOUT_S = 30.0

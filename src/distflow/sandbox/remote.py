@@ -10,12 +10,11 @@ from types import MappingProxyType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from distflow.config.errors import UserError
-from distflow.sandbox.errors import Broken, Raised, SandboxFault
+from distflow.errors import UserError
 from distflow.sandbox.inside.values import from_text, to_text
 from distflow.sandbox.interface import Ran
-from distflow.sandbox.level import Level
-from distflow.sandbox.limits import DEFAULT_LIMITS, Limits
+from distflow.sandbox.isolation_level import Level
+from distflow.sandbox.limits import DEFAULT_LIMITS, Broken, Limits, Raised, SandboxFault
 
 TOKEN = "DISTFLOW_SANDBOX_TOKEN"
 """The environment variable of the password that a server and those who use it share."""

@@ -8,12 +8,11 @@ from contextlib import closing
 from types import MappingProxyType
 from typing import Any, Self, cast
 
-from distflow.sandbox.errors import Broken, Raised, SandboxFault
 from distflow.sandbox.fork_server import ForkServer, LevelName, ServerGone
 from distflow.sandbox.inside.values import from_text, to_text
 from distflow.sandbox.interface import Ran, Status
-from distflow.sandbox.level import start_server
-from distflow.sandbox.limits import DEFAULT_LIMITS, Limits
+from distflow.sandbox.isolation_level import start_server
+from distflow.sandbox.limits import DEFAULT_LIMITS, Broken, Limits, Raised, SandboxFault
 from distflow.sandbox.program import Program
 
 _VALUE = b'{"value": '

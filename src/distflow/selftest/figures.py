@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from distflow.data.batch import Batch
-from distflow.observe.run_reader import read_metrics
-from distflow.runtime.checkpoint import CheckpointStore
-from distflow.runtime.kept_groups import load_groups
-from distflow.runtime.resume import CHECKPOINTS
+from distflow.observe.reading.run_reader import read_metrics
+from distflow.runtime.checkpoint.checkpoint import CheckpointStore
+from distflow.runtime.checkpoint.resume import CHECKPOINTS
+from distflow.runtime.recorder import load_groups
 
 _LOSS, _NORM = "/loss", "/grad_norm"
 

@@ -1,4 +1,12 @@
-"""The runs that are compared: the same tiny one on each path, in a folder of its own."""
+"""The tiny policy and critic. Their weights are the same bits on every machine: torch draws by the processor's own
+vector instructions, Python's generator does not.
+
+The built-in programs with recorded answers in place of sampled ones; everything behind the rollout is theirs.
+
+The reward of the selftest. Alone in its file, so that the processes that judge load nothing else.
+
+The runs that are compared: the same tiny one on each path, in a folder of its own.
+"""
 
 import json
 import os
@@ -7,23 +15,102 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from distflow.config import load_config
-from distflow.observe.run_reader import read_timeline
-from distflow.pipelines.spec import make_spec
-from distflow.runtime.local import launch_local
-from distflow.runtime.ray_entry import launch_ray
-from distflow.runtime.resume import CHECKPOINTS
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from distflow.cluster.ray_entry import launch_ray
+from distflow.config import Config, load_config
+from distflow.data.sample import Sample, Segment
+from distflow.graph import NodeRole, TaskGraph, node
+from distflow.launch.local_launcher import launch_local
+from distflow.launch.make_spec import make_spec
+from distflow.models.loading import quiet_transformers
+from distflow.models.paths import resolve_path
+from distflow.observe.reading.run_reader import read_timeline
+from distflow.pipelines.grpo import grpo_pipeline
+from distflow.pipelines.nodes.rollout_and_reward import ANSWER_FIELDS
+from distflow.pipelines.ppo import ppo_pipeline
+from distflow.runtime.checkpoint.resume import CHECKPOINTS
+from distflow.runtime.group import Group
 from distflow.runtime.spec import Launch, Spec
 from distflow.runtime.stop import Interrupted
 from distflow.selftest.figures import Figures, Step, figures_of
-from distflow.selftest.models import TOKENIZER, write_models
-from distflow.selftest.recorded import Recorded
-from distflow.selftest.replay import ANSWERS, SAMPLED
+from distflow.selftest.reference_loop import Recorded
+
+TOKENIZER = "builtin:tiny-arithmetic"
+_SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+_SPREAD = 0.4  # large enough that neighbouring tokens matter: a leak between sequences shows
+
+
+def write_models(folder: Path) -> None:
+    """`folder`/policy and `folder`/critic, as Hugging Face folders without a tokenizer."""
+    config = AutoConfig.from_pretrained(resolve_path(TOKENIZER), **_SIZES)
+    policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    config.num_labels = 1
+    critic = AutoModelForTokenClassification.from_config(config, dtype=torch.float32)
+    with quiet_transformers():
+        _drawn(policy, "policy").save_pretrained(folder / "policy")
+        _drawn(critic, "critic").save_pretrained(folder / "critic")
+
+
+def _drawn(model: PreTrainedModel, seed: str) -> PreTrainedModel:
+    """Matrices around 0, norms (of one axis) around 1."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            draw = random.Random(f"{seed} {name}")
+            numbers = torch.tensor([2 * draw.random() - 1 for _ in range(weight.numel())], dtype=torch.float64)
+            weight.copy_((_SPREAD * numbers + (weight.ndim == 1)).view_as(weight))
+    return model
+
+
+ANSWERS, SAMPLED = "answers", "sampled"
+"""Columns of a data set: token ids of each sample of the row's group, and the log-probs that they were drawn with."""
+
+
+def replayed(config: Config) -> TaskGraph:
+    """The program of the estimator: PPO with a critic, else GRPO."""
+    graph = ppo_pipeline(config) if config.algorithm.adv_estimator == "gae" else grpo_pipeline(config)
+    graph.update_node("rollout_actor", func=replay)
+    return graph
+
+
+@node(writes=ANSWER_FIELDS, role=NodeRole.ROLLOUT, scope="group")
+async def replay(group: Group, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    """Answer the group as its row says."""
+    recorded: Mapping[str, Any] = group.row.extra_info or {}
+    samples = []
+    for index, (ids, sampled) in enumerate(zip(recorded[ANSWERS], recorded[SAMPLED], strict=True)):
+        both = (tuple(sampled),) * 2  # nothing is cut off the policy
+        segment = Segment("policy", tuple(ids), *both, (group.ticket.version,) * len(ids))
+        text = str(tokenizer.decode(ids, skip_special_tokens=True))
+        reason = "length" if len(ids) == group.params.max_tokens else "stop"
+        samples.append(group.sample(index, segment, text, reason))
+    return samples
+
+
+def graded(solution_str: str) -> float:
+    """Deaf to meaning: what matters is that the answers of a group differ."""
+    return sum(map(ord, solution_str)) % 7 / 6
+
 
 _DEADLINE_S = 300.0
 _STEP_S = 0.05  # about what one takes
@@ -40,7 +127,7 @@ PROGRAMS = {
 }
 """Keys of each preset: every step has two updates, and every term of the loss counts."""
 
-REPLAYED = ("dag.custom_pipeline_fn=distflow.selftest.replay:replayed", "trust.audit_freq=0")
+REPLAYED = ("dag.custom_pipeline_fn=distflow.selftest.runs:replayed", "trust.audit_freq=0")
 """The auditor would miss the engine that was never asked; the reference loop proves each step instead."""
 
 _SHARDED, _UNAUDITED = f"{_ACTOR}.strategy=fsdp", "trust.audit_freq=0"
@@ -101,7 +188,7 @@ class Lab:
             f"{_ACTOR}.optim.lr=1e-3",
             f"{_ROLLOUT}.temperature=0.9",
             f"{_ROLLOUT}.stop=['0','5','a','e','i','o','u',' ']",
-            "reward.functions={default: ['distflow.selftest.rewards:graded']}",
+            "reward.functions={default: ['distflow.selftest.runs:graded']}",
             "reward.num_workers=1",
             *([f"critic.model.path={self.folder / 'critic'}"] if self.preset == "ppo" else []),
             *PROGRAMS[self.preset],

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from distflow.data.batch import Batch
-from distflow.data.transfer import send
+from distflow.data.columns import send
 from distflow.models.log_probs import check_temperature
 from distflow.models.lora import adapter_off
 from distflow.models.packed_forward import PackedForward
 from distflow.models.shards import device_of
 from distflow.training.collective import Collective, OneRank
-from distflow.training.model_inputs import model_inputs
-from distflow.training.packing import micro_batches, tokens_at_once
+from distflow.training.micro_batches import micro_batches, model_inputs, tokens_at_once
 
 
 class TorchScorer:

@@ -1,26 +1,84 @@
-"""The train engine: packed micro-batches, exact accumulation, one optimizer step a mini-batch."""
+"""Gradients over the ranks that share a mini-batch: their sum, their norm, clipping.
+
+Activation checkpointing: keep each layer's input, compute the layer again in the backward pass.
+
+The train engine: packed micro-batches, exact accumulation, one optimizer step a mini-batch.
+"""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from distflow.config.errors import UserError
 from distflow.data.batch import Batch
-from distflow.data.transfer import read_numbers
+from distflow.data.columns import read_numbers
+from distflow.errors import UserError
 from distflow.graph.fields import Axis
-from distflow.models.activations import checkpoint_activations
+from distflow.models.heads import unwrapped
 from distflow.models.lora import named_weights
 from distflow.models.shards import fill, whole
 from distflow.training.collective import Collective, OneRank
 from distflow.training.engine import MODEL_PREFIX, OPTIMIZER_PREFIX, Counts, LossFn, Sums, TrainState
-from distflow.training.gradients import clip_gradients, sum_gradients
-from distflow.training.optim_state import load_optimizer_state, move_optimizer_state, optimizer_state
-from distflow.training.packing import micro_batches
-from distflow.training.schedule import Schedule
+from distflow.training.micro_batches import micro_batches
+from distflow.training.optimizer import Schedule, load_optimizer_state, move_optimizer_state, optimizer_state
 from distflow.training.scorer import TorchScorer
+
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
+
+
+def sum_gradients(parameters: Iterable[nn.Parameter], group: Collective) -> None:
+    """Add up over the ranks what each has. Those of sharded weights were added as the backward pass went."""
+    for parameter in parameters:
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad = grad if isinstance(parameter, DTensor) else group.sum(grad)
+
+
+def clip_gradients(parameters: Collection[nn.Parameter], max_norm: float | None) -> Tensor:
+    """Scale the gradients down to `max_norm` where they are above it; returns their norm before, a scalar.
+
+    It is that of all parts of sharded ones: the same on every rank. Nothing waits for it: where it is not finite the
+    gradients are not either, before and after, and the caller drops them.
+    """
+    norm = _norm([p.grad for p in parameters if p.grad is not None])
+    if max_norm is not None:
+        for alike in _alike(parameters):
+            clip_grads_with_norm_(alike, max_norm, norm)
+    return norm
+
+
+def _norm(gradients: list[Tensor]) -> Tensor:
+    """Those that lie alike share one reduction."""
+    norms = [whole(get_total_norm(alike)) for alike in _alike(gradients)]
+    return norms[0] if len(norms) == 1 else get_total_norm(norms)
+
+
+def _alike(tensors: Iterable[AnyTensor]) -> list[list[AnyTensor]]:
+    """By the mesh that they lie over, and how."""
+    found: dict[object, list[AnyTensor]] = {}
+    for tensor in tensors:
+        how = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        found.setdefault(how, []).append(tensor)
+    return list(found.values())
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Switch it on, in training mode, in the form that autograd follows through packed forwards and adapters.
+
+    Raises UserError if the family has none.
+    """
+    causal = unwrapped(model)
+    # transformers renamed it in 5.x, and warns of the old name
+    enable = getattr(causal, "activation_checkpointing_enable", None) or causal.gradient_checkpointing_enable
+    try:
+        enable({"use_reentrant": False})
+    except ValueError as error:
+        raise UserError(f"enable_gradient_checkpointing is on, but {error}") from error
+
 
 HOST = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distflow.pipelines.spec import make_spec
+from distflow.launch.make_spec import make_spec
 from tests.e2e.keys.lab import Lab
 
 Look = Callable[[Lab, str, Sequence[str]], Any]

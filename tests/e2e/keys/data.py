@@ -4,8 +4,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from distflow.launch.data_sets import train_sources
 from distflow.models.tokenizer import load_tokenizer
-from distflow.pipelines.data_sets import train_sources
 from tests.e2e.keys.case import Case, a_run, allowed, refused, the_prompts
 from tests.e2e.keys.lab import Lab, Run
 

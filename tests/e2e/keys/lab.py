@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from distflow.config import Config, Loaded, config_from_dict, load_config, to_dict
 from distflow.data.batch import Batch
 from distflow.data.prompts import PromptSet
+from distflow.launch.data_sets import held_out_sources, train_sources
+from distflow.launch.devices import choose_device
+from distflow.launch.local_launcher import launch_local
+from distflow.launch.make_spec import make_spec
+from distflow.launch.model_sources import load_policy
 from distflow.models.tokenizer import load_tokenizer
-from distflow.observe.run_reader import Event, read_events, read_metrics, read_samples
-from distflow.pipelines.data_sets import held_out_sources, train_sources
-from distflow.pipelines.devices import choose_device
-from distflow.pipelines.models import load_policy
-from distflow.pipelines.spec import make_spec
-from distflow.runtime.local import launch_local
+from distflow.observe.reading.run_reader import Event, read_events, read_metrics, read_samples
 from distflow.runtime.spec import Factory, Spec
 from tests.tiny_models import write_tiny_model
 

@@ -20,8 +20,8 @@ COMMITS = ("a" * 40, "b" * 40)
 _SHOW_NORM = """
 import sys
 from distflow.config import load_config
-from distflow.pipelines.devices import choose_device
-from distflow.pipelines.models import load_policy
+from distflow.launch.devices import choose_device
+from distflow.launch.model_sources import load_policy
 config = load_config("grpo", sys.argv[1:]).config
 model = load_policy(config, choose_device(config))
 print("norm", sum(float(p.detach().double().norm()) for p in model.parameters()))

@@ -1,1 +1,1 @@
-"""Advantage estimators, one a file; `config/names.py` lists them."""
+"""Advantage estimators, one a file; `registry.py` lists them."""

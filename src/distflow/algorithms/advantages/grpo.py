@@ -1,14 +1,33 @@
 """Group-relative advantages: GRPO (arXiv:2402.03300), and Dr.GRPO (arXiv:2503.20783) without the standard deviation.
 
 Or scaled by the standard deviation of the batch (Liu et al. 2025, arXiv:2508.08221), as TRL's `scale_rewards`.
+
+CPGD (Liu et al. 2025, arXiv:2505.12504) takes GRPO's advantages; what is its own is the loss of that name.
+
+GSPO (Zheng et al. 2025, arXiv:2507.18071) takes GRPO's advantages; what is its own is the loss of that name.
+
+GDPO (Liu et al. 2026, arXiv:2601.05242): every part of the reward is normalised by itself before they are summed.
+
+Group policy gradient (Chu et al. 2025, arXiv:2504.02546).
+
+Policy gradient for pass@k: only the best answer of a group learns (arXiv:2503.19595).
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from distflow.algorithms.advantages.group import GroupRule, group_advantage, on_tokens, sample_scores
-from distflow.algorithms.masking import Reduce
+from distflow.algorithms.advantages.group_statistics import (
+    GroupRule,
+    Groups,
+    counted_tokens,
+    group_advantage,
+    on_tokens,
+    sample_scores,
+)
+from distflow.algorithms.masked_reductions import Reduce, global_sum, masked_whiten, under_mask
 from distflow.algorithms.registry import register_adv_est
 
 ScaleRewards = Literal["group", "batch", "none"]
@@ -54,4 +73,135 @@ def compute_grpo_advantage(
     scores = sample_scores(token_level_rewards, response_mask)
     rule = grpo_rule(norm_adv_by_std_in_grpo, adv_epsilon, scale_rewards)
     advantages = on_tokens(group_advantage(scores, group_index, rule, valid, reduce=reduce), response_mask)
+    return advantages, advantages.clone()
+
+
+compute_cpgd_advantage = register_adv_est("cpgd", scope="global", describe=describe_grpo)(compute_grpo_advantage)
+
+
+compute_gspo_advantage = register_adv_est("gspo", scope="global", describe=describe_grpo)(compute_grpo_advantage)
+
+
+DEFAULT_DOMAIN = "default"
+WhitenOver = Literal["tokens", "samples"]
+Weights = Mapping[str, Mapping[str, float]]
+
+
+def _describe_parts(
+    reward_weights: Weights | None, norm_adv_by_std_in_grpo: bool, adv_epsilon: float, whiten_over: WhitenOver
+) -> str:
+    rule = grpo_rule(norm_adv_by_std_in_grpo, adv_epsilon)
+    return f"Σ weight · ({rule}) over the parts of the reward, whitened over the batch's {whiten_over}"
+
+
+@register_adv_est("gdpo", scope="global", describe=_describe_parts)
+def compute_gdpo_advantage(
+    response_mask: Tensor,
+    group_index: Tensor,
+    reward_parts: Sequence[Mapping[str, float]],
+    domain: Sequence[str] | None = None,
+    valid: Tensor | None = None,
+    *,
+    reward_weights: Weights | None = None,
+    norm_adv_by_std_in_grpo: bool = True,
+    adv_epsilon: float = 1e-6,
+    whiten_over: WhitenOver = "tokens",
+    reduce: Reduce | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Σ_k weight_k · GRPO's advantage of part k, whitened over the global batch; returns are the same.
+
+    response_mask: `(bs, response_length)`; group_index, valid: `(bs,)`. reward_parts: scores of a sample by name,
+    unweighted; one that a sample lacks adds 0 to it and is in no mean. reward_weights: by domain (else "default") and
+    name, 1 where nothing is said. Whitening is over the policy's tokens, as in NVIDIA's verl and in verl, or over
+    samples, as in NVIDIA's TRL. The sum of the rewards, and a KL in them, is not read.
+    """
+    summed = torch.zeros(len(response_mask), dtype=torch.float64, device=response_mask.device)
+    judged = torch.ones_like(summed, dtype=torch.bool) if valid is None else valid.bool()
+    rule = grpo_rule(norm_adv_by_std_in_grpo, adv_epsilon)
+    weights = _weights_of_samples(reward_weights or {}, domain, len(summed))
+    for name in sorted({name for parts in reward_parts for name in parts}):
+        scores = summed.new_tensor([parts.get(name, 0.0) for parts in reward_parts])
+        weight = summed.new_tensor([of_sample.get(name, 1.0) for of_sample in weights])
+        has_part = judged & torch.tensor([name in parts for parts in reward_parts], device=summed.device)
+        summed = summed + weight * group_advantage(scores, group_index, rule, has_part)
+    if whiten_over == "samples":
+        whitened = masked_whiten(summed, judged, reduce)
+        advantages = on_tokens(whitened, response_mask)
+    else:
+        spread = summed[:, None].expand(response_mask.shape)
+        advantages = masked_whiten(spread, counted_tokens(response_mask, valid), reduce).float()
+    return advantages, advantages.clone()
+
+
+def _weights_of_samples(weights: Weights, domain: Sequence[str] | None, bs: int) -> list[Mapping[str, float]]:
+    domains = [DEFAULT_DOMAIN] * bs if domain is None else domain
+    return [weights.get(name) or weights.get(DEFAULT_DOMAIN) or {} for name in domains]
+
+
+AlphaCounts = Literal["groups", "rewards"]
+
+
+def _describe_scale(f_norm: float, alpha_counts: AlphaCounts) -> str:
+    counted = "of groups with an advantage" if alpha_counts == "groups" else "with a reward ≠ 0"
+    return f"samples / samples {counted} · ({GroupRule()}) / {f_norm:g}"
+
+
+@register_adv_est("gpg", scope="global", describe=_describe_scale)
+def compute_gpg_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    group_index: Tensor,
+    valid: Tensor | None = None,
+    *,
+    f_norm: float = 1.0,
+    alpha_counts: AlphaCounts = "groups",
+    reduce: Reduce | None = None,
+) -> tuple[Tensor, Tensor]:
+    """α · (reward − mean of its group) / f_norm on every policy token; returns are the same.
+
+    The quotient is equation 6 of the paper (ICLR 2026); α = B / (B − M), equations 7 and 8, makes up for the M of B
+    samples that teach nothing because all of their group have the same reward. B and M count valid samples of the
+    global batch. With `alpha_counts="rewards"` B − M is the number of samples with a reward other than 0, as in verl.
+    token_level_rewards, response_mask: `(bs, response_length)`; group_index, valid: `(bs,)`. A group of one keeps its
+    reward, times α.
+    """
+    scores = sample_scores(token_level_rewards, response_mask)
+    groups = Groups(group_index, valid)
+    centred = group_advantage(scores, group_index, GroupRule(), valid)
+    counted = groups.sum(centred != 0) > 0 if alpha_counts == "groups" else scores != 0
+    counts = torch.stack([groups.valid.sum(), (groups.valid & counted).sum()]).double()
+    num_samples, num_counted = global_sum(counts, reduce).unbind()
+    advantages = on_tokens(num_samples / num_counted.clamp(min=1) * centred / f_norm, response_mask)
+    return advantages, advantages.clone()
+
+
+def _describe_lead(norm_adv_by_std_in_grpo: bool, adv_epsilon: float) -> str:
+    gap = "best − second best reward of its group"
+    if norm_adv_by_std_in_grpo:
+        gap = f"({gap}) / (std of its group + {adv_epsilon:g})"
+    return f"{gap} for the best sample, 0 for the others"
+
+
+@register_adv_est("grpo_passk", scope="group", describe=_describe_lead)
+def compute_grpo_passk_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    group_index: Tensor,
+    valid: Tensor | None = None,
+    *,
+    norm_adv_by_std_in_grpo: bool = True,
+    adv_epsilon: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """best − second best reward, over (std + ε), for the one best sample of a group; 0 for the others.
+
+    token_level_rewards, response_mask: `(bs, response_length)`; group_index, valid: `(bs,)`. Where several share the
+    best reward, and in a group of one, all get 0. Returns are the advantages.
+    """
+    groups = Groups(group_index, valid)
+    scores = under_mask(sample_scores(token_level_rewards, response_mask), groups.valid)
+    is_best = groups.valid & (scores == groups.max(scores))
+    second = groups.max(torch.where(is_best, -torch.inf, scores))
+    is_only_best = is_best & (groups.sum(is_best) == 1) & (groups.size > 1)
+    scale = groups.std(scores) + adv_epsilon if norm_adv_by_std_in_grpo else torch.ones_like(scores)
+    advantages = on_tokens(under_mask((scores - second) / scale, is_only_best), response_mask)
     return advantages, advantages.clone()

@@ -1,10 +1,27 @@
-"""REINFORCE (Williams 1992): the discounted reward to go, without a baseline."""
+"""REINFORCE (Williams 1992): the discounted reward to go, without a baseline.
+
+REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): the reward to go, whitened over the batch.
+
+REINFORCE++ with a group baseline (Hu et al. 2025, arXiv:2501.03262).
+
+ReMax (Li et al. 2024, arXiv:2310.10505): the reward less that of a greedy answer to the same prompt.
+
+REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740).
+
+On-policy RL with an optimal baseline (Hao et al. 2025, arXiv:2505.23585).
+"""
 
 from torch import Tensor
 
-from distflow.algorithms.advantages.group import counted_tokens
-from distflow.algorithms.advantages.scan import discounted_sum
-from distflow.algorithms.masking import under_mask
+from distflow.algorithms.advantages.gae import discounted_sum
+from distflow.algorithms.advantages.group_statistics import (
+    GroupRule,
+    counted_tokens,
+    group_advantage,
+    on_tokens,
+    sample_scores,
+)
+from distflow.algorithms.masked_reductions import Reduce, masked_whiten, under_mask
 from distflow.algorithms.registry import register_adv_est
 
 
@@ -28,3 +45,98 @@ def compute_reinforce_advantage(
     """
     returns = rewards_to_go(token_level_rewards, counted_tokens(response_mask, valid), gamma).float()
     return returns, returns.clone()
+
+
+@register_adv_est(
+    "reinforce_plus_plus",
+    scope="global",
+    describe=lambda gamma: f"reward to go, discounted by gamma {gamma:g}, whitened over the batch",
+)
+def compute_reinforce_plus_plus_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    valid: Tensor | None = None,
+    *,
+    gamma: float = 1.0,
+    reduce: Reduce | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rewards to go of the policy's tokens, whitened over the global batch of valid samples; returns are unwhitened.
+
+    token_level_rewards, response_mask: `(bs, response_length)`; valid: `(bs,)`.
+    """
+    mask = counted_tokens(response_mask, valid)
+    returns = rewards_to_go(token_level_rewards, mask, gamma)
+    return masked_whiten(returns, mask, reduce).float(), returns.float()
+
+
+@register_adv_est(
+    "reinforce_plus_plus_baseline",
+    scope="global",
+    describe=lambda: f"{GroupRule()}, whitened over the batch",
+)
+def compute_reinforce_plus_plus_baseline_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    group_index: Tensor,
+    valid: Tensor | None = None,
+    *,
+    reduce: Reduce | None = None,
+) -> tuple[Tensor, Tensor]:
+    """reward − mean of its group on every policy token, whitened over the tokens of the global batch.
+
+    token_level_rewards, response_mask: `(bs, response_length)`; group_index, valid: `(bs,)`. Returns are the
+    advantages. A group of one enters with its reward.
+    """
+    scores = sample_scores(token_level_rewards, response_mask)
+    centred = group_advantage(scores, group_index, GroupRule(), valid)
+    spread = centred[:, None].expand(response_mask.shape)
+    advantages = masked_whiten(spread, counted_tokens(response_mask, valid), reduce).float()
+    return advantages, advantages.clone()
+
+
+@register_adv_est("remax", scope="sample", describe=lambda: "reward to go − reward of a greedy sample")
+def compute_remax_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, reward_baselines: Tensor, valid: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Undiscounted reward to go − baseline on every policy token; returns are the reward to go.
+
+    token_level_rewards, response_mask: `(bs, response_length)`; reward_baselines, valid: `(bs,)`.
+    """
+    mask = counted_tokens(response_mask, valid)
+    returns = rewards_to_go(token_level_rewards, mask, 1.0)
+    advantages = under_mask(returns - reward_baselines.double()[:, None], mask)
+    return advantages.float(), returns.float()
+
+
+RLOO = GroupRule(leave_one_out=True, alone="zero")
+
+
+@register_adv_est("rloo", scope="group", describe=lambda: str(RLOO))
+def compute_rloo_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, group_index: Tensor, valid: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """reward − mean of the others of its group, on every policy token; returns are the same.
+
+    token_level_rewards, response_mask: `(bs, response_length)`; group_index, valid: `(bs,)`. A group of one gets 0.
+    """
+    scores = sample_scores(token_level_rewards, response_mask)
+    advantages = on_tokens(group_advantage(scores, group_index, RLOO, valid), response_mask)
+    return advantages, advantages.clone()
+
+
+OPO = GroupRule(baseline="length_weighted_mean")
+
+
+@register_adv_est("opo", scope="group", describe=lambda: str(OPO))
+def compute_opo_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, group_index: Tensor, valid: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """reward − length-weighted mean reward of its group, on every policy token; returns are the same.
+
+    token_level_rewards, response_mask: `(bs, response_length)`; group_index, valid: `(bs,)`. Lengths count the
+    policy's tokens. A group of one keeps its reward.
+    """
+    scores = sample_scores(token_level_rewards, response_mask)
+    lengths = (response_mask > 0).sum(dim=-1)
+    advantages = on_tokens(group_advantage(scores, group_index, OPO, valid, lengths), response_mask)
+    return advantages, advantages.clone()

@@ -1,1 +1,1 @@
-"""Policy losses, one a file; `config/names.py` lists them."""
+"""Policy losses, one a file; `registry.py` lists them."""

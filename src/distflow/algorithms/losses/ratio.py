@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from distflow.algorithms.masking import under_mask
+from distflow.algorithms.masked_reductions import under_mask
 
 MAX_LOG_RATIO = 20.0
 

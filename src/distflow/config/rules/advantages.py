@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from distflow.config.algorithm import NormConfig, is_on
-from distflow.config.by_domain import reward_functions
-from distflow.config.program import find_estimator, find_pipeline, is_rl
+from distflow.config.derived_settings import find_estimator, find_pipeline, is_rl
+from distflow.config.keys.algorithm import NormConfig, is_on
+from distflow.config.keys.schema import Config
+from distflow.config.per_domain import reward_functions
 from distflow.config.rules.finding import ROLLOUT, Finding
-from distflow.config.schema import Config
 
 _REWARD_NORM, _ADV_NORM = "algorithm.reward_norm", "algorithm.adv_norm"
 

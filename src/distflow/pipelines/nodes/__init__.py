@@ -1,12 +1,5 @@
 """The standard nodes of the built-in programs: each is one verb of the story that a program tells."""
 
-from distflow.pipelines.nodes.experience import (
-    compute_reward,
-    dynamic_sampling,
-    generate,
-    greedy_baseline,
-    load_answers,
-)
 from distflow.pipelines.nodes.normalizing import (
     clip_advantages,
     clip_rewards,
@@ -15,6 +8,13 @@ from distflow.pipelines.nodes.normalizing import (
     normalize_rewards,
     weigh_samples,
     whiten_rewards,
+)
+from distflow.pipelines.nodes.rollout_and_reward import (
+    compute_reward,
+    dynamic_sampling,
+    generate,
+    greedy_baseline,
+    load_answers,
 )
 from distflow.pipelines.nodes.scoring import (
     apply_kl_penalty,

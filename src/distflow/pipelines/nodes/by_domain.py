@@ -7,8 +7,8 @@ from functools import partial
 import torch
 
 from distflow.config import Config
-from distflow.config.algorithm import AlgorithmConfig
-from distflow.config.domain_algorithm import algorithms, config_of
+from distflow.config.derived_settings import algorithms, config_of
+from distflow.config.keys.algorithm import AlgorithmConfig
 from distflow.data.batch import Batch
 from distflow.data.columns import Written
 from distflow.graph import BoundNode, Node, NodeOutput, compile_inputs, node

@@ -7,11 +7,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from distflow.algorithms.advantages.group import on_last_token, sample_scores
-from distflow.algorithms.masking import masked_whiten
-from distflow.algorithms.moments import Moments
-from distflow.algorithms.normalization import Normalization
-from distflow.algorithms.sample_weights import (
+from distflow.algorithms.advantages.group_statistics import on_last_token, sample_scores
+from distflow.algorithms.masked_reductions import masked_whiten
+from distflow.algorithms.normalization import Moments, Normalization
+from distflow.algorithms.sample_filters import (
     Band,
     difficulty_weights,
     is_within,
@@ -20,11 +19,11 @@ from distflow.algorithms.sample_weights import (
     with_mean_one,
 )
 from distflow.config import Config
-from distflow.config.algorithm import AlgorithmConfig, NormConfig, is_on
-from distflow.config.watch import plain
+from distflow.config.compose.key_usage import plain
+from distflow.config.keys.algorithm import AlgorithmConfig, NormConfig, is_on
 from distflow.graph import NodeOutput, node, node_factory
 from distflow.pipelines.nodes.by_domain import by_domain
-from distflow.rewards.correctness import RIGHT
+from distflow.rewards.score import RIGHT
 from distflow.runtime.context import NodeContext
 from distflow.training.collective import Collective
 

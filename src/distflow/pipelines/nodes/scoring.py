@@ -5,21 +5,27 @@ from functools import partial
 
 from torch import Tensor
 
-from distflow.algorithms.corrections import Level, Mode, compute_rollout_weights, mismatch_statistics
 from distflow.algorithms.kl import KLMean, make_kl_controller
 from distflow.algorithms.kl import apply_kl_penalty as penalise
-from distflow.algorithms.proximal import proximal_position
+from distflow.algorithms.mismatch import Tolerance, causes
 from distflow.algorithms.registry import check_choices, check_options, find_adv_est, find_policy_loss, is_decoupled
-from distflow.algorithms.rejection import Bounds, compute_rejection_mask
+from distflow.algorithms.rollout_correction import (
+    Bounds,
+    Level,
+    Mode,
+    compute_rejection_mask,
+    compute_rollout_weights,
+    mismatch_statistics,
+    proximal_position,
+)
 from distflow.config import Config
-from distflow.config.algorithm import is_on, spread
-from distflow.config.by_domain import reward_functions
-from distflow.config.program import find_estimator
+from distflow.config.derived_settings import find_estimator
+from distflow.config.keys.algorithm import is_on, spread
+from distflow.config.per_domain import reward_functions
 from distflow.data.batch import Batch
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.pipelines.nodes.by_domain import by_domain
-from distflow.pipelines.objectives import MENDING, interpolates_prox, takes_rollouts
-from distflow.runtime.checks.mismatch import Tolerance, causes
+from distflow.pipelines.nodes.objectives import MENDING, interpolates_prox, takes_rollouts
 from distflow.runtime.context import NodeContext
 from distflow.training.collective import Collective
 from distflow.training.engine import Scorer

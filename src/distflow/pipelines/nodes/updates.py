@@ -7,13 +7,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from distflow.algorithms.mismatch import Tolerance
 from distflow.config import Config
-from distflow.config.domain_algorithm import algorithms, takes_values
+from distflow.config.derived_settings import algorithms, takes_values
 from distflow.data.batch import Batch
 from distflow.graph import NodeOutput, NodeRole, node, node_factory
 from distflow.graph.fields import register_field
-from distflow.pipelines.nodes.scoring import are_apart, mending_weights
-from distflow.pipelines.objectives import (
+from distflow.pipelines.nodes.objectives import (
     interpolates_prox,
     mends_mismatch,
     policy_objective,
@@ -21,7 +21,7 @@ from distflow.pipelines.objectives import (
     takes_rollouts,
     value_objective,
 )
-from distflow.runtime.checks.mismatch import Tolerance
+from distflow.pipelines.nodes.scoring import are_apart, mending_weights
 from distflow.runtime.context import NodeContext
 from distflow.training.collective import Collective
 from distflow.training.engine import Counts, LossFn, Sums, TrainEngine

@@ -12,23 +12,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from distflow.config.errors import UserError
-from distflow.flow.ticket import TRAIN, Version
-from distflow.models.decoder import DecoderView
-from distflow.models.prepacked import prepack
+from distflow.errors import UserError
+from distflow.models.cpu_kernels.prepacked_linear import prepack
+from distflow.models.model_runner import DecoderView
 from distflow.rollout.activity import Activity, ActivityLog
-from distflow.rollout.checks import check_request
-from distflow.rollout.embedded.device.chain import Chain, DeviceOptions
-from distflow.rollout.embedded.device.lane import DeviceLane
-from distflow.rollout.embedded.lane import Drawn, Lane
-from distflow.rollout.embedded.loop import StepLoop, settle
-from distflow.rollout.embedded.sequence import Sequence, sequences_of
-from distflow.rollout.embedded.steps import step_here
-from distflow.rollout.embedded.tiles import Tiles
+from distflow.rollout.embedded.batch_invariant import Tiles, step_here
+from distflow.rollout.embedded.cuda.async_steps import Chain, DeviceOptions
+from distflow.rollout.embedded.cuda.request_lane import DeviceLane
+from distflow.rollout.embedded.engine_loop import StepLoop, settle
+from distflow.rollout.embedded.request_lane import Drawn, Lane
+from distflow.rollout.embedded.scheduler import Sequence, sequences_of
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Host, KVOnUpdate, Receipt
-from distflow.rollout.receipts import stripe_hashes
-from distflow.rollout.stopping import finish_reason
-from distflow.rollout.weights import check_shared, check_version, copy_weights
+from distflow.rollout.requests import check_request, finish_reason
+from distflow.rollout.weights import check_shared, check_version, copy_weights, stripe_hashes
+from distflow.scheduling.groups import TRAIN, Version
 
 
 @dataclass(frozen=True, eq=False)

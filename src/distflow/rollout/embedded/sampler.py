@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from distflow.models.native import build as native
-from distflow.models.native.draw import draw
-from distflow.rollout.embedded.sequence import Law, Sequence
-from distflow.rollout.randomness import uniforms
+from distflow.models.cpu_kernels import build as native
+from distflow.models.cpu_kernels.decode_step import draw
+from distflow.rollout.embedded.scheduler import Law, Sequence
+from distflow.rollout.requests import uniforms
 
 BLOCK = 256  # the CDF is searched by blocks of this many tokens first; float64 is needed for one block a row only
 TILE_NUMBERS = 2**18  # of rows that are drawn together on a CPU: what is made of them stays in its cache

@@ -8,7 +8,7 @@ import os
 import stat
 from collections.abc import Iterable
 
-from distflow.sandbox.inside.kernel import syscall
+from distflow.sandbox.inside.libc import syscall
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # on every architecture
 _VERSION = 1

@@ -14,10 +14,9 @@ import traceback
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
-from distflow.sandbox.inside.frames import MAX_BYTES, read_frame, write_frame
-from distflow.sandbox.inside.kernel import close_from
-from distflow.sandbox.inside.values import NotPlain, from_text, to_text
-from distflow.sandbox.inside.walls import Walls, die_with, restrict_calls, restrict_files, restrict_use
+from distflow.sandbox.inside.isolation import Walls, die_with, restrict_calls, restrict_files, restrict_use
+from distflow.sandbox.inside.libc import close_from
+from distflow.sandbox.inside.values import MAX_BYTES, NotPlain, from_text, read_frame, to_text, write_frame
 
 EXIT_OUT_OF_MEMORY = 86
 ANSWERS = 3

@@ -4,8 +4,7 @@ import ctypes
 import errno
 import struct
 
-from distflow.sandbox.inside.kernel import syscall
-from distflow.sandbox.inside.syscalls import (
+from distflow.sandbox.inside.libc import (
     ALLOWED,
     ARCHITECTURES,
     CLONE3,
@@ -15,6 +14,7 @@ from distflow.sandbox.inside.syscalls import (
     IOCTL_REQUESTS,
     PRLIMIT64,
     SECCOMP,
+    syscall,
 )
 
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06

@@ -17,10 +17,10 @@ from contextlib import suppress
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
-from distflow.sandbox.inside.kernel import fork
+from distflow.sandbox.inside.isolation import Walls, die_with, make_walls
+from distflow.sandbox.inside.libc import fork
 from distflow.sandbox.inside.program import REQUEST, Request, prepare, run_program
-from distflow.sandbox.inside.rehearsal import rehearse
-from distflow.sandbox.inside.walls import Walls, die_with, make_walls
+from distflow.sandbox.inside.warmup import rehearse
 
 MAX_MESSAGE_BYTES = 4096
 DESCRIPTORS = struct.Struct("6i")

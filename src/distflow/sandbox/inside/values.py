@@ -1,4 +1,7 @@
-"""Plain values as JSON and back, with their exact types: what goes in and comes out of a program under test.
+"""Messages on the private descriptor between a program's process and who asked for it: 8 bytes that the question
+carried and the answer repeats, 4 bytes of length, JSON in ASCII.
+
+Plain values as JSON and back, with their exact types: what goes in and comes out of a program under test.
 
 An array is a list, an object is a tag with what it tags: `{"tuple": [1]}`, `{"dict": [["a", 1]]}`. What is read may
 come from a program that lies: its size is capped before, and here its depth and the keys that share a hash (many of
@@ -7,9 +10,42 @@ them would keep whoever builds the dictionary busy for minutes).
 
 import json
 import math
+import os
+import struct
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
+
+HEADER = struct.Struct(">8sI")
+MAX_BYTES = 2 * 2**20
+
+
+def write_frame(descriptor: int, token: bytes, body: bytes) -> None:
+    """Blocks until all is written. Raises OSError."""
+    rest = memoryview(HEADER.pack(token, len(body)) + body)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def read_frame(descriptor: int) -> tuple[bytes, bytes] | None:
+    """Token and body; None at the end of the stream."""
+    header = _read_exactly(descriptor, HEADER.size)
+    if header is None:
+        return None
+    token, size = HEADER.unpack(header)
+    body = _read_exactly(descriptor, size)
+    return None if body is None else (token, body)
+
+
+def _read_exactly(descriptor: int, size: int) -> bytes | None:
+    read = bytearray()
+    while len(read) < size:
+        part = os.read(descriptor, size - len(read))
+        if not part:
+            return None
+        read += part
+    return bytes(read)
+
 
 JSON: TypeAlias = "None | bool | int | float | str | list[JSON] | dict[str, JSON]"
 

@@ -1,0 +1,126 @@
+"""The algebra of group estimators: (reward − baseline) / scale within the samples of one prompt.
+
+GRPO, Dr.GRPO, RLOO, OPO and others are points of it, see `GroupRule`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from distflow.algorithms.masked_reductions import Reduce, masked_var, under_mask
+
+
+@dataclass(frozen=True)
+class GroupRule:
+    """A point of the algebra.
+
+    baseline: the mean reward of the group, plain or weighted by response lengths.
+    leave_one_out: a sample's own reward is not in its baseline.
+    scale: divide by the unbiased standard deviation of the group, or of the whole batch, plus `epsilon`; or not.
+    alone: what a group of one valid sample gets: its reward over (1 + epsilon if scaled), or zero.
+    """
+
+    baseline: Literal["mean", "length_weighted_mean"] = "mean"
+    leave_one_out: bool = False
+    scale: Literal["none", "std", "batch_std"] = "none"
+    alone: Literal["reward", "zero"] = "reward"
+    epsilon: float = 1e-6
+
+    def __str__(self) -> str:
+        whose = "the others of its group" if self.leave_one_out else "its group"
+        mean = "mean" if self.baseline == "mean" else "length-weighted mean"
+        difference = f"reward − {mean} of {whose}"
+        if self.scale == "none":
+            return difference
+        return f"({difference}) / (std of {'its group' if self.scale == 'std' else 'the batch'} + {self.epsilon:g})"
+
+
+class Groups:
+    """Samples by group, and sums over the valid ones. Every method returns one float64 value a sample, `(bs,)`."""
+
+    def __init__(self, group_index: Tensor, valid: Tensor | None) -> None:
+        index = torch.as_tensor(group_index)
+        unique, self.group = torch.unique(index, return_inverse=True)
+        self.num_groups = len(unique)
+        self.valid = torch.ones_like(index, dtype=torch.bool) if valid is None else valid.bool()
+        self.size = self.sum(torch.ones_like(index, dtype=torch.float64))
+
+    def sum(self, values: Tensor) -> Tensor:
+        totals = torch.zeros(self.num_groups, dtype=torch.float64, device=values.device)
+        return totals.index_add_(0, self.group, under_mask(values.double(), self.valid))[self.group]
+
+    def max(self, values: Tensor) -> Tensor:
+        """−inf in a group without a valid sample."""
+        lowest = torch.full((self.num_groups,), -torch.inf, dtype=torch.float64, device=values.device)
+        inside = torch.where(self.valid, values.double(), -torch.inf)
+        return lowest.scatter_reduce(0, self.group, inside, "amax")[self.group]
+
+    def all_equal(self, values: Tensor) -> Tensor:
+        """bool: all valid samples of the group have the same value."""
+        return self.max(values) == -self.max(-values)
+
+    def std(self, values: Tensor) -> Tensor:
+        """Unbiased; 0 in a group of one, and exactly 0 where all values are equal."""
+        mean = self.sum(values) / self.size.clamp(min=1)
+        variance = self.sum((values.double() - mean) ** 2) / (self.size - 1).clamp(min=1)
+        return torch.where(self.all_equal(values), torch.zeros_like(variance), variance.sqrt())
+
+
+def group_advantage(
+    scores: Tensor,
+    group_index: Tensor,
+    rule: GroupRule,
+    valid: Tensor | None = None,
+    lengths: Tensor | None = None,
+    reduce: Reduce | None = None,
+) -> Tensor:
+    """One advantage a sample, float64 `(bs,)`; exactly 0 where a group's rewards are equal, and for invalid samples.
+
+    scores, group_index, valid: `(bs,)`. lengths: tokens of each response, for `length_weighted_mean`. reduce: over the
+    ranks, for `batch_std`. Invalid samples are in no mean and no standard deviation.
+    """
+    groups = Groups(group_index, valid)
+    scores = under_mask(scores.double(), groups.valid)
+    weights = torch.ones_like(scores)
+    if rule.baseline == "length_weighted_mean":
+        assert lengths is not None
+        weights = lengths.double()
+    total, weight = groups.sum(weights * scores), groups.sum(weights)
+    if rule.leave_one_out:
+        total, weight = total - weights * scores, weight - weights
+    baseline = torch.where(weight > 0, total / weight.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
+    scale = torch.ones_like(scores)
+    if rule.scale == "std":
+        scale = groups.std(scores) + rule.epsilon
+    elif rule.scale == "batch_std":
+        scale = masked_var(scores, groups.valid, reduce).sqrt() + rule.epsilon
+    advantage = torch.where(groups.all_equal(scores), torch.zeros_like(scores), (scores - baseline) / scale)
+    alone = scores / (1.0 + rule.epsilon if rule.scale == "std" else 1.0)
+    if rule.alone == "zero":
+        alone = torch.zeros_like(scores)
+    return under_mask(torch.where(groups.size == 1, alone, advantage), groups.valid)
+
+
+def sample_scores(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
+    """The reward of each sample, float64 `(bs,)`: the sum of its row over the policy's tokens."""
+    return under_mask(token_level_rewards.double(), response_mask).sum(dim=-1)
+
+
+def counted_tokens(response_mask: Tensor, valid: Tensor | None) -> Tensor:
+    """bool `(bs, response_length)`: tokens of the policy in valid samples."""
+    mask = response_mask > 0
+    return mask if valid is None else mask & valid.bool()[:, None]
+
+
+def on_last_token(values: Tensor, response_mask: Tensor) -> Tensor:
+    """One value a sample `(bs,)` on the last of its policy tokens, float32 `(bs, response_length)`, 0 elsewhere."""
+    keep = response_mask > 0
+    is_last = keep & (keep.flip(-1).cumsum(dim=-1).flip(-1) == 1)
+    return on_tokens(values, is_last)
+
+
+def on_tokens(advantage: Tensor, response_mask: Tensor) -> Tensor:
+    """One value a sample `(bs,)` spread over its policy tokens, float32 `(bs, response_length)`, 0 elsewhere."""
+    return under_mask(advantage[:, None].expand(response_mask.shape), response_mask).float()

@@ -1,0 +1,215 @@
+"""PPO's clipped loss (arXiv:1707.06347) with clip-higher (DAPO, arXiv:2503.14476) and dual clip (arXiv:1912.09729).
+
+CISPO: a clipped, gradient-free importance weight on every token's log-prob (MiniMax 2025, arXiv:2506.13585).
+
+Group sequence policy optimisation: one ratio a sequence (Zheng et al. 2025, arXiv:2507.18071).
+
+Geometric-mean policy optimisation (Zhao et al. 2025, arXiv:2507.20673).
+
+Divergence PPO: a token is left out where the policy moved too far in probability, not in ratio (arXiv:2602.04879).
+
+The binary approximations of the divergence, as verl's `dppo_tv` and `dppo_kl`. The clip options are bounds of the
+divergence here.
+"""
+
+import torch
+from torch import Tensor
+
+from distflow.algorithms.losses.ratio import (
+    Stats,
+    as_stat,
+    check_dual_clip,
+    clip_range,
+    clipped_surrogate,
+    log_ratio,
+    raw_log_ratio,
+)
+from distflow.algorithms.masked_reductions import under_mask
+from distflow.algorithms.registry import register_policy_loss
+
+
+@register_policy_loss("vanilla", check=check_dual_clip)
+def compute_vanilla_loss(
+    log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    old_log_probs: Tensor | None = None,
+    *,
+    clip_ratio: float = 0.2,
+    clip_ratio_low: float | None = None,
+    clip_ratio_high: float | None = None,
+    clip_ratio_c: float | None = 3.0,
+) -> tuple[Tensor, Stats]:
+    """max(−rA, −clip(r)A), for A < 0 at most −c·A, per token; all tensors `(bs, response_length)`.
+
+    `clip_ratio_c` None turns the dual clip off. Raises ValueError if it is not above 1.
+    """
+    check_dual_clip(clip_ratio_c)
+    low, high = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)
+    difference = log_ratio(log_probs, old_log_probs, loss_mask)
+    loss, stats = clipped_surrogate(difference.exp(), under_mask(advantages, loss_mask), low, high, clip_ratio_c)
+    return loss, stats | {"ppo_kl": -difference.detach()}
+
+
+@register_policy_loss("cispo")
+def compute_cispo_loss(
+    log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    old_log_probs: Tensor | None = None,
+    *,
+    clip_ratio: float = 0.2,
+    clip_ratio_low: float | None = None,
+    clip_ratio_high: float | None = None,
+    clip_below: bool = True,
+) -> tuple[Tensor, Stats]:
+    """−sg[clip(r, 1 − ε_low, 1 + ε_high)]·A·logπ per token; all `(bs, response_length)`.
+
+    `clip_below` False drops the lower bound, as the paper does.
+    """
+    low, high = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)
+    difference = log_ratio(log_probs, old_log_probs, loss_mask).detach()
+    ratio = difference.exp()
+    weight = ratio.clamp(1.0 - low if clip_below else 0.0, 1.0 + high)
+    loss = -weight * under_mask(advantages, loss_mask) * under_mask(log_probs, loss_mask)
+    return loss, {"pg_clipfrac": as_stat(weight != ratio, ratio), "ppo_kl": -difference}
+
+
+MAX_LOG_SEQUENCE_RATIO = 10.0
+
+
+@register_policy_loss("gspo")
+def compute_gspo_loss(
+    log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    old_log_probs: Tensor | None = None,
+    *,
+    clip_ratio: float = 0.2,
+    clip_ratio_low: float | None = None,
+    clip_ratio_high: float | None = None,
+) -> tuple[Tensor, Stats]:
+    """max(−sA, −clip(s)A) per token, s_t = sg[s] · π_t / sg[π_t] (GSPO-token); all `(bs, response_length)`.
+
+    log s is the mean log-ratio of the sequence, capped at 10. The paper aggregates by `seq-mean-token-mean`.
+    """
+    low, high = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)
+    difference = raw_log_ratio(log_probs, old_log_probs, loss_mask)
+    lengths = (loss_mask > 0).sum(dim=-1, keepdim=True).clamp(min=1)
+    sequence = (difference.sum(dim=-1, keepdim=True) / lengths).detach()
+    token_part = difference - difference.detach()
+    ratio = torch.exp((sequence + token_part).clamp(max=MAX_LOG_SEQUENCE_RATIO))
+    loss, stats = clipped_surrogate(ratio, under_mask(advantages, loss_mask), low, high, clip_ratio_c=None)
+    return loss, stats | {"ppo_kl": -difference.detach()}
+
+
+@register_policy_loss("gmpo", every_row=True)
+def compute_gmpo_loss(
+    log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    old_log_probs: Tensor | None = None,
+    *,
+    clip_ratio: float = 0.2,
+    clip_ratio_low: float | None = None,
+    clip_ratio_high: float | None = None,
+) -> tuple[Tensor, Stats]:
+    """−A · (Π r_t)^(1/n), the sequence's loss on each of its n tokens; all `(bs, response_length)`.
+
+    Log-ratios are clipped per token to −ε_low (where A < 0) and ε_high (where A > 0), and nowhere else, so a ratio may
+    overflow where A < 0; A is the sequence's mean advantage. The paper's mean over sequences is `seq-mean-token-mean`,
+    and counts every row, also one without a token, as verl, siiRL and TRL do.
+    """
+    low, high = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)
+    difference = raw_log_ratio(log_probs, old_log_probs, loss_mask)
+    advantages = under_mask(advantages, loss_mask).to(difference.dtype)
+    lengths = (loss_mask > 0).sum(dim=-1, keepdim=True).clamp(min=1)
+    pessimistic = torch.where(advantages > 0, difference.clamp(max=high), difference.clamp(min=-low))
+    pessimistic = torch.where(advantages == 0, torch.zeros_like(pessimistic), pessimistic)
+    ratio = (pessimistic.sum(dim=-1, keepdim=True) / lengths).exp()
+    loss = -(advantages.sum(dim=-1, keepdim=True) / lengths) * ratio
+    stats = {
+        "pg_clipfrac": as_stat((advantages > 0) & (difference > high), difference),
+        "pg_clipfrac_lower": as_stat((advantages < 0) & (difference < -low), difference),
+        "ppo_kl": -difference.detach(),
+    }
+    return loss.expand_as(difference), stats
+
+
+EPSILON = 1e-8
+
+
+@register_policy_loss("dppo_tv", check=check_dual_clip)
+def compute_dppo_tv_loss(
+    log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    old_log_probs: Tensor | None = None,
+    *,
+    clip_ratio: float = 0.2,
+    clip_ratio_low: float | None = None,
+    clip_ratio_high: float | None = None,
+    clip_ratio_c: float | None = 20.0,
+) -> tuple[Tensor, Stats]:
+    """−sg[min(r, c)]·A·logπ per token, 0 where π − π_old is above `clip_ratio_high` (A > 0) or below −`clip_ratio_low`.
+
+    All `(bs, response_length)`. `clip_ratio_c` None leaves the weight untruncated; the paper wants it large (its
+    section 5.4). Raises ValueError if it is not above 1.
+    """
+    low, high = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)
+    policy, old = _probabilities(log_probs, old_log_probs, loss_mask)
+    moved = policy - old
+    inside = torch.where(under_mask(advantages, loss_mask) > 0, moved <= high, moved >= -low)
+    return _masked_gradient(log_probs, advantages, loss_mask, old_log_probs, inside, clip_ratio_c)
+
+
+@register_policy_loss("dppo_kl", check=check_dual_clip)
+def compute_dppo_kl_loss(
+    log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    old_log_probs: Tensor | None = None,
+    *,
+    clip_ratio: float = 0.2,
+    clip_ratio_low: float | None = None,
+    clip_ratio_high: float | None = None,
+    clip_ratio_c: float | None = 20.0,
+) -> tuple[Tensor, Stats]:
+    """As `dppo_tv`, 0 where the token moved the way that A pushes it by a binary KL(old ‖ policy) above the bound.
+
+    Binary: of the distributions {this token, any other}. Raises ValueError if `clip_ratio_c` is not above 1.
+    """
+    low, high = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)
+    policy, old = _probabilities(log_probs, old_log_probs, loss_mask)
+    difference = log_ratio(log_probs, old_log_probs, loss_mask).detach()
+    others = torch.log((1.0 - old + EPSILON) / (1.0 - policy + EPSILON))
+    divergence = -old * difference + (1.0 - old) * others
+    rises = (divergence <= high) | (policy <= old)
+    falls = (divergence <= low) | (policy >= old)
+    inside = torch.where(under_mask(advantages, loss_mask) > 0, rises, falls)
+    return _masked_gradient(log_probs, advantages, loss_mask, old_log_probs, inside, clip_ratio_c)
+
+
+def _probabilities(log_probs: Tensor, old_log_probs: Tensor | None, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(policy, old policy) of each token without gradient, at most 1 whatever rounding says; 1 outside the mask."""
+    policy = under_mask(log_probs.detach(), loss_mask).clamp(max=0.0).exp()
+    return policy, policy if old_log_probs is None else under_mask(old_log_probs, loss_mask).clamp(max=0.0).exp()
+
+
+def _masked_gradient(
+    log_probs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    old_log_probs: Tensor | None,
+    inside: Tensor,
+    clip_ratio_c: float | None,
+) -> tuple[Tensor, Stats]:
+    check_dual_clip(clip_ratio_c)
+    difference = log_ratio(log_probs, old_log_probs, loss_mask).detach()
+    ratio = difference.exp()
+    weight = as_stat(inside, ratio) * (ratio if clip_ratio_c is None else ratio.clamp(max=clip_ratio_c))
+    loss = -weight * under_mask(advantages, loss_mask) * under_mask(log_probs, loss_mask)
+    stats = {"pg_clipfrac": as_stat(~inside, ratio), "ppo_kl": -difference}
+    if clip_ratio_c is not None:
+        stats["pg_clipfrac_lower"] = as_stat(inside & (ratio > clip_ratio_c), ratio)
+    return loss, stats

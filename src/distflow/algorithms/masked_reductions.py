@@ -1,0 +1,161 @@
+"""Sums, means and whitening under a mask, over one rank or all. What stands outside the mask is never read.
+
+From a loss per token to one number, exact over a mini-batch however it is split into micro-batches and ranks.
+
+A mini-batch is one optimizer step. Its counts are summed over all its parts first; each part then weighs its own tokens
+by those counts, so the parts' losses and gradients add up to those of the whole.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+WHITEN_EPSILON = 1e-8
+
+
+class Reduce(Protocol):
+    """Sums and maxima over the ranks that share a global batch."""
+
+    def sum(self, value: Tensor) -> Tensor: ...
+
+    def max(self, value: Tensor) -> Tensor: ...
+
+
+def under_mask(values: Tensor, mask: Tensor) -> Tensor:
+    """`values` where `mask` > 0, else 0; NaN and inf outside the mask reach neither the value nor the gradient."""
+    return torch.where(mask > 0, values, torch.zeros_like(values))
+
+
+def global_sum(value: Tensor, reduce: Reduce | None) -> Tensor:
+    """The sum over all ranks; `value` itself where there is one."""
+    return value if reduce is None else reduce.sum(value)
+
+
+def masked_mean(values: Tensor, mask: Tensor, reduce: Reduce | None = None) -> Tensor:
+    """Mean over the tokens under the mask, in float64, a scalar; 0 where there is none."""
+    return _moments(values, mask, reduce)[0]
+
+
+def masked_var(values: Tensor, mask: Tensor, reduce: Reduce | None = None) -> Tensor:
+    """Unbiased variance over the tokens under the mask, in float64, a scalar; 0 with fewer than two tokens."""
+    return _moments(values, mask, reduce)[1]
+
+
+def masked_whiten(values: Tensor, mask: Tensor, reduce: Reduce | None = None) -> Tensor:
+    """(values − mean) · rsqrt(variance + 1e-8) under the mask, 0 outside, over the batch of all ranks.
+
+    values, mask: `(bs, length)`. The variance is unbiased. With fewer than two tokens the values are only centred.
+    """
+    inside = under_mask(values.double(), mask)
+    mean, variance, count = _moments(inside, mask, reduce)
+    scale = torch.where(count > 1, torch.rsqrt(variance + WHITEN_EPSILON), torch.ones_like(variance))
+    return under_mask((inside - mean) * scale, mask)
+
+
+def _moments(values: Tensor, mask: Tensor, reduce: Reduce | None) -> tuple[Tensor, Tensor, Tensor]:
+    # Two passes: the sum of squares about the mean keeps its digits where E[x²] − E[x]² would cancel them.
+    inside = under_mask(values.double(), mask)
+    total, count = global_sum(torch.stack([inside.sum(), (mask > 0).sum().double()]), reduce).unbind()
+    mean = total / count.clamp(min=1)
+    squares = global_sum(under_mask((inside - mean) ** 2, mask).sum(), reduce)
+    return mean, squares / (count - 1).clamp(min=1), count
+
+
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def check_loss_agg_mode(mode: str) -> None:
+    """Raises ValueError if there is no such mode."""
+    if mode not in LOSS_AGG_MODES:
+        raise ValueError(f"loss_agg_mode '{mode}' is unknown; choose one of {', '.join(LOSS_AGG_MODES)}")
+
+
+def loss_counts(loss_mask: Tensor) -> dict[str, float]:
+    """Tokens under the mask, sequences with at least one, and all rows; they add over micro-batches and ranks.
+
+    loss_mask: `(bs, response_length)`.
+    """
+    mask = loss_mask > 0
+    return {"tokens": float(mask.sum()), "sequences": float(mask.any(dim=-1).sum()), "rows": float(len(mask))}
+
+
+def token_weights(
+    loss_mask: Tensor, mode: str, counts: Mapping[str, float], scale: float | None = None, *, every_row: bool = False
+) -> Tensor:
+    """Each token's weight, float64 `(bs, response_length)`: the loss is Σ weight · per-token loss.
+
+    counts: `loss_counts` of the whole mini-batch. scale: divisor of `seq-mean-token-sum-norm`, in tokens; without it
+    the length of this mask, which differs between micro-batches. Rows without a token are left out of sequence means,
+    unless `every_row` counts them; an empty mini-batch weighs nothing. Raises ValueError for an unknown mode.
+    """
+    check_loss_agg_mode(mode)
+    mask = (loss_mask > 0).double()
+    if mode == "token-mean":
+        return mask / max(counts["tokens"], 1.0)
+    per_sequence = mask / max(counts["rows" if every_row else "sequences"], 1.0)
+    if mode == "seq-mean-token-sum":
+        return per_sequence
+    if mode == "seq-mean-token-mean":
+        return per_sequence / mask.sum(dim=-1, keepdim=True).clamp(min=1)
+    return per_sequence / (scale if scale is not None else max(loss_mask.shape[-1], 1))
+
+
+def weighted_sum(loss_mat: Tensor, weights: Tensor) -> Tensor:
+    """Σ weight · loss, a scalar; losses of weightless tokens are never read."""
+    return (under_mask(loss_mat, weights) * weights.to(loss_mat.dtype)).sum()
+
+
+@dataclass
+class BoundCounts:
+    """The mini-batch that `agg_loss` aggregates over, and whether it was asked to."""
+
+    counts: Mapping[str, float]
+    scale: float | None
+    used: bool = False
+
+
+_bound: ContextVar[BoundCounts | None] = ContextVar("distflow_loss_counts", default=None)
+
+
+@contextmanager
+def bind_counts(counts: Mapping[str, float], scale: float | None) -> Iterator[BoundCounts]:
+    """While this is open, `agg_loss` returns the share of a mini-batch with these counts."""
+    bound = BoundCounts(counts, scale)
+    token = _bound.set(bound)
+    try:
+        yield bound
+    finally:
+        _bound.reset(token)
+
+
+def agg_loss(
+    loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str = "token-mean", loss_scale_factor: float | None = None
+) -> Tensor:
+    """Aggregate per-token losses `(bs, response_length)` into a scalar.
+
+    Inside a policy loss it is this micro-batch's share of the mini-batch; anywhere else `loss_mat` is the whole batch.
+    A batch without a token gives 0 with zero gradient. Raises ValueError for an unknown mode.
+    """
+    bound = _bound.get() or BoundCounts(loss_counts(loss_mask), None)
+    bound.used = True
+    scale = bound.scale if loss_scale_factor is None else loss_scale_factor
+    return weighted_sum(loss_mat, token_weights(loss_mask, loss_agg_mode, bound.counts, scale))
+
+
+def check_scale(mode: str, scale: float | None) -> None:
+    """Raises ValueError where the mode needs a scale that does not hang on how the mini-batch is split."""
+    check_loss_agg_mode(mode)
+    if scale is not None and not scale > 0:
+        raise ValueError(f"loss_scale_factor must be positive, not {scale}")
+    if mode == "seq-mean-token-sum-norm" and scale is None:
+        raise ValueError("loss_agg_mode 'seq-mean-token-sum-norm' needs loss_scale_factor (the longest response)")
+
+
+def zero_loss(log_probs: Tensor) -> Tensor:
+    """0 with a zero gradient for every entry of `log_probs`, whatever it holds."""
+    return under_mask(log_probs, torch.zeros_like(log_probs)).sum()

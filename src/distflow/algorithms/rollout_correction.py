@@ -1,0 +1,291 @@
+"""Corrections for a rollout policy that is not the trainer's: importance weights, truncated or masked.
+
+Truncated weights per token: "Your efficient RL framework secretly brings you off-policy RL training" (Yao et al. 2025).
+A band outside of which tokens do not count: IcePop (Ling team, arXiv:2510.18855).
+
+Rejection masks: tokens or sequences on which trainer and rollout policy differ too much are left out of the loss.
+
+As verl's rollout correction (`rollout_rs`). The masks by token, by sequence and by geometric mean of other systems are
+its `token_k1`, `seq_sum_k1` and `seq_mean_k1`.
+
+Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556; `off_policy_mask_threshold` of TRL's GRPOTrainer).
+
+Proximal log-probs without a forward pass, for decoupled PPO on stale rollouts.
+
+Between the policy that made a token and the one that is trained now the log-prob is taken to move evenly from version
+to version (AReaL's `prox_logp_method=loglinear`, its `docs/algorithms/prox_approx.md`). AReaL 1.0 counts from a version
+before: the engine's version, which it takes for the current policy's, is still that of the policy before the update.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from distflow.algorithms.losses.ratio import MAX_LOG_RATIO
+from distflow.algorithms.masked_reductions import Reduce, global_sum, masked_mean, under_mask
+from distflow.graph.fields import register_field
+from distflow.registry import ROLLOUT_RS
+
+LEVELS = ("token", "sequence", "geometric")
+MODES = ("truncate", "mask")
+
+register_field("rollout_is_weights", doc="importance weight of each token: trainer over rollout policy, corrected")
+
+_SMALLEST_MEAN = 1e-8
+
+Level = Literal["token", "sequence", "geometric"]
+Mode = Literal["truncate", "mask"]
+
+
+@dataclass(frozen=True)
+class Correction:
+    """How weights are made: see `compute_rollout_weights`."""
+
+    level: Level
+    mode: Mode = "truncate"
+    cap: float = 2.0
+    floor: float | None = None
+
+    def weights(self, old_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """(weights before the correction, weights after it), float64 `(bs, response_length)`, 0 outside the mask.
+
+        A row is a whole sequence. Without gradient. Raises ValueError as `compute_rollout_weights`.
+        """
+        _check(self.level, self.mode, self.cap, self.floor)
+        raw = _raw_weights(old_log_probs.detach(), rollout_log_probs.detach(), loss_mask, self.level)
+        weights = raw.clamp(max=self.cap)
+        if self.mode == "mask":
+            inside = (raw <= self.cap) & (raw >= (0.0 if self.floor is None else self.floor))
+            weights = torch.where(inside, raw, torch.zeros_like(raw))
+        return under_mask(raw, loss_mask), under_mask(weights, loss_mask)
+
+
+def compute_rollout_weights(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    loss_mask: Tensor,
+    *,
+    level: Level,
+    mode: Mode = "truncate",
+    cap: float = 2.0,
+    floor: float | None = None,
+    batch_normalize: bool = False,
+    reduce: Reduce | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """(weights float32 `(bs, response_length)`, statistics): π_trainer / π_rollout of the tokens under the mask.
+
+    level: the ratio of each token, the product over a sequence, or its geometric mean per token. mode: `truncate`
+    lowers weights above `cap` to it; `mask` sets weights above `cap` or below `floor` to 0. batch_normalize: then
+    divides them by their mean over the global batch, of tokens or of sequences as `level` counts (verl's
+    `rollout_is_batch_normalize`); where that is 0 they stay. Weights carry no gradient and are 0 outside the mask.
+    Statistics are over the global batch: mean and maximum before the correction, the share that it changed, the
+    effective sample size after it (0 where nothing is left), and the mean that it was divided by (`batch_norm_factor`).
+    Raises ValueError for an unknown level or mode, or bounds that make no sense.
+    """
+    raw, weights = Correction(level, mode, cap, floor).weights(old_log_probs, rollout_log_probs, loss_mask)
+    stats = {
+        "weight_mean": float(masked_mean(raw, loss_mask, reduce)),
+        "weight_max": _global_max(raw, reduce),
+        "corrected_fraction": float(masked_mean((weights != raw).double(), loss_mask, reduce)),
+        "ess": float(_sample_size(weights, loss_mask, level, reduce)),
+    }
+    if batch_normalize:
+        factor = float(_mean_weight(weights, loss_mask, level, reduce))
+        weights = weights / factor if factor > _SMALLEST_MEAN else weights
+        stats["batch_norm_factor"] = factor if factor > _SMALLEST_MEAN else 1.0
+    return weights.float(), stats
+
+
+def effective_sample_size(weights: Tensor, mask: Tensor, reduce: Reduce | None = None) -> Tensor:
+    """(Σw)² / (n · Σw²) in 0..1 over the entries under the mask, a float64 scalar; 0 where all weights are 0."""
+    inside = under_mask(weights.double(), mask)
+    sums = torch.stack([inside.sum(), inside.square().sum(), (mask > 0).sum().double()])
+    total, squares, count = global_sum(sums, reduce).unbind()
+    size = total.square() / (squares * count)
+    return torch.where(squares * count > 0, size, torch.zeros_like(size))
+
+
+def mismatch_statistics(
+    trainer_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, reduce: Reduce | None = None
+) -> dict[str, float]:
+    """How far the rollout policy is from the trainer's, over the tokens of the global batch.
+
+    `mean_abs` and `max_abs` of the log-probs' difference, `k3` (estimate of KL(rollout ‖ trainer)), and `ess` of the
+    uncorrected token weights. log-probs, mask: `(bs, response_length)`.
+    """
+    difference = (under_mask(trainer_log_probs, mask) - under_mask(rollout_log_probs, mask)).double()
+    log_ratio = difference.clamp(-20.0, 20.0)
+    return {
+        "mean_abs": float(masked_mean(difference.abs(), mask, reduce)),
+        "max_abs": _global_max(difference.abs(), reduce),
+        "k3": float(masked_mean(log_ratio.exp() - log_ratio - 1.0, mask, reduce)),
+        "ess": float(effective_sample_size(log_ratio.exp(), mask, reduce)),
+    }
+
+
+def _raw_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, level: str) -> Tensor:
+    log_ratio = (under_mask(old_log_probs, mask) - under_mask(rollout_log_probs, mask)).double()
+    if level != "token":
+        total = log_ratio.sum(dim=-1, keepdim=True)
+        if level == "geometric":
+            total = total / (mask > 0).sum(dim=-1, keepdim=True).clamp(min=1)
+        log_ratio = total.expand_as(log_ratio)
+    return log_ratio.clamp(-20.0, 20.0).exp()
+
+
+def _sample_size(weights: Tensor, mask: Tensor, level: str, reduce: Reduce | None) -> Tensor:
+    return effective_sample_size(*_draws(weights, mask, level), reduce)
+
+
+def _mean_weight(weights: Tensor, mask: Tensor, level: str, reduce: Reduce | None) -> Tensor:
+    return masked_mean(*_draws(weights, mask, level), reduce)
+
+
+def _draws(weights: Tensor, mask: Tensor, level: str) -> tuple[Tensor, Tensor]:
+    """(weights, which of them count): one a token, or one a sequence: a long sequence is still one draw."""
+    if level == "token":
+        return weights, mask
+    per_row = weights.sum(dim=-1) / (mask > 0).sum(dim=-1).clamp(min=1)
+    return per_row, (mask > 0).any(dim=-1)
+
+
+def _global_max(values: Tensor, reduce: Reduce | None) -> float:
+    largest = values.max() if values.numel() else values.new_zeros(())
+    return float(largest if reduce is None else reduce.max(largest))
+
+
+def _check(level: str, mode: str, cap: float, floor: float | None) -> None:
+    if level not in LEVELS:
+        raise ValueError(f"rollout_correction.level '{level}' is unknown; choose one of {', '.join(LEVELS)}")
+    if mode not in MODES:
+        raise ValueError(f"rollout_correction.mode '{mode}' is unknown; choose one of {', '.join(MODES)}")
+    if not cap > 0:
+        raise ValueError(f"rollout_correction.cap must be positive, not {cap}")
+    if floor is not None and mode != "mask":
+        raise ValueError("rollout_correction.floor is the lower end of a band: it needs rollout_correction.mode=mask")
+    if floor is not None and not 0 <= floor < cap:
+        raise ValueError(f"rollout_correction.floor must lie in 0..cap ({cap}), not {floor}")
+
+
+Bounds = tuple[float | None, float]
+
+
+def compute_rejection_mask(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    loss_mask: Tensor,
+    *,
+    rollout_rs: Sequence[str],
+    bounds: Sequence[Bounds],
+    reduce: Reduce | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """(loss_mask less what is rejected, float32 `(bs, response_length)`; statistics over the global batch).
+
+    rollout_rs: what is measured: `token_`, `seq_sum_` and `seq_mean_` of k1, k2, k3, and `seq_max_` of k2, k3; a token
+    must pass all. With d = log π_trainer − log π_rollout within ±20: k1 = −d, k2 = d²/2, k3 = e^d − 1 − d.
+    bounds: (lower, upper) of each, inclusive: of k1 as ratios π_rollout / π_trainer, no lower one meaning 1 / upper;
+    of k2 and k3 the upper one alone. Statistics: for each the mean of what is measured and the share of tokens that it
+    rejects (`NAME_mean`, `NAME_masked`), and the shares of tokens and of sequences (whole or in part) that all reject.
+    Raises ValueError for an unknown name or bounds without sense.
+    """
+    check_rejection(rollout_rs, bounds)
+    difference = under_mask(old_log_probs.detach(), loss_mask) - under_mask(rollout_log_probs.detach(), loss_mask)
+    log_ratio = difference.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    inside = loss_mask > 0
+    kept, statistics = inside, {}
+    for name, (lower, upper) in zip(rollout_rs, bounds, strict=True):
+        measured = _measure(name, log_ratio, inside)
+        passes = measured <= (math.log(upper) if name.endswith("k1") else upper)
+        if name.endswith("k1"):
+            passes = passes & (measured >= (-math.log(upper) if lower is None else math.log(lower)))
+        kept = kept & passes
+        statistics[f"{name}_mean"] = float(masked_mean(measured, loss_mask, reduce))
+        statistics[f"{name}_masked"] = float(masked_mean((~passes).double(), loss_mask, reduce))
+    statistics["masked"] = float(masked_mean((~kept).double(), loss_mask, reduce))
+    statistics["seq_masked"] = _share_of_rows((inside & ~kept).any(dim=-1), inside.any(dim=-1), reduce)
+    return torch.where(kept, loss_mask, torch.zeros_like(loss_mask)).float(), statistics
+
+
+def check_rejection(rollout_rs: Sequence[str], bounds: Sequence[Bounds]) -> None:
+    """Raises ValueError for an unknown name, or where not every one has bounds with something between them."""
+    for name in rollout_rs:
+        if name not in ROLLOUT_RS:
+            raise ValueError(f"rollout_rs '{name}' is unknown; choose from {', '.join(ROLLOUT_RS)}")
+    if len(rollout_rs) != len(bounds):
+        raise ValueError(f"rollout_rs has {len(rollout_rs)} entries and its bounds {len(bounds)}; give one for each")
+    for name, (lower, upper) in zip(rollout_rs, bounds, strict=True):
+        if not upper > 0 or (lower is not None and not 0 < lower <= upper):
+            raise ValueError(f"the bounds of {name} must be positive, the lower one first, not {lower} and {upper}")
+        if name.endswith("k1") and lower is None and upper < 1:
+            raise ValueError(f"nothing lies between 1/{upper:g} and {upper:g}, the bounds of {name}")
+        if lower is not None and not name.endswith("k1"):
+            raise ValueError(f"{name} is never negative and has no lower bound; give {upper:g} alone")
+
+
+def _measure(name: str, log_ratio: Tensor, inside: Tensor) -> Tensor:
+    """The divergence of each token, or that of its sequence on each of its tokens; `(bs, response_length)`."""
+    level, _, estimator = name.rpartition("_")
+    divergence = {
+        "k1": -log_ratio,
+        "k2": 0.5 * log_ratio.square(),
+        "k3": log_ratio.exp() - 1.0 - log_ratio,
+    }[estimator]
+    divergence = under_mask(divergence, inside)
+    if level == "token" or not divergence.shape[-1]:
+        return divergence
+    if level == "seq_max":
+        return divergence.amax(dim=-1, keepdim=True).expand_as(divergence)
+    total = divergence.sum(dim=-1, keepdim=True)
+    if level == "seq_mean":
+        total = total / inside.sum(dim=-1, keepdim=True).clamp(min=1)
+    return total.expand_as(divergence)
+
+
+def _share_of_rows(hit: Tensor, rows: Tensor, reduce: Reduce | None) -> float:
+    counts = global_sum(torch.stack([hit.sum().double(), rows.sum().double()]), reduce)
+    return float(counts[0] / counts[1].clamp(min=1))
+
+
+def off_policy_sequence_mask(
+    log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, loss_mask: Tensor, threshold: float
+) -> Tensor:
+    """0 on tokens with A < 0 in sequences whose mean of log π_rollout − log π exceeds `threshold`, else 1.
+
+    All `(bs, response_length)`; π is the policy that is trained now, so a sequence may leave during a step. Carries no
+    gradient. The mean is over the tokens under the mask, in nats a token. What is masked stays in the denominators.
+    """
+    current = under_mask(log_probs.detach(), loss_mask)
+    gap = (under_mask(rollout_log_probs, loss_mask) - current).double()
+    mean = gap.sum(dim=-1, keepdim=True) / (loss_mask > 0).sum(dim=-1, keepdim=True).clamp(min=1)
+    kept = (under_mask(advantages, loss_mask) >= 0) | (mean <= threshold)
+    return kept.to(log_probs.dtype)
+
+
+def check_threshold(threshold: float | None) -> None:
+    """Raises ValueError for a threshold that is not positive."""
+    if threshold is not None and not threshold > 0:
+        raise ValueError(f"off_policy_mask_threshold must be positive (nats a token, e.g. 0.5), not {threshold}")
+
+
+register_field(
+    "prox_alpha", doc="where the proximal policy lies between the one that made the token (0) and the trained"
+)
+
+
+def proximal_position(versions: Tensor, step: int) -> Tensor:
+    """α = (v_prox − v) / (v_θ − v) of each token, in [0, 1), float32 of the same shape.
+
+    versions: v, the version of the weights that made the token. step: v_prox, the trainer's version before the update;
+    what the update makes is v_θ = step + 1. 0 where no policy made a token, and for one of the proximal policy itself.
+    """
+    behind = torch.where(versions >= 0, step - versions, torch.zeros_like(versions)).clamp(min=0).float()
+    return behind / (behind + 1.0)
+
+
+def interpolate(log_probs: Tensor, old_log_probs: Tensor, alpha: Tensor) -> Tensor:
+    """log π_prox ≈ log π_old + α (log π_θ − log π_old), without gradient; all `(bs, response_length)`."""
+    return old_log_probs + alpha * (log_probs.detach() - old_log_probs)

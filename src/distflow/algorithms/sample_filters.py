@@ -1,0 +1,81 @@
+"""What is left out of training or punished for its length (DAPO, arXiv:2503.14476).
+
+Samples that are left out of the loss, or weigh more than others: by length, and by how hard their prompt is.
+
+Masks and weights are those of alibaba/ROLL (`get_sample_level_mask`, `compute_sample_weights`), but that how hard a
+prompt is is measured on the group's own answers, that invalid samples count in none of it, and that bounds and means
+are those of the batch of all ranks.
+"""
+
+import torch
+from torch import Tensor
+
+from distflow.algorithms.advantages.group_statistics import Groups
+from distflow.algorithms.masked_reductions import Reduce, global_sum, under_mask
+
+ALL_EQUAL = "all_equal"
+TOO_FEW_VERDICTS = "too_few_verdicts"
+
+
+def drop_reason(metric: Tensor, valid: Tensor | None = None, min_valid: int = 2) -> str | None:
+    """Why one prompt's group teaches nothing, or None if it does.
+
+    metric: `(n,)`, one value a sample. A group with fewer than `min_valid` valid samples is `too_few_verdicts`; one
+    whose valid samples all have the same metric is `all_equal`.
+    """
+    judged = metric if valid is None else metric[valid.bool()]
+    if judged.numel() < max(min_valid, 1):
+        return TOO_FEW_VERDICTS
+    return ALL_EQUAL if bool(judged.max() == judged.min()) else None
+
+
+def overlong_penalty(lengths: Tensor, max_response_length: int, buffer_tokens: int, factor: float = 1.0) -> Tensor:
+    """Soft punishment of long answers, float32 `(bs,)`, from 0 down to −factor (DAPO, equation 13).
+
+    lengths: response tokens. It grows linearly over the last `buffer_tokens` before `max_response_length` and is
+    clipped beyond it. With `buffer_tokens` 0 there is none. Raises ValueError if the buffer exceeds the limit.
+    """
+    if buffer_tokens < 0 or buffer_tokens > max_response_length:
+        raise ValueError(f"the overlong buffer of {buffer_tokens} tokens must lie in 0..{max_response_length}")
+    if buffer_tokens == 0:
+        return torch.zeros(lengths.shape, dtype=torch.float32)
+    excess = lengths.double() - (max_response_length - buffer_tokens)
+    return (-(excess / buffer_tokens).clamp(0.0, 1.0) * factor).float()
+
+
+Band = tuple[float, float]
+
+
+def share_right(accuracy: Tensor, group_index: Tensor, valid: Tensor) -> Tensor:
+    """Mean accuracy of the group's valid samples, float64 `(bs,)`; 0 in a group without one. All `(bs,)`."""
+    groups = Groups(group_index, valid)
+    return groups.sum(accuracy.double()) / groups.size.clamp(min=1)
+
+
+def is_within(share: Tensor, band: Band) -> Tensor:
+    """bool `(bs,)`: above the low end and below the high one."""
+    return (share > band[0]) & (share < band[1])
+
+
+def difficulty_weights(share: Tensor, band: Band) -> Tensor:
+    """From the first of the band where all are right to the second where none is. `(bs,)`."""
+    return band[0] + (band[1] - band[0]) * (1.0 - share)
+
+
+def length_weights(lengths: Tensor, valid: Tensor, band: Band, reduce: Reduce | None = None) -> Tensor:
+    """From the first of the band for the batch's shortest valid answer to the second for its longest; the first where
+    all are as long. lengths, valid: `(bs,)`."""
+    lengths, counted = lengths.double(), valid.bool()
+    lowest = torch.tensor([-torch.inf], dtype=torch.float64)
+    ends = torch.stack([torch.cat([lowest, sign * lengths[counted]]).amax() for sign in (-1.0, 1.0)])
+    ends = ends if reduce is None else reduce.max(ends)
+    shortest, longest = -ends[0], ends[1]
+    place = (lengths - shortest) / (longest - shortest) if longest > shortest else torch.zeros_like(lengths)
+    return band[0] + (band[1] - band[0]) * place
+
+
+def with_mean_one(weights: Tensor, valid: Tensor, reduce: Reduce | None = None) -> Tensor:
+    """Over their mean over the batch's valid samples; 0 for the others. Both `(bs,)`."""
+    inside = under_mask(weights.double(), valid)
+    total, count = global_sum(torch.stack([inside.sum(), valid.double().sum()]), reduce).unbind()
+    return inside * (count / total) if total > 0 else inside

@@ -1,0 +1,121 @@
+"""Runs a policy loss of the seed's signature, which returns scalars of a micro-batch, exactly over the mini-batch."""
+
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from distflow.algorithms.masked_reductions import bind_counts, under_mask, zero_loss
+from distflow.algorithms.registry import PolicyLoss
+from distflow.errors import UserError
+
+SEED_RETURNS = ("pg_loss", "pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
+
+
+class FrozenView(Mapping[str, object]):
+    """The actor's numbers as a loss sees them: `view.clip_ratio`, `view["clip_ratio"]`, `view.get(...)`; read only."""
+
+    _values: dict[str, object]
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        self.__dict__["_values"] = dict(values)
+
+    def __getattr__(self, name: str) -> Any:
+        values = self.__dict__.get("_values", {})
+        if name not in values:
+            raise AttributeError(f"the actor has no number '{name}'; it has {', '.join(sorted(values))}")
+        return values[name]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"the config that a loss sees is read only: '{name}' cannot be set")
+
+    def __getitem__(self, name: str) -> object:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+class SeedLoss:
+    """Adapts one seed-style loss. What it aggregates with our `agg_loss` is exact; a scalar made in another way counts
+    by the micro-batch's share of the tokens, with one warning."""
+
+    def __init__(self, loss: PolicyLoss, loss_agg_mode: str, scale: float | None, actor: Mapping[str, object]) -> None:
+        self.loss, self.loss_agg_mode, self.scale = loss, loss_agg_mode, scale
+        self.config = FrozenView(actor)
+        parameters = inspect.signature(loss.fn).parameters.values()
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self._takes = {p.name for p in parameters}
+        self._warned = False
+
+    def check_takes_weights(self) -> None:
+        """Raises ValueError if correction weights would not reach the loss."""
+        if "rollout_is_weights" not in self._takes and not self._takes_all:
+            raise ValueError(
+                f"policy loss '{self.loss.name}' takes no rollout_is_weights; add the parameter, or turn "
+                "algorithm.rollout_correction off"
+            )
+
+    def __call__(
+        self,
+        log_probs: Tensor,
+        fields: Mapping[str, Tensor],
+        weights: Tensor | None,
+        counts: Mapping[str, float],
+    ) -> tuple[Tensor, dict[str, float]]:
+        """(share of the policy loss, sums over tokens of its statistics). Raises ValueError if it returns others."""
+        mask = fields["loss_mask"]
+        num_tokens = float((mask > 0).sum())
+        if num_tokens == 0:
+            # Its own means would divide by nothing.
+            return zero_loss(log_probs), dict.fromkeys(SEED_RETURNS[1:], 0.0)
+        pg_loss, means, aggregated = self._run(log_probs, fields, weights, counts)
+        if not aggregated:
+            self._warn_once()
+            pg_loss = pg_loss * (num_tokens / max(counts["tokens"], 1.0))
+        return pg_loss, {name: _number(mean) * num_tokens for name, mean in means.items()}
+
+    def _run(
+        self, log_probs: Tensor, fields: Mapping[str, Tensor], weights: Tensor | None, counts: Mapping[str, float]
+    ) -> tuple[Tensor, dict[str, Tensor | float], bool]:
+        """(policy loss, its other scalars by name, whether it aggregated with `agg_loss`)."""
+        mask = fields["loss_mask"]
+        current = under_mask(log_probs, mask)
+        old = fields.get("old_log_probs")
+        arguments = {
+            "old_log_prob": current.detach() if old is None else under_mask(old, mask),
+            "log_prob": current,
+            "advantages": under_mask(fields["advantages"], mask),
+            "response_mask": mask,
+            "loss_agg_mode": self.loss_agg_mode,
+            "config": self.config,
+            "rollout_is_weights": None if weights is None else under_mask(weights, mask),
+        }
+        with bind_counts(counts, self.scale) as bound:
+            result = self.loss.fn(**{k: v for k, v in arguments.items() if self._takes_all or k in self._takes})
+        if not isinstance(result, tuple) or len(result) != len(SEED_RETURNS):
+            raise UserError(
+                f"policy loss '{self.loss.name}' must return ({', '.join(SEED_RETURNS)}), {len(SEED_RETURNS)} scalars: "
+                "those that it does not measure may be torch.zeros(())"
+            )
+        pg_loss, *means = result
+        return pg_loss, dict(zip(SEED_RETURNS[1:], means, strict=True)), bound.used
+
+    def _warn_once(self) -> None:
+        if not self._warned:
+            warnings.warn(
+                f"policy loss '{self.loss.name}' does not aggregate with distflow.algorithms.agg_loss: each "
+                "micro-batch counts by its tokens, so the loss may hang on how the batch is split",
+                stacklevel=2,
+            )
+        self._warned = True
+
+
+def _number(mean: Tensor | float) -> float:
+    """Seed losses return statistics as tensors, some of which still carry the gradient, or as plain numbers."""
+    return float(mean.detach() if isinstance(mean, Tensor) else mean)

@@ -1,0 +1,188 @@
+"""Config keys given as Python values, as the lines `key=value` that the command line takes.
+
+Rows and a reward function given from Python: they become files of the run's folder, which its config names, so that
+a resumed run, its evaluation and its verifier processes find them there.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+from distflow.config import Config, Loaded, program_name
+from distflow.config.compose.origins import COMMAND_LINE
+from distflow.config.derived_settings import is_rl
+from distflow.config.keys.declare import dotted
+from distflow.config.keys.schema import schema_keys
+from distflow.data.in_memory_rows import GivenRows, keep_rows
+from distflow.errors import UserError
+
+Overrides: TypeAlias = Mapping[str, object] | Sequence[str]
+_SPECIAL = re.compile(r"[\\()\[\]{}:=, \t]")
+
+
+def to_lines(overrides: Overrides) -> list[str]:
+    """Of a mapping, nested or with dotted keys, one line for each key; lines stay as they are.
+
+    Raises UserError for what is neither, and for a value that no config can hold.
+    """
+    if isinstance(overrides, str):
+        return [overrides]
+    if isinstance(overrides, Mapping):
+        return [f"{key}={_text(value, key)}" for key, value in _leaves("", overrides)]
+    lines = list(overrides) if isinstance(overrides, Sequence) else None
+    if lines is None or not all(isinstance(line, str) for line in lines):
+        raise UserError(f"overrides are {overrides!r:.80}: give a dict, or a list of texts 'key=value'")
+    return lines
+
+
+def key_of(line: str) -> str:
+    """The key that a line sets."""
+    return line.partition("=")[0].lstrip("+~")
+
+
+def _leaves(prefix: str, values: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    keys = schema_keys()
+    for name, value in values.items():
+        key = dotted(prefix, str(name))
+        if isinstance(value, Mapping) and value and key not in keys:
+            yield from _leaves(key, cast(Mapping[str, object], value))
+        else:
+            yield key, value
+
+
+def _text(value: Any, key: str) -> str:
+    """The value in Hydra's grammar. Raises UserError."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, str | Path):
+        return QuotedString(str(value), Quote.single).with_quotes()
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{_escaped(name)}:{_text(item, key)}" for name, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(_text(item, key) for item in value) + "]"
+    if callable(item := getattr(value, "item", None)):  # a number of numpy or torch
+        return _text(item(), key)
+    raise UserError(f"{key} is {value!r:.80}, a {type(value).__name__}: a config holds numbers, texts, lists and dicts")
+
+
+def _escaped(name: object) -> str:
+    return _SPECIAL.sub(lambda match: f"\\{match[0]}", str(name))
+
+
+Rows: TypeAlias = str | Path | GivenRows
+Reward: TypeAlias = Callable[..., object]
+
+# What the config names while it is checked, before anything is written.
+_ROWS_TO_COME = "builtin:arithmetic-rl"
+_REWARD_TO_COME = "distflow.rewards.format_reward"
+_HERE = "given in Python"
+
+
+@dataclass(frozen=True)
+class Given:
+    """Each None where it was not given. A text in place of rows is what the key takes.
+
+    Raises UserError for a reward that is none.
+    """
+
+    data: Rows | None = None
+    val_data: Rows | None = None
+    reward: Reward | None = None
+
+    def __post_init__(self) -> None:
+        if self.reward is not None:
+            _check_reward(self.reward)
+
+    def lines(self, others: Sequence[str]) -> list[str]:
+        """What is set for the check of the config. Raises UserError where `others` set the same."""
+        lines = []
+        for name, key in (("data", "data.train_files"), ("val_data", "data.val_files")):
+            rows = getattr(self, name)
+            if rows is not None:
+                _check_free(key, name, others)
+                lines += to_lines({key: rows if isinstance(rows, str | Path) else _ROWS_TO_COME})
+        if self.reward is not None:
+            _check_free("custom_reward_function", "reward", others)
+            lines += [f"custom_reward_function.path={_REWARD_TO_COME}"]
+        return lines
+
+    def shown(self, what: str) -> str:
+        """A place of a problem, by the argument where it names what is set for the check."""
+        key = what.partition(" = ")[0]
+        if self.reward is not None and key == "custom_reward_function.path":
+            return "reward"
+        return what
+
+    def named_in(self, loaded: Loaded) -> Loaded:
+        """The checked config with the files to come. Raises UserError for a reward that judges nothing."""
+        from distflow.rewards.functions import name_of
+
+        config, keys = loaded.config, list[str]()
+        if self.reward is not None and not is_rl(config):
+            raise UserError(f"reward is given, and the program {program_name(config)} judges no answers: leave it out")
+        for key, file, _ in self._files(config):
+            files: dict[str, Any] = {f"{key}_files": (str(file),)}
+            config = replace(config, data=replace(config.data, **files))
+            keys.append(f"data.{key}_files")
+        if self.reward is not None:
+            custom = replace(config.custom_reward_function, path=str(_reward_file(config)), name=name_of(self.reward))
+            config = replace(config, custom_reward_function=custom)
+            keys += ["custom_reward_function.path", "custom_reward_function.name"]
+        # Overrides were read as lines of a command line, which there is none of.
+        origins = {key: _HERE if where == COMMAND_LINE else where for key, where in loaded.origins.items()}
+        origins |= dict.fromkeys(keys, _HERE)
+        return replace(loaded, config=config, origins=origins)
+
+    def keep(self, config: Config, resuming: bool, say: Callable[[str], None]) -> None:
+        """Write the files. Raises UserError for what cannot be written, and for other rows than a resumed run's."""
+        from distflow.rewards.fingerprint import fingerprint_function
+        from distflow.rewards.functions import write_function
+
+        _folder(config).mkdir(mode=0o700, exist_ok=True)
+        for key, file, rows in self._files(config):
+            name = "data" if key == "train" else "val_data"
+            wanted = getattr(config.data, f"{key}_max_samples")
+            if keep_rows(rows, file, name=name, wanted=wanted, resuming=resuming):
+                say(f"{name}: going on with the rows that the run began with, in {file}; what was given is not read")
+        if self.reward is not None:
+            write_function(self.reward, fingerprint_function(self.reward), _reward_file(config))
+
+    def _files(self, config: Config) -> Iterator[tuple[str, Path, GivenRows]]:
+        """("train" or "val", file, rows) of what is written."""
+        for key, rows in (("train", self.data), ("val", self.val_data)):
+            if rows is not None and not isinstance(rows, str | Path):
+                yield key, _folder(config) / f"{key}.jsonl", rows
+
+
+def _folder(config: Config) -> Path:
+    return config.trainer.run_dir / "data"
+
+
+def _reward_file(config: Config) -> Path:
+    return _folder(config) / "reward.pkl"
+
+
+def _check_free(key: str, name: str, lines: Sequence[str]) -> None:
+    for line in lines:
+        if key_of(line).startswith(key):
+            raise UserError(f"{key_of(line)} is set, and {name}= says the same: leave one of them out")
+
+
+def _check_reward(reward: Reward) -> None:
+    from distflow.rewards.functions import find_fault, name_of
+
+    if not callable(reward) or isinstance(reward, type):
+        raise UserError(
+            f"reward is {reward!r:.80}: give a function. Rewards with a name are set by reward.functions, e.g. "
+            'overrides={"reward.functions": {"default": ["math"]}}, and one in a file by custom_reward_function.path'
+        )
+    if fault := find_fault(reward):
+        raise UserError(f"reward: {name_of(reward)} {fault}")

@@ -1,0 +1,323 @@
+"""The built-in estimators' formulas once more, by brute force: one sample after another, in float64.
+
+Claim: advantages and returns are what the estimator's formula makes of the rewards of their own group.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distflow.algorithms.registry import find_adv_est
+from distflow.audit.check import Check, Wrong
+from distflow.audit.recorded_data import BUILTIN, Evidence, Sample, doubles, module_of
+from distflow.audit.reward_functions import functions_of
+from distflow.config.derived_settings import algorithms
+from distflow.config.keys.algorithm import AlgorithmConfig, is_on
+
+Rows = list[tuple[list[float], list[float]]]
+"""(advantage, return) of each token of each sample."""
+Options = Mapping[str, Any]
+
+
+def expected_advantages(name: str, samples: Sequence[Sample], options: Options) -> Rows | None:
+    """Of every token; None where there is no formula of that name here."""
+    formula = FORMULAS.get(name)
+    return None if formula is None else formula(samples, options)
+
+
+def _tokens(sample: Sample) -> list[bool]:
+    """Which tokens count: the policy's, of a sample with a verdict."""
+    return [bool(sample["valid"]) and m > 0 for m in sample["response_mask"].tolist()]
+
+
+def _score(sample: Sample) -> float:
+    return math.fsum(sample["token_level_rewards"].tolist())
+
+
+def _groups(samples: Sequence[Sample]) -> dict[int, list[Sample]]:
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        if sample["valid"]:
+            groups.setdefault(int(sample["group_index"]), []).append(sample)
+    return groups
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+def _std(values: Sequence[float]) -> float:
+    """Unbiased; exactly 0 where all are equal, or there is one."""
+    if len(values) < 2 or max(values) == min(values):
+        return 0.0
+    mean = _mean(values)
+    return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
+
+
+def _on_samples(samples: Sequence[Sample], value: Callable[[Sample, list[Sample]], float]) -> Rows:
+    """One number a sample, on each of its tokens; returns are the same."""
+    groups, rows = _groups(samples), []
+    for sample in samples:
+        number = value(sample, groups[int(sample["group_index"])]) if sample["valid"] else 0.0
+        row = [number if counted else 0.0 for counted in _tokens(sample)]
+        rows.append((row, row))
+    return rows
+
+
+def _to_go(sample: Sample, gamma: float) -> list[float]:
+    """Rewards to go; tokens that do not count carry the running sum over."""
+    running, out = 0.0, []
+    for reward, counted in zip(
+        reversed(sample["token_level_rewards"].tolist()), reversed(_tokens(sample)), strict=True
+    ):
+        running = reward + gamma * running if counted else running
+        out.append(running if counted else 0.0)
+    return out[::-1]
+
+
+def _whitened(rows: list[list[float]], samples: Sequence[Sample]) -> list[list[float]]:
+    """Over all tokens that count: centred, by the unbiased deviation; 1e-8 is added to the variance."""
+    counted = [
+        v for row, sample in zip(rows, samples, strict=True) for v, c in zip(row, _tokens(sample), strict=True) if c
+    ]
+    mean = _mean(counted)
+    scale = 1.0
+    if len(counted) > 1:
+        scale = 1.0 / math.sqrt(math.fsum((v - mean) ** 2 for v in counted) / (len(counted) - 1) + 1e-8)
+    return [
+        [(v - mean) * scale if c else 0.0 for v, c in zip(row, _tokens(sample), strict=True)]
+        for row, sample in zip(rows, samples, strict=True)
+    ]
+
+
+def _grpo(samples: Sequence[Sample], options: Options) -> Rows:
+    return _on_samples(samples, _grpo_value(samples, options, _score))
+
+
+def _grpo_value(
+    samples: Sequence[Sample], options: Options, score: Callable[[Sample], float]
+) -> Callable[[Sample, list[Sample]], float]:
+    """What GRPO gives to a sample of a group for these scores."""
+    scale = options["scale_rewards"] or ("group" if options["norm_adv_by_std_in_grpo"] else "none")
+    epsilon, of_batch = options["adv_epsilon"], _std([score(sample) for sample in samples if sample["valid"]])
+
+    def value(sample: Sample, group: list[Sample]) -> float:
+        scores = [score(other) for other in group]
+        if len(group) == 1:
+            return {"group": score(sample) / (1.0 + epsilon), "batch": 0.0, "none": score(sample)}[scale]
+        if max(scores) == min(scores):
+            return 0.0
+        deviation = {"group": _std(scores) + epsilon, "batch": of_batch + epsilon, "none": 1.0}[scale]
+        return (score(sample) - _mean(scores)) / deviation
+
+    return value
+
+
+def _part(name: str, sample: Sample) -> float:
+    return float(sample["reward_parts"].get(name, 0.0))
+
+
+def _gdpo(samples: Sequence[Sample], options: Options) -> Rows:
+    """Each part of the reward by GRPO's rule, weighted, summed, and whitened."""
+    names = sorted({name for sample in samples for name in sample["reward_parts"]})
+    by_group = {**options, "scale_rewards": None}
+    values = {name: _grpo_value(samples, by_group, partial(_part, name)) for name in names}
+
+    def summed(sample: Sample, group: list[Sample]) -> float:
+        total = 0.0
+        for name in (name for name in names if name in sample["reward_parts"]):
+            having = [other for other in group if name in other["reward_parts"]]
+            total += options["weight_of"](sample, name) * values[name](sample, having)
+        return total
+
+    rows = [row for row, _ in _on_samples(samples, summed)]
+    if options.get("whiten_over", "tokens") == "tokens":
+        return [(row, row) for row in _whitened(rows, samples)]
+    groups = _groups(samples)
+    sums = [summed(s, groups[int(s["group_index"])]) for s in samples if s["valid"]]
+    scale = 1.0 / math.sqrt(_std(sums) ** 2 + 1e-8) if len(sums) > 1 else 1.0
+    return _on_samples(samples, lambda sample, group: (summed(sample, group) - _mean(sums)) * scale)
+
+
+def _rloo(samples: Sequence[Sample], options: Options) -> Rows:
+    def value(sample: Sample, group: list[Sample]) -> float:
+        others = [_score(other) for other in group if other is not sample]
+        return _score(sample) - _mean(others) if others else 0.0
+
+    return _on_samples(samples, value)
+
+
+def _opo(samples: Sequence[Sample], options: Options) -> Rows:
+    def value(sample: Sample, group: list[Sample]) -> float:
+        if len(group) == 1:
+            return _score(sample)
+        lengths = [sum(m > 0 for m in other["response_mask"].tolist()) for other in group]
+        weighted = math.fsum(length * _score(other) for length, other in zip(lengths, group, strict=True))
+        return _score(sample) - (weighted / sum(lengths) if sum(lengths) else 0.0)
+
+    return _on_samples(samples, value)
+
+
+def _passk(samples: Sequence[Sample], options: Options) -> Rows:
+    def value(sample: Sample, group: list[Sample]) -> float:
+        scores = sorted((_score(other) for other in group), reverse=True)
+        if len(scores) < 2 or scores[0] == scores[1] or _score(sample) != scores[0]:
+            return 0.0
+        return (scores[0] - scores[1]) / (
+            _std(scores) + options["adv_epsilon"] if options["norm_adv_by_std_in_grpo"] else 1.0
+        )
+
+    return _on_samples(samples, value)
+
+
+def _gpg(samples: Sequence[Sample], options: Options) -> Rows:
+    judged = [sample for sample in samples if sample["valid"]]
+    groups = _groups(samples)
+
+    def counts(sample: Sample) -> bool:
+        """Whether the sample has a reward, or its group has more than one."""
+        if options.get("alpha_counts", "groups") == "rewards":
+            return _score(sample) != 0
+        scores = [_score(other) for other in groups[int(sample["group_index"])]]
+        return max(scores) != min(scores) or (len(scores) == 1 and scores[0] != 0)
+
+    alpha = len(judged) / max(sum(counts(sample) for sample in judged), 1)
+
+    def value(sample: Sample, group: list[Sample]) -> float:
+        centred = _score(sample) - _mean([_score(other) for other in group]) if len(group) > 1 else _score(sample)
+        return alpha * centred / options["f_norm"]
+
+    return _on_samples(samples, value)
+
+
+def _reinforce(samples: Sequence[Sample], options: Options) -> Rows:
+    return [(row, row) for row in (_to_go(sample, options["gamma"]) for sample in samples)]
+
+
+def _remax(samples: Sequence[Sample], options: Options) -> Rows:
+    rows = []
+    for sample in samples:
+        returns = _to_go(sample, 1.0)
+        baseline = float(sample["reward_baselines"])
+        rows.append(([r - baseline if c else 0.0 for r, c in zip(returns, _tokens(sample), strict=True)], returns))
+    return rows
+
+
+def _plus_plus(samples: Sequence[Sample], options: Options) -> Rows:
+    returns = [_to_go(sample, options["gamma"]) for sample in samples]
+    return list(zip(_whitened(returns, samples), returns, strict=True))
+
+
+def _plus_plus_baseline(samples: Sequence[Sample], options: Options) -> Rows:
+    def value(sample: Sample, group: list[Sample]) -> float:
+        scores = [_score(other) for other in group]
+        return _score(sample) - _mean(scores) if len(group) > 1 else _score(sample)
+
+    rows = _whitened([row for row, _ in _on_samples(samples, value)], samples)
+    return [(row, row) for row in rows]
+
+
+def _gae(samples: Sequence[Sample], options: Options) -> Rows:
+    gamma, lam, rows, returns = options["gamma"], options["lam"], [], []
+    for sample in samples:
+        rewards, values, counted = sample["token_level_rewards"].tolist(), sample["values"].tolist(), _tokens(sample)
+        places = [t for t, c in enumerate(counted) if c]
+        cut_off = options["bootstrap_truncated"] and bool(sample["truncated"])
+        following, running = (values[places[-1]] if places and cut_off else 0.0), 0.0
+        row, back = [0.0] * len(counted), [0.0] * len(counted)
+        for t in reversed(places):
+            running = rewards[t] + gamma * following - values[t] + gamma * lam * running
+            following = values[t]
+            row[t], back[t] = running, running + values[t]
+        rows.append(row)
+        returns.append(back)
+    return list(zip(_whitened(rows, samples), returns, strict=True))
+
+
+FORMULAS: dict[str, Callable[[Sequence[Sample], Options], Rows]] = {
+    "grpo": _grpo,
+    "gdpo": _gdpo,
+    "gspo": _grpo,
+    "cpgd": _grpo,
+    "rloo": _rloo,
+    "opo": _opo,
+    "grpo_passk": _passk,
+    "gpg": _gpg,
+    "reinforce": _reinforce,
+    "remax": _remax,
+    "reinforce_plus_plus": _plus_plus,
+    "reinforce_plus_plus_baseline": _plus_plus_baseline,
+    "gae": _gae,
+}
+GLOBAL = ("gpg", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
+"""Those that look at the whole step, on all ranks."""
+
+
+LIMIT = 1e-3
+MOST_TOKENS = 2**20
+
+
+def prove(evidence: Evidence) -> str | None:
+    if not evidence.is_ours("advantages"):
+        return "the estimator is the user's" if evidence.is_written("advantages") else ""
+    if sum(len(sample["response_ids"]) for sample in evidence.samples) > MOST_TOKENS:
+        return f"the step has more than {MOST_TOKENS:,} tokens"
+    if any(update.metrics.get("skipped") and not update.metrics.get("empty") for update in evidence.updates):
+        return "an update of the step was skipped: something in it is not finite"
+    samples: dict[str | None, list[Sample]] = {domain: [] for domain, _ in algorithms(evidence.config)}
+    for sample in evidence.samples:
+        samples[sample["domain"] if sample["domain"] in samples else None].append(sample)
+    why_not = [
+        why
+        for domain, settings in algorithms(evidence.config)
+        if samples[domain] and (why := _prove(evidence, settings, samples[domain]))
+    ]
+    return why_not[0] if why_not else None
+
+
+def _prove(evidence: Evidence, settings: AlgorithmConfig, samples: list[Sample]) -> str | None:
+    """Of those that share the settings."""
+    name = settings.adv_estimator
+    if evidence.parts.num_ranks > 1 and (name in GLOBAL or settings.scale_rewards == "batch"):
+        return f"'{name}' looks at the samples of all ranks"
+    if evidence.partial and (name in GLOBAL or settings.scale_rewards == "batch"):
+        return f"'{name}' looks at the whole step"
+    if is_on(settings.adv_norm) or is_on(settings.reward_norm):
+        return "the auditor has no formula of reward_norm and adv_norm"
+    if settings.advantage_clip is not None or settings.difficulty_weight or settings.length_weight:
+        return "the auditor has no formula of advantage_clip, difficulty_weight and length_weight"
+    if module_of(find_adv_est(name).fn).partition(".")[0] + "." != BUILTIN:
+        return "the estimator is the user's"
+    weights = {"weight_of": lambda sample, part: functions_of(evidence, sample).get(part, 1.0)}
+    options = {"f_norm": 1.0, **vars(settings), **settings.adv_estimator_kwargs, **weights}
+    rows = expected_advantages(name, samples, options)
+    if rows is None:
+        return f"the auditor has no formula of '{name}'"
+    for sample, (advantages, returns) in zip(samples, rows, strict=True):
+        _same(name, sample, "advantages", torch.tensor(advantages, dtype=torch.float64))
+        _same(name, sample, "returns", torch.tensor(returns, dtype=torch.float64))
+    return None
+
+
+def _same(name: str, sample: Sample, column: str, expected: Tensor) -> None:
+    wrong = ~((doubles(sample[column]) - expected).abs() <= LIMIT * expected.abs().clamp(min=1.0))
+    if bool(wrong.any()):
+        token = int(wrong.nonzero()[0])
+        raise Wrong(
+            f"{column} of sample {sample['uid']} is {float(sample[column][token]):g} at token {token}, but '{name}' "
+            f"gives {float(expected[token]):g} for the rewards of its own group ({int(sample['group_index'])})"
+        )
+
+
+CHECK = Check(
+    "advantages",
+    "advantages and returns are what the estimator's formula, worked out by brute force in float64, makes of the "
+    "rewards of each sample's own group",
+    "a built-in estimator",
+    f"{LIMIT:g} relative",
+    prove,
+)

@@ -1,0 +1,182 @@
+"""Claim: an estimator or loss of the user's is finite, reads nothing outside the mask, and keeps groups apart."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distflow.audit.check import Check
+from distflow.audit.recorded_data import BUILTIN, Evidence, module_of
+from distflow.audit.recorder import UpdateRecord
+
+GARBAGE, WIDTH, LIMIT = 1e3, 3, 1e-4
+Call = Callable[[Sequence[object], Mapping[str, object]], tuple[Tensor, ...]]
+
+
+def prove(evidence: Evidence) -> str | None:
+    """What it sees is told, and the run goes on: a user may know better than these rules."""
+    estimator, losses = _estimator(evidence), _losses(evidence)
+    if estimator is None and losses is None:
+        return ""
+    told = [*(estimator or ()), *(losses or ())]
+    for message in told:
+        evidence.say(message)
+    return told[0] if told else None
+
+
+def _estimator(evidence: Evidence) -> list[str] | None:
+    """What is wrong with the user's estimator; None where there is none."""
+    if evidence.is_ours("advantages") or evidence.parts.estimate is None:
+        return None
+    fn, positional, keyword = evidence.parts.estimate(evidence.batch)
+    name = f"the estimator {getattr(fn, '__name__', fn)}"
+    mask = evidence.batch["response_mask"]
+
+    def call(positional: Sequence[object], keyword: Mapping[str, object]) -> tuple[Tensor, ...]:
+        return _tensors(fn(*positional, **keyword), mask)
+
+    found = call(positional, keyword)
+    told = _not_finite(name, found, mask)
+    if not _equal(found, call(positional, keyword)):
+        return [
+            *told,
+            f"{name} is not deterministic: called again with the same batch it gives other advantages; it cannot be "
+            "audited",
+        ]
+    if not _equal(found, _widened(call, positional, keyword, mask)):
+        told.append(
+            f"{name} reads outside the mask: with other numbers behind the answers' last tokens it gives other "
+            "advantages. What stands there depends on which samples share the batch; multiply by response_mask before "
+            "you sum"
+        )
+    elif _mixes_groups(evidence, call):
+        told.append(
+            f"{name} mixes groups: for one group alone it gives other advantages than for the same group in the batch. "
+            'If that is meant, register it with scope="global"'
+        )
+    return told
+
+
+def _mixes_groups(evidence: Evidence, call: Call) -> bool:
+    assert evidence.parts.estimate is not None
+    node = next(node for node in evidence.parts.program.nodes if "advantages" in node.contract.writes)
+    groups = evidence.batch["group_index"].tolist()
+    if node.contract.scope == "global" or len(set(groups)) < 2:
+        return False
+    rows = [row for row, group in enumerate(groups) if group == groups[0]]
+    alone = evidence.batch.select(rows)
+    fn, positional, keyword = evidence.parts.estimate(alone)
+    apart = _tensors(fn(*positional, **keyword), alone["response_mask"])
+    whole_fn, whole_positional, whole_keyword = evidence.parts.estimate(evidence.batch)
+    together = call(whole_positional, whole_keyword)
+    length = alone["response_mask"].shape[1]
+    return not _equal(apart, tuple(tensor[rows][:, :length] for tensor in together))
+
+
+def _losses(evidence: Evidence) -> list[str] | None:
+    """What is wrong with the user's loss; None where there is none of our own signature."""
+    for update in evidence.updates_of("actor")[:1]:
+        loss = getattr(update.loss, "loss", None)
+        fn = getattr(loss, "fn", None)
+        if fn is not None and not module_of(fn).startswith(BUILTIN) and not getattr(loss, "seed_style", False):
+            return _loss(update, fn)
+    return None
+
+
+def _loss(update: UpdateRecord, fn: Callable[..., Any]) -> list[str]:
+    objective: Any = update.loss
+    name, micro = f"the loss '{objective.loss.name}'", update.micros[0]
+    uids = list(update.batch["uid"])
+    batch = update.batch.select([uids.index(uid) for uid in micro.uids])
+    mask = batch["loss_mask"]
+    names = [*objective.loss.reads, *(n for n in objective.loss.optional if n in batch)]
+    fields = {name: batch[name] for name in names} | {"log_probs": micro.outputs["log_probs"]}
+
+    def call(positional: Sequence[object], keyword: Mapping[str, object]) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return (fn(**keyword, **objective.options)[0],)
+
+    found = call((), fields)
+    told = _not_finite(name, found, mask)
+    if not _equal(found, call((), fields)):
+        return [*told, f"{name} is not deterministic; it cannot be audited"]
+    if not _equal(
+        tuple(f * (mask > 0) for f in found), tuple(f * (mask > 0) for f in _widened(call, (), fields, mask))
+    ):
+        told.append(
+            f"{name} reads outside the mask: with other numbers behind the answers' last tokens it gives tokens inside "
+            "another loss. What stands there depends on which samples share a micro-batch; multiply by loss_mask first"
+        )
+    gradient = micro.gradients.get("log_probs")
+    if gradient is not None and bool(((mask == 0) & (gradient != 0)).any()):
+        told.append(f"{name} sends a gradient to tokens outside the mask")
+    advantages = batch["advantages"] if "advantages" in batch else None  # noqa: SIM401  a batch is no dict
+    if gradient is not None and advantages is not None and not bool(gradient.any()) and bool((advantages * mask).any()):
+        told.append(f"{name} sends no gradient to any token, though advantages are not 0")
+    return told
+
+
+def _widened(
+    call: Call, positional: Sequence[object], keyword: Mapping[str, object], mask: Tensor
+) -> tuple[Tensor, ...]:
+    """The same with garbage outside the mask, and more of it behind; cut to the old width."""
+
+    def spoil(value: object, is_mask: bool) -> object:
+        if not isinstance(value, Tensor) or value.shape != mask.shape:
+            return value
+        if is_mask or not value.is_floating_point():
+            return torch.nn.functional.pad(value, (0, WIDTH))
+        outside = torch.where(mask > 0, value, torch.full_like(value, GARBAGE))
+        return torch.nn.functional.pad(outside, (0, WIDTH), value=GARBAGE)
+
+    def masks(value: object) -> bool:
+        return (
+            isinstance(value, Tensor)
+            and bool(((value == 0) | (value == 1)).all())
+            and bool(((value > 0) <= (mask > 0)).all())
+        )
+
+    found = call(
+        [spoil(value, masks(value)) for value in positional],
+        {name: spoil(value, name.endswith("mask")) for name, value in keyword.items()},
+    )
+    return tuple(tensor[:, : mask.shape[1]] for tensor in found)
+
+
+def _tensors(output: object, mask: Tensor) -> tuple[Tensor, ...]:
+    """What it returned, under the mask. Raises ValueError for another form."""
+    output = getattr(output, "batch", output)
+    if isinstance(output, Mapping):
+        output = tuple(output.values())
+    values = output if isinstance(output, tuple) else (output,)
+    tensors = tuple(value for value in values if isinstance(value, Tensor) and value.dim() == 2)
+    if not tensors:
+        raise ValueError("it returned no tensor (bs, response_length)")
+    return tuple(torch.where(_like(mask, tensor) > 0, tensor, torch.zeros_like(tensor)) for tensor in tensors)
+
+
+def _like(mask: Tensor, tensor: Tensor) -> Tensor:
+    return torch.nn.functional.pad(mask, (0, tensor.shape[1] - mask.shape[1]))
+
+
+def _not_finite(name: str, found: Sequence[Tensor], mask: Tensor) -> list[str]:
+    inside = [tensor[:, : mask.shape[1]][mask > 0] for tensor in found]
+    if all(bool(values.isfinite().all()) for values in inside):
+        return []
+    return [f"{name} gives numbers that are not finite on tokens that the policy made"]
+
+
+def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    pairs = zip(one, other, strict=True)
+    return all(a.shape == b.shape and torch.allclose(a, b, rtol=LIMIT, atol=LIMIT, equal_nan=True) for a, b in pairs)
+
+
+CHECK = Check(
+    "user_code",
+    "an estimator or loss of the user's gives finite numbers, reads nothing outside the mask, and, where its scope is "
+    "not global, keeps groups apart; what does not hold is told, and the run goes on",
+    "a function of ours or another system's signature that gives the same twice",
+    f"{LIMIT:g}",
+    prove,
+)

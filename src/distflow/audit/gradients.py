@@ -1,0 +1,149 @@
+"""Claim: a gradient by log-probs reaches the weights through packed sequences as it does through padded ones.
+
+Claim: a mini-batch's gradient starts from zero, is the sum of what its micro-batches brought, clipped as asked.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distflow.audit.check import Check, Wrong
+from distflow.audit.log_probs import dtype_of, ids_of, proved_samples
+from distflow.audit.plain_model import logits_of, plainly
+from distflow.audit.recorded_data import Evidence, Sample
+from distflow.audit.recorder import OpenEngine, UpdateRecord, striped
+
+NUM_SAMPLES = 2
+EXACT, ROUNDED = 1e-3, 0.5
+
+
+def prove_backward(evidence: Evidence) -> str | None:
+    actor = evidence.parts.actor
+    scorer = getattr(actor, "scorer", None)
+    if not isinstance(actor, OpenEngine) or scorer is None:
+        return "the train engine does not show its inside"
+    turns = evidence.parts.turns
+    chosen = sorted(proved_samples(evidence), key=lambda sample: len(sample["response_ids"]))[:NUM_SAMPLES]
+    if not chosen and not turns.is_spread(actor.model):
+        return "no sample is short enough"
+    names = dict(striped(actor.model, evidence.step))
+    weights = list(names.values())
+    packed = _through_packing(evidence, actor, scorer, chosen, weights)
+    apart = [
+        _through_padding(evidence, actor, chosen[place : place + 1], weights)
+        for place in range(NUM_SAMPLES if turns.is_spread(actor.model) else len(chosen))
+    ]
+    if not chosen:
+        return "no sample is short enough"
+    limit = EXACT if evidence.parts.exact else ROUNDED
+    for name, one, *others in zip(names, packed, *apart, strict=True):
+        other = torch.stack(others).sum(0)
+        error = float((one - other).norm() / other.norm().clamp(min=1e-12))
+        if not error <= limit and float(other.norm()) > 1e-9:
+            raise Wrong(
+                f"the gradient of {name} by the log-probs of samples {', '.join(s['uid'] for s in chosen)} differs by "
+                f"{error:.3g} (relative; limit {limit:g}) between the packed pass and a padded one: packed sequences "
+                "see each other, or part of the model is cut off from the gradient"
+            )
+    return None
+
+
+def _through_packing(
+    evidence: Evidence, actor: OpenEngine, scorer: object, chosen: Sequence[Sample], weights: Sequence[nn.Parameter]
+) -> list[Tensor]:
+    rows = [list(evidence.batch["uid"]).index(sample["uid"]) for sample in chosen]
+    batch = evidence.batch.select(rows)
+
+    def loss() -> Tensor:
+        flat = scorer.compute(batch, ("log_probs",))["log_probs"]  # type: ignore[attr-defined]  # checked above
+        cotangents = [_cotangent(length) for length in batch.lengths("response").tolist()]
+        return (flat * torch.cat(cotangents or [flat.new_zeros(0)]).to(flat)).sum()
+
+    return evidence.parts.turns.gradients(actor.model, weights, loss)
+
+
+def _through_padding(
+    evidence: Evidence, actor: OpenEngine, chosen: Sequence[Sample], weights: Sequence[nn.Parameter]
+) -> list[Tensor]:
+    """chosen: one sample, or none: then a token is sent through the model, and its gradient is 0."""
+    tokens = [ids_of(sample) for sample in chosen] or [((0,), (0,))]
+
+    def loss() -> Tensor:
+        (logits,) = logits_of(_at_once, actor.model, tokens)
+        ids = torch.tensor(tokens[0][1], device=logits.device)
+        temperature = evidence.sampling(chosen[0]).temperature if chosen else 1.0
+        scores = (logits / temperature).log_softmax(-1)
+        log_probs = scores.gather(-1, ids[:, None])[:, 0]
+        return (log_probs * _cotangent(len(ids)).to(log_probs)).sum() * float(len(chosen))
+
+    with plainly(actor.model, compute_dtype=dtype_of(actor)):
+        return evidence.parts.turns.gradients(actor.model, weights, loss)
+
+
+def _at_once(model: nn.Module, **inputs: object) -> Any:
+    return model(**inputs)
+
+
+def _cotangent(length: int) -> Tensor:
+    """Fixed numbers of both signs."""
+    return torch.cos(torch.arange(length, dtype=torch.float32) + 1.0)
+
+
+BACKWARD = Check(
+    "backward",
+    "a gradient by log-probs reaches the weights through the packed pass as through the model's own padded one",
+    "a train engine that shows its inside",
+    f"{EXACT:g} relative (bfloat16: {ROUNDED:g})",
+    prove_backward,
+)
+
+
+LIMIT = 1e-3
+
+
+def prove_gradients(evidence: Evidence) -> str | None:
+    seen = [update for update in evidence.updates if isinstance(update.engine, OpenEngine)]
+    if not seen:
+        return "no update was seen of an engine that shows its inside"
+    for update in seen:
+        if update.leftover:
+            raise Wrong(
+                f"a mini-batch of the {update.role} began with gradients left over from the one before "
+                f"({update.leftover[0]} and {len(update.leftover) - 1} more weights): they were not cleared"
+            )
+        if update.norm is not None and not update.metrics.get("skipped"):
+            _clipped(evidence, update, update.norm)
+    return "gradients of several ranks are summed before they are seen" if evidence.parts.num_ranks > 1 else None
+
+
+def _clipped(evidence: Evidence, update: UpdateRecord, norm: float) -> None:
+    settings = evidence.config.critic if update.role == "critic" else evidence.config.actor_rollout_ref.actor
+    reported, most = float(update.metrics["grad_norm"]), settings.max_grad_norm
+    factor = 1.0 if most is None else min(1.0, most / (reported + 1e-6))
+    if not abs(norm - reported * factor) <= LIMIT * reported + 1e-9:
+        raise Wrong(
+            f"the {update.role}'s optimizer was given a gradient of norm {norm:.4g}, but it was measured as "
+            f"{reported:.4g} and max_grad_norm is {most}: it should be {reported * factor:.4g}"
+        )
+    if evidence.parts.num_ranks > 1:
+        return
+    for name, stripe in update.stripes.items():
+        if stripe.gradient is None or stripe.contributions is None:
+            continue
+        gap = float((stripe.gradient - stripe.contributions * factor).norm())
+        if not gap <= 10 * LIMIT * float(stripe.gradient.norm()) + 1e-7 * reported:
+            raise Wrong(
+                f"the gradient of {name} that the {update.role}'s optimizer was given is not the sum of what the "
+                "micro-batches brought, times the clip's factor: some was left over, dropped or scaled"
+            )
+
+
+GRADIENTS = Check(
+    "gradients",
+    "a mini-batch's gradient starts from zero and is the sum of its micro-batches' gradients, clipped to max_grad_norm",
+    "a train engine that shows its inside",
+    f"{LIMIT:g} relative",
+    prove_gradients,
+)

@@ -1,0 +1,99 @@
+"""Claim: a step holds the groups of its tickets, whole; where groups are filtered, each has something to teach.
+
+Claim: every token that the policy made, its end token too, is trained on where its sample has a verdict.
+"""
+
+from collections import Counter
+
+from distflow.audit.check import Check, Wrong
+from distflow.audit.recorded_data import Evidence, Sample
+from distflow.config.derived_settings import algorithm_of
+from distflow.config.per_domain import filters_groups, unfiltered_domains
+
+
+def prove_groups(evidence: Evidence) -> str | None:
+    if evidence.parts.num_ranks > 1:
+        return "a step's groups lie on several ranks"
+    groups: dict[int, list[Sample]] = {}
+    for sample in evidence.samples:
+        groups.setdefault(int(sample["group_index"]), []).append(sample)
+    if sorted(groups) != sorted(evidence.tickets):
+        missing = sorted(set(evidence.tickets) ^ set(groups))
+        raise Wrong(
+            f"the step is of {len(evidence.tickets)} tickets, but its samples of {len(groups)} ({missing[:4]} differ)"
+        )
+    data, ours = evidence.parts.data, evidence.is_ours("responses")
+    own = {domain.name: domain.group_size for domain in data.domains}
+    for number, group in groups.items():
+        size = own.get(str(group[0]["domain"])) or data.group_size
+        if ours and len(group) != size:
+            raise Wrong(f"group {number} has {len(group)} samples, and should have {size}")
+    uids = Counter(str(sample["uid"]) for sample in evidence.samples)
+    if uids and max(uids.values()) > 1:
+        raise Wrong(f"sample {uids.most_common(1)[0][0]} is in the step {uids.most_common(1)[0][1]} times")
+    _teach(evidence, groups)
+    return None
+
+
+def _teach(evidence: Evidence, groups: dict[int, list[Sample]]) -> None:
+    settings = evidence.config.algorithm.filter_groups
+    filters = any(node.node_id == "dynamic_sampling" for node in evidence.parts.program.nodes)
+    if not filters_groups(evidence.config) or not filters or settings.metric != "acc":
+        return
+    unfiltered = unfiltered_domains(evidence.config)
+    for number, group in groups.items():
+        if group[0]["domain"] in unfiltered:
+            continue
+        values = {float(sample["acc"]) for sample in group if sample["valid"] and not sample.get("reward_errors")}
+        if len(values) < 2:
+            raise Wrong(
+                f"group {number} was kept though all its samples have the accuracy {values}: it teaches nothing"
+            )
+
+
+GROUPS = Check(
+    "groups",
+    "the step holds the groups of its tickets, each with all its samples once; where groups are filtered by accuracy, "
+    "none whose samples all have the same",
+    "one rank",
+    "equal",
+    prove_groups,
+)
+
+
+def prove_masks(evidence: Evidence) -> str | None:
+    if evidence.is_written("loss_mask") and not evidence.is_ours("loss_mask"):
+        return "a node of the user's writes loss_mask"
+    for sample in evidence.samples:
+        made = (sample["versions"] >= 0).double()
+        found = evidence.generation(sample)
+        if found is not None and int(made.sum()) != len(found[1].token_ids):
+            raise Wrong(
+                f"sample {sample['uid']}: {int(made.sum())} tokens count as the policy's, it made "
+                f"{len(found[1].token_ids)}"
+            )
+        for name, expected in (("response_mask", made), ("loss_mask", made * float(sample["valid"]))):
+            algorithm = algorithm_of(evidence.config, sample["domain"])
+            bounds = (algorithm.difficulty_mask, algorithm.mask_long_errors)
+            masks = algorithm.mask_truncated or any(bound is not None for bound in bounds)
+            may_miss = name == "loss_mask" and (masks or bool(algorithm.rollout_correction.rollout_rs))
+            differs = sample[name].double() != expected
+            wrong = differs & (expected == 0) if may_miss else differs
+            if bool(wrong.any()):
+                token = int(wrong.nonzero()[0])
+                raise Wrong(
+                    f"{name} is {float(sample[name][token]):g} at token {token} of {len(expected)} of sample "
+                    f"{sample['uid']}, and must be {float(expected[token]):g}: the token is "
+                    f"{'the' if made[token] else 'not the'} policy's, the sample is "
+                    f"{'valid' if sample['valid'] else 'without a verdict'}"
+                )
+    return None
+
+
+MASKS = Check(
+    "masks",
+    "loss_mask is on each token that the policy made, the end token included, and on no other",
+    "no node of the user's that writes loss_mask",
+    "equal",
+    prove_masks,
+)

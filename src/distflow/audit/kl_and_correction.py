@@ -1,0 +1,114 @@
+"""Claim: the coefficient of the KL in the reward is the config's, or moves by the controller's rule.
+
+Claim: correction weights are the trainer's probability over the engine's, capped as the config says.
+"""
+
+import torch
+from torch import Tensor
+
+from distflow.audit.check import Check, Wrong
+from distflow.audit.recorded_data import Evidence, doubles
+from distflow.audit.reward_sum import kl
+
+KL_LIMIT = 1e-4
+
+
+def prove_kl_control(evidence: Evidence) -> str | None:
+    control = evidence.config.algorithm.kl_ctrl
+    if not evidence.config.algorithm.use_kl_in_reward or not evidence.is_written("token_level_rewards"):
+        return ""
+    if evidence.config.algorithm.domains:
+        return "the auditor has no formula of coefficients by domain"
+    _same_mean(evidence)
+    found = evidence.metrics.get("actor/kl_coef")
+    if found is None:
+        return "the program does not tell its coefficient"
+    before = evidence.state.get("kl_control")
+    if control.type == "fixed" or (before is None and evidence.step == 0):
+        expected = control.kl_coef
+    elif before is None or before["step"] != evidence.step - 1:
+        return "the step before was not seen"
+    else:
+        assert control.target_kl is not None and control.horizon is not None, "the config's rules see to it"
+        error = min(max(before["kl"] / control.target_kl - 1.0, -0.2), 0.2)
+        expected = max(before["coefficient"] * (1.0 + error * before["samples"] / control.horizon), 0.0)
+    if not abs(found - expected) <= KL_LIMIT * max(abs(expected), 1e-12):
+        raise Wrong(
+            f"the KL in the reward has the coefficient {found:.6g}, but it should be {expected:.6g} in this step"
+        )
+    return None
+
+
+def _same_mean(evidence: Evidence) -> None:
+    """The KL that the controller is fed: over tokens of valid samples, or the mean of samples' means."""
+    if evidence.parts.num_ranks > 1 or not evidence.is_ours("token_level_rewards"):
+        return
+    settings, of_samples = evidence.config.algorithm, list[Tensor]()
+    for sample in evidence.samples:
+        counted = (sample["response_mask"] > 0) & bool(sample["valid"])
+        difference = doubles(sample["old_log_probs"]) - doubles(sample["ref_log_prob"])
+        of_samples.append(kl(difference, settings.kl_penalty)[counted])
+    tokens = torch.cat(of_samples)
+    means = torch.stack(
+        [values.mean() if len(values) else torch.zeros((), dtype=torch.float64) for values in of_samples]
+    )
+    expected = float(means.mean() if settings.kl_ctrl.mean == "sequence" else tokens.mean() if len(tokens) else 0.0)
+    found = evidence.metrics.get("actor/reward_kl_penalty")
+    if found is not None and not abs(found - expected) <= 1e-3 * abs(expected) + 1e-6:
+        raise Wrong(f"the controller is fed a KL of {found:.6g}, but that of the step's tokens is {expected:.6g}")
+
+
+KL_CONTROL = Check(
+    "kl_control",
+    "the coefficient of the KL in the reward is the config's, or what the adaptive controller makes of the last step's "
+    "KL (arXiv:1909.08593)",
+    "a program with the KL in the reward, and the step before in this process or its checkpoint",
+    f"{KL_LIMIT:g} relative",
+    prove_kl_control,
+)
+
+
+CORRECTION_LIMIT = 1e-3
+
+
+def prove_correction(evidence: Evidence) -> str | None:
+    settings = evidence.config.algorithm.rollout_correction
+    if "rollout_is_weights" not in evidence.batch:
+        return ""
+    if not evidence.is_ours("rollout_is_weights"):
+        return "a node of the user's writes the weights"
+    if settings.rollout_is_batch_normalize:
+        return "the auditor has no formula of weights that are divided by their mean"
+    own = "prox_log_probs" if "prox_log_probs" in evidence.batch else "old_log_probs"
+    level, floor = settings.level or "token", settings.floor or 0.0
+    for sample in evidence.samples:
+        counted = sample["response_mask"].double() * float(sample["valid"])
+        gap = (doubles(sample[own]) - doubles(sample["rollout_log_probs"])) * counted
+        if level != "token":
+            gap = torch.full_like(
+                gap, float(gap.sum()) / (float(counted.sum()) or 1.0 if level == "geometric" else 1.0)
+            )
+        raw = gap.clamp(-20, 20).exp()
+        kept = torch.where((raw > settings.cap) | (raw < floor), 0.0, raw)
+        expected = (kept if settings.level and settings.mode == "mask" else raw.clamp(max=settings.cap)) * counted
+        # At a bound of the band rounding decides.
+        near = ((raw - settings.cap).abs() < CORRECTION_LIMIT) | ((raw - floor).abs() < CORRECTION_LIMIT)
+        wrong = ((doubles(sample["rollout_is_weights"]) - expected).abs() > CORRECTION_LIMIT * raw) & ~near
+        if bool(wrong.any()):
+            token = int(wrong.nonzero()[0])
+            raise Wrong(
+                f"the correction weight of sample {sample['uid']} is {float(sample['rollout_is_weights'][token]):g} at "
+                f"token {token}, but the trainer's over the engine's probability, by {level} and with its cap, is "
+                f"{float(expected[token]):g}"
+            )
+    return None
+
+
+CORRECTION = Check(
+    "correction",
+    "importance weights are the trainer's probability over the engine's, of the token, the sequence or its geometric "
+    "mean, truncated or masked as the config says",
+    "weights that are not divided by their mean",
+    f"{CORRECTION_LIMIT:g} relative",
+    prove_correction,
+)

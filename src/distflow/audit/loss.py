@@ -1,0 +1,279 @@
+"""Claim: the loss is the sum of its terms, and its gradient by each token's log-prob is what the formula says."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distflow.audit.check import Check, Wrong
+from distflow.audit.plain_model import PlainScores
+from distflow.audit.policy_losses import FORMULAS, Tokens, ratio_to
+from distflow.audit.recorded_data import BUILTIN, Evidence, Sample, doubles, module_of
+from distflow.audit.recorder import UpdateRecord
+from distflow.audit.reward_sum import kl
+from distflow.config import Config
+from distflow.config.derived_settings import is_rl
+
+LIMIT, FLOOR, KINK = 5e-3, 2e-5, 1e-5
+MOST_TOKENS = 2**18
+COLUMNS = (
+    "advantages",
+    "old_log_probs",
+    "prox_log_probs",
+    "ref_log_prob",
+    "values",
+    "returns",
+    "rollout_is_weights",
+    "rollout_log_probs",
+    "versions",
+)
+Outputs = Mapping[str, Tensor]
+Total = Callable[["MiniBatch", Outputs], Tensor]
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """All response tokens of a mini-batch, sample after sample, `(tokens,)` float64.
+
+    outputs: what the model gave. gradients: what came back. columns: what the nodes had written. counted: under the
+    loss mask. sample: which of `samples` a token belongs to.
+    """
+
+    samples: Sequence[Sample]
+    outputs: Outputs
+    gradients: Outputs
+    columns: Mapping[str, Tensor]
+    counted: Tensor
+    sample: Tensor
+
+
+def prove(evidence: Evidence) -> str | None:
+    if evidence.parts.num_ranks > 1:
+        return "a mini-batch lies on several ranks"
+    seen, why, tokens = 0, "no update was seen", 0
+    for update in evidence.updates:
+        if update.metrics.get("skipped"):
+            why = "the update was skipped"
+            continue
+        tokens += int(update.batch.lengths("response").sum())
+        if seen and tokens > MOST_TOKENS:
+            break
+        batch = _mini_batch(evidence, update)
+        if update.role == "actor":
+            _ratio_is_one(evidence, batch)
+            first = update is evidence.updates_of("actor")[0]
+            _same_outputs(evidence, batch, evidence.plain if first else update.plain)
+        total = _formula(evidence, update)
+        if isinstance(total, str):
+            why = total
+            continue
+        _prove_update(update, batch, total)
+        seen += 1
+    return None if seen else why
+
+
+def _formula(evidence: Evidence, update: UpdateRecord) -> Total | str:
+    """The loss of a mini-batch as a function of the model's outputs, or why there is none."""
+    config = evidence.config
+    if update.role == "critic":
+        return lambda batch, outputs: _value_loss(config, batch, outputs)
+    if not is_rl(config):
+        return lambda batch, outputs: aggregate(-outputs["log_probs"][batch.counted], batch, "token-mean", 1.0)
+    name = config.actor_rollout_ref.actor.policy_loss
+    fn = getattr(getattr(update.loss, "loss", None), "fn", None)
+    if fn is None or not module_of(fn).startswith(BUILTIN):
+        return f"the loss '{name}' is the user's"
+    actor = config.actor_rollout_ref.actor
+    if actor.off_policy_mask_threshold is not None or actor.policy_loss_kwargs.get("rejection_sampling"):
+        return "the auditor has no formula of the off-policy sequence mask and of AReaL's rejection"
+    if name not in FORMULAS:
+        return f"the auditor has no formula of the loss '{name}'"
+    return lambda batch, outputs: _policy_loss(evidence, batch, outputs)
+
+
+def _ratio_is_one(evidence: Evidence, batch: MiniBatch) -> None:
+    """Without old log-probs the loss takes its own for them, which only the first optimizer step of a step may."""
+    steps = [update for update in evidence.updates_of("actor") if not update.metrics.get("empty")]
+    derived = evidence.is_written("old_log_probs") and "old_log_probs" not in batch.columns
+    if derived and len(steps) > 1:
+        raise Wrong(
+            f"the policy took {len(steps)} optimizer steps, but its ratio is taken to be 1 in all of them: nothing has "
+            "computed old_log_probs before the first"
+        )
+
+
+def _prove_update(update: UpdateRecord, batch: MiniBatch, total: Total) -> None:
+    if not len(batch.sample):
+        return
+    loss, expected = _derived(total, batch, 0.0)
+    found = float(update.metrics["loss"])
+    if not abs(found - loss) <= LIMIT * abs(loss) + FLOOR * 10:
+        raise Wrong(
+            f"the loss of a mini-batch of the {update.role} is {found:.6g}, but the sum of its terms as the config "
+            f"names them is {loss:.6g}"
+        )
+    # Where the formula has a kink within rounding of a token's log-prob, either side may be right.
+    (_, above), (_, below) = _derived(total, batch, KINK), _derived(total, batch, -KINK)
+    for name in update.loss.outputs:
+        slack = (above[name] - below[name]).abs() + LIMIT * expected[name].abs() + FLOOR * expected[name].abs().max()
+        wrong = ~((batch.gradients[name] - expected[name]).abs() <= slack)
+        if bool(wrong.any()):
+            raise Wrong(_message(update, name, batch, expected[name], int(wrong.nonzero()[0])))
+
+
+def _same_outputs(evidence: Evidence, batch: MiniBatch, plain: Mapping[str, PlainScores]) -> None:
+    """What the loss is given is what the policy's own forward gives at that moment, at the sampling temperature."""
+    for number, sample in enumerate(batch.samples):
+        scores = plain.get(str(sample["uid"]))
+        for name, limit in (("log_probs", 0.15), ("entropy", 0.15)) if scores is not None else ():
+            if name not in batch.outputs:
+                continue
+            gap = float((batch.outputs[name][batch.sample == number] - getattr(scores, name)).abs().mean())
+            if not gap <= (1e-3 if evidence.parts.exact else limit):
+                raise Wrong(
+                    f"the {name} that the loss is given for sample {sample['uid']} differs by {gap:.3g} a token from "
+                    "what the policy's own forward gives at the sampling temperature"
+                )
+
+
+def _derived(total: Total, batch: MiniBatch, moved: float) -> tuple[float, dict[str, Tensor]]:
+    """The loss, and its gradient by each output, where all outputs are moved by a little."""
+    leaves = {name: (output + moved).requires_grad_() for name, output in batch.outputs.items()}
+    loss = total(batch, leaves)
+    if not loss.requires_grad:
+        return float(loss), {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    pairs = zip(leaves.items(), found, strict=True)
+    return float(loss.detach()), {name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in pairs}
+
+
+def _message(update: UpdateRecord, name: str, batch: MiniBatch, expected: Tensor, place: int) -> str:
+    found, want, number = float(batch.gradients[name][place]), float(expected[place]), int(batch.sample[place])
+    token = place - int((batch.sample < number).sum())
+    hint = "another coefficient, mean, clip or term than the config names"
+    if not want:
+        hint = "a token outside the mask, or a sample without a verdict, is trained on"
+    elif not found:
+        hint = "a token that should be trained on is left out, or a term is off"
+    elif found * want < 0:
+        hint = "its sign is turned"
+    return (
+        f"the gradient of the {update.role}'s loss by {name} is {found:.4g} at token {token} of "
+        f"{int((batch.sample == number).sum())} of sample {batch.samples[number]['uid']}, but the formula gives "
+        f"{want:.4g}: {hint}"
+    )
+
+
+def _mini_batch(evidence: Evidence, update: UpdateRecord) -> MiniBatch:
+    """Raises Wrong where the micro-batches are not exactly the mini-batch's samples."""
+    known = {str(sample["uid"]): sample for sample in evidence.samples}
+    taken = [uid for micro in update.micros for uid in micro.uids]
+    if sorted(taken) != sorted(update.uids):
+        raise Wrong(
+            f"the micro-batches of a mini-batch hold {len(taken)} samples, the mini-batch {len(update.uids)}: some "
+            "were left out or taken twice"
+        )
+    samples = [known[uid] for uid in taken]
+    lengths = [len(sample["response_ids"]) for sample in samples]
+    outputs: dict[str, list[Tensor]] = {name: [] for name in update.loss.outputs}
+    gradients: dict[str, list[Tensor]] = {name: [] for name in update.loss.outputs}
+    of_all = iter(lengths)
+    for micro in update.micros:
+        for place, length in zip(range(len(micro.uids)), of_all):  # noqa: B905  the lengths go on behind this one
+            for name, rows in micro.outputs.items():
+                came_back = micro.gradients.get(name, torch.zeros_like(rows))
+                outputs[name].append(rows[place, :length])
+                gradients[name].append(came_back[place, :length])
+    present = [name for name in COLUMNS if samples and name in samples[0]]
+    columns = {name: _flat([sample[name] for sample in samples]) for name in present}
+    if samples and "token_level_scores" in samples[0]:
+        scores = torch.stack([doubles(sample["token_level_scores"]).sum() for sample in samples])
+        columns["sample_score"] = scores.repeat_interleave(torch.tensor(lengths))
+    return MiniBatch(
+        samples,
+        {name: _flat(parts) for name, parts in outputs.items()},
+        {name: _flat(parts) for name, parts in gradients.items()},
+        columns,
+        _flat([sample["loss_mask"] for sample in samples]) > 0,
+        torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64)),
+    )
+
+
+def _flat(parts: Sequence[Tensor]) -> Tensor:
+    return doubles(torch.cat(list(parts))) if parts else torch.zeros(0, dtype=torch.float64)
+
+
+def _policy_loss(evidence: Evidence, batch: MiniBatch, outputs: Outputs) -> Tensor:
+    config = evidence.config
+    actor = config.actor_rollout_ref.actor
+    counted = batch.counted
+    if not bool(counted.any()):
+        return torch.zeros((), dtype=torch.float64)
+    columns = {name: column[counted] for name, column in batch.columns.items()}
+    tokens = Tokens(outputs["log_probs"][counted], columns, batch.sample[counted])
+    known = {"step": evidence.step, "correction": config.algorithm.rollout_correction}
+    loss = FORMULAS[actor.policy_loss](tokens, {**vars(actor), **known, **actor.policy_loss_kwargs})
+    if "rollout_is_weights" in columns:
+        loss = loss * columns["rollout_is_weights"]
+    elif "old_log_probs" not in columns and "correction/weight_mean" in evidence.metrics:
+        # Switched on by a drift, and made within the loss.
+        loss = loss * ratio_to(tokens.now.detach(), columns["rollout_log_probs"]).clamp(max=2.0)
+    others = torch.zeros_like(loss)
+    if actor.entropy_coef:
+        others = others - actor.entropy_coef * outputs["entropy"][counted]
+    if actor.use_kl_loss:
+        others = others + actor.kl_loss_coef * _kl(tokens.now - columns["ref_log_prob"], actor.kl_loss_type)
+    mode, scale, every_row = actor.loss_agg_mode, _scale(config), actor.policy_loss == "gmpo"
+    return aggregate(loss, batch, mode, scale, every_row) + aggregate(others, batch, mode, scale)
+
+
+def _kl(difference: Tensor, kind: str) -> Tensor:
+    value = kl(difference, kind)
+    return difference**2 / 2 - (difference**2 / 2).detach() + value.detach() if kind.endswith("+") else value
+
+
+def _value_loss(config: Config, batch: MiniBatch, outputs: Outputs) -> Tensor:
+    now, reach = outputs["values"][batch.counted], config.critic.cliprange_value
+    old, returns = batch.columns["values"][batch.counted], batch.columns["returns"][batch.counted]
+    near = now.clamp(old - reach, old + reach)
+    loss = torch.maximum(_distance(config, now - returns), _distance(config, near - returns))
+    return aggregate(loss, batch, config.critic.loss_agg_mode, _scale(config))
+
+
+def _distance(config: Config, error: Tensor) -> Tensor:
+    """Half the square; Huber's grows by its slope beyond `huber_delta`."""
+    if config.critic.value_loss == "mse":
+        return error**2 / 2
+    bound = config.critic.huber_delta
+    return torch.where(error.abs() <= bound, error**2 / 2, bound * (error.abs() - bound / 2))
+
+
+def _scale(config: Config) -> float:
+    return config.actor_rollout_ref.actor.loss_scale_factor or float(config.data.max_response_length)
+
+
+def aggregate(loss: Tensor, batch: MiniBatch, mode: str, scale: float, every_row: bool = False) -> Tensor:
+    """One number of the losses of the tokens that count; samples without one are left out of means over samples, unless
+    every row counts."""
+    if not len(loss):
+        return torch.zeros((), dtype=torch.float64)
+    if mode == "token-mean":
+        return loss.mean()
+    tokens = torch.bincount(batch.sample[batch.counted], minlength=len(batch.samples))
+    sums = torch.zeros(len(batch.samples), dtype=torch.float64).index_add(0, batch.sample[batch.counted], loss)
+    if mode == "seq-mean-token-mean":
+        sums = sums / tokens.clamp(min=1)
+    if mode == "seq-mean-token-sum-norm":
+        sums = sums / scale
+    return sums.mean() if every_row else sums[tokens > 0].mean()
+
+
+CHECK = Check(
+    "loss",
+    "the loss of each mini-batch is the sum of its terms, and its gradient by each token's log-prob, entropy and value "
+    "is what the formulas of the config say: mask, sign, mean, coefficient, clip",
+    "a built-in loss of which the auditor has the formula; one rank",
+    f"{LIMIT:g} relative",
+    prove,
+)

@@ -1,0 +1,133 @@
+"""Claim: each pass of an update takes every sample of the step once, with the columns that were scored before it."""
+
+from collections import Counter
+from math import ceil
+
+import numpy as np
+from torch import Tensor
+
+from distflow.audit.check import Check, Wrong
+from distflow.audit.recorded_data import BUILTIN, Evidence, module_of, samples_of
+from distflow.audit.recorder import UpdateRecord
+from distflow.config import Config
+from distflow.config.derived_settings import algorithm_of, is_rl, takes_values
+
+COLUMNS = ("response_ids", "loss_mask", "advantages", "returns", "old_log_probs", "ref_log_prob", "values")
+
+
+def prove(evidence: Evidence) -> str | None:
+    if not evidence.updates and not _is_ours(evidence):
+        return "no update was seen"
+    for role in sorted({update.role for update in evidence.updates}):
+        _same_columns(evidence, evidence.updates_of(role))
+    return taken_once(evidence)
+
+
+def taken_once(evidence: Evidence) -> str | None:
+    """That every pass took every sample, in the order that is drawn. Looks at no column but the samples' names."""
+    if not _is_ours(evidence):
+        return "a node of the user's chooses the mini-batches"
+    for role in sorted({update.role for update in evidence.updates} | _expected(evidence)):
+        _each_once(evidence, role, evidence.updates_of(role))
+    return None
+
+
+def _is_ours(evidence: Evidence) -> bool:
+    nodes = [node for node in evidence.parts.learning if not node.contract.writes]
+    return all(module_of(node.fn).startswith(BUILTIN) for node in nodes)
+
+
+def _expected(evidence: Evidence) -> set[str]:
+    """Who is trained by the program: the critic always, the policy once the critic has warmed up."""
+    names = {getattr(node.fn, "keywords", {}).get("name") for node in evidence.parts.learning}
+    roles = {"critic"} & names
+    warm = evidence.step >= evidence.config.trainer.critic_warmup
+    return roles | ({"actor"} if names & {"actor", "sft"} and (warm or not is_rl(evidence.config)) else set())
+
+
+def _each_once(evidence: Evidence, role: str, updates: list[UpdateRecord]) -> None:
+    passes, num_prompts = plan_of(evidence.config, role)
+    if role == "actor" and is_rl(evidence.config) and evidence.step < evidence.config.trainer.critic_warmup:
+        passes = 0
+    groups = len(set(evidence.batch["group_index"].tolist()))
+    uids = [str(evidence.batch["uid"][row]) for row in _rows(evidence, role)]
+    wanted = passes * ceil(groups / num_prompts)
+    if len(updates) != wanted and evidence.parts.num_ranks == 1:
+        raise Wrong(
+            f"the {role} took {len(updates)} optimizer steps, but {passes} passes over {groups} prompts in "
+            f"mini-batches of {num_prompts} are {wanted}"
+        )
+    _in_order(evidence, role, updates, passes, num_prompts)
+    times = Counter(uid for update in updates for uid in update.uids)
+    wrong = [(uid, times[uid]) for uid in uids if times[uid] != passes]
+    if wrong:
+        uid, count = wrong[0]
+        raise Wrong(
+            f"sample {uid} (and {len(wrong) - 1} more) was in {count} mini-batches of the {role}, and should be in one "
+            f"of each of {passes} passes"
+        )
+
+
+def _rows(evidence: Evidence, role: str) -> list[int]:
+    """Those that the role learns from: a critic not from domains whose estimator reads no values."""
+    domains = evidence.batch["domain"]
+    if role != "critic" or not evidence.config.algorithm.domains:
+        return list(range(len(domains)))
+    return [row for row, domain in enumerate(domains) if takes_values(algorithm_of(evidence.config, domain))]
+
+
+def _in_order(evidence: Evidence, role: str, updates: list[UpdateRecord], passes: int, num_prompts: int) -> None:
+    """Groups go into mini-batches in the order of sorted raw Philox words, keyed by seed, step and pass."""
+    if evidence.parts.num_ranks > 1 or not updates:
+        return
+    tickets, wanted = list(evidence.tickets), list[set[int]]()
+    for epoch in range(passes):
+        key = np.array([evidence.config.trainer.seed, 1], np.uint64)
+        words = np.random.Philox(key=key, counter=np.array([0, 0, evidence.step, epoch], np.uint64))
+        order = np.argsort(words.random_raw(len(tickets)), kind="stable")
+        wanted += [{tickets[i] for i in order[k : k + num_prompts]} for k in range(0, len(order), num_prompts)]
+    learnt = set(evidence.batch["group_index"][_rows(evidence, role)].tolist())
+    wanted = [groups & learnt for groups in wanted]
+    for number, (update, groups) in enumerate(zip(updates, wanted, strict=False)):
+        if set(update.batch["group_index"].tolist()) != groups:
+            raise Wrong(
+                f"mini-batch {number + 1} of the {role} holds other groups than seed, step and pass draw: "
+                f"{sorted(groups)[:6]}"
+            )
+
+
+def plan_of(config: Config, role: str) -> tuple[int, int]:
+    """Passes over a step, and prompts in a mini-batch, as the config names them."""
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    if role == "critic":
+        return critic.ppo_epochs, critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
+    return (actor.ppo_epochs if is_rl(config) else 1), actor.ppo_mini_batch_size
+
+
+def _same_columns(evidence: Evidence, updates: list[UpdateRecord]) -> None:
+    known = {sample["uid"]: sample for sample in evidence.samples}
+    for number, update in enumerate(updates):
+        if update.metrics.get("skipped"):
+            continue
+        for sample in samples_of(update.batch.only([n for n in ("uid", *COLUMNS) if n in update.batch])):
+            for name in COLUMNS:
+                if name in sample and not _same(sample[name], known[sample["uid"]][name]):
+                    raise Wrong(
+                        f"{name} of sample {sample['uid']} is another in mini-batch {number + 1} of the {update.role} "
+                        "than before the step's first update: it was made anew or rewritten between mini-batches"
+                    )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Equal, where NaN is NaN."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+CHECK = Check(
+    "mini-batches",
+    "every sample of the step is in one mini-batch of each pass, and its log-probs, advantages and masks are those "
+    "from before the first update",
+    "the built-in update nodes",
+    "equal",
+    prove,
+)

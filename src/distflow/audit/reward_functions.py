@@ -1,0 +1,154 @@
+"""Claim: a sample's verdicts are its own, and come out again."""
+
+import time
+from collections.abc import Sequence
+
+from distflow.audit.check import Check, Wrong
+from distflow.audit.recorded_data import Evidence, Sample
+from distflow.audit.recorder import GroupRecord
+from distflow.config.per_domain import reward_functions
+from distflow.rewards.functions import FAILS
+from distflow.rewards.score import Score, Verdict
+
+MOST = 16
+TRIES, MOST_TWICE = 6, 4
+_DECIDES_WITHIN_S = 5.0
+"""At least, of what a difference comes: a busy machine must not pass for a verifier that contradicts itself."""
+
+
+def prove(evidence: Evidence) -> str | None:
+    if evidence.parts.judge is None or not evidence.is_ours("reward_parts"):
+        return "no built-in reward node judges" if evidence.is_written("scores") else ""
+    failed = evidence.parts.judge(FAILS, {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": {}})
+    if isinstance(failed, Score):
+        raise Wrong(f"a verifier that raises must give no verdict, but it gave {failed.value}")
+    began, seen = time.monotonic(), 0
+    differing: list[tuple[Sample, str, str]] = []
+    for sample in evidence.proved(MOST):
+        record = evidence.records.get(int(sample["group_index"]))
+        budget_s = max(evidence.budget_s, _DECIDES_WITHIN_S) if differing else evidence.budget_s
+        if record is None or time.monotonic() - began > budget_s:
+            continue
+        for name in functions_of(evidence, sample):
+            if name in evidence.state.get("not_deterministic", []):
+                continue
+            what = _compare(evidence, record, sample, name)
+            if what is not None:
+                differing.append((sample, name, what))
+            seen += 1
+    _judge_differences(evidence, differing, seen)
+    return None if seen else "no verifier could be asked again in time, or none is deterministic"
+
+
+def functions_of(evidence: Evidence, sample: Sample) -> dict[str, float]:
+    """Names and weights of the verifiers of the sample's domain."""
+    functions = reward_functions(evidence.config)
+    parts = functions.get(sample["domain"]) or functions.get("default") or ()
+    return {part.name: part.weight for part in parts}
+
+
+def _compare(evidence: Evidence, record: GroupRecord, sample: Sample, name: str) -> str | None:
+    """What differs between the sample's verdict and a new one; raises Wrong where the sample was judged on another's
+    text, or holds another verdict than its own."""
+    row = evidence.parts.rows[record.ticket.row]
+    text = _text(evidence, sample)
+    own = [
+        verdict
+        for asked, arguments, verdict in record.judged
+        if asked == name
+        and arguments["solution_str"] == text
+        and arguments["ground_truth"] == row.ground_truth
+        and arguments.get("data_source") == row.domain
+        and (arguments.get("extra_info") or {}) == (row.extra_info or {})
+    ]
+    if not own:
+        raise Wrong(
+            f"verifier '{name}' was never shown the answer of sample {sample['uid']} ({text[:80]!r}) with the ground "
+            f"truth ({str(row.ground_truth)[:80]!r}), domain and extra_info of its row: the sample was judged by "
+            "another's"
+        )
+    # One with an error may be valid: it was given a score.
+    held, valid = sample["reward_parts"].get(name), bool(sample["valid"]) and sample.get("reward_errors") is None
+    if valid and not any(isinstance(v, Score) and v.value == held for v in own):
+        raise Wrong(
+            f"sample {sample['uid']} holds {held} of verifier '{name}', which gave {_shown(own)} for its answer: "
+            "verdicts sit on other samples, or a missing one was counted"
+        )
+    if not valid and sample.get("reward_errors") is None:
+        raise Wrong(f"sample {sample['uid']} counts as without a verdict, and nothing says why")
+    if name in evidence.parts.judged_in_groups:
+        return None  # alone it may say something else than beside the others
+    again = _ask(evidence, sample, name)
+    if not valid or not isinstance(again, Score) or again.value == held:
+        return None
+    return f"it holds {held}, and asked again {_shown([again])}"
+
+
+def _judge_differences(evidence: Evidence, differing: Sequence[tuple[Sample, str, str]], asked: int) -> None:
+    """The sample holds what the verifier said, which now says something else. Where many differ, and the verifier says
+    the same of each as often as it is asked, verdicts were handed to other samples before they were recorded; else it
+    contradicts itself, and is left out from here on."""
+    for name in sorted({name for _, name, _ in differing}):
+        of_this = [(sample, what) for sample, other, what in differing if other == name]
+        sample, what = of_this[0]
+        if len(of_this) >= max(3, asked / 4) and _are_swapped(evidence, name, [s for s, _ in of_this]):
+            raise Wrong(
+                f"sample {sample['uid']}: {what} by verifier '{name}', and so do {len(of_this) - 1} more samples: each "
+                "has what the verifier says of another. Verdicts were handed to other samples"
+            )
+        evidence.state.setdefault("not_deterministic", []).append(name)
+        evidence.say(
+            f"verifier '{name}' is not deterministic: of sample {sample['uid']} {what}. Its verdicts cannot be proven, "
+            "and are left out of the audit from here on"
+        )
+
+
+def _are_swapped(evidence: Evidence, name: str, samples: Sequence[Sample]) -> bool:
+    """Whether the verifier says the same of each sample as often as it is asked, within the time that asking may take,
+    and what the samples hold is what it says of others."""
+    began, few = time.monotonic(), samples[:MOST_TWICE]
+    budget_s = max(evidence.budget_s, _DECIDES_WITHIN_S)
+    said = [_shown([_ask(evidence, sample, name)]) for sample in few]
+    for _ in range(TRIES - 1):
+        if time.monotonic() - began > budget_s or said != [_shown([_ask(evidence, s, name)]) for s in few]:
+            return False
+    differ = {sample["uid"] for sample in samples}
+    others = [sample for sample in evidence.proved(MOST) if sample["uid"] not in differ]
+    known = {*said, *(str(sample["reward_parts"].get(name)) for sample in others)}
+    return all(str(sample["reward_parts"].get(name)) in known for sample in few)
+
+
+def _text(evidence: Evidence, sample: Sample) -> str:
+    return str(evidence.parts.tokenizer.decode(sample["response_ids"].tolist(), skip_special_tokens=True))
+
+
+def _ask(evidence: Evidence, sample: Sample, name: str) -> Verdict:
+    """By plain arguments of the row, one at a time."""
+    assert evidence.parts.judge is not None
+    row = evidence.parts.rows[evidence.records[int(sample["group_index"])].ticket.row]
+    return evidence.parts.judge(
+        name,
+        {
+            "data_source": row.domain,
+            "solution_str": _text(evidence, sample),
+            "ground_truth": row.ground_truth,
+            "extra_info": row.extra_info or {},
+        },
+    )
+
+
+def _shown(verdicts: Sequence[Verdict]) -> str:
+    return ", ".join(
+        str(verdict.value) if isinstance(verdict, Score) else f"no verdict ({verdict})" for verdict in verdicts
+    )
+
+
+CHECK = Check(
+    "verdicts",
+    "each verifier was shown the sample's own text and ground truth, its verdict sits on the sample, and comes out "
+    "again",
+    "verifiers of reward.functions that answer the same when asked again; of those that judge a group at a time only "
+    "what they were shown",
+    f"equal, {MOST} samples, as far as the time allows",
+    prove,
+)

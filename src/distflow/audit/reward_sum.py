@@ -1,0 +1,149 @@
+"""Claim: the score is the weighted sum of its parts, on the sample's last token, and the reward is that less the KL."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from distflow.audit.check import Check, Wrong
+from distflow.audit.recorded_data import Evidence, Sample, doubles
+from distflow.audit.reward_functions import functions_of
+from distflow.config.derived_settings import algorithm_of, algorithms
+from distflow.config.keys.algorithm import AlgorithmConfig, is_on
+from distflow.config.keys.reward import on_error_of
+from distflow.config.per_domain import response_limit
+from distflow.rewards.score import Score
+
+LIMIT = 1e-4
+
+
+def prove(evidence: Evidence) -> str | None:
+    if not evidence.is_ours("scores"):
+        return "a node of the user's writes the scores" if evidence.is_written("scores") else ""
+    for sample in evidence.samples:
+        if not bool(sample["valid"]):
+            continue
+        total = _total(evidence, sample)
+        expected = torch.zeros(len(sample["response_ids"]), dtype=torch.float64)
+        policy = (sample["response_mask"] > 0).nonzero()
+        if len(policy):
+            expected[int(policy[-1])] = total
+        _same(sample, "token_level_scores", expected)
+        _same_baseline(evidence, sample)
+        if _processes(algorithm_of(evidence.config, sample["domain"])):
+            continue  # the auditor has no formula of it
+        if evidence.is_ours("token_level_rewards"):
+            _same(sample, "token_level_rewards", expected - _kl_penalty(evidence, sample))
+        elif not evidence.is_written("token_level_rewards"):
+            _same(sample, "token_level_rewards", expected)
+    if any(_processes(algorithm) for _, algorithm in algorithms(evidence.config)):
+        return "the auditor has no formula of reward_norm, reward_shift, reward_scale, reward_clip and whiten_rewards"
+    return None
+
+
+def _total(evidence: Evidence, sample: Sample) -> float:
+    """The weighted sum of its verdicts, or the score that a sample without one is given."""
+    if sample["reward_errors"] is not None:
+        given = on_error_of(evidence.config.reward, sample["domain"])
+        if not isinstance(given, float):
+            raise Wrong(f"sample {sample['uid']} has a score, but no verdict: {sample['reward_errors']}")
+        return given
+    parts = (
+        sample["reward_parts"].get(name, math.nan) * weight for name, weight in functions_of(evidence, sample).items()
+    )
+    return sum(parts) + _overlong(evidence, sample["domain"], len(sample["response_ids"]))
+
+
+def _processes(algorithm: AlgorithmConfig) -> bool:
+    moved = algorithm.reward_shift != 0 or algorithm.reward_scale != 1 or algorithm.reward_clip is not None
+    return moved or is_on(algorithm.reward_norm) or algorithm.whiten_rewards
+
+
+def _same_baseline(evidence: Evidence, sample: Sample) -> None:
+    """ReMax's baseline is the score of the group's one greedy answer, as the verifiers gave it."""
+    record = evidence.records.get(int(sample["group_index"]))
+    if "reward_baselines" not in sample or record is None or not evidence.is_ours("reward_baselines"):
+        return
+    if algorithm_of(evidence.config, sample["domain"]).adv_estimator != "remax":
+        return
+    found = [(request, result.generations[0]) for request, result in record.generated if request.params.greedy]
+    if len(found) != 1:
+        raise Wrong(f"group {record.ticket.number} has {len(found)} greedy answers, and its baseline needs one")
+    request, made = found[0]
+    if request.params.max_tokens != response_limit(evidence.config, sample["domain"]):
+        raise Wrong(
+            f"the greedy answer of group {record.ticket.number} may have {request.params.max_tokens} tokens only"
+        )
+    text = str(evidence.parts.tokenizer.decode(list(made.token_ids), skip_special_tokens=True))
+    total = _overlong(evidence, sample["domain"], len(made.token_ids))
+    for name, weight in functions_of(evidence, sample).items():
+        given = [v for asked, arguments, v in record.judged if asked == name and arguments["solution_str"] == text]
+        if not given or not isinstance(given[-1], Score):
+            raise Wrong(
+                f"the greedy answer of group {record.ticket.number} has no verdict of '{name}' to be a baseline"
+            )
+        total += weight * given[-1].value
+    if not abs(float(sample["reward_baselines"]) - total) <= LIMIT * max(abs(total), 1.0):
+        raise Wrong(
+            f"the baseline of sample {sample['uid']} is {float(sample['reward_baselines']):g}, its greedy answer's "
+            f"{total:g}"
+        )
+
+
+def _overlong(evidence: Evidence, domain: str, length: int) -> float:
+    """0 until the zone before the limit, falling to −factor at the limit (DAPO, arXiv:2503.14476)."""
+    zone = evidence.config.reward.overlong
+    if zone.buffer_tokens <= 0:
+        return 0.0
+    inside = length - (response_limit(evidence.config, domain) - zone.buffer_tokens)
+    return -zone.factor * min(max(inside / zone.buffer_tokens, 0.0), 1.0)
+
+
+def _kl_penalty(evidence: Evidence, sample: Sample) -> Tensor:
+    domain = sample["domain"]
+    algorithm, is_own = algorithm_of(evidence.config, domain), domain in evidence.config.algorithm.domains
+    if not algorithm.use_kl_in_reward:
+        return torch.zeros(len(sample["response_mask"]), dtype=torch.float64)
+    coefficient = evidence.metrics.get(f"actor/kl_coef/{domain}" if is_own else "actor/kl_coef", 0.0)
+    if algorithm.kl_ctrl.type == "fixed":
+        coefficient = algorithm.kl_ctrl.kl_coef
+    difference = doubles(sample["old_log_probs"]) - doubles(sample["ref_log_prob"])
+    penalty = coefficient * kl(difference, algorithm.kl_penalty)
+    return torch.where(sample["response_mask"] > 0, penalty, torch.zeros_like(penalty))
+
+
+def kl(difference: Tensor, kind: str) -> Tensor:
+    """Estimates of the KL by d = log π − log π_ref (Schulman's k1, k2, k3), `|d|`; a + behind has the value of k2's
+    gradient and is left to who differentiates."""
+    match kind.removesuffix("+"):
+        case "kl" | "k1":
+            return difference
+        case "abs":
+            return difference.abs()
+        case "mse" | "k2":
+            return difference**2 / 2
+        case "low_var_kl" | "k3":
+            bounded = difference.clamp(-20.0, 20.0)
+            return ((-bounded).exp() + bounded - 1.0).clamp(-10.0, 10.0)
+    raise ValueError(f"no formula for the KL estimate '{kind}'")
+
+
+def _same(sample: Sample, column: str, expected: Tensor) -> None:
+    gap = (doubles(sample[column]) - expected).abs()
+    wrong = ~(gap <= LIMIT * expected.abs().clamp(min=1.0))
+    if bool(wrong.any()):
+        token = int(wrong.nonzero()[0])
+        raise Wrong(
+            f"{column} of sample {sample['uid']} is {float(sample[column][token]):g} at token {token} of "
+            f"{len(expected)}, and should be {float(expected[token]):g}, by its verdicts {dict(sample['reward_parts'])}"
+        )
+
+
+CHECK = Check(
+    "rewards",
+    "a sample's score is the weighted sum of its own verdicts and the over-long penalty, on its last token; its "
+    "rewards are that less the KL penalty",
+    "scores of the built-in reward node",
+    f"{LIMIT:g} relative",
+    prove,
+)

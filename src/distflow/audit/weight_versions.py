@@ -1,0 +1,171 @@
+"""Claim: the rollout engine computes with the trainer's weights.
+
+Claim: a token's version is the one whose weights made it: they give it the log-prob that the engine gave.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import DynamicCache
+
+from distflow.audit.check import Check, Wrong
+from distflow.audit.log_probs import dtype_of, ids_of, proved_samples
+from distflow.audit.old_weights import Weights
+from distflow.audit.plain_model import PlainScores, plain_scores, plainly, vocabulary_of
+from distflow.audit.recorded_data import Evidence, Sample, doubles
+from distflow.audit.recorder import OpenEngine
+from distflow.audit.sharded_forward import Turns
+from distflow.models.heads import unwrapped
+
+
+def prove_weights(evidence: Evidence) -> str | None:
+    parts = evidence.parts
+    _scaled(evidence)
+    if parts.hashes is None or parts.actor is None:
+        return "the rollout engine is on another worker" if evidence.is_written("rollout_log_probs") else ""
+    if not evidence.published:
+        return "no version was published, or an adapter is applied unmerged, on the trainer's own storage"
+    held = parts.hashes()
+    different = [name for name, own in evidence.published.items() if held.get(name) != own]
+    if different:
+        raise Wrong(
+            f"the rollout engine serves version {evidence.served}, but {len(different)} of its tensors are not the "
+            f"trainer's of that version ({', '.join(different[:4])}): they were not sent, or not taken"
+        )
+    return None
+
+
+def _scaled(evidence: Evidence) -> None:
+    """An adapter counts by alpha over rank."""
+    settings, model = evidence.config.actor_rollout_ref.model, getattr(evidence.parts.actor, "model", None)
+    if not settings.lora_rank or model is None:
+        return
+    expected = settings.lora_alpha / settings.lora_rank
+    for name, module in model.named_modules():
+        for scale in getattr(module, "scaling", {}).values() if hasattr(module, "get_delta_weight") else ():
+            if abs(scale - expected) > 1e-6 * expected:
+                raise Wrong(f"the adapter of {name} is scaled by {scale:g}, but lora_alpha / lora_rank is {expected:g}")
+
+
+WEIGHTS = Check(
+    "weights",
+    "the tensors that the rollout engine computes with are the trainer's of the version that it serves, cast to its "
+    "dtype",
+    "an engine on this worker; not an adapter that it applies unmerged",
+    "equal hashes of a stripe of each tensor",
+    prove_weights,
+)
+
+
+EXACT, ROUNDED = (1e-3, 3e-2), (0.15, 5.0)
+PRESENT: Weights = {}
+"""In the place of kept weights: those that the policy has."""
+
+
+def prove_versions(evidence: Evidence) -> str | None:
+    if not evidence.is_written("rollout_log_probs"):
+        return ""
+    actor = evidence.parts.actor
+    if not isinstance(actor, OpenEngine):
+        return "the train engine does not show its inside"
+    with torch.no_grad(), plainly(actor.model, compute_dtype=dtype_of(actor)):
+        for sample in proved_samples(evidence):
+            evidence.drawn[sample["uid"]] = _scores(evidence, actor.model, sample)
+    if not any(bool(known.any()) for _, known in evidence.drawn.values()):
+        return "no token of the drawn samples is of weights that were kept"
+    if not evidence.is_ours("rollout_log_probs"):
+        return "a node of the user's writes rollout_log_probs"
+    if bool((evidence.batch.flat("versions") == evidence.step).all()):
+        return None  # where all are of the present weights, every batch is compared
+    for sample in evidence.samples:
+        if sample["uid"] in evidence.drawn:
+            _same(evidence, sample, *evidence.drawn[sample["uid"]])
+    return None
+
+
+def _scores(evidence: Evidence, model: nn.Module, sample: Sample) -> tuple[PlainScores, Tensor]:
+    """Of a sample's tokens by the weights of their versions, and which tokens these scores are of."""
+    weights = [_weights_of(evidence, int(version)) for version in sample["versions"]]
+    known = torch.tensor([one is not None for one in weights])
+    (prompt, response), policy = ids_of(sample), sample["response_mask"] > 0
+    if sample["uid"] in evidence.plain and all(one is PRESENT for one in weights):
+        return evidence.plain[sample["uid"]], policy
+    if evidence.config.actor_rollout_ref.rollout.kv_on_update == "recompute":
+        logits = _over_own_keys(evidence.parts.turns, model, [*prompt, *response], weights)
+    else:
+        known = known.cummin(0).values  # a token sees those before it as their weights saw them
+        logits = _over_older_keys(evidence.parts.turns, model, [*prompt, *response], weights)
+    return plain_scores(logits, response, evidence.sampling(sample)), known & policy
+
+
+def _weights_of(evidence: Evidence, version: int) -> Weights | None:
+    """The policy is the version that was published last only where that was right before this step."""
+    return PRESENT if version == evidence.served == evidence.step else evidence.kept.of(version)
+
+
+def _over_older_keys(turns: Turns, model: nn.Module, ids: Sequence[int], weights: Sequence[Weights | None]) -> Tensor:
+    """Logits `(tokens, vocabulary)` that each token was drawn from, where keys and values stay as they were made: those
+    of a position by the weights that drew the token behind it, those of the prompt by those of the first token. Zeros
+    from the first token on whose weights are unknown."""
+    found, cache = torch.zeros(len(weights), vocabulary_of(model)), DynamicCache(config=unwrapped(model).config)
+    first, fed, done = len(ids) - len(weights) - 1, 0, 0
+    for _, run in groupby(weights, key=id):
+        own, *more = run
+        if own is None:
+            break
+        until = done + 1 + len(more)
+        logits = _forward(turns, model, own, ids[fed : first + until], past_key_values=cache, use_cache=True)
+        found[done:until] = logits[done - until :]
+        fed, done = first + until, until
+    return found
+
+
+def _over_own_keys(turns: Turns, model: nn.Module, ids: Sequence[int], weights: Sequence[Weights | None]) -> Tensor:
+    """The same where new weights make all keys and values again."""
+    found, start = torch.zeros(len(weights), vocabulary_of(model)), len(ids) - len(weights) - 1
+    for own in {id(one): one for one in weights if one is not None}.values():
+        mine = torch.tensor([one is own for one in weights])
+        found[mine] = _forward(turns, model, own, ids[:-1], use_cache=False)[start:][mine]
+    return found
+
+
+def _forward(turns: Turns, model: nn.Module, weights: Weights, ids: Sequence[int], **options: object) -> Tensor:
+    """Logits of all positions, float32 on the CPU."""
+    device = next(model.parameters()).device
+    swapped = {name: weight.to(device) for name, weight in weights.items()}
+    inputs = {"input_ids": torch.tensor([list(ids)], device=device), **options}
+    made: Any = functional_call(model, swapped, kwargs=inputs) if swapped else turns.run(model, **inputs)
+    logits: Tensor = made.logits[0]
+    return logits.float().cpu()
+
+
+def _same(evidence: Evidence, sample: Sample, scores: PlainScores, known: Tensor) -> None:
+    gap = (doubles(sample["rollout_log_probs"]) - scores.log_probs).abs()[known]
+    if not len(gap):
+        return
+    mean, largest = EXACT if evidence.parts.exact else ROUNDED
+    if float(gap.mean()) <= mean and float(gap.max()) <= largest:
+        return
+    places = known.nonzero()[:, 0]
+    token = int(places[int(gap.argmax())])
+    raise Wrong(
+        f"the log-probs that the engine gave with the tokens of sample {sample['uid']} differ by "
+        f"{float(gap.mean()):.3g} on average from those of the weights whose versions the tokens carry, by "
+        f"{float(gap.max()):.3g} at token {token} of version {int(sample['versions'][token])} (limits {mean:g}, "
+        f"{largest:g}; version {evidence.served} is served). Likely causes: weights that were not sent or not taken, a "
+        "version that is counted before or behind them, keys and values of other weights"
+    )
+
+
+VERSIONS = Check(
+    "versions",
+    "the log-prob that the engine gave with a token is that of the weights whose version it carries, over keys and "
+    "values of the versions that `kv_on_update` names: old ones are kept for the audit",
+    "tokens of the present weights, or of those that were kept",
+    f"mean {EXACT[0]:g}, largest {EXACT[1]:g} (bfloat16: {ROUNDED[0]:g}, {ROUNDED[1]:g})",
+    prove_versions,
+)

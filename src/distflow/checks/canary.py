@@ -1,0 +1,107 @@
+"""Claim: the engine serves the weights that the trainer has. Fixed prompts, greedy, through the normal path."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from distflow.algorithms.mismatch import Tolerance, mismatch
+from distflow.data.batch import Batch
+from distflow.data.sample import Sample, Segment
+from distflow.errors import TrustError
+from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine, SamplingParams, Stream
+from distflow.runtime.resources import Resources
+from distflow.runtime.spec import Spec
+from distflow.training.engine import TrainEngine
+
+
+@dataclass
+class Canary:
+    """Compares engine and trainer at the start, and after every `frequency` publishes (0: never).
+
+    shares_weights: the engine computes on the trainer's own storage; there every batch is compared anyway, so only the
+    start is checked.
+    """
+
+    NUM_PROMPTS: ClassVar[int] = 4
+    NUM_TOKENS: ClassVar[int] = 16
+    GROWTH: ClassVar[float] = 5.0
+
+    rollout: RolloutEngine
+    actor: TrainEngine
+    prompts: Sequence[tuple[int, ...]]
+    sampling: SamplingParams
+    tolerance: Tolerance
+    frequency: int
+    shares_weights: bool
+    _limits: tuple[float, float] | None = None
+    _num_published: int = 0
+
+    def is_due(self, at_start: bool) -> bool:
+        """Call once a publish."""
+        if at_start or self.frequency == 0:
+            return self.frequency > 0
+        self._num_published += 1
+        return not self.shares_weights and self._num_published % self.frequency == 0
+
+    def compare(self, answers: Batch, at_start: bool) -> dict[str, float]:
+        """Score the engine's tokens by the trainer. Raises TrustError where they mean different weights.
+
+        At the start the mean |Δ log-prob| may be what would hold the run anywhere. Later mean and maximum may be
+        `GROWTH` times those of the start; the mean at least the tolerance, the maximum ten times that.
+        """
+        scored = self.actor.forward(answers, ("log_probs",))
+        gap = mismatch(answers.flat("rollout_log_probs"), scored.flat("log_probs"), answers.flat("response_mask"))
+        mean, largest = gap["mismatch/mean_abs"], gap["mismatch/max_abs"]
+        if self._limits is None or at_start:
+            limits = (self.tolerance.hold, float("inf"))
+            self._limits = (
+                max(self.GROWTH * mean, self.tolerance.mean),
+                max(self.GROWTH * largest, 10 * self.tolerance.mean),
+            )
+        else:
+            limits = self._limits
+        if not (mean <= limits[0] and largest <= limits[1]):
+            raise TrustError(
+                f"canary: on fixed prompts the engine's log-probs differ from the trainer's by {mean:.3g} on average, "
+                f"{largest:.3g} at most (limits {limits[0]:.3g} and {limits[1]:.3g}). Likely causes: weights that did "
+                "not arrive, KV kept from older weights, a prefix cache not keyed by version, another temperature"
+            )
+        return {"canary/mean_abs": mean, "canary/max_abs": largest}
+
+    async def answer(self) -> Batch:
+        """The engine's greedy answers to the fixed prompts."""
+        params = replace(self.sampling, max_tokens=min(self.NUM_TOKENS, self.sampling.max_tokens), greedy=True)
+        requests = [
+            GenerateRequest(prompt, (0,), params, Stream(0, "canary", 0, row))
+            for row, prompt in enumerate(self.prompts)
+        ]
+        results = await asyncio.gather(*(self.rollout.generate(request) for request in requests))
+        pairs = zip(requests, results, strict=True)
+        return Batch.from_samples([_sample(row, *pair) for row, pair in enumerate(pairs)])
+
+
+def make_canary(spec: Spec, resources: Resources) -> Canary:
+    """Of a worker that trains and generates."""
+    assert resources.rollout is not None and resources.actor is not None
+    return Canary(
+        resources.rollout,
+        resources.actor,
+        [tuple(row.prompt_ids) for row in spec.rows[: Canary.NUM_PROMPTS]],
+        replace(spec.sampling, stop_token_ids=resources.stop_token_ids),
+        spec.tolerance,
+        spec.options.canary_freq,
+        spec.shares_weights,
+    )
+
+
+def _sample(row: int, request: GenerateRequest, result: GenerateResult) -> Sample:
+    (made,) = result.generations
+    segment = Segment(
+        "policy",
+        tuple(made.token_ids),
+        tuple(made.rollout_log_probs),
+        tuple(made.sampling_log_probs),
+        tuple(made.versions),
+    )
+    return Sample(f"{row}-0", row, [Segment("prompt", request.prompt_ids), segment])

@@ -1,0 +1,156 @@
+"""The Ray that a run's workers are on: connected to, or started and ended again; and the room they take there."""
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import ray
+from ray.exceptions import GetTimeoutError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from distflow.cluster.local_ray import started
+from distflow.errors import UserError
+from distflow.planning.plan import Plan
+from distflow.runtime.spec import Spec, WorkerNeeds
+
+STARTS_WITHIN_S = 120.0
+_SAYS_AFTER_S = 5.0
+_CONNECTS_WITHIN_S = 10.0
+_WORKER_BYTES = 350e6
+"""Of a worker that has imported everything and holds no model yet."""
+_WORKERS_A_CORE = 4
+_TOKEN_ADVICE = (
+    ". It wants a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file that holds the cluster's "
+    "(docs/cluster.md), as it was set for `ray start`"
+)
+_SHARE_OF_STORE = 0.5
+_MB = 10**6
+
+
+@contextmanager
+def connected(plan: Plan, say: Callable[[str], None], more_cpus: int = 0) -> Iterator[bool]:
+    """Inside, this process drives a Ray: the one that RAY_ADDRESS names or that it is connected to already, else one of
+    its own on loopback, which ends with the block, and all that runs there with it: whether it is that. more_cpus: of
+    its own, besides those of the workers."""
+    if ray.is_initialized():
+        yield False
+        return
+    if address := os.environ.get("RAY_ADDRESS"):
+        _check_reachable(address)
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, ValueError) as err:  # not there, no token, or other versions
+            token = _TOKEN_ADVICE if "InvalidAuthToken" in str(err.__cause__) else ""
+            raise UserError(f"the Ray that RAY_ADDRESS={address} names cannot be used: {err}{token}") from err
+        try:
+            yield False
+        finally:
+            ray.shutdown()
+        return
+    check_room(plan)
+    say(f"starting Ray for {len(plan.ranks)} workers on this machine")
+    with started(len(plan.ranks) + more_cpus):
+        yield True
+
+
+@contextmanager
+def bundles_of(plan: Plan, each: WorkerNeeds, say: Callable[[str], None], ends: bool) -> Iterator[PlacementGroup]:
+    """One bundle a node of the plan, with the CPUs, the device and the memory of each of its workers. Raises UserError
+    where the cluster does not have them.
+
+    ends: they need not be given back, as this Ray ends with the run: it may be what has failed.
+    """
+    nodes = sorted({rank.node for rank in plan.ranks})
+    wanted = [_needs([rank.device for rank in plan.ranks if rank.node == node], each) for node in nodes]
+    group = placement_group(wanted, strategy="PACK" if len(nodes) == 1 else "STRICT_SPREAD")
+    needs = f"{len(nodes)} machine(s) with {', '.join(map(_counted, wanted))}"
+    try:
+        _wait_for(group, say, needs, STARTS_WITHIN_S if _fits(wanted) else 0.0)
+    except GetTimeoutError:
+        remove_placement_group(group)
+        have = "; ".join(_counted(node["Resources"]) for node in ray.nodes() if node["Alive"])
+        raise UserError(
+            f"the plan needs {needs}, and the cluster has {have}: lower trainer.nnodes, trainer.n_gpus_per_node, "
+            "trainer.allocation, trainer.worker_cpus or trainer.worker_memory_mb, add machines, or end what else runs "
+            "there"
+        ) from None
+    try:
+        yield group
+    finally:
+        if not ends:
+            remove_placement_group(group)
+
+
+def _wait_for(group: PlacementGroup, say: Callable[[str], None], needs: str, timeout_s: float) -> None:
+    """Raises GetTimeoutError."""
+    ready = group.ready()
+    if timeout_s and not ray.wait([ready], timeout=_SAYS_AFTER_S)[0]:
+        say(f"waiting up to {timeout_s:g} s for {needs}: others hold them now")
+    ray.get(ready, timeout=timeout_s)
+
+
+def check_room(plan: Plan) -> None:
+    """Raises UserError for a plan that a Ray of this machine alone cannot hold, or only so that nothing would ever
+    come of it."""
+    num_nodes = len({rank.node for rank in plan.ranks})
+    if num_nodes > 1:
+        raise UserError(
+            f"the plan is for {num_nodes} machines (trainer.nnodes, trainer.allocation), and RAY_ADDRESS names no "
+            "cluster: lower them, or `ray start` on each machine and set it to the head's HOST:PORT"
+        )
+    num_workers, cores = sum(rank.device == "cpu" for rank in plan.ranks), os.cpu_count() or 1
+    if num_workers > _WORKERS_A_CORE * cores:
+        raise UserError(
+            f"the plan is for {num_workers} workers that compute on CPUs, and this machine has {cores} cores, which "
+            f"{_WORKERS_A_CORE * cores} can share at most: lower trainer.n_gpus_per_node or trainer.allocation, or "
+            "name a cluster in RAY_ADDRESS"
+        )
+
+
+def _check_reachable(address: str) -> None:
+    """Raises UserError for a HOST:PORT where nobody listens: Ray itself tries for minutes, and says little."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or "/" in host:  # "auto", or another kind of address
+        return
+    try:
+        socket.create_connection((host, int(port)), _CONNECTS_WITHIN_S).close()
+    except OSError as err:
+        raise UserError(
+            f"nothing answers at RAY_ADDRESS={address}: {err}. It names the head of a cluster, as `ray start --head` "
+            "prints it; without the variable a Ray is started on this machine"
+        ) from err
+
+
+def _needs(devices: Sequence[str], each: WorkerNeeds) -> dict[str, float]:
+    num_gpus = sum(device.startswith("cuda") for device in devices)
+    memory = _WORKER_BYTES if each.memory_mb is None else each.memory_mb * _MB
+    gpus = {"GPU": float(num_gpus)} if num_gpus else {}
+    return {"CPU": float(each.cpus * len(devices)), **gpus, "memory": float(memory * len(devices))}
+
+
+def _fits(wanted: Sequence[Mapping[str, float]]) -> bool:
+    """Whether the machines have as much at all, used or not."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    free = list(nodes)
+    for need in wanted:
+        found = next((node for node in free if all(node.get(name, 0) >= count for name, count in need.items())), None)
+        if found is None:
+            return False
+        free.remove(found)
+    return True
+
+
+def _counted(resources: Mapping[str, float]) -> str:
+    """For the user: memory is what Ray hands out, which is less than the machine has."""
+    counts = [f"{int(resources[name])} {name}" for name in ("CPU", "GPU") if name in resources]
+    return " and ".join([*counts, f"{resources.get('memory', 0) / 1e9:.1f} GB of memory"])
+
+
+def bound_of(spec: Spec) -> int:
+    """Bytes that may wait in shared memory. Groups may all lie on one machine: the smallest object store counts."""
+    if spec.options.max_held_mb is not None:
+        return spec.options.max_held_mb * _MB
+    stores = [node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"]]
+    return int(_SHARE_OF_STORE * min(store for store in stores if store))

@@ -1,0 +1,171 @@
+"""The process groups of a worker that learns: those of the plan, each made once, in one order on every rank.
+
+Sums and maxima over ranks by `torch.distributed`.
+
+The process groups that a worker is in, and what it asks of the others through them.
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from distflow.models.sharding import DATA, REPLICA, SHARD, TENSOR
+from distflow.planning.layout import Axis, Layout, Part
+from distflow.planning.plan import Plan
+from distflow.runtime.rank_info import Place, team_layout
+from distflow.runtime.spec import Spec
+from distflow.training.collective import Collective, Named, OneRank, Plain, Reducible
+
+
+def backend_of(plan: Plan) -> str:
+    """What `init_process_group` is given: gloo beside nccl carries what lies in the host's memory, objects among it."""
+    return "cpu:gloo,cuda:nccl" if plan.backends == ("nccl", "gloo") else plan.backends[0]
+
+
+class ProcessGroups:
+    """By their ranks, as the plan counts them."""
+
+    def __init__(self, plan: Plan, teams: Sequence[tuple[int, ...]], timeout: timedelta) -> None:
+        """teams: the ranks that learn, in the order of the group of all of them, in which this one is already. timeout:
+        that one may wait for the others. All of them call this."""
+        self._plan, self._timeout = plan, timeout
+        self._learners = [rank for team in teams for rank in team]
+        planned = [group.ranks for group in plan.groups if set(group.ranks) <= set(self._learners)]
+        self._made = {
+            ranks: dist.new_group(self._places(ranks), timeout)
+            for ranks in dict.fromkeys([*planned, *teams])
+            if len(ranks) > 1
+        }
+
+    def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """Of this rank and others, or of this rank alone."""
+        if ranks not in self._made:
+            assert len(ranks) == 1, f"no group of the plan has the ranks {ranks}"
+            self._made[ranks] = dist.new_group(self._places(ranks), self._timeout, use_local_synchronization=True)
+        return self._made[ranks]
+
+    def mesh(self, team: tuple[int, ...], layout: Layout, rank: int, device: str) -> DeviceMesh:
+        """Over which the models of a team are spread: of the data parallel dimension, or of the two that replicas make
+        of it, and of the tensor parallel one where layers are divided."""
+        data, tensor = layout.sizes.data, layout.sizes.tensor
+        dimensions: dict[str, tuple[Axis | Part, int]] = {DATA: ("data", data)}
+        if layout.shard is not None:
+            dimensions = {REPLICA: ("replica", data // layout.shard), SHARD: ("shard", layout.shard)}
+        if tensor > 1:
+            dimensions[TENSOR] = ("tensor", tensor)
+        if len(dimensions) == 1:
+            return DeviceMesh.from_group(self.of(team), device)
+        lines = [self.of(layout.line(axis, rank)) for axis, _ in dimensions.values()]
+        places = torch.tensor(self._places(team)).view([size for _, size in dimensions.values()])
+        return DeviceMesh.from_group(lines, device, mesh=places, mesh_dim_names=tuple(dimensions))
+
+    def _places(self, ranks: Sequence[int]) -> list[int]:
+        return [self._learners.index(rank) for rank in ranks]
+
+
+class TorchCollective:
+    """The `Collective` of a process group: tensors are reduced where they are, numbers in float64."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        """group: None is the group of all ranks."""
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._group = group
+        over_gloo = "gloo" in dist.get_backend_config(group)
+        self._device = torch.device("cpu" if over_gloo else "cuda")  # NCCL sees no host memory
+
+    def sum(self, value: Reducible) -> Reducible:
+        """Raises ValueError where the ranks give numbers of different names."""
+        return self._reduce(value, dist.ReduceOp.SUM)
+
+    def max(self, value: Reducible) -> Reducible:
+        """Raises ValueError where the ranks give numbers of different names."""
+        return self._reduce(value, dist.ReduceOp.MAX)
+
+    def gather(self, value: Plain) -> list[Plain]:
+        """See `Collective`. By pickle, which nobody but the ranks themselves can write to the group."""
+        everyone: list[Plain] = [value] * self.size
+        dist.all_gather_object(everyone, value, group=self._group)
+        return everyone
+
+    def _reduce(self, value: Reducible, op: dist.ReduceOp.RedOpType) -> Reducible:
+        if isinstance(value, Tensor):
+            return self._all_reduce(value.detach().clone(), op)
+        if isinstance(value, dict):
+            return self._reduce_named(value, op)
+        return self._all_reduce(self._numbers([value]), op).item()
+
+    def _reduce_named(self, values: Named, op: dist.ReduceOp.RedOpType) -> Named:
+        names = sorted(values)
+        self._check_names(names)
+        reduced = self._all_reduce(self._numbers([values[name] for name in names]), op).tolist()
+        found = dict(zip(names, reduced, strict=True))
+        return {name: found[name] for name in values}
+
+    def _check_names(self, names: list[str]) -> None:
+        """By a hash: tensors of unlike lengths would hang or mix up numbers, and names are sent only to be told."""
+        digest = int.from_bytes(hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest(), "little")
+        largest, least = self._all_reduce(
+            torch.tensor([digest, -digest], device=self._device), dist.ReduceOp.MAX
+        ).tolist()
+        if largest == -least:
+            return
+        everyone = self.gather(names)
+        common = set(names).intersection(*everyone)
+        odd = [f"rank {rank} has {sorted(set(own) - common)}" for rank, own in enumerate(everyone) if set(own) - common]
+        raise ValueError(f"ranks reduce numbers of different names: {'; '.join(odd)}, which others do not have")
+
+    def _numbers(self, values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=self._device)
+
+    def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        dist.all_reduce(tensor, op, group=self._group)
+        return tensor
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """everyone: all that learn. team: those that learn the same. data: those of the team that have samples of their
+    own. mesh: of the team where weights are sharded, else None."""
+
+    everyone: Collective
+    team: Collective
+    data: Collective
+    mesh: DeviceMesh | None
+
+    @staticmethod
+    def joined(spec: Spec, place: Place, meeting: Path) -> "Collectives":
+        """All that learn call this, and wait for each other. meeting: a file over which they find each other."""
+        learners = place.learners
+        shards = spec.config.actor_rollout_ref.actor.strategy == "fsdp"
+        if not place.team or (len(learners) == 1 and not shards):
+            alone = OneRank()
+            return Collectives(alone, alone, alone, None)
+        if len({rank.node for rank in spec.plan.ranks}) == 1:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else has to reach it
+        device = torch.device(spec.plan.ranks[place.rank].device).type
+        # A file, not a port: who cannot read the run's folder cannot take part.
+        store = dist.FileStore(str(meeting), len(learners))
+        timeout = timedelta(seconds=spec.options.peers_timeout_s)
+        dist.init_process_group(
+            backend_of(spec.plan),
+            timeout=timeout,
+            store=store,
+            rank=learners.index(place.rank),
+            world_size=len(learners),
+        )
+        groups, layout = ProcessGroups(spec.plan, place.teams, timeout), team_layout(spec.plan, place.team)
+        return Collectives(
+            TorchCollective(),
+            TorchCollective(groups.of(place.team)),
+            TorchCollective(groups.of(layout.line("data", place.rank))),
+            groups.mesh(place.team, layout, place.rank, device) if shards else None,
+        )

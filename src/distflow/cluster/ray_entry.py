@@ -1,0 +1,114 @@
+"""Where the Ray launcher is entered: what Ray reads when it is imported is set before."""
+
+import functools
+import importlib.util
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from distflow.errors import UserError
+from distflow.runtime.spec import Outcome, Spec
+from distflow.runtime.user_calls.sync_calls import Callbacks
+
+NEEDED = "needs the extra: pip install 'distflow[ray]'"
+_TOKEN = ".ray-token"
+
+
+def launch_ray(
+    spec: Spec,
+    *,
+    allow_change: tuple[str, ...] = (),
+    say: Callable[[str], None] = lambda line: None,
+    callbacks: Callbacks = Callbacks(),  # noqa: B008  immutable
+    embedded: bool = False,
+) -> Outcome:
+    """See `Launch`. RAY_ADDRESS names the cluster; without it this process starts a Ray of its own and ends it, if it
+    is not connected to one already."""
+    if not is_installed():
+        raise UserError(f"trainer.launcher=ray {NEEDED}")
+    with _private_ray(spec.run_dir):
+        from distflow.cluster.supervisor import launch
+
+        return launch(spec, allow_change, say, callbacks, embedded)
+
+
+def is_installed() -> bool:
+    """Whether there is a Ray to import."""
+    return importlib.util.find_spec("ray") is not None
+
+
+@contextmanager
+def own_ray(folder: Path, num_workers: int) -> Iterator[None]:
+    """A Ray of this machine for all runs inside that have at most so many workers, whatever RAY_ADDRESS names; the one
+    that this process is connected to already, if there is one."""
+    if _is_connected():
+        yield
+        return
+    address = os.environ.pop("RAY_ADDRESS", None)
+    try:
+        with _private_ray(folder):
+            from distflow.cluster.local_ray import started
+
+            with started(num_workers):
+                yield
+    finally:
+        if address is not None:
+            os.environ["RAY_ADDRESS"] = address
+
+
+@contextmanager
+def _private_ray(folder: Path) -> Iterator[None]:
+    """A Ray that is started inside listens on loopback alone, and answers nobody without a token that only this user
+    can read, in `folder`. One that runs already has settings of its own."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if "RAY_ADDRESS" in os.environ or _is_connected():
+        yield
+        return
+    # Despite its name: with it off, Ray keeps the address that it is given, be it loopback.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    token = folder / _TOKEN
+    with open(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(_secret())
+    before = {name: os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")}
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    _read_again()
+    guard = subprocess.Popen(
+        [sys.executable, "-I", str(Path(__file__).with_name("reaper.py")), str(token), str(os.getpid())],
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # a signal to the driver's group is not for it
+    )
+    try:
+        yield
+    finally:
+        guard.communicate(b".")
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        _read_again()
+
+
+def _read_again() -> None:
+    """A Ray that was imported before has read its settings, and keeps them."""
+    if "ray" in sys.modules:
+        from ray import _raylet as compiled
+
+        compiled.Config.initialize("")  # type: ignore[attr-defined]
+        compiled.AuthenticationTokenLoader.instance().reset_cache()  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _secret() -> str:
+    """One for all that this process starts in turn: Ray reads it once, and a second one would be refused."""
+    return secrets.token_hex(32)
+
+
+def _is_connected() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())

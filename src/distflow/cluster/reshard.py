@@ -1,0 +1,184 @@
+"""The exchange as an actor of Ray: it sees metadata and references alone. It loads no torch: it starts at once.
+
+A worker's way to put and get the batches of a step.
+
+A put is one object in the shared memory of the writer's node. Whoever reads its rows maps that object, where it is on
+the same node, and copies the rows out once; the exchange itself never sees them.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+
+from distflow.data.batch import Batch
+from distflow.data.buffers import Buffers, gather, to_buffers
+from distflow.runtime.wait_log import Waits
+from distflow.scheduling.reshard import Exchange, ExchangeError, Key, Metas, Readers, Select, Share
+
+
+@ray.remote(num_cpus=0)
+class ExchangeActor:
+    """Drives the state machine on Ray's asyncio loop: who must wait costs no thread, and nobody polls.
+
+    Each wait ends with its condition, with `timeout_s` (TimeoutError; None is for ever) or with `fail`. limit_bytes:
+    see `Exchange`.
+    """
+
+    def __init__(self, limit_bytes: int, timeout_s: float | None = None) -> None:
+        self._exchange: Exchange[ObjectRef] = Exchange(limit_bytes)
+        self._timeout_s = timeout_s
+        self._failure: BaseException | None = None
+        self._changed = asyncio.Condition()
+
+    async def reserve(self, key: Key, writer: int, num_writers: int, num_bytes: int) -> None:
+        """Waits until there is room."""
+        await self._until(
+            lambda: self._exchange.reserve(key, writer, num_writers, num_bytes),
+            lambda: (
+                f"writer {writer} found no room for {num_bytes:,} bytes of {key}: {self._exchange.held_bytes:,} are "
+                "held, of steps that have not been read"
+            ),
+        )
+
+    async def put(self, key: Key, writer: int, metas: Metas, ref: Sequence[ObjectRef]) -> None:
+        """Of a writer that has reserved room. ref: one, in a list: Ray would replace a bare one by its object."""
+        self._exchange.put(key, writer, metas, ref[0])
+        await self._wake()
+
+    async def put_at_once(
+        self, key: Key, writer: int, num_writers: int, num_bytes: int, metas: Metas, ref: Sequence[ObjectRef]
+    ) -> None:
+        """Of one that has not, because it is little that lies there while he waits for room."""
+        await self.reserve(key, writer, num_writers, num_bytes)
+        await self.put(key, writer, metas, ref)
+
+    async def take(self, key: Key, rank: int, readers: Readers, select: Select | None) -> Share[ObjectRef]:
+        """Waits until the step is complete."""
+        await self._until(
+            lambda: self._exchange.missing(key) is None,
+            lambda: f"rank {rank} has waited for {key}: {self._exchange.missing(key)}",
+        )
+        return self._exchange.take(key, rank, readers, select)
+
+    async def pick(self, key: Key, rank: int, num_ranks: int, uids: Sequence[str]) -> Share[ObjectRef]:
+        """Waits until the step is complete."""
+        await self._until(
+            lambda: self._exchange.missing(key) is None,
+            lambda: f"rank {rank} has waited for {key}: {self._exchange.missing(key)}",
+        )
+        return self._exchange.pick(key, num_ranks, uids)
+
+    async def release(self, key: Key, rank: int) -> None:
+        self._exchange.release(key, rank)
+        await self._wake()
+
+    async def alive(self) -> None:
+        """Answered whatever waits."""
+
+    async def held_bytes(self) -> int:
+        return self._exchange.held_bytes
+
+    async def fail(self, failure: BaseException) -> None:
+        """Raised on whoever waits or comes from here on. The first one counts; later ones follow from it."""
+        self._failure = self._failure or failure
+        await self._wake()
+
+    async def _until(self, holds: Callable[[], bool], problem: Callable[[], str]) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s), self._changed:
+                while self._failure is None and not holds():
+                    await self._changed.wait()
+        except TimeoutError as late:
+            raise TimeoutError(f"not within {self._timeout_s:g} s: {problem()}") from late
+        if self._failure is not None:
+            raise self._failure
+
+    async def _wake(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+LITTLE_BYTES = 2**20
+"""A put of no more than this is in shared memory before there is room for it, which saves a question."""
+
+
+class RayExchange:
+    """What a worker puts and gets steps by; each call waits until it is done."""
+
+    def __init__(self, actor: ActorHandle, waits: Waits) -> None:
+        self._actor, self._waits = actor, waits
+        self._node_id = ray.get_runtime_context().get_node_id()
+
+    def put(self, key: Key, batch: Batch, writer: int, num_writers: int, info: Sequence[str] = ()) -> None:
+        """See `ExchangePort`.
+
+        info: columns of numbers, one a sample, that a selection may see. Waits while the exchange is full. Raises
+        TypeError for an object that is no JSON value, TimeoutError, and ExchangeError where this step cannot be.
+        """
+        buffers = to_buffers(batch)
+        num_bytes = sum(array.nbytes for array in buffers.values())
+        metas = packed_metas(batch, self._node_id, info)
+        with self._waits("exchange", f"room for {key}", on="readers"):
+            if num_bytes > LITTLE_BYTES:
+                _result(self._actor.reserve.remote(key, writer, num_writers, num_bytes))
+                _result(self._actor.put.remote(key, writer, metas, [ray.put(buffers)]))
+                return
+            refs = [ray.put(buffers)]
+            _result(self._actor.put_at_once.remote(key, writer, num_writers, num_bytes, metas, refs))
+
+    def get(self, key: Key, rank: int, readers: Readers, select: Select | None = None) -> Batch:
+        """This rank's samples of a step, in ticket order and in memory of its own.
+
+        select: which samples are read at all, the same of every rank; it is shipped to the actor. Waits until the step
+        is complete. Raises TimeoutError, and ExchangeError where the step cannot be completed any more.
+        """
+        with self._waits("exchange", str(key), on="writers"):
+            share: Share[ObjectRef] = _result(self._actor.take.remote(key, rank, readers, select))
+        return self._fetched(key, rank, share)
+
+    def pick(self, key: Key, rank: int, num_ranks: int, uids: Sequence[str]) -> Batch:
+        """See `ExchangePort`."""
+        with self._waits("exchange", str(key), on="writers"):
+            share: Share[ObjectRef] = _result(self._actor.pick.remote(key, rank, num_ranks, uids))
+        return self._fetched(key, rank, share)
+
+    def _fetched(self, key: Key, rank: int, share: Share[ObjectRef]) -> Batch:
+        """In memory of its own; what it was handed may go."""
+        try:
+            parts: list[Buffers] = ray.get(list(share.refs))
+        except ObjectLostError as lost:
+            raise ExchangeError(
+                f"samples of {key} are lost: of the writers {list(share.writers)} one has died that held them"
+            ) from lost
+        batch = gather(parts, [(part, row) for part, row in share.rows.tolist()])
+        self._actor.release.remote(key, rank)
+        return batch
+
+
+def packed_metas(batch: Batch, node_id: str, info: Sequence[str]) -> Metas:
+    """A batch without groups or uids, as of a program of the user's own, is ordered by writer and row."""
+    num_samples = len(batch)
+    return Metas(
+        batch.lengths("prompt").numpy().astype(np.int32),
+        batch.lengths("response").numpy().astype(np.int32),
+        batch["group_index"].cpu().numpy() if "group_index" in batch else np.full(num_samples, -1),
+        tuple(batch["uid"]) if "uid" in batch else ("",) * num_samples,
+        node_id,
+        {name: batch[name].cpu().numpy() for name in info},
+    )
+
+
+def _result(ref: ObjectRef) -> Any:
+    """What a method of the actor returned; what it raised is raised here, with the actor's traceback as its cause."""
+    try:
+        return ray.get(ref)
+    except RayTaskError as error:
+        raise error.cause from error
+    except RayActorError as gone:
+        raise ExchangeError(f"the exchange has ended: {gone}") from gone

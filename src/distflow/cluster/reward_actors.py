@@ -1,0 +1,211 @@
+"""Verifiers in actors of their own, which all workers of a run share, wherever the cluster has room."""
+
+import asyncio
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from distflow.cluster.heartbeat import FIRST_JUDGE, name_of
+from distflow.cluster.object_store import answer, shortened
+from distflow.cluster.placement import STARTS_WITHIN_S
+from distflow.errors import UserError
+from distflow.rewards.pool.domain_pools import StartPool
+from distflow.rewards.pool.pool import OnAgain, Told, VerifierPool
+from distflow.rewards.pool.prestart import PoolSettings
+from distflow.rewards.score import Error, Verdict
+from distflow.runtime.rank_info import Home
+from distflow.runtime.spec import Spec
+
+_AT_ONCE = 10_000  # requests that may wait in an actor: its pools queue them by domain
+_PULSE = "pulse"
+
+
+@ray.remote(concurrency_groups={_PULSE: 1})  # type: ignore[call-overload]  # Ray's types do not know it
+class JudgeActor:
+    """Starts the pools that it is asked for, and judges in them: what hangs or crashes is a process of theirs."""
+
+    def __init__(self, home: Home) -> None:
+        os.umask(0o077)
+        home.enter()
+        self._pools: dict[str, asyncio.Future[VerifierPool]] = {}
+        self._born = secrets.token_hex(8)
+
+    async def start(self, settings: PoolSettings) -> tuple[str, frozenset[str], frozenset[str]]:
+        """A text of this start of the actor alone, functions that take groups, and those of them that take batches.
+
+        Raises UserError."""
+        pool = await self._pool(settings)
+        return self._born, pool.takes_groups, pool.takes_batches
+
+    async def judge(
+        self, settings: PoolSettings, name: str, asked: Sequence[Mapping[str, object]], timeout_s: float | None
+    ) -> tuple[str, list[Verdict], int]:
+        """That text, the verdicts of the pool of these settings, and how many of them it asked for once more
+        because a process died. An actor that Ray has started again has no pool yet."""
+        pool = await self._pool(settings)
+        again: list[int] = []
+        verdicts = await pool.judge_group(name, asked, timeout_s, again.append)
+        return self._born, verdicts, sum(again)
+
+    @ray.method(concurrency_group=_PULSE)
+    async def alive(self) -> None:
+        """Answered whatever waits."""
+
+    @ray.method(max_task_retries=0)
+    async def live(self) -> None:
+        """Ends with the process: whoever waits for it is told how."""
+        await asyncio.Event().wait()
+
+    async def _pool(self, settings: PoolSettings) -> VerifierPool:
+        key = repr(settings)
+        if key not in self._pools:
+            self._pools[key] = asyncio.ensure_future(asyncio.to_thread(settings.start))
+        try:
+            return await asyncio.shield(self._pools[key])
+        except UserError:
+            self._pools.pop(key, None)  # the next request tries again
+            raise
+
+
+class JudgePool:
+    """A `Pool` in the actors: each request goes to the one that has the fewest of this worker's."""
+
+    def __init__(self, judges: Sequence[Any], settings: PoolSettings) -> None:
+        """Waits until each has started it. Raises UserError."""
+        self._judges, self._settings = judges, settings
+        self._under_way = [0] * len(judges)
+        self.told: Told = lambda name, arguments, verdict: None
+        self.closed = False
+        started = [answer(each) for each in [judge.start.remote(settings) for judge in judges]]
+        self._born = [born for born, _, _ in started]
+        _, self.takes_groups, self.takes_batches = started[0]
+
+    async def judge(
+        self,
+        name: str,
+        arguments: Mapping[str, object],
+        timeout_s: float | None = None,
+        on_again: OnAgain = lambda number: None,
+    ) -> Verdict:
+        (verdict,) = await self.judge_group(name, [arguments], timeout_s, on_again)
+        return verdict
+
+    async def judge_group(
+        self,
+        name: str,
+        asked: Sequence[Mapping[str, object]],
+        timeout_s: float | None = None,
+        on_again: OnAgain = lambda number: None,
+    ) -> list[Verdict]:
+        if len(asked) > 1 and name not in self.takes_groups:
+            one_by_one = (self.judge_group(name, [arguments], timeout_s, on_again) for arguments in asked)
+            return [verdict for verdicts in await asyncio.gather(*one_by_one) for verdict in verdicts]
+        number = min(range(len(self._judges)), key=self._under_way.__getitem__)
+        self._under_way[number] += 1
+        known = self._born[number]
+        verdicts: list[Verdict]
+        try:
+            born, verdicts, again = await self._judges[number].judge.remote(
+                self._settings, name, [dict(arguments) for arguments in asked], timeout_s
+            )
+            if again := again + len(asked) * (born != known):
+                on_again(again)
+            self._born[number] = born
+        except RayActorError:
+            verdicts = [Error("the actor that judges has died, twice")] * len(asked)  # see `start_judges`
+        except RayTaskError as err:
+            verdicts = [Error(f"the actor that judges failed: {type(err.cause).__name__}: {err.cause}")] * len(asked)
+        finally:
+            self._under_way[number] -= 1
+        for arguments, verdict in zip(asked, verdicts, strict=True):
+            self.told(name, arguments, verdict)
+        return verdicts
+
+    def pids(self) -> list[int]:
+        """None of them is a process of this machine for sure."""
+        return []
+
+    def close(self) -> None:
+        """The actors are the run's."""
+        self.closed = True
+
+
+class Deaths:
+    """Which of the actors have died, each death told once. Ray knows of one after a second or two: of a run that ends
+    before that, `reward/judged_again` alone tells it."""
+
+    def __init__(self, judges: Sequence[Any]) -> None:
+        self._judges = judges
+        self._lives = {number: judge.live.remote() for number, judge in enumerate(judges)}
+        self._coming: dict[int, Any] = {}
+
+    def found(self) -> list[str]:
+        """A sentence on each death since the last call."""
+        for number, ref in list(self._coming.items()):
+            if ray.wait([ref], timeout=0)[0]:
+                del self._coming[number]
+                self._lives[number] = self._judges[number].live.remote()
+        told = []
+        for number, ref in list(self._lives.items()):
+            if ray.wait([ref], timeout=0)[0]:
+                told.append(
+                    f"{name_of(FIRST_JUDGE - number)} has died (killed, out of memory, or its machine is gone; Ray "
+                    f"says: {_why(ref)}) and is started again; what it was at is judged once more (reward/judged_again)"
+                )
+                self.forgive(number)
+        return told
+
+    def forgive(self, number: int) -> None:
+        """Nothing more is told of that one before it has come again."""
+        self._lives.pop(number, None)
+        self._coming[number] = self._judges[number].alive.remote()
+
+
+def _why(lived: "ray.ObjectRef[Any]") -> str:
+    """What Ray says of how the process ended, without its advice."""
+    try:
+        ray.get(lived)
+    except RayActorError as err:
+        text = " ".join(str(err).split())
+        detail = text.partition("temporarily unavailable: ")[2].partition(" The task may")[0]
+        return shortened(detail or text)
+    raise AssertionError("it lives until it dies")
+
+
+def start_judges(spec: Spec) -> list[Any]:
+    """The actors that the config asks for. One that dies is started again, and what it was at is asked for once more.
+    Raises UserError where the cluster has no room for them."""
+    needs = spec.options.worker
+    judges = [  # Ray's handles have no types
+        cast(Any, JudgeActor)
+        .options(
+            num_cpus=needs.judge_cpus,
+            max_concurrency=_AT_ONCE,
+            max_restarts=-1,
+            max_task_retries=1,
+            scheduling_strategy="SPREAD",
+            runtime_env={"env_vars": dict(needs.env)} if needs.env else None,
+        )
+        .remote(Home.of_driver())
+        for _ in range(needs.num_judges)
+    ]
+    try:
+        ray.get([judge.alive.remote() for judge in judges], timeout=STARTS_WITHIN_S)
+    except GetTimeoutError:
+        for judge in judges:
+            ray.kill(judge)
+        raise UserError(
+            f"the cluster has no room for {needs.num_judges} actors of {needs.judge_cpus} CPUs that judge, "
+            "beside the workers: lower reward.num_actors or reward.actor_cpus, or add machines"
+        ) from None
+    return judges
+
+
+def pools_of(judges: Sequence[Any]) -> StartPool:
+    """What a worker starts its pools by, if there are such actors."""
+    return partial(JudgePool, judges)

@@ -1,0 +1,145 @@
+"""The experience edge of a worker that has a process of its own."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from distflow.cluster.coordinator_actor import Page
+from distflow.cluster.object_store import GroupLost, GroupRef, answer, lost_among, shortened, to_batch, to_group
+from distflow.data.batch import Batch
+from distflow.observe.metrics import Measured
+from distflow.rewards.call_counts import Judged
+from distflow.runtime import fault_injection
+from distflow.runtime.sample_queue.local import facts_of, live_of
+from distflow.runtime.sample_queue.pending_groups import Consumed, Held, Portion
+from distflow.runtime.sample_queue.protocol import Failure, Kept, Newcomers, Released, Share
+from distflow.runtime.wait_log import Waits
+from distflow.scheduling.curriculum import Accuracy
+from distflow.scheduling.groups import Ticket
+
+
+class AgreedStop:
+    """A `Stop` that all ranks hear of with the release of the same step."""
+
+    wanted = False
+
+
+class RayEdge:
+    """Asks the coordinator's actor, and moves the groups themselves from worker to worker."""
+
+    def __init__(
+        self,
+        coordinator: Any,
+        worker: int,
+        first: int,
+        waits: Waits,
+        stop: AgreedStop,
+        ready: "Future[None] | None" = None,
+    ) -> None:
+        """coordinator: the actor's handle. worker: this one's number among those that generate. first: the number of
+        the first rank of its team. ready: settled when its engine has weights, before which it asks for no ticket; None
+        where it has them from the start."""
+        self._coordinator, self._worker, self._first, self._waits = coordinator, worker, first, waits
+        self._stop, self._ready = stop, ready
+        self._judged = Judged()  # of groups that end next
+
+    async def tickets(self, served: Callable[[], int | None]) -> AsyncIterator[list[Ticket]]:
+        """See `EdgePort`."""
+        if self._ready is not None:
+            with self._waits("experience", "weights", on="learner"):
+                await asyncio.wrap_future(self._ready)
+        while True:
+            asked = self._coordinator.wait_for_tickets.remote(self._worker, served())
+            with self._waits("experience", "credits", on="coordinator"):
+                tickets = await asyncio.wrap_future(asked.future())
+            if tickets is None:
+                return
+            if tickets:
+                yield tickets
+
+    def put(self, ticket: Ticket, batch: Batch, measured: Sequence[Measured]) -> None:
+        """See `EdgePort`."""
+        fault_injection.reach("edge.put")
+        facts, (group, num_bytes) = facts_of(batch), to_group(batch)
+        facts = replace(facts, failure=_shortened(facts.failure), num_bytes=num_bytes)
+        self._coordinator.put.remote(ticket, group, facts, list(measured), self._take_judged())
+
+    def drop(
+        self,
+        ticket: Ticket,
+        reason: str,
+        failure: Failure | None = None,
+        *,
+        lost: bool = False,
+        accuracy: Accuracy | None = None,
+    ) -> None:
+        """See `EdgePort`."""
+        told = shortened(reason), _shortened(failure), lost, accuracy, self._take_judged()
+        self._coordinator.drop.remote(ticket, *told)
+
+    def count(self, judged: Judged) -> None:
+        """See `EdgePort`. It goes with the group: the actor, whose calls run on many threads, may take two of them in
+        any order."""
+        verdicts = judged.verdicts._replace(first=shortened(judged.verdicts.first))
+        self._judged = Judged.joined([self._judged, judged._replace(verdicts=verdicts)])
+
+    def take(
+        self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
+    ) -> Share | Newcomers | None:
+        """See `EdgePort`; whole steps only. Groups that are gone with the worker that held them are made again."""
+        assert wanted is None and deadline is None, "a loop of the user's own runs in one process"
+        while True:
+            with self._waits("learner", f"step {step}", on="experience"):
+                portion = answer(self._coordinator.take.remote(step, self._first + rank))
+            if portion is None or isinstance(portion, Newcomers):
+                return portion
+            groups = [*portion.groups]
+            while more := answer(self._coordinator.rest.remote(self._first + rank)):
+                groups += more
+            fault_injection.reach("edge.taken")
+            batch, lost = _read(portion, groups)
+            with self._waits("learner", f"step {step}", on="other ranks"):
+                whole = answer(self._coordinator.read.remote(step, self._first + rank, lost))
+            if whole:
+                assert batch is not None, "nothing of it is lost"
+                return Share(portion.tickets, batch, portion.metrics, portion.judged)
+
+    def release(self, step: int, rank: int, published: bool) -> Released:
+        """See `EdgePort`."""
+        fault_injection.reach("release")
+        with self._waits("learner", f"release of step {step}", on="other ranks"):
+            end: Consumed[GroupRef] = answer(self._coordinator.release.remote(step, self._first + rank, published))
+        self._stop.wanted = end.stopping
+        return Released(end.version, end.finished, end.account, self._kept, end.domains)
+
+    def _take_judged(self) -> Judged:
+        judged, self._judged = self._judged, Judged()
+        return judged
+
+    def _kept(self) -> Kept:
+        pages: list[Page] = [answer(self._coordinator.kept.remote(0))]
+        while pages[-1].more:
+            pages.append(answer(self._coordinator.kept.remote(len(pages))))
+        cut = pages[0].cut
+        cut["live"] = [group for page in pages for group in page.cut["live"]]
+        held = {}
+        for number, each in ((number, each) for page in pages for number, each in page.live.items()):
+            with suppress(GroupLost):  # who goes on from here has it made again
+                held[number] = Held(to_batch([each.group], each.group), each.num_tokens, each.measured)
+        return Kept(cut, live_of(held))
+
+
+def _read(portion: Portion[GroupRef], groups: Sequence[GroupRef]) -> tuple[Batch | None, list[int]]:
+    """The rows of the groups, or which of them are lost; of a portion without any, the step's first."""
+    try:
+        return to_batch(groups, portion.like), []
+    except GroupLost:
+        wanted = dict(zip(portion.own, groups, strict=True)) or {portion.tickets[0]: portion.like}
+        return None, lost_among(wanted)
+
+
+def _shortened(failure: Failure | None) -> Failure | None:
+    return None if failure is None else replace(failure, message=shortened(failure.message))

@@ -1,0 +1,203 @@
+"""Composition of presets, files and overrides by Hydra's compose API, and what each of them set."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from yaml import YAMLError
+
+from distflow.config.compose.origins import (
+    COMMAND_LINE,
+    PRESETS,
+    Setting,
+    display,
+    preset_names,
+    read_settings,
+    settings_of_value,
+    yaml_problem,
+)
+from distflow.config.compose.overrides import read_overrides
+from distflow.errors import ConfigError, Problem, nearest
+
+_RUN = "distflow_run"
+_CONFIG_OF_A_RUN = "config.yaml"  # in its folder
+
+# What Hydra composes for its own command line, from files that it would read twice in every composition.
+_OF_HYDRA = ("output", "launcher", "sweeper", "help", "hydra_help", "hydra_logging", "job_logging", "callbacks", "env")
+_NONE_OF_HYDRA = [{f"override hydra/{group}": None} for group in _OF_HYDRA]
+
+
+@dataclass
+class Composition:
+    """The composed plain values, every setting in the order in which it took effect, and what is wrong with them.
+
+    refused: keys whose override could not be read.
+    failure: why there are no values; often the consequence of a setting that no key takes.
+    """
+
+    values: dict[str, object] = field(default_factory=dict)
+    settings: list[Setting] = field(default_factory=list)
+    deleted: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    refused: set[str] = field(default_factory=set)
+    failure: Problem | None = None
+
+
+def find_source(preset_or_file: str) -> Path:
+    """The YAML file that is meant. Raises ConfigError naming the nearest preset."""
+    if preset_or_file in preset_names():
+        return PRESETS / f"{preset_or_file}.yaml"
+    path = Path(preset_or_file).expanduser()
+    if path.is_file() and path.suffix == ".yaml":
+        return path.resolve()
+    names = ", ".join(preset_names())
+    if "=" in preset_or_file:
+        what, advice = "is no preset", f"name one first, or a .yaml file; the presets are {names}"
+    elif path.suffix == ".yml" and path.is_file():
+        what, advice = "is no .yaml file", f"rename it to {path.stem}.yaml"
+    elif path.is_file():
+        what, advice = (
+            "is no .yaml file",
+            f"name one, or a preset ({names}); data are data.train_files={preset_or_file}",
+        )
+    elif (path / _CONFIG_OF_A_RUN).is_file():
+        what, advice = "is the folder of a run", f"name its config: {Path(preset_or_file) / _CONFIG_OF_A_RUN}"
+    elif path.is_dir() and "/" in preset_or_file:
+        what, advice = "is a folder", f"name a .yaml file, or a preset: {names}"
+    elif path.suffix in (".yaml", ".yml") or "/" in preset_or_file:
+        what, advice = "there is no such file", f"look at its path, or use a preset: {names}"
+    else:
+        guess = nearest(preset_or_file, preset_names())
+        meant = f"did you mean {guess}? " if guess else ""
+        what, advice = "is neither a preset nor a file", f"{meant}the presets are {names}"
+    raise ConfigError([Problem(((f"'{preset_or_file}'", COMMAND_LINE),), what, advice)])
+
+
+def compose_values(
+    source: Path, overrides: Sequence[str], defaults: dict[str, object], is_known: Callable[[str], bool]
+) -> Composition:
+    """Defaults, then what the file builds on, then the file, then the overrides. Raises ConfigError for a broken file.
+
+    `defaults` hold no list and no mapping of the user's own names: setting one replaces its default as a whole.
+    is_known: whether there is such a key; an override of another one is noted as a setting and left out.
+    """
+    read = read_overrides(overrides)
+    result, parsed = Composition(problems=read.problems, refused=read.refused), read.parsed
+    unreadable: list[Problem] = []
+    read_settings(source, "", unreadable)
+    if unreadable:
+        raise ConfigError([*result.problems, *unreadable])
+    with _hydra(source):
+        for path, package in _composed_files(source, result):
+            result.settings += read_settings(path, package, unreadable)
+        if result.failure:
+            return result
+        _check_deletions(parsed, result)
+        applied = [line for override in parsed if (line := _to_apply(override, is_known, result)) is not None]
+        try:
+            composed = compose(config_name=_RUN, overrides=applied)
+            result.values = _plain(OmegaConf.unsafe_merge(defaults, composed))  # neither is looked at again
+        except InterpolationResolutionError as error:
+            what = (error.msg or str(error)).splitlines()[0]
+            subject = str(error.full_key or "${...}")
+            advice = "name a key that there is, e.g. ${trainer.seed}"
+            result.failure = Problem(((subject, _where(subject, result)),), what, advice)
+        except (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
+            # The last three: an override goes below what is a list or a number in the file.
+            result.failure = Problem(((display(source), "its composition"),), _reason(error.__cause__ or error))
+    return result
+
+
+def _plain(composed: object) -> dict[str, object]:
+    values = OmegaConf.to_container(composed, resolve=True)
+    assert isinstance(values, dict)
+    return {str(name): value for name, value in values.items()}
+
+
+def _to_apply(override: Override, is_known: Callable[[str], bool], result: Composition) -> str | None:
+    """The override as Hydra shall see it, or None. Every key has a default, so `key=`, `+key=`, `++key=` are one."""
+    key = override.key_or_group
+    if override.is_delete():
+        return override.input_line if key in result.deleted else None
+    value = override.value()
+    result.settings += settings_of_value(key, value, COMMAND_LINE)
+    return f"++{key}={override.get_value_string()}" if is_known(key) else None
+
+
+def _check_deletions(parsed: Sequence[Override], result: Composition) -> None:
+    """Only what was set can be removed."""
+    keys = {setting.key for setting in result.settings}
+    for override in parsed:
+        key = override.key_or_group
+        if not override.is_delete():
+            keys |= {setting.key for setting in settings_of_value(key, override.value(), COMMAND_LINE)}
+        elif key in keys:
+            result.deleted.append(key)
+        else:
+            advice = "leave it away: the key has its default already"
+            result.problems.append(Problem(((f"~{key}", COMMAND_LINE),), "there is nothing to remove", advice))
+
+
+def _where(key: str, result: Composition) -> str:
+    return next((setting.where for setting in reversed(result.settings) if setting.key == key), "default")
+
+
+def _reason(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+@contextmanager
+def _hydra(source: Path) -> Iterator[None]:
+    """Hydra over the file's folder and the presets. It knows one composition at a time: an outer one waits."""
+    search = {"searchpath": ["pkg://distflow.config.presets"]}
+    run = {"defaults": [source.stem, "_self_", *_NONE_OF_HYDRA], "hydra": search}
+    ConfigStore.instance().store(name=_RUN, node=run)
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(config_dir=str(source.parent), version_base="1.3"):
+            yield
+    finally:
+        GlobalHydra.instance().hydra = outer
+
+
+def _composed_files(source: Path, result: Composition) -> list[tuple[Path, str]]:
+    """The YAML files that are composed, in order, each with its package as a prefix of its keys."""
+    loader = GlobalHydra.instance().config_loader()
+    try:
+        chosen = loader.compute_defaults_list(_RUN, [], RunMode.RUN).defaults
+    except YAMLError as error:
+        result.failure = yaml_problem(error, source)
+        return []
+    except (HydraException, ValueError) as error:  # the latter: a list that is none
+        reason = _reason(error)
+        advice = f"under defaults: name a preset ({', '.join(preset_names())}) or a file beside this one, without .yaml"
+        result.failure = Problem(((display(source), "defaults"),), reason, advice)
+        return []
+    except RecursionError:
+        advice = "break the circle; a file with the name of a preset cannot build on that preset: rename it"
+        result.failure = Problem(((display(source), "defaults"),), "builds on itself", advice)
+        return []
+    files = []
+    for entry in chosen:
+        path = _file_of(entry.config_path, source.parent)
+        if path is not None:
+            files.append((path, "" if entry.package in (None, "_global_") else str(entry.package)))
+    return files
+
+
+def _file_of(config_path: str | None, folder: Path) -> Path | None:
+    if config_path is None or config_path == _RUN or config_path.startswith("hydra/"):
+        return None
+    found = (parent / f"{config_path}.yaml" for parent in (folder, PRESETS))
+    return next((path for path in found if path.is_file()), None)

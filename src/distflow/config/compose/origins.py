@@ -1,0 +1,139 @@
+"""Where settings were written: YAML files read for their keys and lines. Composition itself is Hydra's."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from distflow.config.keys.declare import dotted
+from distflow.config.migration.names import NOT_GIVEN
+from distflow.errors import Problem
+
+COMMAND_LINE = "command line"
+PRESETS = Path(__file__).parents[1] / "presets"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key that was set. `is_group` tells a mapping that goes on below from a value (an empty mapping is one);
+    `has_dots` that its last name is written with dots, which YAML does not read as levels. A group has no `value`."""
+
+    key: str
+    where: str
+    is_group: bool
+    has_dots: bool = False
+    value: object = NOT_GIVEN
+
+
+def preset_names() -> list[str]:
+    """The presets that come with the package."""
+    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
+
+def is_preset(where: str) -> bool:
+    """Whether a place, as `display` and a line, lies in a preset that comes with the package."""
+    return any(where.startswith(f"presets/{name}.yaml:") for name in preset_names())
+
+
+def display(path: Path) -> str:
+    """A file as it is shown to people: a preset by `presets/NAME.yaml`, others relative to where we are."""
+    if path.parent == PRESETS:
+        return f"presets/{path.name}"
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def read_settings(path: Path, prefix: str, problems: list[Problem]) -> list[Setting]:
+    """Every mapping entry of a YAML file, groups before what they hold; `prefix` is the file's Hydra package.
+
+    What is no readable mapping, or names a key twice, goes to `problems`.
+    """
+    root = _parse(path, problems)
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        problems.append(Problem(((display(path), "line 1"),), "is no mapping of keys", "write key: value lines"))
+        return []
+    return [setting for setting in _entries(root, prefix, path) if not _is_directive(setting, prefix)]
+
+
+def settings_of_value(key: str, value: object, where: str) -> Iterator[Setting]:
+    """The same for a value given on the command line, which may be a mapping."""
+    below = value.items() if isinstance(value, dict) else ()
+    yield Setting(key, where, is_group=bool(below), value=NOT_GIVEN if below else value)
+    for name, item in below:
+        yield from settings_of_value(dotted(key, str(name)), item, where)
+
+
+def yaml_problem(error: yaml.YAMLError, path: Path) -> Problem:
+    """What a YAML error says, with the file and line that it names; `path` where it names none."""
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return Problem(((display(path), "the file"),), f"cannot be read: {error}", "save it as UTF-8 text")
+    mark = error.problem_mark or error.context_mark
+    where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "somewhere"
+    advice = "look at that line and the one above: what belongs to one group starts in one column"
+    if "\\t" in str(error.problem):
+        advice = "indent by spaces: YAML takes no tabs"
+    if isinstance(error, yaml.constructor.ConstructorError):
+        advice = "write the value itself: tags (what begins with !) are not read"
+    named = Path(mark.name) if mark and Path(mark.name).is_file() else path
+    return Problem(((display(named), where),), f"is no YAML that is read here: {error.problem}", advice)
+
+
+def _parse(path: Path, problems: list[Problem]) -> yaml.Node | None:
+    try:
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+    except yaml.YAMLError as error:
+        problems.append(yaml_problem(error, path))
+        return None
+    except UnicodeDecodeError as error:
+        problems.append(Problem(((display(path), "the file"),), f"cannot be read: {error}", "save it as UTF-8 text"))
+        return None
+    if isinstance(root, yaml.MappingNode):
+        _check_twice(root, "", path, problems)
+        _flatten_merges(root, loader)
+    return root
+
+
+def _check_twice(node: yaml.MappingNode, prefix: str, path: Path, problems: list[Problem]) -> None:
+    first_lines: dict[str, int] = {}
+    for name_node, value in node.value:
+        name, line = dotted(prefix, str(name_node.value)), name_node.start_mark.line + 1
+        if name in first_lines:
+            what = f"was set in line {first_lines[name]} already"
+            problems.append(Problem(((name, f"{display(path)}:{line}"),), what, "keep one of the two lines"))
+        first_lines[name] = line
+        if isinstance(value, yaml.MappingNode):
+            _check_twice(value, name, path, problems)
+
+
+def _flatten_merges(node: yaml.MappingNode, loader: yaml.SafeLoader) -> None:
+    loader.flatten_mapping(node)
+    for _, value in node.value:
+        if isinstance(value, yaml.MappingNode):
+            _flatten_merges(value, loader)
+
+
+def _entries(node: yaml.MappingNode, prefix: str, path: Path) -> Iterator[Setting]:
+    for name_node, value in node.value:
+        name = dotted(prefix, str(name_node.value))
+        where = f"{display(path)}:{name_node.start_mark.line + 1}"
+        is_group = isinstance(value, yaml.MappingNode) and bool(value.value)
+        given = NOT_GIVEN if is_group else _plain_value(value)
+        yield Setting(name, where, is_group, "." in str(name_node.value), given)
+        if isinstance(value, yaml.MappingNode):
+            yield from _entries(value, name, path)
+
+
+def _plain_value(node: yaml.Node) -> object:
+    """What a value is in Python; a tag that is not read here is refused by Hydra."""
+    try:
+        return yaml.SafeLoader("").construct_object(node, deep=True)
+    except yaml.YAMLError:
+        return NOT_GIVEN
+
+
+def _is_directive(setting: Setting, prefix: str) -> bool:
+    return setting.key == dotted(prefix, "defaults") or setting.key.startswith(dotted(prefix, "defaults") + ".")

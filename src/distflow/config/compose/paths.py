@@ -1,0 +1,190 @@
+"""Files and folders that a config names: those that are not there are found before anything is loaded."""
+
+import ast
+import importlib.util
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+from distflow.config.derived_settings import is_rl, may_have_critic
+from distflow.config.keys.schema import Config
+from distflow.config.per_domain import train_files, val_files
+from distflow.config.rules.check import where
+from distflow.errors import Problem, missing_path, nearest
+from distflow.import_target import split_name
+
+DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
+HUB_DATA = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]*){0,2}")
+HUB_MODEL = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_FUNCTION_IN_FILE = re.compile(r".*\.py:[A-Za-z_][\w.]*")
+_FUNCTION_IN_MODULE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+_MODEL = "actor_rollout_ref.model"
+_TRAIN = "data.train_files"
+_DOMAINS = re.compile(r"data\.domains\.[\w.-]+(?=\.)")
+NEEDED_TO_EVALUATE = frozenset(
+    {
+        "data.val_files",
+        "data.reward",
+        f"{_MODEL}.path",
+        f"{_MODEL}.tokenizer_path",
+        "critic.model.path",
+        "custom_reward_function.path",
+        "reward.functions",
+        "dag.custom_pipeline_fn",
+        "dag.nodes",
+    }
+)
+NEEDED_TO_TRAIN = NEEDED_TO_EVALUATE | {_TRAIN, "data.curriculum.function"}
+"""Keys that name what must be there; `data.reward` is that of domains."""
+
+
+def find_missing(config: Config, origins: Mapping[str, str], needed: Collection[str]) -> Iterator[Problem]:
+    """One problem for each path of the `needed` keys that leads nowhere."""
+    for key, path, fault in _named(config):
+        if _DOMAINS.sub("data", key) in needed and (found := fault(path)):
+            what, advice = found
+            yield Problem(((f"{key} = '{path}'", where(key, origins)),), what, advice)
+
+
+Fault = Callable[[str], tuple[str, str] | None]
+"""What is wrong with a path and what to do; None where nothing is, or where only loading it would tell."""
+
+
+def _named(config: Config) -> Iterator[tuple[str, str, Fault]]:
+    """Every path with its key, and how it is looked for."""
+    model = config.actor_rollout_ref.model
+    models = [(f"{_MODEL}.path", model.path), (f"{_MODEL}.tokenizer_path", model.tokenizer_path)]
+    if may_have_critic(config):
+        models.append(("critic.model.path", config.critic.model.path))
+    yield from ((key, path, model_fault) for key, path in models if path)
+    for key, files in (*val_files(config), *train_files(config)):
+        yield from ((key, file, data_fault) for file in files if file.strip())
+    custom = config.custom_reward_function
+    if custom.path and is_rl(config):
+        yield "custom_reward_function.path", custom.path, partial(_reward_fault, custom.name)
+    judged = [("reward.functions", parts) for parts in config.reward.functions.values()]
+    judged += [(f"data.domains.{name}.reward", domain.reward) for name, domain in config.data.domains.items()]
+    yield from ((key, part.name, _function_fault) for key, parts in judged for part in parts)
+    if config.data.curriculum.function:
+        yield "data.curriculum.function", config.data.curriculum.function, _function_fault
+    if config.dag.custom_pipeline_fn:
+        yield "dag.custom_pipeline_fn", config.dag.custom_pipeline_fn, _function_fault
+    yield from (("dag.nodes", str(node.get("func", "")), _function_fault) for node in config.dag.nodes)
+
+
+def data_fault(source: str) -> tuple[str, str] | None:
+    """Of what `data.train_files` may name."""
+    path, folder = Path(source).expanduser(), Path(source.partition(":")[0]).expanduser()
+    if path.is_file():
+        known = path.suffix.lower() in DATA_SUFFIXES
+        advice = f"rename it, or save it as one of {', '.join(DATA_SUFFIXES)}"
+        return None if known else (f"its ending '{path.suffix}' tells no kind of data", advice)
+    if source.startswith(("builtin:", "reasoning-gym:", "verifiers:")) or folder.is_dir():
+        return None
+    if _FUNCTION_IN_FILE.fullmatch(source):
+        return _function_fault(source)
+    if _FUNCTION_IN_MODULE.fullmatch(source):
+        return _code_fault(source.partition(":")[0])
+    is_hub_id = HUB_DATA.fullmatch(source) and path.suffix.lower() not in DATA_SUFFIXES and not folder.parent.is_dir()
+    return None if is_hub_id else missing_path(path)
+
+
+def is_local_data(source: str) -> bool:
+    """Whether it is a file that a reader takes, here or in the package."""
+    return source.startswith("builtin:") or Path(source).expanduser().is_file()
+
+
+def is_local_model(text: str) -> bool:
+    """Whether it is a folder, here or in a package."""
+    return text.startswith(("builtin:", "package:")) or Path(text).expanduser().is_dir()
+
+
+def model_fault(text: str) -> tuple[str, str] | None:
+    """Of what `model.path` may name. What may be an id of the hub passes, unless its first part is a folder here."""
+    if is_local_model(text):
+        return None
+    path = Path(text).expanduser()
+    if path.is_file():
+        gguf = f", and its name as {_MODEL}.gguf_file={path.name}" if path.suffix == ".gguf" else ""
+        return "is a file", f"give its folder, {path.parent}{gguf}"
+    looks_like_a_path = text.startswith((".", "/", "~")) or not HUB_MODEL.fullmatch(text)
+    if looks_like_a_path or ("/" in text and path.parent.is_dir() and not _is_cached(text)):
+        return missing_path(path)
+    return None
+
+
+def _is_cached(hub_id: str) -> bool:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE, f"models--{hub_id.replace('/', '--')}").is_dir()
+
+
+def _reward_fault(function: str, path: str) -> tuple[str, str] | None:
+    """Of a file or module whose function has a key of its own."""
+    if ".py:" in path:
+        file, name = split_name(path)
+        return "names a function too", f"write {file}, and its function as custom_reward_function.name={name}"
+    if path.endswith(".pkl"):  # a function given from Python, as distflow.rewards.functions keeps it
+        kept = Path(path).expanduser()
+        return None if kept.is_file() else missing_path(kept)
+    fault = _code_fault(path)
+    if fault is None and path.endswith(".py"):
+        return _content_fault(Path(path).expanduser(), function, "set custom_reward_function.name={}")
+    return fault
+
+
+def _function_fault(name: str) -> tuple[str, str] | None:
+    """Of the file of "file.py:function"."""
+    module, function = split_name(name)
+    if not module.endswith(".py"):
+        return None
+    return _code_fault(module) or _content_fault(Path(module).expanduser(), function, f"write {module}:{{}}")
+
+
+def _content_fault(file: Path, function: str, advice: str) -> tuple[str, str] | None:
+    """What can be seen in a Python file without running it: that it is none, or binds no such name. advice: with a
+    place for the name of a function that there is."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
+        return f"is no Python: {type(error).__name__}: {error.args[0]}{line}", "look at that line"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})", "see who may read it"
+    bound = _bound(tree)
+    if function.partition(".")[0] in bound or "*" in bound or "__getattr__" in bound:
+        return None
+    there = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    meant = nearest(function, there) or (there[0] if len(there) == 1 else "")
+    listed = f"it has {', '.join(there)}" if there else "it has no function"
+    return f"it binds no '{function}': {listed}", advice.format(meant or "FUNCTION")
+
+
+def _bound(tree: ast.Module) -> set[str]:
+    """Every name that a module may bind, wherever in it."""
+    nodes = list(ast.walk(tree))
+    names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    imported = [alias for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+    return names | {(alias.asname or alias.name).partition(".")[0] for alias in imported}
+
+
+def _code_fault(name: str) -> tuple[str, str] | None:
+    """A Python file, or a module that Python finds from here."""
+    path = Path(name).expanduser()
+    if name.endswith(".py"):
+        return None if path.is_file() else missing_path(path)
+    if path.is_file():
+        return "is no Python file", f"rename it to {path.stem}.py"
+    if path.is_dir() and not (path / "__init__.py").is_file():
+        return "is a folder", f"name a file in it, e.g. {path}/my_reward.py"
+    if path.with_name(f"{path.name}.py").is_file():
+        return "is a file without its ending", f"write {name}.py"
+    top = name.partition(".")[0]
+    if not top.isidentifier():
+        return missing_path(path)
+    if importlib.util.find_spec(top) is None:
+        return f"there is no module '{top}'", "write a file with its ending, e.g. my_reward.py, or look at PYTHONPATH"
+    return None

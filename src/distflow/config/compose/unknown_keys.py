@@ -1,0 +1,228 @@
+"""Whether one name is another one misspelt: typing errors, never another word.
+
+Settings that no key takes: which of them ask for nothing, and what to write instead of the others.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from functools import cache
+
+from distflow.config.compose.origins import Setting
+from distflow.config.keys.schema import schema_keys
+from distflow.config.migration.tables import NOT_GIVEN, SYSTEMS, Name, as_override, find_by_last_word, find_names
+from distflow.errors import Problem
+
+_LEAST_SIMILARITY = 0.7  # of one word: below it, it is another word
+_JOINED = 0.9  # of names whose words are divided otherwise
+
+
+def most_similar(name: str, known: Mapping[str, str]) -> list[str]:
+    """The value of the known name that was probably meant, or nothing. Each word must be alike: `train_batch_sise` is
+    a size, `max_completion_length` is no `max_prompt_length`."""
+    scored = [(score, other) for other in known if (score := _similarity(name.lower(), other.lower()))]
+    return [known[max(scored)[1]]] if scored else []
+
+
+def _similarity(name: str, other: str) -> float:
+    """The mean over groups and words; 0 where one of them is another word."""
+    parts, others = name.split("."), other.split(".")
+    if len(parts) != len(others):
+        return 0.0
+    ratios = [ratio for pair in zip(parts, others, strict=True) for ratio in _ratios(*pair)]
+    return sum(ratios) / len(ratios) if all(ratios) else 0.0
+
+
+def _ratios(name: str, other: str) -> list[float]:
+    words, others = name.split("_"), other.split("_")
+    if len(words) == len(others):
+        return [_ratio(word, another, _LEAST_SIMILARITY) for word, another in zip(words, others, strict=True)]
+    return [_ratio("".join(words), "".join(others), _JOINED)]
+
+
+def _ratio(word: str, other: str, least: float) -> float:
+    ratio = SequenceMatcher(None, word, other).ratio()
+    return ratio if ratio >= least else 0.0
+
+
+_SAME_KEYS = {"verl", "siiRL"}  # whose commands run here but for a few names
+_OVERRIDE = re.compile(r" (?=[a-z_]+\.[\w.]+=)")  # what stands between two of them
+_LISTED = 2  # keys of the same name in other groups; more are no hint
+_TELLING = 5  # letters of a word that may stand without its group
+
+
+@dataclass
+class Judgement:
+    """What is wrong with settings, and in `accepted`, key → line, those of another system that ask for nothing more."""
+
+    problems: list[Problem] = field(default_factory=list)
+    accepted: dict[str, str] = field(default_factory=dict)
+
+
+def parents(key: str) -> list[str]:
+    """The groups above a key, the outermost first: `a`, `a.b` for `a.b.c`."""
+    parts = key.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts))]
+
+
+def is_known(key: str) -> bool:
+    """Whether there is such a key or group, or the key lies in a mapping of the user's own names."""
+    keys = schema_keys()
+    return key in keys or key in _groups() or any(parent in keys and keys[parent].is_map for parent in parents(key))
+
+
+def judge_settings(settings: Sequence[Setting], values: Mapping[str, object]) -> Judgement:
+    """One problem for each unknown setting (of an unknown group only the group), and for each misused group.
+
+    values: the composed config as nested plain values: a key of verl or siiRL that says what is so already is accepted.
+    """
+    judgement = Judgement()
+    settled: set[str] = set()
+    translated: dict[str, set[str]] = {}  # the systems that have a key below a group
+    for setting in settings:
+        for parent in parents(setting.key):
+            translated.setdefault(parent, set()).update(find_names(setting.key))
+    for setting in settings:
+        if settled.intersection(parents(setting.key)):
+            continue
+        problem = _judge(setting, translated, values, judgement.accepted)
+        if problem is not None:
+            judgement.problems.append(problem)
+        if problem is not None or setting.key in judgement.accepted or _is_misread_value(setting):
+            settled.add(setting.key)
+    return judgement
+
+
+def suggest(key: str, known: Collection[str], value: object = NOT_GIVEN) -> str:
+    """What to do instead of setting the unknown key: what it is called here, else what of `known` it resembles."""
+    if found := find_names(key):
+        return _answer(found, value)
+    if guesses := _resembling(key, known):
+        return f"did you mean {' or '.join(guesses)}?"
+    if found := find_by_last_word(key):
+        return f"{_and(list(found))} {_has_it(found)} it in another place: {_answer(found, value)}"
+    if guesses := _elsewhere(key, known):
+        return f"did you mean {' or '.join(guesses)}?"
+    if guesses := most_similar(key, {name: name for names in SYSTEMS.values() for name in names}):
+        return f"did you mean {guesses[0]}? Then {_answer(find_names(guesses[0]), value)}"
+    return "see docs/config.md for all keys, docs/migrating.md for those of other systems"
+
+
+def _judge(
+    setting: Setting, translated: Mapping[str, set[str]], values: Mapping[str, object], accepted: dict[str, str]
+) -> Problem | None:
+    key, keys = setting.key, schema_keys()
+    places = ((key, setting.where),)
+    if not is_known(key):
+        found = find_names(key)
+        by_name = {system for system, names in SYSTEMS.items() if key in names}
+        if setting.is_group and translated.get(key, set()) - by_name:
+            return None  # what it holds gets the message
+        if line := _acceptance(setting, found, values):
+            accepted[key] = line
+            return None
+        theirs = f"; {_and(list(found))} {_has_it(found)} it" if found else ""
+        refers = isinstance(setting.value, str) and "${" in setting.value
+        value = _look_up(values, key) if refers else setting.value
+        return Problem(places, f"there is no such key{theirs}", suggest(key, keys, value))
+    if setting.has_dots and (key in keys or key in _groups()):
+        advice = "write one level a line: " + ": {".join(key.split(".")) + ": ..." + "}" * key.count(".")
+        return Problem(places, "has dots, which YAML reads as one name", advice)
+    if key in _groups() and not setting.is_group:
+        below = next(name for name in keys if name.startswith(f"{key}."))
+        return Problem(places, "is a group of keys, not a value", f"write keys below it, e.g. {below}")
+    return None
+
+
+def _acceptance(setting: Setting, found: dict[str, Name], values: Mapping[str, object]) -> str:
+    """The line for a setting that asks for nothing that is not so anyway, in every system that has it; else empty."""
+    reasons = []
+    for name in found.values():
+        overrides = name.overrides(setting.value)
+        if name.accepts(setting.value):
+            reasons.append(name.note or "it asks for nothing")
+        elif found.keys() <= _SAME_KEYS and overrides and _has(values, overrides):
+            reasons.append(f"here it is {overrides}, which is so already")
+        else:
+            return ""
+    given = "" if setting.value is NOT_GIVEN else f"={as_override(setting.value)}"
+    return f"{setting.key}{given} ({_and(list(found))}): {reasons[0]}" if reasons else ""
+
+
+def _has(values: Mapping[str, object], overrides: str) -> bool:
+    """Whether nested plain values have what each of `key=value ...` says."""
+    parts = [override.split("=", 1) for override in _OVERRIDE.split(overrides)]
+    return all(_says_the_same(as_override(_look_up(values, key)), text) for key, text in parts)
+
+
+def _look_up(values: Mapping[str, object], key: str) -> object:
+    found: object = values
+    for part in key.split("."):
+        found = found.get(part, NOT_GIVEN) if isinstance(found, Mapping) else NOT_GIVEN
+    return found
+
+
+def _says_the_same(text: str, other: str) -> bool:
+    try:
+        return text == other or float(text) == float(other)
+    except ValueError:
+        return False
+
+
+def _answer(found: dict[str, Name], value: object) -> str:
+    """What each system that has the name means by it; once where they agree."""
+    systems: dict[str, list[str]] = {}
+    for system, name in found.items():
+        systems.setdefault(name.answer(value), []).append(system)
+    if len(systems) == 1:
+        return next(iter(systems))
+    return " | ".join(f"in {_and(names)}: {text}" for text, names in systems.items())
+
+
+def _is_misread_value(setting: Setting) -> bool:
+    """A mapping for a key that takes none: what is wrong with it is said where its value is read."""
+    info = schema_keys().get(setting.key)
+    return info is not None and setting.is_group and not info.is_map
+
+
+def _groups() -> frozenset[str]:
+    return _groups_above(tuple(schema_keys()))
+
+
+@cache
+def _groups_above(keys: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(group for key in keys for group in parents(key))
+
+
+def _resembling(key: str, known: Collection[str]) -> list[str]:
+    """What it is the end of (`actor.clip_ratio`), the key that it lies below, or one of its group by spelling."""
+    by_end = [name for name in known if name.endswith(f".{key}")]
+    above = [parent for parent in parents(key) if parent in known]
+    if by_end or above:
+        return (by_end or above)[:1]
+    group, _, word = key.rpartition(".")
+    return most_similar(word, {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == group})
+
+
+def _elsewhere(key: str, known: Collection[str]) -> list[str]:
+    """Its last word in another group, unless too many have it or it says too little; else a key spelt alike."""
+    words: dict[str, list[str]] = {}
+    for name in known:
+        words.setdefault(name.rpartition(".")[2], []).append(name)
+    words = {word: names for word, names in words.items() if len(names) <= _LISTED}
+    word = key.rpartition(".")[2]
+    if word in words and ("_" in word or key.partition(".")[0] in _groups()):
+        return words[word]
+    telling = {word: word for word in words if len(word) >= _TELLING}
+    if guesses := most_similar(key, {name: name for name in known}) or most_similar(key, telling):
+        return words.get(guesses[0], guesses)
+    return []
+
+
+def _has_it(found: Mapping[str, Name]) -> str:
+    return "has" if len(found) == 1 else "have"
+
+
+def _and(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]

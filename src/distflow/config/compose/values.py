@@ -1,0 +1,215 @@
+"""From plain data to the type of a key: strict, with a message that says what to write instead."""
+
+import math
+import re
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Union, get_args, get_origin
+
+from distflow.config.keys.declare import KeyInfo
+from distflow.config.migration.verl import VALUES
+from distflow.errors import nearest
+
+# YAML 1.1 reads 1e-6 (no dot) as a text; people mean the number.
+_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
+_WORDS: dict[object, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
+
+class Mismatch(ValueError):
+    """A value that a key cannot take: what is wrong with it, and what to write instead."""
+
+    def __init__(self, what: str, advice: str = ""):
+        super().__init__(what)
+        self.what, self.advice = what, advice
+
+
+def convert(value: object, annotation: object) -> object:
+    """The value as that type; lists become tuples where the type is one. Raises Mismatch."""
+    origin = get_origin(annotation)
+    if annotation in (Any, object):
+        return value
+    if annotation is type(None) and value is None:
+        return None
+    if origin in (Union, types.UnionType):
+        return _convert_union(value, annotation)
+    if origin is Literal and value in get_args(annotation):
+        return value
+    if annotation in _WORDS:
+        return _convert_scalar(value, annotation)
+    if origin in (tuple, list) or annotation in (tuple, list):
+        return _convert_sequence(value, annotation)
+    if (origin or annotation) is dict:
+        return _convert_mapping(value, annotation)
+    raise Mismatch(f"is {show(value)}, not {expected(annotation)}")
+
+
+def can_convert(annotation: object) -> bool:
+    """Whether `convert` knows the type."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return True
+    known = annotation in (*_WORDS, Any, object, type(None), list, tuple, dict)
+    return known or (
+        origin in (Union, types.UnionType, list, tuple, dict)
+        and all(argument is Ellipsis or can_convert(argument) for argument in arguments)
+    )
+
+
+def expected(annotation: object) -> str:
+    """The type in words."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(expected(argument) for argument in arguments))
+    if annotation is type(None):
+        return "null"
+    if origin is Literal:
+        return " or ".join(show(choice) for choice in arguments)
+    if origin in (tuple, list) or annotation in (tuple, list):
+        if origin is tuple and Ellipsis not in arguments:
+            return f"a list of {len(arguments)} numbers"
+        of = arguments[0] if arguments else object
+        return "a list of texts" if of is str else "a list of numbers" if of in (int, float) else "a list"
+    if (origin or annotation) is dict:
+        return "a mapping"
+    return _WORDS.get(annotation, "a value")
+
+
+def check_bounds(value: object, info: KeyInfo) -> Iterator[Mismatch]:
+    """What is wrong with a value of the right type by itself: choices, bounds, parts that are not there yet."""
+    spec = info.spec
+    if value is None or value == info.default:
+        return
+    if spec.later is True:
+        yield Mismatch(f"is {show(value)}, which is not there yet", f"leave it at {show(info.default)}")
+    elif spec.choices and not spec.open_names:
+        for name in value if isinstance(value, tuple) else (value,):
+            yield from _check_choice(name, info)
+    elif isinstance(value, int | float) and not _inside(value, info):
+        yield Mismatch(
+            f"is {show(value)} and must be {spec.allowed()}", spec.advice or f"write a number {spec.allowed()}"
+        )
+
+
+def read_value(given: object, info: KeyInfo) -> object:
+    """The value of a key from plain data, within its bounds. Raises Mismatch."""
+    value = info.spec.parse(given) if info.spec.parse else convert(given, info.annotation)
+    for mismatch in check_bounds(value, info):
+        raise mismatch
+    return value
+
+
+def show(value: object) -> str:
+    """A value as a person would write it in YAML."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        return f"'{value}'"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(show(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {show(item)}" for name, item in value.items()) + "}"
+    return str(value)
+
+
+def _check_choice(name: object, info: KeyInfo) -> Iterator[Mismatch]:
+    spec = info.spec
+    later = spec.later if isinstance(spec.later, tuple) else ()
+    if name in later:
+        there = [choice for choice in spec.choices if choice not in later]
+        yield Mismatch(f"is {show(name)}, which is not there yet", f"choose from {', '.join(there)}")
+    elif name not in spec.choices:
+        guess = VALUES.get(info.name, {}).get(name) or nearest(str(name), spec.choices)
+        meant = f"did you mean {guess}? " if guess else ""
+        more = f". {spec.advice}" if spec.advice else ""
+        yield Mismatch(f"is {show(name)}, which is no choice", f"{meant}the choices are {spec.allowed()}{more}")
+
+
+def _inside(value: float, info: KeyInfo) -> bool:
+    spec = info.spec
+    return (
+        (spec.minimum is None or value >= spec.minimum)
+        and (spec.maximum is None or value <= spec.maximum)
+        and (spec.above is None or value > spec.above)
+        and (spec.below is None or value < spec.below)
+    )
+
+
+def _convert_union(value: object, annotation: object) -> object:
+    arms = get_args(annotation)
+    if value is None and type(None) in arms:
+        return None
+    mismatches = []
+    for arm in (arm for arm in arms if arm is not type(None)):
+        try:
+            return convert(value, arm)
+        except Mismatch as error:
+            mismatches.append(error)
+    if len(mismatches) == 1:
+        raise mismatches[0]
+    raise Mismatch(f"is {show(value)}, not {expected(annotation)}", f"write {expected(annotation)}")
+
+
+def _convert_scalar(value: object, wanted: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise Mismatch(f"is {value}, not a finite number", "write a finite number")
+    if type(value) is wanted:
+        return value
+    if wanted is float and type(value) is int:
+        return float(value)
+    if wanted is int and type(value) is float and value.is_integer():
+        return int(value)
+    if wanted in (int, float) and isinstance(value, str) and _EXPONENT.fullmatch(value):
+        return _convert_scalar(float(value), wanted)
+    raise Mismatch(f"is {show(value)}, not {_WORDS[wanted]}", _advise(value, wanted))
+
+
+def _advise(value: object, wanted: object) -> str:
+    if wanted is bool:
+        return "write true or false"
+    if wanted is str and isinstance(value, int | float):
+        return f'put it in quotes: "{value}"; on the command line \'key="{value}"\''
+    if isinstance(value, str) and re.fullmatch(r"[+-]?[\d.]+", value):
+        return "write it without quotes"
+    return f"write {_WORDS[wanted]}"
+
+
+def _convert_sequence(value: object, annotation: object) -> object:
+    made = get_origin(annotation) or annotation
+    arguments = get_args(annotation)
+    if value is None:
+        value = ()
+    if isinstance(value, str) and arguments[:1] == (str,):
+        value = (value,)
+    if not isinstance(value, list | tuple):
+        raise Mismatch(f"is {show(value)}, not {expected(annotation)}", f"write {expected(annotation)}, e.g. [a, b]")
+    if made is tuple and arguments and Ellipsis not in arguments:
+        if len(value) != len(arguments):
+            raise Mismatch(f"has {len(value)} entries, not {len(arguments)}", f"write {expected(annotation)}")
+        return tuple(convert(item, argument) for item, argument in zip(value, arguments, strict=True))
+    items = [convert(item, arguments[0]) if arguments else item for item in value]
+    return tuple(items) if made is tuple else items
+
+
+def _convert_mapping(value: object, annotation: object) -> dict[object, object]:
+    if not isinstance(value, Mapping):
+        raise Mismatch(f"is {show(value)}, not a mapping", "write {name: value, ...}")
+    arguments = get_args(annotation)
+    if not arguments:
+        return dict(value)
+    return {convert(name, arguments[0]): convert(item, arguments[1]) for name, item in value.items()}
+
+
+def parse_band(value: object) -> object:
+    """[low, high], or nothing. Raises Mismatch."""
+    band = convert(value, tuple[float, float] | None)
+    if band is not None and not band[0] <= band[1]:  # type: ignore[index]  # just made one
+        raise Mismatch(f"is {show(value)}, which holds no number", "write e.g. [0.1, 0.9]")
+    return band
+
+
+def parse_share_band(value: object) -> object:
+    """[low, high] within 0..1, or nothing. Raises Mismatch."""
+    band = convert(value, tuple[float, float] | None)
+    if band is not None and not 0 <= band[0] < band[1] <= 1:  # type: ignore[index]  # just made one
+        raise Mismatch(f"is {show(value)}, which is no part of 0..1", "write e.g. [0.1, 0.95]")
+    return band

@@ -1,0 +1,228 @@
+"""Keys of `algorithm`: advantages, KL in the reward, corrections and filters."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distflow.config.compose.values import Mismatch, convert, parse_share_band, show
+from distflow.config.keys.declare import collect, group, key
+from distflow.config.keys.named_overrides import Differing, nested, parse_differing
+from distflow.registry import ESTIMATORS, KL_TYPES, NO_FULL_KL, ROLLOUT_RS
+
+Bounds = tuple[float | None, float]
+
+
+def parse_statistics(value: object) -> object:
+    """Names as a list, or separated by commas as in verl. Raises Mismatch."""
+    names = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    return convert(names, tuple[str, ...])
+
+
+def parse_switch(value: object) -> object:
+    """A word, or YAML's true and false as such. Raises Mismatch."""
+    return str(value).lower() if isinstance(value, bool) else convert(value, str)
+
+
+def parse_bounds(value: object) -> tuple[Bounds, ...]:
+    """`upper` or `[lower, upper]` for each statistic; also verl's text, e.g. "0.5_2.0,0.1". Raises Mismatch."""
+    if value is None:
+        return ()
+    entries = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+    return tuple(_parse_bound(entry) for entry in entries)
+
+
+def _parse_bound(entry: object) -> Bounds:
+    parts: Sequence[Any] = (
+        entry.split("_") if isinstance(entry, str) else entry if isinstance(entry, list | tuple) else [entry]
+    )
+    try:
+        numbers = [float(part) for part in parts if not isinstance(part, bool)]
+    except (TypeError, ValueError):
+        numbers = []
+    if len(numbers) != len(parts) or len(numbers) not in (1, 2) or not all(map(math.isfinite, numbers)):
+        advice = "write an upper bound such as 0.1, or [0.5, 2.0] for a band"
+        raise Mismatch(f"has the entry {show(entry)}, which is no bound", advice)
+    return (numbers[0], numbers[1]) if len(numbers) == 2 else (None, numbers[0])
+
+
+def plain_bounds(bounds: Sequence[Bounds]) -> list[object]:
+    """What `parse_bounds` would read again. A band is no text: YAML would read 1_2 as 12."""
+    return [upper if lower is None else [lower, upper] for lower, upper in bounds]
+
+
+def spread(bounds: tuple[Bounds, ...], count: int) -> tuple[Bounds, ...]:
+    """One bound alone serves all statistics."""
+    return bounds * count if len(bounds) == 1 else bounds
+
+
+LEVELS = ("batch", "group", "running")
+
+
+@dataclass(frozen=True)
+class KLControlConfig:
+    """The coefficient of the KL penalty in the reward."""
+
+    type: str = key("fixed", "whether the coefficient stays or follows a target", choices=("fixed", "adaptive"))
+    kl_coef: float = key(0.001, "coefficient of the penalty; where it starts if adaptive", minimum=0)
+    target_kl: float | None = key(None, "KL per token that the adaptive controller aims at", above=0)
+    horizon: int | None = key(None, "samples over which the adaptive controller closes the gap", minimum=1)
+    mean: str = key(
+        "token",
+        "KL that the adaptive controller is shown: mean over tokens, or of the means of sequences (verl)",
+        choices=("token", "sequence"),
+    )
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """A normalisation over the batch or the groups (AReaL), or by the moments of all rewards so far (ROLL); off where
+    both levels are null."""
+
+    mean_level: str | None = key(None, "what the mean that is taken off is over", choices=LEVELS)
+    mean_leave1out: bool = key(False, "leave a value out of the mean that is taken off it")
+    std_level: str | None = key(None, "what the standard deviation that divides is over", choices=LEVELS)
+    std_unbiased: bool = key(True, "the standard deviation is the unbiased one")
+    eps: float = key(1e-5, "added to the standard deviation", above=0)
+    group_size: int | None = key(None, "samples of a group that count together; null is rollout.n", minimum=2)
+
+
+def is_on(norm: NormConfig) -> bool:
+    """Whether it takes off a mean or divides by a standard deviation."""
+    return norm.mean_level is not None or norm.std_level is not None
+
+
+@dataclass(frozen=True)
+class RolloutCorrectionConfig:
+    """Importance weights against the mismatch of rollout engine and trainer."""
+
+    level: str | None = key(
+        None, "what one weight covers; null is off (off-policy correction)", choices=("token", "sequence", "geometric")
+    )
+    mode: str = key(
+        "truncate",
+        "truncate: weights above the cap become the cap; mask: tokens outside the band are left out",
+        choices=("truncate", "mask"),
+    )
+    cap: float = key(2.0, "largest weight", above=0)
+    floor: float | None = key(None, "low end of the band in mask mode (IcePop); null is no low end", above=0)
+    rollout_is_batch_normalize: bool = key(False, "divide the weights by their mean over the step, after the cap")
+    rollout_rs: tuple[str, ...] = key(
+        (),
+        "statistics of the mismatch by which tokens or sequences are left out of the loss; empty is off",
+        choices=ROLLOUT_RS,
+        parse=parse_statistics,
+    )
+    rollout_rs_threshold: tuple[Bounds, ...] = key(
+        (),
+        "bound of each: upper, or of a k1 [lower, upper] of rollout over trainer; one entry alone serves all",
+        parse=parse_bounds,
+        plain=plain_bounds,
+    )
+
+
+@dataclass(frozen=True)
+class FilterGroupsConfig:
+    """Dynamic sampling: groups whose samples are all as right as each other are dropped and replaced."""
+
+    enable: bool = key(False, "drop groups without a signal and refill the batch")
+    metric: str = key(
+        "acc",
+        "what must differ in a group: acc, the verifier's verdict; score (seq_reward), penalties too; or the name of a "
+        "reward function",
+    )
+    max_num_gen_batches: int = key(10, "at most so many batches of prompts are tried for one step", minimum=1)
+    when_exhausted: str = key(
+        "error", "when those are used up: stop, or go on with the groups there are", choices=("error", "continue")
+    )
+    oversampling: float = key(
+        0.0,
+        "prompts in flight besides those that a step lacks, as a part of these: 0.5 is half as many more; what is left "
+        "when the step is full is aborted, and asked again first in the next one",
+        minimum=0,
+    )
+
+
+DIFFERING = (
+    *("adv_estimator", "adv_estimator_kwargs", "gamma", "lam", "norm_adv_by_std_in_grpo", "scale_rewards"),
+    *("adv_epsilon", "reward_shift", "reward_scale", "reward_norm", "reward_clip", "adv_norm", "advantage_clip"),
+    *("bootstrap_truncated", "use_kl_in_reward", "kl_penalty", "kl_ctrl", "mask_truncated", "difficulty_mask"),
+    *("difficulty_weight", "length_weight", "mask_long_errors", "whiten_rewards"),
+)
+"""Keys of `algorithm` that a domain may have otherwise."""
+
+
+def parse_domains(value: object) -> Differing:
+    """Settings by domain from plain data. Raises Mismatch."""
+    form = "write e.g. {code: {adv_estimator: reinforce, reward_norm: {mean_level: running}}}"
+    return parse_differing(value, collect(AlgorithmConfig()), DIFFERING, form)
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """How rewards become advantages."""
+
+    adv_estimator: str = key("grpo", "advantage estimator", choices=tuple(ESTIMATORS), open_names=True)
+    adv_estimator_kwargs: dict[str, object] = key({}, "options of the chosen estimator by name")
+    workflow_type: str = key(
+        "DEFAULT",
+        "selects the program where no preset and no dag key does; DEFAULT goes by adv_estimator",
+        choices=("DEFAULT", "DAPO", "EMBODIED"),
+        later=("EMBODIED",),
+    )
+    gamma: float = key(1.0, "discount from token to token", minimum=0, maximum=1)
+    lam: float = key(0.95, "lambda of GAE", minimum=0, maximum=1)
+    norm_adv_by_std_in_grpo: bool = key(True, "divide by the group's standard deviation; false is Dr. GRPO")
+    scale_rewards: str | None = key(
+        None,
+        "what GRPO divides by: the standard deviation of the group, of the batch, or nothing; "
+        "null goes by norm_adv_by_std_in_grpo",
+        choices=("group", "batch", "none"),
+    )
+    adv_epsilon: float = key(1e-6, "added to that standard deviation", above=0)
+    reward_shift: float = key(0.0, "added to the score of each sample, before anything else")
+    reward_scale: float = key(1.0, "what that is then multiplied by", above=0)
+    reward_norm: NormConfig = group(NormConfig)
+    reward_clip: float | None = key(None, "bound of |reward| of a sample, behind reward_norm", above=0)
+    whiten_rewards: bool = key(
+        False, "whiten the rewards of tokens over the batch, behind the KL that is taken off them, before the estimator"
+    )
+    adv_norm: NormConfig = group(NormConfig)
+    advantage_clip: float | None = key(None, "bound of |advantage| of a token, behind adv_norm", above=0)
+    mask_truncated: bool = key(False, "leave answers that were cut off at the length limit out of the loss")
+    mask_long_errors: int | None = key(
+        None, "leave answers of so many tokens or more that are not right out of the loss", minimum=1
+    )
+    difficulty_mask: tuple[float, float] | None = key(
+        None,
+        "[low, high]: leave out of the loss the groups whose share of right answers is not above low and below high",
+        parse=parse_share_band,
+    )
+    difficulty_weight: tuple[float, float] | None = key(
+        None, "[easiest, hardest]: weight of advantages, linear in the group's share of wrong answers"
+    )
+    length_weight: tuple[float, float] | None = key(
+        None, "[shortest, longest]: weight of advantages, linear in the answer's length between those of the batch"
+    )
+    domains: Differing = key(
+        {},
+        "domain → keys of algorithm that differ there; each such domain is processed and whitened by itself",
+        parse=parse_domains,
+        plain=nested,
+    )
+    allow_group_of_one: bool = key(False, "accept rollout.n=1 with an estimator that compares the samples of a group")
+    bootstrap_truncated: bool = key(
+        False, "GAE continues a truncated response with the critic's last value, not with 0"
+    )
+    use_kl_in_reward: bool = key(False, "subtract the KL to the reference from the rewards of tokens")
+    kl_penalty: str = key("kl", "estimator of the KL in the reward", choices=KL_TYPES, advice=NO_FULL_KL)
+    kl_ctrl: KLControlConfig = group(KLControlConfig)
+    recompute_old_log_probs: str = key(
+        "auto",
+        "a forward pass of the trainer before the update gives the old log-probs; auto leaves it out where the ratio "
+        "is 1 anyhow; false takes the rollout's",
+        choices=("auto", "true", "false"),
+        parse=parse_switch,
+    )
+    rollout_correction: RolloutCorrectionConfig = group(RolloutCorrectionConfig)
+    filter_groups: FilterGroupsConfig = group(FilterGroupsConfig)

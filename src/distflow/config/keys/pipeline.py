@@ -1,0 +1,109 @@
+"""Keys of `dag`: which program runs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from distflow.config.compose.values import Mismatch
+from distflow.config.keys.declare import key
+from distflow.registry import PIPELINES
+
+NODE_KEYS = (
+    "id",
+    "type",
+    "role",
+    "func",
+    "deps",
+    "options",
+    "only_forward_compute",
+    "config",
+    "engine",
+    "writes",
+    "scope",
+    "plane",
+    "phase",
+    "validates",
+    "retry_limit",
+)
+
+
+_OF_SIIRL = {
+    "node_id": "id",
+    "node_type": "type",
+    "node_role": "role",
+    "dependencies": "deps",
+    "executable_ref": "func",
+}
+"""Keys of a node in siiRL's files, and what they are called here."""
+
+MARKERS = ("PUT_TO_BUFFER", "GET_FROM_BUFFER", "BARRIER_SYNC")
+"""Types of nodes that have no func."""
+
+
+def parse_nodes(value: object) -> tuple[dict[str, object], ...]:
+    """The nodes of a program given in YAML, each with an id and, unless it is a marker, a func. Raises Mismatch naming
+    the entry."""
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple):
+        raise Mismatch("is not a list of nodes", "write - {id: ..., func: module:function, deps: [...]}")
+    seen: set[str] = set()
+    for place, node in enumerate(value, start=1):
+        _check_node(place, node, seen)
+    return tuple(dict(node) for node in value)
+
+
+def _check_node(place: int, node: object, seen: set[str]) -> None:
+    if not isinstance(node, Mapping):
+        raise Mismatch(f"has {node!r} as entry {place}, not a mapping", f"its keys are {', '.join(NODE_KEYS)}")
+    renamed = [name for name in node if name in _OF_SIIRL]
+    if renamed:
+        names = ", ".join(f"'{name}' is {_OF_SIIRL[name]}" for name in renamed)
+        raise Mismatch(f"has an entry {place} in the words of siiRL", f"{names} here")
+    for name in ("id", "func"):
+        if not isinstance(node.get(name), str) and not (name == "func" and _is_marker(node)):
+            raise Mismatch(f"has an entry {place} without '{name}'", "every node has an id and a func: module:function")
+    unknown = [name for name in node if name not in NODE_KEYS]
+    if unknown:
+        raise Mismatch(
+            f"has a node '{node['id']}' with the unknown key '{unknown[0]}'",
+            f"the keys of a node are {', '.join(NODE_KEYS)}; what its function takes goes under options",
+        )
+    if node["id"] in seen:
+        raise Mismatch(f"has two nodes with the id '{node['id']}'", "give each node an id of its own")
+    seen.add(node["id"])
+
+
+def _is_marker(node: Mapping[str, object]) -> bool:
+    return "func" not in node and str(node.get("type")).removeprefix("NodeType.").upper() in MARKERS
+
+
+@dataclass(frozen=True)
+class DagConfig:
+    """The program: `custom_pipeline_fn` or `nodes` come before `pipeline`."""
+
+    pipeline: str | None = key(
+        None, "built-in program; null goes by algorithm.workflow_type and adv_estimator", choices=tuple(PIPELINES)
+    )
+    custom_pipeline_fn: str | None = key(None, "module:function or file.py:function that returns the program")
+    nodes: tuple[dict[str, object], ...] = key(
+        (), f"a program as a list of nodes ({', '.join(NODE_KEYS)})", parse=parse_nodes
+    )
+    generates: bool | None = key(
+        None, "whether a program of your own generates what it learns from; null goes by what its nodes use"
+    )
+    enable_perf: bool = key(False, "time each node in the metrics")
+    backend_threshold: int = key(
+        32, "ranks from which objects have a gloo group of their own beside nccl (launcher=ray)", minimum=1
+    )
+    apportion_strategy: str = key(
+        "param_aware",
+        "how independent parts of a program share the devices: by the parameters of their models, or evenly",
+        choices=("param_aware", "even"),
+    )
+    model_sizes: dict[str, str | float] = key(
+        {},
+        "parameters of a role's model by which param_aware shares out, e.g. {actor: 70B, critic: 500M}; what is not "
+        "said is counted from the model's config.json",
+    )
+    consider_node_cohesion: bool = key(True, "a part that fits on one machine is on one machine")
+    consider_node_load: bool = key(True, "of machines that suit a part alike, the one with fewer busy devices")

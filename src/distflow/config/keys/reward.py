@@ -1,0 +1,194 @@
+"""Keys of `reward` and `custom_reward_function`: what a response is worth."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
+
+from distflow.config.compose.values import Mismatch, convert, show
+from distflow.config.keys.declare import collect, group, key
+from distflow.config.keys.named_overrides import Differing, parse_differing
+
+OnError: TypeAlias = Literal["mask", "drop"] | float
+"""What becomes of a sample without a verdict: out of the loss, its group out of the run, or a score."""
+Option: TypeAlias = bool | int | float | str
+_FORM = "write e.g. {default: [math], code: [{name: format, weight: 0.1}, {name: repetition, options: {n: 4}}]}"
+_PART = {"name", "weight", "options"}
+
+
+class RewardPart(NamedTuple):
+    """One reward function of a domain; the score of a sample is the weighted sum of its parts.
+
+    options: what the function is called with besides, by name: numbers, texts, truth values.
+    """
+
+    name: str
+    weight: float = 1.0
+    options: Mapping[str, Option] = {}
+
+    def plain(self) -> object:
+        """As short as it may be written in a config."""
+        weight = {} if self.weight == 1.0 else {"weight": self.weight}
+        options = {"options": dict(self.options)} if self.options else {}
+        return {"name": self.name, **weight, **options} if weight or options else self.name
+
+
+def parse_functions(value: object) -> dict[str, tuple[RewardPart, ...]]:
+    """Reward functions by domain from plain data. Raises Mismatch."""
+    if not isinstance(value, Mapping):
+        raise Mismatch("is not a mapping from domains to reward functions", _FORM)
+    return {_domain(domain): parse_parts(f"the domain '{domain}'", parts) for domain, parts in value.items()}
+
+
+def plain_functions(functions: Mapping[str, tuple[RewardPart, ...]]) -> dict[str, list[object]]:
+    """What `parse_functions` would read again, in its shortest form."""
+    return {domain: plain_parts(parts) for domain, parts in functions.items()}
+
+
+def plain_parts(parts: Sequence[RewardPart]) -> list[object]:
+    """The same of one domain."""
+    return [part.plain() for part in parts]
+
+
+def _domain(name: object) -> str:
+    if not isinstance(name, str):
+        raise Mismatch(f"has the domain {name!r}, which is not a text", "put the name of the domain in quotes")
+    return name
+
+
+def parse_parts(whose: str, value: object) -> tuple[RewardPart, ...]:
+    """Those of one domain, from a name, {name, weight} or a list of such. whose: for messages. Raises Mismatch."""
+    entries = value if isinstance(value, list | tuple) else [value]
+    if not entries:
+        raise Mismatch(f"has no reward function for {whose}", _FORM)
+    parts = tuple(_parse_part(whose, entry) for entry in entries)
+    names = [part.name for part in parts]
+    for name in names:
+        if names.count(name) > 1:
+            raise Mismatch(f"has '{name}' twice for {whose}", "name it once, with the sum of the weights")
+    return parts
+
+
+def _parse_part(whose: str, value: object) -> RewardPart:
+    if isinstance(value, str):
+        return RewardPart(value)
+    if isinstance(value, Mapping) and set(value) <= _PART and isinstance(value.get("name"), str):
+        try:
+            weight = convert(value.get("weight", 1.0), float)
+        except Mismatch as error:
+            raise Mismatch(f"has a weight of '{value['name']}' that {error.what}", error.advice) from None
+        assert isinstance(weight, float)
+        return RewardPart(value["name"], weight, _parse_options(value["name"], value.get("options", {})))
+    raise Mismatch(f"has {value!r} for {whose}, neither a name nor {{name, weight, options}}", _FORM)
+
+
+def _parse_options(name: str, value: object) -> dict[str, Option]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise Mismatch(f"has options of '{name}' that are no mapping of names", "write e.g. options: {n: 4}")
+    wrong = [key for key, option in value.items() if not isinstance(option, bool | int | float | str)]
+    if wrong:
+        raise Mismatch(f"has an option '{wrong[0]}' of '{name}' that is no number, text or truth value", "")
+    return dict(value)
+
+
+def parse_on_error(value: object) -> OnError:
+    """`mask`, `drop`, or the score of `{score: x}`. Raises Mismatch."""
+    if value in ("mask", "drop"):
+        return cast(OnError, value)
+    if isinstance(value, Mapping) and set(value) == {"score"}:
+        return cast(float, convert(value["score"], float))
+    raise Mismatch(f"is {show(value)}, not mask, drop or {{score: x}}", "write e.g. drop, or {score: 0}")
+
+
+def plain_on_error(value: OnError) -> object:
+    """What `parse_on_error` would read again."""
+    return value if isinstance(value, str) else {"score": value}
+
+
+_PATIENCE = ("timeout_s", "num_workers", "retries", "backoff_s")
+JUDGED_BY_DOMAIN = (*_PATIENCE, "on_error")
+"""Keys of `reward` that a domain may have otherwise."""
+
+
+def parse_domains(value: object) -> Differing:
+    """Settings by domain from plain data. Raises Mismatch."""
+    form = "write e.g. {code: {timeout_s: 30, num_workers: 4}}"
+    return parse_differing(value, collect(RewardConfig()), JUDGED_BY_DOMAIN, form)
+
+
+def plain_domains(domains: Differing) -> Differing:
+    """What `parse_domains` would read again."""
+    return {
+        domain: {name: plain_on_error(value) if name == "on_error" else value for name, value in own.items()}
+        for domain, own in domains.items()
+    }
+
+
+@dataclass(frozen=True)
+class OverlongConfig:
+    """Linear penalty on responses that end close to the length limit (DAPO)."""
+
+    buffer_tokens: int = key(0, "length of the zone before data.max_response_length; 0 is off", minimum=0)
+    factor: float = key(1.0, "penalty at the limit", minimum=0)
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Reward functions by domain; `default` serves the domains that are not named."""
+
+    functions: dict[str, tuple[RewardPart, ...]] = key(
+        {"default": (RewardPart("math"),)},
+        "domain → list of names or {name, weight, options}; names: math, exact_match, format, length, repetition, "
+        "judge, model, reasoning_gym, verifiers, custom",
+        parse=parse_functions,
+        plain=plain_functions,
+    )
+    timeout_s: float = key(10.0, "seconds that one verdict may take", above=0)
+    max_error_share: float = key(
+        0.5, "share of a step's verdicts that may fail before the run stops; 1 never stops", minimum=0, maximum=1
+    )
+    num_workers: int = key(
+        2, "processes that judge, of each domain of functions and domains; 1 of a reward model", minimum=1
+    )
+    num_actors: int = key(
+        0,
+        "actors that hold the verifiers of all workers, wherever the cluster has room (launcher=ray); 0: they run "
+        "beside each worker",
+        minimum=0,
+    )
+    actor_cpus: int = key(1, "CPUs that each of these takes of its machine", minimum=1)
+    retries: int = key(0, "how often a verdict that failed is asked for again", minimum=0)
+    backoff_s: float = key(1.0, "seconds before it is, doubled each time", above=0)
+    on_error: OnError = key(
+        "mask",
+        "a sample without a verdict: mask leaves it out of baselines and the loss, drop its whole group out of the "
+        "run; {score: x} trains it with that score",
+        parse=parse_on_error,
+        plain=plain_on_error,
+    )
+    domains: Differing = key(
+        {},
+        "domain → timeout_s, num_workers, retries, backoff_s, on_error where they differ there; such a domain has "
+        "processes of its own",
+        parse=parse_domains,
+        plain=plain_domains,
+    )
+    overlong: OverlongConfig = group(OverlongConfig)
+
+
+@dataclass(frozen=True)
+class CustomRewardConfig:
+    """The function behind the reward named `custom`."""
+
+    path: str | None = key(None, "Python file or module that holds it")
+    name: str = key("compute_score", "its name there")
+
+
+def patience_of(reward: RewardConfig, domain: str) -> dict[str, Any]:
+    """What the domain's verdicts may cost, by name."""
+    own = reward.domains.get(domain, {})
+    return {name: own.get(name, getattr(reward, name)) for name in _PATIENCE}
+
+
+def on_error_of(reward: RewardConfig, domain: str) -> OnError:
+    """What becomes of a sample of that domain without a verdict."""
+    return cast(OnError, reward.domains.get(domain, {}).get("on_error", reward.on_error))

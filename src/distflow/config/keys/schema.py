@@ -1,0 +1,111 @@
+"""The whole config: every group, and those that users register."""
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from distflow.config.compose.values import can_convert
+from distflow.config.keys.algorithm import AlgorithmConfig
+from distflow.config.keys.data import DataConfig
+from distflow.config.keys.declare import KeyInfo, collect, group, has_default, yaml_name
+from distflow.config.keys.engines import ActorConfig, CriticConfig, ModelConfig, RefConfig, RolloutConfig
+from distflow.config.keys.pipeline import DagConfig
+from distflow.config.keys.reward import CustomRewardConfig, RewardConfig
+from distflow.config.keys.run import AsyncConfig, ProfilerConfig, TrainerConfig, TrustConfig
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+@dataclass(frozen=True)
+class ActorRolloutRefConfig:
+    """The policy: its model, its update, its rollout, its reference."""
+
+    model: ModelConfig = group(ModelConfig)
+    actor: ActorConfig = group(ActorConfig)
+    rollout: RolloutConfig = group(RolloutConfig)
+    ref: RefConfig = group(RefConfig)
+
+
+_user_groups: dict[str, type] = {}
+
+
+@dataclass(frozen=True)
+class Config:
+    """All keys of a run. A group that a user registered is an attribute too, held in `user_groups`."""
+
+    algorithm: AlgorithmConfig = group(AlgorithmConfig)
+    data: DataConfig = group(DataConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = group(ActorRolloutRefConfig)
+    critic: CriticConfig = group(CriticConfig)
+    reward: RewardConfig = group(RewardConfig)
+    custom_reward_function: CustomRewardConfig = group(CustomRewardConfig)
+    trainer: TrainerConfig = group(TrainerConfig)
+    trust: TrustConfig = group(TrustConfig)
+    dag: DagConfig = group(DagConfig)
+    async_: AsyncConfig = group(AsyncConfig)
+    profiler: ProfilerConfig = group(ProfilerConfig)
+    user_groups: dict[str, object] = field(
+        default_factory=lambda: {name: made() for name, made in _user_groups.items()}
+    )
+
+    def __getattr__(self, name: str) -> Any:
+        # Only reached for what is no field. During unpickling `user_groups` itself is not there yet.
+        groups = self.__dict__.get("user_groups", {})
+        if name in groups:
+            return groups[name]
+        if name in _user_groups:  # registered since this config was made
+            return _user_groups[name]()
+        raise AttributeError(f"the config has no group '{name}'")
+
+
+def register_config_group(name: str, config_class: type) -> None:
+    """Add a group of a user's own keys: `config.<name>` is then an instance of the dataclass.
+
+    Fields need defaults; `metadata={"help": ...}` describes them, or they are declared with `distflow.config.key`.
+    Registering the same class again does nothing. Raises ValueError where the name is taken or a field cannot be read
+    from YAML.
+    """
+    if _user_groups.get(name) is config_class:
+        return
+    if not name.isidentifier() or name in {*group_names(), *(item.name for item in fields(Config))}:
+        raise ValueError(f"config group '{name}': the name is taken or no identifier; choose another one")
+    _check_group_class(name, config_class)
+    _user_groups[name] = config_class
+    schema_keys.cache_clear()
+
+
+def group_names() -> list[str]:
+    """The top-level groups as they are called in YAML."""
+    return [yaml_name(item.name) for item in fields(Config) if item.name != "user_groups"] + list(_user_groups)
+
+
+@cache
+def schema_keys() -> dict[str, KeyInfo]:
+    """Every key there is by its dotted name, in the order of declaration; defaults included."""
+    defaults = Config()
+    found: dict[str, KeyInfo] = {}
+    for name in group_names():
+        found |= collect(find_group(defaults, name), name)
+    return found
+
+
+def find_group(config: Config, name: str) -> "DataclassInstance":
+    """A top-level group by its name in YAML."""
+    return getattr(config, "async_" if name == "async" else name)
+
+
+def _check_group_class(name: str, config_class: type) -> None:
+    if not (isinstance(config_class, type) and is_dataclass(config_class)):
+        raise ValueError(f"config group '{name}': {config_class!r} is no dataclass; decorate it with @dataclass")
+    hints = get_type_hints(config_class)
+    for item in fields(config_class):
+        if not has_default(item):
+            raise ValueError(f"config group '{name}': the field '{item.name}' needs a default")
+        if is_dataclass(hints[item.name]):
+            _check_group_class(f"{name}.{item.name}", hints[item.name])
+        elif not can_convert(hints[item.name]):
+            raise ValueError(
+                f"config group '{name}': '{item.name}: {hints[item.name]}' cannot be read from YAML; "
+                "use bool, int, float, str, Literal, list, tuple, dict or a union of them"
+            )

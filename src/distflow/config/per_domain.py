@@ -1,0 +1,79 @@
+"""What a config says of data and rewards as a whole, whether it names domains or not."""
+
+from collections.abc import Iterator, Mapping
+
+from distflow.config.keys.reward import RewardPart
+from distflow.config.keys.schema import Config
+
+Files = tuple[str, tuple[str, ...]]
+"""A key, and the files that it names."""
+
+
+def train_files(config: Config) -> Iterator[Files]:
+    """What there is to train on."""
+    if not config.data.domains:
+        yield "data.train_files", config.data.train_files
+    for name, domain in config.data.domains.items():
+        yield f"data.domains.{name}.train_files", domain.train_files
+
+
+def val_files(config: Config) -> Iterator[Files]:
+    """What there is to validate on."""
+    if not config.data.domains:
+        yield "data.val_files", config.data.val_files
+    for name, domain in config.data.domains.items():
+        yield f"data.domains.{name}.val_files", domain.val_files
+
+
+def validates(config: Config) -> bool:
+    """Whether there is something to validate on."""
+    return any(files for _, files in val_files(config))
+
+
+def reward_functions(config: Config) -> Mapping[str, tuple[RewardPart, ...]]:
+    """The parts by domain, as `reward.functions` and the domains' own `reward` have it. Without domains `default`
+    serves those that are not named; with them each that has any is named."""
+    functions, domains = config.reward.functions, config.data.domains
+    if not domains:
+        return functions
+    chosen = {
+        name: domain.reward or functions.get(name) or functions.get("default", ()) for name, domain in domains.items()
+    }
+    return {name: parts for name, parts in chosen.items() if parts}
+
+
+def response_limit(config: Config, domain: str) -> int:
+    """Tokens that a response to a prompt of the domain may have."""
+    own = config.data.domains.get(domain)
+    longest = config.data.max_response_length
+    return longest if own is None or own.max_response_length is None else own.max_response_length
+
+
+def group_sizes(config: Config) -> dict[str, int]:
+    """Answers to a prompt, by domain; "" without domains."""
+    common = config.actor_rollout_ref.rollout.n
+    return {name: domain.n or common for name, domain in config.data.domains.items()} or {"": common}
+
+
+def temperatures(config: Config) -> dict[str, float]:
+    """Of the domains that are sampled at another than the run's."""
+    common, domains = config.actor_rollout_ref.rollout.temperature, config.data.domains
+    own = {name: domain.temperature for name, domain in domains.items() if domain.temperature is not None}
+    return {name: temperature for name, temperature in own.items() if temperature != common}
+
+
+def unfiltered_domains(config: Config) -> frozenset[str]:
+    """Those whose groups are kept whether they have a signal or not."""
+    enable = config.algorithm.filter_groups.enable
+    return frozenset(
+        name
+        for name, domain in config.data.domains.items()
+        if not (enable if domain.filter_groups is None else domain.filter_groups)
+    )
+
+
+def filters_groups(config: Config) -> bool:
+    """Whether groups without a signal are dropped, in one domain or all."""
+    if config.data.domains:
+        return len(unfiltered_domains(config)) < len(config.data.domains)
+    return config.algorithm.filter_groups.enable

@@ -1,0 +1,134 @@
+"""Rules of the program: what selects it, and what it cannot do without."""
+
+from collections.abc import Iterator
+
+from distflow.config.derived_settings import (
+    CUSTOM,
+    find_estimator,
+    find_pipeline,
+    is_rl,
+    may_have_critic,
+    may_have_user_names,
+    program_name,
+)
+from distflow.config.keys.schema import Config
+from distflow.config.rules.finding import ACTOR, ROLLOUT, Finding
+from distflow.errors import nearest
+from distflow.import_target import split_name
+from distflow.registry import ESTIMATORS, POLICY_LOSSES, REWARDS
+
+
+def one_program(config: Config) -> Iterator[Finding]:
+    """A program of the user's own is given in one way."""
+    if config.dag.custom_pipeline_fn and config.dag.nodes:
+        yield Finding(
+            ("dag.nodes", "dag.custom_pipeline_fn"), "two programs are given", "keep one of them and remove the other"
+        )
+    function = config.dag.custom_pipeline_fn
+    if function is not None and not _is_reference(function):
+        yield Finding(
+            ("dag.custom_pipeline_fn",),
+            f"'{function}' names no function",
+            "write module:function or file.py:function",
+        )
+
+
+def program_and_workflow(config: Config) -> Iterator[Finding]:
+    """`workflow_type` selects the program only where nothing else does, and must not contradict what does."""
+    pipeline = config.dag.pipeline
+    if program_name(config) != CUSTOM and config.algorithm.workflow_type == "DAPO" and pipeline not in (None, "dapo"):
+        yield Finding(
+            ("algorithm.workflow_type", "dag.pipeline"),
+            f"workflow_type=DAPO asks for the program dapo, dag.pipeline for {pipeline}",
+            "set algorithm.workflow_type=DEFAULT, or dag.pipeline=dapo",
+        )
+
+
+def program_and_estimator(config: Config) -> Iterator[Finding]:
+    """An estimator that reads values needs the program with a critic, and the other way round."""
+    pipeline, estimator = find_pipeline(config), find_estimator(config)
+    if pipeline is None or not pipeline.generates or pipeline.by_estimator or estimator is None:
+        return
+    program = program_name(config)
+    name = config.algorithm.adv_estimator
+    # What named the program: the key to look at besides the estimator.
+    selector = "dag.pipeline" if config.dag.pipeline else "algorithm.workflow_type"
+    if estimator.needs_critic and not pipeline.has_critic:
+        yield Finding(
+            ("algorithm.adv_estimator", selector),
+            f"{name} needs the values of a critic, and the program {program} has none",
+            "set dag.pipeline=ppo, or an estimator without a critic such as algorithm.adv_estimator=grpo",
+        )
+    if pipeline.has_critic and not estimator.needs_critic:
+        yield Finding(
+            ("algorithm.adv_estimator", selector),
+            f"the program {program} trains a critic that {name} does not read",
+            "set algorithm.adv_estimator=gae, or dag.pipeline=grpo",
+        )
+
+
+def group_of_one(config: Config) -> Iterator[Finding]:
+    """An estimator that compares the samples of a group needs two of them."""
+    estimator = find_estimator(config)
+    alone = config.actor_rollout_ref.rollout.n == 1 and is_rl(config)
+    if alone and estimator and estimator.needs_group and not config.algorithm.allow_group_of_one:
+        yield Finding(
+            (f"{ROLLOUT}.n", "algorithm.adv_estimator"),
+            f"{config.algorithm.adv_estimator} compares the samples of a prompt, and there is only one",
+            f"set {ROLLOUT}.n=8, or algorithm.adv_estimator=reinforce_plus_plus, "
+            "or algorithm.allow_group_of_one=true if you mean it",
+        )
+
+
+def known_names(config: Config) -> Iterator[Finding]:
+    """A name outside the built-in tables needs a module that registers it."""
+    if may_have_user_names(config):
+        return
+    asked = [
+        ("algorithm.adv_estimator", config.algorithm.adv_estimator, tuple(ESTIMATORS)),
+        (f"{ACTOR}.policy_loss", config.actor_rollout_ref.actor.policy_loss, tuple(POLICY_LOSSES)),
+    ]
+    judged = [(f"reward.functions.{domain}", parts) for domain, parts in config.reward.functions.items()]
+    judged += [(f"data.domains.{name}.reward", domain.reward) for name, domain in config.data.domains.items()]
+    for key, parts in judged:
+        named = (part.name for part in parts if ":" not in part.name)  # module:function names itself
+        asked += [(key, name, tuple(REWARDS)) for name in named]
+    for key, name, table in asked:
+        if name not in table:
+            guess = nearest(name, table)
+            meant = f"did you mean {guess}? " if guess else ""
+            yield Finding(
+                (key,),
+                f"'{name}' is no built-in name",
+                f"{meant}built in are {', '.join(table)}; a function of your own is named file.py:function, and a name "
+                "that a module of yours registers needs the module in trainer.imports",
+            )
+
+
+def critic_warmup(config: Config) -> Iterator[Finding]:
+    """Warm-up of a critic needs a critic."""
+    warmup = config.trainer.critic_warmup
+    if warmup > 0 and not may_have_critic(config):
+        yield Finding(
+            ("trainer.critic_warmup", "dag.pipeline"),
+            f"the program {program_name(config)} has no critic: nothing would be trained for {warmup} steps",
+            "set trainer.critic_warmup=0",
+        )
+
+
+def _is_reference(text: str) -> bool:
+    if text.endswith(".py"):
+        return False
+    module, attribute = split_name(text)
+    is_module = module.endswith(".py") or all(part.isidentifier() for part in module.split("."))
+    return is_module and all(part.isidentifier() for part in attribute.split("."))
+
+
+RULES = (
+    one_program,
+    program_and_workflow,
+    program_and_estimator,
+    group_of_one,
+    known_names,
+    critic_warmup,
+)

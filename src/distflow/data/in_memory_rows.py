@@ -1,0 +1,89 @@
+"""Rows given from Python: written to the run's folder as JSON lines, so that a resumed run reads the same."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from distflow.data.rows import plain
+from distflow.errors import UserError
+from distflow.observe.files import write_atomically
+
+MAX_ROWS = 1_000_000
+
+GivenRows = Iterable[object] | Callable[[], Iterable[object]]
+
+
+def keep_rows(given: GivenRows, file: Path, *, name: str, wanted: int, resuming: bool) -> bool:
+    """Write the rows to `file`; returns whether those that it holds already are used in their place.
+
+    given: a list of mappings, a `datasets.Dataset`, a `DataFrame`, an iterator, or a function that returns one of them.
+    name: what messages call it. wanted: rows that are needed, -1 for all. resuming: a checkpoint was made with the rows
+    of the file. An iterator is then not read, for it may give other rows each time; others must hold the same ones.
+    Raises UserError for what are no rows, and for other rows than those of the checkpoint.
+    """
+    if resuming and file.is_file() and not hasattr(given, "__len__"):
+        return True
+    rows: Any = _iterable(given, name)
+    max_rows = len(rows) if hasattr(rows, "__len__") else MAX_ROWS
+    texts = json_lines(rows, source=_called(given), key=name, wanted=wanted, max_rows=max_rows)
+    if not texts:
+        again = " (an iterator can be read once: make it anew)" if _is_iterator(given) else ""
+        raise UserError(f"{name}: no rows in {_called(given)}{again}")
+    data = "".join(f"{text}\n" for text in texts).encode()
+    if resuming and file.is_file() and file.read_bytes() != data:
+        raise UserError(
+            f"{name}: these are other rows than those that the run began with, which are in {file}. Give the same to "
+            'go on, or start anew with resume="never" or in another trainer.default_local_dir'
+        )
+    write_atomically(file, data)
+    return False
+
+
+def json_lines(rows: object, *, source: str, key: str, wanted: int = -1, max_rows: int = MAX_ROWS) -> list[str]:
+    """Each row as one JSON text. wanted: stop after so many; -1 takes all, of which there may be `max_rows`.
+
+    Raises UserError for what cannot be iterated over or gives more, and for rows that are no mappings.
+    """
+    try:
+        taken = itertools.islice(iter(rows), wanted if wanted >= 0 else max_rows + 1)  # type: ignore[call-overload]
+    except TypeError:
+        raise UserError(f"{key}: {source} gives {type(rows).__name__}, which cannot be iterated over") from None
+    texts: list[str] = []
+    for row in taken:
+        if not isinstance(row, Mapping):
+            raise UserError(
+                f"{key}: row {len(texts) + 1} of {source} is {type(row).__name__}, not a mapping from columns to values"
+            )
+        texts.append(json.dumps(plain(row)))
+    if wanted < 0 and len(texts) > max_rows:
+        raise UserError(
+            f"{key}: {source} gave more than {max_rows:,} rows; is it endless? "
+            "Set data.train_max_samples (data.val_max_samples) to the number wanted"
+        )
+    return texts
+
+
+def _iterable(given: Any, name: str) -> object:
+    """Something that gives rows. Raises UserError for tables that are given as a whole or by splits."""
+    if isinstance(given, Mapping):
+        splits = [key for key, value in given.items() if hasattr(value, "column_names")]
+        what = f"the splits {', '.join(map(str, splits))}" if splits else f"a {type(given).__name__}"
+        how = f"give one, e.g. {name}=dataset[{splits[0]!r}]" if splits else "give a list of rows, each a dict"
+        raise UserError(f"{name} is {what}, no rows: {how}")
+    if not (callable(given) or hasattr(given, "__iter__")):
+        raise UserError(f"{name} is of type {type(given).__name__}, no rows: give a list of rows, each a dict")
+    if callable(given) and not hasattr(given, "__iter__"):
+        given = given()
+    if hasattr(given, "notna") and hasattr(given, "to_dict"):  # pandas, whose cells without a value are NaN
+        return given.astype(object).where(given.notna(), None).to_dict("records")
+    return given
+
+
+def _is_iterator(given: object) -> bool:
+    return hasattr(given, "__next__")
+
+
+def _called(given: object) -> str:
+    return f"the {type(given).__name__} {getattr(given, '__qualname__', '')}".strip()

@@ -1,0 +1,318 @@
+"""Prompts and responses that are too long: left out or cut, and counted.
+
+From rows to token ids: templates, chat messages, responses. Each prompt is tokenised once.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from transformers import PreTrainedTokenizerBase
+
+from distflow.data.chat_template import Refused, render_all, template_of
+from distflow.data.conversations import Chat, ChatTemplate, Rendered, encode_turns, render_turns
+from distflow.data.messages import Messages, RowError
+from distflow.data.prompts import Encoded, PromptOptions, PromptReport, PromptSet
+from distflow.data.rows import BadRows, RawRow
+from distflow.errors import UserError
+from distflow.observe.files import JSON
+from distflow.registry import PROMPT_MESSAGES
+
+
+def fit(
+    good: list[tuple[RawRow, Encoded]],
+    tokenizer: PreTrainedTokenizerBase,
+    options: PromptOptions,
+    num_bad: int,
+    num_outside: int,
+) -> PromptSet:
+    """Leave out or cut what is too long, and count it."""
+    kept: list[tuple[RawRow, Encoded]] = []
+    num_prompts = num_responses = num_truncated = 0
+    for row, entry in good:
+        long_prompt = len(entry.ids) > options.max_prompt_length
+        long_response = len(entry.response_ids or ()) > options.max_response_length
+        if (long_prompt or long_response) and options.filter_overlong:
+            num_prompts += long_prompt
+            num_responses += long_response and not long_prompt
+            continue
+        if long_prompt or long_response:
+            entry = _cut(row, entry, tokenizer, options)
+            num_truncated += 1
+        kept.append((row, entry))
+    if not kept:
+        shortest = min((len(entry.ids) for _, entry in good), default=0)
+        raise UserError(
+            f"none of {len(good):,} rows is short enough: data.max_prompt_length={options.max_prompt_length} "
+            f"(the shortest prompt has {shortest} tokens), data.max_response_length={options.max_response_length}: "
+            "raise what is too small"
+        )
+    report = PromptReport(
+        len(kept),
+        num_bad,
+        num_prompts,
+        num_responses,
+        num_truncated,
+        longest_prompt_tokens=max(len(entry.ids) for _, entry in kept),
+        num_turns=sum(len(entry.turns or ()) for _, entry in kept),
+        num_texts_more=len(good) - len({id(row) for row, _ in good}),
+        num_outside=num_outside,
+    )
+    return PromptSet([row for row, _ in kept], [entry for _, entry in kept], report)
+
+
+def _cut(row: RawRow, entry: Encoded, tokenizer: PreTrainedTokenizerBase, options: PromptOptions) -> Encoded:
+    """The prompt cut by `truncation`; of a response the end is cut off, its end token with it."""
+    if options.truncation == "error":
+        long_prompt = len(entry.ids) > options.max_prompt_length
+        part, ids = ("prompt", entry.ids) if long_prompt else ("response", entry.response_ids or ())
+        raise UserError(
+            f"{row.origin}: the {part} has {len(ids)} tokens, more than data.max_{part}_length="
+            f"{options.max_prompt_length if long_prompt else options.max_response_length}: raise it, "
+            "or set data.filter_overlong_prompts=true or data.truncation=left"
+        )
+    ids = truncated(entry.ids, options.max_prompt_length, options.truncation)
+    text = entry.text if len(ids) == len(entry.ids) else tokenizer.decode(list(ids))
+    assert isinstance(text, str)
+    limit = options.max_response_length
+    response = None if entry.response_ids is None else entry.response_ids[:limit]
+    if response is None or entry.turns is None:
+        return Encoded(text, ids, response)
+    turns = tuple((start, min(end, limit)) for start, end in entry.turns if start < limit)
+    return Encoded(text, ids, response[: turns[-1][1]], turns)
+
+
+def truncated(ids: Sequence[int], max_tokens: int, side: str) -> Sequence[int]:
+    """At most `max_tokens` of the ids. side: which part is cut off, "left", "right" or "middle"."""
+    if len(ids) <= max_tokens:
+        return ids
+    if side == "left":
+        return ids[len(ids) - max_tokens :]
+    if side == "right":
+        return ids[:max_tokens]
+    assert side == "middle", side
+    head = max_tokens // 2
+    return [*ids[:head], *ids[len(ids) - (max_tokens - head) :]]
+
+
+_CHUNK_ROWS = 512
+_PLACE = "{prompt}"
+
+
+def encode_rows(
+    rows: Sequence[RawRow],
+    tokenizer: PreTrainedTokenizerBase,
+    options: PromptOptions,
+    bad_rows: BadRows,
+    end_ids: Collection[int] = (),
+) -> PromptSet:
+    """Tokenise the prompts (and responses, where the rows have them); leave out or cut those that are too long.
+
+    A text prompt is tokenised with the tokenizer's own special tokens; a chat is rendered by its template, with the
+    generation prompt, and gets none besides. Of a conversation the assistant's turns are the response; it becomes
+    several rows where the template writes a turn otherwise once others follow. Rows that the template refuses, or of
+    which it cannot be told what is learnt, are added to `bad_rows`. end_ids: tokens that end a turn, besides the
+    tokenizer's end token.
+    Raises UserError for a tokenizer without what is needed, for bad rows unless skipped, for a prompt that is too long
+    with truncation "error", and where no row is left.
+    """
+    rows, num_outside = _within(rows, options)
+    _check_options(tokenizer, rows, options)
+    if options.keep_messages:
+        rows = [_with_messages(row, options) for row in rows]
+    encoded = _encode_all(rows, tokenizer, options, end_ids)
+    good: list[tuple[RawRow, Encoded]] = []
+    for row, entries in zip(rows, encoded, strict=True):
+        if isinstance(entries, str):
+            bad_rows.add(row.origin, entries)
+        else:
+            good.extend((row, entry) for entry in entries)
+    bad_rows.check()
+    if not good:
+        raise UserError(f"all rows are bad, and skipped; the first: {bad_rows.reasons[0]}")
+    return fit(good, tokenizer, options, len(bad_rows.reasons), num_outside)
+
+
+def _within(rows: Sequence[RawRow], options: PromptOptions) -> tuple[Sequence[RawRow], int]:
+    """The rows whose pass rate is wanted, and how many are not."""
+    if options.pass_rate is None:
+        return rows, 0
+    low, high = options.pass_rate
+    kept = [row for row in rows if row.pass_rate is not None and low <= row.pass_rate <= high]
+    if not kept:
+        rates = [row.pass_rate for row in rows if row.pass_rate is not None]
+        raise UserError(
+            f"{options.group}.pass_rate=[{low:g}, {high:g}]: of {len(rows):,} rows none lies within; their rates "
+            f"(column {options.group}.pass_rate_key) go from {min(rates):g} to {max(rates):g}"
+        )
+    return kept, len(rows) - len(kept)
+
+
+def _check_options(tokenizer: PreTrainedTokenizerBase, rows: Sequence[RawRow], options: PromptOptions) -> None:
+    if options.prompt_template is not None and _PLACE not in options.prompt_template:
+        raise UserError(f"data.prompt_template has no {_PLACE} in it: {options.prompt_template!r}")
+    chat = options.prompt_format == "chat" or any(not isinstance(row.prompt, str) for row in rows)
+    if chat and not getattr(tokenizer, "chat_template", None):
+        why = "data.prompt_format=chat" if options.prompt_format == "chat" else "the prompts are chat messages"
+        raise UserError(
+            f"the tokenizer has no chat template, but {why}: use data.prompt_format=text with text prompts, "
+            "set actor_rollout_ref.model.tokenizer_path to an instruction-tuned model, or put a chat_template.jinja "
+            "into the tokenizer's folder"
+        )
+    if any(row.response is not None or row.is_conversation for row in rows) and tokenizer.eos_token_id is None:
+        raise UserError(
+            "the tokenizer has no end token, so responses cannot end: see actor_rollout_ref.model.tokenizer_path"
+        )
+    if any(row.is_conversation for row in rows) and not tokenizer.is_fast:
+        raise UserError(
+            "the tokenizer does not tell where its tokens stand in a text, as conversations need it: use one with a "
+            "tokenizer.json (actor_rollout_ref.model.tokenizer_path)"
+        )
+    for name in options.template_kwargs:
+        if not chat or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            why = (
+                f"no '{name}' is in {template_of(tokenizer)}"
+                if chat
+                else "the prompts are texts: see data.prompt_format"
+            )
+            raise UserError(f"data.apply_chat_template_kwargs.{name} does nothing: {why}")
+
+
+def _encode_all(
+    rows: Sequence[RawRow], tokenizer: PreTrainedTokenizerBase, options: PromptOptions, end_ids: Collection[int]
+) -> Iterator[list[Encoded] | str]:
+    """In chunks; over threads where there are several: tokenizers written in Rust let go of the interpreter.
+
+    The threads share one tokenizer: no call asks for padding or truncation, the settings that a call would change.
+    """
+    ends = sorted({*end_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])})
+    rendered = _render(rows, tokenizer, options, ends)
+    starts = range(0, len(rows), _CHUNK_ROWS)
+
+    def encode(start: int) -> list[list[Encoded] | str]:
+        chunk = slice(start, start + _CHUNK_ROWS)
+        return _encode_chunk(rows[chunk], rendered[chunk], tokenizer, ends)
+
+    if options.num_workers < 1 or len(starts) < 2:
+        yield from chain.from_iterable(map(encode, starts))
+        return
+    with ThreadPoolExecutor(options.num_workers, thread_name_prefix="distflow-tokenise") as threads:
+        yield from chain.from_iterable(threads.map(encode, starts))
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    text: str
+    is_chat: bool
+
+
+_Text = _Prompt | list[Rendered] | str
+"""A prompt, a conversation with its turns, or why the row has no text."""
+
+
+def _encode_chunk(
+    rows: Sequence[RawRow], texts: Sequence[_Text], tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
+) -> list[list[Encoded] | str]:
+    """One entry a row: what it becomes, or what is wrong with it."""
+    out: list[Encoded | str] = [entry if isinstance(entry, str) else "" for entry in texts]
+    for is_chat in (False, True):
+        chosen = [
+            (i, entry.text) for i, entry in enumerate(texts) if isinstance(entry, _Prompt) and entry.is_chat == is_chat
+        ]
+        special = {"add_special_tokens": False} if is_chat else {}
+        tokens = _tokenise(tokenizer, [text for _, text in chosen], **special)
+        for (i, text), ids in zip(chosen, tokens, strict=True):
+            out[i] = Encoded(text, ids) if ids else "the prompt has no tokens"
+    answered = _with_responses(rows, out, tokenizer)
+    return [
+        _conversation(text, tokenizer, ends) if isinstance(text, list) else entry if isinstance(entry, str) else [entry]
+        for text, entry in zip(texts, answered, strict=True)
+    ]
+
+
+def _conversation(
+    rendered: list[Rendered], tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
+) -> list[Encoded] | str:
+    """What is before the first turn that is learnt is the prompt, the rest the response."""
+    encoded = []
+    for text, turns in rendered:
+        try:
+            ids, spans = encode_turns((text, turns), tokenizer, ends)
+        except RowError as error:
+            return str(error)
+        first = spans[0][0]
+        if not first:
+            return "the prompt has no tokens"
+        learnt = tuple((start - first, end - first) for start, end in spans)
+        encoded.append(Encoded(text[: turns[0][1]], ids[:first], ids[first:], learnt))
+    return encoded
+
+
+def _render(
+    rows: Sequence[RawRow], tokenizer: PreTrainedTokenizerBase, options: PromptOptions, ends: Collection[int]
+) -> list[_Text]:
+    """One entry a row. The template runs for all rows that are chats, see `render_all`."""
+    template, end_texts = ChatTemplate(tokenizer), [str(tokenizer.decode([end])) for end in ends]
+
+    def render(chat: tuple[Chat, bool]) -> JSON:
+        asked, is_conversation = chat
+        template.check(asked)
+        if not is_conversation:
+            return template.render(asked, prompts=True)
+        return [[text, [list(turn) for turn in turns]] for text, turns in render_turns(asked, template, end_texts)]
+
+    prompts = [_prompt(row, options) for row in rows]
+    chats = [(entry, row.is_conversation) for entry, row in zip(prompts, rows, strict=True) if isinstance(entry, Chat)]
+    rendered = render_all(chats, render, tokenizer)
+    return [_Prompt(entry, False) if isinstance(entry, str) else _text(next(rendered)) for entry in prompts]
+
+
+def _text(rendered: object) -> _Text:
+    if isinstance(rendered, Refused):
+        return str(rendered)
+    if isinstance(rendered, str):
+        return _Prompt(rendered, True)
+    assert isinstance(rendered, list), "what `render` gave"
+    return rendered
+
+
+def _prompt(row: RawRow, options: PromptOptions) -> str | Chat:
+    """The text as it is, or what the chat template makes a text of."""
+    prompt = row.prompt
+    if isinstance(prompt, str):
+        if options.prompt_template is not None:
+            prompt = options.prompt_template.format(prompt=prompt)
+        if options.prompt_format == "text":
+            return prompt
+    messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if options.system_prompt is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": options.system_prompt}, *messages]
+    kwargs = {"enable_thinking": options.enable_thinking, **options.template_kwargs, **row.template_kwargs}
+    return Chat(messages, row.tools, kwargs)
+
+
+def _with_messages(row: RawRow, options: PromptOptions) -> RawRow:
+    asked = _prompt(row, options)
+    if isinstance(asked, str):
+        return row
+    return replace(row, extra_info={**row.extra_info, PROMPT_MESSAGES: list(asked.messages)})
+
+
+def _tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str], **settings: bool) -> list[list[int]]:
+    return tokenizer(texts, return_attention_mask=False, verbose=False, **settings)["input_ids"] if texts else []
+
+
+def _with_responses(
+    rows: Sequence[RawRow], encoded: list[Encoded | str], tokenizer: PreTrainedTokenizerBase
+) -> list[Encoded | str]:
+    """Responses are tokenised apart, as an engine would have made them, and end with the end token."""
+    indices = [i for i, entry in enumerate(encoded) if isinstance(entry, Encoded) and rows[i].response is not None]
+    responses = _tokenise(tokenizer, [str(rows[i].response) for i in indices], add_special_tokens=False)
+    for i, ids in zip(indices, responses, strict=True):
+        entry = encoded[i]
+        assert isinstance(entry, Encoded)
+        ended = ids if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
+        encoded[i] = replace(entry, response_ids=ended)
+    return encoded

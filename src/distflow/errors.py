@@ -1,0 +1,117 @@
+"""Errors of a user's mistake: the message says what was wrong, where, and what to do; the exit status is 2.
+
+Which line of the user's own code an error came from.
+
+Claims about a run that are checked while it runs: each file one claim.
+"""
+
+import functools
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+import distflow
+
+_LEAST_SIMILARITY = 0.6  # of `difflib`: below it a guess is noise
+_MAX_LISTED = 12
+
+
+class UserError(ValueError):
+    """A mistake in what the user gave (config, data, model folder, reward); never a fault of ours."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the message, and not the way to where we found it."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a config.
+
+    places: what is involved, each as (what it is, where it was written), e.g. ("trainer.seed", "run.yaml:7").
+    """
+
+    places: tuple[tuple[str, str], ...]
+    what: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"  {subject} ({where})" for subject, where in self.places]
+        lines += [f"      {line}" for line in self.what.splitlines()]
+        if self.advice:
+            lines.append(f"      → {self.advice}")
+        return "\n".join(lines)
+
+
+class ConfigError(UserError):
+    """All that is wrong with a config, at once. `problems` holds the parts of the message."""
+
+    def __init__(self, problems: Sequence[Problem]):
+        self.problems = tuple(problems)
+        count = "one problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__(f"{count} in the config\n" + "\n".join(str(problem) for problem in self.problems))
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that was probably meant, whatever its case; empty where none is similar enough."""
+    by_lower = {other.lower(): other for other in known}
+    close = get_close_matches(name.lower(), by_lower, n=1, cutoff=_LEAST_SIMILARITY)
+    return by_lower[close[0]] if close else ""
+
+
+def missing_path(path: Path) -> tuple[str, str]:
+    """That it is not there, and what may be meant: the nearest name beside it, or the first folder that is missing."""
+    if not path.parent.is_dir():
+        absent = next(folder for folder in reversed(path.parents) if not folder.is_dir())
+        looked = "" if path.is_absolute() else f" in {Path.cwd()}"
+        return f"there is no folder '{absent}'{looked}", "look at the path, or start where it begins"
+    stems = {entry.stem: entry.name for entry in path.parent.iterdir() if entry.suffix == path.suffix}
+    near = stems.get(nearest(path.stem, stems), "")
+    meant = f"did you mean '{path.with_name(near)}'?" if near else f"look what there is in '{path.parent.resolve()}'"
+    return "there is no such file or folder", meant
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """ "; did you mean 'x'?" for the nearest of the known names, else "; known: a, b, ..."; empty if none is known."""
+    names = sorted(set(known))
+    if guess := nearest(name, names):
+        return f"; did you mean '{guess}'?"
+    more = ", ..." if len(names) > _MAX_LISTED else ""
+    return f"; known: {', '.join(names[:_MAX_LISTED])}{more}" if names else ""
+
+
+def users_place(error: BaseException) -> str | None:
+    """File and line of the innermost frame that is neither ours nor a library's; None where there is none."""
+    return _innermost(traceback.extract_tb(error.__traceback__))
+
+
+def users_place_of(thread_id: int) -> str | None:
+    """The same of the line that a thread runs now."""
+    frame = sys._current_frames().get(thread_id)
+    return None if frame is None else _innermost(traceback.extract_stack(frame))
+
+
+def _innermost(frames: traceback.StackSummary) -> str | None:
+    for frame in reversed(frames):
+        if frame.filename.startswith("/") and not frame.filename.startswith(_library_folders()):
+            return f"{Path(frame.filename).name}:{frame.lineno}"
+    return None
+
+
+@functools.cache
+def _library_folders() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    found = {
+        str(Path(distflow.__file__).parent),
+        sys.prefix,
+        *(paths[kind] for kind in ("stdlib", "purelib", "platlib")),
+    }
+    return tuple(f"{folder}/" for folder in found)
+
+
+class TrustError(RuntimeError):
+    """A claim about the run does not hold, so its results would be worthless. Names the evidence and likely causes."""

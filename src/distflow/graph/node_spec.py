@@ -1,0 +1,126 @@
+"""The `@node` decorator: what a node function says of itself beyond its signature."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeVar
+
+from distflow.errors import hint
+from distflow.graph.fields import Axis, PipelineError, register_field
+from distflow.graph.roles import SCOPES, NodeRole, Scope
+
+Names = str | Sequence[str]
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """What `@node` says of a function beyond its signature. See `node`."""
+
+    writes: tuple[str, ...] | None = None
+    role: NodeRole | None = None
+    scope: Scope | None = None
+    reads: tuple[str, ...] | None = None
+
+
+_ATTRIBUTE, _FACTORY = "__distflow_node__", "__distflow_node_factory__"
+_Fn = TypeVar("_Fn", bound=Callable[..., object])
+
+
+def node(
+    *,
+    writes: Names | Mapping[str, str] | None = None,
+    role: NodeRole | str | None = None,
+    scope: Scope | None = None,
+    reads: Names | None = None,
+) -> Callable[[_Fn], _Fn]:
+    """Say of a node function what its signature cannot.
+
+    writes: the fields it writes; a role may have a default. A mapping declares float32 columns of the program's own by
+        the axis of each, e.g. {"bonus": "sample"}; see `register_field` for other types.
+    role: the role of nodes made of it, where `add_node` names none.
+    scope: which samples it must see together: one, a whole group, or all of all ranks.
+    reads: the fields it reads, where the parameters do not tell; "?name" is optional.
+    Raises PipelineError for an unknown role or scope, ValueError for a column that means something else already.
+    """
+    if isinstance(writes, Mapping):
+        for name, axis in writes.items():
+            known = [member.value for member in Axis]
+            if axis not in known:
+                raise PipelineError(f"@node: writes: '{axis}' of column '{name}' is no axis{hint(axis, known)}")
+            register_field(name, "object" if axis == Axis.OBJECT.value else "float32", axis)
+    spec = NodeSpec(
+        writes=None
+        if writes is None
+        else as_names(tuple(writes) if isinstance(writes, Mapping) else writes, "@node: writes"),
+        role=None if role is None else as_member(NodeRole, role, "@node: role"),
+        scope=check_scope(scope, "@node"),
+        reads=None if reads is None else as_names(reads, "@node: reads"),
+    )
+    return lambda fn: _marked(fn, _ATTRIBUTE, spec)
+
+
+def node_factory(fn: _Fn) -> _Fn:
+    """Mark a function of the config that returns the node function: for nodes whose columns hang on the config.
+
+    `TaskGraph.bind` calls it. It may carry `@node(role=...)` for its nodes' role.
+    """
+    return _marked(fn, _FACTORY, True)
+
+
+def is_factory(fn: Callable[..., object]) -> bool:
+    """Whether it was marked by `node_factory`."""
+    return is_factory(fn.func) if isinstance(fn, functools.partial) else bool(getattr(fn, _FACTORY, False))
+
+
+def spec_of(fn: Callable[..., object]) -> NodeSpec:
+    """What `@node` said of the function, looked up through `functools.partial` and `__call__`."""
+    spec = getattr(fn, _ATTRIBUTE, None)
+    if spec is None and isinstance(fn, functools.partial):
+        return spec_of(fn.func)
+    if spec is None and not isinstance(fn, type):
+        spec = getattr(type(fn).__call__, _ATTRIBUTE, None)
+    return spec if spec is not None else NodeSpec()
+
+
+def _marked(fn: _Fn, attribute: str, value: object) -> _Fn:
+    try:
+        setattr(fn, attribute, value)
+    except (AttributeError, TypeError):  # builtins and bound methods take no attributes
+        fn = functools.partial(fn)  # type: ignore[assignment]  # another type, called in the same way
+        setattr(fn, attribute, value)
+    return fn
+
+
+_Member = TypeVar("_Member", bound=Enum)
+
+
+def as_member(kind: type[_Member], value: object, where: str) -> _Member:
+    """The member of that name. Raises PipelineError with the nearest name."""
+    if isinstance(value, kind):
+        return value
+    name = value.removeprefix(f"{kind.__name__}.").upper() if isinstance(value, str) else ""
+    if name in kind.__members__:
+        return kind[name]
+    raise PipelineError(f"{where}: {value!r} is no {kind.__name__}{hint(str(value), kind.__members__)}")
+
+
+def check_scope(scope: str | None, where: str) -> Scope | None:
+    """The scope itself. Raises PipelineError if there is no such scope."""
+    if scope is None:
+        return None
+    for known in SCOPES:
+        if scope == known:
+            return known
+    raise PipelineError(f"{where}: {scope!r} is no scope{hint(str(scope), SCOPES)}")
+
+
+def as_names(value: object, where: str) -> tuple[str, ...]:
+    """A name or a sequence of names as a tuple. Raises PipelineError for anything else and for a name given twice."""
+    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (value,)
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise PipelineError(f"{where}: names wanted, {name!r} given")
+        if names.count(name) > 1:
+            raise PipelineError(f"{where}: '{name}' is named twice")
+    return names

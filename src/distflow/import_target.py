@@ -1,0 +1,129 @@
+"""Functions and classes that are named in a table, a config or a program, and loaded when they are needed.
+
+A name is "module:function", "module.function", "module:Class.method" or "file.py:function".
+"""
+
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+
+from distflow.errors import UserError, hint, nearest, users_place
+
+
+class LoadError(UserError):
+    """A name leads to nothing that can be used. The message has the name; callers put the key that named it before."""
+
+
+def load_function(path: str) -> Callable[..., object]:
+    """The function that `path` names. A method that is neither static nor a class method is bound to an instance made
+    without arguments.
+
+    Raises LoadError, also for a class, and for whatever the module raises while it is imported.
+    """
+    function = load(path)
+    if isinstance(function, type):
+        raise LoadError(f"'{path}' is a class; name one of its methods or give an instance")
+    if not callable(function):
+        raise LoadError(f"'{path}' cannot be called; name a function")
+    return function
+
+
+def load(path: str) -> object:
+    """What `path` names, whatever it is: a function, a class, a constant. Raises LoadError as `load_function` does."""
+    module_name, attributes = split_name(path)
+    if not (module_name and attributes):
+        raise LoadError(f"'{path}' names no function; write \"module:function\"")
+    owner: object = load_module(module_name)
+    found = owner
+    for name in attributes.split("."):
+        owner, found = found, getattr(found, name, None)
+        if found is None:
+            public = [other for other in dir(owner) if not other.startswith("_")]
+            raise LoadError(f"'{path}': {_kind(owner)} has no '{name}'{hint(name, public)}")
+    return _bound(owner, name, found, path)
+
+
+def split_name(path: str) -> tuple[str, str]:
+    """The module (or file) and the attribute of a name; one of them is empty where it is not whole."""
+    module_name, _, attributes = path.rpartition(":") if ":" in path else path.rpartition(".")
+    return module_name, attributes
+
+
+def load_module(name: str) -> ModuleType:
+    """The module of that name or ".py" file, imported once. Raises LoadError for whatever it raises meanwhile."""
+    try:
+        return _load_file(Path(name).expanduser()) if name.endswith(".py") else importlib.import_module(name)
+    except LoadError:
+        raise
+    except ModuleNotFoundError as error:
+        raise LoadError(_not_found(name, error.name or name)) from error
+    except Exception as error:  # the edge of a user's code
+        place = f" (at {found})" if (found := users_place(error)) else ""
+        raise LoadError(f"'{name}' cannot be imported: {type(error).__name__}: {error}{place}") from error
+
+
+def load_modules(names: Iterable[str]) -> None:
+    """Import them all: they register what they hold. Raises LoadError for the first that cannot be imported."""
+    for name in names:
+        load_module(name)
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise LoadError(f"there is no file '{path}'")
+    file = str(path.resolve())
+    name = f"distflow_file_{file}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and the like look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _not_found(name: str, missing: str) -> str:
+    if name != missing and not name.startswith(f"{missing}."):
+        return f"'{name}' needs the module '{missing}', which is not installed"
+    guess = nearest(missing, _siblings(missing))
+    return f"there is no module '{missing}'" + (f"; did you mean '{guess}'?" if guess else "")
+
+
+def _siblings(name: str) -> list[str]:
+    """Modules beside the one that is not there."""
+    package, _, _ = name.rpartition(".")
+    if not package:
+        return [module.name for module in pkgutil.iter_modules() if not module.name.startswith("_")]
+    return [f"{package}.{m.name}" for m in pkgutil.iter_modules(getattr(sys.modules[package], "__path__", []))]
+
+
+def _kind(owner: object) -> str:
+    return "the module" if isinstance(owner, ModuleType) else f"'{getattr(owner, '__name__', owner)}'"
+
+
+def _bound(owner: object, name: str, found: object, path: str) -> object:
+    if not (isinstance(owner, type) and inspect.isfunction(found)):
+        return found
+    if isinstance(inspect.getattr_static(owner, name), staticmethod):
+        return found
+    required = [
+        p.name
+        for p in inspect.signature(owner).parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if required:
+        raise LoadError(
+            f"'{path}' is a method, and {owner.__name__} needs {', '.join(required)} to be made; "
+            "make it a static method, or give the method of an instance"
+        )
+    return getattr(owner(), name)

@@ -1,0 +1,181 @@
+"""Engines and services, built on the worker that uses them from the plain values that their factories carry."""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, NotRequired, TypedDict, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from distflow.errors import UserError
+from distflow.import_target import load
+from distflow.launch.model_sources import Lora, Source, blaming, load_adapted
+from distflow.models.loading import load_model
+from distflow.models.sharded_loading import load_sharded_model
+from distflow.models.sharding import Sharding, shard_model
+from distflow.models.tokenizer import stop_token_ids
+from distflow.models.value_and_reward_models import load_value_model
+from distflow.rewards.router import RewardRouter
+from distflow.rollout.engine import RolloutEngine
+from distflow.runtime.spec import Get
+from distflow.scheduling.groups import Version
+from distflow.training.engine import TrainEngine
+from distflow.training.optimizer import make_optimizer, make_schedule
+from distflow.training.scorer import TorchScorer
+
+Options = dict[str, object]
+"""Keyword arguments of a constructor that is found by name, plain values."""
+
+
+class OptimizerOptions(TypedDict):
+    """Arguments of `make_optimizer`."""
+
+    name: str
+    lr: float
+    weight_decay: float
+    betas: NotRequired[tuple[float, float]]
+    eps: NotRequired[float]
+
+
+class ScheduleOptions(TypedDict):
+    """Arguments of `make_schedule`."""
+
+    name: str
+    total_steps: int
+    warmup_ratio: NotRequired[float]
+    warmup_steps: NotRequired[int]
+    min_lr_ratio: NotRequired[float]
+
+
+class Optim(TypedDict):
+    """How an engine takes its steps."""
+
+    optimizer: OptimizerOptions
+    schedule: ScheduleOptions
+
+
+class ScorerOptions(TypedDict):
+    """Arguments of `TorchScorer`, which train engines take as well."""
+
+    max_tokens_per_micro_batch: int | None
+    temperature: float
+    temperatures: Mapping[str, float]
+    compute_dtype: torch.dtype | None
+
+
+class Spread(NamedTuple):
+    """How a model lies over ranks, beside their mesh: see `Sharding`."""
+
+    compute_dtype: torch.dtype
+    on_host: bool
+
+
+def build_alone(get: Get, device: torch.device, make: Callable[[], object]) -> object:
+    """A part that is made of no other."""
+    return make()
+
+
+def build_judge(get: Get, device: torch.device, make: Callable[..., RewardRouter]) -> RewardRouter:
+    return make(start=get("start_pool"))
+
+
+def build_policy(get: Get, device: torch.device, source: Source, lora: Lora | None, spread: Spread | None) -> nn.Module:
+    """Sharded where it is trained; what only generates has it whole."""
+    if spread is None or not get.planned("actor"):
+        return load_adapted(source, lora, device)
+    sharding = _sharding(get, spread)
+    if lora is None:
+        with blaming("actor_rollout_ref.model.path"):
+            return load_sharded_model(**source, sharding=sharding, device=device)
+    model = load_adapted(source, lora, device)
+    shard_model(model, sharding)
+    return model
+
+
+def _sharding(get: Get, spread: Spread) -> Sharding:
+    mesh: DeviceMesh | None = get("mesh")
+    if mesh is None:
+        raise UserError(
+            "actor.strategy=fsdp spreads weights over the processes that train, and this run has one: set "
+            "trainer.launcher=ray, or actor.strategy=torch"
+        )
+    return Sharding(mesh, spread.compute_dtype, spread.on_host)
+
+
+def build_stop_token_ids(get: Get, device: torch.device) -> tuple[int, ...]:
+    return stop_token_ids(get("policy"), get("tokenizer"))
+
+
+def build_actor(get: Get, device: torch.device, engine: str, optim: Optim, options: Options) -> TrainEngine:
+    return _train_engine(get, get("policy"), engine, optim, options)
+
+
+def build_critic(
+    get: Get,
+    device: torch.device,
+    source: Source,
+    spread: Spread | None,
+    engine: str,
+    optim: Optim,
+    options: Options,
+) -> TrainEngine:
+    with blaming("critic.model.path"):
+        if spread is None:
+            model = load_value_model(**source, device=device)
+        else:
+            model = load_sharded_model(**source, sharding=_sharding(get, spread), critic=True, device=device)
+    return _train_engine(get, model, engine, optim, options)
+
+
+def _train_engine(get: Get, model: nn.Module, engine: str, optim: Optim, options: Options) -> TrainEngine:
+    return cast(Callable[..., TrainEngine], load(engine))(
+        model,
+        optimizer=make_optimizer(parameters=model.parameters(), **optim["optimizer"]),
+        schedule=make_schedule(**optim["schedule"]),
+        group=get("collective"),
+        **options,
+    )
+
+
+def build_reference(
+    get: Get, device: torch.device, source: Source, spread: Spread | None, options: ScorerOptions
+) -> TorchScorer:
+    """The policy as it was before training."""
+    if spread is None:
+        model: nn.Module = load_model(**source, device=device)
+    else:
+        model = load_sharded_model(**source, sharding=_sharding(get, spread), device=device)
+    return TorchScorer(model.requires_grad_(False), group=get("collective"), **options)
+
+
+def build_adapted_reference(get: Get, device: torch.device, options: ScorerOptions) -> TorchScorer:
+    """The policy with its adapter switched off, which is what it was before training."""
+    return TorchScorer(get("policy"), without_adapter=True, group=get("collective"), **options)
+
+
+def build_rollout(
+    get: Get,
+    device: torch.device,
+    engine: str,
+    dtype: torch.dtype,
+    source: Source | None,
+    shares: bool,
+    options: Options,
+) -> RolloutEngine:
+    """On the trainer's own storage where that is on this worker, and it may be shared; else on a copy, without an
+    adapter: its weights arrive merged.
+
+    source: of the model whole and without an adapter, None where the policy is just that. shares: both compute in the
+    stored dtype (float32), and nothing is decoded while weights change.
+    """
+    shares = shares and get.planned("actor")
+    if shares:
+        model: nn.Module = get("policy")
+    else:
+        plain: nn.Module = load_model(**source, device=device) if source else copy.deepcopy(get("policy"))
+        model = plain.requires_grad_(False)
+        for weight in model.parameters():  # not buffers: rotary frequencies in bfloat16 turn wrong at long distances
+            weight.data = weight.data.to(dtype)
+    make = cast(Callable[..., RolloutEngine], load(engine))
+    return make(model, get("tokenizer"), version=Version(0, 0), shares_weights=shares, **options)

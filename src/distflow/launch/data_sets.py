@@ -1,0 +1,290 @@
+"""What a run draws from its data, as the config says it.
+
+From the config's files to prompts, for training and for validation.
+
+Prompts of the user's own, beside those of the data set: read and encoded as these are.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, overload
+
+from transformers import PreTrainedTokenizerBase
+
+from distflow.config import Config
+from distflow.config.derived_settings import is_rl
+from distflow.config.keys.reward import RewardPart
+from distflow.config.per_domain import reward_functions
+from distflow.data.prompts import PromptOptions, PromptRow, PromptSet
+from distflow.data.rows import DEFAULT_DOMAIN, BadRows, Columns, RawRow, Record, listed, plain, read_rows
+from distflow.data.sources import load_rows
+from distflow.data.tokenizing import encode_rows
+from distflow.errors import UserError
+from distflow.graph import Program
+from distflow.models.tokenizer import end_token_ids
+from distflow.registry import REWARDS, Reward
+from distflow.rewards.known_solutions import find_broken
+from distflow.rewards.router import check_domains
+from distflow.scheduling.curriculum import CurriculumPlan, SkipPlan, load_curriculum
+from distflow.scheduling.data_order import total_steps
+from distflow.scheduling.data_plan import DataPlan, DomainPlan
+
+
+def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
+    """What the run draws from its data. total_training_steps may cut the epochs short, or go on beyond them. Of domains
+    an epoch is as many groups as there are rows in all.
+
+    rows: how many there are by domain, in their order, "" of one source.
+    """
+    data, trainer = config.data, config.trainer
+    steps, epochs, num_rows = trainer.total_training_steps, trainer.total_epochs, sum(rows.values())
+    plan = DataPlan(
+        num_rows=num_rows,
+        consumer_batch=data.train_batch_size,
+        group_size=config.actor_rollout_ref.rollout.n if is_rl(config) else 1,
+        total_tickets=None if steps or data.domains else epochs * num_rows,
+        total_steps=steps or total_steps(epochs, num_rows, data.train_batch_size),
+        seed=data.seed if data.shuffle else 0,
+        shuffle=data.shuffle,
+        max_concurrent=config.async_.max_concurrent_rollouts,
+        domains=tuple(
+            DomainPlan(name, rows[name], data.domains[name].weight, data.domains[name].n) for name in rows if name
+        ),
+        curriculum=_curriculum(config),
+        skips=_skips(config, rows),
+    )
+    if not is_rl(config):
+        return plan
+    filters = config.algorithm.filter_groups
+    return replace(
+        plan,
+        max_staleness=config.async_.max_staleness,
+        max_num_gen_batches=filters.max_num_gen_batches,
+        when_exhausted="continue" if filters.when_exhausted == "continue" else "error",
+        oversampling=Fraction(str(filters.oversampling)),
+    )
+
+
+def _curriculum(config: Config) -> CurriculumPlan | None:
+    """Raises UserError where its function is not there."""
+    settings = config.data.curriculum
+    if settings.function is None:
+        return None
+    load_curriculum(settings.function)
+    return CurriculumPlan(settings.function, settings.every, settings.smoothing)
+
+
+def _skips(config: Config, domains: Iterable[str]) -> SkipPlan | None:
+    if not is_rl(config):
+        return None
+    data, outside = config.data, dict[str, tuple[float, float]]()
+    for name in domains:
+        own = data.domains[name].skip_outside if name else None
+        if band := own or data.skip_outside:
+            outside[name] = band
+    return SkipPlan(outside, data.skip_epochs) if outside else None
+
+
+def num_rows_of(config: Config, prompts: PromptSet) -> dict[str, int]:
+    """By domain in the order of the rows, or of the one source, ""."""
+    if not config.data.domains:
+        return {"": len(prompts)}
+    return dict(Counter(row.domain for row in prompts))
+
+
+Rows = tuple[list[RawRow], BadRows]
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """Where rows come from and how they become prompts. key: that of the config which names the files. domain: "" of
+    rows that say theirs themselves. rewards: by domain, where rows on which these can give no verdict are left out, or
+    are an error as `broken_tests` says; None keeps them."""
+
+    key: str
+    files: tuple[str, ...]
+    max_samples: int
+    columns: Columns
+    bad_rows: str
+    options: PromptOptions
+    domain: str = ""
+    rewards: Mapping[str, tuple[RewardPart, ...]] | None = None
+    broken_tests: str = "skip"
+
+    def read(self, run_dir: Path) -> Rows:
+        """Raises UserError for data that cannot be read, and where most rows are broken."""
+        rows, bad = load_rows(
+            self.files,
+            self.columns,
+            key=self.key,
+            bad_rows=self.bad_rows,
+            max_samples=self.max_samples,
+            run_folder=run_dir,
+        )
+        return (rows if self.rewards is None else self._judgeable(rows, bad), bad)
+
+    def _judgeable(self, rows: list[RawRow], bad: BadRows) -> list[RawRow]:
+        assert self.rewards is not None
+        good = []
+        for row in rows:
+            parts = self.rewards.get(row.domain) or self.rewards.get("default", ())
+            if why := find_broken([part.name for part in parts], row.answer, row.extra_info):
+                bad.broken.append(f"{row.origin}: {why}")
+            else:
+                good.append(row)
+        if bad.broken and (self.broken_tests == "error" or 2 * len(bad.broken) > len(rows)):
+            advice = "repair them, or leave such rows out with data.broken_tests=skip"
+            if self.broken_tests != "error":
+                advice = "most of them: see data.answer_key and reward.functions"
+            raise UserError(f"{self.key}: {listed(bad.broken, 'row', 'whose tests are broken')}\n{advice}")
+        return good
+
+    def encode(self, rows: Rows, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
+        """Rows as token ids. Raises UserError for rows that cannot be encoded."""
+        raw, bad = rows
+        return encode_rows(raw, tokenizer, self.options, bad, end_token_ids(tokenizer))
+
+
+def train_sources(config: Config, judged: bool) -> list[DataSource]:
+    """One, or one for each domain that is drawn from. judged: the rows' answers go to verifiers."""
+    data = config.data
+    if not data.domains:
+        found = [_source(config, "data.train_files", data.train_files, data.train_max_samples, judged, trains=True)]
+    else:
+        found = [
+            _source(
+                config,
+                f"data.domains.{name}.train_files",
+                domain.train_files,
+                domain.train_max_samples,
+                judged,
+                name,
+                trains=True,
+            )
+            for name, domain in data.domains.items()
+            if domain.weight
+        ]
+    if not judged:
+        return found
+    return [replace(each, rewards=reward_functions(config), broken_tests=data.broken_tests) for each in found]
+
+
+def held_out_sources(config: Config, judged: bool) -> list[DataSource]:
+    """As many as name files."""
+    data = config.data
+    if data.val_files:
+        return [_source(config, "data.val_files", data.val_files, data.val_max_samples, judged)]
+    return [
+        _source(config, f"data.domains.{name}.val_files", domain.val_files, domain.val_max_samples, judged, name)
+        for name, domain in data.domains.items()
+        if domain.val_files
+    ]
+
+
+def _source(
+    config: Config,
+    key: str,
+    files: tuple[str, ...],
+    max_samples: int,
+    judged: bool,
+    domain: str = "",
+    trains: bool = False,
+) -> DataSource:
+    """trains: rows may be chosen by how hard they are; what validates is as it is."""
+    data, learns_answers = config.data, not is_rl(config)
+    settings = data.domains.get(domain) if domain else None
+
+    def own(name: str) -> Any:
+        """What the domain says, or else `data`."""
+        value = getattr(settings, name, None)
+        return getattr(data, name) if value is None else value
+
+    rewards = _rewards(config, domain)
+    group = f"data.domains.{domain}" if domain else "data"
+    pass_rate = own("pass_rate") if trains else None
+    columns = Columns(
+        prompt=own("prompt_key"),
+        answer=own("answer_key"),
+        domain=None if domain else data.domain_key,
+        response=own("response_key") if learns_answers else None,
+        answer_required=judged and any(reward.needs_answer for reward in rewards),
+        messages=own("messages_key") if learns_answers else None,
+        tools=own("tools_key"),
+        is_chat=own("prompt_format") == "chat",
+        only_domain=domain or DEFAULT_DOMAIN,
+        group=group,
+        pass_rate=None if pass_rate is None else own("pass_rate_key"),
+    )
+    options = PromptOptions(
+        max_prompt_length=data.max_prompt_length,
+        max_response_length=own("max_response_length"),
+        prompt_format=own("prompt_format"),
+        prompt_template=own("prompt_template"),
+        system_prompt=own("system_prompt"),
+        enable_thinking=own("enable_thinking"),
+        template_kwargs=data.apply_chat_template_kwargs,
+        filter_overlong=data.filter_overlong_prompts,
+        truncation=data.truncation,
+        keep_messages=judged and any(reward.reads_messages for reward in rewards),
+        num_workers=data.num_loader_workers,
+        pass_rate=pass_rate,
+        group=group,
+    )
+    return DataSource(key, files, max_samples, columns, data.bad_rows, options, domain)
+
+
+def _rewards(config: Config, domain: str) -> list[Reward]:
+    """The built-in ones that judge the domain, or any where there is one source: of a user's own nothing is known."""
+    functions = reward_functions(config)
+    parts = functions.get(domain, ()) if domain else [part for own in functions.values() for part in own]
+    return [REWARDS[part.name] for part in parts if part.name in REWARDS]
+
+
+class OwnRows(Sequence[PromptRow]):
+    """The rows of a data set, and behind them those that were added. Its length is that of the data set; what is added
+    on one thread may be read on another."""
+
+    def __init__(self, rows: Sequence[PromptRow]) -> None:
+        self._rows = rows
+        self._own: dict[int, PromptRow] = {}
+
+    def add(self, number: int, row: PromptRow) -> None:
+        """number: from the length on."""
+        self._own[number] = replace(row, index=number)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> PromptRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[PromptRow]: ...
+    def __getitem__(self, index: int | slice) -> PromptRow | Sequence[PromptRow]:
+        if isinstance(index, int) and index >= len(self._rows):
+            return self._own[index]
+        return self._rows[index]
+
+
+def encode_row(
+    values: object, number: int, config: Config, program: Program, tokenizer: PreTrainedTokenizerBase
+) -> PromptRow:
+    """A row of Python as a prompt; its columns are those of the data set. number: for messages, from 1.
+
+    Raises UserError for one that cannot be used, or whose domain nothing judges.
+    """
+    if not isinstance(values, Mapping):
+        raise UserError(f"submit takes a dict such as {{'prompt': ..., 'answer': ...}}, not a {type(values).__name__}")
+    judged = "judge" in program.services
+    (source,) = train_sources(config, judged)
+    record = Record(f"submitted prompt {number}", {str(key): plain(value) for key, value in values.items()})
+    bad = BadRows("error")
+    rows = list(read_rows(iter([record]), source.columns, bad, "what was submitted"))
+    bad.check()
+    options = replace(source.options, num_workers=0, filter_overlong=False)
+    (row,) = encode_rows(rows, tokenizer, options, bad, end_token_ids(tokenizer))
+    if judged:
+        check_domains(reward_functions(config), [row.domain])
+    return row

@@ -1,0 +1,210 @@
+"""From the config to factories of engines and services. The config is read here, once; what a factory carries is plain
+values and functions of modules, so that it can be sent to the worker that builds the part."""
+
+from collections.abc import Callable, Collection
+from functools import partial
+from inspect import signature
+from typing import Literal, TypedDict, cast
+
+import torch
+
+from distflow.config import Config
+from distflow.config.derived_settings import is_rl, is_sharded, optimizer_steps
+from distflow.config.keys.engines import OptimConfig
+from distflow.config.per_domain import response_limit, temperatures
+from distflow.import_target import load
+from distflow.launch.build_engines import (
+    Optim,
+    OptimizerOptions,
+    Options,
+    ScheduleOptions,
+    ScorerOptions,
+    Spread,
+    build_actor,
+    build_adapted_reference,
+    build_alone,
+    build_critic,
+    build_judge,
+    build_policy,
+    build_reference,
+    build_rollout,
+    build_stop_token_ids,
+)
+from distflow.launch.devices import choose_device, planes_threads
+from distflow.launch.model_sources import critic_source, policy_adapter, policy_source, tokenizer_loader
+from distflow.models.cpu_kernels import build as native
+from distflow.registry import ROLLOUT_ENGINES, TRAIN_ENGINES
+from distflow.rewards.pool.domain_pools import verifiers_of
+from distflow.rewards.router import Overlong, RewardRouter
+from distflow.runtime.spec import Factory
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_AT_ONCE = {"kv_on_update", "num_threads"}
+
+
+class Trainer(TypedDict):
+    """A train engine but for its model. engine: "module:Class". options: of its constructor."""
+
+    engine: str
+    optim: Optim
+    options: Options
+
+
+def make_factories(
+    config: Config, engines: Collection[str], services: Collection[str], steps: int
+) -> dict[str, Factory]:
+    """Of these, and of what they are made of. steps: training steps of the whole run."""
+    factories: dict[str, Factory] = {
+        "policy": partial(
+            build_policy, source=policy_source(config), lora=policy_adapter(config), spread=_spread(config, "actor")
+        ),
+        "tokenizer": partial(build_alone, make=tokenizer_loader(config)),
+        "stop_token_ids": build_stop_token_ids,
+    }
+    if "actor" in engines:
+        factories["actor"] = partial(build_actor, **_actor_trainer(config, steps))
+    if "critic" in engines:
+        factories["critic"] = partial(
+            build_critic,
+            source=critic_source(config),
+            spread=_spread(config, "critic"),
+            **_critic_trainer(config, steps),
+        )
+    if "ref" in engines:
+        settings = config.actor_rollout_ref
+        options = _scorer_options(
+            config, settings.ref.log_prob_max_token_len_per_gpu or settings.actor.ppo_max_token_len_per_gpu
+        )
+        if settings.model.lora_rank:
+            factories["ref"] = partial(build_adapted_reference, options=options)
+        else:
+            source, spread = policy_source(config), _spread(config, "ref")
+            factories["ref"] = partial(build_reference, source=source, spread=spread, options=options)
+    if "rollout" in engines:
+        factories["rollout"] = _rollout_factory(config)
+    if "judge" in services:
+        factories["judge"] = partial(build_judge, make=_router(config))
+    return factories
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    """What models compute in; weights that are trained are float32 always."""
+    return DTYPES[config.actor_rollout_ref.model.dtype]
+
+
+def engine_dtype(config: Config) -> torch.dtype:
+    """Of the rollout engine's weights: what it computes in, unless it casts them as the trainer does."""
+    return torch.float32 if _engine_casts(config) else compute_dtype(config)
+
+
+def _engine_casts(config: Config) -> bool:
+    """Whether the rollout engine rounds where a trainer that computes by autocast does, and nowhere else. Native code
+    does that at no cost; torch would cast all weights in every decode step."""
+    rollout = config.actor_rollout_ref.rollout
+    by_native = rollout.name == "embedded" and not (rollout.enforce_eager or rollout.batch_invariant)
+    is_low = compute_dtype(config) is not torch.float32 and not is_sharded(config)
+    return by_native and is_low and choose_device(config).type == "cpu" and native.is_there()
+
+
+def shares_weights(config: Config) -> bool:
+    """Whether the rollout engine may compute on the trainer's own storage: whole weights, both in the stored dtype, and
+    nothing is generated while the trainer updates it."""
+    if compute_dtype(config) is not torch.float32 or is_sharded(config):
+        return False
+    return not is_rl(config) or config.async_.max_staleness == 0
+
+
+def _actor_trainer(config: Config, steps: int) -> Trainer:
+    actor = config.actor_rollout_ref.actor
+    optim = _optim(actor.optim, optimizer_steps(config, "actor", steps))
+    return _trainer(config, optim, actor.ppo_max_token_len_per_gpu, actor.max_grad_norm)
+
+
+def _critic_trainer(config: Config, steps: int) -> Trainer:
+    critic = config.critic
+    optim = _optim(critic.optim, optimizer_steps(config, "critic", steps))
+    max_tokens = critic.ppo_max_token_len_per_gpu or config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+    return _trainer(config, optim, max_tokens, critic.max_grad_norm)
+
+
+def _trainer(config: Config, optim: Optim, max_tokens: int | None, max_grad_norm: float | None) -> Trainer:
+    settings = config.actor_rollout_ref
+    return {
+        "engine": TRAIN_ENGINES[settings.actor.strategy].target,
+        "optim": optim,
+        "options": {
+            **_scorer_options(config, max_tokens),
+            "max_grad_norm": max_grad_norm,
+            "gradient_checkpointing": settings.model.enable_gradient_checkpointing,
+        },
+    }
+
+
+def _scorer_options(config: Config, max_tokens: int | None) -> ScorerOptions:
+    settings = config.actor_rollout_ref
+    return {
+        "max_tokens_per_micro_batch": max_tokens,
+        "temperature": settings.rollout.temperature if is_rl(config) else 1.0,
+        "temperatures": temperatures(config) if is_rl(config) else {},
+        "compute_dtype": None if is_sharded(config) else compute_dtype(config),
+    }
+
+
+def _spread(config: Config, role: Literal["actor", "critic", "ref"]) -> Spread | None:
+    """None where every rank has the model whole."""
+    if not is_sharded(config):
+        return None
+    settings = config.actor_rollout_ref
+    if role == "ref":
+        return Spread(compute_dtype(config), settings.ref.fsdp_config.param_offload)
+    trained = config.critic.fsdp_config if role == "critic" else settings.actor.fsdp_config
+    return Spread(compute_dtype(config), trained.offload_policy)
+
+
+def _optim(optim: OptimConfig, updates: int) -> Optim:
+    """updates: optimizer steps of the whole run."""
+    optimizer: OptimizerOptions = {"name": optim.optimizer, "lr": optim.lr, "weight_decay": optim.weight_decay}
+    if optim.optimizer != "sgd":
+        optimizer |= {"betas": optim.betas, "eps": optim.eps}
+    schedule: ScheduleOptions = {"name": optim.scheduler, "total_steps": max(updates, 1)}
+    if optim.scheduler != "constant":
+        schedule |= {"warmup_ratio": optim.warmup_ratio, "warmup_steps": optim.lr_warmup_steps}
+        schedule |= {"min_lr_ratio": optim.min_lr_ratio}
+    return {"optimizer": optimizer, "schedule": schedule}
+
+
+def _rollout_factory(config: Config) -> Factory:
+    """The engine's class says by its keyword-only parameters which keys of `rollout` it takes. Those that matter where
+    generation and training run at once are read there only."""
+    settings, target = config.actor_rollout_ref.rollout, ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name].target
+    parameters = signature(cast(Callable[..., object], load(target))).parameters.values()
+    taken = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in dir(settings)}
+    if config.async_.max_staleness == 0:
+        taken -= _AT_ONCE
+    options = {name: getattr(settings, name) for name in sorted(taken)}
+    if "num_threads" in options:
+        options["num_threads"] = planes_threads(config)[1]
+    if _engine_casts(config):
+        options["compute_dtype"] = compute_dtype(config)
+    return partial(
+        build_rollout,
+        engine=target,
+        dtype=engine_dtype(config),
+        source=policy_source(config) if config.actor_rollout_ref.model.lora_rank or is_sharded(config) else None,
+        shares=shares_weights(config),
+        options=options,
+    )
+
+
+def _router(config: Config) -> Callable[..., RewardRouter]:
+    verifiers, overlong = verifiers_of(config), config.reward.overlong
+    return partial(
+        RewardRouter,
+        verifiers.functions,
+        **verifiers.patience._asdict(),
+        domains=verifiers.domains,
+        overlong=Overlong(overlong.buffer_tokens, overlong.factor),
+        max_response_length=config.data.max_response_length,
+        response_limits={name: response_limit(config, name) for name in config.data.domains},
+        custom=verifiers.custom,
+    )

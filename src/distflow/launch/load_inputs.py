@@ -1,0 +1,146 @@
+"""Keys that were set and that nothing read while the run was built: each would be a silent mistake.
+
+What a config says, and what the files hold that it names.
+"""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from distflow.config import Config, Loaded, Room, fit_to, flatten, with_changes
+from distflow.config.compose.key_usage import watch
+from distflow.config.compose.origins import is_preset
+from distflow.config.derived_settings import CUSTOM, program_name
+from distflow.config.migration.verl_defaults import is_verls
+from distflow.data.prompts import PromptSet
+from distflow.errors import UserError
+from distflow.graph import Program
+from distflow.launch.check_serializable import check_importable
+from distflow.launch.data_sets import DataSource, held_out_sources, train_sources
+from distflow.launch.model_sources import load_policy_tokenizer, policy_context
+from distflow.launch.run_options import run_options, sampling_params, spec_settings, validation_params
+from distflow.launch.select_pipeline import bind, generates, import_user_modules, make_process_ready
+from distflow.runtime.errors import is_ours
+
+_WAITS = "with async.max_staleness=0 the trainer's thread generates, and no answer runs while weights change"
+_REASONS = {
+    **{f"actor_rollout_ref.rollout.{name}": _WAITS for name in ("kv_on_update", "num_threads")},
+    "actor_rollout_ref.actor.weight_update_mode": "every worker that generates trains as well, and weights stay in its "
+    "process; trainer.allocation can have some that only generate",
+}
+# Of terms that a program may leave out: 0 says the same as leaving it out.
+_COEFFICIENTS = ("algorithm.kl_ctrl.kl_coef", "actor_rollout_ref.actor.kl_loss_coef")
+
+
+def refuse_inert_keys(loaded: Loaded, reads: set[str], program: Program) -> list[str]:
+    """Raises UserError with the keys and where they were set. Those of a preset of ours are no mistake of whoever took
+    another program than it was made for: they are returned, as they are shown.
+
+    A function of the user's that is handed a group of the config, or the context, may read keys when it runs: of that
+    group (of its role's), and of groups that users registered. Of other groups it should name a key as an option.
+    The presets that spell out verl's defaults may have more of them than a program reads.
+    """
+    handed = [node for node in program.nodes if not is_ours(node) and {"ctx", "config"} & set(node.contract.reserved)]
+    groups = {*loaded.config.user_groups, *(node.config_key for node in handed if node.config_key)} if handed else ()
+    values = flatten(loaded.config)
+    inert = {
+        key: f"{key} ({origin})" + (f": {_REASONS[key]}" if key in _REASONS and program.experience else "")
+        for key, origin in loaded.set_keys.items()
+        if key not in reads and not any(key == group or key.startswith(f"{group}.") for group in groups)
+        if not is_verls(origin) and not (key in _COEFFICIENTS and values[key] == 0)
+    }
+    users = [shown for key, shown in inert.items() if not is_preset(loaded.set_keys[key])]
+    if users:
+        shown = "\n".join(f"  {line}" for line in users)
+        raise UserError(
+            f"keys that do nothing in program '{program.graph_id}':\n{shown}\n"
+            "Take them out, or choose a program, estimator or loss that uses them; what only a node of your own reads, "
+            "make an option of its function"
+        )
+    return list(inert.values())
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the config alone says. unused: keys of a preset that the program does not take, as they are shown."""
+
+    program: Program
+    unused: list[str]
+    train: list[DataSource]
+    held_out: list[DataSource]
+
+
+@dataclass(frozen=True)
+class Data:
+    """What the files hold, as tokens; held out by the domain that has the files, "" where none has. broken: training
+    rows that were left out since no answer to them could be judged, and why."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: PromptSet
+    held_out: dict[str, PromptSet]
+    broken: list[str]
+
+
+def read_config(loaded: Loaded) -> Reading:
+    """Bind the program, and read every key that the run uses. Raises UserError for one that was set and is not read.
+
+    The rest of a spec is made twice, here to see what it reads, before any file is opened.
+    """
+    config, reads = watch(loaded.config)
+    make_process_ready(config)
+    import_user_modules(config)
+    program = bind(config)
+    judged = "judge" in program.services
+    train, held_out = train_sources(config, judged), held_out_sources(config, judged)
+    settings = spec_settings(config, program, num_rows={source.domain: 1 for source in train})
+    run_options(config, program, settings["plan"])
+    validation_params(config, sampling_params(config))
+    for source in train:
+        sampling_params(config, source.domain)
+    unused = refuse_inert_keys(loaded, reads, program)
+    check_importable(loaded.config)
+    return Reading(program, unused, train, held_out)
+
+
+def follow_program(loaded: Loaded) -> Loaded:
+    """The config of a program of the user's that generates nothing says so. Raises ConfigError where other keys do not
+    go with that."""
+    config = loaded.config
+    if program_name(config) != CUSTOM or config.dag.generates is not None:
+        return loaded
+    import_user_modules(config)
+    if generates(bind(config)):
+        return loaded
+    return with_changes(loaded, [("dag.generates", False, "no node of the program samples or judges answers")])
+
+
+def fit_to_files(loaded: Loaded) -> Loaded:
+    """The config that a run would have, made to fit its model and data. Starts none. Raises as `make_spec` does."""
+    loaded = follow_program(loaded)
+    return fitted_to_files(loaded, read_config(loaded))[0]
+
+
+def fitted_to_files(loaded: Loaded, reading: Reading) -> tuple[Loaded, Reading, Data]:
+    context = policy_context(loaded.config)
+    loaded, reading = _fitted(loaded, reading, Room(context=context))
+    data = _read_data(loaded.config, reading)
+    loaded, reading = _fitted(loaded, reading, Room(len(data.train), context))
+    return loaded, reading, data
+
+
+def _fitted(loaded: Loaded, reading: Reading, room: Room) -> tuple[Loaded, Reading]:
+    """The config in that room, read again where it became another. Raises ConfigError where something does not fit."""
+    fitted = fit_to(loaded, room)
+    return (loaded, reading) if fitted is loaded else (fitted, read_config(fitted))
+
+
+def _read_data(config: Config, reading: Reading) -> Data:
+    """All files are read before anything is loaded. What validates comes first: `eval` trains on nothing else."""
+    run_dir = config.trainer.run_dir
+    held_out_rows = [source.read(run_dir) for source in reading.held_out]
+    rows = [source.read(run_dir) for source in reading.train]
+    tokenizer = load_policy_tokenizer(config)
+    encoded = [source.encode(own, tokenizer) for source, own in zip(reading.held_out, held_out_rows, strict=True)]
+    held_out = {source.domain: prompts for source, prompts in zip(reading.held_out, encoded, strict=True)}
+    train = [source.encode(own, tokenizer) for source, own in zip(reading.train, rows, strict=True)]
+    return Data(tokenizer, PromptSet.joined(train), held_out, [each for _, bad in rows for each in bad.broken])

@@ -1,0 +1,170 @@
+"""The local launcher: a whole run in this process, resumed where its folder holds a checkpoint."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+from distflow.runtime.checkpoint.state import check_same_facts, restore, set_generators
+from distflow.runtime.ports import Ports
+from distflow.runtime.recorder import Recorder, reported
+from distflow.runtime.resources import Resources, build_resources
+from distflow.runtime.run_setup import (
+    Start,
+    begin_account,
+    done_before,
+    find_accuracies,
+    model_line,
+    note_early_end,
+    note_resume,
+    starting,
+    write_facts,
+)
+from distflow.runtime.sample_queue.local import LocalEdge
+from distflow.runtime.sample_queue.protocol import IntakePort, Live
+from distflow.runtime.spec import Outcome, Spec
+from distflow.runtime.stop import StopRequest
+from distflow.runtime.user_calls.sync_calls import Callbacks
+from distflow.runtime.wait_log import Waits
+from distflow.runtime.weight_sync.protocol import LocalWeights
+from distflow.runtime.worker import Worker
+from distflow.scheduling.coordinator import Coordinator
+from distflow.scheduling.groups import Account
+from distflow.training.collective import OneRank
+
+LASTING_S = 5.0
+
+
+def launch_local(
+    spec: Spec,
+    *,
+    allow_change: tuple[str, ...] = (),
+    say: Callable[[str], None] = lambda line: None,
+    callbacks: Callbacks = Callbacks(),  # noqa: B008  immutable
+    embedded: bool = False,
+) -> Outcome:
+    """See `Launch`."""
+    with starting(spec, allow_change) as start:
+        built = _build(spec, start, say)
+        if done := done_before(spec, start, say):
+            return done
+
+        def make_stop(recorder: Recorder) -> StopRequest:
+            def asked_to_stop(name: str) -> None:
+                recorder.note("info", f"{name}: {_stopping(spec, recorder.waits)}")
+
+            return StopRequest(asked_to_stop, ends_process=not embedded)
+
+        with _running(spec, start, built, allow_change, say, callbacks, make_stop) as running:
+            steps = running.worker.learning_loop()
+    before, after = find_accuracies(spec.run_dir)
+    # Written once the recorder is closed: the report also says how the run ended.
+    stop, recorder = running.stop, running.recorder
+    return Outcome(steps, stop.signal, recorder.status == "stopped", recorder.report(), before, after)
+
+
+@contextmanager
+def open_local(spec: Spec, say: Callable[[str], None], callbacks: Callbacks) -> Iterator["Running"]:
+    """The same run, driven by whoever enters it in place of `Worker.learning_loop`. Signals are his own."""
+    with (
+        starting(spec, ()) as start,
+        _running(spec, start, _build(spec, start, say), (), say, callbacks, _never_stopped, own_loop=True) as running,
+    ):
+        yield running
+    running.recorder.report()
+
+
+@dataclass(frozen=True)
+class Running:
+    """The parts of a run under way."""
+
+    worker: Worker
+    ports: Ports
+    recorder: Recorder
+    stop: StopRequest
+
+    @property
+    def intake(self) -> IntakePort:
+        assert self.ports.intake is not None, "the edge is of this process"
+        return self.ports.intake
+
+
+@dataclass(frozen=True)
+class _Built:
+    """Engines and services, and what differs from the checkpoint without harm."""
+
+    resources: Resources
+    differences: list[str]
+
+
+def _build(spec: Spec, start: Start, say: Callable[[str], None]) -> _Built:
+    """Raises UserError where the checkpoint is of another model, tokenizer or data."""
+    resources = build_resources(spec.factories, spec.plan.ranks[0])
+    say(model_line(spec, resources.num_parameters))
+    facts = {**spec.facts, **resources.facts}
+    return _Built(resources, check_same_facts(start.checkpoint, spec, facts) if start.checkpoint else [])
+
+
+@contextmanager
+def _running(
+    spec: Spec,
+    start: Start,
+    built: _Built,
+    allow_change: tuple[str, ...],
+    say: Callable[[str], None],
+    callbacks: Callbacks,
+    make_stop: Callable[[Recorder], AbstractContextManager[StopRequest]],
+    own_loop: bool = False,
+) -> Iterator[Running]:
+    """Inside, the worker is entered. What is recorded of the end is written when it is left.
+
+    own_loop: no row of the data set is wanted yet.
+    """
+    checkpoint, resources = start.checkpoint, built.resources
+    start.set_aside(spec, say)
+    state, live = restore(checkpoint, resources) if checkpoint else ({}, None)
+    coordinator, ledger = begin_account(spec, checkpoint, allow_change)
+    total_steps = coordinator.plan.total_steps
+    with (
+        reported(spec.run_dir, say),
+        Recorder(spec, total_steps, ledger.incarnation, start.resumed_at, callbacks) as recorder,
+        ledger,
+        make_stop(recorder) as stop,
+    ):
+        with recorder.phases("start"):
+            write_facts(spec, resources.facts, recorder, total_steps)
+            if checkpoint:
+                note_resume(recorder, checkpoint, built.differences)
+            ports = local_ports(coordinator, recorder.waits, live, changed=recorder.queue)
+            coordinator.tickets.data_open = not own_loop
+            worker = Worker(spec, 0, resources, ports, recorder, start.store, stop, state, coordinator.version)
+        with worker:
+            set_generators(checkpoint, spec.options.seed)
+            yield Running(worker, ports, recorder, stop)
+        if coordinator.finished and not stop.wanted:
+            note_early_end(recorder, coordinator.accounting(), coordinator.step, total_steps)
+        recorder.status = "stopped" if stop.wanted and not coordinator.finished else "finished"
+
+
+def _never_stopped(recorder: Recorder) -> AbstractContextManager[StopRequest]:
+    """Signals do what they do elsewhere in the user's program."""
+    return nullcontext(StopRequest(lambda name: None))
+
+
+def local_ports(
+    coordinator: Coordinator,
+    waits: Waits,
+    live: Live | None = None,
+    num_ranks: int = 1,
+    changed: Callable[[Account], None] = lambda account: None,
+) -> Ports:
+    """Ports for workers of this process. changed: told how many groups are where whenever that changes."""
+    edge = LocalEdge(coordinator, waits, num_ranks, live, changed)
+    return Ports(edge, edge.shared, LocalWeights(waits), OneRank(), OneRank(), OneRank(), edge.shared.fail)
+
+
+def _stopping(spec: Spec, waits: Waits) -> str:
+    """What the first signal leads to, and what the run waits for meanwhile, if that lasts."""
+    saving = "saving" if spec.options.save_freq > 0 else "not saving (trainer.save_freq is off)"
+    longest = {wait.who: wait for wait in reversed(waits.now()) if wait.on != "learner"}  # which goes on by itself
+    lasting = [f"; {wait}" for wait in longest.values() if wait.seconds() >= LASTING_S]
+    return f"finishing this step, {saving}, then leaving; a second time leaves at once{''.join(lasting)}"

@@ -1,0 +1,60 @@
+"""From a config to the spec of a run. Whatever can be wrong with a run is found here, the cheap things first."""
+
+from collections.abc import Callable
+from functools import partial
+
+from distflow.config import Loaded
+from distflow.data.encoded import EncodedRows, write_encoded
+from distflow.data.sources import forget_rows
+from distflow.graph import Program
+from distflow.launch.check_serializable import check_pickles
+from distflow.launch.data_sets import num_rows_of
+from distflow.launch.initial_policy import with_models_of_runs
+from distflow.launch.load_inputs import Data, fitted_to_files, follow_program, read_config
+from distflow.launch.run_fingerprint import description, facts
+from distflow.launch.run_options import run_options, sampling_params, spec_settings, validation_sets
+from distflow.launch.select_pipeline import rebuild
+from distflow.launch.startup_messages import told
+from distflow.observe.writing.folder_lock import claimed
+from distflow.planning.allocation import follow_allocation
+from distflow.planning.plan import check_plan
+from distflow.runtime.errors import writing_to
+from distflow.runtime.spec import Spec
+
+Say = Callable[[str], None]
+
+
+def make_spec(loaded: Loaded, say: Say) -> Spec:
+    """say: told one line at a time what is being loaded. Raises UserError or PipelineError."""
+    loaded = follow_program(follow_allocation(loaded))
+    reading = read_config(loaded)
+    with claimed(loaded.config.trainer.run_dir):  # first: rows from Python code are kept there; it may be somebody's
+        loaded = with_models_of_runs(loaded, say)
+        if loaded.config.trainer.resume_mode == "never":
+            forget_rows(loaded.config.trainer.run_dir)
+        loaded, reading, data = fitted_to_files(loaded, reading)
+        for line in told(loaded, reading, data):
+            say(line)
+        with writing_to(loaded.config.trainer.run_dir):
+            spec = _spec(loaded, reading.program, data)
+    check_plan(spec.plan, reading.program)
+    check_pickles(spec)
+    return spec
+
+
+def _spec(loaded: Loaded, program: Program, data: Data) -> Spec:
+    config, run_dir = loaded.config, loaded.config.trainer.run_dir
+    sampling, settings = sampling_params(config), spec_settings(config, program, num_rows_of(config, data.train))
+    return Spec(
+        config=config,
+        text=loaded.text,
+        options=run_options(config, program, settings["plan"]),
+        program=partial(rebuild, config),
+        rows=EncodedRows(write_encoded(data.train, run_dir, "train")),
+        validation=validation_sets(config, data.held_out),
+        sampling=sampling,
+        sampling_of={name: sampling_params(config, name) for name in config.data.domains},
+        facts=facts(config, data),
+        description=description(loaded, data),
+        **settings,
+    )

@@ -1,0 +1,184 @@
+"""Which models and tokenizer a config names, how large they are, and loading them."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from distflow.config import Config
+from distflow.errors import UserError, hint
+from distflow.models.loading import Init, ModelSource, context_length, load_model
+from distflow.models.lora import add_lora
+from distflow.models.sharding import check_divisible
+from distflow.models.tokenizer import load_tokenizer
+from distflow.planning.layout import Layout
+from distflow.planning.model_size import count_parameters, parse_size
+
+
+class Source(TypedDict):
+    """Arguments of `load_model` and `load_value_model`: which model, whose weights."""
+
+    path: str
+    init: Init
+    seed: int
+    revision: str | None
+    trust_remote_code: bool
+    gguf_file: str | None
+
+
+class Lora(TypedDict):
+    """Arguments of `add_lora`."""
+
+    rank: int
+    alpha: float
+    target_modules: str | list[str]
+    seed: int
+
+
+def load_policy(config: Config, device: torch.device) -> nn.Module:
+    """The model that is trained, whole, with its adapter where one is asked for. Raises UserError naming the key."""
+    return load_adapted(policy_source(config), policy_adapter(config), device)
+
+
+def load_policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """The policy's tokenizer. Raises UserError naming the key where there is none."""
+    return tokenizer_loader(config)()
+
+
+def policy_context(config: Config) -> int | None:
+    """Tokens that a prompt and its response may have together, where the model says so. Raises UserError as
+    `load_policy` does."""
+    source = policy_source(config)
+    with blaming("actor_rollout_ref.model.path"):
+        return context_length(
+            source["path"],
+            revision=source["revision"],
+            trust_remote_code=source["trust_remote_code"],
+            gguf_file=source["gguf_file"],
+        )
+
+
+def model_sizes(config: Config, engines: Collection[str]) -> dict[str, int]:
+    """Parameters of the model of each role: as `dag.model_sizes` says, else counted from its config.
+
+    Raises UserError naming the key.
+    """
+    said, models = config.dag.model_sizes, sorted(set(engines) - {"rollout"})  # which serves the actor's weights
+    with blaming("dag.model_sizes"):
+        if unknown := [role for role in said if role not in models]:
+            raise UserError(f"the program has no model '{unknown[0]}'{hint(unknown[0], models)}")
+        sizes = {role: parse_size(size) for role, size in said.items()}
+    for role in (role for role in models if role not in said):
+        key, source = _source_of(config, role)
+        with blaming(key):
+            sizes[role] = _num_parameters(source)
+    return sizes
+
+
+def _source_of(config: Config, role: str) -> tuple[str, Source]:
+    """With the key that names it."""
+    if role == "critic" and config.critic.model.path is not None:
+        return "critic.model.path", critic_source(config)
+    return "actor_rollout_ref.model.path", policy_source(config)
+
+
+def check_layouts(config: Config, layouts: Sequence[Layout]) -> None:
+    """Raises UserError, naming the key, where the layers of a model cannot be divided as a layout has it."""
+    adapted = config.actor_rollout_ref.model.lora_rank > 0
+    for layout in layouts:
+        if layout.sizes.tensor > 1:
+            key, source = _source_of(config, layout.role)
+            with blaming(key):
+                check_divisible(_model_config(source), layout.sizes.tensor, adapted and layout.role != "critic")
+
+
+def policy_source(config: Config) -> Source:
+    return _source(config, config.actor_rollout_ref.model.path)
+
+
+def critic_source(config: Config) -> Source:
+    path = config.critic.model.path
+    if path is None:
+        return policy_source(config)
+    # What is said of the actor's file, commit and weights does not hold for another model.
+    return {**_source(config, path), "gguf_file": None, "revision": None, "init": "pretrained"}
+
+
+def _source(config: Config, path: str | None) -> Source:
+    settings = config.actor_rollout_ref.model
+    assert path is not None, "the config's rules see to it"
+    local = path.startswith(("builtin:", "package:")) or Path(path).expanduser().is_dir()
+    return {
+        "path": path,
+        "init": "random" if settings.init == "random" else "pretrained",
+        "seed": config.trainer.seed,
+        "revision": None if local else settings.revision,
+        "trust_remote_code": settings.trust_remote_code,
+        "gguf_file": settings.gguf_file,
+    }
+
+
+def _num_parameters(source: Source) -> int:
+    return count_parameters(_model_config(source).get_text_config().to_dict())
+
+
+def _model_config(source: Source) -> PreTrainedConfig:
+    return ModelSource(
+        source["path"],
+        revision=source["revision"],
+        trust_remote_code=source["trust_remote_code"],
+        gguf_file=source["gguf_file"],
+    ).config()
+
+
+def policy_adapter(config: Config) -> Lora | None:
+    settings = config.actor_rollout_ref.model
+    if not settings.lora_rank:
+        return None
+    targets = settings.target_modules
+    return {
+        "rank": settings.lora_rank,
+        "alpha": settings.lora_alpha,
+        "target_modules": targets if isinstance(targets, str) else list(targets),
+        "seed": config.trainer.seed,
+    }
+
+
+def load_adapted(source: Source, lora: Lora | None, device: torch.device) -> nn.Module:
+    with blaming("actor_rollout_ref.model.path"):
+        model = load_model(**source, device=device)
+    return add_lora(model, **lora) if lora else model
+
+
+def tokenizer_loader(config: Config) -> Callable[[], PreTrainedTokenizerBase]:
+    settings, source = config.actor_rollout_ref.model, policy_source(config)
+    own = settings.tokenizer_path is None
+    return partial(
+        _load_tokenizer,
+        settings.tokenizer_path or source["path"],
+        key=f"actor_rollout_ref.model.{'path' if own else 'tokenizer_path'}",
+        revision=source["revision"] if own else None,
+        trust_remote_code=source["trust_remote_code"],
+        gguf_file=source["gguf_file"] if own else None,
+    )
+
+
+def _load_tokenizer(
+    path: str, key: str, revision: str | None, trust_remote_code: bool, gguf_file: str | None
+) -> PreTrainedTokenizerBase:
+    with blaming(key):
+        return load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
+
+
+@contextmanager
+def blaming(key: str) -> Iterator[None]:
+    """Say which key it was that named what cannot be loaded."""
+    try:
+        yield
+    except UserError as err:
+        raise UserError(f"{key}: {err}") from err

@@ -1,0 +1,159 @@
+"""`distflow replay`: runs a saved non-finite update again on the CPU and says where it went wrong."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from distflow.checks.nonfinite import BATCH, CONFIG, FACTS, WEIGHTS
+from distflow.config import Config, config_from_dict, config_of_run
+from distflow.data.batch import Batch
+from distflow.errors import UserError
+from distflow.graph.fields import Axis
+from distflow.import_target import load_modules
+from distflow.launch.engine_factories import make_factories
+from distflow.launch.trusted_code import only_if_trusted, replayed_code, without_model_code
+from distflow.observe.files import read_object
+from distflow.pipelines.nodes.objectives import policy_objective, sft_objective, value_objective
+from distflow.planning.plan import RankPlan
+from distflow.runtime.resources import build_resources
+from distflow.training.engine import LossFn
+from distflow.training.torch_engine import TorchTrainEngine
+
+ROLES = ("actor", "critic")
+
+
+def replay_bundle(bundle: Path, *, trust_code: bool = False) -> Iterator[str]:
+    """Lines for people: non-finite columns and weights, the update's metrics, and each sample that is non-finite by
+    itself.
+
+    trust_code: modules that the run imported, and code that came with its model, may run here; a line says which.
+    Raises UserError where the folder is no bundle or damaged, holds weights of another model than its config names, or
+    such code is not trusted.
+    """
+    if not (bundle / FACTS).is_file():
+        raise UserError(f"{bundle} is no bundle: it has no {FACTS}; bundles lie below a run's folder, in bundles/")
+    with _reading(bundle):
+        keys = _config_keys(bundle)
+        config = config_of_run(keys)
+        facts = read_object(bundle / FACTS)
+        role, step, metrics = str(facts["role"]), int(facts["step"]), dict(facts["metrics"])  # type: ignore[arg-type]
+        if role not in ROLES:
+            raise ValueError(f"{FACTS} names the role {role!r}")
+        batch = Batch.load(bundle / BATCH)
+        weights = load_file(bundle / WEIGHTS)
+    code, said = replayed_code(config), list[str]()
+    only_if_trusted(code, trust_code, said.append)
+    yield from said
+    if code:
+        load_modules(config.trainer.imports)  # they register losses, and groups of the config
+        config = config_from_dict(keys, judge=False)
+    else:
+        config = without_model_code(config)
+    yield f"update of the {role} in step {step + 1}: {len(batch)} samples"
+    yield from _non_finite_columns(batch)
+    yield from _non_finite_weights(weights)
+    engine = _engine(_in_one_process(config), role)
+    _load_weights(engine.model, weights)
+    with _reading(bundle):
+        objective = _objective(config, role, batch)
+        replayed = engine.train_step(batch, objective)
+    saved = ", ".join(f"{name} {metrics.get(name)}" for name in ("loss", "grad_norm"))
+    yield f"loss {replayed['loss']:g}, gradient norm {replayed['grad_norm']:g} (in the run: {saved})"
+    yield from _samples_alone(engine, objective, batch, weights)
+
+
+@contextmanager
+def _reading(bundle: Path) -> Iterator[None]:
+    """Turns what files raise that are not those of a bundle."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # whatever somebody's files lead to
+        raise UserError(
+            f"{bundle} is damaged, or the bundle of another version of distflow: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _config_keys(bundle: Path) -> Mapping[str, object]:
+    keys = yaml.safe_load((bundle / CONFIG).read_text(encoding="utf-8"))
+    if not isinstance(keys, dict):
+        raise ValueError(f"{CONFIG} holds no keys")
+    return {str(name): value for name, value in keys.items()}
+
+
+def _samples_alone(
+    engine: TorchTrainEngine, objective: LossFn, batch: Batch, weights: Mapping[str, Tensor]
+) -> Iterator[str]:
+    found = 0
+    for row in range(len(batch)):
+        _load_weights(engine.model, weights)
+        alone = engine.train_step(batch.select([row]), objective)
+        if alone["skipped"]:
+            found += 1
+            yield f"sample {batch['uid'][row]} alone: loss {alone['loss']:g}, gradient norm {alone['grad_norm']:g}"
+    if not found:
+        yield "each sample alone is finite: the sum of them is not, or the device of the run computes differently"
+
+
+def _in_one_process(config: Config) -> Config:
+    """On the CPU, whatever devices and ranks the run had."""
+    settings = config.actor_rollout_ref
+    actor = replace(settings.actor, strategy="torch")
+    return replace(
+        config,
+        trainer=replace(config.trainer, device="cpu"),
+        actor_rollout_ref=replace(settings, actor=actor),
+    )
+
+
+def _non_finite_columns(batch: Batch) -> Iterator[str]:
+    for name in batch.names:
+        column = batch.flat(name)
+        if not isinstance(column, Tensor) or not column.is_floating_point() or bool(column.isfinite().all()):
+            continue
+        wrong = ~column.isfinite()
+        axis = batch.field(name).axis
+        lengths = torch.ones(len(batch), dtype=torch.int64) if axis is Axis.SAMPLE else batch.lengths(axis)
+        rows = torch.arange(len(batch)).repeat_interleave(lengths)[wrong].unique().tolist()
+        who = ", ".join(batch["uid"][row] for row in rows[:8]) + (", ..." if len(rows) > 8 else "")
+        yield f"column {name}: {int(wrong.sum())} entries are not finite, in samples {who}"
+
+
+def _non_finite_weights(weights: Mapping[str, Tensor]) -> Iterator[str]:
+    for name, tensor in weights.items():
+        if not bool(tensor.isfinite().all()):
+            yield f"weight {name}: {int((~tensor.isfinite()).sum())} entries are not finite"
+
+
+def _engine(config: Config, role: str) -> TorchTrainEngine:
+    factories = make_factories(config, {"actor", role}, (), steps=1)
+    engine = build_resources(factories, RankPlan(0, "cpu", (), (), (role,), ())).trained()[role]
+    assert isinstance(engine, TorchTrainEngine)
+    return engine
+
+
+def _objective(config: Config, role: str, batch: Batch) -> LossFn:
+    if role == "critic":
+        return value_objective(config)
+    return policy_objective(config) if "advantages" in batch else sft_objective(config)
+
+
+def _load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Raises UserError for a weight that the model does not have: the update would be another."""
+    own = dict(model.named_parameters())
+    unknown = [name for name, tensor in weights.items() if name not in own or own[name].shape != tensor.shape]
+    if unknown:
+        raise UserError(
+            f"the bundle's weight {unknown[0]} is none of the model's: actor_rollout_ref.model.path holds another "
+            "model than it did in the run"
+        )
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            own[name].copy_(tensor)

@@ -1,0 +1,168 @@
+"""What a config says differently from the preset that it builds on.
+
+What is kept of a run: what one that goes on must share with it, and how the report names it.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from distflow.config import Config, Loaded, describe
+from distflow.config.compose.load import ConfigBuilder
+from distflow.config.compose.origins import PRESETS, preset_names
+from distflow.config.keys.schema import schema_keys
+from distflow.config.per_domain import reward_functions
+from distflow.config.serialize import diff, show_value
+from distflow.launch.devices import choose_device, planes_threads, worker_cores
+from distflow.launch.load_inputs import Data
+from distflow.models.cpu_kernels import build as native
+from distflow.models.weight_checks import identity
+from distflow.registry import CURRICULA, CUSTOM_REWARD, REWARDS
+from distflow.rewards.fingerprint import fingerprint_target
+from distflow.rewards.functions import target_of
+from distflow.rewards.pool.domain_pools import verifiers_of
+from distflow.sandbox.isolation_level import probe
+
+
+def changes(loaded: Loaded) -> tuple[str, list[dict[str, str]]]:
+    """The preset that was built on ("" where it was none) and each key that now has another value.
+
+    A change is `{"key", "before", "now", "where"}`, its values as they would be written in YAML, `where` as of
+    `Loaded.origin`. Without a preset the schema's defaults are what was before.
+    """
+    preset = _preset(loaded)
+    before = ConfigBuilder({}).build(_preset_values(preset)) if preset else Config()
+    keys = schema_keys()
+    return preset, [
+        {
+            "key": key,
+            "before": show_value(keys[key], old),
+            "now": show_value(keys[key], new),
+            "where": loaded.origin(key),
+        }
+        for key, old, new in diff(before, loaded.config)
+    ]
+
+
+def _preset(loaded: Loaded) -> str:
+    """Of the presets that set a key the one that builds on the others."""
+    set_by = [
+        name for name in preset_names() if any(o.startswith(f"presets/{name}.yaml:") for o in loaded.origins.values())
+    ]
+    return max(set_by, key=lambda name: len(_chain(name)), default="")
+
+
+def _chain(name: str) -> list[str]:
+    """The preset behind those that it builds on."""
+    return [*(part for base in _read(name).get("defaults", []) if base != "_self_" for part in _chain(base)), name]
+
+
+def _preset_values(name: str) -> dict[str, object]:
+    # Read without Hydra, which would cost every start a tenth of a second.
+    values = OmegaConf.to_container(OmegaConf.merge(*map(_read, _chain(name))), resolve=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items() if key != "defaults"}
+
+
+def _read(name: str) -> DictConfig:
+    preset = OmegaConf.load(PRESETS / f"{name}.yaml")
+    assert isinstance(preset, DictConfig), "a preset is a mapping"
+    return preset
+
+
+def description(loaded: Loaded, data: Data) -> dict[str, object]:
+    """The head of the report, and what it says about the config."""
+    config, (preset, changed) = loaded.config, changes(loaded)
+    counts = {"held out": sum(map(len, data.held_out.values())), "left out, with broken tests": len(data.broken)}
+    return {
+        "experiment": f"{config.trainer.project_name} / {config.trainer.experiment_name}",
+        "model": str(config.actor_rollout_ref.model.path),
+        "data": ", ".join([f"{len(data.train):,} prompts", *(f"{n:,} {what}" for what, n in counts.items() if n)]),
+        "batch": describe(config)[0],
+        "command": shlex.join(sys.argv),
+        "machine": f"{platform.node()}: {_cpu_name()}, {os.cpu_count()} cores, {_threads(config)}",
+        "preset": preset,
+        "changed": changed,
+    }
+
+
+def facts(config: Config, data: Data) -> dict[str, object]:
+    """What a resumed run must share with its checkpoint to be the same run, and to be bit-equal."""
+    vocabulary = json.dumps(sorted(data.tokenizer.get_vocab().items()), ensure_ascii=True)
+    return {
+        "data_fingerprint": data.train.fingerprint(),
+        "tokenizer_fingerprint": hashlib.sha256(vocabulary.encode()).hexdigest(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        **_users_facts(config),
+        **_rollout_facts(config),
+        **_native_facts(config),
+    }
+
+
+def _threads(config: Config) -> str:
+    """For people."""
+    trainer, rollout = planes_threads(config)
+    of = "threads of a worker" if config.trainer.launcher == "ray" else "threads"
+    if rollout is not None:
+        return f"{of}: {trainer} to train, {rollout} to generate"
+    shared = worker_cores(config) if config.trainer.launcher == "ray" else torch.get_num_threads()
+    return f"{of}: {trainer or shared}"
+
+
+def _rollout_facts(config: Config) -> dict[str, object]:
+    """What is a plane of its own has threads of its own."""
+    threads = planes_threads(config)[1]
+    return {} if threads is None else {"rollout_threads": threads}
+
+
+def _native_facts(config: Config) -> dict[str, object]:
+    """The code that a CPU runs in place of torch's operations."""
+    return {"native_code": native.name()} if choose_device(config).type == "cpu" else {}
+
+
+def _users_facts(config: Config) -> dict[str, object]:
+    """The code of the user's reward functions and curriculum, and what holds the programs that a verifier runs here:
+    all may change on resume, and are then told."""
+    custom, curriculum = verifiers_of(config).custom, config.data.curriculum.function
+    parts = [part for parts in reward_functions(config).values() for part in parts]
+    own = sorted({part.name for part in parts if part.name == CUSTOM_REWARD or part.name not in REWARDS})
+    facts: dict[str, object] = {f"code_of_reward_{name}": fingerprint_target(target_of(name, custom)) for name in own}
+    if curriculum is not None and curriculum not in CURRICULA:
+        facts["code_of_curriculum"] = fingerprint_target(curriculum)
+    if any(
+        part.name in REWARDS and REWARDS[part.name].runs_programs and not part.options.get("sandbox") for part in parts
+    ):
+        facts["sandbox"] = probe().name
+    return {**facts, **_reward_models(config)}
+
+
+def _reward_models(config: Config) -> dict[str, object]:
+    """Which ones judge, by domain; their options name them. Raises UserError where there is none."""
+    models = {
+        domain: part.options
+        for domain, parts in sorted(reward_functions(config).items())
+        for part in parts
+        if part.name in REWARDS and REWARDS[part.name].prepare
+    }
+    return {
+        f"reward_model_{domain}": identity(str(options.get("path", "")), str(options.get("revision", "")) or None)
+        for domain, options in models.items()
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")

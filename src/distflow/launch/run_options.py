@@ -1,0 +1,219 @@
+"""The fields of a spec that need nothing but the config and the number of rows.
+
+How prompts are answered, those that are trained on and those held out.
+
+How a run goes, from the config: what the worker is told besides its program, its data and its parts.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypedDict
+
+import torch
+
+from distflow.algorithms.mismatch import Tolerance
+from distflow.algorithms.objective import PolicyObjective
+from distflow.config import Config
+from distflow.config.compose.key_usage import peek
+from distflow.config.derived_settings import is_rl, is_sharded
+from distflow.config.per_domain import response_limit, validates
+from distflow.data.encoded import EncodedRows, write_encoded
+from distflow.data.prompts import PromptSet
+from distflow.graph import NodeRole, Program
+from distflow.launch.data_sets import data_plan
+from distflow.launch.devices import choose_device, refuse_offload_here
+from distflow.launch.engine_factories import compute_dtype, engine_dtype, make_factories, shares_weights
+from distflow.launch.model_sources import check_layouts, model_sizes
+from distflow.pipelines.nodes.objectives import is_anchored, loss_terms
+from distflow.planning.multi_device import plan_ray
+from distflow.planning.part_assignment import program_parts
+from distflow.planning.plan import Plan, plan_local
+from distflow.rollout.engine import SamplingParams
+from distflow.runtime.errors import is_ours
+from distflow.runtime.offload import Offloads
+from distflow.runtime.spec import Factory, RunOptions, ValidationSet, WorkerNeeds
+from distflow.scheduling.data_plan import DataPlan
+
+
+class Settings(TypedDict):
+    """Fields of the spec that need nothing but the config and the number of rows."""
+
+    plan: Plan
+    data: DataPlan
+    factories: Mapping[str, Factory]
+    weight_dtype: torch.dtype
+    shares_weights: bool
+    sends_weights: bool
+    tolerance: Tolerance
+    ratio_limit: float
+    loss_terms: tuple[str, ...]
+
+
+def spec_settings(config: Config, program: Program, num_rows: Mapping[str, int]) -> Settings:
+    """num_rows: by domain, as `data_plan` takes them. Raises UserError naming the key."""
+    exact, shares = compute_dtype(config) is torch.float32, shares_weights(config)
+    data = data_plan(config, num_rows)
+    return {
+        "plan": _plan(config, program),
+        "data": data,
+        "factories": make_factories(config, program.engines, program.services, data.total_steps),
+        "weight_dtype": engine_dtype(config),
+        "shares_weights": shares,
+        "sends_weights": not (shares and config.actor_rollout_ref.model.lora_rank > 0),
+        "tolerance": Tolerance.of(exact),
+        "ratio_limit": math.inf if not is_anchored(config) else 1e-4 if exact else 0.05,
+        "loss_terms": loss_terms(config) if _trains_by_policy_loss(program) else (),
+    }
+
+
+def _plan(config: Config, program: Program) -> Plan:
+    device = choose_device(config)
+    if config.trainer.launcher == "local":
+        return plan_local(program, str(device))
+    refuse_offload_here(config, device)
+    is_shared_out = not config.trainer.allocation and len(program_parts(program, {})) > 1
+    sizes = model_sizes(config, program.engines) if is_shared_out else {}
+    plan = plan_ray(program, config, str(device), sizes)
+    check_layouts(config, plan.layouts)
+    return plan
+
+
+def _trains_by_policy_loss(program: Program) -> bool:
+    """Whether a node of it is what `train_actor` makes: only that one reports the terms of its loss."""
+    updates = [node.fn for node in program.learning if isinstance(node.fn, partial)]
+    return any(isinstance(fn.keywords.get("objective"), PolicyObjective) for fn in updates)
+
+
+def sampling_params(config: Config, domain: str = "") -> SamplingParams:
+    """Of prompts that are trained on; the domain's own where it has some."""
+    own = config.data.domains.get(domain)
+    longest = response_limit(config, domain)
+    if not is_rl(config):
+        return SamplingParams(longest)
+    settings = config.actor_rollout_ref.rollout
+
+    def chosen(name: str) -> Any:
+        value = getattr(own, name, None)
+        return getattr(settings, name) if value is None else value
+
+    return SamplingParams(
+        longest,
+        temperature=chosen("temperature"),
+        top_p=chosen("top_p"),
+        top_k=chosen("top_k"),
+        min_p=chosen("min_p"),
+        repetition_penalty=chosen("repetition_penalty"),
+        stop=tuple(chosen("stop")),
+    )
+
+
+def validation_sets(config: Config, held_out: Mapping[str, PromptSet]) -> tuple[ValidationSet, ...]:
+    """One set, or one for each domain that has some, under its name."""
+    sets = []
+    for domain, prompts in held_out.items():
+        rows = EncodedRows(write_encoded(prompts, config.trainer.run_dir, f"val-{domain}" if domain else "val"))
+        sets.append(ValidationSet(domain or "val", rows, *validation_params(config, sampling_params(config, domain))))
+    return tuple(sets)
+
+
+def validation_params(
+    config: Config, sampling: SamplingParams
+) -> tuple[SamplingParams | None, SamplingParams | None, int]:
+    """How `rollout.val_kwargs` wants held-out prompts answered: greedily, by sampling, how often."""
+    if not validates(config) or not is_rl(config):
+        return None, None, 0
+    settings = config.actor_rollout_ref.rollout.val_kwargs
+    greedy = SamplingParams(sampling.max_tokens, greedy=True, stop=sampling.stop) if settings.greedy else None
+    if settings.n == 0:
+        return greedy, None, 0
+    sampled = SamplingParams(
+        sampling.max_tokens, settings.temperature, settings.top_p, settings.top_k, stop=sampling.stop
+    )
+    return greedy, sampled, settings.n
+
+
+def run_options(config: Config, program: Program, plan: Plan) -> RunOptions:
+    """What means nothing in this run is looked at without being read, so that it is refused where it was set."""
+    trainer, trust = config.trainer, config.trust
+    goes_elsewhere = any("rollout" in rank.engines and not rank.learning for rank in plan.ranks)
+    has_val = validates(config)
+    certify = trust.certify_rewards if "judge" in program.services else False
+    return RunOptions(
+        seed=trainer.seed,
+        update_frequency=config.actor_rollout_ref.actor.model_update_frequency if "rollout" in program.engines else 1,
+        weight_update_mode=(config if goes_elsewhere else peek(config)).actor_rollout_ref.actor.weight_update_mode,
+        val_before_train=trainer.val_before_train,
+        # Off is always understood; a frequency means something only where there is something to validate on.
+        test_freq=trainer.test_freq if has_val or peek(trainer).test_freq <= 0 else 0,
+        save_freq=trainer.save_freq,
+        keep_last=trainer.keep_last if trainer.save_freq > 0 else None,
+        keep_best=trainer.keep_best_metric if trainer.keep_best else None,
+        save_groups=trainer.save_groups,
+        save_groups_last=trainer.save_groups_last,
+        logger=trainer.logger,
+        launcher=trainer.launcher,
+        resume=trainer.resume_mode,
+        run_dir=trainer.run_dir,
+        project=trainer.project_name,
+        experiment=trainer.experiment_name,
+        enable_perf=config.dag.enable_perf,
+        worker=_worker_needs(config if trainer.launcher == "ray" else peek(config), _is_judged(program)),
+        max_held_mb=(trainer if trainer.launcher == "ray" else peek(trainer)).max_held_mb,
+        peers_timeout_s=(trainer if trainer.launcher == "ray" else peek(trainer)).peers_timeout_s,
+        timeout_s=config.reward.timeout_s if _has_deadline(program) else peek(config).reward.timeout_s,
+        engine_timeout_s=(config if "rollout" in program.engines else peek(config)).actor_rollout_ref.rollout.timeout_s,
+        canary_freq=_canary_freq(config, program),
+        audit_freq=trust.audit_freq,
+        on_mismatch=trust.on_mismatch if "rollout" in program.engines else "warn",
+        certify=certify,
+        solution_columns=_solution_columns(config) if certify else {},
+        max_error_share=(config if _is_judged(program) else peek(config)).reward.max_error_share,
+        max_skipped=trust.max_skipped_updates,
+        unmoved_after=trust.unmoved_after,
+        offloads=_offloads(config, program) if is_sharded(config) else {},
+    )
+
+
+def _solution_columns(config: Config) -> dict[str, tuple[str | None, str]]:
+    data = config.data
+    found: dict[str, tuple[str | None, str]] = {"": (data.solution_key, data.answer_key)}
+    for name, domain in data.domains.items():
+        solution = data.solution_key if domain.solution_key is None else domain.solution_key
+        found[name] = solution, domain.answer_key or data.answer_key
+    return found
+
+
+def _worker_needs(config: Config, is_judged: bool) -> WorkerNeeds:
+    trainer, reward = config.trainer, config.reward
+    env = {name: str(value) for name, value in trainer.worker_env.items()}
+    needs = WorkerNeeds(trainer.worker_cpus, trainer.worker_memory_mb, env)
+    return replace(needs, num_judges=reward.num_actors, judge_cpus=reward.actor_cpus) if is_judged else needs
+
+
+def _offloads(config: Config, program: Program) -> dict[str, Offloads]:
+    """Of what is trained, by role. What stays on the host always is not moved."""
+    settings = {"actor": config.actor_rollout_ref.actor.fsdp_config, "critic": config.critic.fsdp_config}
+    found = {
+        role: Offloads(weights=own.param_offload, moments=own.optimizer_offload)
+        for role, own in settings.items()
+        if role in program.engines
+    }
+    return {role: own for role, own in found.items() if own.weights or own.moments}
+
+
+def _has_deadline(program: Program) -> bool:
+    return any(not (node.contract.is_async and is_ours(node)) for node in program.experience)
+
+
+def _is_judged(program: Program) -> bool:
+    return any(node.node_role is NodeRole.REWARD for node in program.experience)
+
+
+def _canary_freq(config: Config, program: Program) -> int:
+    """On shared weights the engine is compared at the start only, so that the number means nothing beyond on or off."""
+    if "rollout" not in program.engines:
+        return 0
+    plain = peek(config).trust.canary_freq
+    return 1 if plain > 0 and shares_weights(config) else config.trust.canary_freq

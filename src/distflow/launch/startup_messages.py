@@ -1,0 +1,98 @@
+"""What a run says before it starts: what it starts from, and what was probably not meant."""
+
+from collections.abc import Iterator
+
+from distflow.algorithms.registry import describe_estimator
+from distflow.config import Config, Loaded
+from distflow.config.derived_settings import algorithms, is_rl
+from distflow.config.per_domain import reward_functions
+from distflow.data.rows import TEMPLATE_KWARGS_COLUMN, listed
+from distflow.errors import hint
+from distflow.graph import NodeRole, Program
+from distflow.launch.data_sets import num_rows_of
+from distflow.launch.devices import planes_threads
+from distflow.launch.load_inputs import Data, Reading
+from distflow.pipelines.nodes.by_domain import options_of
+from distflow.planning.threads import own_cores
+from distflow.rewards.router import check_domains
+
+_NUM_LOOKED_AT = 100  # rows
+
+
+def told(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
+    """What the run starts from. Raises UserError for a domain that nothing judges."""
+    config = loaded.config
+    named = {"train": data.train}
+    named |= {f"validation{' ' if name else ''}{name}": found for name, found in data.held_out.items()}
+    for name, found in named.items():
+        yield f"{name} data: {', '.join(found.report.lines())}"
+        if len(found.domains) > 1 and config.data.domains:
+            yield "by domain: " + ", ".join(f"{own} {rows:,}" for own, rows in num_rows_of(config, found).items())
+        if "judge" in reading.program.services:
+            check_domains(reward_functions(config), found.domains)
+    if data.broken:
+        yield f"left out: {listed(data.broken, 'training row', 'whose tests are broken')}"
+    yield from (f"made to fit: {fitted}" for fitted in loaded.fitted)
+    if reading.unused:
+        yield f"not used by the program '{reading.program.graph_id}': {', '.join(reading.unused)}"
+    yield from _notes(loaded, reading, data)
+    if is_rl(config):
+        for domain, algorithm in algorithms(config):
+            of = "" if domain is None else f" of '{domain}'"
+            options = _estimator_options(reading.program, domain)
+            yield f"advantages{of}: {describe_estimator(algorithm.adv_estimator, options)}"
+
+
+def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
+    """What runs, and is probably not what was meant."""
+    config, cores = loaded.config, own_cores()
+    trainer, rollout = planes_threads(config)
+    if (trainer or 0) + (rollout or 0) > cores:
+        beside = f" beside actor_rollout_ref.rollout.num_threads={rollout}" if rollout else ""
+        yield (
+            f"note: trainer.num_threads={trainer}{beside}, and this process has {cores} cores: threads will "
+            "wait for one another"
+        )
+    staleness = config.async_.max_staleness if is_rl(config) else 0
+    if staleness and not _weighs_staleness(config):
+        yield (
+            f"note: answers are up to {staleness} steps old, and are trained on as if the policy of today had given "
+            "them: actor_rollout_ref.actor.policy_loss=decoupled weighs them"
+        )
+    is_default = loaded.origin("data.prompt_format") == "default"
+    has_template = bool(getattr(data.tokenizer, "chat_template", None))
+    if is_default and has_template and is_rl(config) and not data.train.has_messages:
+        yield (
+            "note: the model has a chat template, and prompts go to it as plain text: an instruction-tuned model wants "
+            "data.prompt_format=chat"
+        )
+    is_text = config.data.prompt_format == "text" and not data.train.has_messages
+    for name in (config.data.tools_key, TEMPLATE_KWARGS_COLUMN) if is_text else ():
+        if any(name in (row.extra_info or {}) for row in data.train[:_NUM_LOOKED_AT]):
+            yield (
+                f"note: rows have the column '{name}', which only a chat template is handed, and prompts are plain "
+                "text: see data.prompt_format"
+            )
+    known = {domain for found in (data.train, *data.held_out.values()) for domain in found.domains}
+    for key, named in (("reward.domains", config.reward.domains), ("algorithm.domains", config.algorithm.domains)):
+        for name in sorted(set(named) - known):
+            yield f"note: {key} has settings of '{name}', and no row is of that domain{hint(name, known)}"
+    if "judge" in reading.program.services and all(row.ground_truth is None for row in data.train):
+        yield (
+            f"note: no row has the column '{config.data.answer_key}' (data.answer_key): the reward is called with "
+            "ground_truth=None"
+        )
+
+
+def _weighs_staleness(config: Config) -> bool:
+    """Whether the loss knows of the policy that drew the tokens."""
+    algorithm, loss = config.algorithm, config.actor_rollout_ref.actor.policy_loss
+    corrects = algorithm.rollout_correction.level or algorithm.recompute_old_log_probs == "false"
+    return bool(corrects) or loss == "decoupled"
+
+
+def _estimator_options(program: Program, domain: str | None) -> dict[str, object]:
+    for node in program.nodes:
+        if node.node_role is NodeRole.ADVANTAGE:
+            return options_of(node, domain)
+    return {}

@@ -1,0 +1,83 @@
+"""Python code that a config names. Commands that run a config of the user's say it; those that look at what a run left
+behind, which somebody else may have handed over, run it only when they are asked to."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from distflow.config import Config
+from distflow.config.per_domain import train_files, val_files
+from distflow.data.sources import is_function
+from distflow.errors import UserError
+from distflow.models.paths import code_of
+
+TRUST_CODE = "--trust-code"
+
+
+def named_code(config: Config) -> list[str]:
+    """Everything that a run imports or calls, as `key: name`."""
+    custom = config.custom_reward_function
+    reward = [f"custom_reward_function: {custom.path}:{custom.name}"] if custom.path else []
+    return [*program_code(config), *reward, *_reward_code(config), *_data_code(config), *model_code(config)]
+
+
+def program_code(config: Config) -> list[str]:
+    """The part that the program is made of."""
+    code = _imports(config)
+    if config.dag.custom_pipeline_fn:
+        code.append(f"dag.custom_pipeline_fn: {config.dag.custom_pipeline_fn}")
+    names = [str(node["func"]) for node in config.dag.nodes]
+    return code + [f"dag.nodes: {name}" for name in names if not name.startswith("distflow.")]
+
+
+def replayed_code(config: Config) -> list[str]:
+    """The part that registers losses, or comes with the models."""
+    return [*_imports(config), *model_code(config)]
+
+
+def model_code(config: Config) -> list[str]:
+    """That of models and tokenizers, where `trust_remote_code` lets it run."""
+    model = config.actor_rollout_ref.model
+    if not model.trust_remote_code:
+        return []
+    paths = dict.fromkeys(path for path in (model.path, model.tokenizer_path, config.critic.model.path) if path)
+    return [f"actor_rollout_ref.model.trust_remote_code: {code}" for path in paths for code in code_of(path)]
+
+
+def only_if_trusted(code: list[str], trusted: bool, say: Callable[[str], None]) -> None:
+    """Say what is about to run. Raises UserError with the same where nobody asked for it."""
+    lines = "".join(f"\n  {line}" for line in code)
+    if code and not trusted:
+        raise UserError(
+            f"this would run Python code that it names:{lines}\n"
+            f"Nothing was run. Read that code; if you trust it, say so with {TRUST_CODE}"
+        )
+    if code:
+        say(f"running Python code, as {TRUST_CODE} allows:{lines}")
+
+
+def without_model_code(config: Config) -> Config:
+    """The config with `trust_remote_code` off."""
+    settings = config.actor_rollout_ref
+    model = replace(settings.model, trust_remote_code=False)
+    return replace(config, actor_rollout_ref=replace(settings, model=model))
+
+
+def _imports(config: Config) -> list[str]:
+    return [f"trainer.imports: {name}" for name in config.trainer.imports]
+
+
+def _reward_code(config: Config) -> Iterator[str]:
+    """Verifiers that are named by place: module:function, file.py:function."""
+    parts = [(f"reward.functions.{name}", each) for name, each in config.reward.functions.items()]
+    parts += [(f"data.domains.{name}.reward", each.reward) for name, each in config.data.domains.items()]
+    for key, named in parts:
+        for part in named:
+            if ":" in part.name and not part.name.startswith("distflow."):
+                yield f"{key}: {part.name}"
+
+
+def _data_code(config: Config) -> Iterator[str]:
+    for key, files in (*train_files(config), *val_files(config)):
+        for file in files:
+            if is_function(file):
+                yield f"{key}: {file}"

@@ -1,0 +1,117 @@
+"""Causal attention of packed sequences in float32 on a CPU, by native code: each sequence to itself, over whatever it
+shares with others as well, without padding and without a matrix that is kept for the way back."""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from distflow.models.cpu_kernels.build import library
+from distflow.models.cpu_kernels.tensor_arguments import ADDRESS, COUNT
+from distflow.models.shared_prefixes import Sharing
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Packed sequences, all int64 on the CPU. place: `(tokens,)`, of each token its row. starts: `(sequences + 1,)`, in
+    `place`. shared: `(sequences,)`, tokens at the beginning whose rows an earlier sequence has too; the others' rows
+    follow each other."""
+
+    place: Tensor
+    starts: Tensor
+    shared: Tensor
+    longest: int
+
+    @staticmethod
+    def of(lengths: Tensor, sharing: Sharing | None) -> "Sequences":
+        """lengths: int64 `(sequences,)`, all at least 1, on the CPU."""
+        starts = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+        longest = int(lengths.max())
+        if sharing is None:
+            return Sequences(torch.arange(int(starts[-1])), starts, torch.zeros_like(lengths), longest)
+        kept = torch.zeros(len(sharing.place) + 1, dtype=torch.int64).index_fill_(0, sharing.kept + 1, 1).cumsum(0)
+        return Sequences(sharing.place, starts, lengths - (kept[starts[1:]] - kept[starts[:-1]]), longest)
+
+
+class _Packing(ctypes.Structure):
+    _fields_ = [
+        *((name, ADDRESS) for name in ("place", "starts", "shared")),
+        *((name, COUNT) for name in ("sequences", "longest", "heads", "kv_heads", "head_dim")),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class _Saved(Protocol):
+    """What a forward pass keeps for its backward pass."""
+
+    sequences: Sequences
+    scale: float
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, ...]: ...
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float) -> Tensor:
+    """queries: float32 `(rows, heads, head_dim)`; keys and values with their own number of heads. scale: of the
+    scores, above 0. As queries; differentiable once. Raises NotNative."""
+    mixed: Tensor = _Attention.apply(queries.contiguous(), keys.contiguous(), values.contiguous(), sequences, scale)
+    return mixed
+
+
+class _Attention(Function):
+    @staticmethod
+    def forward(
+        ctx: _Saved, queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float
+    ) -> Tensor:
+        mixed, log_sums = torch.empty_like(queries), queries.new_empty(queries.shape[:2])
+        _run("attend", sequences, scale, queries, keys, values, mixed, log_sums)
+        ctx.save_for_backward(queries, keys, values, mixed, log_sums)
+        ctx.sequences, ctx.scale = sequences, scale
+        return mixed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Saved, of_mixed: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        queries, keys, values, mixed, log_sums = ctx.saved_tensors
+        sequences, of_mixed = ctx.sequences, of_mixed.contiguous()
+        added = [keys.new_empty(len(sequences.place), *keys.shape[1:]) for _ in range(2)]
+        of_queries = torch.empty_like(queries)
+        _run(
+            *("attend_backward", sequences, ctx.scale, queries, keys, values),
+            *(mixed, log_sums, of_mixed, of_queries, *added),
+        )
+        of_keys, of_values = (_added(rows, sequences, keys) for rows in added)
+        return of_queries, of_keys, of_values, None, None
+
+
+def _run(name: str, sequences: Sequences, scale: float, queries: Tensor, keys: Tensor, *others: Tensor) -> None:
+    """others: values, and what the C function takes after them."""
+    threads = torch.get_num_threads()
+    of = (sequences.place, sequences.starts, sequences.shared)
+    packing = _Packing(
+        *(tensor.data_ptr() for tensor in of),
+        *(len(sequences.shared), sequences.longest, queries.shape[1], keys.shape[1], queries.shape[2], scale),
+    )
+    native = library()
+    native.attend_scratch.restype = COUNT
+    scratch = torch.empty(threads * native.attend_scratch(ctypes.byref(packing)))
+    tensors = (queries, keys, *others, scratch)
+    getattr(native, name)(ctypes.byref(packing), *(ADDRESS(tensor.data_ptr()) for tensor in tensors), COUNT(threads))
+
+
+def _added(rows: Tensor, sequences: Sequences, like: Tensor) -> Tensor:
+    """What each row got from all sequences that have it."""
+    if len(rows) == len(like):
+        return rows
+    total = torch.zeros_like(like)
+    library().add_rows(
+        *(ADDRESS(sequences.place.data_ptr()), COUNT(len(rows)), COUNT(like[0].numel())),
+        *(ADDRESS(rows.data_ptr()), ADDRESS(total.data_ptr()), COUNT(torch.get_num_threads())),
+    )
+    return total

@@ -1,0 +1,135 @@
+"""Draws from softmax(logits / temperature) by native code, a row at a time.
+
+A decode step of a Llama-like decoder by native code: one call in place of some hundred operations.
+"""
+
+import ctypes
+import logging
+
+import torch
+from torch import Tensor, nn
+
+from distflow.models.cpu_kernels.build import NotNative, library
+from distflow.models.cpu_kernels.tensor_arguments import ADDRESS, COUNT
+from distflow.models.cpu_kernels.weight_layout import check, pack, parts, seen, seen_of_head
+
+
+def draw(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Token ids int64 and their log-probs float64, `(rows,)`: of each row the first token, in vocabulary order, whose
+    cumulative mass exceeds `uniform` (float64 `(rows,)`, in [0, 1)) of the total. logits: float32 `(rows, vocab)`, on
+    the CPU. None where one is NaN or +inf, or a row is -inf altogether. Raises NotNative."""
+    logits, uniform, threads = logits.contiguous(), uniform.contiguous(), torch.get_num_threads()
+    rows, size = logits.shape
+    masses, tokens = torch.empty(threads, size), torch.empty(rows, dtype=torch.int64)
+    log_probs = torch.empty(rows, dtype=torch.float64)
+    all_drawn = library().draw(
+        *(ADDRESS(logits.data_ptr()), COUNT(rows), COUNT(size), ctypes.c_float(temperature)),
+        *(ADDRESS(tensor.data_ptr()) for tensor in (uniform, masses, tokens, log_probs)),
+        COUNT(threads),
+    )
+    return (tokens, log_probs) if all_drawn else None
+
+
+_log = logging.getLogger(__name__)
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [
+        *((name, ADDRESS) for name in ("keys", "values")),
+        *((name, COUNT) for name in ("layer_stride", "row_stride", "head_stride")),
+        *((name, ADDRESS) for name in ("cos", "sin")),
+    ]
+
+
+class NativeStep:
+    """Computes what `DecoderView` does by torch, in another order of sums; a row's bits do not depend on its batch.
+
+    The weights are copied into a layout of their own, as much memory again, and again when they change: in place, or
+    by others taking their place, but not by way of `weight.data`, which counts no changes; `forget` is for that.
+    """
+
+    def __init__(self, causal: nn.Module, halves: bool = False) -> None:
+        """halves: products are those of autocast to bfloat16. Raises NotNative where there is no native code for this
+        model, or, which a warning says, on this machine."""
+        _check(causal)
+        try:
+            self._library = library()
+        except NotNative as reason:
+            _log.warning("tokens are decoded by torch alone, several times as slowly: %s", reason)
+            raise
+        for size in (self._library.scratch_size, self._library.project_scratch, self._library.panel_width):
+            size.restype = COUNT
+        self._panel: int = self._library.panel_width()
+        self._causal, self._halves = causal, halves
+        self.values_dtype = torch.bfloat16 if halves else torch.float32  # which products make them in
+        self._seen = seen(causal)
+        self._packed = pack(causal, self._panel, halves)
+        self._scratch = torch.empty(0)
+
+    def forget(self) -> None:
+        """Have the weights copied before the next step."""
+        self._seen = []
+
+    def follow(self) -> bool:
+        """See to it that the copies are those of the model as it is. False: it has become one that is torch's."""
+        now = seen(self._causal)
+        if now != self._seen:
+            try:
+                _check(self._causal)
+            except NotNative:
+                return False
+            self._packed, self._seen = pack(self._causal, self._panel, self._halves), now
+        return True
+
+    def follow_head(self) -> bool:
+        """The same for `logits` alone, in less time."""
+        now = seen_of_head(self._causal)
+        return self._seen[-len(now) :] == now or self.follow()
+
+    def decode(
+        self, token_ids: Tensor, positions: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """As `DecoderView.decode`. cos, sin: `(positions, head_dim)`, the sines of the first half negative.
+
+        Raises IndexError for a token or a position that there is not, and ValueError for keys or values of a head that
+        do not lie together, or not both alike, or of other types.
+        """
+        if (keys.dtype, values.dtype) != (torch.float32, self.values_dtype):
+            raise ValueError(f"keys and values are of other types than expected: {keys.dtype}, {values.dtype}")
+        if keys.stride() != values.stride() or keys.stride()[-2:] != (keys.shape[-1], 1):
+            raise ValueError(f"keys and values lie otherwise than expected: strides {keys.stride()}, {values.stride()}")
+        token_ids, positions = token_ids.contiguous(), positions.contiguous()
+        model, rows, extent, threads = self._packed.model, len(token_ids), keys.shape[-2], torch.get_num_threads()
+        wanted = threads * self._library.scratch_size(ctypes.byref(model), COUNT(extent))
+        if len(self._scratch) < wanted:
+            self._scratch = torch.empty(wanted)
+        hidden = torch.empty(rows, model.hidden)
+        memory = _Memory(keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], cos.data_ptr(), sin.data_ptr())
+        refused = self._library.decode(
+            *(ctypes.byref(structure) for structure in (model, memory)),
+            *(ADDRESS(tensor.data_ptr()) for tensor in (token_ids, positions)),
+            *(COUNT(number) for number in (rows, extent)),
+            *(ADDRESS(tensor.data_ptr()) for tensor in (hidden, self._scratch)),
+            COUNT(threads),
+        )
+        if refused:
+            raise IndexError(f"a token is not below {model.vocabulary}, or a position not below {extent}")
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`(rows, hidden)` → `(rows, vocab)`."""
+        head, hidden = self._packed.head, hidden.contiguous()
+        logits = torch.empty(len(hidden), head.columns)
+        scratch = torch.empty(self._library.project_scratch(ctypes.byref(head), COUNT(len(hidden))))
+        self._library.project(
+            ctypes.byref(head),
+            *(ADDRESS(tensor.data_ptr()) for tensor in (hidden, logits)),
+            *(COUNT(len(hidden)), ADDRESS(scratch.data_ptr()), COUNT(torch.get_num_threads())),
+        )
+        return logits
+
+
+def _check(causal: nn.Module) -> None:
+    """Raises NotNative for a model that `decode.c` does not compute."""
+    decoder, head = causal._modules["model"], causal._modules["lm_head"]
+    check((*parts(decoder), head), causal.config.rms_norm_eps)  # type: ignore[arg-type,union-attr]

@@ -1,0 +1,168 @@
+"""A decoder's weights in the layout of `decode.c`, and what that layout was made of."""
+
+import ctypes
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from distflow.models.cpu_kernels.build import NotNative
+from distflow.models.cpu_kernels.tensor_arguments import ADDRESS, COUNT
+
+MAKERS = ("torch.nn.", "transformers.")
+PAIRS_UNIT = 32  # `halves.h`: what the numbers of a row of pairs are filled up to
+KINDS = ("Linear", "Embedding", "RMSNorm", "MLP", "Attention", "SiLU", "SiLUActivation", "DecoderLayer", "Model")
+"""What a module's class is named, or ends with. Of others, and of those whose `forward` is not by one of the makers,
+nobody here knows what they compute."""
+
+
+class Linear(ctypes.Structure):
+    _fields_ = [("panels", ADDRESS), ("bias", ADDRESS), *((name, COUNT) for name in ("depth", "columns", "halves"))]
+
+
+class Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, ADDRESS) for name in ("input_norm", "post_norm", "query_norm", "key_norm")),
+        *((name, Linear) for name in ("query_key_value", "output", "gate_up", "down")),
+    ]
+
+
+class Model(ctypes.Structure):
+    _fields_ = [
+        *((name, ADDRESS) for name in ("embedding", "norm", "layers")),
+        *((name, COUNT) for name in ("vocabulary", "num_layers", "hidden", "intermediate")),
+        *((name, COUNT) for name in ("heads", "kv_heads", "head_dim", "halves")),
+        *((name, ctypes.c_float) for name in ("epsilon", "scaling")),
+    ]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """kept: memory that the addresses in `model` and `head` lead to."""
+
+    model: Model
+    head: Linear
+    kept: list[object]
+
+
+def seen(causal: nn.Module) -> list[object]:
+    """Changes whenever what `pack` makes of the model does, but for weights changed by way of `weight.data`."""
+    return _seen_of(parts(causal._modules["model"])) + seen_of_head(causal)  # type: ignore[arg-type]
+
+
+def seen_of_head(causal: nn.Module) -> list[object]:
+    """The end of `seen`: what logits are made of."""
+    return [_has_any_global_hook(), *_seen_of([causal._modules["lm_head"]])]  # type: ignore[list-item]
+
+
+def _seen_of(modules: Iterable[nn.Module]) -> list[object]:
+    found: list[object] = []
+    for module in modules:
+        fields = vars(module)
+        found.append(type(module).forward)
+        found.append(bool(fields["_forward_hooks"] or fields["_forward_pre_hooks"] or "forward" in fields))
+        for weight in fields["_parameters"].values():
+            if weight is None:
+                continue
+            found.append(weight.data_ptr())
+            try:
+                found.append(weight._version)
+            except RuntimeError:  # made in inference mode; asked beforehand, that takes as long as all the rest
+                found.append(None)
+    return found
+
+
+def parts(decoder: nn.Module) -> Iterator[nn.Module]:
+    """The modules that its layers call, those that these call, and what stands before and after the layers."""
+    # Not as attributes: looked up in each step, those of a module would take longer than some steps.
+    body = decoder._modules
+    for layer in body["layers"]._modules.values():  # type: ignore[union-attr]
+        for part in layer._modules.values():  # type: ignore[union-attr]
+            if part._modules:  # type: ignore[union-attr]
+                yield from part._modules.values()  # type: ignore[union-attr,misc]
+            yield part  # type: ignore[misc]
+    yield from (body["embed_tokens"], body["norm"])  # type: ignore[misc]
+
+
+def side_by_side(modules: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of the one linear map that makes, in this order, what these make of the same input."""
+    weights = [module.weight.to(dtype) for module in modules]
+    weight = torch.cat(weights) if len(weights) > 1 else weights[0]  # without a copy of one that is alone
+    if all(module.bias is None for module in modules):
+        return weight, None
+    biases = (weight.new_zeros(len(m.weight)) if m.bias is None else m.bias.to(dtype) for m in modules)
+    return weight, torch.cat(list(biases))
+
+
+@torch.no_grad()
+def pack(causal: Any, panel: int, halves: bool) -> Packed:
+    """Of a model whose parts `check` has nothing against. panel: columns that are computed together. halves: products
+    are of bfloat16."""
+    config, layers = causal.config, causal.model.layers
+    kept: list[object] = []
+
+    def linear(*modules: nn.Linear) -> Linear:
+        weight, bias = side_by_side(modules, torch.bfloat16 if halves else torch.float32)
+        columns, depth = weight.shape
+        unit = PAIRS_UNIT if halves else 1
+        padded = nn.functional.pad(weight, (0, -depth % unit, 0, -columns % panel))
+        words = padded.view(torch.int32)  # numbers, or pairs of them
+        panels = words.unflatten(0, (-1, panel)).transpose(1, 2).contiguous()
+        bias = None if bias is None else bias.float()
+        kept.append((panels, bias))
+        return Linear(panels.data_ptr(), None if bias is None else bias.data_ptr(), depth, columns, halves)
+
+    def weight(module: Any) -> int | None:
+        return None if module is None else module.weight.data_ptr()
+
+    made = (Layer * len(layers))()
+    for place, layer in zip(made, layers, strict=True):
+        attention, mlp = layer.self_attn, layer.mlp
+        place.input_norm, place.post_norm = weight(layer.input_layernorm), weight(layer.post_attention_layernorm)
+        place.query_norm = weight(getattr(attention, "q_norm", None))
+        place.key_norm = weight(getattr(attention, "k_norm", None))
+        place.query_key_value = linear(attention.q_proj, attention.k_proj, attention.v_proj)
+        place.output = linear(attention.o_proj)
+        place.gate_up, place.down = linear(mlp.gate_proj, mlp.up_proj), linear(mlp.down_proj)
+    kept.append(made)
+    model = Model(
+        weight(causal.model.embed_tokens),
+        weight(causal.model.norm),
+        ctypes.addressof(made),
+        *(causal.model.embed_tokens.num_embeddings, len(layers), config.hidden_size, mlp.down_proj.in_features),
+        *(config.num_attention_heads, config.num_key_value_heads, attention.head_dim, halves),
+        *(config.rms_norm_eps, attention.scaling),
+    )
+    return Packed(model, linear(causal.lm_head), kept)
+
+
+def check(modules: Iterable[nn.Module], epsilon: float) -> None:
+    """Raises NotNative where one of these parts of a decoder is none that the C of this folder computes. epsilon: of
+    all norms."""
+    if _has_any_global_hook():
+        raise NotNative("a hook of all modules is registered")
+    for module in modules:
+        name, forward = type(module).__name__, vars(module).get("forward", type(module).forward)
+        if not (forward.__module__.startswith(MAKERS) and name.endswith(KINDS)):
+            raise NotNative(f"it does not know {name}, whose forward is from {forward.__module__}")
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise NotNative(f"{name} has a hook")
+        for weight in module.parameters(recurse=False):
+            _check_weight(name, weight)
+        if getattr(module, "variance_epsilon", epsilon) != epsilon:
+            raise NotNative(f"{name} has an epsilon of its own")
+        if getattr(module, "max_norm", None) is not None:
+            raise NotNative("its embeddings are scaled when they are looked up")
+
+
+def _check_weight(name: str, weight: Tensor) -> None:
+    if type(weight) not in (Tensor, nn.Parameter):
+        raise NotNative(f"{name} has a {type(weight).__name__}")
+    if weight.dtype != torch.float32 or weight.device.type != "cpu":
+        dtype = str(weight.dtype).removeprefix("torch.")
+        raise NotNative(f"it is for float32 on a CPU, and {name} is in {dtype} on {weight.device}")
+    if weight.is_inference() or not weight.is_contiguous():
+        raise NotNative(f"a weight of {name} was made in inference mode, or does not lie together")

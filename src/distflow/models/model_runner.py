@@ -1,0 +1,286 @@
+"""A Hugging Face decoder run by our own prefill and cached decode, over the module's own parameters.
+
+The projections, norms and MLPs of the module are called as they are (so LoRA layers and replaced submodules take
+part); only the attention and the key-value memory are ours.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from distflow.errors import UserError
+from distflow.models.attention import attend_in_blocks
+from distflow.models.cpu_kernels.build import NotNative
+from distflow.models.cpu_kernels.decode_step import NativeStep
+from distflow.models.heads import unwrapped
+
+Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+"""Of layer number, queries `(rows, heads, head_dim)`, keys and values `(rows, kv_heads, head_dim)` of one token a row,
+and the scaling of scores: keeps keys and values, and returns what the rows attend to, as many numbers as queries."""
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length seen so far
+
+
+class _Attention(Protocol):
+    q_proj: Callable[[Tensor], Tensor]
+    k_proj: Callable[[Tensor], Tensor]
+    v_proj: Callable[[Tensor], Tensor]
+    o_proj: Callable[[Tensor], Tensor]
+
+
+class _Layer(Protocol):
+    """The names that the decoder layers of all `FAMILIES` have."""
+
+    self_attn: _Attention
+    mlp: Callable[[Tensor], Tensor]
+    input_layernorm: Callable[[Tensor], Tensor]
+    post_attention_layernorm: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class PromptKV:
+    """Keys and values of prefilled prompts, and where their decoding starts.
+
+    keys, values: `(layers, prompts, kv_heads, longest, head_dim)`, values in bfloat16 where native code decodes in it;
+    what lies beyond a prompt's length is finite and meaningless. hidden: `(prompts, hidden)`, after the final norm, of
+    each prompt's last token.
+    """
+
+    keys: Tensor
+    values: Tensor
+    hidden: Tensor
+
+
+class DecoderView:
+    """Prefill and decode for Llama-like models. Owns no weights: it sees each in-place update of the module's."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        in_blocks: bool = False,
+        native: bool = False,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        """in_blocks: decode by `attend_in_blocks`. native: decode by native code where there is some for this machine
+        and model; `why_not_native` says what keeps it from that. compute_dtype: bfloat16 has products in it by autocast
+        over float32 weights, as the trainer's, with attention in float32; None: in that of the weights. Raises
+        UserError for a family that it cannot run, or whose logits come out different from the module's."""
+        causal = unwrapped(model)
+        if refusal := _refusal(causal):
+            raise UserError(f"the embedded rollout engine cannot run this model: {refusal}; set rollout.name=hf")
+        config = causal.config
+        self._body = causal.model
+        self._module = causal
+        self._attend = attend_in_blocks if in_blocks else attend
+        self._low = compute_dtype if compute_dtype != self.dtype else None
+        self.num_layers: int = config.num_hidden_layers
+        self.num_heads: int = config.num_attention_heads
+        self.num_kv_heads: int = config.num_key_value_heads
+        self.head_dim: int = self._body.layers[0].self_attn.head_dim
+        self.vocab_size: int = causal.lm_head.out_features
+        self.max_positions: int = config.max_position_embeddings
+        self._cos = self._sin = torch.empty(0, self.head_dim)
+        self._native: NativeStep | None = None
+        self._values_dtype = self.dtype
+        self.why_not_native: str | None = "it is not wanted"
+        if native:
+            try:
+                self._native, self.why_not_native = NativeStep(causal, halves=self._low is not None), None
+                self._values_dtype = self._native.values_dtype
+            except NotNative as reason:
+                self.why_not_native = str(reason)
+        self._check_against_module()
+
+    @property
+    def device(self) -> torch.device:
+        return self._body.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._body.embed_tokens.weight.dtype
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`(rows, hidden)` → `(rows, vocab)`."""
+        if self._native is not None and self._native.follow_head():
+            return self._native.logits(hidden)
+        with self._autocast():
+            logits: Tensor = self._module.lm_head(hidden)
+        return logits
+
+    def follow_weights(self) -> None:
+        """They may have changed in a way that torch does not count."""
+        if self._native is not None:
+            self._native.forget()
+
+    def prefill(self, prompts: list[tuple[int, ...]]) -> PromptKV:
+        """Run prompts, padded on the right: under a causal mask the padding is seen by no real token."""
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        longest = max(len(prompt) for prompt in prompts)
+        ids = torch.tensor([prompt + (0,) * (longest - len(prompt)) for prompt in prompts], device=self.device)
+        hidden = self._body.embed_tokens(ids)
+        cos, sin = self._rotary_rows(longest, hidden)
+        cos, sin = cos[:longest, None], sin[:longest, None]
+        keys = hidden.new_empty(self.num_layers, len(prompts), self.num_kv_heads, longest, self.head_dim)
+        values = torch.empty_like(keys, dtype=self._values_dtype)
+        for index, layer in enumerate(self._body.layers):
+            query, key, value = self._project(layer, hidden, cos, sin)
+            keys[index] = key.transpose(1, 2)
+            values[index] = value.transpose(1, 2)
+            mixed = scaled_dot_product_attention(
+                query.transpose(1, 2),
+                keys[index],
+                value.transpose(1, 2).to(keys.dtype),
+                is_causal=True,
+                scale=layer.self_attn.scaling,
+                enable_gqa=self.num_heads != self.num_kv_heads,
+            )
+            hidden = self._rest_of_layer(layer, hidden, mixed.transpose(1, 2))
+        last = hidden[torch.arange(len(prompts), device=self.device), lengths - 1]
+        return PromptKV(keys, values, self._body.norm(last))
+
+    def decode(self, token_ids: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """One token for each row, written to the memory at its position and attending up to it.
+
+        token_ids, positions: `(rows,)`. keys, values: `(layers, rows, kv_heads, extent, head_dim)`, written in place;
+        `extent` is above every position, and the memory beyond a row's position must be finite. Each layer's rows
+        should lie together: over strided ones the products take up to three times as long. Returns `(rows, hidden)`
+        after the final norm.
+        """
+        extent = keys.shape[-2]
+        if self._native is not None and self._native.follow():
+            return self._native.decode(token_ids, positions, keys, values, *self._rotary_rows(extent, keys))
+        rows = torch.arange(token_ids.shape[0], device=self.device)
+        bias = self.bias(positions, extent)
+
+        def attend_to_slots(index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+            keys[index][rows, :, positions] = key
+            values[index][rows, :, positions] = value.to(values.dtype)
+            return self._attend(query, keys[index], values[index].to(keys.dtype), bias, scaling)
+
+        return self.decode_over(token_ids, positions, extent, attend_to_slots)
+
+    def decode_over(self, token_ids: Tensor, positions: Tensor, extent: int, attend_to: Attend) -> Tensor:
+        """One token for each row, over memory that is `attend_to`'s own; `extent` is above every position. Returns
+        `(rows, hidden)` after the final norm."""
+        hidden = self._body.embed_tokens(token_ids)
+        cos, sin = self._rotary_rows(extent, hidden)
+        cos, sin = cos[positions, None], sin[positions, None]
+        for index, layer in enumerate(self._body.layers):
+            query, key, value = self._project(layer, hidden, cos, sin)
+            mixed = attend_to(index, query, key, value, layer.self_attn.scaling)
+            hidden = self._rest_of_layer(layer, hidden, mixed)
+        return self._body.norm(hidden)
+
+    def bias(self, positions: Tensor, extent: int) -> Tensor:
+        """`(rows * kv_heads, heads of each, extent)`: 0 up to the row's position, -inf behind it."""
+        unseen = torch.arange(extent, device=self.device) > positions[:, None]
+        bias = torch.zeros(len(positions), 1, extent, dtype=self.dtype, device=self.device)
+        bias = bias.masked_fill_(unseen[:, None], float("-inf"))
+        return bias.repeat_interleave(self.num_kv_heads, 0).expand(-1, self.num_heads // self.num_kv_heads, -1)
+
+    def _project(self, layer: _Layer, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries `(..., heads, head_dim)`, rotated keys and values `(..., kv_heads, head_dim)`."""
+        attention = layer.self_attn
+        normed = layer.input_layernorm(hidden)
+        with self._autocast():
+            query, key, value = (
+                project(normed).unflatten(-1, (-1, self.head_dim))
+                for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+        if hasattr(attention, "q_norm") and hasattr(attention, "k_norm"):
+            query, key = attention.q_norm(query), attention.k_norm(key)
+        both = _rotate(torch.cat((query, key), dim=-2), cos, sin)
+        return both[..., : self.num_heads, :], both[..., self.num_heads :, :], value
+
+    def _rest_of_layer(self, layer: _Layer, hidden: Tensor, mixed: Tensor) -> Tensor:
+        """Output projection and MLP with their residuals. mixed: attention's result, of as many numbers a token."""
+        with self._autocast():
+            hidden = layer.self_attn.o_proj(mixed.reshape(*hidden.shape[:-1], -1)).to(hidden.dtype).add_(hidden)
+            return layer.mlp(layer.post_attention_layernorm(hidden)).to(hidden.dtype).add_(hidden)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        """Of products with weights alone."""
+        return nullcontext() if self._low is None else torch.autocast(self.device.type, self._low)
+
+    def _rotary_rows(self, extent: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """The rotary table `(positions, head_dim)`, at least `extent` long; made once, by the module itself. The sines
+        of the first half are negative, see `_rotate`."""
+        table = self._cos
+        if table.shape[0] < extent or table.dtype != like.dtype or table.device != like.device:
+            positions = torch.arange(max(extent, 2 * table.shape[0]), device=like.device)[None]
+            cos, sin = self._body.rotary_emb(like, positions)
+            first, second = sin[0].chunk(2, dim=-1)
+            self._cos, self._sin = cos[0], torch.cat((-first, second), dim=-1)
+        return self._cos, self._sin
+
+    @torch.no_grad()
+    def _check_against_module(self) -> None:
+        """Compare logits of a prefill and two decoded tokens with the module's forward.
+
+        The families agree to rounding; a variant that only looks like one of them is off by far more. The bound is
+        1e-3 of the logits' size in float32 (absolute below size 1) and 0.1 of it in 16-bit types.
+        """
+        was_training = self._module.training
+        self._module.eval()
+        ids = [(7 * i + 3) % self.vocab_size for i in range(7)]
+        with self._autocast():
+            expected = self._module(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0]
+        expected = expected.float()
+        short = self.prefill([tuple(ids[:5]), tuple(ids[:3])])
+        rows = [self.logits(short.hidden)]
+        keys, values = (nn.functional.pad(memory, (0, 0, 0, 2)) for memory in (short.keys, short.values))
+        for step in range(2):
+            positions = torch.tensor([5 + step, 3 + step], device=self.device)
+            tokens = torch.tensor([ids[5 + step], ids[3 + step]], device=self.device)
+            rows.append(self.logits(self.decode(tokens, positions, keys, values)))
+        if was_training:
+            self._module.train()
+        difference = (torch.cat(rows).float() - expected[[4, 2, 5, 3, 6, 4]]).abs().max().item()
+        relative = 1e-3 if (self._low or self.dtype) == torch.float32 else 0.1
+        tolerance = relative * max(1.0, expected.abs().max().item())
+        if not difference <= tolerance:
+            raise UserError(
+                f"the embedded rollout engine computes other logits than this {self._module.config.model_type} model "
+                f"itself (difference {difference:.2g}, allowed {tolerance:.2g}); set rollout.name=hf"
+            )
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float) -> Tensor:
+    """Batched products over (row, kv head); the query heads of one kv head are the rows of one matrix.
+
+    query: `(rows, heads, head_dim)`; bias: `(rows * kv_heads, heads of each, extent)`. In 16-bit types the softmax is
+    taken in float32 within its kernel, and rounded once.
+    """
+    keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+    query = query.reshape(len(keys), -1, keys.shape[-1])
+    scores = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scaling)
+    return torch.bmm(torch.softmax(scores, dim=-1), values)
+
+
+def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """(first, second) · cos + (-second, first) · sin, of the halves of each head."""
+    return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, -1), signed_sin)
+
+
+def _refusal(causal: nn.Module) -> str | None:
+    """Why this model cannot run here, or None."""
+    config = getattr(causal, "config", None)
+    family = getattr(config, "model_type", type(causal).__name__)
+    if config is None or family not in FAMILIES:
+        return f"family {family!r} is not one of {', '.join(FAMILIES)}"
+    if not hasattr(causal, "lm_head"):
+        return "it has no language-model head"
+    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope_type not in ROPE_TYPES:
+        return f"rotary type {rope_type!r} is not one of {', '.join(ROPE_TYPES)}"
+    window = getattr(config, "sliding_window", None)
+    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ()) or family == "mistral"
+    if sliding and window is not None and window < config.max_position_embeddings:
+        return f"it attends in a sliding window of {window} tokens"
+    return None

@@ -1,0 +1,81 @@
+"""Which model it is, for a run's folder: a path alone does not say so, for what lies there may change.
+
+Weights that no training gives: not finite, or finite garbage, such as the 1e30 of a flipped bit.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+from transformers.utils import cached_file
+
+from distflow.data.columns import read_numbers
+from distflow.errors import UserError
+from distflow.models.paths import is_local, resolve_path, why_not_loaded
+from distflow.models.shards import own_part
+
+_PIECES, _PIECE_BYTES = 64, 2**16
+
+
+def identity(path: str, revision: str | None = None) -> dict[str, str]:
+    """`path`, `revision` and `fingerprint`: of a hub id its commit; of a folder a hash of its files' names and sizes,
+    of all that small ones hold and of pieces from all over the weights, which training changes everywhere.
+
+    Raises UserError for a folder that there is not, and where the hub does not have the model.
+    """
+    source = resolve_path(path)
+    if is_local(source):
+        return {"path": source, "revision": "", "fingerprint": _of_folder(Path(source))}
+    try:
+        config = cached_file(source, "config.json", revision=revision)
+    except OSError as error:
+        raise UserError(f"model '{source}' cannot be loaded: {why_not_loaded(source, str(error))}") from error
+    assert config is not None, "it raises where there is none"
+    return {"path": source, "revision": revision or "", "fingerprint": Path(config).parent.name}
+
+
+def _of_folder(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(path for path in folder.iterdir() if path.is_file()):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as opened:
+            step = max(size // _PIECES, _PIECE_BYTES)
+            for start in (*range(0, size, step), max(size - _PIECE_BYTES, 0)):
+                opened.seek(start)
+                digest.update(opened.read(_PIECE_BYTES))
+    return digest.hexdigest()[:12]
+
+
+LARGEST: Final = 65504.0
+"""The largest number of float16, into which the weights of published models fit; healthy ones stay below 1,000."""
+
+GROWTH: Final = 1000.0
+"""How many times its largest element, or 1 where that is less, a tensor may grow to: far beyond what training does,
+which moves an element by about the learning rate a step."""
+
+
+def magnitudes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
+    """The largest absolute value of each tensor, of a sharded one of this rank's part; NaN where it has one."""
+    parts = ((name, own_part(tensor.detach())) for name, tensor in tensors)
+    found = {name: _magnitude(part) for name, part in parts if part.numel()}
+    return dict(zip(found, read_numbers(list(found.values())), strict=True))
+
+
+def unsound(found: Mapping[str, float], start: Mapping[str, float] | None = None) -> list[str]:
+    """The tensors whose magnitude is garbage, in words.
+
+    start: their magnitudes when they were last known to be sound; without it, or without a tensor's, `LARGEST` alone
+    counts.
+    """
+    limits = {name: min(GROWTH * max(value, 1.0), LARGEST) for name, value in (start or {}).items()}
+    wrong = [(name, value, limits.get(name, LARGEST)) for name, value in found.items()]
+    return [f"'{name}' holds {value:.3g} (limit {limit:g})" for name, value, limit in wrong if not value <= limit]
+
+
+def _magnitude(tensor: Tensor) -> Tensor:
+    low, high = torch.aminmax(tensor)
+    return torch.maximum(-low, high)

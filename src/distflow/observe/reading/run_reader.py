@@ -1,0 +1,243 @@
+"""Reads a run's folder: while it is written, after a crash, and across resumes.
+
+After a resume from step k, what earlier incarnations wrote about steps after k never happened for the run that went
+on. Readers return the surviving timeline; events, being history, are all returned and marked.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import yaml
+
+from distflow.observe.files import JSON, is_deep, read_object, read_records, to_number
+from distflow.observe.metrics import flatten
+from distflow.observe.writing.run_folder import sample_file_name, samples_dir
+
+_MAX_CONFIG_BYTES = 1_000_000
+_NUMBERS_OF_A_SAMPLE = ("score", "acc", "advantage")
+
+
+@dataclass(frozen=True)
+class MetricsRecord:
+    """The metrics of one step and kind, under flat names such as "actor/loss"; `t` is seconds since the epoch."""
+
+    step: int
+    t: float
+    inc: int
+    kind: str
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened. `rolled_back`: at a step that a later incarnation went back behind."""
+
+    t: float
+    inc: int
+    kind: str
+    message: str
+    step: int | None
+    fields: Mapping[str, JSON]
+    rolled_back: bool
+
+
+@dataclass(frozen=True)
+class Span:
+    """What an actor did, or waited for, from `start` to `end` (seconds since the epoch). step: that the learner had
+    finished by then. ticket, version: of a group, and of the weights that it began with; else as its kind has it."""
+
+    start: float
+    end: float
+    kind: str
+    what: str
+    step: int | None = None
+    ticket: int | None = None
+    version: int | None = None
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """For each incarnation that resumed, the last step of earlier incarnations that it kept."""
+
+    kept_until: Mapping[int, int] = field(default_factory=dict)
+
+    def survives(self, inc: int, step: int) -> bool:
+        """Whether what incarnation `inc` wrote about `step` belongs to the run that went on."""
+        return all(step <= kept for later, kept in self.kept_until.items() if later > inc)
+
+
+def read_json(run_dir: Path, name: str) -> dict[str, JSON]:
+    """A JSON object of the folder (e.g. "run.json"); empty when it is missing or unreadable."""
+    return read_object(run_dir / name)
+
+
+def read_config(run_dir: Path) -> dict[str, JSON]:
+    """The resolved configuration of config.yaml; empty when it is missing or no mapping."""
+    try:
+        values = yaml.safe_load((run_dir / "config.yaml").read_bytes()[:_MAX_CONFIG_BYTES])
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return values if isinstance(values, dict) and not is_deep(values) else {}
+
+
+def read_spans(run_dir: Path, max_bytes: int = 3_000_000) -> dict[str, list[Span]]:
+    """What each actor recorded last, as much of it as the end of its file holds."""
+    folder = run_dir / "spans"
+    paths = sorted(folder.glob("*.jsonl")) if folder.is_dir() else []
+    spans = {path.stem: list(filter(None, map(_span, read_records(path, max_bytes)[0]))) for path in paths}
+    return {actor: found for actor, found in spans.items() if found}
+
+
+def read_timeline(run_dir: Path) -> Timeline:
+    """What resumes kept: as their start event says, else everything before the first training step they wrote."""
+    events, num_unreadable = read_records(run_dir / "events.jsonl")
+    starts = [event for event in events if event.get("kind") == "start"]
+    kept = {
+        inc: step for event in starts if (inc := _whole(event.get("inc"))) and (step := _resumed_at(event)) is not None
+    }
+    silent = not starts or any(_whole(event.get("inc")) and _resumed_at(event) is None for event in starts)
+    if silent or num_unreadable:  # a start event may be among the lines that are lost
+        for inc, step in _first_steps(run_dir).items():
+            kept.setdefault(inc, step - 1)
+    return Timeline(kept)
+
+
+def read_damage(run_dir: Path) -> list[str]:
+    """What of the metrics and events cannot be read, a sentence a file; readers step over it. None where all can."""
+    raw, num_unreadable = read_records(run_dir / "metrics.jsonl")
+    lost = {"metrics.jsonl": num_unreadable + sum(_metrics_record(record) is None for record in raw)}
+    lost["events.jsonl"] = read_records(run_dir / "events.jsonl")[1]
+    return [
+        f"{number:,} line{'s' if number > 1 else ''} of {name} cannot be read: what they held is missing here"
+        for name, number in lost.items()
+        if number
+    ]
+
+
+def read_metrics(run_dir: Path, timeline: Timeline | None = None) -> list[MetricsRecord]:
+    """The surviving records by step, in the order of writing within one; an incarnation replaces older records.
+
+    timeline: here and below, saves reading it again.
+    """
+    timeline = timeline or read_timeline(run_dir)
+    raw, _ = read_records(run_dir / "metrics.jsonl")
+    records = [record for record in map(_metrics_record, raw) if record and timeline.survives(record.inc, record.step)]
+    newest: dict[tuple[int, str], int] = {}
+    for record in records:
+        key = (record.step, record.kind)
+        newest[key] = max(record.inc, newest.get(key, record.inc))
+    kept = [record for record in records if record.inc == newest[(record.step, record.kind)]]
+    return sorted(_merged(kept), key=lambda record: record.step)
+
+
+def _merged(records: Sequence[MetricsRecord]) -> list[MetricsRecord]:
+    """One record for what several of the run's processes wrote of one step; the first counts."""
+    merged: dict[tuple[int, str, int], MetricsRecord] = {}
+    for record in records:
+        key = (record.step, record.kind, record.inc)
+        first = merged.get(key, record)
+        merged[key] = replace(first, values={**record.values, **first.values})
+    return list(merged.values())
+
+
+def read_events(run_dir: Path, timeline: Timeline | None = None) -> list[Event]:
+    """All events in the order of writing."""
+    timeline = timeline or read_timeline(run_dir)
+    raw, _ = read_records(run_dir / "events.jsonl")
+    return [_event(record, timeline) for record in raw]
+
+
+def sample_steps(run_dir: Path, split: str = "train") -> list[int]:
+    """The steps that have a sample file, rolled back or not, ascending. `read_samples` tells."""
+    pattern = re.compile(re.escape(sample_file_name(0, split)).replace("000000", r"(\d{6,})(?:\.\d+)?"))
+    folder = samples_dir(run_dir, split)
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    return sorted({int(match[1]) for match in map(pattern.fullmatch, names) if match})
+
+
+def sample_splits(run_dir: Path) -> list[str]:
+    """The splits that have sample files, "train" first if it is there; without what was dropped."""
+    folder = run_dir / "samples"
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    found = {
+        match[1] or "train" for match in (re.fullmatch(r"(?:(.+)-)?\d{6,}\.jsonl", name) for name in names) if match
+    }
+    return sorted(found, key=lambda split: (split != "train", split))
+
+
+def read_samples(
+    run_dir: Path, step: int, split: str = "train", timeline: Timeline | None = None
+) -> list[dict[str, JSON]]:
+    """The samples of a step; empty when there are none or the step was rolled back. Non-finite scores are floats."""
+    first = samples_dir(run_dir, split) / sample_file_name(step, split)
+    parts = sorted(first.parent.glob(f"{first.stem}.*.jsonl"), key=lambda path: (len(path.name), path.name))
+    rows = [row for path in (first, *parts) for row in read_records(path)[0]]
+    timeline = timeline or read_timeline(run_dir)
+    return [_sample(row) for row in rows if timeline.survives(_whole(row.get("inc")) or 0, step)]
+
+
+def _resumed_at(start: Mapping[str, JSON]) -> int | None:
+    return _whole(start.get("resumed_at"))
+
+
+def _first_steps(run_dir: Path) -> dict[int, int]:
+    """The first step that each later incarnation trained; a validation alone takes nothing back."""
+    first: dict[int, int] = {}
+    for record in read_records(run_dir / "metrics.jsonl")[0]:
+        inc, step = _whole(record.get("inc")), _whole(record.get("step"))
+        if inc and step is not None and record.get("kind") != "val":
+            first[inc] = min(step, first.get(inc, step))
+    return first
+
+
+def _metrics_record(record: dict[str, JSON]) -> MetricsRecord | None:
+    step, nested = _whole(record.get("step")), record.get("m")
+    if step is None or not isinstance(nested, dict):
+        return None
+    try:
+        flat = flatten(nested)
+    except RecursionError:
+        return None
+    values = {name: number for name, value in flat.items() if (number := to_number(value)) is not None}
+    t = to_number(record.get("t")) or 0.0
+    return MetricsRecord(step, t, _whole(record.get("inc")) or 0, str(record.get("kind", "train")), values)
+
+
+def _span(record: dict[str, JSON]) -> Span | None:
+    start, end = to_number(record.get("t0")), to_number(record.get("t1"))
+    if start is None or end is None or not -math.inf < start <= end < math.inf:
+        return None
+    step, ticket, version = (_whole(record.get(key)) for key in ("step", "ticket", "version"))
+    return Span(start, end, str(record.get("kind", "")), str(record.get("what", "")), step, ticket, version)
+
+
+def _event(record: dict[str, JSON], timeline: Timeline) -> Event:
+    known = ("t", "inc", "kind", "message", "step")
+    inc, step = _whole(record.get("inc")) or 0, _whole(record.get("step"))
+    return Event(
+        t=to_number(record.get("t")) or 0.0,
+        inc=inc,
+        kind=str(record.get("kind", "info")),
+        message=str(record.get("message", "")),
+        step=step,
+        fields={key: value for key, value in record.items() if key not in known},
+        rolled_back=step is not None and not timeline.survives(inc, step),
+    )
+
+
+def _sample(row: dict[str, JSON]) -> dict[str, JSON]:
+    """Turn "NaN" back into a number where a number is meant; a response that reads "NaN" stays text."""
+    for key in _NUMBERS_OF_A_SAMPLE:
+        if key in row:
+            row[key] = to_number(row[key])
+    parts = row.get("reward_parts")
+    if isinstance(parts, dict):
+        row["reward_parts"] = {name: value if (n := to_number(value)) is None else n for name, value in parts.items()}
+    return row
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -1,0 +1,330 @@
+"""The charts of the report: each asks one question, and takes the metrics that answer it.
+
+Histograms of what the answers of training looked like, at the start of a run and at its end.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NotRequired, TypeAlias, TypedDict
+
+from distflow.observe.files import JSON, number_name
+from distflow.observe.metrics import find_metric
+from distflow.observe.reading.run_reader import MetricsRecord, Timeline, read_samples, sample_steps
+
+Column: TypeAlias = Sequence[float | str | None]
+
+MAX_POINTS = 1500
+MAX_SERIES = 300
+_MAX_LINES = 8
+_LARGE = r"(rollout|train_step|update_weights|recompute_logp)"  # the phases whose memory is looked for first
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A question and the patterns of the metrics in it; "stack" adds its series up."""
+
+    question: str
+    patterns: tuple[str, ...]
+    kind: Literal["line", "stack"] = "line"
+    unit: str = ""
+
+
+class ChosenChart(TypedDict):
+    """A chart as the page takes it, with the metrics that it shows. labels: of those whose name does not say enough.
+    colors: by metric, where a line has the same in several charts."""
+
+    question: str
+    kind: Literal["line", "stack"]
+    unit: str
+    names: list[str]
+    labels: NotRequired[dict[str, str]]
+    colors: NotRequired[dict[str, int]]
+
+
+class Constant(TypedDict):
+    """A metric that had one value throughout, or was measured once; a number or the name of one that is not finite."""
+
+    name: str
+    value: float | str
+    unit: str
+
+
+class Series(TypedDict):
+    """The columns of the charts as the page takes them, one point a step, or two a bucket of steps where thinned.
+
+    None is "not measured at this step", the strings "NaN", "Infinity", "-Infinity" are what was measured.
+    """
+
+    x: list[int]
+    y: dict[str, list[float | str | None]]
+    thinned: bool
+    left_out: list[str]
+
+
+CHARTS = (
+    Chart("Does it answer more held-out problems correctly?", (r"val_correct/.*",), unit="share correct"),
+    Chart("Does the reward rise?", (r"reward/mean_score", r"reward/.*/mean", r"reward/(max|min)"), unit="score"),
+    Chart("Does the loss fall?", (r"sft/.*loss", r"loss"), unit="loss"),
+    Chart("How far has it moved from the reference?", (r"actor/kl_loss", r"actor/reward_kl_penalty"), unit="nats"),
+    Chart("How far does one step move it?", (r"actor/ppo_kl",), unit="nats"),
+    Chart("Does it still explore?", (r"actor/entropy",), unit="entropy, nats"),
+    Chart("Do responses get longer?", (r"rollout/avg_response_length", r"rollout/response_length/.*"), unit="tokens"),
+    Chart("How many responses are cut off?", (r"rollout/truncated",), unit="share"),
+    Chart("How many groups teach nothing?", (r"reward/equal_groups",), unit="share"),
+    Chart("Are the gradients healthy?", (r"(actor|critic|sft)/grad_norm",), unit="norm"),
+    Chart("How much of an update is clipped?", (r"actor/pg_clipfrac(_lower)?",), unit="share of tokens"),
+    Chart("Does the value model fit?", (r"critic/vf_loss",), unit="loss"),
+    Chart("Do engine and trainer agree?", (r"mismatch/(mean|max)_abs", r"canary/.*"), unit="nats"),
+    Chart("Were all answers judged?", (r"reward/(errors|timeouts|verdicts)",), unit="samples"),
+    Chart("How old is the data?", (r"async/version_diff/.*",), unit="versions"),
+    Chart(
+        "Where does the time of a step go?",
+        (r"timing_s/(?!step$|eval$|save$|save_wait$).*",),
+        kind="stack",
+        unit="seconds",
+    ),
+    Chart("How fast is it?", (r"throughput/tokens_per_s",), unit="tokens a second"),
+    Chart("How much memory does it take on the GPU?", (rf"memory/cuda/{_LARGE}", r"memory/cuda/.*"), unit="GiB"),
+    Chart("How much memory does it take?", (rf"memory/process/{_LARGE}", r"memory/(?!cuda/).*"), unit="GiB"),
+)
+
+_BEHIND = 2
+
+
+def choose_charts(names: Iterable[str], by_domain: Sequence[ChosenChart] = ()) -> tuple[list[ChosenChart], list[str]]:
+    """The charts that have data, and the names that no chart shows.
+
+    A metric is in the first chart that takes it; a chart has at most 8 lines (a stack has all). by_domain: charts that
+    were chosen before; they stand behind those of the accuracy and the reward.
+    """
+    taken_before = {name for chart in by_domain for name in chart["names"]}
+    left = sorted(set(names) - taken_before)
+    charts: list[ChosenChart] = []
+    for position, chart in enumerate(CHARTS):
+        if position == _BEHIND:
+            charts += by_domain
+        taken = [name for pattern in chart.patterns for name in left if re.fullmatch(pattern, name)]
+        taken = list(dict.fromkeys(taken))
+        if chart.kind == "line":
+            taken = taken[:_MAX_LINES]
+        if taken:
+            charts.append({"question": chart.question, "kind": chart.kind, "unit": chart.unit, "names": taken})
+            left = [name for name in left if name not in taken]
+    return charts, left
+
+
+def set_constants_apart(
+    charts: Sequence[ChosenChart], others: Sequence[str], columns: Mapping[str, Column]
+) -> tuple[list[ChosenChart], list[str], list[Constant]]:
+    """The charts with the lines that move, the other metrics that move, and what does not: of that a picture is no use.
+
+    A stack keeps all of its layers as long as one moves.
+    """
+    still = {name for name, column in columns.items() if _is_constant(column)}
+    moving: list[ChosenChart] = []
+    for chart in charts:
+        names = chart["names"] if chart["kind"] == "stack" else [name for name in chart["names"] if name not in still]
+        if not still.issuperset(names):
+            moving.append({**chart, "names": names})
+    drawn = {name for chart in moving for name in chart["names"]}
+    constants: list[Constant] = [
+        {"name": name, "value": _known(columns[name])[0], "unit": unit_of(name)}
+        for name in sorted(still - drawn)
+        if _known(columns[name])
+    ]
+    return moving, [name for name in others if name not in still], constants
+
+
+def unit_of(name: str) -> str:
+    """As the report shows the metric."""
+    metric = find_metric(name)
+    return "" if metric is None else "GiB" if metric.unit == "bytes" else metric.unit
+
+
+def _is_constant(column: Sequence[float | str | None]) -> bool:
+    """But for what differs by rounding alone."""
+    known = _known(column)
+    numbers = [value for value in known if isinstance(value, float)]
+    if len(numbers) < len(known):
+        return len(set(known)) == 1
+    return not numbers or max(numbers) - min(numbers) <= 1e-9 * max(abs(max(numbers)), abs(min(numbers)))
+
+
+def _known(column: Sequence[float | str | None]) -> list[float | str]:
+    return [value for value in column if value is not None]
+
+
+def describe(names: Iterable[str]) -> dict[str, str]:
+    """The one-line description of each name that the table of metrics knows."""
+    return {name: metric.doc for name in names if (metric := find_metric(name))}
+
+
+def tabulate(records: Sequence[MetricsRecord]) -> dict[int, dict[str, float]]:
+    """All metrics by step, bytes as GiB; records of several kinds (train, val) are merged, later ones win."""
+    steps: dict[int, dict[str, float]] = {}
+    for record in records:
+        values = {name: v / 2**30 if unit_of(name) == "GiB" else v for name, v in record.values.items()}
+        steps.setdefault(record.step, {}).update(values)
+    return steps
+
+
+def series(steps: Mapping[int, Mapping[str, float]], max_points: int = MAX_POINTS) -> Series:
+    """Columns for the charts, of at most `MAX_SERIES` metrics.
+
+    With more than `max_points` steps, neighbours are put together such that each column keeps its least and greatest
+    value.
+    """
+    names = sorted({name for values in steps.values() for name in values})
+    shown, left_out = names[:MAX_SERIES], names[MAX_SERIES:]
+    order = sorted(steps)
+    if len(order) <= max_points:
+        y = {name: [_point(steps[step].get(name)) for step in order] for name in shown}
+        return {"x": order, "y": y, "thinned": False, "left_out": left_out}
+    size = -(-len(order) // (max_points // 2))
+    buckets = [order[start : start + size] for start in range(0, len(order), size)]
+    x = [step for bucket in buckets for step in (bucket[0], bucket[-1])[: len(bucket)]]
+    y = {name: [v for bucket in buckets for v in _extremes(bucket, steps, name)] for name in shown}
+    return {"x": x, "y": y, "thinned": True, "left_out": left_out}
+
+
+def _extremes(bucket: Sequence[int], steps: Mapping[int, Mapping[str, float]], name: str) -> list[float | str | None]:
+    """What stands for a bucket of steps: its least and greatest value as they came, and never hides a NaN."""
+    found = [(step, steps[step][name]) for step in bucket if name in steps[step]]
+    if len(found) == 1:
+        (step, value) = found[0]
+        isolated: list[float | str | None] = [None] * min(len(bucket), 2)
+        isolated[-1 if step - bucket[0] > bucket[-1] - step else 0] = _point(value)
+        return isolated
+    values = [value for _, value in found]
+    finite = [value for value in values if abs(value) < float("inf")]
+    kept: list[float] = []
+    if finite:
+        low, high = min(finite), max(finite)
+        kept = [low, high] if finite.index(low) <= finite.index(high) else [high, low]
+    if len(finite) < len(values):
+        kept = [*kept[:1], next(value for value in values if not abs(value) < float("inf"))]
+    points: list[float | str | None] = [_point(value) for value in kept]
+    return (points + [None, None])[: min(len(bucket), 2)]
+
+
+def _point(value: float | None) -> float | str | None:
+    if value is None:
+        return None
+    return float(f"{value:.6g}") if abs(value) < float("inf") else number_name(value)
+
+
+MAX_BINS = 24
+_FEW_VALUES = 12
+_MAX_STEPS = 5
+_STALENESS = "staleness of the oldest token"
+
+
+class Part(TypedDict):
+    """name: which answers. number: how many. shares: of them, in each bin."""
+
+    name: str
+    number: int
+    shares: list[float]
+
+
+class Histogram(TypedDict):
+    """bins: what each holds, in words; parts: early and late answers, over the same bins."""
+
+    title: str
+    unit: str
+    bins: list[str]
+    parts: list[Part]
+
+
+def histograms(run_dir: Path, timeline: Timeline) -> list[Histogram]:
+    """Of the lengths and of the rewards in training, and of the staleness where any answer is stale, over the first and
+    the last tenth of the steps, at most 5 each."""
+    ends = _ends(run_dir, timeline)
+    lengths = {name: _numbers(rows, "response_length") for name, rows in ends.items()}
+    judged = {name: [row for row in rows if not row.get("errors")] for name, rows in ends.items()}
+    rewards = {name: _numbers(rows, "score") for name, rows in judged.items()}
+    stale = {name: _numbers(rows, _STALENESS) for name, rows in ends.items()}
+    asked = (
+        ("How long are the answers?", "tokens", lengths),
+        ("Which rewards do they get?", "reward", rewards),
+        ("How stale are they when trained on?", "steps", stale if any(map(any, stale.values())) else {}),
+    )
+    return [histogram(title, unit, values) for title, unit, values in asked if any(values.values())]
+
+
+def histogram(title: str, unit: str, values: Mapping[str, Sequence[float]]) -> Histogram:
+    """Each of a few different values has a bin of its own; more share bins of one width, at most `MAX_BINS`.
+
+    values: at least one, all finite, by the name of their part.
+    """
+    different = sorted({value for part in values.values() for value in part})
+    if len(different) <= _FEW_VALUES:
+        bins = [f"{value:.4g}" for value in different]
+        place = {value: i for i, value in enumerate(different)}
+    else:
+        whole = all(value % 1 == 0 for value in different)
+        width = _width(different[-1] - different[0], whole)
+        place = {value: math.floor(value / width + 1e-9) for value in different}
+        first, last = place[different[0]], place[different[-1]]
+        place = {value: i - first for value, i in place.items()}
+        bins = [_range(i * width, width, whole) for i in range(first, last + 1)]
+    parts = [_part(name, part, place, len(bins)) for name, part in values.items() if part]
+    return {"title": title, "unit": unit, "bins": bins, "parts": parts}
+
+
+def _part(name: str, values: Sequence[float], place: Mapping[float, int], num_bins: int) -> Part:
+    counts = Counter(place[value] for value in values)
+    shares = [float(f"{counts[i] / len(values):.4g}") for i in range(num_bins)]
+    return {"name": name, "number": len(values), "shares": shares}
+
+
+def _width(span: float, whole: bool) -> float:
+    """1, 2 or 5 times a power of ten, such that the bins suffice; 1 or more for whole numbers."""
+    least = span / (MAX_BINS - 1)
+    power = 10.0 ** math.floor(math.log10(least))
+    width = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
+    return max(width, 1.0) if whole else width
+
+
+def _range(start: float, width: float, whole: bool) -> str:
+    if whole:
+        return f"{start:.0f}" if width == 1 else f"{start:.0f} to {start + width - 1:.0f}"
+    return f"{start:.4g} to {start + width:.4g}"
+
+
+def _ends(run_dir: Path, timeline: Timeline) -> dict[str, list[dict[str, JSON]]]:
+    """The answers of the first and of the last steps, by the name of those steps; of all where there are few."""
+    steps = sample_steps(run_dir)
+    size = min(max(len(steps) // 10, 1), _MAX_STEPS)
+    chosen = [steps[:size], steps[-size:]] if len(steps) > size else [steps]
+    rows = {
+        _steps(part): [
+            _with_staleness(row, step) for step in part for row in read_samples(run_dir, step, "train", timeline)
+        ]
+        for part in chosen
+        if part
+    }
+    return {name: found for name, found in rows.items() if found}
+
+
+def _with_staleness(row: dict[str, JSON], step: int) -> dict[str, JSON]:
+    """In steps; the step that is counted from 1 trains weights of the version before it."""
+    versions = row.get("versions")
+    made = [v for v in versions if isinstance(v, int)] if isinstance(versions, list) else []
+    return {**row, _STALENESS: step - 1 - min(made)} if made else row
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+
+
+def _numbers(rows: Sequence[Mapping[str, JSON]], key: str) -> list[float]:
+    return [
+        float(value)
+        for row in rows
+        if isinstance(value := row.get(key), int | float) and not isinstance(value, bool) and math.isfinite(value)
+    ]

@@ -1,0 +1,194 @@
+"""How the domains of a run did: a row for each, and curves that say which domain and which part of the reward is meant.
+
+`reward/PART/mean` is a part over all domains, `reward/DOMAIN/PART` that part in one: where a domain is called like a
+part only the labels tell them apart.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypedDict
+
+from distflow.observe.report.charts import ChosenChart, Column
+from distflow.observe.report.summary import Steps, known_values
+
+MAX_LINES = 12
+MAX_ROWS = 100
+_SCORE = "mean_score"
+
+
+class Domain(TypedDict):
+    """What came of a domain. share: of all groups that were trained on. reward: over the first and the last tenth of
+    the steps; accuracy, best: at the first and the last validation, `best` being pass@k of the largest k. verdicts,
+    errors, timeouts: asked for in training, and those that failed. dropped: groups by reason. None: not measured."""
+
+    name: str
+    groups: int | None
+    share: float | None
+    reward: list[float] | None
+    accuracy: list[float] | None
+    k: int
+    best: list[float] | None
+    verdicts: int | None
+    errors: int
+    timeouts: int
+    dropped: dict[str, int]
+
+
+class _Names(NamedTuple):
+    """parts: of the reward, over all domains. of_domain: the parts of each."""
+
+    domains: list[str]
+    parts: list[str]
+    of_domain: dict[str, list[str]]
+
+
+def domain_table(steps: Steps) -> list[Domain]:
+    """A row for each domain, at most `MAX_ROWS`; none where there are not two."""
+    names = _find(name for values in steps.values() for name in values)
+    rows = [_row(domain, steps) for domain in names.domains[:MAX_ROWS]]
+    total = sum(row["groups"] or 0 for row in rows)
+    for row in rows:
+        row["share"] = row["groups"] / total if row["groups"] is not None and total else None
+    return rows
+
+
+def domain_charts(columns: Mapping[str, Column]) -> list[ChosenChart]:
+    """One for each question that domains answer differently, of at most `MAX_LINES` lines; none without two domains."""
+    names = _find(columns)
+    domains = names.domains
+    asked: list[tuple[str, str, dict[str, str]]] = [
+        (
+            "Which domains are answered more often correctly?",
+            "share correct",
+            {f"val_correct/{domain}/mean": domain for domain in domains},
+        ),
+        (
+            "Of which problems is one of k answers correct?",
+            "pass@k",
+            {name: f"{domain} {k}" for domain in domains for name, k in _at_k(domain, columns)},
+        ),
+        (
+            "In which domains does the reward rise?",
+            "score",
+            {f"reward/{domain}/{_SCORE}": domain for domain in domains},
+        ),
+        (
+            "What do the parts of the reward score, over all domains?",
+            "score",
+            {f"reward/{part}/mean": part for part in names.parts} if domains else {},
+        ),
+        *((f"What makes up the reward of {domain}?", "score", _parts_of(domain, names, columns)) for domain in domains),
+        (
+            "How many groups of a step are of which domain?",
+            "groups",
+            {f"domains/{domain}/groups": domain for domain in domains},
+        ),
+        (
+            "Which verdicts failed, by domain?",
+            "samples",
+            {f"domains/{d}/{kind}": f"{d} {kind}" for d in domains for kind in ("errors", "timeouts")},
+        ),
+        (
+            "Which groups were dropped, by domain?",
+            "groups since the start",
+            {name: f"{domain}: {reason}" for domain in domains for name, reason in _dropped(domain, columns)},
+        ),
+    ]
+    charts: list[ChosenChart] = []
+    for question, unit, labels in asked:
+        shown = [name for name in labels if name in columns][:MAX_LINES]
+        if shown:
+            kept = {name: labels[name] for name in shown}
+            colors = {name: domains.index(label) for name, label in kept.items() if label in domains}
+            chart: ChosenChart = {"question": question, "kind": "line", "unit": unit, "names": shown, "labels": kept}
+            charts.append({**chart, "colors": colors} if len(colors) == len(shown) else chart)
+    return charts
+
+
+def domain_docs(columns: Iterable[str]) -> dict[str, str]:
+    """What each mean of the reward is of, in words: `reward/code/mean` and `reward/code/code` do not say it. None
+    without two domains."""
+    names = _find(columns)
+    docs = {f"reward/{part}/mean": f"mean of the part {part} of the reward, over all domains" for part in names.parts}
+    for domain, parts in names.of_domain.items():
+        docs[f"reward/{domain}/{_SCORE}"] = f"mean reward of the domain {domain}"
+        docs |= {f"reward/{domain}/{part}": f"mean of the part {part} in the domain {domain}" for part in parts}
+    return docs
+
+
+def _find(names: Iterable[str]) -> _Names:
+    """Empty where there are not two domains."""
+    known = sorted(set(names))
+    found = {match[1] for name in known if (match := re.fullmatch(r"(?:domains/(.+)/groups)", name))}
+    found |= {match[1] for name in known if (match := re.fullmatch(r"val_correct/(.+)/mean", name))} - {"all"}
+    domains = sorted(found)
+    if len(domains) < 2:
+        return _Names([], [], {})
+    of_domain: dict[str, list[str]] = {domain: [] for domain in domains}
+    # A part called "mean" is one of all domains too; else DOMAIN/mean is the part that is called like the domain.
+    tails = {_SCORE, *(() if "reward/mean/mean" in known else ("mean",))}
+    longest_first = sorted(domains, key=len, reverse=True)
+    taken = set()
+    for name in known:
+        domain = next((domain for domain in longest_first if name.startswith(f"reward/{domain}/")), None)
+        if domain is not None and (part := name.removeprefix(f"reward/{domain}/")) not in tails:
+            of_domain[domain].append(part)
+            taken.add(name)
+    parts = [m[1] for name in known if name not in taken and (m := re.fullmatch(r"reward/(.+)/mean", name))]
+    return _Names(domains, parts, of_domain)
+
+
+def _parts_of(domain: str, names: _Names, columns: Mapping[str, Column]) -> dict[str, str]:
+    """None where the only part is the whole reward."""
+    whole = f"reward/{domain}/{_SCORE}"
+    labels = {f"reward/{domain}/{part}": part for part in names.of_domain[domain]}
+    if len(labels) == 1 and [columns[name] for name in labels] == [columns.get(whole)]:
+        return {}
+    return labels
+
+
+def _at_k(domain: str, names: Iterable[str]) -> list[tuple[str, str]]:
+    """The largest k only, as `pass@8`; pass@1 is the accuracy."""
+    found = [
+        (int(m[1]), name) for name in names if (m := re.fullmatch(rf"val_correct/{re.escape(domain)}/pass@(\d+)", name))
+    ]
+    return [(name, f"pass@{k}") for k, name in sorted(found)[-1:] if k > 1]
+
+
+def _dropped(domain: str, names: Iterable[str]) -> list[tuple[str, str]]:
+    start = f"domains/{domain}/dropped/"
+    return [(name, name.removeprefix(start)) for name in sorted(names) if name.startswith(start)]
+
+
+def _row(domain: str, steps: Steps) -> Domain:
+    names = {name for values in steps.values() for name in values}
+    at_k = _at_k(domain, names)
+    verdicts = known_values(steps, f"domains/{domain}/verdicts")
+    groups = known_values(steps, f"domains/{domain}/groups")
+    return {
+        "name": domain,
+        "groups": round(sum(groups)) if groups else None,
+        "share": None,
+        "reward": _tenths(known_values(steps, f"reward/{domain}/{_SCORE}")),
+        "accuracy": _ends(known_values(steps, f"val_correct/{domain}/mean")),
+        "k": int(at_k[0][1].removeprefix("pass@")) if at_k else 0,
+        "best": _ends(known_values(steps, at_k[0][0])) if at_k else None,
+        "verdicts": round(sum(verdicts)) if verdicts else None,
+        "errors": round(sum(known_values(steps, f"domains/{domain}/errors"))),
+        "timeouts": round(sum(known_values(steps, f"domains/{domain}/timeouts"))),
+        "dropped": {
+            reason: round(counts[-1])
+            for name, reason in _dropped(domain, names)
+            if (counts := known_values(steps, name)) and counts[-1]
+        },
+    }
+
+
+def _ends(values: Sequence[float]) -> list[float] | None:
+    return [values[0], values[-1]][: len(values)] if values else None
+
+
+def _tenths(values: Sequence[float]) -> list[float] | None:
+    """Means of the first and of the last tenth; one of them where there is one value."""
+    size = max(len(values) // 10, 1)
+    return _ends([sum(part) / len(part) for part in (values[:size], values[-size:])][: len(values)]) if values else None

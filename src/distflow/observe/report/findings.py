@@ -1,0 +1,283 @@
+"""What the numbers of a run mean for its user, judged, in words: what to look at first, and which key to change.
+
+Which plane waits for the other where both may work at once.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from distflow.observe.files import JSON
+from distflow.observe.reading.run_reader import Timeline, read_samples, sample_splits, sample_steps
+from distflow.observe.report.summary import REWARD, Steps, Tone, joined, known_values
+from distflow.observe.report.timeline import Planes
+
+
+class Finding(NamedTuple):
+    """text: what was found. advice: what to do. hinders: it kept the run from learning anything."""
+
+    tone: Tone
+    text: str
+    advice: str = ""
+    hinders: bool = False
+
+
+MANY_CUT = 0.1
+MANY_EQUAL = 0.5
+_RIGHT = 1.0 - 1e-6
+_MAX_SHOWN = 300
+
+
+def findings(run_dir: Path, timeline: Timeline, steps: Steps, config: Mapping[str, JSON]) -> list[Finding]:
+    """The judgements that apply; none where nothing is remarkable. config: as in config.yaml, empty if unknown."""
+    found = [
+        constant_reward(steps, config),
+        no_answer_counts(steps),
+        truncation(steps, config),
+        equal_groups(steps),
+        verdict_errors(run_dir, timeline, steps),
+        greedy_and_sampled(run_dir, timeline, steps, config),
+    ]
+    return [finding for finding in found if finding]
+
+
+def truncation(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
+    """Answers that were cut off at the length limit, over the run's last quarter."""
+    shares = known_values(steps, "rollout/truncated")
+    if not shares:
+        return None
+    late, overall = _mean(_last_quarter(shares)), _mean(shares)
+    limit = _at(config, "data", "max_response_length")
+    now = f" (now {limit})" if isinstance(limit, int) else ""
+    at = f" at {limit} tokens" if isinstance(limit, int) else ""
+    if late >= MANY_CUT:
+        return Finding(
+            "bad" if late >= 0.5 else "flat",
+            f"{late:.0%} of answers were cut off{at} before they ended, {_over(shares)}.",
+            f"The rest of them was never judged: raise data.max_response_length{now}, or ask for shorter answers.",
+        )
+    if overall >= MANY_CUT:
+        return Finding("good", f"{shares[0]:.0%} of answers were cut off at first, {late:.0%} {_over(shares)}.")
+    return None
+
+
+def constant_reward(steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
+    """A reward that was the same for every answer of the run."""
+    highest, lowest = known_values(steps, "reward/max"), known_values(steps, "reward/min")
+    if not highest or not lowest or max(highest) - min(lowest) > 1e-9 * max(1.0, abs(max(highest))):
+        return None
+    value = max(highest)
+    path = _at(config, "custom_reward_function", "path")
+    function = f"the reward function ({path})" if path else "the reward function"
+    everything = f"every answer of {'all ' if len(highest) > 1 else ''}{_count(len(highest), 'step')}"
+    advice = f"Nothing tells a better answer from a worse one: look at what {function} returns for the answers below."
+    if value == 0:
+        advice = (
+            "Either the model never answers right: take easier prompts, a stronger model, or fine-tune it first. Or "
+            f"{function} does not see it: compare a few answers below with their ground truth."
+        )
+    text = f"The reward was {value:.4g} for {everything}: there was nothing to learn from."
+    return Finding("bad", text, advice, hinders=True)
+
+
+def no_answer_counts(steps: Steps) -> Finding | None:
+    """An accuracy of 0 that says nothing: the rewards tell answers apart, but none is a full 1."""
+    accuracies, highest = known_values(steps, "val_correct/all/mean"), known_values(steps, "reward/max")
+    if not accuracies or max(accuracies) > 0 or not highest or not 0 < max(highest) < _RIGHT:
+        return None
+    return Finding(
+        "flat",
+        "The accuracy says nothing here: it counts answers with a reward of 1, and the highest was "
+        f"{max(highest):.3g}.",
+        'A reward function that returns {"score": ..., "acc": 0 or 1} says which answers are right.',
+    )
+
+
+def equal_groups(steps: Steps) -> Finding | None:
+    """Groups in which no answer was better than another. What `constant_reward` says is not said again."""
+    shares = known_values(steps, "reward/equal_groups")
+    late = _mean(_last_quarter(shares)) if shares else 0.0
+    highest, lowest = known_values(steps, "reward/max"), known_values(steps, "reward/min")
+    if late < MANY_EQUAL or not highest or not lowest or max(highest) == min(lowest):
+        return None
+    reward = _mean(_last_quarter(known_values(steps, REWARD)))
+    is_easy = reward > (max(highest) + min(lowest)) / 2
+    advice = "harder prompts" if is_easy else "easier prompts, or more answers to each (actor_rollout_ref.rollout.n)"
+    return Finding(
+        "flat",
+        f"In {late:.0%} of the groups all answers got the same reward, {_over(shares)}: such groups teach nothing.",
+        f"Take {advice}, or let algorithm.filter_groups.enable=true put others in their place.",
+    )
+
+
+def verdict_errors(run_dir: Path, timeline: Timeline, steps: Steps) -> Finding | None:
+    """Answers whose reward function failed, with what it said most."""
+    errors = {step: n for step, values in steps.items() if (n := _failed(values))}
+    held_out = {step: n for step, values in steps.items() if (n := _finite(values.get("val/errors", 0.0)))}
+    if not errors and not held_out:
+        return None
+    asked = sum(known_values(steps, "reward/verdicts"))
+    said = Counter(_messages(run_dir, timeline, "train", errors))
+    for split in sample_splits(run_dir):
+        if split != "train":
+            said.update(_messages(run_dir, timeline, split, held_out))
+    of = f" of {asked:,.0f}" if asked else ""
+    end = "," if held_out else ""
+    parts = [f"on {sum(errors.values()):,.0f}{of} answers in training, which are left out{end}"] if errors else []
+    parts += (
+        [f"on {sum(held_out.values()):,.0f} answers to held-out problems, which count as wrong"] if held_out else []
+    )
+    kinds = [f"“{message}” ({number:,} times in the samples)" for message, number in said.most_common(2)]
+    share = sum(errors.values()) / asked if asked else 1.0
+    return Finding(
+        "bad" if share > 0.05 or held_out else "flat",
+        f"The reward function failed {joined(parts)}." + (f" It said {joined(kinds)}." if kinds else ""),
+    )
+
+
+def greedy_and_sampled(run_dir: Path, timeline: Timeline, steps: Steps, config: Mapping[str, JSON]) -> Finding | None:
+    """How often sampled answers are right beside greedy ones; with nothing sampled there, training's stand in."""
+    validated = {step: values for step, values in steps.items() if "val_correct/all/mean" in values}
+    if not validated:
+        return None
+    last = max(validated)
+    values = validated[last]
+    at_k = {int(name.rpartition("@")[2]): name for name in values if name.startswith("val_correct/all/mean@")}
+    if at_k:
+        k = max(at_k)
+        heat = _temperature(config, "val_kwargs")
+        text = f"At step {last}, answers sampled to held-out problems{heat} were right in {values[at_k[k]]:.2f}"
+        if _has_greedy(run_dir, timeline, last):
+            text = (
+                f"At step {last}, greedy answers to held-out problems were right in "
+                f"{values['val_correct/all/mean']:.2f}, sampled ones{heat} in {values[at_k[k]]:.2f}"
+            )
+        best = values.get(f"val_correct/all/pass@{k}")
+        among = f"; {best:.2f} of the problems had a right one among {k}" if best is not None and k > 1 else ""
+        return Finding("unknown", f"{text}{among}.")
+    sampled = [step for step in sample_steps(run_dir) if step <= last][-5:]
+    right = [value for step in sampled for value in _correct(read_samples(run_dir, step, "train", timeline))]
+    if not right or not max(*right, values["val_correct/all/mean"]):
+        return None
+    heat = _temperature(config)
+    return Finding(
+        "unknown",
+        f"Answers sampled{heat} in training were right in {_mean(right):.2f} (the {_count(len(sampled), 'step')} up to "
+        f"{last}), greedy answers to held-out problems in {values['val_correct/all/mean']:.2f}.",
+    )
+
+
+def _temperature(config: Mapping[str, JSON], *group: str) -> str:
+    value = _at(config, "actor_rollout_ref", "rollout", *group, "temperature")
+    return f" at temperature {value:g}" if isinstance(value, int | float) else ""
+
+
+def _correct(rows: Sequence[Mapping[str, JSON]]) -> list[float]:
+    """1 or 0 for each answer that has a verdict of its correctness."""
+    return [
+        float(accuracy >= _RIGHT)
+        for row in rows
+        if isinstance(accuracy := row.get("acc"), int | float) and not row.get("errors")
+    ]
+
+
+def _has_greedy(run_dir: Path, timeline: Timeline, step: int) -> bool:
+    splits = [split for split in sample_splits(run_dir) if split != "train"]
+    return any(row.get("kind") == "greedy" for split in splits for row in read_samples(run_dir, step, split, timeline))
+
+
+def _messages(
+    run_dir: Path, timeline: Timeline, split: str, steps: Iterable[int], max_files: int = 10
+) -> Iterable[str]:
+    """What the verdicts of some steps said that failed."""
+    for step in sorted(steps)[:max_files]:
+        for row in read_samples(run_dir, step, split, timeline):
+            errors = row.get("errors")
+            for error in errors if isinstance(errors, list) else [errors]:
+                if isinstance(error, str) and error:
+                    yield error if len(error) <= _MAX_SHOWN else f"{error[:_MAX_SHOWN]}…"
+
+
+def _failed(values: Mapping[str, float]) -> float:
+    """Verdicts of a step, also those on groups that were dropped where that was written down."""
+    if "reward/error_share" in values:
+        return round(_finite(values["reward/error_share"] * values.get("reward/verdicts", 0.0)))
+    return _finite(values.get("reward/errors", 0.0)) + _finite(values.get("reward/timeouts", 0.0))
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else 0.0
+
+
+def _at(config: Mapping[str, JSON], *names: str) -> JSON:
+    """The value of a dotted key, None where the config has not got it."""
+    value: JSON | Mapping[str, JSON] = config
+    for name in names:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value if not isinstance(value, Mapping) else None
+
+
+def _last_quarter(values: Sequence[float]) -> Sequence[float]:
+    return values[-max(len(values) // 4, 1) :]
+
+
+def _over(values: Sequence[float]) -> str:
+    number = len(_last_quarter(values))
+    return f"over the last {_count(number, 'step')}" if number > 1 else "in the last step"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+MANY_STEPS = 8
+MUCH, LITTLE = 0.3, 0.15
+"""Shares of the time from which on idleness is told, and up to which it is none."""
+
+
+def idle_planes(planes: Planes, config: Mapping[str, JSON]) -> list[Finding]:
+    """Over the last quarter of the steps, four at least, in which groups were still begun: at the end of a run none is
+    left to generate. Nothing of a synchronous run, where one plane always waits."""
+    edge = config.get("async")
+    staleness = edge.get("max_staleness") if isinstance(edge, dict) else None
+    begun = max((s.start for part in planes.spans.values() for s in part if s.kind == "group"), default=0.0)
+    times = sorted(t for t in planes.taken.values() if t <= begun)
+    if not isinstance(staleness, int) or staleness < 1 or not planes.decodes or len(times) < MANY_STEPS:
+        return []
+    part = times[-max(len(times) // 4, MANY_STEPS // 2) - 1 :]
+    ran = planes.ran(part[0], part[-1])
+    if ran <= 0:
+        return []
+    waited = min(planes.waited(part[0], part[-1]) / ran, 1.0)
+    idle = max(1 - planes.decoded(part[0], part[-1]) / ran, 0.0)
+    judged = _judged(waited, idle, staleness)
+    if judged is None:
+        return []
+    slower, advice = judged
+    text = f"The trainer waited for groups {waited:.0%} of the time and the engine was idle {idle:.0%} of it"
+    return [Finding("flat", f"{text}, over the last {len(part) - 1} steps: {slower}.", advice)]
+
+
+def _judged(waited: float, idle: float, staleness: int) -> tuple[str, str] | None:
+    """What is slow, and what to change."""
+    if waited >= MUCH and idle <= LITTLE:
+        return "generation is the slower plane", (
+            "Give it more threads (actor_rollout_ref.rollout.num_threads); more staleness would not make it faster."
+        )
+    if waited <= LITTLE and idle >= MUCH:
+        lower = (
+            f"; a lower async.max_staleness (now {staleness}) may do as well, on fresher data" if staleness > 1 else ""
+        )
+        return "training is the slower plane", f"Give it more threads (trainer.num_threads){lower}."
+    if waited >= MUCH and idle >= MUCH:
+        return "both wait for something else", (
+            "Where verifiers take that time, give them more processes (reward.num_workers); else let more groups run: "
+            f"async.max_staleness (now {staleness}), async.max_concurrent_rollouts."
+        )
+    return None

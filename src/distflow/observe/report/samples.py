@@ -1,0 +1,263 @@
+"""One answer as the report shows it: what was said of it by part of the reward, long texts without their middle.
+
+The samples that the report carries, whole groups of answers thinned to fit.
+
+Held-out problems before and after training, matched.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypedDict
+
+from distflow.observe.files import JSON, encode
+from distflow.observe.reading.reward_results import failure, remarks
+from distflow.observe.reading.run_reader import Timeline, read_samples, sample_splits, sample_steps
+from distflow.observe.writing.run_folder import DROPPED
+
+MAX_TEXT = 4000
+_TEXT_KEYS = ("response", "errors", "reward_parts")
+_KEYS = ("score", "acc", "advantage", "masked", "response_length", "finish_reason", "versions", "kind", "dropped")
+
+
+def cut_answer(row: Mapping[str, object], max_text: int = MAX_TEXT) -> dict[str, object]:
+    """The keys that the report shows, with long texts cut in their middle (the end holds the answer).
+
+    A score that stands for a missing verdict is left out, and so is what is empty.
+    """
+    shown = {key: cut(row.get(key), max_text if key in _TEXT_KEYS else 200) for key in (*_TEXT_KEYS, *_KEYS)}
+    shown |= {"told": cut(remarks(row), max_text), "failure": failure(row)}
+    if isinstance(versions := row.get("versions"), list):
+        known = [v for v in versions if isinstance(v, int) and v >= 0]
+        shown["versions"] = sorted({min(known), max(known)}) if known else []
+    if row.get("errors"):
+        shown["score"] = shown["acc"] = None
+    if shown["acc"] == shown["score"]:
+        shown["acc"] = None
+    for key in ("score", "advantage", "masked"):
+        if isinstance(value := shown[key], float) and math.isfinite(value):
+            shown[key] = float(f"{value:.5g}")
+    if not shown["masked"]:
+        shown["masked"] = None
+    return {key: value for key, value in shown.items() if value is not None and value != [] and value != {}}
+
+
+def cut(value: object, max_text: int) -> object:
+    """Texts of at most about so many characters, and 50 entries of what has more."""
+    if isinstance(value, str) and len(value) > max_text:
+        half = max_text // 2
+        return f"{value[:half]}\n[… {len(value) - 2 * half:,} characters left out …]\n{value[-half:]}"
+    if isinstance(value, Mapping):
+        return {str(key)[:100]: cut(item, max_text) for key, item in list(value.items())[:50]}
+    if isinstance(value, list):
+        return [cut(item, max_text) for item in value[:50]]
+    return value
+
+
+MAX_STEPS = 40
+_LEAST_TEXT = 100
+_FAILED_FIRST = 2
+
+
+class SampleGroup(TypedDict):
+    """The answers to one prompt in one step or validation: everything of it that the sample file held.
+
+    answers: what `cut_answer` keeps of each.
+    """
+
+    step: int
+    split: str
+    name: str
+    prompt: object
+    truth: object
+    domain: object
+    prompt_length: object
+    answers: list[dict[str, object]]
+
+
+class Samples(TypedDict):
+    """Whole groups for the table. num_groups, num_answers: those in the files that were looked into, of `all_files`
+    files."""
+
+    groups: list[SampleGroup]
+    num_groups: int
+    num_answers: int
+    num_files: int
+    all_files: int
+
+
+def thin_samples(run_dir: Path, timeline: Timeline, max_bytes: int) -> Samples:
+    """Whole groups of answers.
+
+    From at most `MAX_STEPS` steps of each split, evenly chosen with the first and the last, as many groups of each as
+    fit into its share of `max_bytes`, the texts of large ones cut for that: a few with verdicts that failed, then
+    evenly chosen ones of each domain.
+    """
+    splits = [*sample_splits(run_dir), DROPPED]
+    files = [(split, step) for split in splits for step in sample_steps(run_dir, split)]
+    chosen = [(split, step) for split in splits for step in evenly(sample_steps(run_dir, split), MAX_STEPS)]
+    shown: list[SampleGroup] = []
+    num_groups = num_answers = 0
+    left_bytes = max_bytes
+    for position, (split, step) in enumerate(chosen):
+        rows = read_samples(run_dir, step, split, timeline)
+        share = left_bytes // (len(chosen) - position)
+        groups = sample_groups(rows, step, split)
+        num_groups += len(groups)
+        num_answers += len(rows)
+        sizes = [len(encode(group)) for group in groups]
+        if max(sizes, default=0) > share:
+            groups = sample_groups(rows, step, split, max(MAX_TEXT * share // max(sizes), _LEAST_TEXT))
+            sizes = [len(encode(group)) for group in groups]
+        fitting = _chosen(groups, sizes, share)
+        shown += [groups[i] for i in fitting]
+        left_bytes -= sum(sizes[i] for i in fitting)
+    return {
+        "groups": shown,
+        "num_groups": num_groups,
+        "num_answers": num_answers,
+        "num_files": len(chosen),
+        "all_files": len(files),
+    }
+
+
+def sample_groups(
+    rows: Sequence[Mapping[str, object]], step: int, split: str, max_text: int = MAX_TEXT
+) -> list[SampleGroup]:
+    """The rows of a file by prompt group, as their `uid` says ("17-3" is answer 3 of group 17), else by prompt."""
+    groups: dict[tuple[str, ...], list[Mapping[str, object]]] = {}
+    for row in rows:
+        name, dash, number = str(row.get("uid", "")).rpartition("-")
+        in_group = dash and number.isdigit()
+        key = (str(row.get("set")), name) if in_group else ("", str(row.get("prompt")), str(row.get("ground_truth")))
+        groups.setdefault(key, []).append(row)
+    return [
+        {
+            "step": step,
+            "split": split,
+            "name": key[1] if len(key) == 2 else "",
+            "prompt": cut(answers[0].get("prompt"), max_text),
+            "truth": cut(answers[0].get("ground_truth"), max_text),
+            "domain": cut(answers[0].get("domain"), 200),
+            "prompt_length": cut(answers[0].get("prompt_length"), 200),
+            "answers": [cut_answer(answer, max_text) for answer in answers],
+        }
+        for key, answers in groups.items()
+    ]
+
+
+def _chosen(groups: Sequence[SampleGroup], sizes: Sequence[int], max_bytes: int) -> list[int]:
+    """Positions of groups that fit together, ascending: failures are rare, and would seldom be among evenly chosen."""
+    by_domain = sorted(range(len(groups)), key=lambda i: str(groups[i]["domain"]))
+    failed = [i for i in by_domain if any("failure" in answer for answer in groups[i]["answers"])][:_FAILED_FIRST]
+    if sum(sizes[i] for i in failed) > max_bytes // 2:
+        failed = []
+    others = [i for i in by_domain if i not in failed]
+    left = max_bytes - sum(sizes[i] for i in failed)
+    return sorted([*failed, *(others[i] for i in _fitting([sizes[i] for i in others], left))])
+
+
+def _fitting(sizes: Sequence[int], max_bytes: int) -> list[int]:
+    """Evenly spread positions of parts that fit together, or of one."""
+    number = len(sizes)
+    while number > 1 and sum(sizes[i] for i in evenly(range(len(sizes)), number)) > max_bytes:
+        number = max(number * 3 // 4, 1)
+    return evenly(range(len(sizes)), number) if sizes else []
+
+
+def evenly(items: Sequence[int], number: int) -> list[int]:
+    """At most `number` of the items, evenly spread, the first and the last among them."""
+    if len(items) <= number:
+        return list(items)
+    if number == 1:
+        return [items[0]]
+    return [items[round(i * (len(items) - 1) / (number - 1))] for i in range(number)]
+
+
+def before_and_after(run_dir: Path, timeline: Timeline, num_examples: int = 6) -> dict[str, object] | None:
+    """The same held-out problems at the first and the last validation that kept samples; None without two.
+
+    Problems are matched by prompt and ground truth; a problem with several answers has the mean score of those with a
+    verdict; one without any, then or now, is neither better nor worse (`num_unjudged`). Examples are
+    improved ones first, then worse ones, then unchanged ones, so that one of each is among them if there is one.
+    """
+    splits = [split for split in sample_splits(run_dir) if split.startswith("val")]
+    ends = [(split, steps[0], steps[-1]) for split in splits if len(steps := _kept_steps(run_dir, split, timeline)) > 1]
+    if not ends:
+        return None
+    better: list[dict[str, object]] = []
+    worse: list[dict[str, object]] = []
+    same: list[dict[str, object]] = []
+    num_unjudged = 0
+    lengths: tuple[list[float], list[float]] = ([], [])
+    for split, first, last in ends:
+        old, new = (_by_problem(read_samples(run_dir, step, split, timeline)) for step in (first, last))
+        for key in old:
+            if key in new:
+                pair = {
+                    "split": split,
+                    "before": _answer(old[key]),
+                    "after": _answer(new[key]),
+                    **_problem(old[key][0]),
+                }
+                then, now = _mean_score(old[key]), _mean_score(new[key])
+                if then is None or now is None:
+                    num_unjudged += 1
+                else:
+                    (better if now > then else worse if now < then else same).append(pair)
+                for rows, kept in zip((old[key], new[key]), lengths, strict=True):
+                    kept.extend(n for row in rows if isinstance(n := row.get("response_length"), int | float))
+    examples = [*better[: num_examples - 2], *worse[:1], *same[:1]]
+    return {
+        "first": min(first for _, first, _ in ends),
+        "last": max(last for _, _, last in ends),
+        "num_better": len(better),
+        "num_worse": len(worse),
+        "num_same": len(same),
+        "num_unjudged": num_unjudged,
+        "lengths": [sum(kept) / len(kept) for kept in lengths] if all(lengths) else None,
+        "examples": examples,
+    }
+
+
+def num_problems(run_dir: Path, timeline: Timeline) -> dict[str, int]:
+    """How many different problems the first validation that kept samples had: in "all", and of each domain."""
+    counts: Counter[str] = Counter()
+    for split in sample_splits(run_dir):
+        steps = _kept_steps(run_dir, split, timeline) if split.startswith("val") else []
+        if steps:
+            problems = _by_problem(read_samples(run_dir, steps[0], split, timeline)).values()
+            counts.update(str(rows[0].get("domain", "")) for rows in problems)
+            counts["all"] += len(problems)
+    return dict(counts)
+
+
+def _kept_steps(run_dir: Path, split: str, timeline: Timeline) -> list[int]:
+    """The first and the last step of a split whose samples survive."""
+    steps = sample_steps(run_dir, split)
+    first = next((step for step in steps if read_samples(run_dir, step, split, timeline)), None)
+    last = next((step for step in reversed(steps) if read_samples(run_dir, step, split, timeline)), None)
+    return sorted({step for step in (first, last) if step is not None})
+
+
+def _by_problem(rows: Sequence[dict[str, JSON]]) -> dict[tuple[str, str], list[dict[str, JSON]]]:
+    problems: dict[tuple[str, str], list[dict[str, JSON]]] = {}
+    for row in rows:
+        problems.setdefault((str(row.get("prompt", "")), str(row.get("ground_truth", ""))), []).append(row)
+    return problems
+
+
+def _mean_score(rows: Sequence[Mapping[str, object]]) -> float | None:
+    """How right the answers are, penalties apart; in a folder without that their scores. None without a verdict."""
+    judged = [row for row in rows if not row.get("errors")]
+    scores = [score for row in judged if isinstance(score := row.get("acc", row.get("score")), float)]
+    return sum(scores) / len(scores) if scores else None
+
+
+def _problem(row: Mapping[str, object]) -> dict[str, object]:
+    return {key: cut(row.get(key), 1200) for key in ("prompt", "ground_truth", "domain") if row.get(key) is not None}
+
+
+def _answer(rows: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    return {"response": cut(rows[0].get("response"), 2000), "score": _mean_score(rows), "num_answers": len(rows)}

@@ -1,0 +1,305 @@
+"""What the report says in words: did it learn, did anything go wrong, where did the time go."""
+
+import math
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypedDict
+
+from distflow.observe.files import JSON
+from distflow.observe.reading.run_reader import Event, MetricsRecord
+
+Tone = Literal["good", "bad", "flat", "unknown"]
+Steps = Mapping[int, Mapping[str, float]]
+
+_SMALL_SHARE = 0.01  # of the time: phases below it are named together
+PROBLEM_KINDS = ("error", "warning", "finding")
+ACCURACY = "val_correct/all/mean"
+REWARD = "reward/mean_score"
+
+
+class EventGroup(TypedDict):
+    """Events of one kind with equal messages, as the page takes them.
+
+    first, last: their steps, None where the event had none. fields: of the last one. rolled_back: whether all are.
+    """
+
+    kind: str
+    message: str
+    count: int
+    first: int | None
+    fields: dict[str, JSON]
+    last: int | None
+    rolled_back: bool
+
+
+class Failure(TypedDict):
+    """is_check: one of the checks stopped the run. traceback: the way that the error came, "" where that is no matter.
+    event: what recorded it."""
+
+    message: str
+    is_check: bool
+    traceback: str
+    event: Event
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Accuracy on held-out problems over the run: (step, value) points.
+
+    before_training: the first point was measured before any update. num_problems: how many; None where unknown.
+    """
+
+    name: str
+    points: tuple[tuple[int, float], ...]
+    before_training: bool
+    num_problems: int | None
+
+    @property
+    def best(self) -> tuple[int, float]:
+        """The first step that reached the highest value."""
+        return max(self.points, key=lambda point: (point[1], -point[0]))
+
+    @property
+    def change(self) -> float:
+        """Last minus first."""
+        return self.points[-1][1] - self.points[0][1]
+
+    def noise(self) -> float | None:
+        """Two standard errors of the change, as of independent problems; None for what is no share of a number."""
+        ends = (self.points[0][1], self.points[-1][1])
+        if not self.num_problems or not all(0 <= value <= 1 for value in ends):
+            return None
+        # One problem either way is below what can be told apart, however certain the shares look.
+        variance = sum(value * (1 - value) for value in ends) / self.num_problems
+        return max(2 * math.sqrt(variance), 1 / self.num_problems)
+
+
+def find_accuracy(records: Sequence[MetricsRecord], num_problems: int | None) -> Accuracy | None:
+    """The overall accuracy on held-out problems if the run measured it."""
+    names = {name for record in records for name in record.values if name.startswith("val_correct/")}
+    if not names:
+        return None
+    name = ACCURACY if ACCURACY in names else min(names, key=lambda name: (not name.endswith("/mean"), name))
+    found = {record.step: record.values[name] for record in records if name in record.values}
+    points = tuple((step, value) for step, value in sorted(found.items()) if math.isfinite(value))
+    if not points:
+        return None
+    first_update = min((record.step for record in records if record.kind == "train"), default=None)
+    before = points[0][0] == 0 or (first_update is not None and points[0][0] < first_update)
+    return Accuracy(name, points, before, num_problems)
+
+
+def learned(accuracy: Accuracy | None, steps: Steps) -> tuple[Tone, str]:
+    """Whether the run learned, by held-out accuracy if there is one, else by the reward, else by the loss."""
+    if accuracy and len(accuracy.points) > 1:
+        return _learned_by_accuracy(accuracy)
+    for name, word, sign in ((REWARD, "reward", 1), ("sft/loss", "loss", -1), ("loss", "loss", -1)):
+        values = known_values(steps, name)
+        if len(values) >= 4:
+            return _learned_by_curve(values, word, sign, steps)
+    return "unknown", "There are too few measurements to say whether it learned."
+
+
+def _learned_by_accuracy(accuracy: Accuracy) -> tuple[Tone, str]:
+    (first_step, first), (last_step, last) = accuracy.points[0], accuracy.points[-1]
+    noise = accuracy.noise()
+    problems = f" ({accuracy.num_problems:,} problems)" if accuracy.num_problems else ""
+    start = "before RL" if accuracy.before_training else f"at step {first_step}"
+    moved = f"accuracy on held-out problems{problems} was {first:.2f} {start} and is {last:.2f} at step {last_step}"
+    if abs(accuracy.change) <= (0.02 if noise is None else noise):
+        known = (
+            ""
+            if noise is None
+            else f": the change of {accuracy.change:+.2f} is within what chance gives (±{noise:.2f})"
+        )
+        return "flat", f"No clear change: {moved}{known}."
+    if accuracy.change < 0:
+        return "bad", f"It got worse: {moved}."
+    best_step, best = accuracy.best
+    peak = f" It was best at step {best_step} with {best:.2f}." if best - last > (noise or 0.02) else ""
+    return "good", f"It learned: {moved}.{peak}"
+
+
+def _learned_by_curve(values: Sequence[float], word: str, sign: int, steps: Steps) -> tuple[Tone, str]:
+    """Compares the first and the last tenth of the steps (at least 2), with the spread inside the two."""
+    size = min(max(len(values) // 10, 2), 50)
+    first, last = values[:size], values[-size:]
+    before, after = sum(first) / size, sum(last) / size
+    spread = sum((v - before) ** 2 for v in first) + sum((v - after) ** 2 for v in last)
+    noise = 2 * math.sqrt(spread / max(2 * size - 2, 1) * 2 / size)
+    moved = f"the {word} was {before:.3g} over the first {size} steps and is {after:.3g} over the last {size}"
+    held_out = any(name.startswith("val_correct/") for values in steps.values() for name in values)
+    caveat = " Nothing was measured on held-out problems." if word == "reward" and not held_out else ""
+    if abs(after - before) <= noise:
+        return "flat", f"No clear change: {moved}.{caveat}"
+    if (after - before) * sign < 0:
+        return "bad", f"It got worse: {moved}.{caveat}"
+    return "good", f"The {word} {'rose' if sign > 0 else 'fell'}: {moved}.{caveat}"
+
+
+def known_values(steps: Steps, name: str) -> list[float]:
+    """A metric's finite values in the order of the steps."""
+    return [value for _, values in sorted(steps.items()) if math.isfinite(value := values.get(name, math.nan))]
+
+
+def problems(groups: Sequence[EventGroup], steps: Steps) -> tuple[Tone, str]:
+    """What went wrong, counted; `groups` are those of `group_events`."""
+    counts = []
+    for kind in PROBLEM_KINDS:
+        number = sum(group["count"] for group in groups if group["kind"] == kind)
+        if number:
+            counts.append(f"{number:,} {kind}{'s' if number > 1 else ''}")
+    skipped = round(sum(known_values(steps, "actor/skipped")))
+    if skipped:
+        counts.append(f"{skipped:,} skipped update{'s' if skipped > 1 else ''}")
+    bad = sorted({name for values in steps.values() for name, value in values.items() if not math.isfinite(value)})
+    if bad:
+        counts.append(f"values that are not finite in {', '.join(bad[:3])}{' and others' if len(bad) > 3 else ''}")
+    if not counts:
+        return "good", "No warnings, no errors, no skipped updates."
+    tone: Tone = "bad" if any(group["kind"] == "error" for group in groups) else "flat"
+    return tone, f"Worth a look: {joined(counts)}."
+
+
+def proven(events: Sequence[Event]) -> tuple[Tone, str]:
+    """Which claims the auditor proved again, in how many steps, and which it could not prove, with the reason."""
+    audits = _audits(events)
+    if not audits:
+        return "flat", "No step was proven again: trust.audit_freq is 0, or the run ended before its first audit."
+    names = _names(fields.get("proven") for fields in audits)
+    left: dict[str, JSON] = {}
+    for fields in audits:
+        if isinstance(unproven := fields.get("unproven"), dict):
+            left.update(unproven)
+    reasons = "; ".join(f"{name} ({reason})" for name, reason in left.items())
+    counted = f"{len(audits):,} step{'s were' if len(audits) > 1 else ' was'} proven again from what was recorded first"
+    text = f"{counted}: {', '.join(names)}." + (f" Not proven, or not in all: {reasons}." if reasons else "")
+    return "flat" if reasons else "good", text
+
+
+def has_audits(events: Sequence[Event]) -> bool:
+    """Whether any step was proven again."""
+    return bool(_audits(events))
+
+
+def _audits(events: Sequence[Event]) -> list[Mapping[str, JSON]]:
+    return [event.fields for event in events if event.kind == "audit" and not event.rolled_back]
+
+
+def _names(lists: Iterable[JSON]) -> list[str]:
+    return list(dict.fromkeys(str(name) for names in lists if isinstance(names, list) for name in names))
+
+
+def time_sentence(steps: Steps) -> str:
+    """How many steps, how long, and the share of each phase; small ones together."""
+    total = sum(values.get("timing_s/step", 0.0) for values in steps.values())
+    phases: dict[str, float] = {}
+    for values in steps.values():
+        for name, seconds in values.items():
+            if name.startswith("timing_s/") and name != "timing_s/step" and math.isfinite(seconds):
+                phases[name.removeprefix("timing_s/")] = phases.get(name.removeprefix("timing_s/"), 0.0) + seconds
+    if not total or not phases or not math.isfinite(total):
+        return ""
+    shares = {name: seconds / total for name, seconds in sorted(phases.items(), key=lambda phase: -phase[1])}
+    said = [f"{name} {share:.0%}" for name, share in shares.items() if share >= _SMALL_SHARE]
+    small = [name for name, share in shares.items() if 0 < share < _SMALL_SHARE]
+    if small:
+        said.append(f"{joined(small)} {sum(shares[name] for name in small):.0%}")
+    num_steps = sum("timing_s/step" in values for values in steps.values())
+    took = f"{num_steps:,} steps took" if num_steps > 1 else "One step took"
+    return f"{took} {readable_s(total)}: {', '.join(said)}."
+
+
+def group_events(events: Sequence[Event], max_groups: int = 200) -> list[EventGroup]:
+    """Warnings, errors and findings with equal messages put together, errors first, then by number."""
+    groups: dict[tuple[str, str], EventGroup] = {}
+    for event in events:
+        if event.kind in PROBLEM_KINDS:
+            empty: EventGroup = {
+                "kind": event.kind,
+                "message": event.message,
+                "count": 0,
+                "first": event.step,
+                "fields": {},
+                "last": None,
+                "rolled_back": True,
+            }
+            group = groups.setdefault((event.kind, event.message), empty)
+            group["count"] += 1
+            group["last"] = event.step
+            group["fields"] = dict(event.fields)
+            group["rolled_back"] = event.rolled_back and group["rolled_back"]
+    order = sorted(groups.values(), key=lambda group: (PROBLEM_KINDS.index(group["kind"]), -group["count"]))
+    return order[:max_groups]
+
+
+def status(events: Sequence[Event]) -> dict[str, str]:
+    """How the run stands, from its last start and end: a word, and a sentence where there is more to say."""
+    ends = [event for event in events if event.kind in ("start", "end")]
+    if not ends:
+        return {"word": "unknown", "detail": "the folder has no start event"}
+    if ends[-1].kind == "start":
+        return {"word": "no end yet", "detail": "the run is still going, or it was killed"}
+    return {"word": str(ends[-1].fields.get("status", "finished")), "detail": ends[-1].message}
+
+
+def failure(events: Sequence[Event]) -> Failure | None:
+    """What ended the last start of a run that failed; None where it did not fail."""
+    starts = [i for i, event in enumerate(events) if event.kind == "start"]
+    last = events[starts[-1] :] if starts else events
+    errors = [event for event in last if event.kind == "error"]
+    if status(events)["word"] != "failed" or not errors:
+        return None
+    error = errors[-1]
+    raised, way = error.fields.get("raised"), error.fields.get("traceback")
+    return {
+        "message": error.message.removeprefix(f"{raised}: "),
+        "is_check": raised == "TrustError",
+        "traceback": way if isinstance(way, str) else "",
+        "event": error,
+    }
+
+
+def ending(
+    events: Sequence[Event], failed: Failure | None, steps: Steps, planned: JSON, written: float
+) -> tuple[Tone, str]:
+    """How the run ended where it did not just finish; "" where it did.
+
+    planned: its steps, None where unknown. written: when it recorded something last, in seconds since the epoch.
+    """
+    trained = [step for step, values in steps.items() if "timing_s/step" in values]
+    done = max(trained, default=0)
+    of = f" of {planned:,}" if isinstance(planned, int) else ""
+    after = f"after {done:,}{of} step{'s' if done > 1 or of else ''}" if done else "before its first step was done"
+    word = status(events)["word"]
+    if failed:
+        return "bad", f"{'A check stopped it' if failed['is_check'] else 'It failed'} {after}:"
+    if word == "failed":
+        return "bad", f"It failed {after}."
+    if word == "stopped":
+        signals = [found[1] for event in events if (found := re.match(r"(SIG[A-Z]+): ", event.message))]
+        by = f" by {signals[-1]}" if signals else ""
+        saved = any(event.kind == "checkpoint" and event.step == done for event in events)
+        then = "the same command goes on from there" if saved else "that step was not saved"
+        return "flat", f"It was stopped{by} {after}; {then}."
+    if word == "no end yet":
+        last = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written))
+        return "flat", f"No end is recorded {after}: it still runs, or it was killed. Last it wrote at {last}."
+    return "good", ""
+
+
+def readable_s(seconds: float) -> str:
+    """`8.2 s`, `4 min 12 s`, `3 h 5 min`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def joined(parts: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

@@ -1,0 +1,303 @@
+"""What the two planes of a run did, from the spans and the ledger of its folder.
+
+How sure a share is: error bars of accuracies.
+
+The time line of a step, or of several: what learner and experience plane did and waited for.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypedDict
+
+from distflow.observe.files import read_records
+from distflow.observe.reading.run_reader import MetricsRecord, Span, read_spans
+
+TRAINING = "train"
+"""What spans of decoding for training are called."""
+
+_MAX_LEDGER_BYTES = 8_000_000
+_STEP = re.compile(r"step (\d+)")
+
+
+@dataclass(frozen=True)
+class Planes:
+    """spans: by actor. trained_at: the step (from 0) that trained on a ticket. oldest: the lowest version of a token of
+    a ticket's group. taken: when a step was taken off the experience edge. decodes: whether decoding was recorded."""
+
+    spans: Mapping[str, Sequence[Span]]
+    trained_at: Mapping[int, int]
+    oldest: Mapping[int, int]
+    taken: Mapping[int, float]
+    decodes: bool
+
+    def staleness(self, group: Span) -> int | None:
+        """Steps between the oldest weights that drew a token of a group (or those that it began with, where that is
+        not known) and the step that trained on it; None where none did, or on another attempt."""
+        if group.ticket is None or group.ticket not in self.trained_at or group.what != "complete":
+            return None
+        version = self.oldest.get(group.ticket, group.version)
+        return None if version is None else self.trained_at[group.ticket] - version
+
+    def waited(self, start: float, end: float) -> float:
+        """The seconds that the learner waited for groups."""
+        return _covered(
+            (s for s in self.spans.get("learner", ()) if s.kind == "wait" and _STEP.fullmatch(s.what)), start, end
+        )
+
+    def decoded(self, start: float, end: float) -> float:
+        """The seconds in which an engine decoded for training; of several engines their mean."""
+        decoding = [[s for s in part if s.kind == "decode"] for part in self.spans.values()]
+        engines = [[s for s in spans if s.what == TRAINING] for spans in decoding if spans]
+        return sum(_covered(spans, start, end) for spans in engines) / max(len(engines), 1)
+
+    def ran(self, start: float, end: float) -> float:
+        """The seconds in which the run went on, without those of validations and saves, when neither plane is to
+        work."""
+        phases = [s for s in self.spans.get("learner", ()) if s.kind == "phase"]
+        idle = (s for s in phases if s.what in ("eval", "save", "save_wait"))
+        return _covered(phases, start, end) - _covered(idle, start, end)
+
+
+def read_planes(run_dir: Path) -> Planes:
+    """Of as much of the run as the ends of its files hold."""
+    spans = read_spans(run_dir)
+    waits = [s for s in spans.get("learner", ()) if s.kind == "wait"]
+    taken = {int(found[1]): span.end for span in waits if (found := _STEP.fullmatch(span.what))}
+    trained_at, oldest = dict[int, int](), dict[int, int]()
+    for record in read_records(run_dir / "ledger.jsonl", _MAX_LEDGER_BYTES)[0]:
+        match record:
+            case {"kind": "consumed", "step": int(step), "tickets": list(tickets)}:
+                trained_at.update({ticket: step for ticket in tickets if isinstance(ticket, int)})
+            case {"kind": "complete", "ticket": int(ticket), "version": int(version)}:
+                oldest[ticket] = version
+    decodes = any(span.kind == "decode" for part in spans.values() for span in part)
+    return Planes(spans, trained_at, oldest, taken, decodes)
+
+
+def _covered(spans: Iterable[Span], start: float, end: float) -> float:
+    """Seconds of a stretch of time that spans cover, those that overlap counted once."""
+    total, until = 0.0, start
+    for span in sorted(spans, key=lambda span: span.start):
+        total += max(min(span.end, end) - max(span.start, until), 0.0)
+        until = max(until, span.end)
+    return total
+
+
+Z_95 = 1.959963984540054
+"""The normal quantile of a two-sided 95 % interval."""
+
+
+def wilson(share: float, number: float) -> tuple[float, float]:
+    """The 95 % score interval of a share of `number` independent trials (Wilson, JASA 22:158, 1927).
+
+    Unlike the normal one it stays within [0, 1], and has a width at shares of 0 and 1.
+    """
+    squared = Z_95 * Z_95 / number
+    middle = (share + squared / 2) / (1 + squared)
+    half = Z_95 * math.sqrt(share * (1 - share) / number + squared / (4 * number)) / (1 + squared)
+    return max(middle - half, 0.0), min(middle + half, 1.0)
+
+
+def error_bars(
+    columns: Mapping[str, Sequence[float | str | None]], trials: Mapping[str, int]
+) -> dict[str, list[list[float] | None]]:
+    """An interval for each value of the columns `val_correct/DOMAIN/...`, None where there is no share.
+
+    trials: the held-out problems of each domain, "all" among them. Several answers to a problem are no more trials.
+    """
+    bars: dict[str, list[list[float] | None]] = {}
+    for name, values in columns.items():
+        group, _, rest = name.partition("/")
+        number = trials.get(rest.rpartition("/")[0], 0) if group == "val_correct" else 0
+        if number:
+            bars[name] = [_interval(value, number) for value in values]
+    return bars
+
+
+def _interval(value: float | str | None, number: int) -> list[float] | None:
+    if not isinstance(value, float) or not 0 <= value <= 1:
+        return None
+    return [float(f"{end:.4g}") for end in wilson(value, number)]
+
+
+MAX_SPANS = 300
+MAX_STEPS = 10
+_LEAST_SHARE = 0.0005
+
+Bar = tuple[float, float, str, int | None, float | None]
+"""Start and end in seconds since the window began, and what it is. For a group the steps by which it was stale when it
+was trained on, and when that was; for decoding the version of the weights; else None."""
+
+
+class Lane(TypedDict):
+    """kind: of its spans."""
+
+    name: str
+    kind: str
+    spans: list[Bar]
+
+
+class StepTimeline(TypedDict):
+    """first, last: its steps. why: what makes them ones to look at. steps, published: when each step ended, and when
+    weights were published, with the number of their step. paused: when validations ran. notes: sentences on it."""
+
+    first: int
+    last: int
+    why: str
+    seconds: float
+    lanes: list[Lane]
+    steps: list[tuple[float, int]]
+    published: list[tuple[float, int]]
+    paused: list[tuple[float, float]]
+    notes: list[str]
+
+
+class _Step(NamedTuple):
+    number: int
+    start: float
+    end: float
+    inc: int
+
+
+def timelines(planes: Planes, records: Sequence[MetricsRecord]) -> list[StepTimeline]:
+    """Of the last steps together, of a usual step, the slowest one and the last one; none where nothing was timed.
+
+    records: that survive.
+    """
+    steps = _timed(planes, records)
+    if not steps:
+        return []
+    by_length = sorted(steps, key=lambda step: step.end - step.start)
+    chosen: dict[tuple[int, int], tuple[str, list[_Step]]] = {}
+    for why, part in (
+        ("the last steps", _last(planes, steps)),
+        ("a usual step", [by_length[len(by_length) // 2]]),
+        ("the slowest step", [by_length[-1]]),
+        ("the last step", [steps[-1]]),
+    ):
+        if part:
+            chosen.setdefault((part[0].number, part[-1].number), (why, part))
+    found = [_timeline(planes, why, part) for why, part in chosen.values()]
+    return [line for line in found if line["lanes"]]
+
+
+def _timed(planes: Planes, records: Sequence[MetricsRecord]) -> list[_Step]:
+    earliest = min((span.start for part in planes.spans.values() for span in part), default=float("inf"))
+    timed = [(record, seconds) for record in records if (seconds := record.values.get("timing_s/step", 0.0)) > 0]
+    return [
+        _Step(record.step, record.t - seconds, record.t, record.inc)
+        for i, (record, seconds) in enumerate(timed)
+        # Of a step whose spans were lost there is nothing to draw; the first one begins with a start that has none.
+        if record.t - (seconds / 2 if i else 0.0) >= earliest
+    ]
+
+
+def _last(planes: Planes, steps: Sequence[_Step]) -> list[_Step]:
+    """As many as their groups can be drawn of, at least two and at most `MAX_STEPS`, since the run was last resumed."""
+    part = [step for step in steps if step.inc == steps[-1].inc][-MAX_STEPS:]
+    starts = [span.start for spans in planes.spans.values() for span in spans if span.kind == "group"]
+    while len(part) > 2 and sum(part[0].start <= start < part[-1].end for start in starts) > MAX_SPANS:
+        part = part[1:]
+    return part if len(part) > 1 else []
+
+
+def _timeline(planes: Planes, why: str, part: Sequence[_Step]) -> StepTimeline:
+    start, end = part[0].start, part[-1].end
+    learner = [span for span in planes.spans.get("learner", ()) if start < span.end and span.start < end]
+    lanes, notes = _lanes(planes, start, end)
+    return {
+        "first": part[0].number,
+        "last": part[-1].number,
+        "why": why,
+        "seconds": round(end - start, 4),
+        "lanes": lanes,
+        "steps": [(round(step.end - start, 4), step.number) for step in part[:-1]],
+        "published": [
+            (round(span.end - start, 4), span.step + 1)
+            for span in learner
+            if span.what == "update_weights" and span.step is not None and span.end <= end
+        ],
+        "paused": [
+            (round(max(span.start, start) - start, 4), round(min(span.end, end) - start, 4))
+            for span in learner
+            if span.what == "eval"
+        ],
+        "notes": [*_shares(planes, start, end), *notes],
+    }
+
+
+def _shares(planes: Planes, start: float, end: float) -> list[str]:
+    if not planes.decodes:
+        return []
+    waited, decoded = planes.waited(start, end) / (end - start), planes.decoded(start, end) / (end - start)
+    return [f"The trainer waited for groups {waited:.0%} of this time; the engine decoded {decoded:.0%} of it."]
+
+
+def _lanes(planes: Planes, start: float, end: float) -> tuple[list[Lane], list[str]]:
+    """With sentences on what is left out."""
+    lanes: list[Lane] = []
+    left_out, notes = 0, []
+    for actor, spans in planes.spans.items():
+        for (kind, name), own in _by_lane(actor, spans).items():
+            inside = [span for span in own if _until(planes, span) > start and span.start < end]
+            if kind == "wait":
+                inside = _idle(inside, spans)
+            if kind == "group":
+                drawn, every = _sampled(inside)
+                notes += [f"One group of {every} is drawn."] if every > 1 else []
+            else:
+                drawn = _longest(inside, _LEAST_SHARE * (end - start))
+                left_out += len(inside) - len(drawn)
+            bars = [_bar(planes, span, start, end) for span in drawn]
+            if bars:
+                lanes.append({"name": name, "kind": kind, "spans": bars})
+    order = ("phase", "group", "decode", "wait")
+    lanes.sort(key=lambda lane: order.index(lane["kind"]) if lane["kind"] in order else 1)
+    if left_out:
+        notes.append(f"{left_out} {'spans are' if left_out > 1 else 'span is'} too short to be seen, or too many.")
+    return lanes, notes
+
+
+def _by_lane(actor: str, spans: Sequence[Span]) -> Mapping[tuple[str, str], list[Span]]:
+    lanes: dict[tuple[str, str], list[Span]] = {}
+    for span in spans:
+        name = {"phase": actor, "wait": f"{actor} waits for", "decode": f"{actor} decodes: {span.what}"}.get(span.kind)
+        lanes.setdefault((span.kind, name or f"{actor}: {span.kind}s"), []).append(span)
+    return lanes
+
+
+def _idle(waits: Sequence[Span], spans: Sequence[Span]) -> list[Span]:
+    """The waits in which none of the actor's groups ran all the time: it only waited to start another one."""
+    groups = [span for span in spans if span.kind == "group"]
+    return [wait for wait in waits if not any(g.start <= wait.start and wait.end <= g.end for g in groups)]
+
+
+def _sampled(groups: Sequence[Span]) -> tuple[list[Span], int]:
+    """Every so many of the groups, such that they can be drawn."""
+    every = -(-len(groups) // MAX_SPANS) or 1
+    in_order = sorted(groups, key=lambda span: (span.start, -1 if span.ticket is None else span.ticket))
+    return in_order[::every], every
+
+
+def _longest(spans: Sequence[Span], least_s: float) -> list[Span]:
+    """Those that can be seen, by their start; longer ones first where two begin together, so that what lies within
+    another is drawn upon it."""
+    seen = sorted((span for span in spans if span.end - span.start >= least_s), key=lambda span: span.start - span.end)
+    return sorted(seen[:MAX_SPANS], key=lambda span: (span.start, -span.end))
+
+
+def _until(planes: Planes, span: Span) -> float:
+    """When a group left the experience edge to be trained on; of other spans their end."""
+    is_done = span.kind == "group" and span.what == "complete"
+    step = planes.trained_at.get(span.ticket) if is_done and span.ticket is not None else None
+    return max(span.end, planes.taken.get(step, span.end)) if step is not None else span.end
+
+
+def _bar(planes: Planes, span: Span, start: float, end: float) -> Bar:
+    level = {"group": planes.staleness(span), "decode": span.version}.get(span.kind)
+    until = round(min(_until(planes, span), end) - start, 4) if span.kind == "group" else None
+    begin, finish = max(span.start, start), max(min(span.end, end), start)
+    return (round(begin - start, 4), round(finish - start, 4), span.what, level, until)

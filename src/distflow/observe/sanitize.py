@@ -1,0 +1,123 @@
+"""The one way out for text of models, data, files and users: it can move no cursor, nor hide or turn a line around.
+
+Three media, one function each: `visible` for lines that people read, `Harmless` for whole streams (the process's
+standard output and error, whoever prints there), `escaped_json` for JSON in files and pages.
+
+Lines of libraries that whoever reads them can do nothing about. Errors, and what user code warns of, are shown.
+"""
+
+import io
+import logging
+import re
+import sys
+import unicodedata
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+_HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+# What a terminal or an editor obeys although JSON lets it stand: DEL and C1, soft hyphen, marks of direction, joiners,
+# separators, interlinear marks, tags.
+_OBEYED = re.compile(
+    "[\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
+)
+
+
+def visible(text: str, limit: int | None = None, one_line: bool = False) -> str:
+    """The text with control, format and unpaired characters written as escapes (`\\x1b`, `\\u202e`).
+
+    one_line: line ends are shown as ⏎. limit: longer text ends in "…", cut before anything else is done with it.
+    """
+    cut = limit is not None and len(text) > limit
+    shown = "".join(_visible_character(character, one_line) for character in (text[:limit] if cut else text))
+    return shown + "…" if cut else shown
+
+
+def escaped_json(text: str) -> str:
+    """JSON text whose invisible characters are JSON escapes: it is read back as it was, and is harmless to look at."""
+    return text if text.isascii() and "\x7f" not in text else _OBEYED.sub(_json_escape, text)
+
+
+class Harmless(io.TextIOBase):
+    """A stream that writes what `visible` makes of the text, in the encoding of the one below.
+
+    It is no terminal to those who ask, so that libraries leave colours and redrawing out; `below` may be one. A write
+    that begins with a carriage return, as progress bars have it, begins a new line instead.
+    """
+
+    def __init__(self, below: TextIO) -> None:
+        self.below: TextIO = below.below if isinstance(below, Harmless) else below
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # read-only here
+        return getattr(self.below, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> int:
+        shown = visible("\n" + text[1:] if text.startswith("\r") else text)
+        self.below.write(shown.encode(self.encoding, "backslashreplace").decode(self.encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        self.below.flush()
+
+    def fileno(self) -> int:
+        return self.below.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.below, name)  # what only some streams have, such as `reconfigure`
+
+
+@contextmanager
+def harmless_output() -> Iterator[None]:
+    """Standard output and error are `Harmless` inside."""
+    out, err = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = Harmless(out), Harmless(err)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = out, err
+
+
+def _visible_character(character: str, one_line: bool) -> str:
+    if character == "\n":
+        return "⏎" if one_line else character
+    if character == "\t":
+        return " "
+    if character.isascii() and character.isprintable() or unicodedata.category(character) not in _HIDDEN:
+        return character
+    code = ord(character)
+    if code <= 0xFF:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
+
+
+def _json_escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    if code <= 0xFFFF:
+        return f"\\u{code:04x}"
+    high, low = divmod(code - 0x10000, 0x400)
+    return f"\\u{0xD800 + high:04x}\\u{0xDC00 + low:04x}"
+
+
+# Which of their functions a library calls next year is between it and the others.
+_LIBRARIES = ("accelerate", "bitsandbytes", "datasets", "huggingface_hub", "peft", "torch", "transformers")
+_OUTDATED = (DeprecationWarning, FutureWarning)
+
+# Logger and how its line begins: alternatives that no run of ours takes.
+_LOGGED = {"bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community"}
+
+
+def quiet_libraries() -> None:
+    """Leave those lines out from here on. What `-W`, PYTHONWARNINGS or user code asks for comes first."""
+    for category in _OUTDATED:
+        warnings.filterwarnings("ignore", category=category, module=rf"({'|'.join(_LIBRARIES)})(\.|$)", append=True)
+    for name in _LOGGED:
+        logging.getLogger(name).addFilter(_is_wanted)
+
+
+def _is_wanted(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR or not str(record.msg).startswith(_LOGGED.get(record.name, "\0"))

@@ -1,0 +1,233 @@
+"""Runs that were in a folder before the one that is there: each whole, in `earlier/N` of the folder.
+
+The writer of a run's folder, which is the interface of everything that looks at a run.
+
+`run_reader` reads what is written here; `docs/observe.md` describes every file.
+"""
+
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+from distflow.observe.files import LineFile, encode, write_atomically
+from distflow.observe.metrics import nest
+from distflow.observe.writing.folder_lock import FILES, FOLDERS, MARK, own
+
+EARLIER: Final = "earlier"
+_KEPT: Final = (EARLIER, "data", "models")
+"""What the next run may be reading by then; the names of what lies there follow from what it holds."""
+
+_MOVING: Final = ".moving"
+
+
+def set_aside(run_dir: Path) -> Path | None:
+    """Move a run's files to a folder of their own, so that another starts with an empty account.
+
+    Returns that folder, which is a run's folder; None where there was no run. For who has claimed `run_dir`. A kill
+    leaves what `finish_moving` completes.
+    """
+    names = _of_a_run(run_dir)
+    if not names and not _moving(run_dir):
+        return None
+    target = _moving(run_dir) or _begin_moving(run_dir)
+    for name in names:
+        os.rename(run_dir / name, target / name)
+    return target.rename(target.with_suffix(""))
+
+
+def finish_moving(run_dir: Path) -> None:
+    """Where a kill left a run half set aside, the rest follows: it must not be taken for a whole one."""
+    if _moving(run_dir):
+        set_aside(run_dir)
+
+
+def _of_a_run(run_dir: Path) -> list[str]:
+    names = [name for name in (*FILES, *FOLDERS) if name not in _KEPT]
+    return [name for name in names if os.path.lexists(run_dir / name)]
+
+
+def _moving(run_dir: Path) -> Path | None:
+    return next((run_dir / EARLIER).glob(f"*{_MOVING}"), None)
+
+
+def _begin_moving(run_dir: Path) -> Path:
+    folder = run_dir / EARLIER
+    folder.mkdir(mode=0o700, exist_ok=True)
+    taken = {path.stem for path in folder.iterdir()}
+    target = folder / f"{next(number for number in count(1) if str(number) not in taken)}{_MOVING}"
+    target.mkdir(mode=0o700)
+    os.close(os.open(target / MARK, os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    return target
+
+
+SCHEMA_VERSION = 1
+
+DROPPED = "dropped"
+"""The split of groups that no step trained on, which has a folder of its own."""
+
+SAMPLE_KEYS = (
+    "uid",
+    "prompt",
+    "response",
+    "ground_truth",
+    "score",
+    "acc",
+    "reward_parts",
+    "errors",
+    "advantage",
+    "prompt_length",
+    "response_length",
+    "finish_reason",
+    "versions",
+    "domain",
+)
+
+
+class RunFolder:
+    """Appends metrics, events and spans, and writes samples and JSON files whole. Safe to call from several threads.
+
+    incarnation: counts the starts of this run in this folder, from 0.
+    resumed_at: the step whose checkpoint this incarnation goes on from; what earlier incarnations wrote about later
+    steps was rolled back, and readers leave it out (-1: it starts anew, so all of it was). Without it that is taken
+    from the first step that is written.
+    part: 0 owns the folder. Others join it: their spans and samples are in files of their own, and of events they
+    append whole lines.
+
+    Raises RunFolderError when the folder is in use by another process, or is somebody's.
+    """
+
+    def __init__(self, path: Path, incarnation: int, resumed_at: int | None = None, part: int = 0):
+        self.path = Path(path)
+        self.incarnation = incarnation
+        self._part = part
+        self._lock = threading.Lock()  # the lines of two threads would mix, and those that wait for a flush be lost
+        self._owner = None if part else own(self.path)
+        self._metrics = LineFile(self.path / "metrics.jsonl")
+        self._events = LineFile(self.path / "events.jsonl")
+        self._spans: dict[str, LineFile] = {}
+        self._closed = False
+        if part:
+            return
+        where = {} if resumed_at is None else {"resumed_at": resumed_at}
+        self.event("start", f"incarnation {incarnation} started", schema=SCHEMA_VERSION, pid=os.getpid(), **where)
+
+    def write_json(self, name: str, data: object) -> None:
+        """Write `name` (e.g. "run.json") whole or not at all."""
+        write_atomically(self._plain(name), encode(data, indent=2) + b"\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a text file (e.g. "config.yaml") whole or not at all."""
+        write_atomically(self._plain(name), text.encode("utf-8", "backslashreplace"))
+
+    def metrics(self, step: int, kind: str, values: Mapping[str, float]) -> None:
+        """Append one record of flat metric names; `kind` is "train", "val", "sft", ... Flushes everything."""
+        record = {
+            "step": step,
+            "t": time.time(),
+            "inc": self.incarnation,
+            "kind": kind,
+            "m": nest({name: float(value) for name, value in values.items()}),
+        }
+        with self._lock:
+            self._metrics.append(record)
+        self.flush()
+
+    def flush(self) -> None:
+        """Spans so far are in their files, whatever becomes of the process."""
+        with self._lock:
+            for spans in self._spans.values():
+                spans.flush()
+
+    def event(self, kind: str, message: str, **fields: object) -> None:
+        """Append something that happened: "start", "end", "info", "warning", "error", "finding", "canary", ...
+
+        `step` among the fields places it on the timeline.
+        """
+        record = {"t": time.time(), "inc": self.incarnation, "kind": kind, "message": message, **fields}
+        with self._lock:
+            self._events.append(record)
+
+    def span(
+        self,
+        actor: str,
+        t0: float,
+        t1: float,
+        kind: str,
+        what: str,
+        step: int | None = None,
+        ticket: int | None = None,
+        version: int | None = None,
+        on: str | None = None,
+    ) -> None:
+        """Append to `spans/ACTOR.jsonl` what an actor did or waited for (`on`: for whom); times are `time.time()`."""
+        record = {"t0": t0, "t1": t1, "kind": kind, "what": what, "inc": self.incarnation}
+        given = {"step": step, "ticket": ticket, "version": version, "on": on}
+        record.update({key: value for key, value in given.items() if value is not None})
+        actor = f"{actor}-{self._part}" if self._part else actor
+        with self._lock:
+            if actor not in self._spans:
+                (self.path / "spans").mkdir(mode=0o700, exist_ok=True)
+                self._spans[actor] = LineFile(self.path / "spans" / f"{_file_name(actor)}.jsonl")
+            self._spans[actor].append(record, flush=False)
+
+    def samples(
+        self, step: int, rows: Sequence[Mapping[str, object]], split: str = "train", append: bool = False
+    ) -> None:
+        """Write all samples of a step, known keys (`SAMPLE_KEYS`) first; a second call replaces the first, or adds to
+        it."""
+        folder = samples_dir(self.path, split)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        lines = [encode({**_in_order(row), "inc": self.incarnation}) for row in rows]
+        path, whole = folder / sample_file_name(step, split, self._part), b"".join(line + b"\n" for line in lines)
+        if not append:
+            write_atomically(path, whole)
+            return
+        with self._lock, open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as file:
+            file.write(whole)
+
+    def close(self) -> None:
+        """Flush and close everything; a second call does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for file in (self._metrics, self._events, *self._spans.values()):
+                file.close()
+            if self._owner is not None:
+                os.close(self._owner)
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _plain(self, name: str) -> Path:
+        assert name == Path(name).name, f"{name!r} is not a plain file name"
+        return self.path / name
+
+
+def samples_dir(run_dir: Path, split: str) -> Path:
+    """Where the sample files of a split lie."""
+    return run_dir / (DROPPED if split == DROPPED else "samples")
+
+
+def sample_file_name(step: int, split: str, part: int = 0) -> str:
+    """ "000012.jsonl" for training samples, "val-000012.jsonl" for those of the split "val", "000012.3.jsonl" for those
+    that part 3 of the run wrote."""
+    prefix = "" if split in ("train", DROPPED) else f"{_file_name(split)}-"
+    return f"{prefix}{step:06d}{f'.{part}' if part else ''}.jsonl"
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", name).lstrip(".") or "_"
+
+
+def _in_order(row: Mapping[str, object]) -> dict[str, object]:
+    known = {key: row[key] for key in SAMPLE_KEYS if key in row}
+    return known | {key: value for key, value in row.items() if key not in known}

@@ -1,0 +1,242 @@
+"""Sends metrics to trackers (console, TensorBoard, Weights & Biases) which can neither slow a run down nor end it.
+
+Writes TensorBoard event files with the package `tensorboard` alone: neither TensorFlow nor torch is loaded.
+
+Sends metrics to Weights & Biases, or into an offline folder that `wandb sync` uploads later.
+"""
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import wandb
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from distflow.errors import UserError, hint
+from distflow.import_target import load
+from distflow.observe.files import to_json
+from distflow.registry import TRACKERS
+
+# Told once of each tracker that fails: the kind of the event ("warning"), and what happened.
+OnFailure = Callable[[str, str], None]
+
+_QUEUE_LENGTH = 256
+_CLOSE_TIMEOUT_S = 30.0
+
+
+class TrackerError(UserError):
+    """`trainer.logger` names a tracker that does not exist or whose package is not installed."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is made from. config: the whole config as plain data."""
+
+    run_dir: Path
+    project: str
+    experiment: str
+    config: Mapping[str, object]
+
+
+class Tracker(Protocol):
+    """Receives copies of the metrics. Those of the table are made from a `TrackedRun`."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the metrics of one step under flat names; values may be NaN or infinite."""
+        ...
+
+    def close(self) -> None:
+        """Finish what is being sent."""
+        ...
+
+
+class Trackers:
+    """All trackers of a run as one.
+
+    Those of `remote` are built and used in a thread each: one that raises, hangs or is slow costs only its own copies,
+    and `on_failure` hears of it once. The trackers of `local` are called directly.
+    """
+
+    def __init__(
+        self,
+        local: Sequence[Tracker] = (),
+        remote: Mapping[str, Callable[[], Tracker]] | None = None,
+        on_failure: OnFailure = lambda kind, message: None,
+        close_timeout_s: float = _CLOSE_TIMEOUT_S,
+    ):
+        self._local = tuple(local)
+        self._remote = [_TrackerThread(name, build, on_failure) for name, build in (remote or {}).items()]
+        self._close_timeout_s = close_timeout_s
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Hand a copy of the metrics to every tracker; never waits for a remote one."""
+        copy = {name: float(value) for name, value in values.items()}
+        for tracker in self._local:
+            tracker.log(step, copy)
+        for thread in self._remote:
+            thread.put((step, copy))
+
+    def close(self) -> None:
+        """Close all; one that is not done in `close_timeout_s` is left behind and named."""
+        for tracker in self._local:
+            tracker.close()
+        deadline = time.monotonic() + self._close_timeout_s
+        for thread in self._remote:
+            thread.finish(deadline)
+
+
+class _TrackerThread:
+    """Consumes queued metrics · waits for the queue · unblocked by the run or its end · produces tracker calls."""
+
+    def __init__(self, name: str, build: Callable[[], Tracker], on_failure: OnFailure):
+        self._name = name
+        self._build = build
+        self._on_failure = on_failure
+        self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_QUEUE_LENGTH)
+        self._failed = threading.Event()
+        self._told = False
+        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, item: tuple[int, dict[str, float]]) -> None:
+        if self._failed.is_set():
+            return
+        try:
+            self._queue.put_nowait(item)
+        except queue.Full:
+            self._tell("is too slow: steps are left out there; metrics.jsonl has all of them")
+
+    def finish(self, deadline: float) -> None:
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=max(deadline - time.monotonic(), 0.0))
+        self._thread.join(max(deadline - time.monotonic(), 0.0))
+        if self._thread.is_alive():
+            self._tell("did not finish in time and was left behind; metrics.jsonl has everything")
+
+    def _run(self) -> None:
+        try:
+            tracker = self._build()
+            while (item := self._queue.get()) is not None:
+                tracker.log(*item)
+            tracker.close()
+        except BaseException as error:  # the edge of a foreign library: whatever it raises must not reach the run
+            self._failed.set()
+            self._tell(f"failed and is off for the rest of the run ({type(error).__name__}: {error})")
+
+    def _tell(self, what: str) -> None:
+        if not self._told:
+            self._told = True
+            self._on_failure("warning", f"tracker {self._name} {what}")
+
+
+def open_trackers(
+    names: Sequence[str], run: TrackedRun, *, local: Mapping[str, Tracker], on_failure: OnFailure
+) -> Trackers:
+    """The trackers of `trainer.logger`: those of `local`, which the run has already, and others from the table.
+
+    Raises TrackerError for an unknown name, or for one whose package is not installed.
+    """
+    asked = list(dict.fromkeys(names))
+    remote: dict[str, Callable[[], Tracker]] = {}
+    for name in asked:
+        if name not in TRACKERS:
+            raise TrackerError(
+                f"trainer.logger names {name!r}, which is no tracker (metrics.jsonl is always written)"
+                f"{hint(name, TRACKERS)}"
+            )
+        if name not in local and TRACKERS[name].target:
+            _need(name, TRACKERS[name].package)
+            remote[name] = partial(_build, TRACKERS[name].target, run)
+    return Trackers([local[name] for name in asked if name in local], remote, on_failure)
+
+
+def _need(name: str, package: str) -> None:
+    if package and importlib.util.find_spec(package) is None:
+        raise TrackerError(
+            f"trainer.logger names {name!r}, but the package {package} is not installed: "
+            f"pip install 'distflow[{name}]', or take it out of trainer.logger"
+        )
+
+
+def _build(target: str, run: TrackedRun) -> Tracker:
+    return cast(Callable[[TrackedRun], Tracker], load(target))(run)
+
+
+class TensorBoardTracker:
+    """One scalar per metric name; `tensorboard --logdir RUN/tensorboard` shows them."""
+
+    def __init__(self, run: TrackedRun):
+        folder = run.run_dir / "tensorboard"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._writer = EventFileWriter(str(folder))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Add one event with all scalars, and flush it so that a running TensorBoard sees it."""
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+_MODES = ("online", "offline", "disabled", "shared", "dryrun")
+
+
+class WandbTracker:
+    """One run of Weights & Biases for each run folder: a resumed run goes on in the same one.
+
+    The environment variable WANDB_MODE decides (`online`, `offline`, `disabled`); without it the run is online if
+    there is an API key and offline otherwise: it never asks for one.
+    """
+
+    def __init__(self, run: TrackedRun):
+        self._run = wandb.init(
+            dir=str(run.run_dir),
+            project=run.project,
+            name=run.experiment,
+            id=_run_id(run.run_dir),
+            resume="allow",
+            config={name: to_json(value) for name, value in run.config.items()},
+            mode=_mode(),
+            settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log all metrics against `step`, which may repeat (training, validation) or go back (a resume)."""
+        self._run.log({**values, "step": step})
+
+    def close(self) -> None:
+        """Finish the run: what is queued is sent or written."""
+        self._run.finish()
+
+
+def _mode() -> Any:
+    asked = os.environ.get("WANDB_MODE")
+    if asked in _MODES:
+        return asked
+    return "online" if wandb.login(verify=False, prompt=False) else "offline"
+
+
+def _run_id(run_dir: Path) -> str:
+    """The same for every incarnation: kept in the run's folder, made from its path and time at the first start."""
+    kept = run_dir / "wandb.json"
+    if kept.exists():
+        return str(json.loads(kept.read_bytes())["id"])
+    run_id = hashlib.sha256(f"{run_dir.resolve()} {os.urandom(8).hex()}".encode()).hexdigest()[:16]
+    kept.write_text(json.dumps({"id": run_id}) + "\n")
+    return run_id

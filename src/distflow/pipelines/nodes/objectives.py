@@ -1,0 +1,131 @@
+"""From the config's numbers to what an optimizer step minimises."""
+
+from distflow.algorithms.objective import PolicyObjective, SFTObjective, ValueObjective
+from distflow.algorithms.registry import PolicyLoss, check_options, find_policy_loss, is_decoupled, takes_weights
+from distflow.algorithms.rollout_correction import Correction
+from distflow.config import Config
+from distflow.config.compose.key_usage import plain
+from distflow.config.derived_settings import clip_range, is_rl
+
+MENDING = Correction("token", cap=2.0)
+"""The weights that are switched on when rollout and trainer drift apart."""
+
+
+def policy_objective(config: Config, derives_old: bool = False, mended: bool = False) -> PolicyObjective:
+    """The actor's loss. derives_old: the old log-probs are those that it is given, see `may_derive_old`. mended: it is
+    weighed as it is where rollout and trainer have drifted apart, by weights that are made within it.
+
+    Raises ValueError for an unknown loss or option.
+    """
+    actor = config.actor_rollout_ref.actor
+    loss, mends, interpolates = find_policy_loss(actor.policy_loss), mends_mismatch(config), interpolates_prox(config)
+    corrects = config.algorithm.rollout_correction.level is not None
+    return PolicyObjective(
+        loss,
+        _loss_options(loss, config),
+        loss_agg_mode=actor.loss_agg_mode,
+        loss_scale_factor=_scale(config, actor.loss_agg_mode, loss.seed_style),
+        entropy_coef=actor.entropy_coef,
+        kl_loss_type=actor.kl_loss_type if actor.use_kl_loss else None,
+        kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
+        weights_field="rollout_is_weights" if (corrects and not interpolates) or (mends and not derives_old) else None,
+        weights_optional=mends,
+        interpolates=interpolates,
+        derives_old=derives_old,
+        correction=MENDING if mended else correction(config) if corrects and interpolates else None,
+        off_policy_mask_threshold=actor.off_policy_mask_threshold,
+        actor={**plain(actor), **actor.policy_loss_kwargs} if loss.seed_style else None,
+    )
+
+
+def interpolates_prox(config: Config) -> bool:
+    """Whether the loss reads proximal log-probs that no forward pass computes."""
+    actor = config.actor_rollout_ref.actor
+    return is_decoupled(actor.policy_loss) and actor.prox == "interpolate"
+
+
+def takes_rollouts(config: Config) -> bool:
+    """Whether the old log-probs are the rollout engine's: the ratio is to the policy that sampled."""
+    if is_decoupled(config.actor_rollout_ref.actor.policy_loss):
+        return False
+    return config.algorithm.recompute_old_log_probs == "false"
+
+
+def may_derive_old(config: Config) -> bool:
+    """Whether every optimizer step is of the policy that sampled: one mini-batch a step, of samples of this version.
+    The log-probs that the loss is given are the old ones then."""
+    actor = config.actor_rollout_ref.actor
+    if not is_rl(config) or is_decoupled(actor.policy_loss) or config.algorithm.recompute_old_log_probs != "auto":
+        return False
+    waits = config.async_.max_staleness == 0 and actor.model_update_frequency == 1
+    return waits and actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
+
+
+def is_anchored(config: Config) -> bool:
+    """Whether the ratio of a step's first update is 1, because the trainer's own log-probs are what it is taken to."""
+    return not is_rl(config) or not (interpolates_prox(config) or takes_rollouts(config))
+
+
+def correction(config: Config) -> Correction:
+    """How the config makes weights of the trainer's policy over the one that sampled."""
+    settings = config.algorithm.rollout_correction
+    return Correction(settings.level, settings.mode, settings.cap, settings.floor)  # type: ignore[arg-type]  # the config checks them
+
+
+def mends_mismatch(config: Config) -> bool:
+    """Whether weights are switched on when rollout and trainer drift apart: where none are on anyhow, and the loss can
+    be weighed. The decoupled loss has weights of its own; a ratio to the rollout's policy needs none."""
+    name = config.actor_rollout_ref.actor.policy_loss
+    if config.algorithm.rollout_correction.level or is_decoupled(name) or takes_rollouts(config):
+        return False
+    return takes_weights(name) and config.trust.on_mismatch == "correct"
+
+
+def loss_terms(config: Config) -> tuple[str, ...]:
+    """Metrics of the actor that show what each term of its loss contributed."""
+    actor = config.actor_rollout_ref.actor
+    names = ["pg", *(["entropy"] if actor.entropy_coef else []), *(["kl"] if actor.use_kl_loss else [])]
+    return tuple(f"actor/loss_term/{name}" for name in names)
+
+
+def value_objective(config: Config) -> ValueObjective:
+    """The critic's loss."""
+    critic = config.critic
+    mode = critic.loss_agg_mode
+    return ValueObjective(
+        critic.cliprange_value,
+        mode,
+        _scale(config, mode),
+        critic.value_loss,  # type: ignore[arg-type]  # the config checks it
+        critic.huber_delta,
+    )
+
+
+def sft_objective(config: Config) -> SFTObjective:
+    """Negative log-likelihood of the data's answers."""
+    return SFTObjective()
+
+
+def _loss_options(loss: PolicyLoss, config: Config) -> dict[str, object]:
+    """Options that are keys of the actor's group come from there, the others from `policy_loss_kwargs`."""
+    actor = config.actor_rollout_ref.actor
+    names = [name for name in loss.options if name in dir(actor)]
+    own: dict[str, object] = {}
+    if {"clip_ratio", "clip_ratio_low", "clip_ratio_high"} <= set(names):
+        names.remove("clip_ratio")  # with both ends given nothing reads it
+        own["clip_ratio_low"], own["clip_ratio_high"] = clip_range(config)
+    own |= {name: getattr(actor, name) for name in names if name not in own}
+    if config.algorithm.rollout_correction.level and "behav_imp_weight_mode" in loss.options:
+        own["behav_imp_weight_mode"] = "disabled"  # the correction weighs in its place
+    if not loss.seed_style:
+        free = [name for name in (*loss.options, *loss.selection_options) if name not in dir(actor)]
+        check_options(f"policy loss '{loss.name}' (actor.policy_loss_kwargs)", actor.policy_loss_kwargs, free)
+        own |= actor.policy_loss_kwargs
+    return own
+
+
+def _scale(config: Config, mode: str, always: bool = False) -> float | None:
+    """always: for a loss that may ask for another mode than the config does."""
+    if mode != "seq-mean-token-sum-norm" and not always:
+        return None
+    return config.actor_rollout_ref.actor.loss_scale_factor or float(config.data.max_response_length)

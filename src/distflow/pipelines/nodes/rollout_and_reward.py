@@ -1,0 +1,176 @@
+"""Nodes of the experience plane: from a prompt to a judged, filtered group. They work on samples."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from distflow.algorithms.sample_filters import TOO_FEW_VERDICTS, drop_reason
+from distflow.config import Config
+from distflow.config.derived_settings import algorithm_of
+from distflow.config.keys.algorithm import AlgorithmConfig
+from distflow.config.keys.reward import OnError, on_error_of
+from distflow.data.sample import Sample, Segment
+from distflow.errors import UserError
+from distflow.graph import Drop, NodeRole, node, node_factory
+from distflow.registry import ESTIMATORS, WHOLE_SCORE
+from distflow.rewards.router import RewardRouter
+from distflow.rewards.score import ACC, Score
+from distflow.rollout.engine import GenerateRequest, RolloutEngine
+from distflow.runtime.context import NodeContext
+from distflow.runtime.group import Group
+
+ANSWER_FIELDS = ("responses", "response_ids", "response_mask", "versions", "finish_reason", "truncated", "valid")
+SAMPLED_FIELDS = (*ANSWER_FIELDS, "rollout_log_probs", "sampling_log_probs")
+NO_DOMAINS: Mapping[str, tuple[int, OnError]] = MappingProxyType({})
+SCORED_FIELDS = ("scores", "acc", "valid", "reward_parts", "reward_extra", "reward_errors")
+
+
+@node(writes=SAMPLED_FIELDS, role=NodeRole.ROLLOUT, scope="group")
+async def generate(group: Group, rollout: RolloutEngine, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    """Answer the group's prompt: one sample for each index that the group wants."""
+    prompt_ids = tuple(group.row.prompt_ids)
+    result = await rollout.generate(GenerateRequest(prompt_ids, group.wanted, group.params, group.stream))
+    return [
+        group.sample(
+            made.sample,
+            Segment(
+                "policy",
+                tuple(made.token_ids),
+                tuple(made.rollout_log_probs),
+                tuple(made.sampling_log_probs),
+                tuple(made.versions),
+            ),
+            str(tokenizer.decode(made.token_ids, skip_special_tokens=True)),
+            made.finish_reason,
+        )
+        for made in result.generations
+    ]
+
+
+@node(writes=ANSWER_FIELDS, scope="group")
+async def load_answers(group: Group, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    """The data set's own answers in place of sampled ones (supervised fine-tuning).
+
+    The text of a conversation keeps its special tokens: they tell where whose turn begins.
+    """
+    assert group.row.response_ids is not None, "the data of a program that learns answers have them"
+    is_plain = group.row.turns is None
+    text = str(tokenizer.decode(list(group.row.response_ids), skip_special_tokens=is_plain))
+    sample = group.sample(0, None, text, "stop")
+    return [replace(sample, segments=[*sample.segments, *group.row.answer(group.ticket.version)])]
+
+
+@node_factory
+@node(role=NodeRole.REWARD, writes=SCORED_FIELDS)
+def compute_reward(config: Config) -> Callable[..., object]:
+    """Judge each sample as its group completes, by the functions of its domain.
+
+    An estimator that compares samples needs two with a verdict; a group with fewer is dropped, as is one with any
+    fewer where `reward.on_error` says so.
+    """
+    own = {
+        name: (_min_valid(algorithm_of(config, name)), on_error_of(config.reward, name))
+        for name in {**config.reward.domains, **config.algorithm.domains}
+    }
+    return partial(judge_samples, min_valid=_min_valid(config.algorithm), on_error=config.reward.on_error, domains=own)
+
+
+def _min_valid(algorithm: AlgorithmConfig) -> int:
+    estimator = ESTIMATORS.get(algorithm.adv_estimator)
+    return 2 if estimator and estimator.needs_group else 0
+
+
+@node(writes=SCORED_FIELDS, role=NodeRole.REWARD, scope="group", reads=("responses", "domain", "ground_truth"))
+async def judge_samples(
+    samples: Sequence[Sample],
+    judge: RewardRouter,
+    ctx: NodeContext,
+    *,
+    min_valid: int,
+    on_error: OnError = "mask",
+    domains: Mapping[str, tuple[int, OnError]] = NO_DOMAINS,
+) -> dict[str, list[object]] | Drop:
+    """A sample without a verdict is invalid, never a 0, or has the score that `on_error` gives it.
+
+    domains: `min_valid` and `on_error` by domain, where they may differ.
+    """
+    judgements = await judge(samples)
+    verdicts = [judgement.verdict for judgement in judgements]
+    failed = [verdict for verdict in verdicts if not isinstance(verdict, Score)]
+    min_valid, on_error = domains.get(samples[0].domain, (min_valid, on_error))
+    given = on_error if isinstance(on_error, float) and not ctx.validating else None
+    if failed and given is None and not ctx.validating:
+        too_few = len(samples) > 1 and len(samples) - len(failed) < min_valid
+        if too_few or on_error == "drop":
+            return Drop(TOO_FEW_VERDICTS, str(failed[0]))
+    return {
+        "scores": [verdict.value if isinstance(verdict, Score) else given or 0.0 for verdict in verdicts],
+        "acc": [judgement.accuracy for judgement in judgements],
+        "valid": [isinstance(verdict, Score) or given is not None for verdict in verdicts],
+        "reward_parts": [judgement.scores() for judgement in judgements],
+        "reward_extra": [
+            verdict.extra if isinstance(verdict, Score) else judgement.remarks()
+            for verdict, judgement in zip(verdicts, judgements, strict=True)
+        ],
+        "reward_errors": [None if isinstance(verdict, Score) else str(verdict) for verdict in verdicts],
+    }
+
+
+@node(writes="reward_baselines", scope="group", reads=("responses",))
+async def greedy_baseline(
+    group: Group,
+    rollout: RolloutEngine,
+    judge: RewardRouter,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    wanted: Mapping[str | None, bool] | None = None,
+) -> Tensor | Drop:
+    """Score of one greedy answer to the group's prompt (ReMax, arXiv:2310.10505).
+
+    No REWARD node: it serves the advantage, and a validation has no use for it. wanted: by domain, None for the others,
+    whether its estimator reads it; else it is 0 and nobody answers. None is everywhere.
+    """
+    if wanted is not None and not wanted.get(group.row.domain, wanted[None]):
+        return torch.zeros(len(group.samples))
+    (judgement,) = await judge(await generate(group.greedy(), rollout, tokenizer))
+    if not isinstance(judgement.verdict, Score):  # a fault is never a baseline of 0
+        return Drop(TOO_FEW_VERDICTS, str(judgement.verdict))
+    return torch.full((len(group.samples),), judgement.verdict.value)
+
+
+@node(role=NodeRole.DYNAMIC_SAMPLING, writes=())
+def dynamic_sampling(
+    acc: Tensor,
+    scores: Tensor,
+    valid: Tensor,
+    reward_parts: list[dict[str, float]] | None = None,
+    reward_errors: list[str | None] | None = None,
+    domain: list[str] | None = None,
+    *,
+    metric: str,
+    unfiltered: Sequence[str] = (),
+) -> Drop | None:
+    """DAPO (arXiv:2503.14476, equation 11): a group whose samples are all right, or all wrong, teaches nothing and is
+    replaced.
+
+    metric: `acc` is that accuracy; `score` (or `seq_reward`) the whole score, penalties too; else a part of the reward.
+    Of a sample with an error only the score that it was given counts, where it was. unfiltered: domains whose groups
+    are kept.
+    """
+    if domain and domain[0] in unfiltered:
+        return None
+    if reward_errors is not None and metric not in WHOLE_SCORE:
+        valid = valid & torch.tensor([error is None for error in reward_errors])
+    if metric in WHOLE_SCORE:
+        acc = scores
+    elif metric != ACC:
+        if reward_parts is None:
+            raise UserError(f"algorithm.filter_groups.metric={metric}: no node writes reward_parts; set it to {ACC}")
+        acc = torch.tensor([part.get(metric, 0.0) for part in reward_parts])
+    reason = drop_reason(acc, valid)
+    return Drop(reason) if reason else None

@@ -1,0 +1,109 @@
+"""Which parts of a program are independent of one another, and how many devices each gets."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from distflow.errors import UserError
+from distflow.graph import Program
+from distflow.graph.wiring import Edges, ancestors, dependents, topological_order
+from distflow.planning.model_size import parse_size
+
+
+@dataclass(frozen=True)
+class Part:
+    """Nodes that run on the same devices, in order, and their engines. size: parameters of the models it trains."""
+
+    nodes: tuple[str, ...]
+    engines: tuple[str, ...]
+    size: int
+
+
+def split(deps: Edges, holds: Mapping[str, Collection[str]]) -> list[tuple[str, ...]]:
+    """The irreducible parts of a graph: an exit with all that it depends on, so that a join keeps each of its inputs.
+
+    Exits whose nodes hold something in common are one part. What holds nothing and leads to several parts is in each.
+    holds: what a run has once, by node: its engines. Nodes of a part are in topological order, parts by their first
+    exit in the order of `deps`.
+    """
+    before, behind = ancestors(deps), dependents(deps)
+    closures = [{exit_, *before[exit_]} for exit_ in deps if not behind[exit_]]
+    parts: list[set[str]] = []
+    for nodes in closures:
+        held = _held(nodes, holds)
+        joined = [part for part in parts if held & _held(part, holds)]
+        for part in joined[1:]:
+            parts.remove(part)
+        if joined:
+            joined[0].update(nodes, *joined[1:])
+        else:
+            parts.append(nodes)
+    order = topological_order(deps)
+    return [tuple(node for node in order if node in part) for part in parts]
+
+
+def program_parts(program: Program, sizes: Mapping[str, str | float]) -> list[Part]:
+    """The parts of a program, as they are served: the largest model first, then the longest chain.
+
+    Every prompt group goes through the whole experience plane, so that all that learns from an engine there is one
+    part. A part without any engine goes with the first that has one. sizes: parameters of the model of each role.
+    """
+    experience = tuple(node.node_id for node in program.experience)
+    holds = {node.node_id: node.engines for node in program.nodes}
+    if not program.learning or any(holds[node_id] for node_id in experience):
+        return [_part(program, [node.node_id for node in program.nodes], sizes)]
+    deps = {n.node_id: tuple(dep for dep in n.deps if dep not in experience) for n in program.learning}
+    found = split(deps, holds)
+    trained = [nodes for nodes in found if _held(nodes, holds)] or found[:1]
+    idle = {node for nodes in found if nodes not in trained for node in nodes}
+    parts = served([_part(program, (*experience, *nodes), sizes) for nodes in trained])
+    first = {*parts[0].nodes, *idle}
+    return [_part(program, [n.node_id for n in program.nodes if n.node_id in first], sizes), *parts[1:]]
+
+
+def served(parts: Sequence[Part]) -> list[Part]:
+    """In the order in which they get devices: by size, then by length; equal ones as they come."""
+    return sorted(parts, key=lambda part: (-part.size, -len(part.nodes)))
+
+
+def apportion(sizes: Sequence[float], num_devices: int, strategy: str) -> list[int]:
+    """Devices of each part, all of them and at least 1 each. Earlier parts get what cannot be divided.
+
+    strategy: `even`, or `param_aware`: in proportion to `sizes`, the rest by largest remainder; a part whose
+    proportion is below 1 has 1, and the others share what is left. Raises UserError where devices are too few.
+    """
+    if num_devices < len(sizes):
+        raise UserError(
+            f"the program has {len(sizes)} independent parts, and there are {num_devices} devices: give it at least "
+            f"{len(sizes)} (trainer.nnodes × trainer.n_gpus_per_node)"
+        )
+    weights = [Fraction(size) if strategy == "param_aware" else Fraction(1) for size in sizes]
+    if not any(weights):
+        weights = [Fraction(1)] * len(sizes)
+    quotas = _quotas(weights, num_devices)
+    shares = [int(quota) for quota in quotas]
+    by_remainder = sorted(range(len(sizes)), key=lambda part: (shares[part] - quotas[part], part))
+    for part in by_remainder[: num_devices - sum(shares)]:
+        shares[part] += 1
+    return shares
+
+
+def _quotas(weights: list[Fraction], num_devices: int) -> list[Fraction]:
+    small: set[int] = set()
+    while True:
+        left, total = num_devices - len(small), sum(w for part, w in enumerate(weights) if part not in small)
+        quotas = [Fraction(1) if part in small else w * left / total for part, w in enumerate(weights)]
+        below = {part for part, quota in enumerate(quotas) if quota < 1}
+        if not below:
+            return quotas
+        small |= below
+
+
+def _part(program: Program, node_ids: Sequence[str], sizes: Mapping[str, str | float]) -> Part:
+    engines = dict.fromkeys(engine for node_id in node_ids for engine in program.node(node_id).engines)
+    models = [engine for engine in engines if engine != "rollout"]  # which serves the actor's weights
+    return Part(tuple(node_ids), tuple(engines), sum(parse_size(sizes.get(model, 0)) for model in models))
+
+
+def _held(nodes: Collection[str], holds: Mapping[str, Collection[str]]) -> set[str]:
+    return {held for node in nodes for held in holds.get(node, ())}

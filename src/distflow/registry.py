@@ -1,0 +1,407 @@
+"""The built-in names that a config may choose from, one table a kind: what each is, where it lives, what others must
+know of it before it is loaded. To add one is a file and an entry here. Loads nothing.
+
+target: "module:attribute", loaded when the name is asked for; empty where the part is not there yet.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A built-in of a kind of which nothing else must be known."""
+
+    description: str
+    target: str = ""
+
+
+@dataclass(frozen=True)
+class Estimator(Entry):
+    """An advantage estimator: what it cannot do without.
+
+    reads_parts: it reads the parts of the reward, not their sum. whitens: its advantages, by definition.
+    """
+
+    needs_group: bool = False
+    needs_critic: bool = False
+    reads_parts: bool = False
+    whitens: bool = False
+
+
+@dataclass(frozen=True)
+class PolicyLoss(Entry):
+    """A policy loss: which of the actor's clips it takes, and whether they bound a divergence in place of the ratio."""
+
+    clips: bool = False
+    dual_clips: bool = False
+    divergence: bool = False
+
+
+@dataclass(frozen=True)
+class Reward(Entry):
+    """A reward function.
+
+    needs_answer: it compares with the row's answer, so every row must have one.
+    scores_own_answer: the row's own answer, put into a box, must score 1. solutions: columns in which data sets have
+    responses that it must call right. row_check: a function that is called with a row's answer and its columns, and
+    raises ValueError where the reward could give no verdict on any response to it. runs_programs: it runs what a policy
+    wrote, in the sandbox. prepare: "module:function" that loads what is too large to load twice, with the options of
+    the part; one process holds it and judges for all domains that name the same. reads_messages: it is shown the
+    prompt's chat messages.
+    """
+
+    needs_answer: bool = False
+    scores_own_answer: bool = False
+    solutions: tuple[str, ...] = ()
+    row_check: str = ""
+    runs_programs: bool = False
+    prepare: str = ""
+    reads_messages: bool = False
+
+
+@dataclass(frozen=True)
+class BuiltinPipeline(Entry):
+    """A program: whether it trains a critic, and whether it generates what it learns from.
+
+    by_estimator: it trains one where an estimator reads values, that of the run or of a domain.
+    """
+
+    has_critic: bool = False
+    generates: bool = True
+    by_estimator: bool = False
+
+
+@dataclass(frozen=True)
+class TrainEngineEntry(Entry):
+    """A train engine. sizes: the letters of trainer.allocation that may be above 1 with it."""
+
+    sizes: str = "d"
+
+
+@dataclass(frozen=True)
+class RolloutEngineEntry(Entry):
+    """A rollout engine. in_flight: it takes new weights below running answers. sizes: as of a train engine."""
+
+    in_flight: bool = False
+    sizes: str = "d"
+
+
+@dataclass(frozen=True)
+class Tracker(Entry):
+    """A tracker. package: what must be installed; the extra of the tracker's name brings it. One without a target is
+    what every run writes, named or not."""
+
+    package: str = ""
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "gae": Estimator(
+        "generalised advantage estimation over a critic's values",
+        "distflow.algorithms.advantages.gae:compute_gae_advantage",
+        needs_critic=True,
+    ),
+    "grpo": Estimator(
+        "score less the group's mean, over its standard deviation",
+        "distflow.algorithms.advantages.grpo:compute_grpo_advantage",
+        needs_group=True,
+    ),
+    "rloo": Estimator(
+        "score less the mean of the group's other samples",
+        "distflow.algorithms.advantages.reinforce:compute_rloo_advantage",
+        needs_group=True,
+    ),
+    "reinforce": Estimator(
+        "discounted reward-to-go without a baseline",
+        "distflow.algorithms.advantages.reinforce:compute_reinforce_advantage",
+    ),
+    "reinforce_plus_plus": Estimator(
+        "discounted reward-to-go, whitened over the global batch",
+        "distflow.algorithms.advantages.reinforce:compute_reinforce_plus_plus_advantage",
+        whitens=True,
+    ),
+    "reinforce_plus_plus_baseline": Estimator(
+        "score less the group's mean, whitened over the global batch",
+        "distflow.algorithms.advantages.reinforce:compute_reinforce_plus_plus_baseline_advantage",
+        needs_group=True,
+        whitens=True,
+    ),
+    "remax": Estimator(
+        "score less that of a greedy sample of the same prompt",
+        "distflow.algorithms.advantages.reinforce:compute_remax_advantage",
+    ),
+    "opo": Estimator(
+        "score less the length-weighted mean of the group",
+        "distflow.algorithms.advantages.reinforce:compute_opo_advantage",
+        needs_group=True,
+    ),
+    "cpgd": Estimator(
+        "as grpo, under its name there",
+        "distflow.algorithms.advantages.grpo:compute_cpgd_advantage",
+        needs_group=True,
+    ),
+    "gspo": Estimator(
+        "as grpo, under its name there",
+        "distflow.algorithms.advantages.grpo:compute_gspo_advantage",
+        needs_group=True,
+    ),
+    "gpg": Estimator(
+        "score less the group's mean, scaled up for the groups that teach nothing",
+        "distflow.algorithms.advantages.grpo:compute_gpg_advantage",
+        needs_group=True,
+    ),
+    "grpo_passk": Estimator(
+        "only the group's best sample, by its lead over the second best",
+        "distflow.algorithms.advantages.grpo:compute_grpo_passk_advantage",
+        needs_group=True,
+    ),
+    "gdpo": Estimator(
+        "each reward function's score as in grpo, then their weighted sum, whitened over the global batch",
+        "distflow.algorithms.advantages.grpo:compute_gdpo_advantage",
+        needs_group=True,
+        reads_parts=True,
+        whitens=True,
+    ),
+}
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "vanilla": PolicyLoss(
+        "PPO's clipped ratio with dual clip and clip-higher",
+        "distflow.algorithms.losses.clipped_ratio:compute_vanilla_loss",
+        clips=True,
+        dual_clips=True,
+    ),
+    "decoupled": PolicyLoss(
+        "PPO around a proximal policy, with capped behaviour weights",
+        "distflow.algorithms.losses.decoupled:compute_decoupled_loss",
+        clips=True,
+        dual_clips=True,
+    ),
+    "gspo": PolicyLoss(
+        "one clipped ratio a sequence", "distflow.algorithms.losses.clipped_ratio:compute_gspo_loss", clips=True
+    ),
+    "cpgd": PolicyLoss(
+        "policy gradient with a clipped log-prob in place of a ratio",
+        "distflow.algorithms.losses.policy_gradient:compute_cpgd_loss",
+        clips=True,
+    ),
+    "gpg": PolicyLoss("plain policy gradient", "distflow.algorithms.losses.policy_gradient:compute_gpg_loss"),
+    "cispo": PolicyLoss(
+        "clipped importance weights; no token loses its gradient",
+        "distflow.algorithms.losses.clipped_ratio:compute_cispo_loss",
+        clips=True,
+    ),
+    "topr": PolicyLoss("tapered off-policy REINFORCE", "distflow.algorithms.losses.policy_gradient:compute_topr_loss"),
+    "sapo": PolicyLoss(
+        "a soft gate in place of the clip", "distflow.algorithms.losses.policy_gradient:compute_sapo_loss"
+    ),
+    "gmpo": PolicyLoss(
+        "geometric mean of clipped token ratios",
+        "distflow.algorithms.losses.clipped_ratio:compute_gmpo_loss",
+        clips=True,
+    ),
+    "dppo_tv": PolicyLoss(
+        "bounds how far a token's probability moves",
+        "distflow.algorithms.losses.clipped_ratio:compute_dppo_tv_loss",
+        clips=True,
+        dual_clips=True,
+        divergence=True,
+    ),
+    "dppo_kl": PolicyLoss(
+        "bounds the binary KL by which a token moves",
+        "distflow.algorithms.losses.clipped_ratio:compute_dppo_kl_loss",
+        clips=True,
+        dual_clips=True,
+        divergence=True,
+    ),
+    "dro": PolicyLoss(
+        "policy gradient with a quadratic pull to the old policy",
+        "distflow.algorithms.losses.policy_gradient:compute_dro_loss",
+    ),
+    "clip_cov": PolicyLoss(
+        "PPO without the gradient of a few tokens that lower the entropy most",
+        "distflow.algorithms.losses.covariance:compute_clip_cov_loss",
+        clips=True,
+    ),
+    "kl_cov": PolicyLoss(
+        "a pull to the old policy on the tokens that lower the entropy most",
+        "distflow.algorithms.losses.covariance:compute_kl_cov_loss",
+    ),
+}
+
+# What a rejection mask may measure, as in verl: of each token, or of a sequence's tokens their sum, mean or maximum.
+ROLLOUT_RS = (
+    *(f"{level}_{estimator}" for level in ("token", "seq_sum", "seq_mean") for estimator in ("k1", "k2", "k3")),
+    "seq_max_k2",
+    "seq_max_k3",
+)
+
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+VALUE_LOSSES = ("mse", "huber")
+
+_PLAIN_KL_TYPES = ("kl", "abs", "mse", "low_var_kl")
+KL_TYPES = (*_PLAIN_KL_TYPES, *(f"{name}+" for name in _PLAIN_KL_TYPES))
+NO_FULL_KL = (
+    "'full' would need the whole distributions of policy and reference, and only the log-probs of sampled tokens are "
+    "kept; low_var_kl is an unbiased estimate of the same KL"
+)
+
+CUSTOM_REWARD = "custom"
+_SOLUTIONS = ("canonical_solution", "code", "solution", "solutions")
+REWARDS: dict[str, Reward] = {
+    "math": Reward(
+        "the last boxed answer (or number) equals the ground truth, by math-verify",
+        "distflow.rewards.math.reward:compute_verdict",
+        needs_answer=True,
+        scores_own_answer=True,
+    ),
+    "exact_match": Reward(
+        "the answer's text equals the ground truth",
+        "distflow.rewards.exact_match_reward:compute_score",
+        needs_answer=True,
+        scores_own_answer=True,
+    ),
+    "code": Reward(
+        "the program in the response passes all of the row's tests, in a sandbox",
+        "distflow.rewards.code.reward:compute_score",
+        solutions=_SOLUTIONS,
+        row_check="distflow.rewards.code.reward:check_row",
+        runs_programs=True,
+    ),
+    "code_share": Reward(
+        "the share of the row's tests that the program in the response passes",
+        "distflow.rewards.code.reward:compute_share",
+        solutions=_SOLUTIONS,
+        row_check="distflow.rewards.code.reward:check_row",
+        runs_programs=True,
+    ),
+    "format": Reward("the response has the wanted form", "distflow.rewards.format_reward:compute_score"),
+    "ifeval": Reward(
+        "the response follows all of IFEval's instructions in the row",
+        "distflow.rewards.ifeval.reward:compute_score",
+        row_check="distflow.rewards.ifeval.reward:check_row",
+    ),
+    "ifeval_loose": Reward(
+        "the same, or does so without its first or last line or asterisks",
+        "distflow.rewards.ifeval.reward:compute_loose_score",
+        row_check="distflow.rewards.ifeval.reward:check_row",
+    ),
+    "ifeval_share": Reward(
+        "the share of IFEval's instructions in the row that are followed",
+        "distflow.rewards.ifeval.reward:compute_share",
+        row_check="distflow.rewards.ifeval.reward:check_row",
+    ),
+    "length": Reward(
+        "the response is neither shorter nor longer than wanted", "distflow.rewards.length_reward:compute_score"
+    ),
+    "repetition": Reward(
+        "the share of its n-grams that repeat others; for a negative weight",
+        "distflow.rewards.repetition_reward:compute_score",
+    ),
+    "judge": Reward(
+        "a model behind an OpenAI-compatible endpoint says how good the response is",
+        "distflow.rewards.judge.reward:compute_score",
+    ),
+    "model": Reward(
+        "a reward model in Hugging Face format says how good the response is",
+        "distflow.rewards.model_reward:compute_score",
+        prepare="distflow.rewards.model_reward:prepare",
+        reads_messages=True,
+    ),
+    "reasoning_gym": Reward(
+        "what a data set of the package reasoning-gym says of the answer to its own row",
+        "distflow.rewards.reasoning_gym_reward:compute_score",
+    ),
+    "verifiers": Reward(
+        "the rewards of a task of the package verifiers, of an answer as its only turn",
+        "distflow.rewards.verifiers_reward:compute_score",
+    ),
+    CUSTOM_REWARD: Reward("the function of custom_reward_function"),
+}
+
+PROMPT_MESSAGES = "prompt_messages"
+"""Where a reward that reads messages finds those of the prompt, among the row's other columns."""
+
+WHOLE_SCORE = ("score", "seq_reward")
+"""What a filter of groups calls the whole score, penalties too; the second as in verl."""
+FILTER_METRICS = ("acc", *WHOLE_SCORE)
+
+PIPELINES: dict[str, BuiltinPipeline] = {
+    "grpo": BuiltinPipeline("group-relative policy optimisation: no critic", "distflow.pipelines.grpo:grpo_pipeline"),
+    "ppo": BuiltinPipeline("actor and critic with GAE", "distflow.pipelines.ppo:ppo_pipeline", has_critic=True),
+    "dapo": BuiltinPipeline("GRPO with dynamic sampling", "distflow.pipelines.dapo:dapo_pipeline"),
+    "rlvr": BuiltinPipeline(
+        "domains side by side, each with its verifiers and its way from rewards to advantages",
+        "distflow.pipelines.rlvr:rlvr_pipeline",
+        by_estimator=True,
+    ),
+    "sft": BuiltinPipeline(
+        "supervised fine-tuning on given responses", "distflow.pipelines.sft:sft_pipeline", generates=False
+    ),
+}
+
+CURRICULA: dict[str, Entry] = {
+    "learnability": Entry(
+        "by the mean of p · (1 - p) over a domain's prompts, p being the share of right answers to one",
+        "distflow.scheduling.curriculum:learnability",
+    ),
+}
+
+TRAIN_ENGINES: dict[str, TrainEngineEntry] = {
+    "torch": TrainEngineEntry("one device, packed micro-batches", "distflow.training.torch_engine:TorchTrainEngine"),
+    "fsdp": TrainEngineEntry(
+        "weights sharded over the ranks (FSDP2), layers divided over some of them by the model's own plan",
+        "distflow.training.torch_engine:TorchTrainEngine",
+        sizes="dt",
+    ),
+    "megatron": TrainEngineEntry("tensor and pipeline parallel (not there yet)", sizes="dtpce"),
+}
+
+ROLLOUT_ENGINES: dict[str, RolloutEngineEntry] = {
+    "embedded": RolloutEngineEntry(
+        "continuous batching in this process", "distflow.rollout.embedded.engine:EmbeddedEngine", in_flight=True
+    ),
+    "hf": RolloutEngineEntry("transformers' generate, for any causal language model", "distflow.rollout.hf:HFEngine"),
+    "vllm": RolloutEngineEntry("vLLM (not there yet)", in_flight=True, sizes="dtp"),
+    "sglang": RolloutEngineEntry("SGLang (not there yet)", in_flight=True, sizes="dtp"),
+}
+
+KV_ON_UPDATE = ("keep", "recompute", "abort")
+
+WEIGHT_UPDATE_MODES = ("store", "disk")
+
+TRACKERS: dict[str, Tracker] = {
+    "console": Tracker("lines or a live view in the terminal", "distflow.observe.writing.terminal:TerminalView"),
+    "tensorboard": Tracker(
+        "TensorBoard's event files in the run's folder",
+        "distflow.observe.writing.trackers:TensorBoardTracker",
+        package="tensorboard",
+    ),
+    "wandb": Tracker(
+        "Weights & Biases, online or offline", "distflow.observe.writing.trackers:WandbTracker", package="wandb"
+    ),
+    "jsonl": Tracker("metrics.jsonl in the run's folder, which every run writes"),
+    "file": Tracker("the same, under its name in verl"),
+}
+
+LAUNCHERS: dict[str, Entry] = {
+    "local": Entry("one process, no Ray", "distflow.launch.local_launcher:launch_local"),
+    "ray": Entry("one worker a device, over Ray", "distflow.cluster.ray_entry:launch_ray"),
+}
+
+TEMPLATE_PARAMETERS = (
+    *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
+    *("tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+)
+"""What the call of a chat template sets itself: no further argument of it may be called so."""
+
+OPTIMIZERS = ("adamw", "adamw_8bit", "sgd")
+SCHEDULERS = ("constant", "constant_with_warmup", "linear_with_warmup", "cosine_with_warmup")
+DTYPES = ("bfloat16", "float32")
+
+
+def not_there_yet(table: Mapping[str, Entry]) -> tuple[str, ...]:
+    """The names of a table that lead nowhere so far."""
+    return tuple(name for name, entry in table.items() if not entry.target)

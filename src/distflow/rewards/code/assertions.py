@@ -1,0 +1,253 @@
+"""Assertions that hold nothing but literals and one call of the program: they need no process to run in.
+
+`assert f([1, 2], x=3) == (4,)` is most of what MBPP and HumanEval have; what it asks and expects can be read off it.
+
+A data set's assertions, told apart, and run away from the program that they test.
+
+Those of literals alone need not be run (`code_literals.py`). The others run in a sandbox of their own, whose process
+holds no program: names that they do not define stand for functions of the program, and a call of one leaves that
+process as a question. The program's process is asked by who judges, and gets names and plain arguments only; its
+answer, a plain value, is what the assertion then sees.
+"""
+
+import ast
+import builtins
+import symtable
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeGuard
+
+from distflow.rewards.code.test_formats import AssertTests, parse
+
+
+class Literal(NamedTuple):
+    """A call, and whether what it returned, a plain value, is right."""
+
+    name: str
+    args: list[Any]
+    kwargs: dict[str, Any]
+    holds: Callable[[Any], bool]
+
+
+def read_literal(statements: Sequence[ast.stmt], names: Mapping[str, str]) -> Literal | None:
+    """Of a case's statements, the last its assertion; None where it has to be run. names: what stands
+    for a function of the program → that function's."""
+    *before, assertion = statements
+    if not isinstance(assertion, ast.Assert) or not all(map(_is_idle, before)):
+        return None
+    if assertion.msg is not None and not isinstance(assertion.msg, ast.Constant):
+        return None
+    try:
+        return _read(assertion.test, names)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # as `literal_eval` says of what is none
+        return None
+
+
+def _read(test: ast.expr, names: Mapping[str, str]) -> Literal | None:
+    match test:
+        case ast.Call(ast.Name(name), args, keywords) if name in names:
+            kwargs = {keyword.arg: ast.literal_eval(keyword.value) for keyword in keywords if keyword.arg}
+            if len(kwargs) < len(keywords):  # `**` something
+                return None
+            return Literal(names[name], [ast.literal_eval(each) for each in args], kwargs, bool)
+        case ast.UnaryOp(ast.Not(), operand):
+            called = _read(operand, names) if isinstance(operand, ast.Call) else None
+            return called and called._replace(holds=lambda value: not value)
+        case ast.Compare(ast.Call() as left, [ast.Eq()], [right]):
+            called, wanted = _read(left, names), ast.literal_eval(right)
+            return called and called._replace(holds=lambda value: bool(value == wanted))
+        case ast.Compare(ast.Call() as left, [ast.Is()], [ast.Constant(True | False | None as wanted)]):
+            called = _read(left, names)
+            return called and called._replace(holds=lambda value: value is wanted)
+    return None
+
+
+def _is_idle(statement: ast.stmt) -> bool:
+    """Whether it only gives a name to a literal, or is a text."""
+    if isinstance(statement, ast.Expr | ast.Assign):
+        try:
+            ast.literal_eval(statement.value)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            return False
+        return isinstance(statement, ast.Expr) or all(isinstance(target, ast.Name) for target in statement.targets)
+    return False
+
+
+_SHOWN = 200
+_CANDIDATE = "candidate"
+
+# Runs in the sandbox. A call that has no answer yet ends the run of the assertion, which is run again from its start
+# when there is one: so nothing has to wait in there. What it draws is the same each time.
+HARNESS = """
+import builtins, random
+
+class Asked(BaseException):
+    pass
+
+class Log:
+    def __init__(self, code, names):
+        self.code, self.names, self.answers = compile(code, "tests.py", "exec"), names, []
+
+    def answer(self, name, args, kwargs):
+        self.count += 1
+        if self.count > len(self.answers):
+            self.asked = self.asked or [name, list(args), kwargs]
+            raise Asked
+        kind, *told = self.answers[self.count - 1]
+        if kind == "value":
+            return told[0]
+        error = getattr(builtins, told[0], None)
+        known = isinstance(error, type) and issubclass(error, Exception)
+        try:
+            raised = error(told[1]) if known else Exception(": ".join(told))
+        except TypeError:
+            raised = Exception(": ".join(told))
+        raise raised
+
+    def run(self):
+        self.count, self.asked = 0, None
+        random.seed(0)
+        scope = {"__name__": "tests"}
+        for name in self.names:
+            scope[name] = lambda *args, _name=name, **kwargs: self.answer(_name, args, kwargs)
+        failure = None
+        try:
+            exec(self.code, scope)
+        except BaseException as error:
+            failure = [type(error).__name__, str(error)[:500]]
+        if self.asked:
+            return ["call", *self.asked]
+        return ["failed", *failure] if failure else ["passed"]
+
+def begin(code, names):
+    global log
+    log = Log(code, names)
+    return log.run()
+
+def go_on(answer):
+    log.answers.append(answer)
+    return log.run()
+"""
+
+
+class Assertions(NamedTuple):
+    """cases: whole modules, each with what goes before its assertion. shown: the assertions, for people.
+
+    names: what in them stands for a function of the program: name → that function's.
+    literals: what the cases come to that hold only literals, and None for those that must be run.
+    """
+
+    cases: tuple[str, ...]
+    shown: tuple[str, ...]
+    names: Mapping[str, str]
+    literals: tuple[Literal | None, ...]
+
+
+@lru_cache(maxsize=64)  # the answers to a prompt have the same tests
+def tell_apart(tests: AssertTests) -> Assertions:
+    """Each assertion at the top level (or in that of HumanEval's `check`) is a case, with all that stands before it but
+    the other assertions. Where some stand in loops or the like, all are one case. Raises ValueError for tests that are
+    no Python, or test nothing.
+    """
+    setup, module = parse(tests.setup, "their setup"), parse(tests.code, "their code")
+    check = _check_of(module) if tests.entry else None
+    body = check.body if check else module.body
+    split, before = _split(body), list(setup.body)
+    if check:
+        before += [statement for statement in module.body if statement is not check and not _calls_check(statement)]
+    parts = [[_with_body(check, part), _call(check)] if check else part for part in split]
+    whole = ast.unparse(ast.Module([*setup.body, *module.body], []))
+    modules = [ast.Import([ast.alias(name)]) for name in _modules(module, _names(whole, tests.entry))]
+    cases = tuple(ast.unparse(ast.Module([*modules, *before, *part], [])) for part in parts)
+    names = {name: name for case in cases for name in _names(case, tests.entry)}
+    if not names:
+        raise ValueError("the tests are broken: they call no function of the program")
+    called = names
+    if check:
+        names = {name: tests.entry if name == _CANDIDATE else name for name in names}
+        called = {**names, check.args.args[0].arg: tests.entry}
+    literals = tuple(read_literal([*before, *part], called) for part in split)
+    return Assertions(cases, _shown(body, split), names, literals)
+
+
+def _check_of(module: ast.Module) -> ast.FunctionDef | None:
+    found = [each for each in module.body if isinstance(each, ast.FunctionDef) and each.name == "check"]
+    return found[-1] if found and len(found[-1].args.args) == 1 else None
+
+
+def _calls_check(statement: ast.stmt) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Call)
+        and isinstance(statement.value.func, ast.Name)
+        and statement.value.func.id == "check"
+    )
+
+
+def _with_body(check: ast.FunctionDef, body: list[ast.stmt]) -> ast.FunctionDef:
+    return ast.FunctionDef(check.name, check.args, body, [], lineno=1)
+
+
+def _call(check: ast.FunctionDef) -> ast.Expr:
+    called = ast.Call(ast.Name(check.name, ast.Load()), [ast.Name(_CANDIDATE, ast.Load())], [])
+    return ast.Expr(called)
+
+
+def _split(body: list[ast.stmt]) -> list[list[ast.stmt]]:
+    if any(_asserts(each) and not isinstance(each, ast.Assert) for each in body):
+        return [body]
+    parts, before = [], list[ast.stmt]()
+    for statement in body:
+        if not isinstance(statement, ast.Assert):
+            before.append(statement)
+        elif not isinstance(statement.test, ast.Constant):  # `assert True` says nothing
+            parts.append([*before, statement])
+    return parts or [body]
+
+
+def _shown(body: list[ast.stmt], parts: list[list[ast.stmt]]) -> tuple[str, ...]:
+    return tuple("all assertions" if part is body else ast.unparse(part[-1])[:_SHOWN] for part in parts)
+
+
+def _asserts(statement: ast.stmt) -> bool:
+    return any(isinstance(node, ast.Assert) for node in ast.walk(statement))
+
+
+def _names(case: str, entry: str) -> list[str]:
+    """What the code reads and nobody defines. A built-in is the program's only where nothing else is: a program that
+    defines `abs` must not change what the tests mean by it."""
+    try:
+        table = symtable.symtable(case, "tests.py", "exec")
+    except SyntaxError as error:
+        raise ValueError(f"the tests are broken: {error}") from error
+    bound = {each.get_name() for each in table.get_symbols() if each.is_assigned() or each.is_imported()}
+    bound |= {"__name__"} | {
+        each.get_name() for scope in _scopes(table) for each in scope.get_symbols() if _binds_global(each)
+    }
+    read = {each.get_name() for scope in _scopes(table) for each in scope.get_symbols() if each.is_global()}
+    read |= {each.get_name() for each in table.get_symbols() if each.is_referenced()}
+    free = sorted(read - bound)
+    own = [name for name in free if not hasattr(builtins, name) or name == entry]
+    return own or [name for name in free if isinstance(getattr(builtins, name), type(len) | type)]
+
+
+def _modules(tests: ast.Module, names: list[str]) -> list[str]:
+    """Those that the tests use without importing them, as the program does: of the standard library, by attribute."""
+    owners = {node.value.id for node in ast.walk(tests) if isinstance(node, ast.Attribute) and _is_name(node.value)}
+    called = {node.func.id for node in ast.walk(tests) if isinstance(node, ast.Call) and _is_name(node.func)}
+    return [name for name in names if name in owners - called and name in sys.stdlib_module_names]
+
+
+def _is_name(node: ast.expr) -> TypeGuard[ast.Name]:
+    return isinstance(node, ast.Name)
+
+
+def _binds_global(symbol: symtable.Symbol) -> bool:
+    return symbol.is_declared_global() and symbol.is_assigned()
+
+
+def _scopes(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
+    yield table
+    for child in table.get_children():
+        yield from _scopes(child)

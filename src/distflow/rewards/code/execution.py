@@ -1,0 +1,361 @@
+"""Whether what a program printed or returned is what was wanted.
+
+A program's cases, run one by one in the sandbox: which fail, and why.
+
+Expected values stay here: a program gets its input or arguments, and nothing else. It meets its cases either each in a
+fresh process, or at least `SHUFFLED_FROM` of them shuffled in one: who remembers an order of answers has no use of it.
+Of a case that calls often, in a loop say, as many calls are each to a fresh process, and the rest to one.
+"""
+
+import random
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Self
+
+from distflow.rewards.code.assertions import HARNESS, Assertions, Literal
+from distflow.rewards.code.test_formats import CallTests, StreamTests
+from distflow.sandbox.inside.values import NotPlain
+from distflow.sandbox.interface import AnySandbox, AnySession, Ran
+from distflow.sandbox.limits import Broken, Limits, Raised
+
+TOLERANCE = 1e-6
+"""Of a number that is wanted with a decimal point or an exponent, relative to it, or absolute below 1."""
+_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?", re.ASCII)
+_MAX_NUMBER_CHARACTERS = 400
+
+
+def same_output(printed: str, wanted: str) -> bool:
+    """Line by line, white space at their ends and empty lines at the end apart; word by word in a line, numbers by
+    value: `2.50` is `2.5`, and within `TOLERANCE` where the number that is wanted is no whole one."""
+    found, expected = _lines(printed), _lines(wanted)
+    return len(found) == len(expected) and all(map(_same_line, found, expected))
+
+
+def same_value(returned: Any, wanted: Any) -> bool:
+    """As JSON has them: a tuple is a list, a key of a dict is text; otherwise what Python calls equal. What is wanted
+    may be the only entry of a list, as APPS has it."""
+    value = _as_json(returned)
+    return bool(value == wanted) or (isinstance(wanted, list) and len(wanted) == 1 and bool(value == wanted[0]))
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().split("\n")]
+
+
+def _same_line(found: str, expected: str) -> bool:
+    if found == expected:
+        return True
+    words, wanted = found.split(), expected.split()
+    return len(words) == len(wanted) and all(map(_same_word, words, wanted))
+
+
+def _same_word(word: str, wanted: str) -> bool:
+    if word == wanted:
+        return True
+    if not (_is_number(word) and _is_number(wanted)):
+        return False
+    if _is_whole(word) and _is_whole(wanted):
+        return int(word) == int(wanted)
+    slack = 0.0 if _is_whole(wanted) else TOLERANCE * max(1.0, abs(float(wanted)))
+    return abs(float(word) - float(wanted)) <= slack
+
+
+def _is_number(word: str) -> bool:
+    return len(word) <= _MAX_NUMBER_CHARACTERS and _NUMBER.fullmatch(word) is not None
+
+
+def _is_whole(word: str) -> bool:
+    return word.lstrip("+-").isdigit()
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_as_json(entry) for entry in value]
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else str(key): _as_json(entry) for key, entry in value.items()}
+    return value
+
+
+SHUFFLED_FROM = 8
+MAX_CALLS = 1000
+"""Of the program, in one case."""
+_SHOWN = 200
+_START_S = 0.1
+_NOT_PLAIN = "the test hands the program what is no plain value"
+
+
+class Outcome(NamedTuple):
+    """why: empty where the program passed. printed: the end of what it wrote."""
+
+    case: str
+    why: str
+    printed: str = ""
+
+
+class Stopped(Exception):
+    """No further case can be run: the program cannot be loaded, or it or the verdict has no time left."""
+
+
+class Box:
+    """A sandbox, and what is left of a verdict's time in it."""
+
+    def __init__(self, sandbox: AnySandbox, seconds: float) -> None:
+        self._sandbox = sandbox
+        self._began = time.monotonic()
+        self._end = self._began + seconds
+        self._used_s = 0.0
+
+    @property
+    def level(self) -> str:
+        return self._sandbox.level.name
+
+    def seconds(self) -> float:
+        """By the clock, since it was made."""
+        return round(time.monotonic() - self._began, 3)
+
+    def open(self, code: str) -> AnySession:
+        """Raises as `Sandbox.open` does, and as `_bounded`."""
+        return self._sandbox.open(code, self._bounded(self._sandbox.limits))
+
+    def run(self, code: str, stdin: str) -> Ran:
+        """All that it prints is kept. Raises as `_bounded`."""
+        limits = self._sandbox.limits
+        return self._sandbox.run(code, stdin, self._bounded(limits._replace(output_bytes=limits.printed_bytes)))
+
+    @contextmanager
+    def used_by_program(self) -> Iterator[None]:
+        """Inside, it is the program under test that takes its time, but for the start of its process."""
+        began, waited_s = time.monotonic(), self._sandbox.waited_s
+        try:
+            yield
+        finally:
+            waited_s = self._sandbox.waited_s - waited_s
+            self._used_s += max(time.monotonic() - began - waited_s - _START_S, 0.0)
+
+    def _bounded(self, limits: Limits) -> Limits:
+        """With no more time by the clock than is left. Raises Stopped, and TimeoutError where the time went by without
+        the program having used the most of it: then it is no fault of the program's."""
+        now = time.monotonic()
+        if now >= self._end and 2 * self._used_s < now - self._began:
+            raise TimeoutError(f"{now - self._began:.1f} s were too short for its cases here: raise reward.timeout_s")
+        if now >= self._end:
+            raise Stopped("no time was left for it")
+        return limits._replace(wall_s=min(limits.wall_s, self._end - now))
+
+
+class Tested:
+    """The program under test: a process that is made when it is asked something, and anew where it broke."""
+
+    def __init__(self, box: Box, code: str) -> None:
+        self._box, self.code = box, code
+        self._session: AnySession | None = None
+        self._num_answers = 0
+        self._printed = ""
+        self.was_asked = False
+
+    def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Raises Raised, Broken, Stopped. A process that breaks after other calls of its may have used up what they
+        left: the call has another try in a fresh one."""
+        self.was_asked = True
+        while True:
+            session = self._process()
+            try:
+                with self._box.used_by_program():
+                    value = session.call(name, args, kwargs)
+            except Raised:
+                self._num_answers += 1
+                raise
+            except Broken as error:
+                if error.cause == "value":
+                    raise
+                is_first = not self._num_answers
+                self._printed = _printed(session)
+                self.leave()
+                if is_first and error.cause == "time":
+                    raise Stopped(error.reason) from None
+                if is_first:
+                    raise
+            else:
+                self._num_answers += 1
+                return value
+
+    def printed(self) -> str:
+        """The end of what it wrote, by the process that was asked last."""
+        return _printed(self._session) if self._session else self._printed
+
+    def leave(self) -> None:
+        """The next call is to a fresh process."""
+        if self._session:
+            self._session.close()
+        self._session, self._num_answers = None, 0
+
+    def _process(self) -> AnySession:
+        if self._session is None:
+            self._printed = ""
+            try:
+                with self._box.used_by_program():
+                    self._session = self._box.open(self.code)
+            except Raised as error:
+                raise Stopped(f"it raised {error}") from None
+            except Broken as error:
+                raise Stopped(error.reason) from None
+        return self._session
+
+
+def run_streams(box: Box, code: str, tests: StreamTests) -> Iterator[Outcome]:
+    """Raises Stopped where the rest is not run."""
+    for given, wanted in zip(tests.inputs, tests.outputs, strict=True):
+        with box.used_by_program():
+            ran = box.run(code, given)
+        shown = f"stdin {_short(given)}"
+        printed = (ran.stdout[-_SHOWN:] + ran.stderr[-_SHOWN:]).strip()
+        if ran.status == "time":
+            raise Stopped("it ran out of time")
+        if ran.status != "ok":
+            last = ran.stderr.strip().rpartition("\n")[2][:_SHOWN]
+            yield Outcome(shown, f"it ended by {ran.status}, status {ran.exit_code}: {last}", printed)
+        elif not same_output(ran.stdout, wanted):
+            yield Outcome(shown, f"it printed {_short(ran.stdout)}, wanted is {_short(wanted)}", printed)
+        else:
+            yield Outcome(shown, "")
+
+
+def run_calls(program: Tested, tests: CallTests) -> Iterator[Outcome]:
+    """Raises Stopped where the rest is not run."""
+    for i in _order(program, len(tests.inputs)):
+        shown = f"{tests.name}({', '.join(map(_short, tests.inputs[i]))})"[:_SHOWN]
+        try:
+            value = program.call(tests.name, tests.inputs[i], {})
+        except Raised as error:
+            yield Outcome(shown, f"it raised {error}", program.printed())
+        except Broken as error:
+            yield Outcome(shown, error.reason, program.printed())
+        else:
+            same = same_value(value, tests.outputs[i])
+            why = "" if same else f"it returned {_short(value)}, wanted is {_short(tests.outputs[i])}"
+            yield Outcome(shown, why, "" if same else program.printed())
+
+
+def run_assertions(box: Box, program: Tested, tests: Assertions) -> Iterator[Outcome]:
+    """Raises Stopped where the rest is not run; ValueError where the tests are at fault."""
+    with Bench(box) as bench:
+        for i in _order(program, len(tests.cases)):
+            literal = tests.literals[i]
+            why = _why_literal_fails(program, literal) if literal else _why_fails(bench, program, tests, i)
+            yield Outcome(tests.shown[i], why, program.printed() if why else "")
+
+
+def _why_literal_fails(program: Tested, case: Literal) -> str:
+    """Empty where it passes."""
+    try:
+        value = program.call(case.name, case.args, case.kwargs)
+    except Raised as error:
+        return f"it raised {error}"
+    except Broken as error:
+        return error.reason
+    return "" if case.holds(value) else f"it returned {_short(value)}"
+
+
+class Bench:
+    """Where assertions run, without the program."""
+
+    def __init__(self, box: Box) -> None:
+        self._box = box
+        self._session: AnySession | None = None
+
+    def begin(self, code: str, names: Sequence[str]) -> list[Any]:
+        return self._ask("begin", code, list(names))
+
+    def go_on(self, answer: list[Any]) -> list[Any]:
+        """answer: ["value", it] or ["raised", type, text]. Raises as `Session.call`."""
+        return self._ask("go_on", answer)
+
+    def _ask(self, name: str, *args: Any) -> list[Any]:
+        if self._session is None:
+            self._session = self._box.open(HARNESS)
+        try:
+            return list(self._session.call(name, args))
+        except (Raised, Broken):
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._session:
+            self._session.close()
+        self._session = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _order(program: Tested, num_cases: int) -> Iterator[int]:
+    """Of the cases, the same for the same program; with a fresh process for each where they are few."""
+    shuffled = num_cases >= SHUFFLED_FROM
+    generator = random.Random(program.code.encode("utf-8", "surrogatepass"))
+    for i in generator.sample(range(num_cases), num_cases) if shuffled else range(num_cases):
+        if not shuffled:
+            program.leave()
+        yield i
+
+
+def _why_fails(bench: Bench, program: Tested, tests: Assertions, i: int) -> str:
+    """Empty where the case passes."""
+    step = _first_step(bench, program, tests, i)
+    num_fresh = SHUFFLED_FROM if len(tests.cases) < SHUFFLED_FROM else 0
+    for number in range(MAX_CALLS):
+        _, name, args, kwargs = step
+        if number < num_fresh:
+            program.leave()
+        try:
+            value = program.call(tests.names[name], args, kwargs)
+            said, answer = f"it returned {_short(value)}", ["value", value]
+        except Raised as error:
+            said, answer = f"it raised {error}", ["raised", error.type, error.text]
+        except Broken as error:
+            return error.reason
+        try:
+            step = bench.go_on(answer)
+        except NotPlain as error:  # it just came through, and is no longer plain among other values
+            return f"its answer is {error}"
+        except Broken as error:
+            if error.cause == "value":
+                return f"{said}, and then {_NOT_PLAIN}"
+            return f"{said}, and the test did not end: {error}"
+        if step[0] == "passed":
+            return ""
+        if step[0] == "failed":
+            is_told = step[1] == "AssertionError" or answer[0] == "raised"
+            return said if is_told else f"{said}, and the test raised {': '.join(step[1:])}"
+    return f"the test called it more than {MAX_CALLS} times"
+
+
+def _first_step(bench: Bench, program: Tested, tests: Assertions, i: int) -> list[Any]:
+    """The first call of the program. What goes wrong before is the tests' fault: raises ValueError."""
+    try:
+        step = bench.begin(tests.cases[i], list(tests.names))
+        if step[0] == "call":
+            return step
+        why = ": ".join(step[1:]) or "it does not call the program"
+    except Raised as error:
+        why = str(error)
+    except Broken as error:
+        if error.cause == "time" and program.was_asked:
+            raise Stopped("no time was left for it") from None
+        why = _NOT_PLAIN if error.cause == "value" else error.reason
+    raise ValueError(f"the tests are broken: {tests.shown[i]}: {why}")
+
+
+def _printed(session: AnySession) -> str:
+    return (session.stdout[-_SHOWN:] + session.stderr[-_SHOWN:]).strip()
+
+
+def _short(value: object) -> str:
+    try:
+        return f"{value!r:.{_SHOWN}}"
+    except ValueError:  # an int of more digits than Python writes
+        return "a huge number"

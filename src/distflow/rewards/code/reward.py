@@ -1,0 +1,206 @@
+"""Finding the program in an answer. Takes time linear in the text: it is the policy who writes it.
+
+`code`: does the program in the answer pass the row's tests? It runs in the sandbox (docs/sandbox.md).
+"""
+
+import atexit
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+
+from distflow.observe.files import JSON
+from distflow.rewards.code.assertions import Assertions, tell_apart
+from distflow.rewards.code.execution import Box, Outcome, Stopped, Tested, run_assertions, run_calls, run_streams
+from distflow.rewards.code.test_formats import AssertTests, CallTests, StreamTests, Tests, read_tests
+from distflow.rewards.functions import shortened
+from distflow.rewards.score import Case, left_s
+from distflow.sandbox.interface import AnySandbox
+from distflow.sandbox.remote import RemoteSandbox
+from distflow.sandbox.sandbox import Sandbox
+
+_FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([^\s`{]*)[^`\n]*")
+_PYTHON = ("python", "python3", "py", "py3")
+_THOUGHT_END = "</think>"
+
+
+def find_program(answer: str, names: Sequence[str] = ()) -> str | None:
+    """The program, or None where the answer shows code of other languages only.
+
+    What is thought before the last `</think>` does not count. Of the fenced blocks those marked as Python count, or,
+    where none is, those without a mark; the last of them that defines one of `names` is the program, else the last. A
+    block that is never closed ends with the answer. An answer without a fence is a program as a whole.
+    """
+    text = answer.rpartition(_THOUGHT_END)[2]
+    blocks = _fenced(text)
+    if not blocks:
+        return text
+    candidates = [body for mark, body in blocks if mark in _PYTHON] or [body for mark, body in blocks if not mark]
+    if not candidates:
+        return None
+    defining = [body for body in candidates if any(defines(body, name) for name in names)]
+    return (defining or candidates)[-1]
+
+
+def _fenced(text: str) -> list[tuple[str, str]]:
+    """(language, code) of each block."""
+    blocks: list[tuple[str, str]] = []
+    fence, mark, body = "", "", list[str]()
+    for line in text.split("\n"):
+        match = _FENCE.fullmatch(line.rstrip())
+        if fence and match and match[1].startswith(fence) and not match[2]:
+            blocks.append((mark, textwrap.dedent("\n".join(body))))
+            fence = ""
+        elif not fence and match:
+            fence, mark, body = match[1], match[2].lower(), []
+        elif fence:
+            body.append(line)
+    if fence:
+        blocks.append((mark, textwrap.dedent("\n".join(body))))
+    return blocks
+
+
+def defines(program: str, name: str) -> bool:
+    """Whether a line of it defines a function, a class, or at the top level a variable of that name."""
+    name = re.escape(name)
+    return re.search(rf"^[ \t]*(?:async[ \t]+def|def|class)[ \t]+{name}\b|^{name}[ \t]*=", program, re.M) is not None
+
+
+LONGEST_S = 60.0
+"""Of a verdict outside of a pool, by the clock."""
+_SHARE_OF_TIME = 0.8
+_NUM_SHOWN = 3
+_SHOWN = 500
+# What the judges of function-call tasks import for a program, as their prompts take it for granted.
+_IMPORTS = (
+    "import bisect, collections, functools, heapq, itertools, math, operator, random, re, string; "
+    "from typing import *; from bisect import *; from collections import *; from functools import *; "
+    "from heapq import *; from itertools import *; from math import *; from builtins import *\n"
+)
+_TYPING = "from typing import *\n"
+_METHOD = """
+if "{0}" not in globals() and "Solution" in globals():
+    def {0}(*args, **kwargs):
+        return Solution().{0}(*args, **kwargs)
+"""
+
+_ADD = "```python\ndef add(a, b):\n    return a {} b\n```"
+CASES = (
+    Case(_ADD.format("+"), {"test_list": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]}, True),
+    Case(_ADD.format("*"), {"test_list": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]}, False),
+    Case(_ADD.format("+"), {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, True),
+    Case("```python\nprint(int(input()) + 1)\n```", {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "3\n"]}, True),
+    Case("```python\nprint(2)\n```", {"inputs": ["1\n"], "outputs": ["3\n"]}, False),
+    Case("I do not know.", {"inputs": ["1\n"], "outputs": ["2\n"]}, False),
+)
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: object,
+    extra_info: Mapping[str, object] | None = None,
+    sandbox: str = "",
+) -> dict[str, JSON]:
+    """1.0 where the program passes all tests, else 0.0.
+
+    Of what is returned `share` is the part that it passes, `failed` the first that it does not, why, and what it
+    printed; `program` what was run, `seconds` how long that took. sandbox: the URL of one on another machine
+    (`distflow sandbox serve`). Raises ValueError where the tests are broken, UserError where nothing would hold a
+    program, SandboxFault.
+    """
+    return judge(_sandbox(sandbox), solution_str, ground_truth, extra_info or {})
+
+
+def compute_share(
+    data_source: str,
+    solution_str: str,
+    ground_truth: object,
+    extra_info: Mapping[str, object] | None = None,
+    sandbox: str = "",
+) -> dict[str, JSON]:
+    """The same, paid by the share of the tests that it passes; right (`acc`) is still only who passes all."""
+    verdict = compute_score(data_source, solution_str, ground_truth, extra_info, sandbox)
+    return {**verdict, "score": verdict["share"]}
+
+
+def check_row(ground_truth: object, extra_info: Mapping[str, object]) -> None:
+    """Raises ValueError where the row's tests are broken, so that no program can be judged. Runs none of them."""
+    tests = read_tests(ground_truth, extra_info)
+    if isinstance(tests, AssertTests):
+        tell_apart(tests)
+
+
+def judge(sandbox: AnySandbox, answer: str, ground_truth: object, row: Mapping[str, object]) -> dict[str, JSON]:
+    """The same, in a sandbox of the caller's, which nobody else uses meanwhile."""
+    tests = read_tests(ground_truth, row)
+    plan = tell_apart(tests) if isinstance(tests, AssertTests) else tests
+    box = Box(sandbox, min(LONGEST_S, _SHARE_OF_TIME * left_s()))
+    outcomes, stopped = list[Outcome](), ""
+    program = find_program(answer, _names(plan))
+    if program is None:
+        stopped = "the answer has no program in Python"
+    else:
+        try:
+            for outcome in _outcomes(box, _whole(program, tests, plan), plan):
+                outcomes.append(outcome)
+        except Stopped as reason:
+            stopped = str(reason)
+    num_cases = len(plan.cases if isinstance(plan, Assertions) else plan.inputs)
+    told = _told(outcomes, stopped, num_cases)
+    return {**told, "program": program and shortened(program), "sandbox": box.level, "seconds": box.seconds()}
+
+
+@cache
+def _sandbox(url: str) -> AnySandbox:
+    """One for all verdicts of this process. url: "" for one of this machine."""
+    sandbox = RemoteSandbox(url) if url else Sandbox()
+    atexit.register(sandbox.close)
+    return sandbox
+
+
+def _names(plan: "StreamTests | CallTests | Assertions") -> list[str]:
+    """What the program must define."""
+    if isinstance(plan, CallTests):
+        return [plan.name]
+    return list(plan.names.values()) if isinstance(plan, Assertions) else []
+
+
+def _whole(program: str, tests: Tests, plan: "StreamTests | CallTests | Assertions") -> str:
+    """The program with what its tests take for granted before it, and its method as a function after it."""
+    if isinstance(tests, StreamTests):
+        return program
+    methods = "".join(_METHOD.format(name) for name in _names(plan))
+    if "__future__" in program:  # such an import must come first
+        return program + methods
+    if isinstance(tests, CallTests):
+        return _IMPORTS + program + methods
+    if not tests.entry:
+        return program
+    if tests.prompt and not any(defines(program, name) for name in _names(plan)):
+        program = program if program.lstrip("\r\n")[:1].isspace() else textwrap.indent(program, "    ")
+    return (tests.prompt or _TYPING) + "\n" + program + methods
+
+
+def _outcomes(box: Box, code: str, plan: "StreamTests | CallTests | Assertions") -> Iterator[Outcome]:
+    if isinstance(plan, StreamTests):
+        yield from run_streams(box, code, plan)
+        return
+    program = Tested(box, code)
+    try:
+        yield from run_calls(program, plan) if isinstance(plan, CallTests) else run_assertions(box, program, plan)
+    finally:
+        program.leave()
+
+
+def _told(outcomes: list[Outcome], stopped: str, num_cases: int) -> dict[str, JSON]:
+    failed: list[JSON] = []
+    for case, why, printed in [outcome for outcome in outcomes if outcome.why][:_NUM_SHOWN]:
+        failed.append({"case": case, "why": why[:_SHOWN], "printed": printed})
+    if stopped:
+        rest = num_cases - len(outcomes)
+        failed.append({"case": f"{rest} of {num_cases} cases", "why": f"not passed: {stopped}", "printed": ""})
+    num_passed = sum(not outcome.why for outcome in outcomes)
+    right = float(num_passed == num_cases)
+    share = num_passed / num_cases
+    return {"score": right, "acc": right, "share": share, "cases": num_cases, "failed": failed}

@@ -1,0 +1,170 @@
+"""The tests of a row: what APPS, TACO, LiveCodeBench, HumanEval, MBPP and their like call them."""
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from distflow.rewards.known_solutions import decoded
+
+_SHORT = 200
+_KINDS = ("inputs", "input_output", "test_list", "test")
+_METHOD = re.compile(r"(?:Solution\(\)\.)?([A-Za-z_]\w*)")
+
+
+@dataclass(frozen=True)
+class StreamTests:
+    """What a program is given on standard input, and what it must print."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CallTests:
+    """What a function (or a method of `Solution`) is called with, and what it must return, as JSON has it."""
+
+    name: str
+    inputs: tuple[list[Any], ...]
+    outputs: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class AssertTests:
+    """Python code that asserts. entry: the function of the program that HumanEval's `check` is to get, or empty.
+
+    prompt: code that the answer continues, or defines again; empty where there is none.
+    """
+
+    code: str
+    setup: str = ""
+    entry: str = ""
+    prompt: str = ""
+
+
+Tests = StreamTests | CallTests | AssertTests
+
+
+def read_tests(ground_truth: object, row: Mapping[str, object]) -> Tests:
+    """Of the row's answer, where that holds some, else of its columns. Raises ValueError where they mean nothing."""
+    given = decoded(ground_truth)
+    if isinstance(given, list) and given and all(isinstance(entry, Mapping) for entry in given):
+        given = _from_pairs(given)
+    elif isinstance(given, list):
+        given = {"test_list": given}
+    elif isinstance(given, str) and "assert" in given:  # else it may be a solution
+        given = {"test": given}
+    columns = {**row, **given} if isinstance(given, Mapping) else dict(row)
+    kind = next((name for name in _KINDS if isinstance(given, Mapping) and given.get(name)), None)
+    kind = kind or next((name for name in _KINDS if columns.get(name)), None)
+    if kind == "input_output":
+        nested = decoded(columns[kind])
+        if not isinstance(nested, Mapping):
+            raise ValueError(f"'input_output' is {_short(nested)}, and no mapping")
+        columns, kind = {**columns, **nested}, "inputs"
+    if kind == "inputs":
+        return _read_pairs(columns)
+    if kind == "test_list":
+        return _read_list(columns)
+    if kind == "test":
+        return _read_check(columns)
+    raise ValueError(
+        "'code' needs tests in the row's answer or columns: 'inputs' and 'outputs' (and 'fn_name'), a list of "
+        "assertions 'test_list', or 'test' with 'entry_point'"
+    )
+
+
+def _from_pairs(pairs: list[Mapping[str, object]]) -> dict[str, object]:
+    """LiveCodeBench's list of `input` and `output`."""
+    if not all("input" in pair and "output" in pair for pair in pairs):
+        raise ValueError("a list of mappings as tests: each needs 'input' and 'output'")
+    return {"inputs": [pair["input"] for pair in pairs], "outputs": [pair["output"] for pair in pairs]}
+
+
+def _read_pairs(columns: Mapping[str, object]) -> StreamTests | CallTests:
+    inputs, outputs = decoded(columns["inputs"]), decoded(columns.get("outputs"))
+    if not isinstance(inputs, list) or not isinstance(outputs, list):
+        raise ValueError("'inputs' and 'outputs' must be lists")
+    if len(inputs) != len(outputs) or not inputs:
+        raise ValueError(f"{len(inputs)} 'inputs' and {len(outputs)} 'outputs'")
+    name = columns.get("fn_name")
+    if name is None or name == "":
+        return StreamTests(tuple(map(_stream, inputs)), tuple(map(_stream, outputs)))
+    arguments = tuple(_arguments(each) for each in inputs)
+    texts = all(isinstance(each, str) for each in inputs)
+    return CallTests(_function(name), arguments, tuple(_returned(each, texts) for each in outputs))
+
+
+def _stream(value: object) -> str:
+    """A text, or the lines of one."""
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        return "\n".join(value)
+    if not isinstance(value, str):
+        raise ValueError(f"{_short(value)} is no text for standard input or output")
+    return value
+
+
+def _arguments(value: object) -> list[Any]:
+    """A list of them, or JSON of one on each line."""
+    if isinstance(value, list):
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f"{_short(value)} is no list of arguments")
+    try:
+        return [json.loads(line) for line in value.split("\n") if line.strip()]
+    except ValueError as error:
+        raise ValueError(f"the arguments {_short(value)} are no JSON: {error}") from error
+
+
+def _returned(value: object, is_text: bool) -> Any:
+    if not (is_text and isinstance(value, str)):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"the result {_short(value)} is no JSON: {error}") from error
+
+
+def _function(name: object) -> str:
+    match = _METHOD.fullmatch(name.strip()) if isinstance(name, str) else None
+    if match is None:
+        raise ValueError(f"{_short(name)} is no name of a function")
+    return match[1]
+
+
+def _read_list(columns: Mapping[str, object]) -> AssertTests:
+    tests = decoded(columns["test_list"])
+    imports = decoded(columns.get("test_imports") or [])
+    if not isinstance(tests, list) or not all(isinstance(test, str) for test in tests):
+        raise ValueError(f"'test_list' is {_short(tests)}, and no list of texts")
+    if not isinstance(imports, list) or not all(isinstance(line, str) for line in imports):
+        raise ValueError(f"'test_imports' is {_short(imports)}, and no list of texts")
+    setup = columns.get("test_setup_code") or ""
+    if not isinstance(setup, str):
+        raise ValueError(f"'test_setup_code' is {_short(setup)}, and no text")
+    return AssertTests("\n".join(tests), "\n".join([*imports, setup]))
+
+
+def _read_check(columns: Mapping[str, object]) -> AssertTests:
+    test, entry, prompt = columns["test"], columns.get("entry_point"), columns.get("prompt")
+    if not isinstance(test, str):
+        raise ValueError(f"'test' is {_short(test)}, and no text")
+    if entry is None or entry == "":
+        return AssertTests(test)
+    name = _function(entry)
+    continued = isinstance(prompt, str) and re.search(rf"^(?:async )?def {name}\b", prompt, re.M)
+    return AssertTests(test, "", name, str(prompt) if continued else "")
+
+
+def parse(code: str, what: str) -> ast.Module:
+    """Raises ValueError for tests that are no Python."""
+    try:
+        return ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise ValueError(f"the tests are broken: {what} is no Python: {error}") from error
+
+
+def _short(value: object) -> str:
+    return f"{value!r:.{_SHORT}}"

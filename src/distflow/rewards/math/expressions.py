@@ -1,0 +1,211 @@
+"""Plain decimal numbers, compared exactly or as roundings of one another.
+
+Two formulas, parsed and compared by math-verify; what it rounds is compared exactly.
+
+By itself it rounds at the sixth decimal, so that 1e-7 equals 2e-7 to it, and takes 2^{2017} for 2^{2017} - 1.
+"""
+
+import logging
+import math
+import re
+from collections.abc import Iterable
+from decimal import ROUND_DOWN, ROUND_HALF_UP, Context, Decimal
+from fractions import Fraction
+from functools import lru_cache
+
+import math_verify
+from latex2sympy2_extended import latex2sympy2
+from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
+from math_verify import grader
+from sympy import Basic, Derivative, Eq, Expr, Float, I, Integral, Limit, MatrixBase, Product, Sum, Symbol
+from sympy.core.function import AppliedUndef
+from sympy.core.relational import Relational
+
+from distflow.rewards.math.bounds import MAX_BITS
+from distflow.rewards.math.text import unwrap, words
+
+ROUNDED_DECIMALS = 6
+_PLAIN_NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?", re.ASCII)
+_LATEX_FRACTION = r"\\frac\s*\{\s*(-?\d{1,50})\s*\}\s*\{\s*(-?\d{1,50})\s*\}"
+_FRACTION = re.compile(rf"(-?)\s*(?:{_LATEX_FRACTION}|(\d{{1,50}})\s*/\s*(\d{{1,50}}))", re.ASCII)
+_EXACTLY = Context(prec=2 * MAX_BITS, rounding=ROUND_HALF_UP)
+
+
+def numbers_equal(gold: Decimal, answer: Decimal) -> bool:
+    """Exact, but where the shorter is the longer one rounded."""
+    shorter, longer = sorted((gold, answer), key=num_decimals)
+    return gold == answer or is_rounded(longer, shorter)
+
+
+def is_rounded(exact: Decimal, decimal: Decimal) -> bool:
+    """Whether a decimal of `ROUNDED_DECIMALS` or more places is the value rounded or cut off there."""
+    if num_decimals(decimal) < ROUNDED_DECIMALS or num_decimals(exact) == num_decimals(decimal):
+        return False
+    return decimal in (_EXACTLY.quantize(exact, decimal), exact.quantize(decimal, ROUND_DOWN, _EXACTLY))
+
+
+def fraction(text: str) -> Fraction | None:
+    r"""The value of `\frac{3}{4}`, `-3/4` or a short decimal, found without a parser; None for all else."""
+    found = _FRACTION.fullmatch(text)
+    if found is None:
+        number = plain_number(text)
+        return None if number is None or num_decimals(number) >= ROUNDED_DECIMALS else Fraction(number)
+    numerator, denominator = int(found[2] or found[4]), int(found[3] or found[5])
+    return None if denominator == 0 else Fraction(-numerator if found[1] else numerator, denominator)
+
+
+def num_decimals(number: Decimal) -> int:
+    return max(0, -int(number.as_tuple().exponent))
+
+
+def plain_number(text: str) -> Decimal | None:
+    """The value of a plain decimal number, thousands separators and `a \\cdot 10^{b}` included; None for all else."""
+    mantissa, power, exponent = text.partition(r" \cdot 10^{")
+    if not re.search(r"\d", mantissa) or not _PLAIN_NUMBER.fullmatch(mantissa):
+        return None
+    try:
+        return Decimal(mantissa.replace(",", "") + (f"e{exponent.rstrip('}')}" if power else ""))
+    except ArithmeticError:
+        return None
+
+
+_NO_VERDICT = (MemoryError, RecursionError)
+_SWALLOWED = tuple(
+    kind
+    for base, left_out in ((Exception, (*_NO_VERDICT, RuntimeError)), (RuntimeError, _NO_VERDICT))
+    for kind in base.__subclasses__()
+    if kind not in left_out
+)
+# What they name `Exception` in their handlers, which take a full memory for two sides that differ.
+for _module in (grader, latex2sympy2):
+    setattr(_module, "Exception", _SWALLOWED)  # noqa: B010  no attribute that it has
+
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
+
+_SYNTAX = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
+_TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+_IMAGINARY = (Symbol("i", real=True), Symbol("i"))
+_NOT_POINTWISE = (Integral, Derivative, Limit, Sum, Product, AppliedUndef)
+_SMALL, _SMALL_GAP, _RELATIVE_TOLERANCE = 1e-3, 1e-9, 1e-6
+
+
+def expressions_equal(gold: str, answer: str) -> bool:
+    """Both affordable (`math_bounds`). What does not parse, or makes sympy raise, equals nothing.
+
+    Raises MemoryError and RecursionError: they say nothing about the answer, but that it could not be compared; one
+    that cannot even be read or evaluated by itself for its depth equals nothing.
+    """
+    first = _parse(gold)
+    try:
+        second = _parse(answer)
+    except RecursionError:
+        return False
+    if first is None or second is None or (_is_bound(second) and not isinstance(first, Relational)):
+        return False
+    try:
+        for known in (_exactly_equal(first, second), _rounds_to(second, gold), _rounds_to(first, answer)):
+            if known is not None:
+                return known
+        if _differ_at_a_point(first, second):
+            return False
+        equal = math_verify.verify([first], [second], timeout_seconds=None, raise_on_error=True)
+        return bool(equal) and not _differ_below_rounding(first, second)
+    except MemoryError:
+        raise
+    except RecursionError:
+        if _is_endless(second) and not _is_endless(first):
+            return False
+        raise
+    except Exception:  # sympy raises all sorts on nonsense, which is no answer
+        return False
+
+
+def _is_bound(answer: Basic | MatrixBase) -> bool:
+    """Whether it is an equation such as 2x + 3 = 0, whose right side is no value of anything; x = 0 gives one."""
+    if not isinstance(answer, Eq) or answer.rhs != 0 or not answer.lhs.free_symbols:
+        return False
+    return not isinstance(answer.lhs, AppliedUndef) and not grader.is_expr_of_only_symbols(answer.lhs)
+
+
+def _is_endless(side: Basic | MatrixBase) -> bool:
+    r"""Whether it cannot even be evaluated by itself, e.g. `\sum_{k=\pi}^{3/2} k`: then it is no answer."""
+    try:
+        side.doit().evalf()
+        side.xreplace(_point(side.free_symbols)).evalf()
+    except RecursionError:
+        return True
+    except Exception:  # as above
+        return False
+    return False
+
+
+@lru_cache(maxsize=1024)
+def _parse(text: str) -> Basic | MatrixBase | None:
+    r"""What sympy makes of LaTeX, with i as the imaginary unit and ° as π/180 within functions; None for no formula."""
+    if words(unwrap(text)) is None:
+        text = unwrap(text)
+    try:
+        syntax = normalize_latex(text, _SYNTAX)
+        degrees = _TRIGONOMETRY.search(text) is not None
+        parsed = latex2sympy(syntax, is_real=True, convert_degrees=degrees, normalization_config=None)
+        if isinstance(parsed, Basic) and not parsed.free_symbols.isdisjoint(_IMAGINARY):
+            parsed = parsed.xreplace(dict.fromkeys(_IMAGINARY, I))
+    except (MemoryError, RecursionError):
+        raise
+    except Exception:  # the parser raises plain Exceptions
+        return None
+    return parsed if isinstance(parsed, Basic | MatrixBase) else None
+
+
+def _exactly_equal(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool | None:
+    """For two rational numbers however they are written: `2^{2017}` is not `2^{2017}-1`. None for all else."""
+    if not all(isinstance(side, Expr) and not side.free_symbols and not side.has(Float) for side in (gold, answer)):
+        return None
+    values = [side.doit() for side in (gold, answer)]
+    return bool(values[0] == values[1]) if all(value.is_Rational for value in values) else None
+
+
+def _differ_at_a_point(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool:
+    """True for two formulas with other values at one point, which is seen long before simplifying shows it."""
+    if not all(isinstance(side, Expr) and not side.has(*_NOT_POINTWISE) for side in (gold, answer)):
+        return False
+    point = _point(gold.free_symbols | answer.free_symbols)
+    if not point or isinstance(gold, Symbol) or isinstance(answer, Symbol):  # a symbol may be a word
+        return False
+    try:
+        first, second = (complex(side.xreplace(point).evalf()) for side in (gold, answer))
+    except (TypeError, ValueError, ArithmeticError):  # no number, or one beyond floats
+        return False
+    gap, size = abs(first - second), max(abs(first), abs(second))
+    return math.isfinite(gap) and gap > _SMALL_GAP + _RELATIVE_TOLERANCE * size
+
+
+def _point(symbols: Iterable[Basic]) -> dict[Basic, Float]:
+    return {symbol: Float(0.7 + 0.37 * number) for number, symbol in enumerate(sorted(symbols, key=str))}
+
+
+def _rounds_to(expression: Basic | MatrixBase, text: str) -> bool | None:
+    """Whether a number is what a plain decimal says, exactly or rounded; None where that is not known."""
+    decimal = plain_number(text)
+    if decimal is None or not isinstance(expression, Expr) or expression.free_symbols:
+        return None
+    value = expression.doit()
+    if not value.is_real:
+        return None
+    exact = Decimal(str(value.evalf(num_decimals(decimal) + 20)))
+    if value.is_Rational and Fraction(decimal) == Fraction(int(value.p), int(value.q)):
+        return True
+    return is_rounded(exact, decimal) if value.is_Rational or num_decimals(decimal) >= ROUNDED_DECIMALS else None
+
+
+def _differ_below_rounding(gold: Basic | MatrixBase, answer: Basic | MatrixBase) -> bool:
+    """True for small numbers that math-verify calls equal because it rounds at the sixth decimal."""
+    first, second = _real_value(gold), _real_value(answer)
+    if first is None or second is None or abs(first) >= _SMALL:
+        return False
+    return abs(first - second) > _RELATIVE_TOLERANCE * max(abs(first), abs(second))
+
+
+def _real_value(parsed: Basic | MatrixBase) -> float | None:
+    return float(parsed.evalf()) if isinstance(parsed, Expr) and parsed.is_number and parsed.is_real else None

@@ -1,0 +1,103 @@
+r"""`math`: is the final answer mathematically equal to the ground truth?
+
+The last box wins, else what follows `####`, else what is called the answer, else the last formula or number. Whatever
+a policy writes gets a verdict: what is too costly to compare, or makes the comparison raise, is a wrong answer. Only a
+full memory and a full stack give none.
+"""
+
+import math
+import re
+
+from distflow.observe.files import JSON
+from distflow.rewards.extracted_answers import last_mathematics, marked_answer, phrased_answer
+from distflow.rewards.math.bounds import OutOfTime, limited_time
+from distflow.rewards.math.equality import are_equal
+from distflow.rewards.math.text import normalise, words
+from distflow.rewards.math.units import is_unit
+from distflow.rewards.score import Case
+
+_CURRENCY_MARK = re.compile(r"\\?\$(?=\s?\d[\d,]*(?:\.\d+)?[.,;:!?)*]*(?:\s+[A-Za-z(]|\s*$|\s*\n))")
+_ALONE = re.compile(r"[^\s*]*[\d^\\][^\s*]*|-?\d+ \d+/\d+\.?")
+_WORD = re.compile(r"[A-Za-z]{2}")
+_MAX_PHRASE = 100
+
+CASES = (
+    Case(r"3 + 4 = 7, so \boxed{7}.", "7", True),
+    Case(r"first \boxed{6}, then again: \boxed{\frac{14}{2}}", "so 3 + 4 = 7\n#### 7", True),
+    Case(r"\boxed{1\,000}", "1e3", True),
+    Case(r"\boxed{7} or rather \boxed{8}", "7", False),
+    Case(r"\boxed{[2,5]}", "[2,5)", False),
+    Case("", "7", False),
+)
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: object, extra_info: object = None) -> float:
+    """1.0 where the answer equals the ground truth (or one of them, where it is a list), else 0.0.
+
+    Raises ValueError where there is no ground truth to compare with.
+    """
+    return 1.0 if compute_verdict(data_source, solution_str, ground_truth, extra_info)["score"] else 0.0
+
+
+def compute_verdict(
+    data_source: str, solution_str: str, ground_truth: object, extra_info: object = None
+) -> dict[str, JSON]:
+    """The same as `score`, with what was compared: `extracted` from the response, None where it gives no answer, and
+    `wanted`, what that equals, or where it equals none all that it might have."""
+    alternatives = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    golds = [gold_answer(gold) for gold in alternatives]
+    if not golds:
+        raise ValueError("the ground truth is an empty list")
+    marked = marked_answer(solution_str)
+    for gold in golds:
+        answer = marked if marked is not None else _unmarked(solution_str, is_text=words(gold) is not None)
+        if answer is not None and is_equal(gold, answer):
+            return {"score": 1.0, "extracted": answer, "wanted": gold}
+    return {"score": 0.0, "extracted": answer, "wanted": golds[0] if len(golds) == 1 else [*golds]}
+
+
+def gold_answer(ground_truth: object) -> str:
+    """The bare answer of a data set's row: a number, LaTeX, or a worked solution that marks its answer."""
+    if isinstance(ground_truth, bool) or not isinstance(ground_truth, int | float | str):
+        raise ValueError(f"the ground truth is {ground_truth!r}: 'math' needs a number or a text (data.answer_key)")
+    if isinstance(ground_truth, float) and ground_truth.is_integer():
+        ground_truth = int(ground_truth)
+    if isinstance(ground_truth, float) and not math.isfinite(ground_truth):
+        raise ValueError(f"the ground truth is {ground_truth} (data.answer_key)")
+    if isinstance(ground_truth, int | float):
+        return normalise(repr(ground_truth))
+    marked = marked_answer(ground_truth)
+    answer = normalise(ground_truth if marked is None else marked)
+    if not answer:
+        raise ValueError(f"no answer in the ground truth {ground_truth[:80]!r} (data.answer_key)")
+    return answer
+
+
+def is_equal(gold: str, answer: str) -> bool:
+    """gold: as `gold_answer` gives it. answer: what stood in the box or after the mark.
+
+    What takes too long or has numbers beyond Python's is wrong, not a fault of ours: who writes it could else escape a
+    verdict. A fault in the code (TypeError, ...), a full memory (MemoryError) and a full stack (RecursionError) are
+    raised.
+    """
+    try:
+        with limited_time():
+            return are_equal(gold, normalise(answer))
+    except (OutOfTime, ArithmeticError, ValueError):
+        return False
+
+
+def _unmarked(text: str, is_text: bool) -> str | None:
+    """What the text may mean by its answer, or None. is_text: the ground truth is words; else a formula or number."""
+    phrase = phrased_answer(text)
+    bare = (text if phrase is None else phrase).strip().strip("*").strip()
+    if is_text or (phrase is not None and _ALONE.fullmatch(bare)):
+        return bare if len(bare) <= _MAX_PHRASE else None
+    for part in (phrase, text):
+        if part:
+            is_answer = part is phrase or not _WORD.search(text)
+            found = last_mathematics(_CURRENCY_MARK.sub("", part).replace(r"\$", ""), is_answer)
+            if found is not None:
+                answer, word = found
+                return answer + word if is_unit(word) else answer
+    return None

@@ -1,0 +1,222 @@
+"""A pool of verifiers for each domain: what hangs in one takes no place from another.
+
+From the config to the verifiers of a run: which there are, and what their verdicts may cost.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, Protocol, TypeVar
+
+from distflow.config import Config
+from distflow.config.keys.reward import patience_of
+from distflow.config.per_domain import reward_functions
+from distflow.errors import UserError, hint
+from distflow.registry import REWARDS
+from distflow.rewards.functions import FAILS, FAILS_TARGET, Functions, find_targets
+from distflow.rewards.pool.pool import MEMORY_BYTES, OnAgain, Told
+from distflow.rewards.pool.prestart import PoolSettings, take_pool
+from distflow.rewards.score import Verdict
+
+_Part = TypeVar("_Part")
+DEFAULT_DOMAIN = "default"
+LARGE_START_TIMEOUT_S = 1800.0
+"""A model of many gigabytes may come from a slow disk."""
+
+
+class Pool(Protocol):
+    """What judges for a domain, here as a `VerifierPool` or elsewhere; see there."""
+
+    told: Told
+    takes_groups: frozenset[str]
+    takes_batches: frozenset[str]
+
+    @property
+    def closed(self) -> bool: ...
+
+    async def judge_group(
+        self,
+        name: str,
+        asked: Sequence[Mapping[str, object]],
+        timeout_s: float | None = None,
+        on_again: OnAgain = ...,
+    ) -> list[Verdict]: ...
+
+    async def judge(
+        self,
+        name: str,
+        arguments: Mapping[str, object],
+        timeout_s: float | None = None,
+        on_again: OnAgain = ...,
+    ) -> Verdict: ...
+
+    def pids(self) -> list[int]: ...
+
+    def close(self) -> None: ...
+
+
+StartPool = Callable[[PoolSettings], Pool]
+"""Raises UserError where a function cannot be loaded."""
+
+
+class Patience(NamedTuple):
+    """What the verdicts of a domain may cost.
+
+    timeout_s: one verdict. num_workers: processes. retries: how often one that failed is asked for again; backoff_s:
+    the wait before the first of these, doubled before each further one.
+    """
+
+    timeout_s: float
+    num_workers: int
+    retries: int = 0
+    backoff_s: float = 1.0
+
+
+def functions_of(functions: Mapping[str, Sequence[_Part]], domain: str) -> Sequence[_Part]:
+    """The parts that judge the domain. Raises UserError where none do."""
+    parts = functions.get(domain) or functions.get(DEFAULT_DOMAIN)
+    if parts is None:
+        raise UserError(
+            f"no reward function for the domain '{domain}': add it to reward.functions, or a '{DEFAULT_DOMAIN}' "
+            f"entry, or see data.domain_key{hint(domain, functions)}"
+        )
+    return parts
+
+
+def pool_settings(
+    functions: Functions,
+    patience: Patience,
+    domains: Mapping[str, Patience],
+    custom: tuple[str, str] | None,
+    memory_bytes: int = MEMORY_BYTES,
+) -> dict[str, PoolSettings]:
+    """What `Pools` starts: by domain, and by target what is too large to load twice. Raises UserError for a name that
+    means no function."""
+    settings: dict[str, PoolSettings] = {}
+    for domain, each in _patience_by_domain(functions, patience, domains).items():
+        targets = find_targets(functions_of(functions, domain), custom)
+        for name in [name for name in targets if is_large(name)]:
+            target = targets.pop(name)
+            settings[target] = alone(name, target, patience.timeout_s)
+        if set(targets) > {FAILS}:
+            settings[domain] = PoolSettings(targets, each.num_workers, each.timeout_s, memory_bytes)
+    return settings
+
+
+def is_large(name: str) -> bool:
+    """Whether one process is all that may hold what the function of that name loads."""
+    return name in REWARDS and bool(REWARDS[name].prepare)
+
+
+def alone(name: str, target: str, timeout_s: float) -> PoolSettings:
+    """One process for it, which takes the memory and the time that it needs."""
+    return PoolSettings({name: target, FAILS: FAILS_TARGET}, 1, timeout_s, 0, LARGE_START_TIMEOUT_S)
+
+
+def _patience_by_domain(
+    functions: Functions, patience: Patience, domains: Mapping[str, Patience]
+) -> dict[str, Patience]:
+    return {name: domains.get(name, patience) for name in (*functions, *domains)}
+
+
+class Pools:
+    """One `VerifierPool` for each entry of `functions`, and for each domain with a patience of its own; domains that
+    neither names share that of "default". What is too large to load twice has one for all domains."""
+
+    def __init__(
+        self,
+        functions: Functions,
+        patience: Patience,
+        domains: Mapping[str, Patience] | None = None,
+        custom: tuple[str, str] | None = None,
+        memory_bytes: int = MEMORY_BYTES,
+        start: StartPool = take_pool,
+    ) -> None:
+        """start: of what is not too large to load twice. Waits for the first process of each. Raises UserError where a
+        function is unknown or cannot be loaded."""
+        self._patience = _patience_by_domain(functions, patience, domains or {})
+        settings = pool_settings(functions, patience, domains or {}, custom, memory_bytes)
+        self._targets = {
+            (domain, name): target
+            for domain in self._patience
+            for name, target in find_targets(functions_of(functions, domain), custom).items()
+            if is_large(name)
+        }
+        self._functions = {name: frozenset(each.functions) for name, each in settings.items()}
+        large = set(self._targets.values())
+        self._pools = _start(settings, {name: take_pool if name in large else start for name in settings})
+
+    def of(self, domain: str, name: str = "") -> Pool:
+        """The pool that judges the domain, by the function of that name. Raises KeyError where none does."""
+        place = self._place(domain)
+        return self._pools[self._targets.get((place, name), place)]
+
+    def patience(self, domain: str) -> Patience:
+        return self._patience[self._place(domain)]
+
+    async def judge(self, name: str, arguments: Mapping[str, object]) -> Verdict:
+        """What function `name` says once, in the pool of the domain `data_source`; where that domain has no such
+        function, in any that has."""
+        domain = self._place(str(arguments["data_source"]))
+        place = self._targets.get((domain, name), domain)
+        if name not in self._functions.get(place, ()):
+            place = next(other for other, names in self._functions.items() if name in names)
+        return await self._pools[place].judge(name, arguments)
+
+    def tell(self, told: Told) -> None:
+        """Have `told` called with every verdict, see `VerifierPool`."""
+        for pool in self._pools.values():
+            pool.told = told
+
+    @property
+    def takes_groups(self) -> frozenset[str]:
+        """Functions that are handed all answers to a prompt at a time."""
+        return frozenset[str]().union(*(pool.takes_groups for pool in self._pools.values()))
+
+    def pids(self) -> list[int]:
+        """Of the processes that are up."""
+        return sorted(pid for pool in self._pools.values() for pid in pool.pids())
+
+    def close(self) -> None:
+        """Kill all processes; see `VerifierPool.close`."""
+        _close(self._pools.values())
+
+    def _place(self, domain: str) -> str:
+        return domain if domain in self._patience else DEFAULT_DOMAIN
+
+
+def _start(settings: Mapping[str, PoolSettings], start: Mapping[str, StartPool]) -> dict[str, Pool]:
+    """All at once: each waits for a process that loads its functions."""
+    with ThreadPoolExecutor(len(settings), thread_name_prefix="distflow-pools") as threads:
+        starting = {name: threads.submit(start[name], each) for name, each in settings.items()}
+    failure = next((error for each in starting.values() if (error := each.exception())), None)
+    if failure is not None:
+        _close([each.result() for each in starting.values() if each.exception() is None])
+        raise failure
+    return {name: each.result() for name, each in starting.items()}
+
+
+def _close(pools: Iterable[Pool]) -> None:
+    known = list(pools)
+    with ThreadPoolExecutor(max(len(known), 1), thread_name_prefix="distflow-pools") as threads:
+        list(threads.map(lambda pool: pool.close(), known))
+
+
+class Verifiers(NamedTuple):
+    """The first arguments of `pool_settings`. domains: those with a patience of their own. custom: where the user's
+    function is, as (path, name)."""
+
+    functions: Functions
+    patience: Patience
+    domains: dict[str, Patience]
+    custom: tuple[str, str] | None
+
+
+def verifiers_of(config: Config) -> Verifiers:
+    """Loads none of them, nor torch."""
+    settings, custom = config.reward, config.custom_reward_function
+    return Verifiers(
+        reward_functions(config),
+        Patience(**patience_of(settings, "")),
+        {name: Patience(**patience_of(settings, name)) for name in settings.domains},
+        (custom.path, custom.name) if custom.path else None,
+    )

@@ -1,0 +1,182 @@
+"""One verifier process, and our end of its socket."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import cast
+
+from distflow.observe.files import JSON
+from distflow.rewards.pool.framing import Channel, PeerGone, encode
+from distflow.rewards.pool.worker import EXIT_OUT_OF_MEMORY
+from distflow.rewards.score import Error, Score, Timeout, Verdict
+
+_SHOWN_STDERR_BYTES = 300
+_QUICK_S = 0.005  # sent ahead of less than this: to wake a process takes about 0.1 ms, which most verdicts take too
+_MOST_AHEAD, _AHEAD_BYTES = 8, 2**13  # they fit into a socket together: nobody waits for the process to read
+
+
+class StartFailed(Exception):
+    pass
+
+
+@dataclass(eq=False)
+class Request:
+    """What one process is asked at once, and the verdicts once there are any. crashes: of processes that were at it."""
+
+    frame: bytes
+    num_asked: int
+    verdicts: list[Verdict] = field(default_factory=list)
+    crashes: int = 0
+
+
+def take(left: deque[Request], at: deque[Request]) -> bool:
+    """Move the next request, unless other threads took them all."""
+    with suppress(IndexError):
+        at.append(left.popleft())
+        return True
+    return False
+
+
+class VerifierProcess:
+    """One verifier process and our end of its socket. Used by one thread at a time, but `kill` by any."""
+
+    def __init__(self, memory_bytes: int) -> None:
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
+        self._stderr = tempfile.TemporaryFile("a+b")  # noqa: SIM115  lives as long as the process, closed by discard
+        with theirs:
+            self._popen = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "distflow.rewards.pool.worker",
+                    *map(str, (theirs.fileno(), os.getpid(), memory_bytes)),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._stderr,
+                pass_fds=(theirs.fileno(),),
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+                    "OMP_NUM_THREADS": "1",
+                },
+                start_new_session=True,  # Ctrl-C goes to the run alone, and what a verifier starts dies with it
+            )
+        self.pid = self._popen.pid
+        self.in_step = True
+        self._is_quick = False
+        self._killed = False
+
+    def load(self, functions: Mapping[str, str], timeout_s: float) -> tuple[frozenset[str], frozenset[str]]:
+        """Returns those that take groups, and those of them that judge these as one batch."""
+        due = time.monotonic() + timeout_s
+        try:
+            self._channel.send(encode({"functions": dict(functions)}), timeout_s)
+            answer = self._channel.receive(_left_s(due))
+        except TimeoutError:
+            raise StartFailed(f"it was not ready after {timeout_s:g} s") from None
+        except PeerGone:
+            raise StartFailed(self.cause_of_death()) from None
+        if "error" in answer:
+            raise StartFailed(str(answer["error"]))
+        return frozenset(cast(list[str], answer["ready"])), frozenset(cast(list[str], answer["batched"]))
+
+    def answer(self, at: deque[Request], left: deque[Request], timeout_s: float) -> None:
+        """Have it answer the request in `at`, and then those that are left. timeout_s: of each verdict, from when it
+        has answered the one before.
+
+        Raises TimeoutError, PeerGone, and ValueError for nonsense, all of the first in `at`; behind it may stand others
+        that were sent ahead. The process is then out of step and must go.
+        """
+        self.in_step = False
+        self._stderr.truncate(0)
+        self._channel.send(at[0].frame, timeout_s * at[0].num_asked)
+        while at:
+            request, began = at[0], time.monotonic()
+            due = began + timeout_s * request.num_asked
+            self._send_ahead(at, left, due)
+            answers = self._channel.receive(_left_s(due)).get("answers")
+            if not isinstance(answers, list) or len(answers) != request.num_asked:
+                raise ValueError("not an answer to each")
+            request.verdicts = [_read_answer(answer, timeout_s) for answer in answers]
+            self._is_quick = time.monotonic() - began < _QUICK_S
+            at.popleft()
+            if not at and take(left, at):
+                self._channel.send(at[0].frame, timeout_s * at[0].num_asked)
+        self.in_step = True
+
+    def _send_ahead(self, at: deque[Request], left: deque[Request], due: float) -> None:
+        """due: when the first in `at` must be answered. A process that has ended by now may have answered it before:
+        which request it died of is seen where an answer is missing."""
+        before, ahead = len(at), bytearray()
+        while self._is_quick and len(at) <= _MOST_AHEAD and take(left, at):
+            if len(at[-1].frame) > _AHEAD_BYTES:
+                left.appendleft(at.pop())
+                break
+            ahead += at[-1].frame
+        try:
+            if ahead:
+                self._channel.send(ahead, _left_s(due))
+        except PeerGone:
+            while len(at) > before:
+                left.appendleft(at.pop())
+
+    def is_alive(self) -> bool:
+        return self._popen.poll() is None
+
+    def cause_of_death(self) -> str:
+        """How it ended, with the last of what it wrote. Waits for it: its socket is closed already."""
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(5)
+        status = self._popen.returncode
+        if status == EXIT_OUT_OF_MEMORY:
+            return "the verifier ran out of memory"
+        how = (
+            f"was killed by {signal.Signals(-status).name}"
+            if status is not None and status < 0
+            else f"exited with {status}"
+        )
+        self._stderr.seek(0)
+        said = self._stderr.read()[-_SHOWN_STDERR_BYTES:].decode(errors="replace").strip()
+        return f"the verifier process {how}" + (f" ({said})" if said else "")
+
+    def kill(self) -> None:
+        """End the process and all that it started. Idempotent; whoever waits for its answer gets PeerGone."""
+        if not self._killed:
+            self._killed = True  # once: later the number may be another process group's
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def discard(self) -> None:
+        """Kill it, reap it and give back what it held here."""
+        self.kill()
+        self._popen.wait()
+        self._channel.close()
+        self._stderr.close()
+
+
+def _left_s(due: float) -> float:
+    return max(due - time.monotonic(), 0.0)
+
+
+def _read_answer(answer: JSON, timeout_s: float) -> Verdict:
+    """Raises ValueError for nonsense."""
+    if isinstance(answer, dict):
+        score, extra = answer.get("score"), answer.get("extra")
+        if "error" in answer:
+            return Error(str(answer["error"]))
+        if "timeout" in answer:
+            return Timeout(timeout_s)
+        if isinstance(score, int | float) and isinstance(extra, dict):
+            return Score(float(score), extra)
+    raise ValueError("neither a score nor an error")

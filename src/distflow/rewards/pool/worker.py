@@ -1,0 +1,204 @@
+"""Calls of a reward function in its verifier process: one answer, several that wait together, or a batch of them.
+
+The process that runs verifiers: reads one request at a time from its socket and answers it. Imports no torch
+by itself.
+
+Started by `pool.py` as `python -P -m distflow.rewards.pool.worker FD PARENT_PID MEMORY_BYTES`.
+"""
+
+import ctypes
+import inspect
+import os
+import resource
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cache, partial
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+from distflow.data import random_streams
+from distflow.errors import UserError
+from distflow.graph.fields import is_async
+from distflow.observe.files import JSON
+from distflow.rewards.functions import (
+    call,
+    call_batched,
+    is_batched,
+    load_reward,
+    read_score,
+    split_batch,
+    takes_groups,
+)
+from distflow.rewards.pool.framing import Channel, PeerGone, encode
+from distflow.rewards.score import due_within
+
+if TYPE_CHECKING:
+    import asyncio
+
+_SHOWN_ERROR_CHARACTERS = 1000
+Arguments: TypeAlias = Mapping[str, object]
+Answer: TypeAlias = dict[str, JSON]
+"""`score` and `extra`, or `error`, or `timeout`."""
+
+
+def judge(name: str, function: Callable[..., object], asked: Sequence[Arguments], timeout_s: float) -> list[Answer]:
+    """An answer to each of the asked. Raises MemoryError: the heap of this process is then no longer to be trusted."""
+    with due_within(timeout_s * len(asked)):
+        return _judge(name, function, asked, timeout_s)
+
+
+def _judge(name: str, function: Callable[..., object], asked: Sequence[Arguments], timeout_s: float) -> list[Answer]:
+    try:
+        if is_batched(function):
+            return _judge_together(name, function, asked)
+        if is_async(function):
+            return _loop().run(_judge_at_once(name, function, asked, timeout_s))
+        return [_answer(_called(partial(call, function, each), name, sorted(each.items()))) for each in asked]
+    except MemoryError:
+        raise
+    except Exception as error:  # the edge of the process: an error is an answer
+        return [{"error": describe(error)}] * len(asked)
+
+
+def describe(error: Exception) -> str:
+    """The kind, the message, and the place nearest to where it was raised."""
+    place = _innermost(error.__traceback__)
+    return f"{type(error).__name__}: {error}"[:_SHOWN_ERROR_CHARACTERS] + f" (at {place})"
+
+
+def _judge_together(name: str, function: Callable[..., object], asked: Sequence[Arguments]) -> list[Answer]:
+    returned = _called(partial(_batched, function, asked), name, [sorted(arguments.items()) for arguments in asked])
+    return [_answer(entry) for entry in split_batch(returned, len(asked))]
+
+
+def _batched(function: Callable[..., object], asked: Sequence[Arguments]) -> object:
+    returned = call_batched(function, asked)
+    return _loop().run(returned) if inspect.iscoroutine(returned) else returned
+
+
+async def _judge_at_once(
+    name: str, function: Callable[..., object], asked: Sequence[Arguments], timeout_s: float
+) -> list[Answer]:
+    """Each with a deadline of its own; one that computes without awaiting holds up the others, until it is killed."""
+    import asyncio
+
+    async def judge_one(arguments: Arguments) -> Answer:
+        try:
+            async with asyncio.timeout(timeout_s) as deadline:
+                with due_within(timeout_s):
+                    return _answer(await cast(Awaitable[object], call(function, arguments)))
+        except MemoryError:
+            raise
+        except Exception as error:  # as above
+            return {"timeout": True} if deadline.expired() else {"error": describe(error)}
+
+    random_streams.seed(name, [sorted(arguments.items()) for arguments in asked])
+    return list(await asyncio.gather(*(judge_one(arguments) for arguments in asked)))
+
+
+@cache
+def _loop() -> "asyncio.Runner":
+    """One for all calls: what an async function keeps open belongs to it."""
+    import asyncio  # most functions are plain, and their processes start sooner without it
+
+    return asyncio.Runner()
+
+
+def _called(function: Callable[[], object], *identity: object) -> object:
+    """What the function draws follows from what it is asked, not from what else this process was asked.
+
+    A call that itself imports numpy or torch, whose generators could not be seeded before, is made once more.
+    """
+    while True:
+        loaded = random_streams.loaded()
+        random_streams.seed(*identity)
+        returned = function()
+        if random_streams.loaded() == loaded:
+            return returned
+
+
+def _answer(returned: object) -> Answer:
+    try:
+        score, extra = read_score(returned)
+    except ValueError as error:  # said of what it returned: no line of ours is to blame
+        return {"error": str(error)}
+    return {"score": score, "extra": extra}
+
+
+def _innermost(trace: TracebackType | None) -> str:
+    frames = traceback.extract_tb(trace)
+    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "unknown place"
+
+
+EXIT_OUT_OF_MEMORY = 86
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve until the run closes its end of the socket."""
+    descriptor, parent_pid, memory_bytes = (int(argument) for argument in sys.argv[1:4])
+    _die_with(parent_pid)
+    _limit_memory(memory_bytes)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=descriptor))
+    try:
+        serve(channel)
+    except PeerGone:
+        pass
+    except MemoryError:
+        os._exit(EXIT_OUT_OF_MEMORY)
+
+
+def serve(channel: Channel) -> None:
+    """First the functions to load ({name: target}), then requests ({name, asked, timeout_s}), each with an answer to
+    each of the asked, which are the arguments of one."""
+    try:
+        targets = _entries(channel.receive(), "functions")
+        functions = {name: load_reward(str(target)) for name, target in targets.items()}
+    except UserError as error:
+        channel.send(encode({"error": str(error)}))
+        return
+    ready = [name for name, function in functions.items() if takes_groups(function)]
+    channel.send(encode({"ready": ready, "batched": [name for name in ready if is_batched(functions[name])]}))
+    while True:
+        request = channel.receive()
+        name, asked = str(request["name"]), cast(list[Mapping[str, object]], request["asked"])
+        timeout_s = cast(float, request["timeout_s"])
+        channel.send(_answers(name, functions[name], asked, timeout_s))
+
+
+def _entries(message: Mapping[str, JSON], key: str) -> dict[str, JSON]:
+    """Raises ValueError where the message holds no object there."""
+    found = message.get(key)
+    if not isinstance(found, dict):
+        raise ValueError(f"a message without '{key}'")
+    return found
+
+
+def _answers(name: str, function: Callable[..., object], asked: list[Mapping[str, object]], timeout_s: float) -> bytes:
+    answers = judge(name, function, asked, timeout_s)
+    try:
+        return encode({"answers": answers})
+    except (TypeError, ValueError) as error:  # more than a message may hold
+        return encode({"answers": [{"error": describe(error)}] * len(asked)})
+
+
+def _die_with(parent_pid: int) -> None:
+    """Be killed when the run dies, even inside C code. Elsewhere than on Linux the closed socket has to do."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before the call above
+        os._exit(1)
+
+
+def _limit_memory(memory_bytes: int) -> None:
+    """Data only (heap and private mappings): a limit of the address space would count what is merely reserved."""
+    if memory_bytes > 0:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""Responses of which it is known whether they are right: a row's own answer as answers are written, and wrong ones.
+
+What `math` calls equal to the row's answer is not taken for a wrong one: `1/2` beside `\frac{1}{2}`.
+
+A reward is tried on responses of which it is known whether they are right: what it calls otherwise, and how long.
+
+A form in which it finds more than half of the answers is one that it reads; only in those it is asked for more.
+
+How far a reward agrees with people who have said of responses whether they are right.
+"""
+
+import asyncio
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from distflow.rewards.extracted_answers import bare_answer
+from distflow.rewards.functions import PROMPT
+from distflow.rewards.known_solutions import why
+from distflow.rewards.math.reward import gold_answer, is_equal
+from distflow.rewards.pool.pool import VerifierPool
+from distflow.rewards.score import RIGHT, Score, Timeout, Verdict, is_right, own_verdict
+
+OWN = "own response"
+FORMS: Mapping[str, str] = {
+    "box": r"So it is \boxed{{{}}}.",
+    "phrase": "The answer is {}.",
+    "hashes": "That makes it.\n#### {}",
+    "alone": "{}",
+}
+"""How an answer is written down, by name."""
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_MEASURE = re.compile(r"(-?\d[\d,.]*)\s*(?:\\text\s*\{\s*)?([A-Za-z]{2,})\s*\}?")
+_LETTER = re.compile(r"\(?([A-E])\)?")
+
+HOSTILE: tuple[str, ...] = (
+    "x" * 2**20,
+    r"\boxed{" * 20_000,
+    "(" * 50_000,
+    r"\boxed{9^{9^{9^{9}}}}",
+    r"\boxed{1e999999999}",
+    r"\boxed{\binom{10^9}{10^8}}",
+    r"\boxed{__import__('os')}",
+    "\x00\x1b[31m\ufffd",
+    "\ud800",
+    r"\boxed{}" * 1000,
+    "#### " * 10_000,
+)
+"""Responses that are wrong whatever was asked: huge, deep, costly to compute, no text."""
+
+
+class Response(NamedTuple):
+    """kind: what was done to the answer. form: how it is written down, '' where it is not."""
+
+    kind: str
+    form: str
+    text: str
+    is_right: bool = False
+
+
+def right_responses(answer: str | None, response: str | None) -> Iterator[Response]:
+    """The row's answer in every form; and its own response; where it has them."""
+    for form, template in FORMS.items() if answer is not None else ():
+        yield Response("right answer", form, template.format(answer), is_right=True)
+    if response is not None:
+        yield Response("right answer", OWN, response, is_right=True)
+
+
+def wrong_responses(answer: str, others: Sequence[str], form: str) -> Iterator[Response]:
+    """Wrong answers in that form. others: answers to other rows."""
+    template = FORMS[form]
+    other = next((text for text in others if not are_same(answer, text)), None)
+    for kind, text in _wrong_answers(answer, other):
+        yield Response(kind, form, template.format(text))
+    yield Response("empty answer", form, template.format(""))
+    if other is not None:
+        said = template.format(other)
+        yield Response("answer named, another given", form, f"It is not {answer}, as I thought. {said}")
+
+
+def _wrong_answers(answer: str, other: str | None) -> Iterator[tuple[str, str]]:
+    if other is not None:
+        yield "another row's answer", other
+        yield "both answers", f"{answer} or {other}"
+        yield "both answers", f"{other}, {answer}"
+    if _NUMBER.fullmatch(answer):
+        yield "a digit changed", answer[:-1] + str((int(answer[-1]) + 1) % 10)
+        if answer.strip("-0.,"):
+            yield "another sign", answer.removeprefix("-") if answer.startswith("-") else f"-{answer}"
+            yield "a digit more", f"{answer}1" if "." in answer else f"{answer}0"
+    elif measure := _MEASURE.fullmatch(answer):
+        yield "another unit", f"{measure[1]} {'kg' if measure[2] != 'kg' else 'hours'}"
+    elif letter := _LETTER.fullmatch(answer):
+        yield "another choice", answer.replace(letter[1], "ABCDE"[("ABCDE".index(letter[1]) + 1) % 5])
+        yield "all choices", "A, B, C, D, E"
+
+
+def answer_of(ground_truth: object) -> str | None:
+    """A row's answer as a text that may stand in a box; None where it is none, as the tests of a program are."""
+    first = ground_truth[0] if isinstance(ground_truth, list | tuple) and ground_truth else ground_truth
+    if isinstance(first, bool) or not isinstance(first, str | int | float):
+        return None
+    return bare_answer(str(first)) or None
+
+
+def are_same(answer: str, other: str) -> bool:
+    """Also where they are only equal to mathematics."""
+    try:
+        return is_equal(gold_answer(answer), other)
+    except (ValueError, RecursionError):  # no answer to `math`
+        return answer.split() == other.split()
+
+
+HOSTILE_KIND = "hostile text"
+_NEIGHBOURS = 5
+
+
+class Row(NamedTuple):
+    """response: of the data set, known to be right; or None."""
+
+    origin: str
+    domain: str
+    ground_truth: object
+    extra_info: Mapping[str, object]
+    response: str | None = None
+    prompt: str = ""
+
+
+class Fault(NamedTuple):
+    """origin: file and line of the row. said: the verdict."""
+
+    origin: str
+    ground_truth: object
+    response: str
+    said: str
+
+
+@dataclass
+class Kind:
+    """What became of the responses of one kind. wrong: called right though they are wrong, or the other way round."""
+
+    is_right: bool
+    asked: int = 0
+    wrong: list[Fault] = field(default_factory=list)
+    errors: list[Fault] = field(default_factory=list)
+    timeouts: list[Fault] = field(default_factory=list)
+
+    @property
+    def num_faults(self) -> int:
+        return len(self.wrong) + len(self.errors) + len(self.timeouts)
+
+
+@dataclass
+class Trial:
+    """answers: rows whose answer can be written down. read: by form, how many of them were found.
+
+    kinds: by name. seconds: of each verdict.
+    """
+
+    answers: int = 0
+    read: Counter[str] = field(default_factory=Counter)
+    kinds: dict[str, Kind] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+
+    def forms(self) -> list[str]:
+        """Those that the reward reads."""
+        return [form for form in self.read if 2 * self.read[form] > self.answers]
+
+    @property
+    def num_faults(self) -> int:
+        """False negatives and positives, errors and hangs together."""
+        return sum(kind.num_faults for kind in self.kinds.values())
+
+
+async def try_reward(pool: VerifierPool, name: str, rows: Sequence[Row], num_workers: int) -> Trial:
+    """Ask the pool's function `name`: right answers in each form, then wrong ones in the forms that it reads, and what
+    is hostile. num_workers: of the pool; so many verdicts are waited for at a time, which is how each is timed."""
+    trial, free = Trial(), asyncio.Semaphore(num_workers)
+    answers = [answer_of(row.ground_truth) for row in rows]
+    known = [(row, answer) for row, answer in zip(rows, answers, strict=True) if answer is not None]
+    trial.answers = len(known) or sum(row.response is not None for row in rows)
+
+    async def ask(row: Row, response: Response) -> tuple[Row, Response, Verdict]:
+        async with free:
+            started = time.perf_counter()
+            verdict = await pool.judge(name, arguments_of(row, response.text))
+            trial.seconds.append(time.perf_counter() - started)
+            return row, response, verdict
+
+    right = [
+        (row, response)
+        for row, answer in zip(rows, answers, strict=True)
+        for response in right_responses(answer, row.response)
+    ]
+    answered = await asyncio.gather(*(ask(*asked) for asked in right))
+    trial.read.update({response.form: 0 for _, response in right})
+    trial.read.update(response.form for _, response, verdict in answered if _is_right(verdict))
+    forms = trial.forms() or list(trial.read)[:1]
+    _count(trial, [entry for entry in answered if entry[1].form in forms])
+
+    texts = [answer for _, answer in known]
+    wrong = [
+        (row, response)
+        for number, (row, answer) in enumerate(known)
+        for form in forms
+        if form in FORMS
+        for response in wrong_responses(answer, (texts[number + 1 :] + texts[:number])[:_NEIGHBOURS], form)
+    ]
+    wrong += [(row, Response("empty response", "", "")) for row in rows]
+    wrong += [(rows[0], Response(HOSTILE_KIND, "", text)) for text in HOSTILE]
+    _count(trial, await asyncio.gather(*(ask(*asked) for asked in wrong)))
+    return trial
+
+
+def _count(trial: Trial, answered: Iterable[tuple[Row, Response, Verdict]]) -> None:
+    for row, response, verdict in answered:
+        kind = trial.kinds.setdefault(response.kind, Kind(response.is_right))
+        kind.asked += 1
+        fault = Fault(row.origin, row.ground_truth, response.text, why(verdict))
+        if isinstance(verdict, Timeout):
+            kind.timeouts.append(fault)
+        elif not isinstance(verdict, Score):
+            kind.errors.append(fault)
+        elif _is_right(verdict) != response.is_right:
+            kind.wrong.append(fault)
+
+
+def _is_right(verdict: Verdict) -> bool:
+    return isinstance(verdict, Score) and is_right(own_verdict(verdict))
+
+
+def arguments_of(row: Row, response: str) -> dict[str, object]:
+    """What a pool is asked about that response to the row."""
+    return {
+        PROMPT: row.prompt,
+        "data_source": row.domain,
+        "solution_str": response,
+        "ground_truth": row.ground_truth,
+        "extra_info": row.extra_info,
+    }
+
+
+class Agreement(NamedTuple):
+    """counts: of (said by people, said by the reward). failed: why there was no verdict, of those without."""
+
+    counts: Counter[tuple[bool, bool]]
+    failed: list[str]
+
+    @property
+    def share(self) -> float:
+        """Of the responses with a verdict, those on which both say the same."""
+        return (self.counts[True, True] + self.counts[False, False]) / max(self.counts.total(), 1)
+
+    @property
+    def kappa(self) -> float:
+        """Cohen's: 1 for full agreement, 0 for as much as chance would give (also where both always say the same)."""
+        total = max(self.counts.total(), 1)
+        people, reward = (sum(count for said, count in self.counts.items() if said[side]) / total for side in (0, 1))
+        by_chance = people * reward + (1 - people) * (1 - reward)
+        return (self.share - by_chance) / (1 - by_chance) if by_chance < 1 else 0.0
+
+
+async def measure(
+    pool: VerifierPool, name: str, rows: Sequence[Row], labels: Sequence[bool], right_from: float = RIGHT
+) -> Agreement:
+    """Ask the pool's function `name` for a verdict on each row's own response. labels: whether it is right, which the
+    reward says by a verdict of `right_from` or more."""
+
+    async def ask(row: Row) -> Verdict:
+        assert row.response is not None
+        return await pool.judge(name, arguments_of(row, row.response))
+
+    verdicts = await asyncio.gather(*map(ask, rows))
+    judged = [(label, verdict) for label, verdict in zip(labels, verdicts, strict=True) if isinstance(verdict, Score)]
+    counts = Counter((label, own_verdict(verdict) >= right_from) for label, verdict in judged)
+    return Agreement(counts, [str(verdict) for verdict in verdicts if not isinstance(verdict, Score)])

@@ -1,0 +1,182 @@
+"""Batch-invariant steps of the embedded engine: a row's bits depend on its own request alone.
+
+A product of matrices rounds by its shape, so every product here has a shape that a row's batch has no say in:
+
+- Decoding goes by tiles of as many slots, the last one filled up with rows that mean nothing. Attention goes by blocks
+  of the keys (`models/attention.py`), so the length of a row's neighbours does not matter.
+- A prompt is prefilled alone.
+- Tokens are drawn by tiles of rows with one law.
+- An answer that lost its keys and values gets its prompt prefilled and its tokens decoded once more, as they were.
+
+That a row comes out the same in each place of a tile is tried with the model at the start; where it does not, tiles are
+made smaller, down to single rows.
+
+Steps whose tokens the next one needs on the host: schedule, run, sample.
+"""
+
+import itertools
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from distflow.models.attention import BLOCK
+from distflow.models.model_runner import DecoderView, PromptKV
+from distflow.rollout.embedded.kv_cache import KVSlots
+from distflow.rollout.embedded.request_lane import Drawn, Lane
+from distflow.rollout.embedded.sampler import Draws, sample
+from distflow.rollout.embedded.scheduler import Law, Prefill, Sequence, Work
+
+LARGEST = 32
+_TRIED_LAYERS = 64
+"""Layers that are tried in all: the fewer a model has, the more different rows."""
+Feed = Callable[[Sequence], tuple[int, int]]
+"""The token that a sequence gives the model next, and its position."""
+
+
+class Tiles:
+    """The steps of an engine, by tiles of `size` rows."""
+
+    def __init__(self, decoder: DecoderView) -> None:
+        self._decoder = decoder
+        self.size = LARGEST
+        while self.size > 1 and not self._is_same_in_each_place():
+            self.size //= 2
+
+    def draw(self, lane: Lane, work: Work, weights: object) -> Draws:
+        """The next token of each of the work's sequences. weights: names those that the decoder holds."""
+        hidden = self._prefill(lane, work, weights) if work.prefills else self._decode(lane, _last)
+        return self._sample(self._logits(hidden), work.sequences)
+
+    def _prefill(self, lane: Lane, work: Work, weights: object) -> Tensor:
+        """Returns `(rows, hidden)` of the last token of each sequence."""
+        slot, parts = work.first_slot, []
+        for prompt, sequences in itertools.groupby(work.sequences, key=lambda sequence: sequence.prompt_ids):
+            count = len(list(sequences))
+            [(forward, row)] = lane.prompts.rows(weights, [prompt], self._decoder.prefill)
+            lane.slots.fill(forward, [row] * count, slot, lane.scheduler.num_wanted)
+            parts.append(forward.hidden[row].expand(count, -1))
+            slot += count
+        hidden = torch.cat(parts)
+        begun = torch.tensor([bool(sequence.token_ids) for sequence in work.sequences], device=hidden.device)
+        if not begun.any():
+            return hidden
+        return torch.where(begun[:, None], self._decode_again(lane)[work.first_slot :], hidden)
+
+    def _decode_again(self, lane: Lane) -> Tensor:
+        """All tokens that running sequences have drawn. One that has none, or no more, writes what its next step
+        writes again."""
+        for index in range(max(len(sequence.token_ids) for sequence in lane.scheduler.running)):
+            hidden = self._decode(lane, partial(_drawn, index))
+        return hidden
+
+    def _decode(self, lane: Lane, feed: Feed) -> Tensor:
+        """One token of each running sequence; `(rows, hidden)` in the order of the slots."""
+        running, device = lane.scheduler.running, self._decoder.device
+        fed = [feed(sequence) for sequence in running]
+        fed += [(0, 0)] * (-len(fed) % self.size)  # into slots that nobody has
+        extents = [self._extent(fed[start : start + self.size]) for start in range(0, len(fed), self.size)]
+        keys, values = lane.slots.window(len(fed), max(extents), max(len(fed), lane.scheduler.num_wanted))
+        parts = []
+        for number, extent in enumerate(extents):
+            tile = slice(number * self.size, (number + 1) * self.size)
+            tokens, positions = torch.tensor(fed[tile], device=device).unbind(-1)
+            memory = keys[:, tile, :, :extent], values[:, tile, :, :extent]
+            parts.append(self._decoder.decode(tokens, positions, *memory))
+        return torch.cat(parts)[: len(running)]
+
+    @staticmethod
+    def _extent(fed: list[tuple[int, int]]) -> int:
+        """A multiple of a block, above all positions."""
+        return max(position for _, position in fed) // BLOCK * BLOCK + BLOCK
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        tiles = [hidden[start : start + self.size] for start in range(0, len(hidden), self.size)]
+        tiles[-1] = torch.cat((tiles[-1], tiles[-1][-1:].expand(self.size - len(tiles[-1]), -1)))
+        return torch.cat([self._decoder.logits(tile) for tile in tiles])
+
+    def _sample(self, logits: Tensor, sequences: Rows[Sequence]) -> Draws:
+        laws: dict[Law, list[int]] = {}
+        for row, sequence in enumerate(sequences):
+            laws.setdefault(sequence.law, []).append(row)
+        parts, order = [], []
+        for law, rows in laws.items():
+            # Rows of one call decide together how far they look for a nucleus.
+            size = 1 if law.top_p < 1.0 else self.size
+            for start in range(0, len(rows), size):
+                tile = rows[start : start + size]
+                filled = tile + tile[-1:] * (size - len(tile))
+                drawn = sample(logits[torch.tensor(filled, device=logits.device)], [sequences[row] for row in filled])
+                parts.append([column[: len(tile)] for column in drawn])
+                order += tile
+        back = torch.tensor(order, device=logits.device).argsort()
+        return Draws(*(torch.cat(column)[back] for column in zip(*parts, strict=True)))
+
+    @torch.inference_mode()
+    def _is_same_in_each_place(self) -> bool:
+        """Whether the same row in all places of a tile comes out with the same bits, of layers and of logits."""
+        decoder, slots = self._decoder, KVSlots()
+        for step in range(max(4, _TRIED_LAYERS // decoder.num_layers)):
+            prompt = tuple((7 * index + 3 + step) % decoder.vocab_size for index in range(1 + step % (BLOCK - 1)))
+            forward = decoder.prefill([prompt])
+            slots.fill(forward, [0] * self.size, 0, self.size)
+            keys, values = slots.window(self.size, BLOCK, self.size)
+            tokens = torch.full((self.size,), step, device=decoder.device)
+            hidden = decoder.decode(tokens, torch.full_like(tokens, len(prompt)), keys, values)
+            if not (_is_one_row(hidden) and _is_one_row(decoder.logits(hidden))):
+                return False
+        return True
+
+
+def _is_one_row(rows: Tensor) -> bool:
+    return torch.equal(rows, rows[:1].expand_as(rows))
+
+
+def _last(sequence: Sequence) -> tuple[int, int]:
+    return sequence.token_ids[-1], sequence.position
+
+
+def _drawn(index: int, sequence: Sequence) -> tuple[int, int]:
+    """The token of that number, or the last one. Of a sequence without any: one that its first token will overwrite."""
+    number = min(index, len(sequence.token_ids) - 1)
+    return (sequence.token_ids[number] if sequence.token_ids else 0), len(sequence.prompt_ids) + max(number, 0)
+
+
+def step_here(lane: Lane, decoder: DecoderView, tiles: Tiles | None, weights: object) -> Drawn:
+    """The lane's next step. weights: names those that the decoder holds."""
+    work = lane.scheduler.schedule()
+    if tiles is not None:
+        draws = tiles.draw(lane, work, weights)
+    else:
+        hidden = _prefill(lane, decoder, work, weights) if work.prefills else _decode(lane, decoder, work)
+        draws = sample(decoder.logits(hidden), work.sequences)
+    return Drawn(work.sequences, *(column.tolist() for column in draws))
+
+
+def _prefill(lane: Lane, decoder: DecoderView, work: Work, weights: object) -> Tensor:
+    """Returns `(rows, hidden)` of the last prompt tokens, in the order of the slots."""
+    slot, hidden = work.first_slot, []
+    num_tokens_at_most = max(len(each.prompt_ids) + each.params.max_tokens for each in work.sequences)
+    for prefill in work.prefills:
+        for forward, rows in _rows_of(lane, decoder, prefill, weights):
+            lane.slots.fill(forward, rows, slot, lane.scheduler.num_wanted, num_tokens_at_most)
+            hidden.append(forward.hidden[torch.tensor(rows, device=forward.hidden.device)])
+            slot += len(rows)
+    return torch.cat(hidden)
+
+
+def _rows_of(lane: Lane, decoder: DecoderView, prefill: Prefill, weights: object) -> list[tuple[PromptKV, list[int]]]:
+    """Forwards with the rows to copy from each, a row for each sequence, in order."""
+    places = lane.prompts.rows(weights, prefill.contexts, decoder.prefill)
+    places = [place for place, starts in zip(places, prefill.starts, strict=True) for _ in starts]
+    runs = itertools.groupby(places, key=lambda place: id(place[0]))
+    return [(run[0][0], [row for _, row in run]) for run in (list(group) for _, group in runs)]
+
+
+def _decode(lane: Lane, decoder: DecoderView, work: Work) -> Tensor:
+    positions = [sequence.position for sequence in work.sequences]
+    tokens = torch.tensor([sequence.token_ids[-1] for sequence in work.sequences], device=decoder.device)
+    keys, values = lane.slots.window(len(positions), max(positions) + 1, lane.scheduler.num_wanted)
+    return decoder.decode(tokens, torch.tensor(positions, device=decoder.device), keys, values)

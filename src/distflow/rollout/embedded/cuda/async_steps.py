@@ -1,0 +1,261 @@
+"""CUDA graphs of decode steps: the second time that a step of some shape is asked for it is recorded, from then on it
+is replayed, by one launch for all of its kernels.
+
+Steps on the device, one after the other: each reads from the device what the one before it left there.
+"""
+
+import logging
+from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+
+from distflow.errors import UserError
+from distflow.models.model_runner import DecoderView, PromptKV
+from distflow.rollout.embedded.cuda.block_manager import PagedAttention, PageMemory, Pages, Part, pages_for, upload
+from distflow.rollout.embedded.cuda.state import DecodeState, Laws, Seat
+from distflow.rollout.embedded.scheduler import Law, Sequence
+
+_log = logging.getLogger(__name__)
+
+
+class Graphs:
+    """A step reads and writes tensors that stay where they are, and waits for nothing on the host.
+
+    The first step of a shape runs as it is, so that libraries set themselves up outside of a recording. Where a
+    recording fails, this and all later steps run as they are, and a warning says why.
+    """
+
+    def __init__(self, model: nn.Module, enabled: bool) -> None:
+        self.enabled = enabled
+        self._model = model
+        self._addresses = self._weights()
+        self._seen: set[Hashable] = set()
+        self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self._recorded)
+
+    def run(self, shape: Hashable, step: Callable[[], Tensor]) -> Tensor:
+        """What `step` returns; of a replayed one the same tensor each time, so it is read before the next step."""
+        if not self.enabled:
+            return step()
+        if shape not in self._seen:
+            self._seen.add(shape)
+            return step()
+        if shape not in self._recorded and not self._record(shape, step):
+            return step()
+        graph, result = self._recorded[shape]
+        graph.replay()
+        return result
+
+    def follow_weights(self) -> None:
+        """Forget all that was recorded where weights lie elsewhere now (the trainer had them on the host meanwhile)."""
+        if self.enabled and (addresses := self._weights()) != self._addresses:
+            self._addresses = addresses
+            self.clear()
+
+    def clear(self) -> None:
+        if self._recorded:
+            torch.cuda.synchronize()  # one may run still
+        self._recorded.clear()
+
+    def _weights(self) -> list[int]:
+        return [parameter.data_ptr() for parameter in self._model.parameters()] if self.enabled else []
+
+    def _record(self, shape: Hashable, step: Callable[[], Tensor]) -> bool:
+        """Nothing is computed by it. The trainer's thread may allocate meanwhile, hence the mode."""
+        try:
+            graph = torch.cuda.CUDAGraph()
+            pool = next((other.pool() for other, _ in self._recorded.values()), None)  # they share their memory
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                result = step()
+        except RuntimeError as error:
+            _log.warning("no CUDA graphs, each kernel of a decode step is launched on its own: %s", error)
+            self.enabled = False
+            self.clear()
+            return False
+        self._recorded[shape] = (graph, result)
+        return True
+
+
+MEMORY_SHARE = 0.5
+"""Of the device's memory that is free when keys and values are first wanted: the rest is the trainer's."""
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """lag: decode steps that run while the host looks at the tokens of those before. page_tokens: of a page of keys and
+    values. num_pages: None is what memory holds. graphs: CUDA graphs, where the device is one of CUDA's."""
+
+    lag: int = 1
+    page_tokens: int = 64
+    num_pages: int | None = None
+    graphs: bool = True
+
+
+class Chain:
+    """Seats, pages and steps of all lanes of an engine.
+
+    A sequence has one slot and all pages that it can need from its first step to its last, so that nothing moves,
+    nothing grows, and no step needs the host. Sequences that start from one prompt share its full pages. Rows of a step
+    are filled up to one of few sizes with rows that mean nothing, and tables to one of few widths.
+    """
+
+    def __init__(self, decoder: DecoderView, model: nn.Module, num_slots: int, options: DeviceOptions) -> None:
+        """num_slots: of all lanes together."""
+        self.lag = options.lag
+        self.graphs = Graphs(model, options.graphs and decoder.device.type == "cuda")
+        self._decoder = decoder
+        self._options = options
+        self._num_slots = num_slots
+        self._most_pages = pages_for(decoder.max_positions, options.page_tokens)
+        self._memory: PageMemory | None = None
+        self._rows: dict[int, tuple[tuple[int, ...], Tensor]] = {}  # by size: the slots that are in the tensor
+        self._laws: tuple[tuple[Law, ...], Laws] = ((), [])
+        self.pages = Pages(0)
+        self._state = DecodeState(0, 0, 0, torch.device("cpu"))
+
+    def release(self) -> None:
+        """Drop all memory; no sequence may have a seat. It is made again when one takes a seat."""
+        self.graphs.clear()
+        self._memory = None
+        self._rows.clear()
+        self._state = DecodeState(0, 0, 0, torch.device("cpu"))
+
+    # Seats.
+
+    def check(self, sequence: Sequence) -> None:
+        """Raises UserError for a sequence that all pages together could not hold."""
+        room = self._open().keys.shape[1] - 1
+        if self._num_needed(sequence) > room:
+            raise UserError(
+                f"a prompt of {len(sequence.prompt_ids)} tokens with up to {sequence.params.max_tokens} new ones: the "
+                f"device has memory for keys and values of {room * self._options.page_tokens} tokens; lower "
+                "data.max_prompt_length or data.max_response_length"
+            )
+
+    def num_fitting(self, waiting: Iterable[Sequence], most: int) -> int:
+        """How many of the first that wait can have seats, `most` at most."""
+        self._open()
+        free, count = self.pages.num_free, 0
+        for sequence in islice(waiting, most):
+            free -= self._num_needed(sequence)
+            if free < 0:
+                break
+            count += 1
+        return count
+
+    def seat(self, forward: PromptKV, row: int, sequences: Rows[Sequence]) -> tuple[list[Seat], list[Part]]:
+        """Seats of sequences with one context, which was prefilled as that row, and what is to be copied for them."""
+        size, length = self._options.page_tokens, len(sequences[0].context)
+        seats: list[Seat] = []
+        parts: list[Part] = []
+        common: list[int] = []
+        for sequence in sequences:
+            self.pages.share(common)
+            pages = common + self.pages.take(self._num_needed(sequence) - len(common))
+            parts.append((row, len(common) * size, length, pages))
+            common = pages[: length // size]
+            seats.append(Seat(self._state.free.pop(), pages, len(sequence.token_ids)))
+        return seats, parts
+
+    def leave(self, seat: Seat) -> None:
+        """Steps that were launched before may still write to slot and pages: whoever gets them is launched after."""
+        self._state.free.append(seat.slot)
+        self.pages.give_back(seat.pages)
+
+    # Steps. Each returns what `DecodeState.draw` does, a column for each sequence first.
+
+    def first_draw(
+        self, fills: list[tuple[PromptKV, list[Part]]], hidden: Tensor, sequences: Rows[Sequence], seats: Rows[Seat]
+    ) -> Tensor:
+        """Fill the pages of new seats, and draw from the last tokens of their contexts, hidden `(rows, hidden)`."""
+        memory = self._open()
+        for forward, parts in fills:
+            memory.fill(forward, parts)
+        self._state.begin(sequences, seats)
+        slots = upload(torch.tensor([seat.slot for seat in seats]), self._decoder.device)
+        return self._state.draw(self._decoder.logits(hidden), slots, self._laws_of(sequences, len(sequences)))
+
+    def decode(self, sequences: Rows[Sequence], seats: Rows[Seat]) -> Tensor:
+        size = padded(len(seats), self._num_slots)
+        longest = max(
+            len(sequence.prompt_ids) + seat.num_drawn for sequence, seat in zip(sequences, seats, strict=True)
+        )
+        width = min(rounded(pages_for(longest, self._options.page_tokens)), self._most_pages)
+        slots, laws = self._slots_of(seats, size), self._laws_of(sequences, size)
+        forward = partial(self._logits, slots, width)
+        if len(laws) == 1:  # its rows are all rows
+            return self.graphs.run((size, width, laws[0][0]), lambda: self._state.draw(forward(), slots, laws))
+        return self._state.draw(self.graphs.run((size, width, None), forward), slots, laws)
+
+    def _logits(self, slots: Tensor, width: int) -> Tensor:
+        state, memory = self._state, self._open()
+        positions, tables = state.position[slots], state.tables[:, :width][slots]
+        bias = self._decoder.bias(positions, width * self._options.page_tokens)
+        attention = PagedAttention(memory, tables, positions, bias)
+        hidden = self._decoder.decode_over(state.token[slots], positions, self._decoder.max_positions, attention)
+        return self._decoder.logits(hidden)
+
+    def _slots_of(self, seats: Rows[Seat], size: int) -> Tensor:
+        """A tensor that is always the same one for a size, written where it holds other slots."""
+        wanted = tuple(seat.slot for seat in seats) + (self._state.trash,) * (size - len(seats))
+        has, tensor = self._rows.get(size, ((), None))
+        if tensor is None:
+            tensor = torch.zeros(size, dtype=torch.int64, device=self._decoder.device)
+        if has != wanted:
+            tensor.copy_(upload(torch.tensor(wanted), self._decoder.device))
+            self._rows[size] = (wanted, tensor)
+        return tensor
+
+    def _laws_of(self, sequences: Rows[Sequence], size: int) -> Laws:
+        """Rows without a sequence have the law of the first."""
+        laws = tuple(sequence.law for sequence in sequences) + (sequences[0].law,) * (size - len(sequences))
+        if self._laws[0] != laws:
+            rows: dict[Law, list[int]] = {}
+            for row, law in enumerate(laws):
+                rows.setdefault(law, []).append(row)
+            groups = [(law, upload(torch.tensor(own), self._decoder.device)) for law, own in rows.items()]
+            self._laws = (laws, groups)
+        return self._laws[1]
+
+    # Memory.
+
+    def _num_needed(self, sequence: Sequence) -> int:
+        return pages_for(len(sequence.prompt_ids) + sequence.params.max_tokens, self._options.page_tokens)
+
+    @torch.inference_mode()
+    def _open(self) -> PageMemory:
+        if self._memory is None:
+            decoder, options = self._decoder, self._options
+            num_pages = self._affordable() if options.num_pages is None else options.num_pages
+            self._memory = PageMemory(decoder, num_pages, options.page_tokens)
+            self.pages = Pages(num_pages)
+            self._state = DecodeState(self._num_slots, self._most_pages, decoder.vocab_size, decoder.device)
+        return self._memory
+
+    def _affordable(self) -> int:
+        """As many as all slots could ever need, or as their share of the free memory holds; and `TRASH`."""
+        decoder, wanted = self._decoder, self._num_slots * self._most_pages
+        if decoder.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(decoder.device)
+            free += torch.cuda.memory_reserved(decoder.device) - torch.cuda.memory_allocated(decoder.device)
+            numbers = 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim * self._options.page_tokens
+            wanted = min(wanted, int(MEMORY_SHARE * free) // (numbers * decoder.dtype.itemsize))
+        return wanted + 1
+
+
+def padded(num_rows: int, most: int) -> int:
+    """The next power of two up to 32, from there the next multiple of 32; `most` at most."""
+    return min(1 << (num_rows - 1).bit_length() if num_rows <= 32 else -(-num_rows // 32) * 32, most)
+
+
+def rounded(num_pages: int) -> int:
+    """Up to a number with three significant bits: at most a quarter more than is needed."""
+    step = 1 << max(0, num_pages.bit_length() - 3)
+    return -(-num_pages // step) * step

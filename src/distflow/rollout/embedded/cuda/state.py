@@ -1,0 +1,136 @@
+"""The uniform numbers of `rollout/requests.py`, made on the device by the same generator, bit for bit.
+
+A slot keeps one number: the state of SplitMix64 at its next draw, made of key and position. It is an int64 that stands
+for the uint64 of the same bits, because torch has few operations on those: sums and products of two's complement
+numbers wrap alike, and a mask takes from a shift the copies of the sign.
+
+What a decode step needs of each sequence and changes, on the device: one slot for each.
+"""
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distflow.rollout.embedded.cuda.block_manager import TRASH, upload
+from distflow.rollout.embedded.sampler import Draws, draw_by_law, policy_of
+from distflow.rollout.embedded.scheduler import Law, Sequence
+
+_BITS = 1 << 64
+_WEYL = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9 - _BITS
+_MIX_2 = 0x94D049BB133111EB - _BITS
+NEXT = _WEYL - _BITS
+"""What is added to a state for the draw after it."""
+
+
+def state_of(key: int, position: int) -> int:
+    """Of a 64-bit key at a token position, as a signed number. position: how many numbers were drawn before."""
+    state = (key + (position + 1) * _WEYL) % _BITS
+    return state - _BITS if state >= _BITS // 2 else state
+
+
+def uniforms(states: Tensor) -> Tensor:
+    """One float64 in [0, 1) for each state, int64, with 53 random bits."""
+    mixed = (states ^ _shifted(states, 30)) * _MIX_1
+    mixed = (mixed ^ _shifted(mixed, 27)) * _MIX_2
+    mixed = mixed ^ _shifted(mixed, 31)
+    return _shifted(mixed, 11).double() * 2.0**-53
+
+
+def _shifted(bits: Tensor, count: int) -> Tensor:
+    """To the right, zeros from the left."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+Laws = list[tuple[Law, Tensor]]
+"""Each law with its rows of a batch."""
+
+
+@dataclass(eq=False)
+class Seat:
+    """Of a sequence that runs. num_drawn: its tokens, those that the host has not read among them."""
+
+    slot: int
+    pages: list[int]
+    num_drawn: int
+
+
+class DecodeState:
+    """By slot: `token`, the last one, which is the next to be fed, at `position`; `random`, the state of the generator
+    at the next draw; `tables`, the pages, `(slots, most pages of a sequence)`. All int64. The slot behind the last one
+    is that of rows without a sequence: token and position 0, in the page `TRASH`.
+    """
+
+    def __init__(self, num_slots: int, most_pages: int, vocab_size: int, device: torch.device) -> None:
+        self.trash = num_slots
+        self.token, self.position, self.random = torch.zeros(3, num_slots + 1, dtype=torch.int64, device=device)
+        self.tables = torch.full((num_slots + 1, most_pages), TRASH, dtype=torch.int64, device=device)
+        self._vocab_size = vocab_size
+        self._seen: Tensor | None = None  # bool (slots, vocab), from the first law with a penalty on
+        self.free = list(range(num_slots - 1, -1, -1))
+
+    def begin(self, sequences: Rows[Sequence], seats: Rows[Seat]) -> None:
+        """Write what the first draw of each needs: it comes from the last token of the context, which was prefilled."""
+        width = max(len(seat.pages) for seat in seats)
+        rows = [
+            [
+                seat.slot,
+                sequence.position,
+                state_of(sequence.key, sequence.num_drawn + len(sequence.token_ids)),
+                *seat.pages,
+                *[TRASH] * (width - len(seat.pages)),
+            ]
+            for sequence, seat in zip(sequences, seats, strict=True)
+        ]
+        written = upload(torch.tensor(rows), self.token.device)
+        slots = written[:, 0]
+        self.position[slots], self.random[slots] = written[:, 1], written[:, 2]
+        self.tables[slots, :width] = written[:, 3:]
+        if any(sequence.law.repetition_penalty != 1.0 for sequence in sequences):
+            self._remember(sequences, seats, slots)
+
+    def _remember(self, sequences: Rows[Sequence], seats: Rows[Seat], slots: Tensor) -> None:
+        if self._seen is None:
+            self._seen = torch.zeros(self.trash + 1, self._vocab_size, dtype=torch.bool, device=self.token.device)
+        occurred = [
+            (seat.slot, token)
+            for sequence, seat in zip(sequences, seats, strict=True)
+            for token in set(sequence.context)
+        ]
+        slot, token = upload(torch.tensor(occurred), self.token.device).unbind(-1)
+        self._seen[slots] = False
+        self._seen[slot, token] = True
+
+    def draw(self, logits: Tensor, slots: Tensor, laws: Laws) -> Tensor:
+        """One token a row, from logits `(rows, vocab)`; `slots` go on behind it.
+
+        Returns float64 `(4, rows)`: token ids, log-probs as in `Draws`, and 1 where the logits were finite. Nothing is
+        waited for.
+        """
+        logits, uniform = logits.float(), uniforms(self.random[slots])
+        parts = [self._draw_law(logits, slots, uniform, law, rows) for law, rows in laws]
+        if len(laws) == 1:
+            draws, finite = parts[0]
+        else:
+            back = torch.cat([rows for _, rows in laws]).argsort()
+            draws = Draws(*(torch.cat(column)[back] for column in zip(*(part for part, _ in parts), strict=True)))
+            finite = torch.cat([each for _, each in parts])[back]
+        nobody = slots == self.trash
+        self.token[slots] = draws.token_ids.masked_fill(nobody, 0)
+        self.position[slots] = (self.position[slots] + 1).masked_fill(nobody, 0)
+        self.random[slots] = self.random[slots] + NEXT
+        if self._seen is not None:
+            self._seen[slots, draws.token_ids] = True
+        return torch.stack([column.double() for column in (*draws, finite)])
+
+    def _draw_law(self, logits: Tensor, slots: Tensor, uniform: Tensor, law: Law, rows: Tensor) -> tuple[Draws, Tensor]:
+        """rows: those of the law; as many as there are means all, in order."""
+        if len(rows) != len(slots):
+            logits, slots, uniform = logits[rows], slots[rows], uniform[rows]
+        policy = policy_of(logits, law)
+        penalised = law.repetition_penalty != 1.0 and self._seen is not None
+        seen = self._seen[slots] if penalised and self._seen is not None else None
+        draws = draw_by_law(policy, logits, law, uniform, seen, (logits.shape[-1],))
+        return draws, torch.isfinite(policy.top).squeeze(-1)

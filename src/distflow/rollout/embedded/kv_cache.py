@@ -1,0 +1,132 @@
+"""Key-value memory: slots of running sequences, and a bounded cache of prefilled prompts."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from distflow.models.model_runner import PromptKV
+from distflow.rollout.embedded.scheduler import Move
+
+EXTENT_BLOCK = 32
+FIRST_EXTENT = 128  # room from the start, for those who may need it: to grow costs more than what is not read
+
+
+class KVSlots:
+    """`keys`, `values`: `(layers, slots, kv_heads, extent, head_dim)`.
+
+    They are as long as the longest sequence asks for, and hold whoever is served or waits for it: what attention reads
+    lies together then. They grow with need, without the slots that nobody needs any more, and shrink to nothing at
+    `reset`. Memory that was never written is zero: attention masks it, but a NaN in it would still spread. The tensors
+    are made in inference mode and may be written in it only, and aborts move slots outside of any step: hence the
+    decorators.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.keys = self.values = torch.empty(0, 0, 0, 0, 0)
+        self._least = 0  # tokens that there is room for at least
+
+    @torch.inference_mode()
+    def fill(
+        self, prompts: PromptKV, rows: list[int], first_slot: int, num_wanted: int, num_tokens_at_most: int = 0
+    ) -> None:
+        """Copy the prompts' rows into consecutive slots. num_wanted: slots that will be needed soon, as far as is
+        known. num_tokens_at_most: of one of these sequences, at its end."""
+        longest, end = prompts.keys.shape[-2], first_slot + len(rows)
+        if self.keys.numel() == 0:
+            num_layers, _, num_kv_heads, _, head_dim = prompts.keys.shape
+            self.keys, self.values = (
+                memory.new_empty(num_layers, 0, num_kv_heads, 0, head_dim) for memory in (prompts.keys, prompts.values)
+            )
+        self._least = max(self._least, min(num_tokens_at_most, FIRST_EXTENT))
+        self._fit(end, max(longest, self.keys.shape[-2]), num_wanted)  # others may be longer
+        index = torch.tensor(rows, device=prompts.keys.device)
+        self.keys[:, first_slot:end, :, :longest] = prompts.keys[:, index]
+        self.values[:, first_slot:end, :, :longest] = prompts.values[:, index]
+
+    @torch.inference_mode()
+    def move(self, moves: list[Move]) -> None:
+        """Copy whole slots; sources and destinations are different slots."""
+        for source, destination in moves:  # one by one: on a CPU five times as fast as by index
+            self.keys[:, destination] = self.keys[:, source]
+            self.values[:, destination] = self.values[:, source]
+
+    @torch.inference_mode()
+    def window(self, num_slots: int, extent: int, num_wanted: int) -> tuple[Tensor, Tensor]:
+        """The first slots, of `extent` tokens or more."""
+        self._fit(num_slots, extent, num_wanted)
+        return self.keys[:, :num_slots], self.values[:, :num_slots]
+
+    def _fit(self, num_slots: int, extent: int, num_wanted: int) -> None:
+        """Room for the first slots, and for `num_wanted` where others are needed. The extent grows by at least an
+        eighth, so that copies stay rare, and shrinks where more than a quarter would be read in vain."""
+        has_slots, has_extent = self.keys.shape[1], self.keys.shape[-2]
+        rounded = -(-max(extent, self._least) // EXTENT_BLOCK) * EXTENT_BLOCK
+        if extent > has_extent:
+            rounded = max(rounded, -(-has_extent * 9 // (8 * EXTENT_BLOCK)) * EXTENT_BLOCK)
+        elif 4 * rounded > 3 * has_extent:
+            rounded = has_extent
+        if num_slots > has_slots or rounded != has_extent:
+            kept = slice(min(has_slots, num_slots)), slice(None), slice(min(has_extent, rounded))
+            shape = (max(num_slots, num_wanted), rounded)
+            self.keys, self.values = _moved(self.keys, kept, shape), _moved(self.values, kept, shape)
+
+
+class PromptCache:
+    """Prefilled prompts by (weight version, tokens); the oldest forwards go first when it is full.
+
+    The unit is a whole forward, because its prompts share their storage: dropping one alone would free nothing.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self._rows: dict[tuple[object, tuple[int, ...]], tuple[PromptKV, int]] = {}
+        self._forwards: OrderedDict[int, tuple[int, list[tuple[object, tuple[int, ...]]]]] = OrderedDict()
+        self._num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def clear(self) -> None:
+        self._rows.clear()
+        self._forwards.clear()
+        self._num_tokens = 0
+
+    def rows(
+        self, version: object, contexts: list[tuple[int, ...]], prefill: Callable[[list[tuple[int, ...]]], PromptKV]
+    ) -> list[tuple[PromptKV, int]]:
+        """Where each context lies; those that are not there are prefilled together and kept."""
+        missing = [context for context in contexts if (version, context) not in self._rows]
+        made: dict[tuple[int, ...], tuple[PromptKV, int]] = {}
+        if missing:
+            forward = prefill(missing)
+            made = {context: (forward, row) for row, context in enumerate(missing)}
+        found = [made.get(context) or self._rows[version, context] for context in contexts]
+        if missing:
+            self._keep(version, missing, forward)
+        return found
+
+    def _keep(self, version: object, contexts: list[tuple[int, ...]], forward: PromptKV) -> None:
+        num_tokens = len(contexts) * forward.keys.shape[-2]
+        if num_tokens > self.max_tokens:
+            return
+        names: list[tuple[object, tuple[int, ...]]] = [(version, context) for context in contexts]
+        self._rows.update({name: (forward, row) for row, name in enumerate(names)})
+        self._forwards[id(forward)] = (num_tokens, names)
+        self._num_tokens += num_tokens
+        while self._num_tokens > self.max_tokens:
+            _, (freed_tokens, old_names) = self._forwards.popitem(last=False)
+            self._num_tokens -= freed_tokens
+            for name in old_names:
+                del self._rows[name]
+
+
+def _moved(memory: Tensor, kept: tuple[slice, slice, slice], shape: tuple[int, int]) -> Tensor:
+    """kept: of slots, kv heads, extent. shape: slots and extent of the new memory."""
+    new = memory.new_zeros(memory.shape[0], shape[0], memory.shape[2], shape[1], memory.shape[4])
+    new[:, *kept] = memory[:, *kept]
+    return new

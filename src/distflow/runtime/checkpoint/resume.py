@@ -1,0 +1,136 @@
+"""Where a run begins: at its start, behind a checkpoint, or nowhere because it is done.
+
+A run's folder, or a checkpoint's, where a model is wanted: which checkpoint's policy that is.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from distflow.errors import UserError
+from distflow.observe.writing.folder_lock import MARK
+from distflow.observe.writing.run_folder import EARLIER
+from distflow.runtime.checkpoint.checkpoint import Checkpoint, CheckpointStore
+from distflow.runtime.checkpoint.files import MANIFEST, read_manifest
+from distflow.runtime.checkpoint.folder import by_age, checkpoints_in
+from distflow.runtime.spec import Spec
+from distflow.scheduling.coordinator import Coordinator, mark_of
+from distflow.scheduling.data_plan import DataPlan
+from distflow.scheduling.ledger import ledger_id
+from distflow.scheduling.snapshot import Snapshot
+
+CHECKPOINTS = "checkpoints"
+LEDGER = "ledger.jsonl"
+
+
+def find_checkpoint(store: CheckpointStore, mode: str) -> Checkpoint | None:
+    """store: of the run's own folder. mode: as `Launch` takes it. Raises CheckpointError."""
+    if mode == "never":
+        return None
+    if mode == "auto":
+        return store.load() if store.exists() else None
+    path = Path(mode).expanduser()
+    return store.load(path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path)
+
+
+def goes_on_here(checkpoint: Checkpoint | None, mode: str, run_dir: Path) -> bool:
+    """Whether what the folder tells of earlier starts belongs to this run: it is no other's account."""
+    if mode == "auto":
+        return True
+    if checkpoint is None:
+        return False
+    mark = mark_of(_snapshot(checkpoint))
+    is_copy = mark is not None and mark.ledger == ledger_id(run_dir / LEDGER)
+    return is_copy or checkpoint.path.resolve().is_relative_to((run_dir / CHECKPOINTS).resolve())
+
+
+def is_done(checkpoint: Checkpoint, spec: Spec) -> bool:
+    """Whether no step of the run is left behind a checkpoint."""
+    snapshot = _snapshot(checkpoint)
+    return Coordinator(remaining(spec.data, snapshot), None, snapshot).finished
+
+
+def remaining(plan: DataPlan, snapshot: Snapshot) -> DataPlan:
+    """Epochs that were raised go on behind a step that was short because they had ended: that takes a step more."""
+    if plan.total_tickets is None:
+        return plan
+    drawn = snapshot["issued"] - snapshot.get("offered", 0)
+    tickets = max(plan.total_tickets - drawn, 0) + len(snapshot["live"])
+    return replace(plan, total_steps=snapshot["step"] + -(-tickets // plan.consumer_batch))
+
+
+def told_done(checkpoint: Checkpoint, spec: Spec, goes_on: bool) -> str:
+    """For the user. goes_on: the run that is done is the folder's own; raises UserError where it is another."""
+    by_steps = spec.data.total_tickets is None
+    longer = f"trainer.total_training_steps={2 * checkpoint.step}" if by_steps else _more_epochs(spec)
+    ways = as_list({"to go on": longer, **ways_to_start(spec)})
+    if not goes_on:
+        raise UserError(f"{checkpoint.path} is the end of its run, and nothing is left to do.\n{ways}")
+    return f"{spec.run_dir} is done: step {checkpoint.step} was the last. Nothing is trained again.\n{ways}"
+
+
+def ways_to_start(spec: Spec) -> dict[str, str]:
+    """What to write where a run's folder is taken, by what it leads to."""
+    beside = "trainer.default_local_dir=FOLDER"
+    if spec.config.trainer.default_local_dir is None:
+        beside = "trainer.experiment_name=NAME"
+    anew = f"--resume never (what is there moves to {spec.run_dir / EARLIER})"
+    return {"to run beside it": beside, "to start anew": anew}
+
+
+def as_list(ways: Mapping[str, str]) -> str:
+    """Lines such as `  to start anew:    --resume never`."""
+    width = max(map(len, ways)) + 2
+    return "\n".join(f"  {f'{what}:':<{width}}{how}" for what, how in ways.items())
+
+
+def _more_epochs(spec: Spec) -> str:
+    return f"trainer.total_epochs={2 * spec.config.trainer.total_epochs}"
+
+
+def _snapshot(checkpoint: Checkpoint) -> Snapshot:
+    with checkpoint.reading():
+        snapshot: Snapshot = checkpoint.load("run")["coordinator"]
+        return snapshot
+
+
+def is_of_a_run(path: str | Path) -> bool:
+    """Whether a path is the folder of a run, of its checkpoints or of one of them, and no model's."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir() or (folder / "config.json").is_file():
+        return False
+    marks = (MARK, CHECKPOINTS, MANIFEST)
+    is_checkpoint = folder.resolve() in checkpoints_in(folder.resolve().parent)
+    return any((folder / mark).exists() for mark in marks) or bool(checkpoints_in(folder)) or is_checkpoint
+
+
+def policy_checkpoint(source: Path) -> Checkpoint:
+    """The newest whole checkpoint of a run's folder, or the one that is named. Raises UserError where there is none."""
+    folder = source.expanduser()
+    if not folder.exists():
+        raise UserError(f"there is no folder {source}: {_WANTED}")
+    if not is_of_a_run(folder):
+        raise UserError(f"{source} is no run's folder and no checkpoint: {_WANTED}")
+    store = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
+    if (folder / MARK).exists() and not checkpoints_in(store):
+        raise UserError(f"the run {source} has saved no checkpoint: set trainer.save_freq, and train it again")
+    return CheckpointStore(store).load(folder if (folder / MANIFEST).is_file() else "latest")
+
+
+def described(checkpoint: Checkpoint, source: Path) -> str:
+    """Which step was taken, and where the best one is if that is another; a line for people."""
+    line = f"step {checkpoint.step} of {source}"
+    if checkpoint.path.resolve() == source.expanduser().resolve():
+        return line
+    best = _best(checkpoint.path.parent)
+    others = f"; the best is {best}" if best and best != checkpoint.path else ""
+    return f"{line}, its newest checkpoint{others}" + (f" ({checkpoint.message})" if checkpoint.message else "")
+
+
+def _best(store: Path) -> Path | None:
+    """The one that `trainer.keep_best` kept."""
+    judged = [(metric, path) for path in by_age(store) if (metric := read_manifest(path).metric) is not None]
+    return max(judged)[1] if judged else None
+
+
+_WANTED = "give a run's folder (runs/PROJECT/EXPERIMENT) or one of its checkpoints (.../checkpoints/step-000010)"

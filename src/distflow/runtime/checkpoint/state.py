@@ -1,0 +1,201 @@
+"""What a checkpoint holds besides weights, and how a run goes on from it."""
+
+import copy
+import random
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from distflow.audit.auditor import STATE
+from distflow.config import changed_keys, config_from_dict, to_dict
+from distflow.data import random_streams
+from distflow.data.batch import Batch
+from distflow.errors import UserError
+from distflow.models.weight_checks import magnitudes, unsound
+from distflow.planning.plan import learning_teams
+from distflow.runtime.checkpoint.checkpoint import Checkpoint
+from distflow.runtime.checkpoint.files import shard_name
+from distflow.runtime.checkpoint.folder import CheckpointError
+from distflow.runtime.checkpoint.resume import as_list, ways_to_start
+from distflow.runtime.checkpoint.shards import is_sharded, own_shards
+from distflow.runtime.context import NodeState
+from distflow.runtime.resources import Resources
+from distflow.runtime.sample_queue.protocol import Live, Released
+from distflow.runtime.spec import Spec
+from distflow.training.engine import TrainState
+
+
+def saved_parts(
+    spec: Spec, resources: Resources, released: Released, state: NodeState, rank: int = 0
+) -> Iterator[tuple[str, object]]:
+    """The parts of a checkpoint that one rank writes, by name: tensors, shards of them, or values that JSON can hold.
+
+    state: of all nodes. rank: among those that learn. Of tensors that lie over ranks each writes its own; the first
+    rank that trains a model writes what all of them have, and the first of all what is the run's. Each has random
+    generators of its own, whose part comes last: with it, what the rank writes is whole.
+    """
+    for role, engine in resources.trained().items():
+        saved, leads = engine.state(), rank == _first_with(role, spec)
+        if is_sharded(saved.tensors):
+            yield shard_name(role, rank), own_shards(saved.tensors, leads)
+        elif leads:
+            yield role, saved.tensors
+        if leads:
+            yield f"{role}_meta", saved.meta
+    if rank == 0:
+        yield from _parts_of_the_run(spec, resources, released, state)
+    yield part_of_rank(rank), _generator_states()
+
+
+def part_of_rank(rank: int) -> str:
+    """The last part that a rank writes."""
+    return f"rank_{rank}"
+
+
+def check_same_config(checkpoint: Checkpoint, spec: Spec, allowed: tuple[str, ...]) -> None:
+    """Raises UserError naming every key that must not differ, and all ways out."""
+    with checkpoint.reading():
+        before = config_from_dict(checkpoint.load("run")["config"], judge=False)
+    changed = [c for c in changed_keys(before, spec.config) if c[0] not in allowed]
+    if not changed:
+        return
+    shown = "\n".join(f"  {key}: {then!r} then, {now!r} now" for key, then, now in changed)
+    flags = " ".join(f"--allow-change {key}" for key, *_ in changed)
+    ways = {"to go on as before": "set them back", "to go on with the change": flags, **ways_to_start(spec)}
+    raise UserError(f"{checkpoint.path} was made with another config:\n{shown}\n{as_list(ways)}")
+
+
+def check_same_facts(checkpoint: Checkpoint, spec: Spec, facts: Mapping[str, object]) -> list[str]:
+    """What differs without harm, as lines for the user. Raises UserError naming what must not."""
+    with checkpoint.reading():
+        before_facts = dict(checkpoint.load("run")["facts"])
+    notes = []
+    for name, now in facts.items():
+        before = before_facts.get(name, now)
+        if now == before:
+            continue
+        if name.endswith("fingerprint"):
+            raise UserError(
+                f"{checkpoint.path} was made with another {name.removesuffix('_fingerprint')}: rows, tokens or "
+                f"the reference would not be the same.\n{as_list({'to go on': 'restore it', **ways_to_start(spec)})}"
+            )
+        notes.append(f"{name} was {before} in the checkpoint and is {now} now: the run is not bit-equal from here on")
+    return notes
+
+
+def restore(checkpoint: Checkpoint, resources: Resources) -> tuple[NodeState, Live]:
+    """Load weights and optimizer state; returns what the nodes keep, and the groups on the edge.
+
+    Where an engine's state lies over ranks, each loads its own shards, however many ranks saved them.
+
+    Raises CheckpointError where it holds something else, or weights that training does not make of the model's own.
+    """
+    with checkpoint.reading():
+        run = checkpoint.load("run")
+        for role, engine in resources.trained().items():
+            now = engine.state()
+            layout = now.layout if is_sharded(now.tensors) else None
+            state = TrainState(checkpoint.load(role, layout), checkpoint.load(f"{role}_meta"))
+            _refuse_garbage(checkpoint, role, now, state)
+            engine.load_state(state)
+        return run["nodes"], load_live(checkpoint)
+
+
+def load_live(checkpoint: Checkpoint) -> Live:
+    """The groups that were on the edge. Raises CheckpointError where it holds something else."""
+    with checkpoint.reading():
+        batch = Batch.from_tensors(checkpoint.load("live")) if "live" in checkpoint.parts else None
+        saved = checkpoint.load("run")["live_measured"]
+        return Live(batch, {int(number): [(m, w) for m, w in parts] for number, parts in saved.items()})
+
+
+def set_generators(checkpoint: Checkpoint | None, seed: int, rank: int = 0) -> None:
+    """Give the global random generators the states that this rank saved; at a run's start those of its seed.
+
+    rank: among those that learn. One that the checkpoint does not know, as the run had fewer, is seeded by the run's
+    seed, the step and its number. Last of all before the run goes on: modules and programs of the user may seed them
+    while they are loaded.
+    """
+    random_streams.seed("run", seed, *((checkpoint.step if checkpoint else 0, rank) if rank else ()))
+    if checkpoint is None or (rank and part_of_rank(rank) not in checkpoint.parts):
+        return
+    with checkpoint.reading():
+        saved = checkpoint.load(part_of_rank(rank))
+        version, internal, gauss = saved["python"]
+        random.setstate((version, tuple(internal), gauss))
+        name, keys, *rest = saved["numpy"]
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+        torch.set_rng_state(torch.tensor(saved["torch"], dtype=torch.uint8))
+        devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+        for i, device_state in zip(devices, saved["cuda"], strict=False):
+            torch.cuda.set_rng_state(torch.tensor(device_state, dtype=torch.uint8), i)
+
+
+def _first_with(role: str, spec: Spec) -> int:
+    """The first of the ranks that learn which trains this model."""
+    learners = [rank for team in learning_teams(spec.plan) for rank in team]
+    return next(place for place, rank in enumerate(learners) if role in spec.plan.ranks[rank].engines)
+
+
+def _parts_of_the_run(
+    spec: Spec, resources: Resources, released: Released, state: NodeState
+) -> Iterator[tuple[str, object]]:
+    kept = released.kept()
+    if kept.live.batch is not None:
+        yield "live", kept.live.batch.to_tensors()
+    yield (
+        "run",
+        {
+            "config": to_dict(spec.config),
+            "facts": {**spec.facts, **resources.facts},
+            "coordinator": kept.cut,
+            "live_measured": {str(number): list(parts) for number, parts in kept.live.measured.items()},
+            "nodes": state,
+        },
+    )
+
+
+def _generator_states() -> dict[str, object]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {
+        "python": random.getstate(),
+        "numpy": _numpy_state(),
+        "torch": torch.get_rng_state().tolist(),
+        "cuda": [device_state.tolist() for device_state in cuda],
+    }
+
+
+def _refuse_garbage(checkpoint: Checkpoint, role: str, now: TrainState, saved: TrainState) -> None:
+    start, found = (magnitudes(state.trained_weights().items()) for state in (now, saved))
+    wrong = unsound(found, start)
+    if wrong:
+        raise CheckpointError(
+            f"the checkpoint {checkpoint.path} holds garbage: of the {role}'s weights {wrong[0]}, {len(wrong)} tensors "
+            "in all. Go on from an earlier one with --resume PATH, or start anew with --resume never"
+        )
+
+
+def _numpy_state() -> list[object]:
+    name, keys, *rest = np.random.get_state()
+    return [name, np.asarray(keys).tolist(), *rest]
+
+
+def joined(states: Sequence[NodeState]) -> NodeState:
+    """What all nodes keep, given that of each rank's; of a node that several run what the first has. The audit keeps a
+    count of each model's updates, which only the ranks that train it have."""
+    found = {node: kept for state in reversed(states) for node, kept in state.items()}
+    if audits := [state[STATE] for state in reversed(states) if STATE in state]:
+        found[STATE] = {name: kept for audit in audits for name, kept in audit.items()}
+        found[STATE]["updates"] = {role: count for audit in audits for role, count in audit.get("updates", {}).items()}
+    return found
+
+
+def as_it_stands(state: NodeState) -> NodeState:
+    """A copy. Nodes of the experience plane may run meanwhile; what one of them is just changing is copied again."""
+    while True:
+        try:
+            return copy.deepcopy(state)
+        except RuntimeError as err:
+            if "changed size" not in str(err):
+                raise

@@ -1,0 +1,56 @@
+"""The exchange between ranks that learn in teams of different nodes. One file a wire implements it.
+
+What a worker asks of the world around its process: protocols, and one file for each wire that implements one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from distflow.data.batch import Batch
+from distflow.runtime.sample_queue.protocol import EdgePort, IntakePort
+from distflow.runtime.weight_sync.protocol import WeightPort
+from distflow.scheduling.reshard import Key
+from distflow.training.collective import Collective
+
+
+class ExchangePort(Protocol):
+    """Between nodes of one team and those of another that read what they wrote."""
+
+    def put(self, key: Key, batch: Batch, writer: int, num_writers: int) -> None:
+        """This writer's samples of a step, none too: the step is complete once all `num_writers` have put theirs.
+
+        Waits while too much is held. Raises ExchangeError where this step cannot be, and whatever ended another rank.
+        """
+        ...
+
+    def pick(self, key: Key, rank: int, num_ranks: int, uids: Sequence[str]) -> Batch:
+        """The samples of these uids, in that order, in memory of its own; each of `num_ranks` picks its own.
+
+        Waits until the step is complete. Raises ExchangeError where it cannot be completed any more, and whatever ended
+        another rank.
+        """
+        ...
+
+
+if TYPE_CHECKING:
+    from distflow.runtime.validation import Answers
+
+
+@dataclass(frozen=True)
+class Ports:
+    """The ports of one worker. collective: of the ranks that learn the same. data: of those among them that have
+    samples of their own, one for each share of a step. everyone: of all that learn. intake: for a training loop of the
+    user's own, where the edge is of this process. abort: tells every other part of the run that this one is gone.
+    validate: has the workers answer held-out prompts that have an engine, for one that has none. exchange: None where
+    no column goes from team to team."""
+
+    edge: EdgePort
+    intake: IntakePort | None
+    weights: WeightPort
+    collective: Collective
+    data: Collective
+    everyone: Collective
+    abort: Callable[[BaseException], None]
+    validate: "Callable[[int], Sequence[Answers]]" = lambda step: ()
+    exchange: ExchangePort | None = None

@@ -1,0 +1,91 @@
+"""Columns between teams: what a node of one team writes and a node of another reads, handed over while the step is
+under way."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from distflow.data.batch import Batch
+from distflow.graph import Program
+from distflow.planning.plan import Plan, learning_teams
+from distflow.runtime.ports import ExchangePort
+from distflow.runtime.rank_info import with_samples
+from distflow.scheduling.reshard import Key
+
+_NAMES = ("uid", "group_index")
+"""Columns by which samples are found again, and which both teams have."""
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What one team writes and all ranks of another read. source: the node that writes. target: the first of the
+    other team's that waits for it."""
+
+    source: str
+    target: str
+    writers: tuple[int, ...]
+    readers: tuple[int, ...]
+
+    def key(self, step: int) -> Key:
+        """In a step, which learns by the weights of the version of that number."""
+        ranks = ", ".join(map(str, self.readers))
+        return Key(f"{self.source} to {self.target} on ranks {ranks}", step, step)
+
+
+def handovers(plan: Plan, program: Program) -> Iterator[Handover]:
+    """Of all teams, in the order of the program. Where several teams run a node, the first has what it wrote."""
+    teams = learning_teams(plan)
+    learning = [node.node_id for node in program.learning]
+    runs = [set(plan.ranks[team[0]].learning) for team in teams]
+    for readers, own in zip(teams, runs, strict=True):
+        seen = set[str]()
+        for target in (node for node in program.learning if node.node_id in own):
+            for source in (dep for dep in learning if dep in target.deps and dep not in own | seen):
+                seen.add(source)
+                writers = next(team for team, theirs in zip(teams, runs, strict=True) if source in theirs)
+                yield Handover(source, target.node_id, with_samples(plan, writers), readers)
+
+
+class Handovers:
+    """Of one rank: what it hands over behind a node, and what it waits for before one.
+
+    Every team runs its nodes in the order of the program, and a step is kept until all of its readers have it, so that
+    no two teams ever wait for each other.
+    """
+
+    def __init__(self, plan: Plan, program: Program, rank: int, port: ExchangePort | None) -> None:
+        found = [*handovers(plan, program)]
+        self._rank, self._port = rank, port
+        self._out = [each for each in found if rank in each.writers]
+        self._in = [each for each in found if rank in each.readers]
+        assert port is not None or not (self._out or self._in), "who hands over has an exchange"
+
+    def waits_for(self, node: str) -> bool:
+        """Whether the node needs columns of another team."""
+        return any(each.target == node for each in self._in)
+
+    def taken(self, node: str, batch: Batch, step: int) -> Batch:
+        """The batch with what other teams wrote for the node: the rows of this rank's own samples."""
+        for each in self._in:
+            if each.target == node:
+                assert self._port is not None
+                place, uids = each.readers.index(self._rank), batch["uid"]
+                theirs = self._port.pick(each.key(step), place, len(each.readers), uids)
+                batch = batch.merge(theirs.only(name for name in theirs.names if name not in _NAMES))
+        return batch
+
+    def gives(self, node: str) -> bool:
+        """Whether another team waits for what the node writes."""
+        return any(each.source == node for each in self._out)
+
+    def given(self, node: str, before: Batch, after: Batch, step: int) -> None:
+        """Hands over what the node wrote, to each team that waits for it."""
+        for each in self._out:
+            if each.source == node:
+                assert self._port is not None
+                written = [name for name in after.names if _is_new(before, after, name)]
+                columns = after.only(dict.fromkeys((*_NAMES, *written)))
+                self._port.put(each.key(step), columns, each.writers.index(self._rank), len(each.writers))
+
+
+def _is_new(before: Batch, after: Batch, name: str) -> bool:
+    return name not in before.names or after.flat(name) is not before.flat(name)

@@ -1,0 +1,341 @@
+"""The experience plane: asyncio tasks, one for each prompt group, from ticket to judged and filtered group."""
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from distflow.algorithms.sample_filters import TOO_FEW_VERDICTS
+from distflow.audit.recorder import Witness
+from distflow.data.batch import Batch
+from distflow.data.sample import Sample
+from distflow.errors import UserError
+from distflow.graph import BoundNode, Drop, NodeRole
+from distflow.rewards.call_counts import Tally
+from distflow.rewards.router import Judgement, RewardRouter
+from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine
+from distflow.runtime import fault_injection
+from distflow.runtime.context import Contexts, NodeContext, judged
+from distflow.runtime.early_stop import EarlyStop
+from distflow.runtime.errors import NodeError
+from distflow.runtime.group import Group, new_group
+from distflow.runtime.resources import Resources
+from distflow.runtime.sample_queue.local import accuracy_of
+from distflow.runtime.sample_queue.protocol import EdgePort, Failure, StoppingEdge
+from distflow.runtime.spec import Spec
+from distflow.runtime.step import Step, compile_steps
+from distflow.runtime.user_calls.async_calls import ours
+from distflow.runtime.user_calls.sync_calls import PlainCalls
+from distflow.runtime.wait_log import Waits
+from distflow.scheduling.groups import Ticket, Version
+
+MakeContext = Callable[[Group, str], NodeContext]
+OnGroup = Callable[[Ticket, str, float, float], None]
+"""(ticket, "complete" or why it was dropped, started, ended), in `time.time()`."""
+OnDropped = Callable[[Ticket, str, Batch], None]
+"""(ticket, why a node dropped it, what the group then was)."""
+
+_group_task: ContextVar[asyncio.Task[None] | None] = ContextVar("group_task", default=None)
+"""The task of the group that is running; tasks that a node starts (`gather`, `wait_for`) inherit it."""
+
+
+class PlaneFailed(RuntimeError):
+    """Something other than a node failed in the experience plane: groups would be waited for that nobody makes."""
+
+
+class SubmissionGate:
+    """Stands in front of the rollout engine and knows which groups of a wave have handed it their request, or ended
+    without one.
+
+    The steps of the plane are compiled with the gate in the engine's place: nodes have its `generate`, `pause` and
+    `resume`. Between waves it only passes on. All of it runs on the asyncio thread, so nothing changes between two
+    awaits and it needs no lock.
+    """
+
+    def __init__(self, engine: RolloutEngine, witness: Witness) -> None:
+        self._engine, self._witness = engine, witness
+        self._waiting: set[asyncio.Task[None] | None] = set()
+        self._all_in = asyncio.Event()
+        self._early_stop: EarlyStop | None = None
+
+    def expect(self, tasks: Collection[asyncio.Task[None]], early_stop: EarlyStop | None = None) -> None:
+        """Begin a wave of these group tasks. None of them has run yet: they were created without an await since.
+        early_stop: told of every answer."""
+        self._waiting, self._early_stop = set(tasks), early_stop
+        self._all_in = asyncio.Event()
+        for task in tasks:
+            task.add_done_callback(self.arrived)  # one that ends without a request must not be waited for
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """The engine's `generate`; its request is in the engine's queue before this yields for the first time. Answers
+        that a weight update cut off are begun again."""
+        with ours():
+            fault_injection.reach("rollout.generate")
+            result = await self._ask(request)
+            while aborted := tuple(made.sample for made in result.generations if made.finish_reason == "abort"):
+                again = await self._ask(replace(request, samples=aborted))
+                redone = {made.sample: made for made in again.generations}
+                result = GenerateResult(tuple(redone.get(made.sample, made) for made in result.generations))
+            self._witness.generated(request, result)
+            return result
+
+    async def _ask(self, request: GenerateRequest) -> GenerateResult:
+        pending = asyncio.ensure_future(self._engine.generate(request))
+        task = _group_task.get() or asyncio.current_task()
+        assert task is not None
+
+        def end(task: asyncio.Task[None]) -> None:
+            pending.cancel()
+
+        task.add_done_callback(end)  # of a request that nobody waits for any more, by a task that its group started
+        try:
+            await asyncio.sleep(0)  # `pending` runs to its first await, behind which its request is queued
+            self.arrived(task)
+            result = await pending
+            if self._early_stop is not None:
+                self._early_stop.answered(task, sum(len(made.token_ids) for made in result.generations))
+            return result
+        finally:
+            task.remove_done_callback(end)
+            pending.cancel()  # nothing to one that is done; else this group was cancelled, and its request with it
+
+    async def all_in(self) -> None:
+        """Wait until every group of the wave has arrived."""
+        if self._waiting:
+            await self._all_in.wait()
+
+    @property
+    def version(self) -> Version:
+        """Of the engine's weights."""
+        return self._engine.version
+
+    async def num_generated_tokens(self) -> int:
+        """Drawn so far, and none from now on for what was cancelled before. 0 of an engine that does not count them."""
+        await self._engine.pause()
+        number = getattr(self._engine, "num_generated_tokens", 0)
+        await self._engine.resume()
+        return int(number)
+
+    async def pause(self) -> None:
+        await self._engine.pause()
+
+    async def resume(self) -> None:
+        await self._engine.resume()
+
+    def arrived(self, task: asyncio.Task[None] | None) -> None:
+        """The group has handed in its request, or needs none."""
+        self._waiting.discard(task)
+        if not self._waiting:
+            self._all_in.set()
+
+
+async def _judged(router: RewardRouter, waits: Waits, samples: Sequence[Sample]) -> list[Judgement]:
+    with waits("reward", "verdicts", on="verifiers"):
+        return await judged(router, samples)
+
+
+@dataclass
+class ExperiencePlane:
+    """Runs steps on groups.
+
+    make_group: the group of a training ticket, not answered yet. gate: in front of the rollout engine, None where the
+    program generates nothing. witness: records what engine and verifiers did for each group. timeout_s: what a plain
+    function may take for each sample. ended: told of every group, before the edge is. in_waves: groups start together,
+    and the next ones when these have ended. stops_early: those of a wave that are left when the step has all that it
+    needs are aborted. tally: of the verdicts on all groups, whatever became of them. dropped: told of the groups that a
+    node drops.
+    """
+
+    steps: Sequence[Step]
+    make_group: Callable[[Ticket], Group]
+    context: MakeContext
+    gate: SubmissionGate | None
+    timeout_s: float
+    ended: OnGroup
+    witness: Witness
+    in_waves: bool = True
+    stops_early: bool = False
+    plain_calls: PlainCalls = field(default_factory=PlainCalls)
+    tally: Tally = field(default_factory=Tally)
+    dropped: OnDropped = lambda ticket, reason, batch: None
+
+    @staticmethod
+    def of(
+        spec: Spec,
+        nodes: Sequence[BoundNode],
+        resources: Resources,
+        contexts: Contexts,
+        ended: OnGroup,
+        witness: Witness,
+        waits: Waits | None = None,
+        dropped: OnDropped = lambda ticket, reason, batch: None,
+    ) -> "ExperiencePlane":
+        """The plane of a worker that has these nodes. waits: told how long each group waits for its verdicts."""
+        gate = SubmissionGate(resources.rollout, witness) if resources.rollout is not None else None
+        parts = {**resources.by_name(), **({"rollout": gate} if gate else {})}
+        if resources.judge is not None:
+            parts["judge"] = partial(_judged, resources.judge, waits or Waits())
+        ends = resources.stop_token_ids
+        sampling = replace(spec.sampling, stop_token_ids=ends)
+        sampling_of = {name: replace(own, stop_token_ids=ends) for name, own in spec.sampling_of.items()}
+
+        def make_group(ticket: Ticket) -> Group:
+            row = spec.rows[ticket.row]
+            return new_group(ticket, row, sampling_of.get(row.domain, sampling), spec.options.seed)
+
+        return ExperiencePlane(
+            compile_steps(nodes, parts),
+            make_group,
+            contexts.experience,
+            gate,
+            spec.options.timeout_s,
+            ended,
+            witness,
+            in_waves=spec.data.max_staleness == 0,
+            stops_early=spec.data.oversampling > 0,
+            tally=resources.judge.tally if resources.judge is not None else Tally(),
+            dropped=dropped,
+        )
+
+    async def run(self, group: Group, steps: Sequence[Step], context: MakeContext) -> Drop | None:
+        """The group through the steps; `Drop` where one of them dropped it. Raises NodeError."""
+        for step in steps:
+            ctx = context(group, step.node.node_id)
+            try:
+                drop = await step.on_group(group, ctx, self.plain_calls, self.timeout_s)
+            except NodeError as err:
+                if step.node.node_role is NodeRole.REWARD:
+                    self.tally.add(len(group), len(group), str(err))
+                raise
+            self._count(step, group, drop)
+            if drop is not None:
+                return drop
+        return None
+
+    def _count(self, step: Step, group: Group, drop: Drop | None) -> None:
+        """Count the verdicts of a reward that is a node; the verifiers that one asks count theirs themselves."""
+        node = step.node
+        if node.node_role is not NodeRole.REWARD or "judge" in node.contract.services:
+            return
+        batch = group.batch()
+        num_failed, errors = int((~batch["valid"]).sum()), []
+        if drop is not None and drop.reason == TOO_FEW_VERDICTS:
+            num_failed, errors = len(batch), [drop.detail]
+        elif "reward_errors" in batch:
+            errors = batch["reward_errors"]
+        first = next(filter(None, errors), "no verdict")
+        self.tally.add(len(batch), num_failed, f"{first} (node '{node.node_id}')")
+
+    async def loop(self, edge: EdgePort) -> None:
+        """consumes tickets · waits for credits · unblocked by released steps and ended groups · produces groups
+
+        At staleness 0 what the edge hands out at once is a wave: submitted in ticket order to a paused engine that then
+        resumes, so that what shares a decode step never depends on timing, and ended before the next is asked for.
+        Else it is a stream: groups start as their credits open. Raises PlaneFailed, or the user's error.
+        """
+        running = set[asyncio.Task[None]]()
+        try:
+            async with asyncio.TaskGroup() as groups:  # a task that fails ends them all: no step waits for its group
+                async for tickets in edge.tickets(self._served):
+                    if self.in_waves:
+                        await self._wave(tickets, edge)
+                    else:
+                        started = {groups.create_task(self._run_group(ticket, edge)) for ticket in tickets}
+                        running = {task for task in running if not task.done()} | started
+                for task in running:
+                    task.cancel()
+        except BaseExceptionGroup as failures:
+            first = failures.exceptions[0]
+            if isinstance(first, UserError):
+                raise first from None
+            raise PlaneFailed(f"the experience plane has failed: {type(first).__name__}: {first}") from first
+
+    async def _wave(self, tickets: Sequence[Ticket], edge: EdgePort) -> None:
+        if self.stops_early:
+            assert isinstance(edge, StoppingEdge), "oversampling is of a run in one process"
+            await self._wave_that_stops(tickets, edge)
+            return
+        if self.gate is not None:
+            await self.gate.pause()
+        tasks = {asyncio.create_task(self._run_group(ticket, edge)) for ticket in tickets}
+        try:
+            if self.gate is not None:
+                self.gate.expect(tasks)
+                await self.gate.all_in()
+                await self.gate.resume()
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _wave_that_stops(self, tickets: Sequence[Ticket], edge: StoppingEdge) -> None:
+        """The same, of more groups than the step may need."""
+        gate, stop = self.gate, EarlyStop(edge)
+        before = 0
+        if gate is not None:
+            before = await gate.num_generated_tokens()
+            await gate.pause()
+        tasks = {asyncio.create_task(self._run_group(ticket, edge, stop)): ticket for ticket in tickets}
+        try:
+            stop.expect(tasks)
+            if gate is not None:
+                gate.expect(tasks, stop)
+                await gate.all_in()
+            stop.begin()
+            if gate is not None:
+                await gate.resume()
+            await stop.run()
+            if aborted := await stop.abort(self.plain_calls):
+                drawn = await gate.num_generated_tokens() - before if gate is not None else 0
+                edge.abort(aborted, max(drawn - stop.num_tokens(passed=True), stop.num_tokens(passed=False)))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _served(self) -> int | None:
+        """The step whose weights the engine serves."""
+        return self.gate.version.step if self.gate is not None else None
+
+    async def _run_group(self, ticket: Ticket, edge: EdgePort, stop: EarlyStop | None = None) -> None:
+        """Whatever a node does costs its own group only, and is recorded. stop: cancels it where its step needs it no
+        more."""
+        _group_task.set(asyncio.current_task())
+        self.witness.begin(ticket)
+        started, group = time.time(), self.make_group(ticket)
+        try:
+            try:
+                drop = await self.run(group, self.steps, self.context)
+                batch = group.batch()
+            except NodeError:
+                await self._turn(stop, accepted=False)
+                raise
+            await self._turn(stop, accepted=drop is None)
+        except asyncio.CancelledError:
+            if stop is not None and stop.over:
+                self.ended(ticket, "aborted: the step had all it needs", started, time.time())
+            raise
+        except NodeError as err:
+            users = isinstance(err, UserError)
+            self.ended(ticket, f"error: {err}", started, time.time())
+            edge.drop(ticket, "error", Failure(str(err), users), lost=not users)
+            return
+        detail = f": {drop.detail}" if drop is not None and drop.reason == TOO_FEW_VERDICTS else ""
+        self.ended(ticket, "complete" if drop is None else f"{drop.reason}{detail}", started, time.time())
+        if drop is not None:
+            self.dropped(ticket, f"{drop.reason}{detail}", batch)
+        if drop is None:
+            self.witness.keep()
+            edge.put(ticket, batch, group.measured)
+        elif drop.reason == TOO_FEW_VERDICTS:
+            edge.drop(ticket, drop.reason, Failure(drop.detail, users=True))
+        else:
+            edge.drop(ticket, drop.reason, accuracy=accuracy_of(batch))
+
+    async def _turn(self, stop: EarlyStop | None, accepted: bool) -> None:
+        """Wait until the group may tell the edge."""
+        if stop is not None:
+            if self.gate is not None:
+                self.gate.arrived(_group_task.get())
+            await stop.turn(accepted)

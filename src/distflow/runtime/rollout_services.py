@@ -1,0 +1,291 @@
+"""A thread that waits, and computes for others meanwhile.
+
+A process in which training and generation take turns needs one OpenMP pool, that of the thread that trains: a second
+one slows the first down (see `rollout/embedded/engine_loop.py`).
+
+The asyncio thread of a worker with its services and its rollout engine: entered together, left together.
+"""
+
+import concurrent.futures
+import ctypes
+import math
+import os
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TypeVar
+
+from distflow.data.prompts import PromptRow
+from distflow.rewards.known_solutions import Solution, find_solution, try_solutions
+from distflow.rewards.self_check import certify, certify_answers
+from distflow.rollout.engine import Hosted, Stretch
+from distflow.runtime.engine_watch import Deadline, EngineHangs, WatchedEngine
+from distflow.runtime.loop_thread import LEAVES_WITHIN_S, LoopGivenUp, LoopThread
+from distflow.runtime.resources import Resources
+from distflow.runtime.spec import Spec
+from distflow.runtime.stop import leave_at_once
+
+T = TypeVar("T")
+
+
+class Abandoned(BaseException):
+    """Raised in the thread by another: what it computes does not end, and nobody waits for that any more."""
+
+
+@dataclass(eq=False)
+class _Loan:
+    """taken: the thread has computed it, or a part; set before `ended`. abandoned: it was told to leave it."""
+
+    stretch: Stretch
+    taken: bool = False
+    abandoned: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
+class HostThread:
+    """A `Host`: the thread that makes it.
+
+    It computes only inside `wait`, and no longer than what it waits for lasts, but for one decode step: so nobody ever
+    waits for a thread that does something else.
+    """
+
+    def __init__(self) -> None:
+        self._ident = threading.get_ident()
+        self._lock = threading.Lock()  # guards the three below: which loans are taken, and what may be abandoned
+        self.waits = False
+        self._asked = set[_Loan]()
+        self._loan: _Loan | None = None
+        self._loans: SimpleQueue[_Loan | None] = SimpleQueue()  # None: look again
+
+    def wait(self, begin: "Callable[[], concurrent.futures.Future[T]]") -> T:
+        """Begin what is waited for, and return its result, or raise what it raised. On another thread nothing is
+        computed meanwhile."""
+        if threading.get_ident() != self._ident:
+            return begin().result()
+        try:  # an interrupt may come at any moment
+            with self._lock:
+                self.waits = True
+            future = begin()
+            future.add_done_callback(lambda _: self._loans.put(None))
+            while not future.done():
+                self._compute_next(future)
+        finally:
+            with self._lock:
+                self.waits = False
+                asked, self._asked = self._asked, set[_Loan]()
+            while not self._loans.empty():
+                self._loans.get()
+            for loan in asked:  # an interrupt may have lost one that had left the queue
+                loan.ended.set()
+        return future.result()
+
+    def compute(self, stretch: Stretch) -> bool:
+        """See `Host`; for other threads."""
+        loan = _Loan(stretch)
+        with self._lock:
+            if not self.waits:
+                return False
+            self._asked.add(loan)
+            self._loans.put(loan)
+        loan.ended.wait()
+        with self._lock:
+            self._asked.discard(loan)
+        return loan.taken
+
+    def abandon(self, within_s: float) -> bool:
+        """Interrupt what it computes. False where that has not ended `within_s` seconds later: only Python code can be
+        interrupted."""
+        with self._lock:
+            loan = self._loan
+            if loan is not None:
+                loan.abandoned = True
+                self._interrupt(Abandoned)
+        return loan is None or loan.ended.wait(within_s)
+
+    def _compute_next(self, future: "concurrent.futures.Future[T]") -> None:
+        loan = self._loans.get()
+        if loan is None:
+            return
+        try:
+            with self._lock:
+                self._loan, loan.taken = loan, True
+            loan.stretch(future.done)
+        except Abandoned:  # who did it has told those who wait
+            pass
+        finally:
+            with self._lock:
+                self._loan = None
+                if loan.abandoned:
+                    # One that comes too late. Not where there is none: from then on this thread looks for exceptions
+                    # at every call, and a profiler or debugger never gets past the first one (CPython 3.11).
+                    self._interrupt(None)
+            loan.ended.set()
+
+    def _interrupt(self, error: type[BaseException] | None) -> None:
+        """Have it raise the error, or no longer one that it was to raise."""
+        ident = ctypes.c_ulong(self._ident)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(error) if error is not None else None)
+
+
+NUM_CERTIFIED_ROWS = 16
+NUM_SOLUTIONS = 200
+SOLUTIONS_WITHIN_S = 20.0
+Warn = Callable[[str], None]
+
+
+class Session:
+    """A context manager. While it is entered, coroutines run on its thread. For one other thread, which makes it and
+    enters it.
+
+    The engine's and the verifiers' futures and events belong to that thread's loop: they are entered, awaited and left
+    there only, while the other thread waits in `call`.
+
+    resources: those that were given, with the engine watched.
+    """
+
+    def __init__(
+        self,
+        resources: Resources,
+        certify_on: Sequence[PromptRow] | None,
+        blocked_after_s: float = math.inf,
+        engine_deadline: Deadline | None = None,
+        takes_turns: bool = False,
+        warn: Warn | None = None,
+        find_solutions: Callable[[], Sequence[Solution]] = tuple,
+    ) -> None:
+        """certify_on: rows whose answers the verifiers are tried on before they are used; None trusts them.
+        find_solutions: what they are tried on besides, where somebody is to be warned.
+        blocked_after_s: how long a function of the user may hold the thread up. engine_deadline: None waits for the
+        rollout engine as long as it takes. takes_turns: the thread that enters only waits while the engine generates,
+        so the engine computes there, if it is one that can.
+        """
+        self._thread = LoopThread("experience", blocked_after_s)
+        engine = resources.rollout
+        self._host: HostThread | None = None
+        if takes_turns and isinstance(engine, Hosted):
+            self._host = HostThread()
+            engine.host = self._host
+        if engine is not None and engine_deadline is not None:
+            resources = replace(resources, rollout=WatchedEngine(engine, engine_deadline, self._give_up))
+        self.resources, self._certify_on = resources, certify_on
+        self._warn, self._find_solutions = warn, find_solutions
+        self._stack = AsyncExitStack()
+
+    @staticmethod
+    def of(spec: Spec, resources: Resources, stacks: Path | None, warn: Warn | None = None) -> "Session":
+        """That of a worker, whose verifiers are tried on its first rows where `trust.certify_rewards` is on.
+
+        stacks: see `Deadline`. warn: told which reference solutions of the data fail; None tries none.
+        """
+        options = spec.options
+        certify_on = _first_rows(spec, NUM_CERTIFIED_ROWS) if options.certify else None
+        timeout_s = options.engine_timeout_s
+        deadline = Deadline(timeout_s, stacks) if timeout_s is not None else None
+        blocked_after_s = options.timeout_s * max(each.group_size or spec.data.group_size for each in spec.data.sources)
+        # By the config: the selftest has the engine of a run at some staleness, and an edge at none.
+        takes_turns = spec.config.async_.max_staleness == 0
+        solutions = partial(_first_solutions, spec, resources)
+        return Session(resources, certify_on, blocked_after_s, deadline, takes_turns, warn, solutions)
+
+    def __enter__(self) -> "Session":
+        self._thread.__enter__()
+        try:
+            self.call(self._enter())
+        except BaseException as err:  # Python calls no `__exit__` for what fails here: services may run already
+            self.__exit__(type(err), err)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
+        """Cancel what runs, then leave the services. Their failure to end is told only where nothing failed before."""
+        try:
+            self._thread.cancel_all()
+            self.call(self._stack.aclose())
+        except Exception as failure:  # the edge: a service that cannot end, or the thread that had ended by itself
+            if isinstance(failure, LoopGivenUp) and self.resources.judge is not None:
+                self.resources.judge.close()  # its processes must not outlive the run
+            if error is None:
+                raise
+        finally:
+            self._thread.__exit__()
+
+    def call(self, work: Coroutine[object, object, T]) -> T:
+        """Run to the end on the session's thread."""
+        return self._wait(lambda: self._thread.start(work))
+
+    def start(self, work: Coroutine[object, object, T]) -> "concurrent.futures.Future[T]":
+        """Begin on the session's thread and return at once."""
+        return self._thread.start(work)
+
+    def wait_for(self, blocking: Callable[[], T]) -> T:
+        """What a function returns that waits for others, or raises what it raised. It is called on a thread of its own,
+        which ends with it, where this one has an engine to compute for meanwhile."""
+        return blocking() if self._host is None else self._wait(lambda: on_a_thread(blocking))
+
+    def _wait(self, begin: "Callable[[], concurrent.futures.Future[T]]") -> T:
+        return begin().result() if self._host is None else self._host.wait(begin)
+
+    def _give_up(self, error: EngineHangs) -> None:
+        """Whoever waits is told. The thread that entered may itself be where the engine hangs, and not in Python code:
+        then nothing but the end of the process gets it out."""
+        self._thread.give_up(error)
+        if self._host is not None and not self._host.abandon(LEAVES_WITHIN_S):
+            os.write(2, f"distflow: {error}\n".encode())
+            leave_at_once(1)
+
+    async def _enter(self) -> None:
+        judge, rollout = self.resources.judge, self.resources.rollout
+        if judge is not None:
+            self._stack.enter_context(judge)
+            if self._certify_on is not None:
+                await certify(judge)
+                rows = [(row.domain, row.ground_truth, row.extra_info or {}) for row in self._certify_on]
+                await certify_answers(judge, rows)
+                if self._warn is not None:
+                    for warning in await try_solutions(judge, self._find_solutions(), SOLUTIONS_WITHIN_S):
+                        self._warn(warning)
+        if rollout is not None:
+            await self._stack.enter_async_context(rollout)
+
+
+def on_a_thread(blocking: Callable[[], T]) -> "concurrent.futures.Future[T]":
+    """Call it on a thread of its own. One that is left waiting there does not keep the process."""
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def wait() -> None:
+        try:
+            result = blocking()
+        except BaseException as err:  # the edge of the thread: whoever waits gets it
+            future.set_exception(err)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=wait, name="waits", daemon=True).start()
+    return future
+
+
+def _first_rows(spec: Spec, number: int) -> list[PromptRow]:
+    """The first of each source, about so many in all."""
+    rows, first, sources = list[PromptRow](), 0, spec.data.sources
+    for source in sources:
+        rows += spec.rows[first : first + min(source.num_rows, max(1, number // len(sources)))]
+        first += source.num_rows
+    return rows
+
+
+def _first_solutions(spec: Spec, resources: Resources) -> list[Solution]:
+    """The reference solutions of the first rows that have some."""
+    judge, found = resources.judge, list[Solution]()
+    assert judge is not None, "there is something to certify"
+    for row in _first_rows(spec, NUM_SOLUTIONS):
+        names = [name for name, _ in judge.functions_of(row.domain)]
+        known, columns = spec.options.solution_columns, row.extra_info or {}
+        key, answer_key = known.get(row.domain, known[""])
+        solution = find_solution(names, key, answer_key, row.ground_truth, columns, row.prompt_text)
+        if solution is not None:
+            found.append(Solution(row.origin, row.domain, *solution, row.ground_truth, columns))
+    return found

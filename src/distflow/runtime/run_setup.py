@@ -1,0 +1,150 @@
+"""What every launcher does around a run: what it goes on from, what the folder is told, what came of it."""
+
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from distflow import __version__
+from distflow.observe.files import remove_asides
+from distflow.observe.reading.run_reader import read_damage, read_metrics
+from distflow.observe.report.build import write_report
+from distflow.observe.report.summary import find_accuracy
+from distflow.observe.writing.folder_lock import claimed
+from distflow.observe.writing.run_folder import finish_moving, set_aside
+from distflow.runtime import fault_injection
+from distflow.runtime.checkpoint.checkpoint import Checkpoint, CheckpointStore
+from distflow.runtime.checkpoint.resume import (
+    CHECKPOINTS,
+    LEDGER,
+    find_checkpoint,
+    goes_on_here,
+    is_done,
+    remaining,
+    told_done,
+)
+from distflow.runtime.checkpoint.state import check_same_config
+from distflow.runtime.errors import writing_to
+from distflow.runtime.recorder import Recorder
+from distflow.runtime.spec import Outcome, Spec
+from distflow.runtime.weight_sync.buckets import remove_weights
+from distflow.scheduling.coordinator import Coordinator, mark_of
+from distflow.scheduling.groups import Account
+from distflow.scheduling.ledger import Ledger
+from distflow.scheduling.snapshot import Snapshot
+
+FROM_THE_START = -1
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: behind a checkpoint, or at its start. goes_on: the folder's account is its own."""
+
+    store: CheckpointStore
+    checkpoint: Checkpoint | None
+    goes_on: bool
+
+    @property
+    def resumed_at(self) -> int:
+        return self.checkpoint.step if self.checkpoint else FROM_THE_START
+
+    def set_aside(self, spec: Spec, say: Callable[[str], None]) -> None:
+        """Move what another run left in the folder out of the way."""
+        if not self.goes_on and (moved := set_aside(spec.run_dir)):
+            say(f"the run that was in {spec.run_dir} is in {moved} now")
+
+
+@contextmanager
+def starting(spec: Spec, allow_change: tuple[str, ...]) -> Iterator[Start]:
+    """Inside, the folder is this process's. Raises UserError for a checkpoint of another config."""
+    with writing_to(spec.run_dir), claimed(spec.run_dir):
+        store = open_store(spec)
+        store.remove_leftovers()
+        remove_asides(spec.run_dir)
+        remove_weights(spec.run_dir)
+        finish_moving(spec.run_dir)
+        mode = spec.options.resume
+        checkpoint = find_checkpoint(store, mode)
+        if checkpoint:
+            check_same_config(checkpoint, spec, allow_change)
+        yield Start(store, checkpoint, goes_on_here(checkpoint, mode, spec.run_dir))
+
+
+def open_store(spec: Spec) -> CheckpointStore:
+    """Of the run's folder."""
+    keep_best = int(spec.options.keep_best is not None)
+    return CheckpointStore(
+        spec.run_dir / CHECKPOINTS,
+        spec.options.keep_last,
+        keep_best,
+        on_point=lambda point: fault_injection.reach(f"checkpoint.{point}"),
+    )
+
+
+def done_before(spec: Spec, start: Start, say: Callable[[str], None]) -> Outcome | None:
+    """What came of a run of which no step is left; None where there is one. Raises UserError where it is another's."""
+    if start.checkpoint is None or not is_done(start.checkpoint, spec):
+        return None
+    say(told_done(start.checkpoint, spec, start.goes_on))
+    return Outcome(start.checkpoint.step, None, False, write_report(spec.run_dir), *find_accuracies(spec.run_dir))
+
+
+def model_line(spec: Spec, num_parameters: int) -> str:
+    """For the user."""
+    return f"model: {spec.description['model']}, {num_parameters:,} parameters"
+
+
+def note_resume(recorder: Recorder, checkpoint: Checkpoint, differences: list[str]) -> None:
+    """Tell what is gone on from, and what of it is not as it was."""
+    recorder.note("info", f"resumed from {checkpoint.path.name}")
+    for warning in filter(None, [checkpoint.message, *differences, *read_damage(recorder.folder.path)]):
+        recorder.note("warning", warning)
+
+
+def note_early_end(recorder: Recorder, account: Account, done: int, planned: int) -> None:
+    """Groups that were dropped leave their steps to others, and so a run may have fewer than were planned."""
+    if done < planned:
+        dropped = ", ".join(f"{n} {reason}" for reason, n in account.dropped.items())
+        recorder.note("info", f"the data ended after {done} of {planned} steps: groups were dropped ({dropped})")
+
+
+def begin_account(spec: Spec, checkpoint: Checkpoint | None, allowed: tuple[str, ...]) -> tuple[Coordinator, Ledger]:
+    """The coordinator and its journal, as they stood. allowed: config keys that may differ from the checkpoint's."""
+    path = spec.run_dir / LEDGER
+    if checkpoint is None:
+        ledger = Ledger(path)
+        return Coordinator(spec.data, ledger), ledger
+    with checkpoint.reading():
+        snapshot: Snapshot = checkpoint.load("run")["coordinator"]
+        ledger = Ledger(path, mark_of(snapshot))
+        coordinator = Coordinator(remaining(spec.data, snapshot), ledger, snapshot)
+    if allowed:
+        ledger.append("allowed_change", keys=list(allowed))
+    return coordinator, ledger
+
+
+def write_facts(spec: Spec, model_facts: Mapping[str, object], recorder: Recorder, total_steps: int) -> None:
+    """What the folder says of the run as a whole."""
+    facts: Mapping[str, object] = {
+        "distflow": __version__,
+        "python": platform.python_version(),
+        "program": spec.plan.program,
+        "total_steps": total_steps,
+        **({"workers": spec.plan.placed()} if len(spec.plan.ranks) > 1 else {}),
+        **spec.description,
+        **spec.facts,
+        **model_facts,
+    }
+    recorder.folder.write_json("run.json", facts)
+    recorder.folder.write_text("config.yaml", spec.text)
+    recorder.folder.write_json("plan.json", {**spec.plan.to_json(), "nodes": spec.program().to_json()})
+
+
+def find_accuracies(run_dir: Path) -> tuple[float | None, float | None]:
+    """The first and last of the whole run, this incarnation's or an earlier one's."""
+    found = find_accuracy(read_metrics(run_dir), None)
+    if found is None:
+        return None, None
+    first, last = found.points[0], found.points[-1]
+    return first[1] if first[0] == 0 else None, last[1] if last[0] > 0 else None

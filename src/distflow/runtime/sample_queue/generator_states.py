@@ -1,0 +1,89 @@
+"""The workers that generate: which prompt groups each has, and who gets the next."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from distflow.scheduling.groups import Ticket
+
+_MOST_TICKETS = 1000
+"""In one answer: 40 kB, where they go to another process."""
+
+
+@dataclass
+class Generator:
+    """One of them. served: the lowest step that its engine serves, as it said last. given: tickets that are to be
+    fetched. running: the groups that it has, by number, those included. holds: complete groups that lie with it. takes:
+    False before one that came later has asked first, and of one that is gone."""
+
+    name: str
+    served: int | None
+    given: list[Ticket] = field(default_factory=list)
+    running: dict[int, Ticket] = field(default_factory=dict)
+    holds: set[int] = field(default_factory=set)
+    takes: bool = True
+    gone: bool = False
+
+
+class Generators:
+    """Counted in the order in which they came. Whoever has them guards them."""
+
+    def __init__(self, names: Sequence[str], served: int) -> None:
+        self._all = [Generator(name, served) for name in names]
+        self._working_on: dict[int, Generator] = {}  # by ticket
+        self._taken_away = set[Ticket]()  # from those that are gone
+
+    def is_gone(self, number: int) -> bool:
+        return self._all[number].gone
+
+    def is_passed_over(self, ticket: Ticket) -> bool:
+        """It was taken from one that is gone: what still comes of it does not count."""
+        return ticket in self._taken_away
+
+    def ask(self, number: int, served: int | None) -> int | None:
+        """One wants tickets, and serves that step. The oldest that any of them serves, None where none does."""
+        self._all[number].served, self._all[number].takes = served, True
+        return min((each.served for each in self._all if each.served is not None), default=None)
+
+    def give(self, ticket: Ticket) -> str:
+        """To the one that has the fewest groups, the first of such; its name."""
+        chosen = min((each for each in self._all if each.takes), key=lambda each: len(each.running))
+        chosen.given.append(ticket)
+        chosen.running[ticket.number] = ticket
+        self._working_on[ticket.number] = chosen
+        return chosen.name
+
+    def fetch(self, number: int) -> list[Ticket]:
+        """What was given to it, no more than go into one answer."""
+        mine = self._all[number]
+        tickets, mine.given = mine.given[:_MOST_TICKETS], mine.given[_MOST_TICKETS:]
+        return tickets
+
+    def end(self, ticket: Ticket, complete: bool) -> None:
+        """Its group runs no more. complete: it lies with who made it. One that somebody else handed out is nobody's."""
+        worked = self._working_on.pop(ticket.number, None)
+        if worked is not None:
+            worked.running.pop(ticket.number)
+            if complete:
+                worked.holds.add(ticket.number)
+
+    def take(self, numbers: Iterable[int]) -> dict[int, Generator]:
+        """A step takes these groups: with whom each lies, if with any."""
+        holders = {number: each for each in self._all for number in each.holds.intersection(numbers)}
+        for number, each in holders.items():
+            each.holds.discard(number)
+        return holders
+
+    def lose(self, number: int) -> tuple[str, list[Ticket], list[int]]:
+        """It is gone: its name, the tickets that it had, and the numbers of the complete groups that lay with it."""
+        gone = self._all[number]
+        tickets, holds = list(gone.running.values()), list(gone.holds)
+        for ticket in tickets:
+            self._taken_away.add(ticket)
+            self._working_on.pop(ticket.number)
+        self._all[number] = Generator(gone.name, None, takes=False, gone=True)
+        return gone.name, tickets, holds
+
+    def join(self, name: str) -> int:
+        """One comes in place of another; its number. It gets tickets once it has asked."""
+        self._all.append(Generator(name, None, takes=False))
+        return len(self._all) - 1

@@ -1,0 +1,157 @@
+"""The experience edge of one process: between the asyncio thread that fills it and the threads that learn from it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+from distflow.data.batch import Batch
+from distflow.observe.metrics import Measured
+from distflow.rewards.call_counts import Judged
+from distflow.rewards.score import is_right
+from distflow.runtime.sample_queue.pending_groups import Facts, Held, Portion, Team
+from distflow.runtime.sample_queue.protocol import Failure, Kept, Live, Newcomers, Released, Share
+from distflow.runtime.sample_queue.shared import SharedEdge
+from distflow.runtime.wait_log import Waits
+from distflow.scheduling.coordinator import Coordinator
+from distflow.scheduling.curriculum import Accuracy
+from distflow.scheduling.groups import Account, Ticket
+
+
+class LocalEdge:
+    """Groups are held as the batches that they are. See `SharedEdge` for what it decides.
+
+    `tickets`, `put` and `drop` are called on the asyncio thread, which must not block: it holds the lock only for as
+    long as the coordinator decides, and is woken through an event of its loop.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        waits: Waits,
+        num_ranks: int = 1,
+        live: Live | None = None,
+        changed: Callable[[Account], None] = lambda account: None,
+    ) -> None:
+        """See `SharedEdge`."""
+        held = held_groups(live)
+        teams = (Team(tuple(range(num_ranks))),)
+        self.shared = SharedEdge[Batch](coordinator, waits, teams, live=held, changed=changed, wake=self._wake)
+        self._waits = waits
+        # Set by `tickets` before it first looks at what the lock guards: whoever changes that and finds no loop to
+        # wake changed it in time to be seen.
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._credits = asyncio.Event()  # an event of the loop: other threads set it through `_wake` alone
+
+    async def tickets(self, served: Callable[[], int | None]) -> AsyncIterator[list[Ticket]]:
+        """See `EdgePort`."""
+        self._loop = asyncio.get_running_loop()
+        while True:
+            self._credits.clear()  # before it looks: a wake from here on is not lost
+            tickets = self.shared.tickets(0, served())
+            if tickets is None:
+                return
+            if tickets:
+                yield tickets
+                continue
+            with self._waits("experience", "credits", on="learner"):
+                await self._credits.wait()
+
+    def put(self, ticket: Ticket, batch: Batch, measured: Sequence[Measured]) -> None:
+        """See `EdgePort`."""
+        self.shared.put(ticket, batch, facts_of(batch), measured)
+
+    def drop(
+        self,
+        ticket: Ticket,
+        reason: str,
+        failure: Failure | None = None,
+        *,
+        lost: bool = False,
+        accuracy: Accuracy | None = None,
+    ) -> None:
+        """See `EdgePort`."""
+        self.shared.drop(ticket, reason, failure, lost=lost, accuracy=accuracy)
+
+    def has_place(self, ticket: Ticket) -> bool:
+        """See `StoppingEdge`."""
+        return self.shared.has_place(ticket)
+
+    def is_full(self) -> bool:
+        """See `StoppingEdge`."""
+        return self.shared.is_full()
+
+    def abort(self, tickets: Sequence[Ticket], num_tokens: int) -> None:
+        """See `StoppingEdge`."""
+        self.shared.abort(tickets, num_tokens)
+
+    def count(self, judged: Judged) -> None:
+        """See `EdgePort`."""
+        self.shared.count(judged)
+
+    def take(self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None) -> Share | None:
+        """See `EdgePort`."""
+        portion = self.shared.take(step, rank, wanted, deadline)
+        assert not isinstance(portion, Newcomers), "the engine of one process is there from the start"
+        return None if portion is None else share_of(portion)
+
+    def release(self, step: int, rank: int, published: bool) -> Released:
+        """See `EdgePort`."""
+        end = self.shared.release(step, rank, published)
+        return Released(end.version, end.finished, end.account, lambda: Kept(end.cut, live_of(end.live)), end.domains)
+
+    def _wake(self) -> None:
+        """Have `tickets` look again; from any thread."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._credits.set)
+
+
+def facts_of(batch: Batch) -> Facts:
+    """Of a group."""
+    num_tokens = int(batch.lengths("sequence").sum())
+    return Facts(num_tokens, _lowest_version(batch), _without_verdict(batch), accuracy=accuracy_of(batch))
+
+
+def accuracy_of(batch: Batch) -> Accuracy | None:
+    """Of a group's answers; None where nothing has judged them."""
+    if "acc" not in batch:
+        return None
+    judged = batch["acc"][batch["valid"]].tolist()
+    return Accuracy(sum(map(is_right, judged)), len(judged))
+
+
+def held_groups(live: Live | None) -> dict[int, Held[Batch]]:
+    """By ticket. The inverse of `live_of`."""
+    if live is None or live.batch is None:
+        return {}
+    rows: dict[int, list[int]] = {}
+    for row, number in enumerate(live.batch["group_index"].tolist()):
+        rows.setdefault(number, []).append(row)
+    groups = {number: live.batch.select(own) for number, own in rows.items()}
+    return {
+        number: Held(group, int(group.lengths("sequence").sum()), live.measured.get(number, ()))
+        for number, group in groups.items()
+    }
+
+
+def share_of(portion: Portion[Batch]) -> Share:
+    """The groups in one batch, which has the columns of the step where there are none."""
+    batch = Batch.concat(portion.groups) if portion.groups else portion.like.select([])
+    return Share(portion.tickets, batch, portion.metrics, portion.judged)
+
+
+def live_of(held: Mapping[int, Held[Batch]]) -> Live:
+    """For a checkpoint."""
+    batch = Batch.concat([each.group for each in held.values()]) if held else None
+    return Live(batch, {number: each.measured for number, each in held.items()})
+
+
+def _without_verdict(batch: Batch) -> Failure | None:
+    if "reward_errors" not in batch or bool(batch["valid"].any()):
+        return None
+    return Failure(str(batch["reward_errors"][0]), users=True)
+
+
+def _lowest_version(batch: Batch) -> int | None:
+    """Of the policy's tokens; None where there are none."""
+    versions = batch.flat("versions")
+    versions = versions[versions >= 0]
+    return int(versions.min()) if len(versions) else None

@@ -1,0 +1,197 @@
+"""Calls of a user's async functions: each with a deadline, and with random generators of its own.
+
+Such a function runs on the asyncio thread, between two awaits of whatever else runs there. So the deadline is one of
+the time in which it waits for nothing of ours (an answer of the engine may take long), and its generators are lent to
+it whenever it runs, and taken back when it awaits.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass
+from functools import partial
+from types import coroutine
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+from distflow.data import random_streams
+from distflow.runtime.user_calls.sync_calls import DeadlinePassed
+
+T = TypeVar("T")
+Work = Coroutine[Any, Any, T]
+
+_LOOKS_FOR_ITS_END, _EACH_S = 20, 0.05
+_LOOKS_EVERY_S = 0.02
+"""At most: how often a call is looked after whose time is nearly over while it waits for us."""
+
+
+class _Clock:
+    """Counts the time of a call. Of one thread."""
+
+    def __init__(self) -> None:
+        self._since, self._spent_s, self._num_stops = time.monotonic(), 0.0, 0
+
+    def spent_s(self) -> float:
+        return self._spent_s + (0.0 if self._num_stops else time.monotonic() - self._since)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        self._spent_s, self._num_stops = self.spent_s(), self._num_stops + 1
+        try:
+            yield
+        finally:
+            self._num_stops -= 1
+            self._since = time.monotonic()
+
+
+class _Strand:
+    """A task of a call: each has random generators of its own, so that it is no matter which of two goes on first.
+
+    turn: without it nobody may draw, nor seed. identity: of the call, and which child of which child it is. clock,
+    tasks: of the call. drawn: what its generators stand at; None until it runs.
+    """
+
+    def __init__(
+        self, turn: asyncio.Lock, identity: tuple[object, ...], clock: _Clock, tasks: "WeakSet[asyncio.Task[Any]]"
+    ) -> None:
+        self.turn, self.identity, self.clock, self.tasks = turn, identity, clock, tasks
+        self.drawn: random_streams.States | None = None
+        self._num_children = 0
+
+    def child(self) -> "_Strand":
+        self._num_children += 1
+        return _Strand(self.turn, (*self.identity, self._num_children), self.clock, self.tasks)
+
+
+_strand: ContextVar[_Strand | None] = ContextVar("strand", default=None)
+"""What runs now, where that is the user's; tasks that it starts (`gather`, `wait_for`) are its children."""
+
+
+async def run_async(
+    function: Callable[[], Awaitable[T]], deadline_s: float, turn: asyncio.Lock, *identity: object
+) -> T:
+    """What the function returns or raises. Raises DeadlinePassed; whatever it then does, nobody waits for it any more.
+    Where it is cancelled, so are all tasks that the function has started.
+
+    turn: of `PlainCalls`. identity: of the call, by which its random generators are seeded.
+    """
+    loop = asyncio.get_running_loop()
+    loop.set_task_factory(_task)
+    clock, context, tasks = _Clock(), copy_context(), WeakSet[asyncio.Task[Any]]()
+    context.run(_strand.set, _Strand(turn, identity, clock, tasks))
+    task = loop.create_task(_awaited(function), context=context)
+    try:
+        while not task.done() and (left_s := deadline_s - clock.spent_s()) > 0:
+            await asyncio.wait((task,), timeout=max(left_s, _LOOKS_EVERY_S))
+        if not task.done():
+            task.cancel()
+            await _until_ended((task,))
+            raise DeadlinePassed("" if task.done() else ", swallows its cancellation and was left behind")
+        returned = task.result()
+    except asyncio.CancelledError:
+        left = [each for each in tasks if not each.done()]
+        for each in left:
+            each.cancel()
+            each.add_done_callback(_heard)
+        if left:
+            await _until_ended(left)
+        raise
+    finally:
+        if not task.done():
+            task.cancel()
+            task.add_done_callback(_heard)
+    if isinstance(returned, _Exit):
+        raise returned.error
+    return returned
+
+
+async def _until_ended(cancelled: "Sequence[asyncio.Task[Any]]") -> None:
+    """For a second at most, counted in looks: whoever was stopped, or starved, meanwhile swallows nothing."""
+    for _ in range(_LOOKS_FOR_ITS_END):
+        if not (await asyncio.wait(cancelled, timeout=_EACH_S))[1]:
+            return
+
+
+@contextmanager
+def ours() -> Iterator[None]:
+    """Around what a user's function awaits of us: meanwhile its clock stands still, and tasks are not its own."""
+    strand = _strand.get()
+    if strand is None:
+        yield
+        return
+    _strand.set(None)
+    with strand.clock.stopped():
+        try:
+            yield
+        finally:
+            _strand.set(strand)
+
+
+@dataclass(frozen=True)
+class _Exit:
+    """Returned in place of what a task must not raise: it would take the loop with it."""
+
+    error: SystemExit | KeyboardInterrupt
+
+
+async def _awaited(function: Callable[[], Awaitable[T]]) -> T | _Exit:
+    try:
+        return await function()
+    except (SystemExit, KeyboardInterrupt) as err:
+        return _Exit(err)
+
+
+def _heard(task: "asyncio.Task[Any]") -> None:
+    """Its exception is nobody's any more; asyncio would complain that it was never asked for."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
+    """How the loop makes tasks: those of a user's call are strands of it."""
+    context = options.pop("context", None) or copy_context()
+    parent = context.get(_strand)
+    if parent is not None:
+        own = parent.child()
+        context.run(_strand.set, own)
+        work = _with_its_draws(work, own)
+    task = asyncio.Task(work, loop=loop, context=context, **options)
+    if parent is not None:
+        parent.tasks.add(task)
+    return task
+
+
+async def _with_its_draws(work: Work[T], strand: _Strand) -> T:
+    try:
+        return await _steps(work, strand)
+    except (SystemExit, KeyboardInterrupt) as err:  # of a task that the user's function started
+        raise RuntimeError(f"it asked to exit ({err!r})") from err
+
+
+@coroutine
+def _steps(work: Work[T], strand: _Strand) -> Generator[Any, Any, T]:
+    """Runs the work from await to await. Whenever it runs it has the turn, and its generators."""
+    resume = partial(work.send, None)
+    while True:
+        try:
+            with strand.clock.stopped():
+                yield from strand.turn.acquire().__await__()
+        except asyncio.CancelledError as err:  # is the work's, when it has its turn
+            resume = partial(work.throw, err)
+            continue
+        try:
+            with random_streams.lent(strand.drawn or random_streams.seeded(*strand.identity)):
+                try:
+                    waits_for = resume()
+                finally:
+                    strand.drawn = random_streams.states()
+        except StopIteration as end:
+            return end.value
+        finally:
+            strand.turn.release()
+        try:
+            resume = partial(work.send, (yield waits_for))
+        except BaseException as err:  # a cancellation, or the loop's end
+            resume = partial(work.throw, err)

@@ -1,0 +1,113 @@
+"""Rewards in the signatures of other systems, adapted to node functions at the door: one adapter a form."""
+
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor
+
+from distflow.data.batch import Batch
+from distflow.graph import SCORE_FIELDS, Form, NodeOutput
+from distflow.graph.fields import Axis, is_async
+from distflow.rewards.functions import read_score
+from distflow.rewards.score import Score, own_verdict
+from distflow.runtime.errors import BadOutput
+
+_DERIVED = ("input_ids", "attention_mask", "loss_mask", "index", "data_source")
+
+
+def adapted(fn: Callable[..., object], form: Form) -> Callable[..., object]:
+    """A function that is called as its contract says: with columns, or with `batch` and `config`."""
+    if form is Form.SAMPLE_REWARD:
+        return partial(_score_each_async, fn) if is_async(fn) else partial(_score_each, fn)
+    if form is Form.BATCH_REWARD:
+        return partial(_score_batch_async, fn) if is_async(fn) else partial(_score_batch, fn)
+    return fn
+
+
+def _score_each(
+    fn: Callable[..., object],
+    data_source: list[str],
+    responses: list[str],
+    ground_truth: list[object],
+    extra_info: list[object] | None = None,
+    **options: object,
+) -> dict[str, list[float]]:
+    """`compute_score(data_source, solution_str, ground_truth[, extra_info])`: one number, or a dict with `score` and,
+    where that is not how right the answer is, `acc`."""
+    calls = _calls(data_source, responses, ground_truth, extra_info, options)
+    return _columns([_score(i, fn(**call)) for i, call in enumerate(calls)])
+
+
+async def _score_each_async(
+    fn: Callable[..., Awaitable[object]],
+    data_source: list[str],
+    responses: list[str],
+    ground_truth: list[object],
+    extra_info: list[object] | None = None,
+    **options: object,
+) -> dict[str, list[float]]:
+    calls = _calls(data_source, responses, ground_truth, extra_info, options)
+    return _columns([_score(i, await fn(**call)) for i, call in enumerate(calls)])
+
+
+def _calls(
+    data_source: list[str],
+    responses: list[str],
+    ground_truth: list[object],
+    extra_info: list[object] | None,
+    options: Mapping[str, object],
+) -> Iterator[dict[str, object]]:
+    """The arguments for each sample."""
+    for i, (source, text, truth) in enumerate(zip(data_source, responses, ground_truth, strict=True)):
+        extra = {} if extra_info is None else {"extra_info": extra_info[i]}
+        yield {"data_source": source, "solution_str": text, "ground_truth": truth, **extra, **options}
+
+
+def _columns(scores: list[Score]) -> dict[str, list[float]]:
+    return {"scores": [score.value for score in scores], "acc": [own_verdict(score) for score in scores]}
+
+
+def _score(i: int, answer: object) -> Score:
+    try:
+        return Score(*read_score(answer))
+    except ValueError as err:
+        raise BadOutput(f"was asked to score sample {i} of its group: {err}") from None
+
+
+def _score_batch(fn: Callable[..., object], batch: Batch, config: object, **options: object) -> NodeOutput:
+    """`compute_custom_reward(batch, config, **kwargs)`, called by keyword with a mapping of all columns.
+
+    Scores of the attention mask's shape are one score a sample, wherever in the row they were put.
+    """
+    given = _given(batch)
+    return _written(fn(batch=dict(given), config=config, **options), batch, given)
+
+
+async def _score_batch_async(
+    fn: Callable[..., Awaitable[object]], batch: Batch, config: object, **options: object
+) -> NodeOutput:
+    given = _given(batch)
+    return _written(await fn(batch=dict(given), config=config, **options), batch, given)
+
+
+def _given(batch: Batch) -> dict[str, object]:
+    return {**batch.to_mapping(), **{name: batch[name] for name in _DERIVED}}
+
+
+def _written(output: object, batch: Batch, given: Mapping[str, object]) -> NodeOutput:
+    """The columns that the function made or replaced. given: what it was called with."""
+    given_back = output if isinstance(output, NodeOutput) else NodeOutput(output)
+    columns = given_back.batch
+    if isinstance(columns, Batch):
+        columns = columns.to_mapping()
+    if not isinstance(columns, Mapping):
+        raise BadOutput(f"returned {type(columns).__name__}, not its batch")
+    written = {name: value for name, value in columns.items() if value is not given.get(name)}
+    wide = tuple(batch.mask(Axis.SEQUENCE).shape)
+    if all(isinstance(value := written.get(name), Tensor) and tuple(value.shape) == wide for name in SCORE_FIELDS):
+        scores, rewards = (written.pop(name).sum(-1) for name in SCORE_FIELDS)
+        if not scores.equal(rewards):
+            raise BadOutput("returned other token_level_rewards than token_level_scores; return one score a sample")
+        written["scores"] = scores
+    return replace(given_back, batch=written)

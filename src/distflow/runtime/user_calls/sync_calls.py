@@ -1,0 +1,150 @@
+"""Calls of plain functions from the asyncio thread, each with a deadline that a hang cannot outlive.
+
+Functions of the user's that hear of a run while it runs. They cannot end it, nor move its random generators.
+"""
+
+import asyncio
+import contextvars
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from distflow.data import random_streams
+from distflow.errors import UserError, users_place
+from distflow.graph.fields import is_async
+
+T = TypeVar("T")
+
+
+class DeadlinePassed(TimeoutError):
+    """A function did not return in time; a TimeoutError that it raised itself is not this. Its text goes on from that
+    with what else was seen."""
+
+
+class PlainCalls:
+    """Runs each call on a daemon thread of its own: one that hangs does not keep the process alive.
+
+    turn: held while a call runs. One runs at a time, for the global random generators are the process's: while a call
+    has its own there, no other function of the user's may draw. The deadline of a call runs from when it has its turn.
+    caller: the task whose call runs.
+    """
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
+        self.caller: asyncio.Task[object] | None = None
+
+    async def run(self, function: Callable[[], T], deadline_s: float, *identity: object) -> T:
+        """What the function returns or raises. Raises DeadlinePassed, and leaves the thread alone.
+
+        identity: of the call, by which its random generators are seeded.
+        """
+        async with self.turn:
+            self.caller = asyncio.current_task()
+            try:
+                with random_streams.lent(random_streams.seeded(*identity)):
+                    return await _in_a_thread(function, deadline_s)
+            finally:
+                self.caller = None
+
+
+async def _in_a_thread(function: Callable[[], T], deadline_s: float) -> T:
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(outcome: Callable[[], None]) -> None:
+        if not future.done():  # it is once the deadline has passed
+            outcome()
+
+    def work() -> None:
+        outcome: Callable[[], None]
+        try:
+            outcome = partial(future.set_result, context.run(function))
+        except StopIteration as err:  # no future takes one
+            outcome = partial(future.set_exception, RuntimeError(f"StopIteration: {err}"))
+        except (SystemExit, KeyboardInterrupt) as err:
+            told = RuntimeError(f"it asked to exit ({err!r})").with_traceback(err.__traceback__)  # names the place
+            outcome = partial(future.set_exception, told)
+        except Exception as err:  # the edge of a user's code
+            outcome = partial(future.set_exception, err)
+        if not loop.is_closed():  # a future is its loop's own: only the loop's thread may settle it
+            loop.call_soon_threadsafe(settle, outcome)
+
+    threading.Thread(target=work, name="node", daemon=True).start()
+    try:
+        await asyncio.wait((future,), timeout=deadline_s)
+        if not future.done():
+            raise DeadlinePassed
+        return future.result()
+    finally:
+        future.cancel()  # nothing to one that is done
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """Each is called on the thread that trains, which waits for it.
+
+    on_step, on_validation: with the step, counted from 1 (0: before training), and its metrics by their flat names.
+    on_save: with the step and the folder of its checkpoint.
+    Raises UserError for one that cannot be called so.
+    """
+
+    on_step: Callable[[int, dict[str, float]], object] | None = None
+    on_validation: Callable[[int, dict[str, float]], object] | None = None
+    on_save: Callable[[int, Path], object] | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            function, given = getattr(self, field.name), "checkpoint" if field.name == "on_save" else "metrics"
+            if function is not None and not _takes_two(function):
+                raise UserError(f"{field.name} must be a plain function that is called with (step, {given})")
+
+
+class Caller:
+    """Calls them; what one raises is told with its name, and the run goes on. warn: told so. timed: entered around each
+    call."""
+
+    def __init__(
+        self,
+        callbacks: Callbacks,
+        warn: Callable[[str], None],
+        timed: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._callbacks, self._warn, self._timed = callbacks, warn, timed
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._call("on_step", self._callbacks.on_step, step, dict(metrics))
+
+    def validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._call("on_validation", self._callbacks.on_validation, step, dict(metrics))
+
+    def save(self, step: int, path: Path) -> None:
+        self._call("on_save", self._callbacks.on_save, step, path)
+
+    def _call(self, name: str, function: Callable[..., object] | None, *arguments: object) -> None:
+        if function is None:
+            return
+        try:
+            with self._timed(), random_streams.lent(random_streams.states()):
+                function(*arguments)
+        except Exception as error:  # the edge of a user's code
+            place = f" (at {found})" if (found := users_place(error)) else ""
+            own = getattr(function, "__name__", type(function).__name__)
+            self._warn(f"{name}: {own} raised {type(error).__name__}: {error}{place}; the run goes on")
+
+
+def _takes_two(function: object) -> bool:
+    if not callable(function) or is_async(function):
+        return False
+    try:
+        inspect.signature(function).bind(0, {})
+    except TypeError:
+        return False
+    except ValueError:  # a function of C says nothing of its parameters
+        return True
+    return True

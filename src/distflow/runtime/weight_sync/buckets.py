@@ -1,0 +1,174 @@
+"""A bucket of weights on its way to other processes: its bytes, a hash of all of them, and who carries it.
+
+Buckets of weights as files of the run's folder: one a bucket, in a folder for each version, gone once all have it.
+
+A file has its name when it is whole and on the disk. Of a run that is killed files are left, for the next start to
+remove.
+"""
+
+import hashlib
+import re
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
+from torch import Tensor
+
+from distflow.errors import UserError
+from distflow.observe.files import is_aside, replacing
+from distflow.runtime.checkpoint.files import separate
+from distflow.runtime.errors import writing_to
+from distflow.runtime.weight_sync.protocol import Bucket
+from distflow.scheduling.groups import Version
+
+Packed = list[tuple[str, str, tuple[int, ...], NDArray[np.uint8]]]
+"""Of each tensor its name, dtype and shape, and its bytes."""
+
+
+class Spoiled(ValueError):
+    """What has arrived is not what was sent."""
+
+
+class Sent(Protocol):
+    """A bucket where it was put for others: small, and it pickles."""
+
+    def get(self) -> list[tuple[str, Tensor]]:
+        """On the CPU, in memory of their own, in any order. Raises Spoiled where it cannot be read as it was put,
+        UserError where it cannot be seen from here at all."""
+        ...
+
+    def drop(self) -> None:
+        """Nobody reads it any more."""
+        ...
+
+
+Carry = Callable[[Version, int, Packed], Sent]
+"""Puts a bucket of a version, by its number from 0, where other processes can read it."""
+
+
+def pack(weights: Bucket) -> Packed:
+    """Their own memory seen as bytes, where it is the CPU's."""
+    return [
+        (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), _bytes(tensor))
+        for name, tensor in weights
+    ]
+
+
+def unpack(packed: Packed) -> list[tuple[str, Tensor]]:
+    """On the memory of the bytes."""
+    return [(name, _tensor(getattr(torch, dtype), shape, values)) for name, dtype, shape, values in packed]
+
+
+def hash_of(packed: Packed) -> str:
+    """Of all names, dtypes, shapes and bytes, in whatever order they come; by as many threads as torch has."""
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        hashes = sorted(pool.map(_hash_of_tensor, packed))
+    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+
+
+def _hash_of_tensor(each: tuple[str, str, tuple[int, ...], NDArray[np.uint8]]) -> str:
+    name, dtype, shape, values = each
+    digest = hashlib.sha256(f"{name} {dtype} {shape}\n".encode())
+    digest.update(values.data)
+    return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    values: NDArray[np.uint8] = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return values
+
+
+def _tensor(dtype: torch.dtype, shape: tuple[int, ...], values: NDArray[np.uint8]) -> Tensor:
+    if not len(values):  # which torch gives strides that no other dtype can have
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(values).view(dtype).view(shape)
+
+
+WEIGHTS: Final = ".weights"
+APPEARS_WITHIN_S = 3.0
+
+_VERSION: Final = re.compile(r"\d+-\d{6,}")
+_BUCKET: Final = re.compile(r"bucket-\d{5,}\.safetensors")
+
+
+@dataclass(frozen=True)
+class InFile:
+    """A bucket that is a file."""
+
+    path: Path
+    num_bytes: int
+
+    def get(self) -> list[tuple[str, Tensor]]:
+        """See `Sent`."""
+        self._wait()
+        try:
+            found = self.path.stat().st_size  # before it is read: whatever lies there, it is no larger than it should
+            if found != self.num_bytes:
+                raise Spoiled(f"{self.path} has {found} bytes, and {self.num_bytes} were written")
+            return list(load(self.path.read_bytes()).items())
+        except OSError as err:
+            raise Spoiled(f"{self.path} cannot be read: {err.strerror}") from err
+        except (SafetensorError, KeyError, RuntimeError) as err:
+            raise Spoiled(f"{self.path} is not what was written there: {err}") from err
+
+    def drop(self) -> None:
+        """See `Sent`."""
+        self.path.unlink(missing_ok=True)
+        for folder in (self.path.parent, self.path.parent.parent):
+            with suppress(OSError):  # another bucket lies there
+                folder.rmdir()
+
+    def _wait(self) -> None:
+        """A network's file system may show what is new a moment later."""
+        since = time.monotonic()
+        while not self.path.exists():
+            if time.monotonic() - since > APPEARS_WITHIN_S:
+                raise UserError(
+                    f"{self.path}, which holds new weights, is not there on {socket.gethostname()}: with "
+                    "actor_rollout_ref.actor.weight_update_mode=disk the run's folder (trainer.default_local_dir) must "
+                    "be on a file system that all machines of the run see at the same path; else leave it at store"
+                )
+            time.sleep(0.05)
+
+
+def write_bucket(run_dir: Path, version: Version, number: int, packed: Packed) -> InFile:
+    """See `Carry`. Raises UserError for a disk that is full or refuses."""
+    folder = run_dir / WEIGHTS / f"{version.incarnation}-{version.step:06d}"
+    path = folder / f"bucket-{number:05d}.safetensors"
+    with writing_to(run_dir):
+        for each in (folder.parent, folder):
+            each.mkdir(mode=0o700, exist_ok=True)
+        with replacing(path) as aside:
+            save_file(separate(dict(unpack(packed))), aside)
+        return InFile(path, path.stat().st_size)
+
+
+def remove_weights(run_dir: Path) -> None:
+    """What is left of versions that were on their way when their run ended. Files of somebody else stay."""
+    folder = run_dir / WEIGHTS
+    for version in _folders(folder):
+        if _VERSION.fullmatch(version.name):
+            for path in version.iterdir():
+                if _BUCKET.fullmatch(path.name) or is_aside(path.name):
+                    path.unlink(missing_ok=True)
+            with suppress(OSError):  # something else lies there
+                version.rmdir()
+    with suppress(OSError):  # or it is not there
+        folder.rmdir()
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Links are not followed."""
+    if folder.is_symlink() or not folder.is_dir():
+        return []
+    return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]

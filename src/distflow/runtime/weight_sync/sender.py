@@ -1,0 +1,240 @@
+"""Publishes the trainer's weights in buckets, and compares the canary's answers where its turn has come.
+
+What the engines of a run serve of a worker's weights.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from distflow.checks.canary import Canary, make_canary
+from distflow.checks.weight_receipts import check_replicas, check_sent, check_served
+from distflow.errors import TrustError
+from distflow.models.weight_checks import magnitudes, unsound
+from distflow.rollout.engine import Receipt, RolloutEngine
+from distflow.rollout.weights import stripe_hashes
+from distflow.runtime import fault_injection
+from distflow.runtime.offload import Residence
+from distflow.runtime.ports import Ports
+from distflow.runtime.recorder import Recorder
+from distflow.runtime.resources import Resources
+from distflow.runtime.rollout_services import Session
+from distflow.runtime.spec import Spec
+from distflow.runtime.updates import Updates
+from distflow.runtime.weight_sync.protocol import Bucket, WeightPort
+from distflow.scheduling.groups import Version
+from distflow.training.engine import TrainEngine
+
+BUCKET_BYTES = 2**28
+
+
+class Publisher:
+    """Pushes versions of one train engine's weights.
+
+    sends: False where engines need no tensor, only to know of the version (an adapter that is applied unmerged on
+    shared storage). canary: None where no rollout engine is on this worker.
+    """
+
+    def __init__(
+        self,
+        actor: TrainEngine,
+        port: WeightPort,
+        dtype: torch.dtype,
+        *,
+        sends: bool,
+        canary: Canary | None,
+        session: Session,
+    ) -> None:
+        self._actor, self._port, self._dtype, self._sends = actor, port, dtype, sends
+        self._canary, self._session = canary, session
+        self._last: dict[str, str] = {}  # hashes of what was pushed last
+        self._version: Version | None = None
+
+    def publish_changed(self, version: Version, updated: bool) -> tuple[bool, dict[str, float]]:
+        """As `publish`, but weights that are those of the last version get its number, and nothing is pushed.
+
+        updated: whether an optimizer step was taken since; a node may change weights without one. Returns whether they
+        were pushed as well.
+        """
+        if self._sends and not updated:
+            now = stripe_hashes(self._weights())
+            if now == self._last:
+                self._follow(version)
+                self._port.alias(version, now)
+                return False, {}
+        return True, self.publish(version)
+
+    def publish(self, version: Version, at_start: bool = False) -> dict[str, float]:
+        """Push a version and wait until every engine serves it; the metrics of the canary's comparison, if one was due.
+
+        at_start: the first of this process, before any step. Raises TrustError where weights are garbage, did not
+        arrive whole, or the canary's answers mean other weights.
+        """
+        self._follow(version)
+        self._push(version)
+        if self._canary is None or not self._canary.is_due(at_start):
+            return {}
+        return self._canary.compare(self._session.call(self._canary.answer()), at_start)
+
+    def push_again(self) -> None:
+        """The version that was published last once more, for engines that have come since. The weights are still
+        its."""
+        assert self._version is not None, "a first version is published before"
+        self._push(self._version)
+
+    @property
+    def hashes(self) -> Mapping[str, str]:
+        """Of the weights that were pushed last, by name."""
+        return self._last
+
+    def _push(self, version: Version) -> None:
+        fault_injection.reach("weights.begin")
+        self._port.begin(version)
+        self._last = {}
+        for bucket in buckets(self._weights(), BUCKET_BYTES):
+            self._put(version, bucket)
+            del bucket  # before the next is gathered
+            fault_injection.reach("weights.put")
+        self._port.commit(self._last)
+        fault_injection.reach("weights.sent")
+
+    def _put(self, version: Version, bucket: Bucket) -> None:
+        model = getattr(self._actor, "model", None)
+        _refuse_garbage(version, bucket)
+        if isinstance(model, nn.Module):
+            check_sent(bucket, model, version.step)
+        self._last |= stripe_hashes(bucket)
+        self._port.put(bucket)
+
+    def _follow(self, version: Version) -> None:
+        if self._version is not None and version <= self._version:
+            raise TrustError(f"weights of {version} are to be published behind those of {self._version}")
+        self._version = version
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """In the engine's dtype: the trainer's own are float32."""
+        weights = self._actor.weights() if self._sends else iter(())
+        return ((name, tensor.to(self._dtype)) for name, tensor in weights)
+
+
+class Receiver:
+    """Hands versions to the engine on its own thread.
+
+    A receipt's hashes are those that the engine gives when asked afterwards, whatever it says that it took. Raises
+    TrustError where it serves another version than the receipt says, or holds other weights.
+    """
+
+    def __init__(self, engine: RolloutEngine, session: Session) -> None:
+        self._engine, self._session = engine, session
+
+    def __call__(self, version: Version, weights: Bucket | None) -> Receipt:
+        """See `Receive`."""
+        return self._session.call(self._load(version, weights))
+
+    def start(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> "Future[Receipt]":
+        """See `Receive`."""
+        return self._session.start(self._load(version, weights))
+
+    async def _load(self, version: Version, weights: Iterable[tuple[str, Tensor]] | None) -> Receipt:
+        engine = self._engine
+        receipt = await engine.load_weights(version, weights)
+        held = await engine.hashes()
+        claimed = {name: held.get(name) for name in receipt.hashes}
+        if engine.version != receipt.version or claimed != receipt.hashes:
+            raise TrustError(
+                f"the rollout engine's receipt is for {receipt.version}, but it serves {engine.version}, and "
+                f"{sum(held.get(name) != own for name, own in receipt.hashes.items())} of its tensors are not those "
+                "that the receipt names: weights that were not taken, or a version that is counted ahead of them"
+            )
+        return replace(receipt, hashes=held)
+
+
+def _refuse_garbage(version: Version, bucket: Bucket) -> None:
+    wrong = unsound(magnitudes(bucket))
+    if wrong:
+        raise TrustError(
+            f"the weights of version {version.step} must not be served: {wrong[0]}, {len(wrong)} tensors or more. "
+            "Something changed them between the last update, behind which they were sound, and now"
+        )
+
+
+def buckets(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
+    """Runs of neighbouring tensors of at most `max_bytes` together; a larger one is a bucket of its own."""
+    bucket: list[tuple[str, Tensor]] = []
+    num_bytes = 0
+    for name, tensor in weights:
+        if bucket and num_bytes + tensor.nbytes > max_bytes:
+            full, bucket, num_bytes = bucket, [], 0
+            yield full
+            del full
+        bucket.append((name, tensor))
+        num_bytes += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+class Serving:
+    """Sends the weights of a worker when they are due. It sends none where it trains none, or no worker generates."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        resources: Resources,
+        ports: Ports,
+        session: Session,
+        recorder: Recorder,
+        updates: Updates,
+        residence: Residence,
+        version: Version,
+    ) -> None:
+        """version: of the weights that the resources hold."""
+        self._ports, self._recorder, self._updates, self._version = ports, recorder, updates, version
+        self._residence = residence
+        self._engine = resources.rollout
+        self._publisher: Publisher | None = None
+        if resources.actor is not None and spec.plan.generates:
+            canary = make_canary(spec, resources) if self._engine is not None else None
+            sends, dtype = spec.sends_weights, spec.weight_dtype
+            self._publisher = Publisher(
+                resources.actor, ports.weights, dtype, sends=sends, canary=canary, session=session
+            )
+        self.step = version.step  # whose weights the engines were given last
+
+    def begin(self) -> dict[str, float]:
+        """The weights that this process begins with; the canary's metrics."""
+        if self._publisher is None:
+            return {}
+        compared = self._publisher.publish(self._version, at_start=True)
+        self._recorder.serves(self._version)
+        return compared
+
+    def send(self, version: Version) -> tuple[bool, dict[str, float]]:
+        """The weights of a step's end to the engines. Whether they had changed, and the canary's metrics."""
+        self.step, updated = version.step, self._updates.since_sent()
+        if self._publisher is None:
+            return updated, {}
+        self._residence.only(("actor",))
+        outcome = self._publisher.publish_changed(version, updated)
+        check_served(self._served(), version)
+        check_replicas(self._publisher.hashes, version.step, self._ports.collective)
+        self._recorder.serves(version)
+        return outcome
+
+    def send_to_newcomers(self, step: int) -> None:
+        """Between two steps, `step` being the next. The weights are those that were sent last, or newer ones, which
+        then go to all."""
+        if self._publisher is None:
+            return
+        self._residence.only(("actor",))
+        sent = self.step < step and self.send(Version(self._version.incarnation, step))[0]
+        if not sent:
+            self._publisher.push_again()
+
+    def _served(self) -> Version | None:
+        """What the engines serve to which this rank publishes, the oldest of them; None where it has none."""
+        own = [self._engine.version] if self._engine is not None else []
+        confirmed = self._ports.weights.confirmed
+        return min([*own, *([confirmed] if confirmed is not None else [])], default=None)

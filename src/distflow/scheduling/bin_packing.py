@@ -1,0 +1,195 @@
+"""Packs items into bins of bounded size: micro-batches bounded by tokens. First-fit decreasing, then evened out.
+
+Spreads samples over ranks by tokens: the better of Karmarkar-Karp and a sorted greedy, whichever evens out more.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Bins = list[list[int]]
+
+
+def pack(lengths: Sequence[int], max_tokens: int, min_bins: int = 1) -> Bins:
+    """Bins of indices into `lengths`, each of at most `max_tokens`, as few as first-fit decreasing needs.
+
+    An item longer than `max_tokens` is never cut: it is a bin of its own. There are at least `min_bins` bins, empty
+    ones included where items are too few, so that all ranks can run the same number. Loads are evened out over the
+    bins, which keeps the peak of memory and the wait between ranks low. Indices ascend within a bin, bins by their
+    first index, empty ones last. The same arguments always give the same bins.
+    """
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
+    lengths = [int(length) for length in lengths]
+    assert min_bins >= 0 and all(length >= 0 for length in lengths)
+    alone = [[i] for i, length in enumerate(lengths) if length > max_tokens]
+    longest_first = sorted((i for i, length in enumerate(lengths) if length <= max_tokens), key=lambda i: -lengths[i])
+
+    packed = _first_fit(longest_first, lengths, max_tokens)
+    num_bins = max(len(packed), min_bins - len(alone))
+    if num_bins:
+        even = lightest_first(longest_first, lengths, num_bins)
+        fits = max(_load(bin_, lengths) for bin_ in even) <= max_tokens
+        packed = even if fits else _level(packed + [[] for _ in range(num_bins - len(packed))], lengths)
+    bins = [sorted(bin_) for bin_ in alone + packed]
+    return sorted(bins, key=lambda bin_: bin_[0] if bin_ else len(lengths))
+
+
+def lightest_first(longest_first: Sequence[int], lengths: Sequence[int], num_bins: int) -> Bins:
+    """Each item in turn to the bin that is lightest so far (Graham 1969), the first of equals."""
+    bins: Bins = [[] for _ in range(num_bins)]
+    loads = [(0, b) for b in range(num_bins)]
+    for item in longest_first:
+        load, b = loads[0]
+        bins[b].append(item)
+        heapq.heapreplace(loads, (load + lengths[item], b))
+    return bins
+
+
+def _first_fit(longest_first: Sequence[int], lengths: Sequence[int], max_tokens: int) -> Bins:
+    bins: Bins = []
+    room: list[int] = []
+    for item in longest_first:
+        length = lengths[item]
+        b = next((b for b, free in enumerate(room) if free >= length), len(bins))
+        if b == len(bins):
+            bins.append([])
+            room.append(max_tokens)
+        bins[b].append(item)
+        room[b] -= length
+    return bins
+
+
+def _level(bins: Bins, lengths: Sequence[int]) -> Bins:
+    """Move or swap items between the heaviest and the lightest bin while that brings the two closer.
+
+    No bin ever gets heavier than the heaviest was, so bins that fitted still fit; the squares of the loads only
+    fall, so it ends.
+    """
+    loads = [_load(bin_, lengths) for bin_ in bins]
+    while True:
+        heavy, light = loads.index(max(loads)), loads.index(min(loads))
+        gap = loads[heavy] - loads[light]
+        shifts = [
+            (abs(2 * shift - gap), give, take)
+            for give in bins[heavy]
+            for take in (-1, *bins[light])
+            if 0 < (shift := lengths[give] - (lengths[take] if take >= 0 else 0)) < gap
+        ]
+        if not shifts:
+            return bins
+        _, give, take = min(shifts)
+        _transfer(bins, loads, lengths, heavy, light, give)
+        if take >= 0:
+            _transfer(bins, loads, lengths, light, heavy, take)
+
+
+def _transfer(bins: Bins, loads: list[int], lengths: Sequence[int], source: int, target: int, item: int) -> None:
+    bins[source].remove(item)
+    bins[target].append(item)
+    loads[source] -= lengths[item]
+    loads[target] += lengths[item]
+
+
+def _load(bin_: Sequence[int], lengths: Sequence[int]) -> int:
+    return sum(lengths[i] for i in bin_)
+
+
+Parts = list[list[int]]
+
+
+def partition(lengths: Sequence[int], num_parts: int, groups: Sequence[int] | None = None) -> Parts:
+    """Exactly `num_parts` lists of indices into `lengths` whose sums are as even as two heuristics make them.
+
+    Neither wins everywhere: differencing is ahead on plain lengths, the greedy on a few long ones. The result's
+    heaviest part is the lighter of the two results'. Parts are empty where items are too few.
+    groups: the group of each item, if groups must stay whole. Indices ascend within a part, parts by their first
+    index, empty ones last; the same arguments always give the same parts.
+    """
+    if num_parts < 1:
+        raise ValueError(f"num_parts must be at least 1, not {num_parts}")
+    assert groups is None or len(groups) == len(lengths)
+    members: dict[int, list[int]] = {}
+    for item in range(len(lengths)):
+        members.setdefault(item if groups is None else int(groups[item]), []).append(item)
+    units = list(members.values())
+    loads = [sum(int(lengths[item]) for item in unit) for unit in units]
+
+    heaviest_first = sorted(range(len(units)), key=lambda unit: -loads[unit])
+    candidates = (karmarkar_karp(loads, num_parts), lightest_first(heaviest_first, loads, num_parts))
+    best = min(candidates, key=lambda parts: max(sum(loads[unit] for unit in part) for part in parts))
+    parts = [sorted(item for unit in part for item in units[unit]) for part in best]
+    return sorted(parts, key=lambda part: part[0] if part else len(lengths))
+
+
+def divide_step(lengths: Sequence[int], passes: Sequence[Sequence[Sequence[int]]], num_parts: int) -> Parts:
+    """The items of a step over ranks, so that no optimizer step waits for a rank that has more of its mini-batch than
+    others.
+
+    passes: the mini-batches of each pass over the step, of indices into `lengths`, each in one of them. Those of a
+    single pass are each as even as `partition` makes it; those of several, drawn anew in each while the items stay
+    where they are, as even as a sorted greedy makes all of them together.
+    """
+    if len(passes) == 1:
+        return _divide_pass(lengths, passes[0], num_parts)
+    parts: Parts = [[] for _ in range(num_parts)]
+    loads = [[[0] * num_parts for _ in mini_batches] for mini_batches in passes]  # of each part, by mini-batch
+    homes: list[list[list[int]]] = [[] for _ in lengths]  # of each item, those of its mini-batches
+    for own, mini_batches in zip(loads, passes, strict=True):
+        for load, mini_batch in zip(own, mini_batches, strict=True):
+            for item in mini_batch:
+                homes[item].append(load)
+    totals = [0] * num_parts
+    for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
+        part = min(range(num_parts), key=lambda part: (sum(load[part] for load in homes[item]), totals[part]))
+        parts[part].append(item)
+        for load in (*homes[item], totals):
+            load[part] += lengths[item]
+    return [sorted(part) for part in parts]
+
+
+def _divide_pass(lengths: Sequence[int], mini_batches: Sequence[Sequence[int]], num_parts: int) -> Parts:
+    """What is heaviest in a mini-batch goes to the part that was lightest before it."""
+    parts: Parts = [[] for _ in range(num_parts)]
+    loads = [0] * num_parts
+    for mini_batch in mini_batches:
+        found = [[mini_batch[i] for i in part] for part in partition([lengths[i] for i in mini_batch], num_parts)]
+        found.sort(key=lambda items: -sum(lengths[i] for i in items))
+        for part, items in zip(sorted(range(num_parts), key=lambda part: loads[part]), found, strict=True):
+            parts[part] += items
+            loads[part] += sum(lengths[i] for i in items)
+    return [sorted(part) for part in parts]
+
+
+@dataclass
+class _Split:
+    """A partial solution: as many parts as wanted, heaviest first."""
+
+    parts: list[tuple[int, list[int]]]
+
+    @property
+    def spread(self) -> int:
+        return self.parts[0][0] - self.parts[-1][0]
+
+
+def karmarkar_karp(lengths: Sequence[int], num_parts: int) -> Parts:
+    """Largest differencing (Karmarkar and Karp 1982) for any number of parts: the two partial solutions of widest
+    spread are joined, the heaviest part of one with the lightest of the other, until one solution is left."""
+    if not lengths:
+        return [[] for _ in range(num_parts)]
+    empty: list[tuple[int, list[int]]] = [(0, []) for _ in range(num_parts - 1)]
+    splits = [_Split([(length, [item]), *empty]) for item, length in enumerate(lengths)]
+    heap = [(-split.spread, item) for item, split in enumerate(splits)]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        (_, first), (_, second) = heapq.heappop(heap), heapq.heappop(heap)
+        joined = [
+            (load_a + load_b, items_a + items_b)
+            for (load_a, items_a), (load_b, items_b) in zip(
+                splits[first].parts, reversed(splits[second].parts), strict=True
+            )
+        ]
+        splits[first] = _Split(sorted(joined, key=lambda part: -part[0]))
+        splits[second] = _Split([])
+        heapq.heappush(heap, (-splits[first].spread, first))
+    return [items for _, items in splits[heap[0][1]].parts]

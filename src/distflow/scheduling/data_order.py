@@ -1,0 +1,81 @@
+"""The order of the data: which row of which epoch a ticket names. A pure function of the seed, on any machine.
+
+Splits a step into mini-batches, one optimizer step each: decided globally, the same for any number of ranks.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+EPOCHS, MINI_BATCHES = 0, 1
+"""Streams of `keyed_permutation`: one a purpose, so that equal seeds and counts never give equal orders."""
+
+_WORD = (1 << 64) - 1
+
+
+def keyed_permutation(num_items: int, seed: int, stream: int, *words: int) -> NDArray[np.int64]:
+    """A permutation of `range(num_items)` drawn by counter: only the arguments decide it, nothing drawn before.
+
+    It sorts raw 64-bit Philox words (Salmon et al. 2011). Numpy promises those on every platform and in every
+    version; it promises no such thing of `Generator.permutation`.
+    At most two `words` tell draws of one stream apart. `(num_items,)` int64.
+    """
+    assert num_items >= 0 and len(words) <= 2, "the counter has room for two words besides the drawing one"
+    key = np.array([seed & _WORD, stream], dtype=np.uint64)
+    counter = np.array([0, 0, *words, *(0,) * (2 - len(words))], dtype=np.uint64)
+    return np.argsort(np.random.Philox(key=key, counter=counter).random_raw(num_items), kind="stable")
+
+
+@lru_cache(maxsize=16)
+def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool, domain: str = "") -> NDArray[np.int64]:
+    """The rows of one pass over the data, or over those of a domain, in the order in which tickets name them:
+    `(num_rows,)` int64, read-only."""
+    words = (epoch, domain_word(domain)) if domain else (epoch,)
+    rows = keyed_permutation(num_rows, seed, EPOCHS, *words) if shuffle else np.arange(num_rows, dtype=np.int64)
+    rows.flags.writeable = False
+    return rows
+
+
+def domain_word(domain: str) -> int:
+    """What tells the orders of domains apart: 8 bytes of BLAKE2b, so that others may come and go beside it."""
+    return int.from_bytes(hashlib.blake2b(domain.encode(), digest_size=8).digest(), "little")
+
+
+def place(number: int, num_rows: int, seed: int, shuffle: bool, domain: str = "") -> tuple[int, int]:
+    """Epoch and row of ticket `number`, for a data set of `num_rows` rows; of a domain the ticket's position in it, and
+    the row among its own."""
+    assert number >= 0 and num_rows > 0
+    epoch, position = divmod(number, num_rows)
+    return epoch, int(epoch_order(num_rows, seed, epoch, shuffle, domain)[position])
+
+
+def total_steps(num_epochs: int, num_rows: int, consumer_batch: int) -> int:
+    """Steps of a run that drops nothing: steps cross the borders of epochs, and the last one may be short."""
+    return -(-num_epochs * num_rows // consumer_batch)
+
+
+def minibatches(
+    num_samples: int, groups: Sequence[int] | None, mini_batch_prompts: int, seed: int, step: int, epoch: int
+) -> list[list[int]]:
+    """Sample indices of each mini-batch of `mini_batch_prompts` prompt groups; the last may be short.
+
+    groups: the group of each sample, over samples in the order of their tickets, which must not depend on who
+    produced them; None where each sample is a group of its own.
+    epoch: the pass of the update over this step's samples, from 0. The order of the groups is drawn from
+    (seed, step, epoch); groups stay whole, and indices ascend within a mini-batch.
+    """
+    if mini_batch_prompts < 1:
+        raise ValueError(f"mini_batch_prompts must be at least 1, not {mini_batch_prompts}")
+    assert groups is None or len(groups) == num_samples
+    members: dict[int, list[int]] = {}
+    for sample in range(num_samples):
+        members.setdefault(sample if groups is None else int(groups[sample]), []).append(sample)
+    in_ticket_order = list(members.values())
+    order = keyed_permutation(len(in_ticket_order), seed, MINI_BATCHES, step, epoch)
+    return [
+        sorted(sample for group in order[start : start + mini_batch_prompts] for sample in in_ticket_order[group])
+        for start in range(0, len(order), mini_batch_prompts)
+    ]

@@ -1,0 +1,220 @@
+"""A lane of the experience edge: the groups of one domain, by the last step that may train on them."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from math import ceil
+
+from distflow.scheduling.domain_quotas import Quotas
+from distflow.scheduling.groups import AccountingError, Ticket
+
+MAX_ABORTS = 3
+"""Times that a group is aborted: after them its place in the step is kept, and the step waits for it."""
+
+
+@dataclass
+class Group:
+    """A prompt group on the edge: running until complete; one that was lost waits until it is issued again.
+
+    num_tokens: of all its samples, prompts included. failures: times that it was lost while the run went on.
+    version: the lowest that a token of it has, known once it is complete. num_aborts: times that it was aborted.
+    """
+
+    ticket: Ticket
+    complete: bool = False
+    num_tokens: int = 0
+    failures: int = 0
+    version: int | None = None
+    num_aborts: int = 0
+
+    def due(self, max_staleness: int) -> int:
+        """The last step that may train on it. Weights older than the ticket's are a fault, and make it due earlier."""
+        version = self.ticket.version
+        return max_staleness + (version if self.version is None else min(version, self.version))
+
+
+@dataclass
+class _Due:
+    """Groups with the same due step. num_live: running or complete, but not waiting. dropped: counts by reason."""
+
+    num_live: int = 0
+    complete: set[int] = field(default_factory=set)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+class Lane:
+    """What of one domain is on the edge. A pure state machine; `ExperienceEdge` sees to it that moves can be made.
+
+    num_live: running, complete or waiting to be issued again. formed: tickets that the next step has taken. kept: those
+    that run, and were aborted too often before.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[int, Group],
+        quotas: Quotas,
+        domain: int,
+        max_staleness: int,
+        oversampling: Fraction = Fraction(0),  # noqa: B008  immutable
+    ) -> None:
+        """groups: of all lanes by ticket. domain: its number in `quotas`. oversampling: see `DataPlan`."""
+        self._groups, self._quotas, self._domain, self._max_staleness = groups, quotas, domain, max_staleness
+        self._oversampling = oversampling
+        self._due: dict[int, _Due] = {}
+        self.num_live = self.num_complete = 0
+        self.waiting, self.kept = set[int](), set[int]()
+        self.formed: tuple[int, ...] = ()
+
+    @property
+    def num_untaken(self) -> int:
+        """Complete groups that no step has taken yet."""
+        return self.num_complete - len(self.formed)
+
+    @property
+    def num_wanted(self) -> int:
+        """Places of the next step that it has not taken a group for."""
+        return self._quotas.up_to(self._domain, self._quotas.next_step) - len(self.formed)
+
+    @property
+    def last_due(self) -> int | None:
+        """The last step that a group which was issued is due by; None without any."""
+        return max(self._due, default=None)
+
+    @property
+    def num_lacking(self) -> int:
+        """Places of the next step for which no group is complete."""
+        return self.num_wanted - self.num_untaken
+
+    @property
+    def num_extra(self) -> int:
+        """Groups that may run beyond the places of the next step, which are not needed once it has all that it lacks.
+        Of the places that it lacks, so that a few that are left do not call for a batch."""
+        return ceil(self._oversampling * max(0, self.num_lacking))
+
+    def room(self, step: int) -> int:
+        """Places up to that step for which no group is on the edge, and groups beyond them; negative where there are
+        too many."""
+        return self._quotas.up_to(self._domain, step) + self.num_extra - self.num_live
+
+    def issue(self, group: Group) -> None:
+        self.num_live += 1
+        self._enter(group)
+
+    def restore(self, group: Group) -> None:
+        self.num_live += 1
+        self.num_complete += group.complete
+        if group.complete:
+            self._enter(group)
+        else:
+            self.waiting.add(group.ticket.number)
+
+    def wait(self, group: Group) -> None:
+        """One that ran or was complete is to be issued again."""
+        self._leave(group)
+        self.num_complete -= group.complete
+        group.complete, group.num_tokens, group.version = False, 0, None
+        self.waiting.add(group.ticket.number)
+
+    def reissue(self, group: Group, version: int) -> None:
+        self.waiting.remove(group.ticket.number)
+        group.ticket = replace(group.ticket, version=version, attempt=group.ticket.attempt + 1)
+        if group.num_aborts >= MAX_ABORTS:
+            self.kept.add(group.ticket.number)
+        self._enter(group)
+
+    def complete(self, group: Group, num_tokens: int, version: int | None) -> None:
+        self._leave(group)
+        group.complete, group.num_tokens = True, num_tokens
+        group.version = group.ticket.version if version is None else version
+        self.num_complete += 1
+        self._enter(group)
+
+    def drop(self, group: Group, reason: str) -> None:
+        self._leave(group).dropped[reason] += 1
+        self.num_live -= 1
+
+    def take(self, numbers: Sequence[int]) -> None:
+        """By the next step."""
+        for number in numbers:
+            self._leave(self._groups[number])
+        self.formed += tuple(numbers)
+
+    def untake(self) -> None:
+        for number in self.formed:
+            self._enter(self._groups[number])
+        self.formed = ()
+
+    def consume(self, step: int) -> None:
+        """The step is consumed."""
+        self.num_live -= len(self.formed)
+        self.num_complete -= len(self.formed)
+        self.formed = ()
+        self._due = {due: members for due, members in self._due.items() if due > step or members.num_live}
+
+    def num_owed(self) -> int:
+        """Groups that the next step must take besides those that it has, so that none of what it leaves behind gets
+        too old."""
+        owed = num_left = 0
+        for due in sorted(self._due):
+            num_left += self._due[due].num_live
+            owed = max(owed, num_left - self._later(due))
+        return owed
+
+    def first(self, step: int, wanted: int) -> list[int] | None:
+        """The first complete groups by due step, then by ticket; None where they would leave too many behind that are
+        due by some step, more than the steps up to there take and further parts of this one, so that what runs must be
+        waited for."""
+        num_later = max(0, self.num_wanted - wanted)
+        chosen: list[int] = []
+        num_left = num_running = 0
+        for due in sorted(self._due):
+            members = self._due[due]
+            if due < step:
+                self._check(step, members.complete)
+            taken = min(len(members.complete), wanted - len(chosen))
+            num_left += members.num_live - taken
+            num_running += members.num_live - len(members.complete)
+            if num_left > self._later(due) + num_later:
+                if num_running:
+                    return None
+                raise AccountingError(
+                    f"step {step} would leave {num_left} groups that are due by step {due}, more than the steps up to "
+                    f"there take; of those that it would consume the first is ticket {min(chosen or members.complete)}"
+                )
+            chosen += sorted(members.complete)[:taken]
+        return self._check(step, chosen)
+
+    def dropped(self) -> Counter[str]:
+        """Groups that were dropped, by reason, of those due by steps that are not consumed."""
+        return sum((members.dropped for members in self._due.values()), Counter[str]())
+
+    def _later(self, due: int) -> int:
+        """Groups that the steps behind the next one take, up to that step."""
+        step = self._quotas.next_step
+        return max(0, self._quotas.up_to(self._domain, due) - self._quotas.up_to(self._domain, step))
+
+    def _check(self, step: int, numbers: Collection[int]) -> list[int]:
+        """Those, once none of them would break the bound on staleness."""
+        for number in numbers:
+            version = self._groups[number].version
+            assert version is not None, "it is complete"
+            if not 0 <= step - version <= self._max_staleness:
+                raise AccountingError(
+                    f"ticket {number} holds tokens of version {version}, which step {step} may not train on: "
+                    f"max_staleness is {self._max_staleness}"
+                )
+        return list(numbers)
+
+    def _enter(self, group: Group) -> None:
+        members = self._due.setdefault(group.due(self._max_staleness), _Due())
+        members.num_live += 1
+        if group.complete:
+            members.complete.add(group.ticket.number)
+
+    def _leave(self, group: Group) -> _Due:
+        members = self._due[group.due(self._max_staleness)]
+        members.num_live -= 1
+        members.complete.discard(group.ticket.number)
+        self.kept.discard(group.ticket.number)
+        return members

@@ -1,0 +1,256 @@
+"""The ledger: an append-only journal of tickets, versions and steps, `ledger.jsonl` in the run's folder.
+
+One JSON object a line: {"t": seconds since 1970, "inc": incarnation, "kind": ..., ...}. The kinds that count tickets:
+
+    opened      ledger (its id)                                the first line
+    plan        max_staleness, consumer_batch, quotas          of the run from here on: at its start and each resume;
+                                                               quotas: of domains, share and lag at the next step
+    shares      step, shares                               of domains from that step on, in place of those before
+    issued      ticket, epoch, row, version, attempt, domain   version: the step whose weights were served; domain: if
+                                                               the run has any
+    assigned    ticket, worker                                 who works on it from here on, where several could
+    complete    ticket, tokens, version                        version: the lowest of any of its tokens
+    lost        ticket                                         it was complete, and is to be issued again
+    aborted     tickets, tokens                                they ran and their step needs them no more: they are to
+                                                               be issued again; tokens: drawn for them, thrown away
+    dropped     ticket, reason                                 consumed    step, tickets, tokens
+    version     step, weights (the step that made them: less than `step` where none were sent)
+    inherited   step, issued, consumed, dropped, live, domains the account of a checkpoint from another folder; live:
+                                                               ticket, attempt, complete, version, domain of groups on
+                                                               the edge, if any; domains: issued, consumed, dropped,
+                                                               aborted; aborted, aborted_tokens: if any were
+    rolled_back to (a byte offset)                             a resume: the records since `to` no longer hold
+
+Nothing is ever rewritten. Records of other kinds may be added by anyone; readers pass over what they do not know.
+"""
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from distflow.errors import UserError
+from distflow.observe.files import sync
+from distflow.scheduling.groups import Account, AccountingError
+from distflow.scheduling.ledger_audit import QuotaAudit, StalenessAudit, Tally
+from distflow.scheduling.ledger_record import Record
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place in a ledger, for a checkpoint to come back to. offset: bytes."""
+
+    ledger: str
+    offset: int
+    incarnation: int
+
+
+class LedgerError(UserError):
+    """A ledger that cannot be read: damaged, or not one."""
+
+
+class Ledger:
+    """The one writer of a journal. Each record reaches the operating system at once, the disk at `sync`.
+
+    mark: where the checkpoint that the run goes on from was cut, None for a run from the start. An existing journal
+    is rolled back to it. If it belongs to another journal, this one starts empty and `inherits` is True.
+    """
+
+    def __init__(self, path: Path, mark: Mark | None = None) -> None:
+        self.path = path
+        self.incarnation = mark.incarnation + 1 if mark else 0
+        self._tally = Tally()
+        if _holds_nothing(path):
+            self._start(mark)
+        else:
+            try:
+                self._reopen(mark)
+            except (KeyError, TypeError, AttributeError, OverflowError, MemoryError) as err:
+                raise LedgerError(f"{path} is damaged: it holds what no run records ({err!r}). Move it away") from err
+
+    @property
+    def account(self) -> Account:
+        """Counted from the records, independently of whoever wrote them."""
+        return self._tally.account
+
+    def append(self, kind: str, **fields: object) -> None:
+        """Raises AccountingError, and writes nothing, where the record moves a ticket as no run can."""
+        record = cast(Record, {"t": round(time.time(), 3), "inc": self.incarnation, "kind": kind, **fields})
+        self._tally.apply(record)
+        self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Returns when all records are on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def mark(self) -> Mark:
+        """The place behind the last record."""
+        return Mark(self.id, self._file.tell(), self.incarnation)
+
+    def close(self) -> None:
+        with self._file:
+            self.sync()
+
+    def __enter__(self) -> "Ledger":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
+        """That the disk does not take the last records is told only where nothing failed before."""
+        try:
+            self.close()
+        except OSError:
+            if error is None:
+                raise
+
+    def _start(self, mark: Mark | None) -> None:
+        self.id = secrets.token_hex(8)
+        self.inherits = mark is not None
+        self._file = os.fdopen(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
+        self.append("opened", ledger=self.id)
+        sync(self.path.parent)
+
+    def _reopen(self, mark: Mark | None) -> None:
+        last = -1
+        for position, record in _records(self.path):
+            if position == 0:
+                self.id = str(record.get("ledger"))
+            last = max(last, record["inc"])
+        if last < 0:
+            raise LedgerError(f"{self.path} is no ledger: its first line is no record. Move it away")
+        self.incarnation = max(self.incarnation, last + 1)
+        self.inherits = mark is not None and mark.ledger != self.id
+        to = mark.offset if mark and not self.inherits else 0
+        if to > self.path.stat().st_size:
+            raise LedgerError(
+                f"{self.path} ends before byte {to}, where the checkpoint was cut: lines were taken from it. "
+                "Resume into an empty folder (trainer.default_local_dir), which starts a new ledger"
+            )
+        self._file = self.path.open("ab")
+        if not _ends_with_newline(self.path):
+            self._file.write(b"\n")
+        self.append("rolled_back", to=to)
+        self.sync()
+        for _, record in timeline(self.path):
+            self._tally.apply(record)
+
+
+def ledger_id(path: Path) -> str | None:
+    """The id that a journal's first line gives it; None where there is no such line."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        first = _parse(file.readline())
+    return str(first["ledger"]) if first and "ledger" in first else None
+
+
+def timeline(path: Path) -> Iterator[tuple[int, Record]]:
+    """(byte offset, record) of the records that hold: those that no later `rolled_back` took back.
+
+    A torn line where a writer was killed is passed over. Raises LedgerError for any other damage.
+    """
+    rollbacks = list(_rollbacks(path))
+    end = path.stat().st_size
+    spans: list[tuple[int, int]] = []
+    for position, to in reversed(rollbacks):
+        if position < end:
+            spans.append((position, end))
+            end = to
+    spans.append((0, end))
+    for position, record in _records(path):
+        while spans and position >= spans[-1][1]:
+            spans.pop()
+        if spans and position >= spans[-1][0]:
+            yield position, record
+
+
+def replay(path: Path) -> Account:
+    """The account of the surviving timeline. Raises AccountingError naming a ticket that it moves as no run can,
+    such as one consumed twice."""
+    tally = Tally()
+    for _, record in timeline(path):
+        tally.apply(record)
+    return tally.account
+
+
+def verify(path: Path) -> Account:
+    """`replay`, and that each row of an epoch was issued under one ticket only, each step ended in a version, no group
+    was staler than the plan in force allowed, versions never went backwards, and each domain had its share.
+
+    Raises AccountingError.
+    """
+    account = replay(path)
+    account.check()
+    owner: dict[tuple[int, int], int] = {}
+    num_consumed = num_versions = 0
+    staleness, quotas = StalenessAudit(), QuotaAudit()
+    for _, record in timeline(path):
+        if record["kind"] == "issued":
+            where = (record["epoch"], record["row"])
+            if owner.setdefault(where, record["ticket"]) != record["ticket"]:
+                raise AccountingError(
+                    f"row {where[1]} of epoch {where[0]} went out twice, as tickets {owner[where]} and "
+                    f"{record['ticket']}"
+                )
+        staleness.apply(record)
+        quotas.apply(record)
+        num_consumed += record["kind"] == "consumed"
+        num_versions += record["kind"] == "version"
+    if num_consumed > num_versions:
+        raise AccountingError(f"{num_consumed} steps were consumed, but only {num_versions} ended in a version")
+    return account
+
+
+def _records(path: Path) -> Iterator[tuple[int, Record]]:
+    """All records with their offsets. A line that is none may only be the last, or the last before a rollback."""
+    offset, torn = 0, None
+    with path.open("rb") as file:
+        for line in file:
+            record = _parse(line)
+            if record is None:
+                torn = offset if torn is None else torn
+            elif torn is not None and record["kind"] != "rolled_back":
+                raise LedgerError(f"{path} is damaged at byte {torn}: a line in its middle is no record")
+            else:
+                torn = None
+                yield offset, record
+            offset += len(line)
+
+
+def _rollbacks(path: Path) -> Iterator[tuple[int, int]]:
+    """(offset, to) of each rollback. Other lines are not parsed: it costs a tenth of a reading."""
+    offset = 0
+    with path.open("rb") as file:
+        for line in file:
+            if b"rolled_back" in line and (record := _parse(line)) and record["kind"] == "rolled_back":
+                yield offset, record["to"]
+            offset += len(line)
+
+
+def _parse(line: bytes) -> Record | None:
+    try:
+        record = json.loads(line.decode())  # faster than of bytes, whose encoding it would guess
+    except (ValueError, RecursionError):
+        return None
+    is_record = isinstance(record, dict) and isinstance(record.get("kind"), str) and isinstance(record.get("inc"), int)
+    return cast(Record, record) if is_record else None
+
+
+def _holds_nothing(path: Path) -> bool:
+    """Whether a journal is missing, empty, or was killed within its first line."""
+    if not path.exists():
+        return True
+    with path.open("rb") as file:
+        first = file.readline()
+    return not first.endswith(b"\n") and _parse(first) is None
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"

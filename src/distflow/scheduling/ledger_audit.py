@@ -1,0 +1,324 @@
+"""Counts tickets from journal records alone: the second bookkeeping, which the coordinator's must equal.
+
+Audits staleness and the order of versions from journal records alone.
+
+Audits the shares of domains from journal records alone.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from fractions import Fraction
+
+from distflow.scheduling.domain_quotas import most_behind
+from distflow.scheduling.groups import Account, AccountingError, DomainAccount
+from distflow.scheduling.ledger_record import Record
+
+STALE = "stale"
+"""Why a complete group is dropped: the run goes on with a bound that it would break."""
+
+
+class _State(IntEnum):
+    UNKNOWN = 0
+    RUNNING = 1
+    COMPLETE = 2
+    CONSUMED = 3
+    DROPPED = 4
+    SETTLED = 5
+    """Consumed or dropped in another run's journal, of which only the counts were inherited."""
+
+
+@dataclass
+class _Domain:
+    """As `DomainAccount`."""
+
+    issued: int = 0
+    consumed: int = 0
+    aborted: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+class Tally:
+    """Applies the records of one surviving timeline in order. One byte a ticket.
+
+    Records that concern no training ticket are passed over.
+    """
+
+    def __init__(self) -> None:
+        self.next_step = 0
+        self._states = bytearray()
+        self._attempts: dict[int, int] = {}
+        self._counts: Counter[_State] = Counter()
+        self._dropped: Counter[str] = Counter()
+        self._num_aborted = self._num_aborted_tokens = 0
+        self._domains: dict[str, _Domain] = {}
+        self._domain_of: dict[int, str] = {}  # of tickets on the edge
+        self._apply: dict[str, Callable[[Record], None]] = {
+            "issued": self._issued,
+            "complete": lambda record: self._move(record["ticket"], _State.RUNNING, _State.COMPLETE),
+            "lost": lambda record: self._move(record["ticket"], _State.COMPLETE, _State.RUNNING),
+            "dropped": self._dropped_one,
+            "aborted": self._aborted,
+            "consumed": self._consumed,
+            "inherited": self._inherited,
+        }
+
+    @property
+    def account(self) -> Account:
+        counts = self._counts
+        return Account(
+            issued=len(self._states),
+            running=counts[_State.RUNNING],
+            complete=counts[_State.COMPLETE],
+            consumed=counts[_State.CONSUMED],
+            dropped=dict(self._dropped),
+            aborted=self._num_aborted,
+            aborted_tokens=self._num_aborted_tokens,
+            domains={
+                name: DomainAccount(counts.issued, counts.consumed, dict(counts.dropped), counts.aborted)
+                for name, counts in self._domains.items()
+            },
+        )
+
+    def apply(self, record: Record) -> None:
+        """Raises AccountingError naming the ticket that the record moves as no run can."""
+        apply = self._apply.get(record["kind"])
+        if apply is not None:
+            apply(record)
+
+    def _issued(self, record: Record) -> None:
+        number, attempt = record["ticket"], record["attempt"]
+        if number == len(self._states):
+            self._states.append(_State.RUNNING)
+            self._counts[_State.RUNNING] += 1
+            if "domain" in record:
+                self._domain_of[number] = record["domain"]
+                self._domains.setdefault(record["domain"], _Domain()).issued += 1
+        elif number > len(self._states):
+            raise AccountingError(f"ticket {number} was issued, but {len(self._states)} is the next one")
+        elif self._states[number] != _State.RUNNING or attempt <= self._attempts[number]:
+            state = _State(self._states[number]).name.lower()
+            raise AccountingError(f"ticket {number} was issued twice: it is {state}, attempt {attempt}")
+        self._attempts[number] = attempt
+
+    def _dropped_one(self, record: Record) -> None:
+        source = _State.COMPLETE if record["reason"] == STALE else _State.RUNNING
+        self._move(record["ticket"], source, _State.DROPPED)
+        self._dropped[record["reason"]] += 1
+        if record["ticket"] in self._domain_of:
+            self._domains[self._domain_of.pop(record["ticket"])].dropped[record["reason"]] += 1
+
+    def _aborted(self, record: Record) -> None:
+        for number in record["tickets"]:
+            self._move(number, _State.RUNNING, _State.RUNNING)
+            if number in self._domain_of:
+                self._domains[self._domain_of[number]].aborted += 1
+        self._num_aborted += len(record["tickets"])
+        self._num_aborted_tokens += record["tokens"]
+
+    def _consumed(self, record: Record) -> None:
+        if record["step"] != self.next_step:
+            raise AccountingError(f"step {record['step']} was consumed, but {self.next_step} is the next one")
+        for number in record["tickets"]:
+            self._move(number, _State.COMPLETE, _State.CONSUMED)
+            if number in self._domain_of:
+                self._domains[self._domain_of.pop(number)].consumed += 1
+        self.next_step += 1
+
+    def _inherited(self, record: Record) -> None:
+        if self._states:
+            raise AccountingError(f"an account was inherited after {len(self._states)} tickets had been issued")
+        self.next_step = record["step"]
+        self._states = bytearray([_State.SETTLED]) * record["issued"]
+        self._counts = Counter({_State.CONSUMED: record["consumed"]})
+        self._dropped = Counter(record["dropped"])
+        self._num_aborted, self._num_aborted_tokens = record.get("aborted", 0), record.get("aborted_tokens", 0)
+        self._domains = {
+            name: _Domain(counts["issued"], counts["consumed"], counts.get("aborted", 0), Counter(counts["dropped"]))
+            for name, counts in record.get("domains", {}).items()
+        }
+        for group in record.get("live", ()):
+            state = _State.COMPLETE if group["complete"] else _State.RUNNING
+            self._states[group["ticket"]] = state
+            self._counts[state] += 1
+            self._attempts[group["ticket"]] = group["attempt"]
+            if "domain" in group:
+                self._domain_of[group["ticket"]] = group["domain"]
+
+    def _move(self, number: int, source: _State, target: _State) -> None:
+        state = _State(self._states[number]) if number < len(self._states) else _State.UNKNOWN
+        if state != source:
+            raise AccountingError(
+                f"ticket {number} cannot become {target.name.lower()}: it is {state.name.lower()}, not "
+                f"{source.name.lower()}"
+            )
+        self._states[number] = target
+        self._counts[source] -= 1
+        self._counts[target] += 1
+        if target in (_State.CONSUMED, _State.DROPPED):
+            del self._attempts[number]
+
+
+class StalenessAudit:
+    """Applies the records of one surviving timeline in order. That tickets move as they may is `Tally`'s to say.
+
+    The staleness of a group is the step that consumed it less the lowest version of its tokens. Earlier releases wrote
+    no `plan`, which leaves staleness without a bound, and no version of complete groups, which then is the ticket's.
+    """
+
+    def __init__(self) -> None:
+        self._max_staleness: int | None = None
+        self._next_step = 0
+        self._versions: dict[int, int] = {}  # of tickets on the edge
+        self._incarnation = -1
+        self._served = self._weights = 0  # lowest that may come next in this incarnation
+        self._apply: dict[str, Callable[[Record], None]] = {
+            "plan": self._plan,
+            "issued": self._issued,
+            "complete": self._complete,
+            "dropped": self._dropped,
+            "consumed": self._consumed,
+            "version": self._version,
+            "inherited": self._inherited,
+        }
+
+    def apply(self, record: Record) -> None:
+        """Raises AccountingError naming the ticket or the step."""
+        if record["inc"] != self._incarnation:
+            self._incarnation, self._served, self._weights = record["inc"], 0, 0
+        apply = self._apply.get(record["kind"])
+        if apply is not None:
+            apply(record)
+
+    def _plan(self, record: Record) -> None:
+        self._max_staleness = record["max_staleness"]
+
+    def _issued(self, record: Record) -> None:
+        version = record["version"]
+        if not self._served <= version <= self._next_step:
+            raise AccountingError(
+                f"ticket {record['ticket']} was issued at version {version}, but {self._served} was served before and "
+                f"step {self._next_step} is the next one: versions never go backwards, nor ahead of the steps"
+            )
+        self._served = version
+        self._versions[record["ticket"]] = version
+
+    def _complete(self, record: Record) -> None:
+        if "version" in record:
+            self._versions[record["ticket"]] = record["version"]
+
+    def _dropped(self, record: Record) -> None:
+        self._versions.pop(record["ticket"], None)
+
+    def _consumed(self, record: Record) -> None:
+        step, bound = record["step"], self._max_staleness
+        for number in record["tickets"]:
+            version = self._versions.pop(number, None)
+            if bound is not None and version is not None and not 0 <= step - version <= bound:
+                raise AccountingError(
+                    f"step {step} consumed ticket {number}, which holds tokens of version {version}, but max_staleness "
+                    f"was {bound}"
+                )
+        self._next_step = step + 1
+
+    def _version(self, record: Record) -> None:
+        step, weights = record["step"], record["weights"]
+        if step != self._next_step or not self._weights <= weights <= step:
+            raise AccountingError(
+                f"version {step} with the weights of step {weights} was made, but step {self._next_step} ended and the "
+                f"weights of step {self._weights} were there before: versions never go backwards"
+            )
+        self._weights = weights
+
+    def _inherited(self, record: Record) -> None:
+        self._next_step = record["step"]
+        self._versions = {group["ticket"]: group["version"] for group in record.get("live", ()) if "version" in group}
+
+
+_Shares = dict[str, Fraction]
+
+
+class QuotaAudit:
+    """Applies the records of one surviving timeline in order. That tickets move as they may is `Tally`'s to say.
+
+    After each step a domain has had its share of all places to within less than one, and the groups by which steps
+    were short; where shares have changed, the sum of its shares over all places, behind it by `most_behind` at most. A
+    plan says where it goes on from; in one folder that is where the one before it stood.
+    """
+
+    def __init__(self) -> None:
+        self._batch = 0
+        self._shares: _Shares = {}
+        self._to_come: list[tuple[int, _Shares]] = []  # from which step on
+        self._lags: dict[str, Fraction] = {}
+        self._changed = False
+        self._num_missing = 0
+        self._domain_of: dict[int, str] = {}  # of tickets on the edge
+        self._apply: dict[str, Callable[[Record], None]] = {
+            "plan": self._plan,
+            "shares": self._change,
+            "issued": self._issued,
+            "dropped": self._dropped,
+            "consumed": self._consumed,
+            "inherited": self._inherited,
+        }
+
+    def apply(self, record: Record) -> None:
+        """Raises AccountingError naming the step and the domain."""
+        apply = self._apply.get(record["kind"])
+        if apply is not None:
+            apply(record)
+
+    def _plan(self, record: Record) -> None:
+        quotas = record.get("quotas", {})
+        lags = {name: Fraction(quota["lag"]) for name, quota in quotas.items()}
+        if self._lags and not self._num_missing and lags != self._lags:
+            raise AccountingError(f"the domains were behind their shares by {self._lags}, and went on from {lags}")
+        shares = {name: Fraction(quota["share"]) for name, quota in quotas.items()}
+        self._changed |= bool(self._shares) and shares != self._shares
+        self._changed |= any(abs(lag) >= 1 for lag in lags.values())
+        self._batch, self._lags, self._num_missing = record["consumer_batch"], lags, 0
+        self._shares, self._to_come = shares, []
+
+    def _change(self, record: Record) -> None:
+        shares = {name: Fraction(share) for name, share in record["shares"].items()}
+        if shares.keys() != self._shares.keys() or sum(shares.values()) != 1 or min(shares.values()) < 0:
+            raise AccountingError(f"the shares from step {record['step']} on are no shares of the domains: {shares}")
+        self._to_come = [change for change in self._to_come if change[0] < record["step"]]
+        self._to_come.append((record["step"], shares))
+
+    def _issued(self, record: Record) -> None:
+        if "domain" in record:
+            self._domain_of[record["ticket"]] = record["domain"]
+
+    def _dropped(self, record: Record) -> None:
+        self._forget(record["ticket"])
+
+    def _consumed(self, record: Record) -> None:
+        if not self._shares:
+            return
+        while self._to_come and self._to_come[0][0] <= record["step"]:
+            self._shares, self._changed = self._to_come.pop(0)[1], True
+        self._num_missing += self._batch - len(record["tickets"])
+        for name, share in self._shares.items():
+            self._lags[name] += share * self._batch
+        for number in record["tickets"]:
+            self._lags[self._forget(number)] -= 1
+        for name, lag in self._lags.items():
+            if not self._may_be(lag):
+                raise AccountingError(
+                    f"after step {record['step']} the domain '{name}' is {float(lag):.2f} groups behind its share of "
+                    f"{float(self._shares[name]):.3f}"
+                )
+
+    def _may_be(self, lag: Fraction) -> bool:
+        if self._changed and lag > 0:
+            return lag <= most_behind(len(self._lags)) + self._num_missing
+        return abs(lag) < 1 + self._num_missing
+
+    def _inherited(self, record: Record) -> None:
+        self._domain_of = {group["ticket"]: group["domain"] for group in record.get("live", ()) if "domain" in group}
+
+    def _forget(self, number: int) -> str:
+        return self._domain_of.pop(number, "")

@@ -1,0 +1,196 @@
+"""What a step was made of, from the ledger alone: its groups, what became of each, and what was dropped meanwhile."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from distflow.errors import UserError
+from distflow.scheduling.ledger import LedgerError, timeline
+from distflow.scheduling.ledger_record import InheritedGroup, Record
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A start of a group. version: the step whose weights were served then. worker: None where only one could work on
+    it. t: seconds since 1970. incarnation: of the run. aborted: it was ended because its step had all that it needs."""
+
+    version: int
+    worker: str | None
+    t: float
+    incarnation: int
+    aborted: bool = False
+
+
+@dataclass(frozen=True)
+class GroupLineage:
+    """A prompt group.
+
+    epoch, row: None of one that was begun in another run's folder. version: the lowest of any of its tokens, None of
+    one that is not complete. tokens: of all its samples. reason: why it was dropped, None where it was not. domain:
+    None in a run without any.
+    """
+
+    ticket: int
+    epoch: int | None
+    row: int | None
+    attempts: tuple[Attempt, ...]
+    version: int | None
+    tokens: int | None
+    reason: str | None
+    domain: str | None = None
+
+
+@dataclass(frozen=True)
+class StepLineage:
+    """A step, counted from 1, as files and metrics count.
+
+    groups: those that it trained on; of one that was not consumed those on the experience edge. dropped: since the step
+    before was consumed. consumed_at: seconds since 1970, None of one that the journal does not see consumed. weights:
+    the step whose weights are served after it, None where the journal ends before. max_staleness: None of a run
+    whose journal does not say. aborted: tickets of groups that ran for it and were not needed; aborted_tokens: drawn
+    for them.
+    """
+
+    step: int
+    incarnation: int
+    groups: tuple[GroupLineage, ...]
+    dropped: tuple[GroupLineage, ...]
+    consumed_at: float | None
+    weights: int | None
+    max_staleness: int | None
+    aborted: tuple[int, ...] = ()
+    aborted_tokens: int = 0
+
+
+def step_lineage(path: Path, step: int) -> StepLineage:
+    """One pass over the surviving timeline, up to the step; what is kept of it are the groups on the edge.
+
+    Raises UserError where there is no journal or no such step in it, LedgerError where it is damaged.
+    """
+    if not path.is_file():
+        raise UserError(f"there is no {path}: the run in {path.parent} trains no prompt groups, or has not begun to")
+    reader = _Reader(step)
+    try:
+        found = reader.read(record for _, record in timeline(path))
+    except (KeyError, TypeError, AttributeError) as err:
+        raise LedgerError(f"{path} is damaged: it holds what no run records ({err!r})") from err
+    if found is None:
+        raise UserError(f"{path} has no step {step}: {reader.steps()}")
+    return found
+
+
+class _Reader:
+    """Follows the groups on the edge until the step is consumed."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._next_step = self._first_step = 1
+        self._incarnation = 0
+        self._max_staleness: int | None = None
+        self._live: dict[int, list[Record]] = {}
+        self._inherited: dict[int, InheritedGroup] = {}
+        self._dropped: list[list[Record]] = []
+        self._aborted: list[Record] = []
+
+    def read(self, records: Iterable[Record]) -> StepLineage | None:
+        """None where they have no such step."""
+        remaining = iter(records)
+        for record in remaining:
+            kind = record["kind"]
+            if kind in ("issued", "assigned", "complete"):
+                self._live.setdefault(record["ticket"], []).append(record)
+            elif kind == "aborted":
+                self._aborted.append(record)
+                for ticket in record["tickets"]:
+                    self._live.setdefault(ticket, []).append(record)
+            elif kind == "dropped":
+                self._dropped.append([*self._live.pop(record["ticket"], ()), record])
+            elif kind == "consumed":
+                if record["step"] + 1 == self._step:
+                    return self._found(record, next(remaining, None))
+                self._pass(record)
+            elif kind == "plan":
+                self._max_staleness = record["max_staleness"]
+            elif kind == "inherited":
+                self._next_step = self._first_step = record["step"] + 1
+                self._inherited = {group["ticket"]: group for group in record.get("live", ())}
+                self._live = {ticket: [] for ticket in self._inherited}
+            self._incarnation = record["inc"]
+        if self._step == self._next_step and (self._live or self._dropped):
+            return self._lineage(self._live, consumed_at=None, weights=None)
+        return None
+
+    def steps(self) -> str:
+        """Which there are, in words."""
+        first, last = self._first_step, self._next_step - 1
+        if self._step < first and first > 1:
+            return f"those before {first} are in the folder of the run that it goes on from"
+        return f"it has steps {first} to {last}, counted from 1" if last >= first else "none was consumed yet"
+
+    def _pass(self, record: Record) -> None:
+        for number in record["tickets"]:
+            self._live.pop(number, None)
+        self._dropped.clear()
+        self._aborted.clear()
+        self._next_step = record["step"] + 2
+
+    def _found(self, record: Record, after: Record | None) -> StepLineage:
+        self._incarnation = record["inc"]
+        weights = after["weights"] if after and after["kind"] == "version" else None
+        return self._lineage(record["tickets"], _number(record["t"]), weights)
+
+    def _lineage(self, tickets: Iterable[int], consumed_at: float | None, weights: int | None) -> StepLineage:
+        return StepLineage(
+            self._step,
+            self._incarnation,
+            groups=tuple(self._group(ticket, self._live.get(ticket, [])) for ticket in sorted(tickets)),
+            dropped=tuple(self._group(records[-1]["ticket"], records) for records in self._dropped),
+            consumed_at=consumed_at,
+            weights=weights,
+            max_staleness=self._max_staleness,
+            aborted=tuple(ticket for record in self._aborted for ticket in record["tickets"]),
+            aborted_tokens=sum(_whole(record["tokens"]) for record in self._aborted),
+        )
+
+    def _group(self, ticket: int, records: Sequence[Record]) -> GroupLineage:
+        last = {record["kind"]: record for record in records}
+        issued, complete, dropped = (last.get(kind) for kind in ("issued", "complete", "dropped"))
+        attempts = _attempts(records)
+        inherited = self._inherited.get(ticket)
+        version = inherited.get("version") if inherited and inherited["complete"] else None
+        if complete:  # earlier releases wrote no version of complete groups: theirs is the ticket's
+            version = complete.get("version", attempts[-1].version if attempts else None)
+        return GroupLineage(
+            ticket,
+            epoch=_whole(issued["epoch"]) if issued else None,
+            row=_whole(issued["row"]) if issued else None,
+            attempts=attempts,
+            version=None if version is None else _whole(version),
+            tokens=_whole(complete["tokens"]) if complete else None,
+            reason=str(dropped["reason"]) if dropped else None,
+            domain=str(known["domain"]) if (known := issued or inherited or {}) and "domain" in known else None,
+        )
+
+
+def _attempts(records: Sequence[Record]) -> tuple[Attempt, ...]:
+    attempts: list[Attempt] = []
+    for record in records:
+        if record["kind"] == "issued":
+            attempts.append(Attempt(_whole(record["version"]), None, _number(record["t"]), record["inc"]))
+        elif record["kind"] == "assigned" and attempts:
+            attempts[-1] = replace(attempts[-1], worker=str(record["worker"]))
+        elif record["kind"] == "aborted" and attempts:
+            attempts[-1] = replace(attempts[-1], aborted=True)
+    return tuple(attempts)
+
+
+def _whole(value: object) -> int:
+    if not isinstance(value, int):
+        raise TypeError(f"{value!r} is no whole number")
+    return value
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is no number")
+    return value

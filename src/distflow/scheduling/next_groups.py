@@ -1,0 +1,136 @@
+"""What has become of the tickets of a run, in all and by domain.
+
+The next ticket: of a row of the data set, in its order, or of one that somebody offers, which goes first.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import cast
+
+from distflow.scheduling.data_order import place
+from distflow.scheduling.data_plan import DataPlan
+from distflow.scheduling.groups import Account, DomainAccount, Ticket, domain_of, stream_of
+from distflow.scheduling.snapshot import SavedDomain, Snapshot
+
+
+class Counts:
+    """The coordinator's own bookkeeping, which that of the journal (`Tally`) must equal. Fields are as in `Account`."""
+
+    def __init__(self, start: Snapshot) -> None:
+        self.issued, self.consumed = start["issued"], start["consumed"]
+        self.dropped = Counter(start["dropped"])
+        self.aborted, self.aborted_tokens = start.get("aborted", 0), start.get("aborted_tokens", 0)
+        self.domains = {
+            name: DomainAccount(each["issued"], each["consumed"], each["dropped"], each.get("aborted", 0))
+            for name, each in start.get("domains", {}).items()
+            if each["issued"]
+        }
+
+    def issue(self, ticket: Ticket) -> None:
+        """One that was not issued before."""
+        self.issued += 1
+        if name := domain_of(ticket.stream):
+            self.domains[name] = replace(self.of(name), issued=self.of(name).issued + 1)
+
+    def consume(self, tickets: Iterable[Ticket]) -> None:
+        for ticket in tickets:
+            self.consumed += 1
+            if name := domain_of(ticket.stream):
+                self.domains[name] = replace(self.of(name), consumed=self.of(name).consumed + 1)
+
+    def drop(self, ticket: Ticket, reason: str) -> None:
+        self.dropped[reason] += 1
+        if name := domain_of(ticket.stream):
+            before = self.of(name).dropped
+            self.domains[name] = replace(self.of(name), dropped={**before, reason: before.get(reason, 0) + 1})
+
+    def abort(self, tickets: Iterable[Ticket], num_tokens: int) -> None:
+        """num_tokens: of all of them."""
+        self.aborted_tokens += num_tokens
+        for ticket in tickets:
+            self.aborted += 1
+            if name := domain_of(ticket.stream):
+                self.domains[name] = replace(self.of(name), aborted=self.of(name).aborted + 1)
+
+    def of(self, domain: str) -> DomainAccount:
+        return self.domains.get(domain, DomainAccount())
+
+    def account(self, running: int, complete: int) -> Account:
+        return Account(
+            issued=self.issued,
+            running=running,
+            complete=complete,
+            consumed=self.consumed,
+            dropped=dict(self.dropped),
+            aborted=self.aborted,
+            aborted_tokens=self.aborted_tokens,
+            domains=dict(self.domains),
+        )
+
+    def saved_domains(self, lags: Mapping[str, str]) -> dict[str, SavedDomain]:
+        """lags: of all domains, in their order."""
+        saved: dict[str, SavedDomain] = {}
+        for name, lag in lags.items():
+            account = self.of(name)
+            counts = {"issued": account.issued, "consumed": account.consumed, "dropped": dict(account.dropped)}
+            aborted = {"aborted": account.aborted} if account.aborted else {}
+            saved[name] = cast(SavedDomain, {**counts, **aborted, "lag": lag})
+        return saved
+
+
+class NextTickets:
+    """num_offered: tickets that rows on offer had. data_open: whether there are tickets of the data set;
+    they may not be wanted yet."""
+
+    def __init__(self, plan: DataPlan, counts: Counts, num_offered: int) -> None:
+        """counts: those of the run; who issues a ticket sees to it that it is counted before the next is made."""
+        self._plan, self._counts = plan, counts
+        self._num_known = self.num_offered = num_offered
+        self._offered = deque[int]()  # rows that wait for a credit
+        self.data_open = True
+
+    def offer(self) -> int:
+        """The number of a row that is not of the data set. Not of a run with domains, which have all places."""
+        assert not self._plan.domains
+        row = self._plan.num_rows + self._num_known
+        self._num_known += 1
+        self._offered.append(row)
+        return row
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows that were offered and have no ticket yet."""
+        return len(self._offered)
+
+    @property
+    def num_left(self) -> int | None:
+        """Tickets that there still may be, None for no bound."""
+        if not self.data_open:
+            return len(self._offered)
+        if self._plan.total_tickets is None:
+            return None
+        return len(self._offered) + max(0, self._plan.total_tickets - self._num_drawn)
+
+    def make(self, source: int, served: int) -> Ticket:
+        """The next new one of the source. served: the version that it names."""
+        plan, number = self._plan, self._counts.issued
+        if self._offered:
+            self.num_offered += 1
+            return Ticket(number, 0, self._offered.popleft(), plan.group_size, served)
+        if not plan.domains:
+            epoch, row = place(self._num_drawn, plan.num_rows, plan.seed, plan.shuffle)
+            return Ticket(number, epoch, row, plan.group_size, served)
+        domain = plan.domains[source]
+        position = self._counts.of(domain.name).issued
+        epoch, row = place(position, domain.num_rows, plan.seed, plan.shuffle, domain.name)
+        row += sum(other.num_rows for other in plan.domains[:source])
+        stream = stream_of(domain.name)
+        return Ticket(
+            number, epoch, row, domain.group_size or plan.group_size, served, stream=stream, position=position
+        )
+
+    @property
+    def _num_drawn(self) -> int:
+        """Tickets of rows of the data set."""
+        return self._counts.issued - self.num_offered

@@ -1,0 +1,329 @@
+"""Divides the samples of a step over the ranks that read it: even by tokens first, near where they lie second.
+
+The exchange: who wrote which samples of a step, and which rank reads which of them. It sees metadata alone.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distflow.scheduling.bin_packing import Parts, partition
+
+
+def divide(
+    tokens: Sequence[int],
+    num_ranks: int,
+    groups: Sequence[int] | None = None,
+    homes: Sequence[str] = (),
+    nodes: Sequence[str] = (),
+) -> Parts:
+    """The samples of each rank, ascending. Every sample has one rank, and the same arguments give the same ranks.
+
+    groups: of each sample, if groups must stay whole. homes: the node on which each sample lies; nodes: that of each
+    rank. Where both are given, samples (or groups) of equal token counts change places so that as many as can be are
+    at home; no rank's tokens change by it. A group is at home where its first sample lies.
+    """
+    if num_ranks == 1:
+        return [list(range(len(tokens)))]
+    parts = partition(tokens, num_ranks, groups)
+    if not homes or len({*homes, *nodes}) < 2:
+        return parts
+    of_size: defaultdict[int, list[tuple[int, list[int]]]] = defaultdict(list)  # (rank, samples) of units, by tokens
+    for rank, part in enumerate(parts):
+        for unit in _units(part, groups):
+            of_size[sum(tokens[sample] for sample in unit)].append((rank, unit))
+    moved: Parts = [[] for _ in parts]
+    for units in of_size.values():
+        for rank, unit in _at_home(units, homes, nodes):
+            moved[rank] += unit
+    return [sorted(part) for part in moved]
+
+
+def _units(part: Sequence[int], groups: Sequence[int] | None) -> list[list[int]]:
+    """What moves as one: samples, or groups."""
+    units: defaultdict[int, list[int]] = defaultdict(list)
+    for sample in part:
+        units[sample if groups is None else groups[sample]].append(sample)
+    return list(units.values())
+
+
+def _at_home(
+    units: Sequence[tuple[int, list[int]]], homes: Sequence[str], nodes: Sequence[str]
+) -> list[tuple[int, list[int]]]:
+    """The same units over the same ranks, as many on their node as can be."""
+    free: defaultdict[str, list[int]] = defaultdict(list)  # ranks of the places on a node, the first last
+    for rank, _ in reversed(units):
+        free[nodes[rank]].append(rank)
+    placed: list[tuple[int, list[int]]] = []
+    away: list[list[int]] = []
+    for _, unit in units:
+        home = free[homes[unit[0]]]
+        if home:
+            placed.append((home.pop(), unit))
+        else:
+            away.append(unit)
+    left = sorted(rank for ranks in free.values() for rank in ranks)
+    return placed + list(zip(left, away, strict=True))
+
+
+Ref = TypeVar("Ref")
+
+
+class ExchangeError(RuntimeError):
+    """A step that cannot be handed over. The message says which, and who is to blame."""
+
+
+class Key(NamedTuple):
+    """A step of an edge, as made by the weights of `version`. An edge has one consumer."""
+
+    edge: str
+    step: int
+    version: int
+
+    def __str__(self) -> str:
+        return f"step {self.step} of edge '{self.edge}' (version {self.version})"
+
+
+@dataclass(frozen=True)
+class SampleInfo:
+    """What a selection sees of a sample. Lengths in tokens; node_id: where it lies; dict_info: its numbers by name."""
+
+    sum_tokens: int
+    prompt_length: int
+    response_length: int
+    uid: str
+    node_id: str
+    dict_info: Mapping[str, float]
+
+
+Select = Callable[[SampleInfo], bool]
+
+
+@dataclass(frozen=True)
+class Metas:
+    """What is known of the samples of one put, as columns `(samples,)`; lengths in tokens.
+
+    groups: whose samples belong together, -1 for one that belongs to none. node_id: where they all lie. info: further
+    numbers that a selection may see.
+    """
+
+    prompt_lengths: NDArray[np.int32]
+    response_lengths: NDArray[np.int32]
+    groups: NDArray[np.int64]
+    uids: tuple[str, ...]
+    node_id: str = ""
+    info: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.uids)
+
+    def sample_infos(self) -> list[SampleInfo]:
+        prompts, responses = self.prompt_lengths.tolist(), self.response_lengths.tolist()
+        info = {name: column.tolist() for name, column in self.info.items()}
+        return [
+            SampleInfo(
+                prompts[row] + responses[row],
+                prompts[row],
+                responses[row],
+                uid,
+                self.node_id,
+                {name: column[row] for name, column in info.items()},
+            )
+            for row, uid in enumerate(self.uids)
+        ]
+
+
+@dataclass(frozen=True)
+class Readers:
+    """Those that read an edge together, who must all say the same.
+
+    whole_groups: samples of a group go to one rank. nodes: where each rank runs, empty where that does not matter.
+    """
+
+    num_ranks: int
+    whole_groups: bool = True
+    nodes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Share(Generic[Ref]):
+    """What one rank reads of a step: each sample as (index into `refs`, row of that object), in ticket order.
+
+    writers: who put each of `refs`. Where a rank has no sample, one object is named for its columns.
+    """
+
+    refs: tuple[Ref, ...]
+    writers: tuple[int, ...]
+    rows: NDArray[np.int32]
+    """`(samples, 2)`"""
+
+
+@dataclass
+class _Step(Generic[Ref]):
+    """From the first reservation to the last rank's release."""
+
+    num_writers: int
+    reserved: dict[int, int] = field(default_factory=dict)  # bytes by writer
+    puts: dict[int, tuple[Metas, Ref]] = field(default_factory=dict)
+    readers: Readers | None = None
+    shares: list[Share[Ref]] = field(default_factory=list)
+    places: dict[str, tuple[int, int]] = field(default_factory=dict)  # (writer, row) by uid, once somebody picks
+    released: set[int] = field(default_factory=set)
+
+
+class Exchange(Generic[Ref]):
+    """A pure state machine; who waits for it is told by whoever drives it.
+
+    Each of a step's writers first reserves room for its samples and then puts them, one object each, empty ones too.
+    The step is complete once all have, and is then divided over the ranks that read it: samples even by tokens, groups
+    whole where wanted, and of equal divisions one that moves little between nodes. The division depends on the samples
+    alone, not on who came first. Where the ranks share their steps already, each names its samples instead (`pick`).
+    Once every rank has released its share, the step is forgotten and its room is free.
+
+    Samples are ordered by group, then by uid, whoever wrote them: a step that comes through a chain of edges of other
+    widths keeps its order.
+
+    Nothing is searched: put and take cost the same however many steps are held.
+
+    limit_bytes: of all samples reserved and not released. The oldest step of an edge is admitted even beyond it, so
+    that what somebody waits for is never kept out by what comes behind it.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._held_bytes = 0
+        self._edges: defaultdict[str, dict[Key, _Step[Ref]]] = defaultdict(dict)  # steps in the order of their opening
+
+    @property
+    def held_bytes(self) -> int:
+        return self._held_bytes
+
+    def reserve(self, key: Key, writer: int, num_writers: int, num_bytes: int) -> bool:
+        """Whether the writer may put so many bytes now. Raises ExchangeError where it did, or says other sizes."""
+        steps = self._edges[key.edge]
+        step = steps.get(key)
+        if step is not None and (step.num_writers != num_writers or not 0 <= writer < num_writers):
+            raise ExchangeError(f"{key} has {step.num_writers} writers, but {writer} of {num_writers} writes to it")
+        if step is not None and writer in step.reserved:
+            raise ExchangeError(f"writer {writer} puts {key} twice")
+        is_oldest = not steps or next(iter(steps)) == key
+        if not is_oldest and self._held_bytes + num_bytes > self._limit_bytes:
+            return False
+        if step is None:
+            step = steps[key] = _Step(num_writers)
+        step.reserved[writer] = num_bytes
+        self._held_bytes += num_bytes
+        return True
+
+    def put(self, key: Key, writer: int, metas: Metas, ref: Ref) -> None:
+        """The samples of a writer that has reserved room for them."""
+        step = self._edges[key.edge][key]
+        assert writer in step.reserved and writer not in step.puts
+        step.puts[writer] = (metas, ref)
+
+    def missing(self, key: Key) -> str | None:
+        """What the step waits for, None once it is complete."""
+        step = self._edges[key.edge].get(key)
+        if step is None:
+            return "none of its writers has put any"
+        writers = [writer for writer in range(step.num_writers) if writer not in step.puts]
+        return f"of its {step.num_writers} writers {writers} have put nothing" if writers else None
+
+    def take(self, key: Key, rank: int, readers: Readers, select: Select | None = None) -> Share[Ref]:
+        """The share of a rank in a complete step, the same one until it is released.
+
+        select: which samples are read at all; the others are let go with the step. The first rank's decides, as all
+        run the same program. Raises ExchangeError where ranks disagree on who reads.
+        """
+        step = self._edges[key.edge][key]
+        assert self.missing(key) is None
+        if step.readers is None:
+            step.shares = _divided(step.puts, readers, select)
+            step.readers = readers
+        if step.readers != readers or not 0 <= rank < readers.num_ranks:
+            raise ExchangeError(f"{key} is read by {step.readers}, but rank {rank} says {readers}")
+        return step.shares[rank]
+
+    def pick(self, key: Key, num_ranks: int, uids: Sequence[str]) -> Share[Ref]:
+        """The samples of these uids in a complete step, in that order, for one of `num_ranks` that each pick theirs.
+
+        What several writers have put alike, as ranks of a tensor-parallel group do, is the first one's. Raises
+        ExchangeError for a sample that is not there, and where ranks disagree on how many they are.
+        """
+        step = self._edges[key.edge][key]
+        assert self.missing(key) is None
+        if step.readers is None:
+            step.readers = Readers(num_ranks)
+            step.places = _places(step.puts)
+        if step.readers != Readers(num_ranks):
+            raise ExchangeError(f"{key} is read by {step.readers}, but one of its readers says they are {num_ranks}")
+        absent = [uid for uid in uids if uid not in step.places]
+        if absent:
+            raise ExchangeError(f"{key} has no sample '{absent[0]}', nor {len(absent) - 1} others that are asked for")
+        objects = [(writer, step.puts[writer][1]) for writer in sorted(step.puts)]
+        order = {writer: place for place, (writer, _) in enumerate(objects)}
+        return _share([(order[writer], row) for writer, row in map(step.places.__getitem__, uids)], objects)
+
+    def release(self, key: Key, rank: int) -> None:
+        """The rank has its samples; what it was handed may go."""
+        step = self._edges[key.edge][key]
+        assert step.readers is not None
+        step.released.add(rank)
+        if len(step.released) == step.readers.num_ranks:
+            self._held_bytes -= sum(step.reserved.values())
+            del self._edges[key.edge][key]
+
+
+def _places(puts: Mapping[int, tuple[Metas, Ref]]) -> dict[str, tuple[int, int]]:
+    places: dict[str, tuple[int, int]] = {}
+    for writer in sorted(puts):
+        for row, uid in enumerate(puts[writer][0].uids):
+            places.setdefault(uid, (writer, row))
+    return places
+
+
+def _divided(puts: Mapping[int, tuple[Metas, Ref]], readers: Readers, select: Select | None) -> list[Share[Ref]]:
+    """One share a rank."""
+    writers = sorted(puts)
+    metas = [puts[writer][0] for writer in writers]
+    samples = _in_order([(part, row) for part, put in enumerate(metas) for row in _selected(put, select)], metas)
+    tokens = [(put.prompt_lengths.astype(np.int64) + put.response_lengths).tolist() for put in metas]
+    groups = _groups(samples, metas) if readers.whole_groups else None
+    homes = [metas[part].node_id for part, _ in samples] if readers.nodes else []
+    parts = divide([tokens[part][row] for part, row in samples], readers.num_ranks, groups, homes, readers.nodes)
+    return [_share([samples[i] for i in part], [(writer, puts[writer][1]) for writer in writers]) for part in parts]
+
+
+def _groups(samples: Sequence[tuple[int, int]], metas: Sequence[Metas]) -> list[int]:
+    groups = [int(metas[part].groups[row]) for part, row in samples]
+    return [group if group >= 0 else -1 - place for place, group in enumerate(groups)]
+
+
+def _selected(metas: Metas, select: Select | None) -> Sequence[int]:
+    if select is None:
+        return range(len(metas))
+    return [row for row, info in enumerate(metas.sample_infos()) if select(info)]
+
+
+def _in_order(samples: list[tuple[int, int]], metas: Sequence[Metas]) -> list[tuple[int, int]]:
+    """By group, then by uid, numbers in it as numbers where those before are the same: "7-2" before "7-10"."""
+    groups = [put.groups.tolist() for put in metas]
+
+    def place(sample: tuple[int, int]) -> tuple[int, int, str]:
+        part, row = sample
+        uid = metas[part].uids[row]
+        return groups[part][row], len(uid), uid
+
+    return sorted(samples, key=place)
+
+
+def _share(samples: Sequence[tuple[int, int]], objects: Sequence[tuple[int, Ref]]) -> Share[Ref]:
+    """Only what holds a sample of the rank is named, so that no rank fetches what it does not read."""
+    used = sorted({part for part, _ in samples}) or [0]
+    places = {part: place for place, part in enumerate(used)}
+    rows = np.array([(places[part], row) for part, row in samples], dtype=np.int32).reshape(-1, 2)
+    return Share(tuple(objects[part][1] for part in used), tuple(objects[part][0] for part in used), rows)

@@ -1,0 +1,157 @@
+"""What a coordinator goes on from: JSON, cut at the last release."""
+
+from typing import NotRequired, TypedDict, cast
+
+from distflow.errors import UserError
+from distflow.scheduling.curriculum import SavedCurriculum, SavedSkips
+from distflow.scheduling.data_plan import DataPlan
+from distflow.scheduling.domain_queue import Group
+from distflow.scheduling.groups import Ticket
+
+
+class SavedTicket(TypedDict):
+    """The fields of a `Ticket`."""
+
+    number: int
+    epoch: int
+    row: int
+    group_size: int
+    version: int
+    attempt: int
+    stream: str
+    position: NotRequired[int]
+
+
+class LiveGroup(TypedDict):
+    """A group that was on the edge at the cut: complete ones keep their batch, the others start again.
+
+    num_tokens: 0 until complete. failures: times that it was lost and tried again. version: the lowest of its tokens,
+    None until complete. aborts: times that it was aborted, missing where it never was.
+    """
+
+    ticket: SavedTicket
+    complete: bool
+    num_tokens: int
+    failures: int
+    version: int | None
+    aborts: NotRequired[int]
+
+
+class SavedDomain(TypedDict):
+    """How far a domain is. lag: places by which it is behind its share at the next step, as a fraction."""
+
+    issued: int
+    consumed: int
+    dropped: dict[str, int]
+    aborted: NotRequired[int]
+    lag: str
+
+
+class SavedShares(TypedDict):
+    """Shares of domains from a step on, by name, as fractions."""
+
+    step: int
+    shares: dict[str, str]
+
+
+class SavedPlan(TypedDict):
+    """What of a `DataPlan` a run that goes on may not change. domains: their rows, in order; missing without any."""
+
+    num_rows: int
+    seed: int
+    shuffle: bool
+    domains: NotRequired[dict[str, int]]
+
+
+class SavedMark(TypedDict):
+    """The fields of a ledger's `Mark`."""
+
+    ledger: str
+    offset: int
+    incarnation: int
+
+
+class Snapshot(TypedDict):
+    """issued, consumed, dropped, aborted, aborted_tokens: as in `Account`. offered: issued for rows that are not of the
+    data set. live: groups on the edge, in ticket order. ledger: where it stood, None without one. domains: by name,
+    missing without any. shares, curriculum: missing where shares stay; those of the next step, then
+    those to come. skips: missing where no row is passed over."""
+
+    plan: SavedPlan
+    incarnation: int
+    step: int
+    issued: int
+    offered: NotRequired[int]
+    consumed: int
+    dropped: dict[str, int]
+    aborted: NotRequired[int]
+    aborted_tokens: NotRequired[int]
+    live: list[LiveGroup]
+    ledger: SavedMark | None
+    domains: NotRequired[dict[str, SavedDomain]]
+    shares: NotRequired[list[SavedShares]]
+    curriculum: NotRequired[SavedCurriculum]
+    skips: NotRequired[SavedSkips]
+
+
+def at_start(plan: DataPlan) -> Snapshot:
+    """Of a run that has done nothing yet."""
+    return {
+        "plan": saved_plan(plan),
+        "incarnation": -1,
+        "step": 0,
+        "issued": 0,
+        "consumed": 0,
+        "dropped": {},
+        "live": [],
+        "ledger": None,
+    }
+
+
+def saved_plan(plan: DataPlan) -> SavedPlan:
+    saved: SavedPlan = {"num_rows": plan.num_rows, "seed": plan.seed, "shuffle": plan.shuffle}
+    if plan.domains:
+        saved["domains"] = {domain.name: domain.num_rows for domain in plan.domains}
+    return saved
+
+
+def saved(group: Group) -> LiveGroup:
+    """A group on the edge as JSON."""
+    live: LiveGroup = {
+        "ticket": cast(SavedTicket, dict(vars(group.ticket))),
+        "complete": group.complete,
+        "num_tokens": group.num_tokens,
+        "failures": group.failures,
+        "version": group.version,
+    }
+    return {**live, "aborts": group.num_aborts} if group.num_aborts else live
+
+
+def restored(group: LiveGroup) -> Group:
+    """The inverse of `saved`."""
+    ticket = Ticket(**group["ticket"])
+    # Checkpoints of earlier releases do not have it; they were synchronous.
+    version = group.get("version", ticket.version if group["complete"] else None)
+    return Group(ticket, group["complete"], group["num_tokens"], group["failures"], version, group.get("aborts", 0))
+
+
+def check_resumable(plan: DataPlan, snapshot: Snapshot) -> None:
+    """Raises UserError where the plan is not one that can go on from the snapshot."""
+    before, now = snapshot["plan"], saved_plan(plan)
+    for key, then, wanted, option in (
+        ("domains", _shown(before), _shown(now), "data.domains"),
+        ("num_rows", before["num_rows"], now["num_rows"], "data.train_files"),
+        ("seed", before["seed"], now["seed"], "data.seed"),
+        ("shuffle", before["shuffle"], now["shuffle"], "data.shuffle"),
+    ):
+        if then != wanted:
+            raise UserError(
+                f"the checkpoint was made with {key}={then}, this run has {wanted}: rows would be trained twice or "
+                f"skipped. Restore {option}, or start anew with trainer.resume_mode=never and another "
+                "trainer.default_local_dir"
+            )
+
+
+def _shown(plan: SavedPlan) -> str:
+    """The domains with their rows, in order."""
+    return ", ".join(f"{name} ({rows} rows)" for name, rows in plan.get("domains", {}).items()) or "none"

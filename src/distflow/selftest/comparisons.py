@@ -1,0 +1,151 @@
+"""The pairs that must be equal, each a row of the table.
+
+What `distflow selftest` prints, in lines that can be shown as soon as they are known.
+"""
+
+import functools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from distflow.cluster.ray_entry import NEEDED, is_installed, own_ray
+from distflow.selftest.figures import Differences, Figures, differences
+from distflow.selftest.reference_loop import Recorded
+from distflow.selftest.runs import Lab
+
+TOLERANCE = 5e-6
+"""For what adds up in another order: the reference loop, whose figures may be those of another processor, and several
+workers. With the vector instructions of several kinds of processors at most 1.2e-6 was found."""
+
+_MOST_WORKERS = 2
+
+
+Run = Callable[[], Figures]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two runs that must have the same figures, to `limit`."""
+
+    name: str
+    limit: float
+    one: Run
+    other: Run
+
+
+@dataclass(frozen=True)
+class Row:
+    """A pair that was compared. found: None where it could not be, and `fault` says why. left_out: why nobody tried."""
+
+    program: str
+    pair: str
+    num_steps: int
+    limit: float
+    found: Differences | None
+    fault: str = ""
+    left_out: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.found is not None and self.found.within(self.limit)
+
+
+def compare_all(recorded: dict[str, Recorded], folder: Path) -> Iterator[Row]:
+    """A row as soon as its pair is compared. folder: where the runs go, PROGRAM/RUN."""
+    with ExitStack() as stack:
+        start_ray = functools.cache(lambda: stack.enter_context(own_ray(folder, _MOST_WORKERS)))
+        for program, found in recorded.items():
+            lab = Lab.of(folder / program, program, found)
+            sync = functools.cache(lab.sync)
+            yield from (compare(lab, pair) for pair in of_paths(lab, found.figures, sync))
+            over_ray = compare if is_installed() else leave_out
+            yield from (over_ray(lab, pair) for pair in of_workers(lab, sync, start_ray))
+
+
+def of_paths(lab: Lab, reference: Figures, sync: Run) -> list[Pair]:
+    """Of one process. sync: a synchronous run."""
+    behind = _some_step(lab)
+    killed = functools.partial(lab.killed, behind)
+    return [
+        Pair("reference loop = synchronous, on its answers", TOLERANCE, lambda: reference, lab.replayed),
+        Pair("synchronous = asynchronous path, staleness 0", 0.0, sync, lab.asynchronous),
+        Pair(f"synchronous = killed behind step {behind}, resumed", 0.0, sync, killed),
+    ]
+
+
+def of_workers(lab: Lab, sync: Run, start_ray: Callable[[], object]) -> list[Pair]:
+    """Over Ray, which `start_ray` starts once."""
+
+    def on(num_workers: int) -> Figures:
+        start_ray()
+        return lab.workers(num_workers)
+
+    def resharded() -> Figures:
+        start_ray()
+        return lab.resharded(saved_at)
+
+    saved_at = _some_step(lab)
+    return [
+        Pair("synchronous = 1 worker", 0.0, sync, functools.partial(on, 1)),
+        Pair("synchronous = 2 workers", TOLERANCE, sync, functools.partial(on, 2)),
+        Pair(f"synchronous = 2 shards to step {saved_at}, then 1", TOLERANCE, sync, resharded),
+    ]
+
+
+def compare(lab: Lab, pair: Pair) -> Row:
+    """Run both."""
+    row = functools.partial(Row, lab.preset, pair.name, len(lab.prompts), pair.limit)
+    try:
+        return row(differences(pair.one(), pair.other()))
+    except Exception as err:  # the edge of a pair: whatever stops its runs is what it has to tell
+        return row(None, f"{type(err).__name__}: {err}")
+
+
+def leave_out(lab: Lab, pair: Pair) -> Row:
+    """Run neither."""
+    why = f"Ray is not installed: it {NEEDED}"
+    return Row(lab.preset, pair.name, len(lab.prompts), pair.limit, None, left_out=why)
+
+
+def _some_step(lab: Lab) -> int:
+    """Steps are left to be killed in."""
+    return random.randint(1, len(lab.prompts) - 4)
+
+
+_LINE = "{:<7}{:<45}{:>5}{:>9}{:>11}{:>10}{:>9}{:>8}  {}"
+
+
+def head() -> str:
+    return _LINE.format(
+        "", "largest differences", "steps", "loss", "grad norm", "log-prob", "weight", "limit", ""
+    ).rstrip()
+
+
+def line(row: Row) -> str:
+    found = map(_short, astuple(row.found)) if row.found else ("-",) * 4
+    verdict = "left out" if row.left_out else "ok" if row.ok else "FAILED"
+    return _LINE.format(row.program, row.pair, row.num_steps, *found, _short(row.limit), verdict)
+
+
+def left_out(rows: Sequence[Row]) -> Iterator[str]:
+    """What was not tried, and why."""
+    for why in dict.fromkeys(row.left_out for row in rows if row.left_out):
+        count = sum(row.left_out == why for row in rows)
+        yield f"{count} of {len(rows)} pairs are left out, and not proven here. {why}"
+
+
+def advice(failed: Sequence[Row], folder: Path) -> Iterator[str]:
+    """What failed, and what can be done about it."""
+    for row in failed:
+        yield f"FAILED: {row.program}, {row.pair}: {row.fault or 'they differ by more than the limit'}"
+    yield f"the runs are kept: {folder}/PROGRAM/RUN, with report.html in each, and PROGRAM/killed.log"
+    yield (
+        "Trust no result of this machine before this is explained: see what `distflow doctor` finds wrong, install "
+        "distflow and the torch that it asks for afresh, and if it stays, report it with this table and that folder"
+    )
+
+
+def _short(number: float) -> str:
+    return f"{number:.0e}" if number else "0"

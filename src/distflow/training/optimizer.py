@@ -1,0 +1,158 @@
+"""Optimizers by name, over float32 parameters.
+
+An optimizer's state as named tensors and plain data, and back, bit for bit.
+
+Learning-rate schedules: pure functions from the number of optimizer steps taken to a factor of the rate.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import TypedDict
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from distflow.errors import UserError
+from distflow.models.shards import fill
+
+OPTIMIZERS = ("adamw", "adamw_8bit", "sgd")
+
+
+def make_optimizer(
+    name: str,
+    parameters: Iterable[nn.Parameter],
+    *,
+    lr: float,
+    weight_decay: float = 0.01,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+) -> torch.optim.Optimizer:
+    """An optimizer over the parameters that require a gradient.
+
+    "adamw" (arXiv 1711.05101), "adamw_8bit" (its moments in 8 bits, by bitsandbytes), "sgd" (without
+    momentum).
+    Weight decay is on every parameter, norms and biases included, as in the systems we compare with.
+    Raises UserError for an unknown name, a missing package, or nothing to train.
+    """
+    trainable = [p for p in parameters if p.requires_grad]
+    if not trainable:
+        raise UserError("the model has no parameter that requires a gradient: nothing would be trained")
+    if name == "adamw":
+        return torch.optim.AdamW(trainable, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
+    if name == "sgd":
+        return torch.optim.SGD(trainable, lr=lr, weight_decay=weight_decay)
+    if name == "adamw_8bit":
+        return _adamw_8bit(trainable, lr, weight_decay, betas, eps)
+    raise UserError(f"unknown optimizer '{name}'; there are: {', '.join(OPTIMIZERS)}")
+
+
+def _adamw_8bit(
+    trainable: list[nn.Parameter], lr: float, weight_decay: float, betas: tuple[float, float], eps: float
+) -> torch.optim.Optimizer:
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise UserError("optimizer 'adamw_8bit' needs the extra: pip install 'distflow[optim8bit]'") from error
+    return AdamW8bit(trainable, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps)
+
+
+# "class" is a word of the language: such a key needs this form.
+Meta = TypedDict("Meta", {"class": str, "plain": dict[str, dict[str, object]]})
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]
+) -> tuple[dict[str, Tensor], Meta]:
+    """Tensors by "state key/parameter name", and what JSON can hold: the optimizer's class, and its other entries."""
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, dict[str, object]] = {}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"{key}/{name}"] = value.detach()
+            else:
+                plain.setdefault(name, {})[key] = value
+    return tensors, {"class": type(optimizer).__name__, "plain": plain}
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], tensors: dict[str, Tensor], meta: Meta
+) -> None:
+    """Replace the optimizer's state; an optimizer that had taken no step is as new.
+
+    Raises ValueError, with nothing changed, if the state is another optimizer's or of other parameters.
+    """
+    if meta["class"] != type(optimizer).__name__:
+        raise ValueError(
+            f"the state is of the optimizer {meta['class']}, this run has {type(optimizer).__name__}: "
+            "set optim.optimizer to what the run began with"
+        )
+    states: dict[Tensor, dict[str, object]] = {}
+    for name, entries in meta["plain"].items():
+        states.setdefault(_find(parameters, name), {}).update(entries)
+    for path, tensor in tensors.items():
+        key, _, name = path.partition("/")
+        parameter = _find(parameters, name)
+        states.setdefault(parameter, {})[key] = _beside(parameter, tensor.detach())
+    optimizer.state.clear()
+    optimizer.state.update(states)
+
+
+def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Everything but the step counters, which lie on the CPU whatever the parameters' device."""
+    for entries in optimizer.state.values():
+        entries.update({key: v.to(device) for key, v in entries.items() if isinstance(v, Tensor) and v.dim() > 0})
+
+
+def _beside(parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+    """A copy of one of the parameter's moments where its step takes place, spread as it is; counters on the CPU."""
+    if isinstance(parameter, DTensor) and not isinstance(tensor, DTensor) and tensor.shape == parameter.shape:
+        spread = torch.empty_like(parameter, dtype=tensor.dtype)
+        fill(spread, tensor)
+        return spread
+    return tensor.to(torch.device("cpu") if tensor.dim() == 0 else parameter.device, copy=True)
+
+
+def _find(parameters: dict[str, nn.Parameter], name: str) -> nn.Parameter:
+    if name not in parameters:
+        raise ValueError(f"the optimizer's state has an entry for '{name}', which this model does not train")
+    return parameters[name]
+
+
+Schedule = Callable[[int], float]
+
+SCHEDULES = ("constant", "constant_with_warmup", "linear_with_warmup", "cosine_with_warmup")
+
+
+def make_schedule(
+    name: str,
+    *,
+    total_steps: int,
+    warmup_ratio: float = 0.0,
+    warmup_steps: int = -1,
+    min_lr_ratio: float = 0.0,
+) -> Schedule:
+    """step → factor, for the step that is about to be taken (from 0).
+
+    Warm-up rises linearly from 0: factor step / warmup over `warmup_steps` steps, or `warmup_ratio` of `total_steps`
+    where that is negative (rounded down). Then 1, or falling to `min_lr_ratio` at `total_steps`, linearly or by half a
+    cosine, and staying there. "constant" has no warm-up.
+    Raises UserError for an unknown name.
+    """
+    if name not in SCHEDULES:
+        raise UserError(f"unknown scheduler '{name}'; there are: {', '.join(SCHEDULES)}")
+    if name == "constant":
+        return lambda step: 1.0
+    warmup = warmup_steps if warmup_steps >= 0 else int(warmup_ratio * total_steps)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return step / warmup
+        if name == "constant_with_warmup":
+            return 1.0
+        progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+        falling = 1.0 - progress if name == "linear_with_warmup" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        return min_lr_ratio + (1.0 - min_lr_ratio) * falling
+
+    return factor

@@ -1,0 +1,257 @@
+"""The auditor in healthy runs and on what users bring: silence, or one message that says what was seen."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.audit import reward_sum
+from distflow.audit.all_checks import CHECKS, markdown_table
+from distflow.audit.check import Check
+from distflow.errors import TrustError
+from distflow.observe.reading.run_reader import Event, read_events
+from distflow.rollout.embedded import batch_invariant as embedded
+from tests.e2e.runs import Playground, Run
+from tests.user_code import forgotten
+
+pytestmark = pytest.mark.slow
+
+ALWAYS = ("trust.audit_freq=1", "trainer.total_training_steps=3")
+TWO = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_epochs=2")
+ACTOR, ALGORITHM = "actor_rollout_ref.actor", "algorithm"
+HEALTHY = {
+    "grpo": ("grpo", *TWO),
+    "kl in the reward": (
+        "grpo",
+        "algorithm.use_kl_in_reward=true",
+        *(f"algorithm.kl_ctrl.{key}" for key in ("type=adaptive", "target_kl=0.1", "horizon=100")),
+    ),
+    "ppo": ("ppo", *TWO),
+    "dapo": ("dapo", "reward.overlong.buffer_tokens=4"),
+    "lora": ("grpo", "actor_rollout_ref.model.lora_rank=2"),
+    "bfloat16": ("grpo", "actor_rollout_ref.model.dtype=bfloat16"),
+    "hf": ("grpo", "actor_rollout_ref.rollout.name=hf"),
+    "remax": ("grpo", f"{ALGORITHM}.adv_estimator=remax"),
+    "decoupled": ("grpo", f"{ACTOR}.policy_loss=decoupled", *TWO),
+    "gspo": ("grpo", f"{ACTOR}.policy_loss=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", *TWO),
+    "truncated": (
+        "grpo",
+        *(f"actor_rollout_ref.rollout.{key}" for key in ("top_p=0.9", "top_k=20", "min_p=0.01", "temperature=0.7")),
+    ),
+    "scaled by the batch": ("grpo", f"{ALGORITHM}.scale_rewards=batch"),
+    "huber": ("ppo", "critic.value_loss=huber", "critic.huber_delta=0.1", *TWO),
+    "gdpo": (
+        "grpo",
+        f"{ALGORITHM}.adv_estimator=gdpo",
+        "reward.functions={default: [custom, {name: format, weight: 0.5}]}",
+    ),
+    "gpg": ("grpo", f"{ALGORITHM}.adv_estimator=gpg", f"{ACTOR}.policy_loss=gpg"),
+    "gmpo": ("grpo", f"{ACTOR}.policy_loss=gmpo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", *TWO),
+    "cpgd": (
+        "grpo",
+        f"{ACTOR}.policy_loss=cpgd",
+        f"{ACTOR}.policy_loss_kwargs.policy_drift_coeff=0.1",
+        f"{ACTOR}.optim.lr=1e-2",
+        *TWO,
+    ),
+    "corrected": ("grpo", *(f"{ALGORITHM}.rollout_correction.{key}" for key in ("level=geometric", "mode=mask"))),
+    "rejected": (
+        "grpo",
+        f"{ALGORITHM}.rollout_correction.rollout_rs=[token_k1]",
+        f"{ALGORITHM}.rollout_correction.rollout_rs_threshold=[[0.9999999,1.0000001]]",
+    ),
+    "sgd": ("grpo", f"{ACTOR}.optim.optimizer=sgd", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"),
+}
+NOT_PROVEN = {"lora": {"weights"}}
+
+
+@pytest.fixture
+def playground(tmp_path: Path) -> Playground:
+    return Playground(tmp_path)
+
+
+def audits(run: Run) -> list[Event]:
+    return [event for event in read_events(run.folder) if event.kind == "audit"]
+
+
+# A run each: the later ones are left to the slow tests.
+CASES = [pytest.param(name, marks=[pytest.mark.slow] if i > 6 else []) for i, name in enumerate(HEALTHY)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_healthy_run_is_proven_and_silent(playground: Playground, name: str) -> None:
+    run = playground.run(*HEALTHY[name], *ALWAYS)
+    assert run.notes("warning") == []
+    assert [set(dict(event.fields["unproven"])) for event in audits(run)] == [NOT_PROVEN.get(name, set())] * 3
+    assert {"answers", "draws", "loss", "optimizer"} <= set(audits(run)[0].fields["proven"])
+    assert "3 steps were proven again" in (run.folder / "report.html").read_text()
+
+
+def test_supervised_steps_are_proven(playground: Playground) -> None:
+    gone = ("reward.functions", "reward.num_workers", "custom_reward_function.path", "actor_rollout_ref.rollout.n")
+    run = playground.run("sft", "data.response_key=answer", *ALWAYS, *(f"~{key}" for key in gone))
+    assert set(audits(run)[0].fields["proven"]) >= {"answers", "masks", "loss", "gradients", "optimizer"}
+    assert run.notes("warning") == []
+
+
+def test_audits_at_start_and_once_in_so_many_steps(playground: Playground) -> None:
+    run = playground.run("grpo", "trust.audit_freq=4", "trainer.total_training_steps=14", "trainer.save_freq=13")
+    assert [event.message.split(" was")[0] for event in audits(run)] == ["step 1", "step 2", "step 7"]
+    playground.run("grpo", "trust.audit_freq=4", "trainer.total_training_steps=14", "trainer.save_freq=13")
+    assert len(audits(run)) == 3, "a finished run takes no step"
+
+
+VERDICTS = {
+    "clock": ("import time\n", "time.perf_counter_ns() % 1000 / 1000"),
+    "counting": ("from itertools import count\nCOUNT = count()\n", "float(next(COUNT) % 5)"),
+}
+
+
+@pytest.mark.parametrize("kind", VERDICTS)
+def test_a_verifier_that_contradicts_itself_is_told_once(playground: Playground, kind: str) -> None:
+    head, value = VERDICTS[kind]
+    playground.write_reward(f"{head}\ndef compute_score(data_source, solution_str, ground_truth): return {value}\n")
+    run = playground.run("grpo", *ALWAYS, "trust.certify_rewards=false")
+    (warning,) = run.notes("warning")
+    assert "verifier 'custom' is not deterministic: of sample" in warning
+    assert dict(audits(run)[-1].fields["unproven"]).keys() == {"verdicts"}
+
+
+def test_a_check_that_fails_itself_is_told_and_costs_nothing_else(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_sum, "functions_of", lambda *_: 1 / 0)
+    run = playground.run("grpo", *ALWAYS)
+    (warning,) = run.notes("warning")
+    assert warning == "the audit could not make its check 'rewards': ZeroDivisionError: division by zero"
+    assert len(run.metrics()) == 3
+
+
+MODULE = """
+import torch
+from distflow.algorithms import register_adv_est, register_policy_loss
+
+@register_adv_est("padded_mean")
+def padded_mean(token_level_rewards, response_mask, group_index):
+    advantages = (token_level_rewards - token_level_rewards.mean()) * response_mask
+    return advantages, advantages
+
+@register_adv_est("mixed")
+def mixed(token_level_rewards, response_mask, group_index):
+    scores = (token_level_rewards * response_mask).sum(-1)
+    advantages = (scores - scores.mean())[:, None] * response_mask
+    return advantages, advantages
+
+@register_adv_est("sound")
+def sound(token_level_rewards, response_mask, group_index):
+    scores = (token_level_rewards * response_mask).sum(-1)
+    means = torch.stack([scores[group_index == g].mean() for g in group_index])
+    advantages = (scores - means)[:, None] * response_mask
+    return advantages, advantages
+
+@register_adv_est("noisy")
+def noisy(token_level_rewards, response_mask, group_index):
+    advantages = torch.rand_like(response_mask) * response_mask
+    return advantages, advantages
+
+@register_policy_loss("padded_loss")
+def padded_loss(log_probs, advantages, loss_mask):
+    return -log_probs * (advantages - advantages.mean()) * loss_mask, {}
+
+@register_policy_loss("sound_loss")
+def sound_loss(log_probs, advantages, loss_mask):
+    return -log_probs * advantages * loss_mask, {}
+
+@register_policy_loss("deaf_loss")
+def deaf_loss(log_probs, advantages, loss_mask):
+    return -log_probs.detach() * advantages * loss_mask + 0.0 * log_probs, {}
+"""
+USERS = {
+    "padded_mean": (f"{ALGORITHM}.adv_estimator=padded_mean", "the estimator padded_mean reads outside the mask"),
+    "mixed": (f"{ALGORITHM}.adv_estimator=mixed", "the estimator mixed mixes groups"),
+    "noisy": (f"{ALGORITHM}.adv_estimator=noisy", "the estimator noisy is not deterministic"),
+    "sound": (f"{ALGORITHM}.adv_estimator=sound", None),
+    "padded_loss": (f"{ACTOR}.policy_loss=padded_loss", "the loss 'padded_loss' reads outside the mask"),
+    "deaf_loss": (f"{ACTOR}.policy_loss=deaf_loss", "the loss 'deaf_loss' sends no gradient to any token"),
+    "sound_loss": (f"{ACTOR}.policy_loss=sound_loss", None),
+}
+
+
+@pytest.mark.parametrize("name", USERS)
+def test_what_users_bring_is_audited_for_what_holds_for_any(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    override, message = USERS[name]
+    (playground.folder / "audited_code.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(playground.folder))
+    with forgotten("audited_code"):
+        run = playground.run("grpo", override, "trainer.imports=[audited_code]", *ALWAYS, f"{ACTOR}.use_kl_loss=false")
+    warnings = run.notes("warning")
+    if message is None:
+        assert warnings == []
+        assert "user_code" in audits(run)[0].fields["proven"]
+    else:
+        assert len(warnings) == 1 and message in warnings[0]
+        assert "user_code" in dict(audits(run)[0].fields["unproven"])
+    assert ("loss" if "loss" in name else "advantages") in dict(audits(run)[0].fields["unproven"])
+
+
+# A program that asks nobody for old log-probs: the ratio to them is 1.
+SHORT = """
+from distflow import NodeRole, Pipeline
+
+def short():
+    nodes, pipeline = "distflow.pipelines.nodes:", Pipeline("short", "")
+    pipeline.add_node("answer", func=nodes + "generate", deps=[], node_role=NodeRole.ROLLOUT)
+    pipeline.add_node("judge", func=nodes + "compute_reward", deps=["answer"], node_role=NodeRole.REWARD)
+    pipeline.add_node("compare", func=nodes + "compute_advantage", deps=["judge"], node_role=NodeRole.ADVANTAGE)
+    pipeline.add_node("train", func=nodes + "train_actor", deps=["compare"], node_role=NodeRole.ACTOR)
+    return pipeline.build()
+"""
+
+
+def test_the_loss_of_a_program_without_old_log_probs_is_proven(playground: Playground) -> None:
+    (playground.folder / "short.py").write_text(SHORT)
+    program = ("~dag.pipeline", f"dag.custom_pipeline_fn={playground.folder}/short.py:short")
+    run = playground.run("grpo", *program, *ALWAYS, *TWO, f"{ACTOR}.use_kl_loss=false")
+    assert run.notes("warning") == []
+    assert all({"loss", "gradients"} <= set(audit.fields["proven"]) for audit in audits(run))
+
+
+def apart(monkeypatch: pytest.MonkeyPatch, by: float) -> None:
+    """Have the engine give log-probs that are off by a little."""
+    original: Any = embedded.sample
+
+    def planted(logits: Any, rows: Any) -> Any:
+        draws = original(logits, rows)
+        return draws._replace(rollout_log_probs=draws.rollout_log_probs - by)
+
+    monkeypatch.setattr(embedded, "sample", planted)
+
+
+@pytest.mark.parametrize("answer", ["correct", "stop", "warn"])
+def test_on_mismatch(playground: Playground, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    apart(monkeypatch, 5e-4)
+    scored = "algorithm.recompute_old_log_probs=true"
+    given = ("grpo", f"trust.on_mismatch={answer}", scored, *ALWAYS)
+    if answer == "stop":
+        with pytest.raises(TrustError, match=r"above 0\.0001, and trust\.on_mismatch=stop"):
+            playground.run(*given)
+        return
+    run = playground.run(*given)
+    (warning,) = run.notes("warning")
+    corrects = "correction/weight_mean" in run.metrics()[1]  # from the step after the one that was found apart
+    assert corrects == (answer == "correct") == ("is weighed by the ratio of the two from here on" in warning)
+    if corrects:
+        assert run.metrics()[1]["correction/weight_mean"] == pytest.approx(1.0005, abs=1e-4)
+
+
+def test_every_check_says_what_it_needs() -> None:
+    assert len({check.name for check in CHECKS}) == len(CHECKS)
+    for check in CHECKS:
+        assert isinstance(check, Check) and check.claim and check.needs and check.limit
+
+
+def test_the_docs_hold_the_table_as_it_is() -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "trust.md").read_text(encoding="utf-8")
+    assert markdown_table() in docs, "put the text of runtime.audit.checks.markdown_table() into docs/trust.md"

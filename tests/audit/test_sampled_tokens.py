@@ -1,0 +1,71 @@
+"""Draws of a model that rounding moves far: no alarm where nothing is wrong, and still one where something is."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.audit import sampled_tokens
+from distflow.errors import TrustError
+from distflow.observe.reading.run_reader import read_events
+from distflow.rollout.embedded import batch_invariant as embedded
+from distflow.rollout.embedded import scheduler as sequences
+from tests.e2e.runs import Playground
+
+pytestmark = pytest.mark.slow
+
+BFLOAT16 = (
+    "actor_rollout_ref.model.dtype=bfloat16",
+    "actor_rollout_ref.rollout.enforce_eager=true",  # native code rounds as the trainer does
+    "data.max_response_length=40",
+    "trust.on_mismatch=warn",
+    "trust.audit_freq=1",
+    "trainer.total_training_steps=1",
+)
+
+
+@pytest.fixture
+def rough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Playground:
+    """A model whose draws rounding moves by 0.03, ten times as far as is allowed without a second look."""
+    monkeypatch.setattr(sampled_tokens, "ROUNDED", 0.003)
+    return Playground(tmp_path, initializer_range=0.5, num_hidden_layers=4)
+
+
+def test_what_rounding_moves_is_no_alarm(rough: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[float] = []
+    original = sampled_tokens.moved_draws
+    monkeypatch.setattr(
+        sampled_tokens, "moved_draws", lambda evidence: measured.append(original(evidence)) or measured[0]
+    )
+    rough.run("grpo", *BFLOAT16)
+    (audit,) = [event for event in read_events(rough.folder / "run") if event.kind == "audit"]
+    assert "draws" in audit.fields["proven"]
+    assert 0.01 < measured[0] < 0.06
+
+
+def test_where_rounding_moves_too_much_nothing_is_claimed(rough: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampled_tokens, "WIDEST", 0.05)
+    rough.run("grpo", *BFLOAT16)
+    (audit,) = [event for event in read_events(rough.folder / "run") if event.kind == "audit"]
+    assert "too far" in audit.fields["unproven"]["draws"]
+
+
+def test_another_stream_is_an_alarm(rough: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = sequences.sample_key
+    monkeypatch.setattr(sequences, "sample_key", lambda stream, sample: key(replace(stream, row=0), sample))
+    with pytest.raises(TrustError, match=r"\(draws\): \d+ of \d+ tokens are not what"):
+        rough.run("grpo", *BFLOAT16)
+
+
+def test_another_distribution_is_an_alarm(rough: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = embedded.sample
+
+    def sharper(logits: Any, rows: Any) -> Any:
+        drawn = original(logits * 2, rows)
+        own = logits.double().log_softmax(-1).gather(-1, drawn.token_ids[:, None])[:, 0]
+        return drawn._replace(rollout_log_probs=own)
+
+    monkeypatch.setattr(embedded, "sample", sharper)
+    with pytest.raises(TrustError, match=r"\(draws\): \d+ of \d+ tokens are not what"):
+        rough.run("grpo", *BFLOAT16)

@@ -1,0 +1,81 @@
+"""When a step is proven again, and for which versions weights are kept for it."""
+
+import pytest
+import torch
+from torch import nn
+
+from distflow.audit import schedule as module
+from distflow.audit.old_weights import KeptWeights
+from distflow.audit.schedule import AuditSchedule
+
+PLACES = (5, 34, 46)  # drawn, of the first windows of 20 steps
+
+
+def audited(schedule: AuditSchedule, steps: range) -> list[int]:
+    found = []
+    for step in steps:
+        if schedule.is_due(step):
+            schedule.begins()
+            found.append(step)
+    return found
+
+
+@pytest.mark.parametrize(("staleness", "first"), [(0, [0, 1]), (2, [0, 1, 3]), (4, [0, 1, 5])])
+def test_the_first_steps_and_a_drawn_one_of_each_window(staleness: int, first: list[int]) -> None:
+    assert audited(AuditSchedule(20, 0, staleness), range(60)) == sorted({*first, *PLACES})
+
+
+def test_never_and_always() -> None:
+    assert audited(AuditSchedule(0, 0), range(9)) == []
+    assert audited(AuditSchedule(1, 0, 2), range(9)) == list(range(9))
+    assert audited(AuditSchedule(20, 7, 2, others=(12,)), range(7, 30)) == [7, 8, 10, 12]
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_an_audit_that_costs_too_much_waits_until_its_weights_were_kept(
+    monkeypatch: pytest.MonkeyPatch, staleness: int
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    schedule = AuditSchedule(20, 0, staleness)
+    assert len(audited(schedule, range(5))) == (2 if staleness == 0 else 3)
+    schedule.begins()
+    with schedule.timed():
+        now += 10.0
+    assert audited(schedule, range(5, 30)) == []
+    now += 1000.0  # affordable again
+    due = 30 if staleness == 0 else 30 + staleness + 1
+    expected = {step: schedule.is_due(step) or schedule.expects(step) for step in range(30, due)}
+    assert all(expected[step] for step in range(due - staleness, due))
+    assert schedule.is_due(due)
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+def test_whatever_an_audit_may_meet_was_expected(staleness: int) -> None:
+    schedule = AuditSchedule(20, 0, staleness)
+    kept: set[int] = set()
+    for step in range(60):
+        if schedule.is_due(step):
+            assert set(range(max(step - staleness, 0), step)) <= kept
+            schedule.begins()
+        if schedule.expects(step):
+            kept.add(step)
+    assert len(kept) < 40, "no copy is made where no audit is near"
+
+
+def test_copies_are_few_are_cast_and_are_those_of_their_time() -> None:
+    layer, kept = nn.Linear(3, 2), KeptWeights(3, torch.bfloat16)
+    layer.bias.requires_grad_(False)
+    for version in range(6):
+        with torch.no_grad():
+            layer.weight.fill_(version)
+        kept.keep(version, layer)
+        assert len(kept) <= 3
+    assert kept.of(2) is None
+    found = kept.of(4)
+    assert found is not None and list(found) == ["weight"]
+    assert found["weight"].dtype is torch.bfloat16 and bool((found["weight"] == 4).all())
+    kept.keep(6, layer)
+    assert kept.of(6) is kept.of(5), "an alias needs no second copy"
+    kept.forget(5)
+    assert kept.of(5) is None and len(kept) == 1

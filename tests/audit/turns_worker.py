@@ -1,0 +1,117 @@
+"""One of two gloo ranks that share a model: what the auditor sees of it, with samples that are not evenly spread."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from distflow.audit import optimizer
+from distflow.audit.check import Wrong
+from distflow.audit.plain_model import logits_of, plainly
+from distflow.audit.recorder import UpdateRecord, UpdateWatch, striped
+from distflow.audit.sharded_forward import Turns
+from distflow.cluster.process_groups import TorchCollective
+from distflow.config import Config, load_config
+from distflow.models.loading import load_model
+from distflow.models.sharded_loading import load_sharded_model
+from distflow.models.sharding import Sharding
+from distflow.models.shards import own_part
+from distflow.training.optimizer import make_optimizer, make_schedule
+from distflow.training.torch_engine import TorchTrainEngine
+from tests.training.batches import TokenMeanLoss, ragged_batch
+
+SEQUENCES = [((3, 4, 5), (6, 7)), ((8,), (9, 10, 11))]
+SHARES = (list(range(6)), [6, 7])
+
+
+def summed(model: nn.Module, sequence: Any) -> Tensor:
+    (logits,) = logits_of(lambda model, **inputs: model(**inputs), model, [sequence])
+    return (logits * torch.arange(logits.numel()).view_as(logits).cos()).sum()
+
+
+def passes(model: nn.Module, plain: nn.Module, rank: int) -> None:
+    """The first rank has three passes to make, the other one, and one more that fails."""
+    turns = Turns(TorchCollective(), [model, plain])
+    with torch.no_grad(), plainly(model):
+        for _ in range(3 - 2 * rank):
+            for found, wanted in zip(
+                logits_of(turns.run, model, SEQUENCES), logits_of(turns.run, plain, SEQUENCES), strict=True
+            ):
+                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        turns.finish()
+
+
+def gradients(model: nn.Module, plain: nn.Module, rank: int) -> None:
+    """Of both ranks' sums together; those that the model has stay, and a rank that fails leaves no other waiting."""
+    turns = Turns(TorchCollective(), [model])
+    names = dict(striped(model, turn=1))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with plainly(model), plainly(plain):
+        found = turns.gradients(model, list(names.values()), lambda: summed(model, SEQUENCES[rank]))
+        both = summed(plain, SEQUENCES[0]) + summed(plain, SEQUENCES[1])
+        whole = dict(plain.named_parameters())
+        wanted = torch.autograd.grad(both, [whole[name] for name in names])
+        for name, own, other in zip(names, found, wanted, strict=True):
+            part = torch.chunk(other, 2)[rank]
+            torch.testing.assert_close(own, part, rtol=1e-4, atol=1e-4, msg=name)
+        if rank == 0:
+            with pytest.raises(RuntimeError, match="another rank failed"):
+                turns.gradients(model, list(names.values()), lambda: summed(model, SEQUENCES[0]))
+    turns.finish()
+    assert all(bool((own_part(parameter.grad) == 1).all()) for parameter in model.parameters())
+
+
+def updates(model: nn.Module, rank: int, folder: Path) -> None:
+    """The optimizer's formula on the part of each rank, empty ones too, and the norm of what all parts are given."""
+    optim = ("lr=1e-2", "scheduler=constant")
+    config = load_config(
+        "grpo",
+        [
+            f"actor_rollout_ref.model.path={folder / 'model'}",
+            "data.train_files=rows.jsonl",
+            "reward.functions={default: [exact_match]}",
+            *(f"actor_rollout_ref.actor.optim.{key}" for key in optim),
+        ],
+    ).config
+    engine = TorchTrainEngine(
+        model,
+        optimizer=make_optimizer("adamw", model.parameters(), lr=1e-2),
+        schedule=make_schedule("constant", total_steps=10),
+        max_tokens_per_micro_batch=30,
+        max_grad_norm=0.5,
+        group=TorchCollective(),
+    )
+    for step in range(3):
+        batch = ragged_batch(seed=step).select(SHARES[rank])
+        watch = UpdateWatch("actor", engine, batch, TokenMeanLoss(), step)
+        metrics = engine.train_step(batch, watch.loss)
+        record = watch.end(metrics)
+        assert metrics["grad_norm"] > 0.5 and record.norm == pytest.approx(0.5, rel=1e-4)
+        optimizer.prove(evidence(record, config, step))
+    record.stripes = {name: replace(stripe, after=stripe.before) for name, stripe in record.stripes.items()}
+    with pytest.raises(Wrong, match="moved by 0 at most"):
+        optimizer.prove(evidence(record, config, step))
+
+
+def evidence(record: UpdateRecord, config: Config, taken: int) -> Any:
+    """What the check reads."""
+    return SimpleNamespace(
+        config=config, updates=[record], updates_of=lambda role: [record], num_updates={"actor": taken}, total_steps=10
+    )
+
+
+def main(rank: int, folder: Path) -> None:
+    mesh: DeviceMesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plain = load_model(folder / "model")
+    model = load_sharded_model(folder / "model", Sharding(mesh))
+    passes(model, plain, rank)
+    gradients(model, plain, rank)
+    model.zero_grad(set_to_none=True)
+    updates(model, rank, folder)

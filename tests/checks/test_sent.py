@@ -1,0 +1,69 @@
+"""What is sent to engines, compared element by element with what the trainer has."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distflow.checks.weight_receipts import check_sent
+from distflow.errors import TrustError
+from distflow.models.loading import load_model
+from distflow.models.lora import add_lora, named_weights
+from tests.tiny_models import write_tiny_model
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def trained(folder: Path, adapter: bool, by: float = 0.1) -> nn.Module:
+    """by: how far an adapter's B is from its start."""
+    model = load_model(folder)
+    if not adapter:
+        return model
+    wrapped = add_lora(model, rank=4)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=by, generator=torch.Generator().manual_seed(len(name)))
+    return wrapped
+
+
+def sent(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: tensor.to(dtype) for name, tensor in named_weights(model)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("by", [1e-5, 0.1])
+def test_the_trainer_s_own_pass(folder: Path, adapter: bool, dtype: torch.dtype, by: float) -> None:
+    model = trained(folder, adapter, by)
+    check_sent(list(sent(model, dtype).items()), model, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda own: own.T.contiguous(), lambda own: own.roll(1, 0), lambda own: own * 0.99, torch.zeros_like],
+    ids=["transposed", "rolled", "scaled", "zero"],
+)
+def test_others_are_named(folder: Path, adapter: bool, dtype: torch.dtype, spoil: Callable[[Tensor], Tensor]) -> None:
+    model = trained(folder, adapter)
+    weights = sent(model, dtype)
+    weights[Q] = spoil(weights[Q])
+    with pytest.raises(TrustError, match=rf"version 3 are not the trainer's: {Q} \(1 tensors\)"):
+        check_sent(list(weights.items()), model, 3)
+
+
+@pytest.mark.parametrize(("dtype", "by"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2)])
+def test_a_model_without_its_small_adapter(folder: Path, dtype: torch.dtype, by: float) -> None:
+    model = trained(folder, adapter=True, by=by)
+    bare = sent(load_model(folder), dtype)
+    with pytest.raises(TrustError, match="an adapter that was not merged"):
+        check_sent(list(bare.items()), model, 3)

@@ -1,0 +1,142 @@
+"""Workers of other processes that only hold weights, and who sends some to them."""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+from torch import Tensor
+
+from distflow.cluster.rollout_workers import Members
+from distflow.cluster.weight_sync import Fleet, put_in_store
+from distflow.rollout.engine import Receipt
+from distflow.rollout.weights import copy_weights, stripe_hashes
+from distflow.runtime import fault_injection
+from distflow.runtime.wait_log import Waits
+from distflow.runtime.weight_sync.buckets import Carry, write_bucket
+from distflow.runtime.weight_sync.receiver import Arrivals
+from distflow.runtime.weight_sync.sender import Publisher
+from distflow.scheduling.groups import Version
+
+SHAPES = {"a": (300, 1000), "b": (250, 1000), "c": (300, 1000), "tied": (5,), "scalar": (), "d": (280, 1000)}
+BUCKET_BYTES = 1_300_000  # one of the large ones
+ONE, TWO, THREE = Version(0, 1), Version(0, 2), Version(0, 3)
+
+
+def weights(seed: int) -> list[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(name, torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()]
+
+
+class Holder(torch.nn.Module):
+    """What an engine computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
+
+
+class Away:
+    """A worker's process with an engine that only holds weights."""
+
+    def __init__(self) -> None:
+        self._arrivals, self._model, self._served = Arrivals(), Holder(), Version(0, 0)
+        self._arrivals.attach(self)
+
+    def __call__(self, version: Version, weights: Any) -> Receipt:
+        hashes = copy_weights(self._model, weights) if weights is not None else self._hashes()
+        self._served = version
+        return Receipt(version, hashes, alias=weights is None)
+
+    def start(self, version: Version, weights: Any) -> Future[Receipt]:
+        raise AssertionError("a version that came from elsewhere is whole")
+
+    def arm(self, rank: int) -> None:
+        fault_injection.arm(rank)
+
+    def take(self, version: Version, number: int, sent: Any, wanted: str) -> str | None:
+        return self._arrivals.take(version, number, sent, wanted)
+
+    def serve(self, version: Version, num_buckets: int | None) -> Receipt:
+        return self._arrivals.serve(version, num_buckets)
+
+    def spoil(self) -> None:
+        with torch.no_grad():
+            self._model.b.add_(1)
+
+    def state(self) -> tuple[int, Version, dict[str, str]]:
+        return os.getpid(), self._served, self._hashes()
+
+    def _hashes(self) -> dict[str, str]:
+        return stripe_hashes(self._model.named_parameters())
+
+
+def start_workers(*ranks: int) -> dict[int, Any]:
+    """That are there when this returns, however long their processes take to start."""
+    workers = {rank: ray.remote(Away).options(num_cpus=0, max_concurrency=4).remote() for rank in ranks}
+    states(workers)
+    return workers
+
+
+def pid_of(worker: Any) -> int:
+    return int(ray.get(worker.state.remote())[0])
+
+
+def states(workers: Mapping[int, Any]) -> list[tuple[Version, dict[str, str]]]:
+    return [ray.get(worker.state.remote())[1:] for worker in workers.values()]
+
+
+def members_of(workers: Mapping[int, Any], note: Callable[[str], None] = pytest.fail) -> Members:
+    members = Members(note)
+    for rank, worker in workers.items():
+        members.join(rank, worker)
+    return members
+
+
+def fleet_of(workers: Mapping[int, Any], carry: Carry = put_in_store) -> Fleet:
+    return Fleet(members_of(workers), carry, 60, Waits())
+
+
+def carrier(name: str, run_dir: Path) -> Carry:
+    return put_in_store if name == "store" else partial(write_bucket, run_dir)
+
+
+class Trainer:
+    """Gives its weights one by one, and looks each time at how many bytes are on their way."""
+
+    def __init__(self, seed: int, on_their_way: Callable[[], int] = lambda: 0) -> None:
+        self._weights, self.seen, self._on_their_way = weights(seed), list[int](), on_their_way
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for each in self._weights:
+            self.seen.append(self._on_their_way())
+            yield each
+
+
+def stored_bytes() -> int:
+    reply = get_memory_info_reply(get_state_from_address(ray.get_runtime_context().gcs_address))
+    return int(reply.store_stats.object_store_bytes_used)
+
+
+def file_bytes(run_dir: Path) -> int:
+    return sum(path.stat().st_size for path in run_dir.rglob("*.safetensors"))
+
+
+def publisher(trainer: Any, port: Any) -> Publisher:
+    session: Any = None
+    return Publisher(trainer, port, torch.float32, sends=True, canary=None, session=session)
+
+
+def within(what: Callable[[], bool], otherwise: str, seconds: float = 60) -> None:
+    since = time.monotonic()
+    while not what():
+        assert time.monotonic() - since < seconds, otherwise
+        time.sleep(0.05)

@@ -1,0 +1,57 @@
+"""One of four gloo ranks that learn, in two teams: 1 and 2 of the plan compute layers together, 3 and 4 do not."""
+
+import json
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from distflow.cluster.process_groups import ProcessGroups, TorchCollective, backend_of
+from distflow.graph import NodeType
+from distflow.models.sharding import DATA, TENSOR
+from distflow.planning.layout import Layout, Sizes
+from distflow.planning.plan import Plan, process_groups
+from distflow.runtime.rank_info import team_layout
+from tests.runtime.groups import context, group, step
+
+LAYOUTS = (
+    Layout("rollout", "embedded", (0,), Sizes()),
+    Layout("actor", "fsdp", (1, 2), Sizes(tensor=2)),
+    Layout("critic", "fsdp", (3, 4), Sizes(data=2)),
+)
+PLAN = Plan("ppo", (), (), LAYOUTS, process_groups(LAYOUTS), ("gloo",))
+TEAMS = ((1, 2), (3, 4))
+
+
+def meet(is_late: bool, file: Path, resources: dict[str, object]) -> bool:
+    """At a barrier. Whether what the first of the team writes, late, is there once the other goes on."""
+    barrier = step(None, resources, node_type=NodeType.BARRIER_SYNC)
+    if is_late:
+        time.sleep(0.5)
+        file.touch()
+    barrier(group(), context())
+    return file.exists()
+
+
+def main(place: int, folder: Path) -> None:
+    rank = place + 1
+    assert backend_of(PLAN) == dist.get_backend()
+    groups, team = ProcessGroups(PLAN, TEAMS, timedelta(minutes=5)), TEAMS[place // 2]
+    layout = team_layout(PLAN, team)
+    data, tensor = layout.line("data", rank), layout.line("tensor", rank)
+    assert groups.of(team) is groups.of(tensor if team == (1, 2) else data), "equal ranks are one group"
+    data_line, everyone = TorchCollective(groups.of(data)), TorchCollective(groups.of(team))
+    met = meet(place % 2 == 0, folder / f"{team}", {"reduce": data_line, "team": everyone})
+    mesh = groups.mesh(team, layout, rank, "cpu")
+    found: dict[str, object] = {
+        "team": TorchCollective(groups.of(team)).sum(float(rank)),
+        "data": TorchCollective(groups.of(data)).sum(float(rank)),
+        "shape": list(mesh.shape),
+        "met": met,
+    }
+    if team == (1, 2):
+        assert mesh.mesh_dim_names == (DATA, TENSOR)
+        assert mesh[TENSOR].get_group() is groups.of(tensor) and mesh[DATA].get_group() is groups.of(data)
+        found["coordinate"] = mesh.get_coordinate()
+    (folder / f"{rank}.json").write_text(json.dumps(found))

@@ -1,0 +1,79 @@
+"""Generation ahead of training over a real Ray: how far, with weights in flight, and behind a resume."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distflow.cluster.ray_entry import launch_ray
+from distflow.scheduling import ledger
+from tests.cluster.test_supervisor import DISK
+from tests.e2e.runs import Playground, Run
+
+pytestmark = pytest.mark.slow
+
+STALENESS = 2
+LONG = (
+    "trainer.launcher=ray",
+    "data.max_response_length=240",
+    "actor_rollout_ref.rollout.max_num_seqs=2",  # of 16 samples a step: whoever trains waits for answers
+    "actor_rollout_ref.rollout.enforce_eager=true",  # steps slow enough for weights to come between them
+    f"async.max_staleness={STALENESS}",
+    "trainer.save_freq=3",
+)
+TOGETHER = ("trainer.n_gpus_per_node=2",)
+APART = ("trainer.allocation='embedded[rollout]:d2+torch[actor]:d2'",)
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground:
+    return Playground(tmp_path_factory.mktemp("stream"), num_rows=16)
+
+
+def run(ground: Playground, *overrides: str, steps: int, name: str) -> Run:
+    config, spec = ground.spec("grpo", *LONG, f"trainer.total_training_steps={steps}", *overrides, name=name)
+    return Run(ground.folder / name, config, launch_ray(spec))
+
+
+def records(run: Run, kind: str) -> list[dict[str, object]]:
+    return [dict(record) for _, record in ledger.timeline(run.folder / "ledger.jsonl") if record["kind"] == kind]
+
+
+def ages(run: Run) -> set[int]:
+    """How many steps after its start a group was trained on, of all groups."""
+    issued = {record["ticket"]: record["version"] for record in records(run, "issued")}
+    return {step["step"] - issued[ticket] for step in records(run, "consumed") for ticket in step["tickets"]}  # type: ignore[operator,attr-defined]
+
+
+def versions(run: Run) -> list[list[int]]:
+    lines = [line for path in sorted(Path(run.folder, "samples").glob("*.jsonl")) for line in path.open()]
+    return [json.loads(line)["versions"] for line in lines]
+
+
+def check_stream(found: Run, workers: set[str], steps: int) -> None:
+    account = ledger.verify(found.folder / "ledger.jsonl")
+    assert account.consumed == 4 * steps and not account.dropped and found.outcome.steps == steps
+    assert max(ages(found)) == STALENESS == max(step["async/version_diff/max"] for step in found.metrics())
+    assert {record["worker"] for record in records(found, "assigned")} == workers
+    assert not found.notes("error")
+
+
+@pytest.mark.parametrize(("place", "kv"), [(TOGETHER, "keep"), (APART, "recompute")], ids=["together", "apart"])
+def test_answers_go_on_over_new_weights_within_the_bound(
+    ground: Playground, place: tuple[str, ...], kv: str, request: pytest.FixtureRequest
+) -> None:
+    name = request.node.callspec.id
+    found = run(ground, *place, f"actor_rollout_ref.rollout.kv_on_update={kv}", steps=6, name=name)
+    check_stream(found, {"0", "1"}, 6)
+    assert max(map(len, versions(found))) >= 2, "no answer has tokens of two versions"
+    served = {json.loads(line)["version"] for path in found.folder.glob("spans/rollout*.jsonl") for line in path.open()}
+    assert {1, 2, 3} <= served, "engines decoded under the weights of each step"
+
+
+def test_answers_that_an_update_cuts_off_are_begun_again_and_a_stream_is_resumed(ground: Playground) -> None:
+    abort = "actor_rollout_ref.rollout.kv_on_update=abort"
+    run(ground, *APART, abort, steps=3, name="resumed")
+    found = run(ground, *APART, abort, DISK, steps=6, name="resumed")
+    check_stream(found, {"0", "1"}, 6)
+    assert {len(of_sample) for of_sample in versions(found)} == {1}
+    assert any("resumed from step-000003" in note for note in found.notes("info"))

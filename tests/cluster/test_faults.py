@@ -1,0 +1,210 @@
+"""What becomes of a run over a real Ray whose processes are killed, stopped or asked to end: signals, no pretence."""
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from distflow import cli
+from distflow.cluster import heartbeat
+from distflow.cluster.failures import WorkerDied
+from distflow.cluster.ray_entry import launch_ray
+from distflow.scheduling import ledger
+from tests.cluster.leftovers import Held
+from tests.cluster.test_supervisor import CONSTANT, distance
+from tests.e2e.runs import Playground, Run, notes
+from tests.cluster import leftovers
+
+pytestmark = pytest.mark.faults
+
+TWO = ("trainer.launcher=ray", "trainer.n_gpus_per_node=2", "trainer.save_freq=2", CONSTANT)
+ENDLESS = (*TWO, "trainer.total_training_steps=5000")
+WITHIN_S = 120
+
+
+@pytest.fixture
+def ground(tmp_path: Path, on_ray: None) -> Playground:
+    return Playground(tmp_path)
+
+
+def processes(named: str) -> list[int]:
+    """That this one has started, by what they call themselves, oldest first."""
+    return leftovers.named(named, os.getpid())
+
+
+def workers() -> list[int]:
+    return processes("ray::WorkerActor")
+
+
+def wait_until(holds: Callable[[], object], what: str, within_s: float = WITHIN_S) -> None:
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}"
+        time.sleep(0.05)
+
+
+@contextmanager
+def struck(folder: Path, strike: Callable[[], None]) -> Iterator[list[float]]:
+    """Once the second checkpoint is whole, on a thread of its own; when that was."""
+    when: list[float] = []
+
+    def wait() -> None:
+        wait_until(lambda: (folder / "checkpoints" / "step-000004" / "manifest.json").exists(), "a checkpoint")
+        strike()
+        when.append(time.monotonic())
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    yield when
+    thread.join(WITHIN_S)
+    assert when, "the fault did not fire"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_that_is_killed_ends_the_run_and_the_same_command_goes_on(ground: Playground, victim: int) -> None:
+    folder = ground.folder / "run"
+    config, spec = ground.spec("grpo", *ENDLESS)
+    with struck(folder, lambda: os.kill(workers()[victim], signal.SIGKILL)) as when, pytest.raises(WorkerDied) as told:
+        launch_ray(spec)
+    assert time.monotonic() - when[0] < heartbeat.ANSWERS_WITHIN_S
+    assert f"worker {victim} of 2" in str(told.value) and "goes on from step-" in str(told.value)
+    assert notes(folder, "end") == ["the run failed"] and notes(folder, "error")
+    assert all('"release of step 1"' in (folder / "spans" / f"learner{part}.jsonl").read_text() for part in ("", "-1"))
+    wait_until(lambda: not workers() and not processes("ray::CoordinatorActor"), "no process is left")
+    steps = f"trainer.total_training_steps={8 + 2 * len(list((folder / 'checkpoints').glob('step-*')))}"
+    config, spec = ground.spec("grpo", *TWO, steps)
+    resumed = Run(folder, config, launch_ray(spec))
+    ledger.verify(folder / "ledger.jsonl")
+    whole = ground.run("grpo", "trainer.save_freq=2", CONSTANT, steps, name="whole")
+    assert distance(resumed.weights(resumed.outcome.steps), whole.weights(whole.outcome.steps)) < 1e-5
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stopped_is_named_within_the_deadline_and_others_leave_their_stacks(
+    ground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "ANSWERS_WITHIN_S", 12.0)
+    folder = ground.folder / "run"
+    _, spec = ground.spec("grpo", *ENDLESS)
+    with struck(folder, lambda: os.kill(workers()[1], signal.SIGSTOP)), pytest.raises(WorkerDied) as told:
+        launch_ray(spec)
+    assert "worker 1 has not answered for 12 s" in str(told.value)
+    assert "learning_loop" in (folder / "stacks.txt").read_text()
+    wait_until(lambda: not workers(), "no process is left, a stopped one neither")
+
+
+@contextmanager
+def command(ground: Playground, *overrides: str) -> Iterator["subprocess.Popen[str]"]:
+    """`distflow train` in a process of its own, with a Ray of its own."""
+    arguments = [sys.executable, "-m", "distflow", "train", "grpo", *ground.overrides("run", *overrides)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    with subprocess.Popen(
+        arguments,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,  # a group of its own, as a shell gives it
+    ) as process:
+        yield process
+        process.kill()
+
+
+def held_until_the_end(driver: "subprocess.Popen[str]") -> tuple[Held, str]:
+    """By its processes while it ran, at one time or another; and what it said."""
+    seen: list[Held] = []
+
+    def look() -> None:
+        while driver.poll() is None:
+            seen.append(Held.below(driver.pid))
+            time.sleep(0.5)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    out, _ = driver.communicate(timeout=10 * WITHIN_S)
+    looking.join()
+    columns = zip(*((each.pids, each.listening, each.shared) for each in seen), strict=True)
+    return Held(*(frozenset().union(*column) for column in columns)), out
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_killed_takes_all_its_processes_with_it_as_does_one_that_ends(tmp_path: Path) -> None:
+    ground, held = Playground(tmp_path), list[Held]()
+    with command(ground, *ENDLESS) as driver:
+
+        def kill() -> None:
+            held.append(Held.below(driver.pid))
+            driver.kill()
+
+        with struck(ground.folder / "run", kill):
+            driver.wait(10 * WITHIN_S)
+    assert len(held[0].pids) > 4 and held[0].listening
+    wait_until(lambda: not held[0].left(), f"nothing of its Ray is left: {held[0].left()}")
+    with command(ground, *TWO, "trainer.total_training_steps=100") as driver:
+        whole, out = held_until_the_end(driver)
+    assert driver.returncode == 0, out
+    assert len(whole.pids) > 4 and whole.listening and not whole.left()
+    ledger.verify(ground.folder / "run" / "ledger.jsonl")
+
+
+@pytest.mark.slow
+def test_a_signal_saves_the_step_under_way_and_ends_with_its_status(tmp_path: Path) -> None:
+    """It goes to the whole process group, as `timeout` sends it. Before, `doctor` finds every process of the run that
+    listens, and none of them beyond loopback."""
+    ground, held, told = Playground(tmp_path), list[Held](), io.StringIO()
+    with command(ground, *ENDLESS) as driver:
+
+        def ask() -> None:
+            held.append(Held.below(driver.pid))
+            with redirect_stdout(told):
+                cli.main(["doctor", "--run", str(ground.folder / "run")])
+            os.killpg(driver.pid, signal.SIGTERM)
+
+        with struck(ground.folder / "run", ask):
+            out, _ = driver.communicate(timeout=10 * WITHIN_S)
+    assert driver.returncode == 128 + signal.SIGTERM, out
+    assert held[0] and not held[0].left()
+    folder = ground.folder / "run"
+    _, _, ports = told.getvalue().partition(f"ports of {folder}\n")
+    listening = re.findall(r"^  (\S+).* \((\d+)\): [\d, ]+ on (.*)$", ports.partition("\n\n")[0], re.MULTILINE)
+    names = {name.partition(".")[0] for name, _, _ in listening}
+    assert names >= {"gcs_server", "raylet", "ray::WorkerActor", "ray::CoordinatorActor"}
+    assert {int(pid) for _, pid, _ in listening} <= held[0].pids | {driver.pid}
+    assert {where for _, _, where in listening} == {"loopback"}
+    assert notes(folder, "end") == ["the run stopped"]
+    consumed = [
+        record["step"] for _, record in ledger.timeline(folder / "ledger.jsonl") if record["kind"] == "consumed"
+    ]
+    assert (folder / "checkpoints" / f"step-{consumed[-1] + 1:06d}" / "manifest.json").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_and_a_run_that_cannot_go_on_leave_nothing(tmp_path: Path) -> None:
+    """Ctrl-C goes to all processes of the group, as a terminal sends it."""
+    ground, held = Playground(tmp_path), list[Held]()
+    with command(ground, *ENDLESS) as driver:
+
+        def interrupt() -> None:
+            held.append(Held.below(driver.pid))
+            os.killpg(driver.pid, signal.SIGINT)
+
+        with struck(ground.folder / "run", interrupt):
+            out, _ = driver.communicate(timeout=10 * WITHIN_S)
+    assert driver.returncode == 128 + signal.SIGINT, out
+    assert held[0] and not held[0].left()
+    assert notes(ground.folder / "run", "end") == ["the run stopped"]
+    ground.write_reward("def compute_score(solution_str):\n    raise ValueError('as it should')\n")
+    with command(ground, *TWO, "trainer.total_training_steps=100", "trainer.resume_mode=never") as driver:
+        whole, out = held_until_the_end(driver)
+    assert driver.returncode == 2 and "as it should" in out, out
+    assert len(whole.pids) > 4 and whole.listening and not whole.left()

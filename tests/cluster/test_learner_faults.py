@@ -1,0 +1,88 @@
+"""Workers that train are killed at chosen points over a real Ray, or find the disk full: the run ends by name, and its
+resume ends where one does that nothing struck, bit for bit."""
+
+from collections.abc import Callable
+
+import pytest
+
+from distflow.cluster.failures import WorkerDied, WorkerHangs
+from distflow.cluster.ray_entry import launch_ray
+from distflow.runtime.checkpoint.folder import CheckpointError
+from distflow.runtime.fault_injection import Fault
+from distflow.runtime.weight_sync.buckets import WEIGHTS
+from distflow.scheduling import ledger
+from tests.cluster.test_faults import wait_until, workers
+from tests.cluster.test_supervisor import CONSTANT, DISK, SPLIT, distance
+from tests.e2e.runs import Playground, Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
+
+STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=1", CONSTANT)
+TOGETHER = ("trainer.launcher=ray", "trainer.n_gpus_per_node=2")
+APART = ("trainer.launcher=ray", SPLIT)
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground:
+    return Playground(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def whole(ground: Playground) -> Run:
+    return start(ground, TOGETHER, "whole")
+
+
+def start(ground: Playground, layout: tuple[str, ...], name: str) -> Run:
+    config, spec = ground.spec("grpo", *layout, *STEPS, name=name)
+    return Run(ground.folder / name, config, launch_ray(spec))
+
+
+@pytest.mark.parametrize(
+    ("layout", "fault", "says"),
+    [
+        (TOGETHER, Fault("train.backward", rank=1, call=3), ", in step 3 "),
+        ((*APART, DISK), Fault("weights.put", rank=1, call=3), ", in step 2 "),
+        (TOGETHER, Fault("checkpoint.manifest", rank=0, call=2), ""),
+    ],
+    ids=lambda value: value.point if isinstance(value, Fault) else "",
+)
+def test_a_killed_worker_is_named_and_the_resume_ends_where_an_undisturbed_run_does(
+    ground: Playground, whole: Run, plan: Callable[..., None], layout: tuple[str, ...], fault: Fault, says: str
+) -> None:
+    plan(fault)
+    died = rf"worker {fault.rank} of \d, .* has died while the run was under way.*{says}.* goes on from step-"
+    with pytest.raises(WorkerDied, match=died):
+        start(ground, layout, fault.point)
+    wait_until(lambda: not workers(), "no worker is left")
+    check_resumed(start(ground, layout, fault.point), whole)
+
+
+def check_resumed(resumed: Run, whole: Run) -> None:
+    ledger.verify(resumed.folder / "ledger.jsonl")
+    assert resumed.outcome.steps == 4
+    assert distance(resumed.weights(4), whole.weights(4)) == 0
+    assert not (resumed.folder / WEIGHTS).exists()
+
+
+def test_a_disk_that_is_full_for_one_of_two_is_told_and_what_was_saved_before_is_gone_on_from(
+    ground: Playground, whole: Run, plan: Callable[..., None]
+) -> None:
+    plan(Fault("checkpoint.part rank_1", rank=1, call=2, action="full"))
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written .* the disk is full\. Those before"):
+        start(ground, TOGETHER, "full")
+    wait_until(lambda: not workers(), "no worker is left")
+    assert [path.name for path in (ground.folder / "full" / "checkpoints").glob("step-*")] == ["step-000001"]
+    check_resumed(start(ground, TOGETHER, "full"), whole)
+
+
+def test_a_worker_that_does_not_come_is_named_with_its_step_and_phase(
+    ground: Playground, plan: Callable[..., None]
+) -> None:
+    plan(Fault("train.update", rank=1, call=3, action="sleep"))
+    _, spec = ground.spec("grpo", *TOGETHER, *STEPS, "trainer.peers_timeout_s=8", name="hangs")
+    with pytest.raises(
+        WorkerHangs, match=r"worker 1 is in step 3, phase 'train_step', .* 8 s .* goes on from step-000002"
+    ):
+        launch_ray(spec)
+    assert "_strike" in (ground.folder / "hangs" / "stacks.txt").read_text()
+    wait_until(lambda: not workers(), "no worker is left")

@@ -1,0 +1,127 @@
+"""A run on a Ray of two nodes that runs already: who is placed where, and what is said of one that does not fit."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray._common.usage.usage_constants import CLUSTER_METADATA_KEY
+from ray._private.ray_constants import KV_NAMESPACE_CLUSTER
+from ray._raylet import GcsClient
+from ray.cluster_utils import Cluster
+
+from distflow.scheduling import ledger
+from tests.e2e.runs import Playground
+
+pytestmark = pytest.mark.slow
+
+WITHIN_S = 240
+
+PROGRAM = """
+import os
+from pathlib import Path
+
+from distflow import node
+from distflow.graph import Node
+from distflow.pipelines.grpo import grpo_pipeline
+
+
+@node(writes={"seen": "response"})
+def look(advantages, *, folder: str):
+    import ray
+    import torch.distributed as dist
+
+    here = Path(folder, f"worker-{dist.get_rank()}")
+    here.write_text(ray.get_runtime_context().get_node_id())
+    here.with_suffix(".env").write_text(os.environ["OWN_WORD"] + os.environ["OWN_NUMBER"])
+    return advantages * 1
+
+
+def looking(config):
+    graph = grpo_pipeline()
+    graph.add_node(Node("look", look, options={"folder": config.trainer.default_local_dir}))
+    return graph
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two nodes with two CPUs each."""
+    node = {"num_cpus": 2, "object_store_memory": 200_000_000, "include_dashboard": False}
+    made = Cluster(initialize_head=True, head_node_args=node)
+    made.add_node(num_cpus=2, object_store_memory=200_000_000)
+    made.wait_for_nodes()
+    yield made
+    made.shutdown()
+
+
+def train(cluster: Any, ground: Playground, *overrides: str) -> tuple[int, str, float]:
+    """`distflow train` in a process of its own: its status, what it says, and the seconds that it took."""
+    arguments = ["train", "grpo", *ground.overrides("run", "trainer.launcher=ray", "trainer.nnodes=2", *overrides)]
+    environment = {**os.environ, "RAY_ADDRESS": cluster.address}
+    since = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-m", "distflow", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        timeout=WITHIN_S,
+        check=False,
+    )
+    return ended.returncode, ended.stdout, time.monotonic() - since
+
+
+def test_each_worker_is_on_the_machine_of_the_plan(cluster: Any, tmp_path: Path) -> None:
+    ground = Playground(tmp_path)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    program = ("dag.pipeline=null", f"dag.custom_pipeline_fn={tmp_path}/program.py:looking")
+    env = "trainer.worker_env={OWN_WORD: a, OWN_NUMBER: 7}"
+    keys = ("trainer.n_gpus_per_node=2", "trainer.total_training_steps=2", env)
+    status, said, _ = train(cluster, ground, *program, *keys)
+    assert status == 0, said
+    folder = tmp_path / "run"
+    planned = [rank["node"] for rank in json.loads((folder / "plan.json").read_text())["ranks"]]
+    found = [(folder / f"worker-{rank}").read_text() for rank in range(4)]
+    assert planned == [0, 0, 1, 1]
+    assert found[0] == found[1] != found[2] == found[3]
+    assert set(found) == {node.node_id for node in cluster.list_all_nodes()}
+    assert {(folder / f"worker-{rank}.env").read_text() for rank in range(4)} == {"a7"}
+    assert ledger.verify(folder / "ledger.jsonl").consumed == 8
+
+
+def test_a_cluster_that_is_too_small_is_told_with_what_is_missing(cluster: Any, tmp_path: Path) -> None:
+    each = ("trainer.worker_cpus=2", "trainer.worker_memory_mb=400")
+    status, said, seconds = train(cluster, Playground(tmp_path), "trainer.n_gpus_per_node=3", *each)
+    assert status == 2 and seconds < WITHIN_S / 2
+    assert "the plan needs 2 machine(s) with 6 CPU and 1.2 GB of memory, 6 CPU and 1.2 GB of memory" in said, said
+    assert "and the cluster has 2 CPU and " in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("other", [{"ray_version": "2.9.3"}, {"python_version": "3.10.1"}])
+def test_a_cluster_of_other_versions_is_told_in_one_message(
+    cluster: Any, tmp_path: Path, other: dict[str, str]
+) -> None:
+    """What the head has written of itself is what a driver compares."""
+    client = GcsClient(address=cluster.gcs_address)
+
+    def write(facts: bytes) -> None:
+        client.internal_kv_put(CLUSTER_METADATA_KEY, facts, overwrite=True, namespace=KV_NAMESPACE_CLUSTER)
+
+    own = client.internal_kv_get(CLUSTER_METADATA_KEY, namespace=KV_NAMESPACE_CLUSTER)
+    write(json.dumps({**json.loads(own), **other}).encode())
+    try:
+        status, said, _ = train(cluster, Playground(tmp_path), "trainer.n_gpus_per_node=2")
+    finally:
+        write(own)
+    (version,) = other.values()
+    assert status == 2 and "Traceback" not in said, said
+    assert f"the Ray that RAY_ADDRESS={cluster.address} names cannot be used" in said
+    assert version in said and (ray.__version__ if "ray_version" in other else sys.version.split()[0]) in said

@@ -1,0 +1,155 @@
+"""Programs of several parts over a real Ray: who runs what, and that the parts end where one process does."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from distflow.cluster.ray_entry import launch_ray
+from distflow.observe.reading.run_reader import read_samples
+from distflow.planning.plan import Plan, check_plan, rank_plan
+from distflow.runtime.checkpoint.checkpoint import CheckpointStore
+from distflow.runtime.spec import Spec
+from tests.cluster.test_supervisor import check_same, distance
+from tests.e2e.runs import Playground, Run
+
+pytestmark = pytest.mark.slow
+
+RAY = ("trainer.launcher=ray", "trainer.n_gpus_per_node=3")
+GONE = ("reward.functions", "reward.num_workers", "custom_reward_function.path", "actor_rollout_ref.rollout.n")
+STEPS = (
+    *(f"~{key}" for key in GONE),
+    "trainer.total_training_steps=4",
+    "trainer.save_freq=4",
+    "trainer.test_freq=4",
+    "actor_rollout_ref.actor.optim.scheduler=constant",
+    "critic.optim.scheduler=constant",
+    "critic.optim.lr=1e-3",
+    "trust.audit_freq=0",
+)
+
+# Two models learn from the same rows: one the answers, another how many tokens are left, which a diamond works out.
+TWO_MODELS = """
+from distflow import node
+from distflow.graph import Pipeline
+from distflow.pipelines import nodes
+
+
+@node(writes={"left": "response"})
+def tokens_left(response_mask, ctx):
+    ctx.state["steps"] = ctx.state.get("steps", 0) + 1
+    return response_mask.flip(-1).cumsum(-1).flip(-1)
+
+
+@node(writes={"third": "response"})
+def one_third(left):
+    return left / 3
+
+
+@node(writes={"rest": "response"})
+def two_thirds(left):
+    return left * 2 / 3
+
+
+@node(writes="returns")
+def together(third, rest):
+    return third + rest
+
+
+def two_models():
+    pipeline = Pipeline("two_models").add_node("load", nodes.load_answers)
+    pipeline.add_node("learn_answers", nodes.train_sft)
+    for made in (tokens_left, one_third, two_thirds, together):
+        pipeline.add_node(made.__name__, made, plane="learning")
+    pipeline.add_node("guess_lengths", nodes.compute_value, only_forward_compute=True)
+    return pipeline.add_node("learn_lengths", nodes.train_critic).build()
+"""
+ANSWERS = ("learn_answers",)
+LENGTHS = ("tokens_left", "one_third", "two_thirds", "together", "guess_lengths", "learn_lengths")
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground:
+    ground = Playground(tmp_path_factory.mktemp("programs"))
+    ground.write_rows([{"prompt": f"{i}+{i}=", "response": f"{2 * i}" * (1 + i % 3)} for i in range(12)])
+    ground.write_critic()
+    (ground.folder / "two_models.py").write_text(TWO_MODELS)
+    return ground
+
+
+def keys(ground: Playground, *more: str) -> tuple[str, ...]:
+    return (
+        *STEPS,
+        f"dag.custom_pipeline_fn={ground.folder}/two_models.py:two_models",
+        f"critic.model.path={ground.folder}/critic",
+        f"data.val_files={ground.folder}/rows.jsonl",
+        *more,
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(ground: Playground) -> Run:
+    return ground.run("sft", *keys(ground), name="alone")
+
+
+def spec_of(ground: Playground, *more: str, name: str) -> Spec:
+    return ground.spec("sft", *keys(ground, *RAY, *more), name=name)[1]
+
+
+def ran(folder: Path, part: int) -> list[str]:
+    """Phases of the learning plane that one process has spans of, in the order in which they were first entered."""
+    file = folder / "spans" / (f"learner-{part}.jsonl" if part else "learner.jsonl")
+    names = [json.loads(line)["what"] for line in file.read_text().splitlines()]
+    known = ("train_step", *LENGTHS[:4], "compute_value", "train_critic")
+    return [name for name in dict.fromkeys(names) if name in known]
+
+
+OF_ANSWERS = ["train_step"]
+OF_LENGTHS = [*LENGTHS[:4], "compute_value", "train_critic"]
+
+
+def nodes_of(plan: Plan) -> list[tuple[str, ...]]:
+    return [rank.learning for rank in plan.ranks]
+
+
+def test_two_independent_parts_run_on_the_workers_that_the_scheduler_gave_them(ground: Playground, alone: Run) -> None:
+    spec = spec_of(ground, name="placed")
+    assert nodes_of(spec.plan) == [LENGTHS, LENGTHS, ANSWERS]
+    sized = spec_of(ground, "dag.model_sizes={actor: 600B, critic: 500M}", name="sized").plan
+    assert nodes_of(sized) == [ANSWERS, ANSWERS, LENGTHS]
+    found = Run(ground.folder / "placed", spec.config, launch_ray(spec))
+    assert found.outcome.steps == 4
+    assert [ran(found.folder, part) for part in range(3)] == [OF_ANSWERS, OF_LENGTHS, OF_LENGTHS]
+    check_as_one_process(found, alone)
+
+
+def test_another_plan_of_a_rank_is_what_that_worker_runs(ground: Playground, alone: Run) -> None:
+    spec = with_nodes(spec_of(ground, name="changed"), 1, ANSWERS)
+    assert nodes_of(spec.plan) == [LENGTHS, ANSWERS, ANSWERS]
+    found = Run(ground.folder / "changed", spec.config, launch_ray(spec))
+    assert [ran(found.folder, part) for part in range(3)] == [OF_ANSWERS, OF_ANSWERS, OF_LENGTHS]
+    check_as_one_process(found, alone)
+
+
+def with_nodes(spec: Spec, rank: int, learning: Sequence[str]) -> Spec:
+    program, ranks = spec.program(), list(spec.plan.ranks)
+    ranks[rank] = rank_plan(program, rank, "cpu", ranks[rank].experience, learning)
+    holders = {role: tuple(r.rank for r in ranks if role in r.engines) for role in ("actor", "critic")}
+    layouts = tuple(
+        replace(layout, ranks=holders[layout.role], sizes=replace(layout.sizes, data=len(holders[layout.role])))
+        for layout in spec.plan.layouts
+    )
+    plan = replace(spec.plan, ranks=tuple(ranks), layouts=layouts)
+    check_plan(plan, program)
+    return replace(spec, plan=plan)
+
+
+def check_as_one_process(found: Run, alone: Run) -> None:
+    check_same(found, alone)
+    assert distance(found.weights(4, "critic"), alone.weights(4, "critic")) < 1e-6
+    ours, theirs = (sorted(str(row["uid"]) for row in read_samples(run.folder, 4)) for run in (found, alone))
+    assert ours == theirs and len(ours) == 4
+    kept = [CheckpointStore(run.folder / "checkpoints").load().load("run")["nodes"] for run in (found, alone)]
+    assert kept[0]["tokens_left"] == kept[1]["tokens_left"] == {"steps": 4}

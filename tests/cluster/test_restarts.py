@@ -1,0 +1,171 @@
+"""Workers that only generate die or stop over a real Ray, and the run goes on; every fault is seen to have fired."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from distflow.cluster import heartbeat, restarts
+from distflow.cluster.failures import WorkerDied
+from distflow.cluster.ray_entry import launch_ray
+from distflow.runtime import fault_injection
+from distflow.runtime.fault_injection import Fault
+from distflow.scheduling import ledger
+from tests.cluster.test_faults import wait_until, workers
+from tests.cluster.test_supervisor import CONSTANT, DISK, STEPS, distance, validating
+from tests.e2e.runs import Playground, Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
+
+TWO_GENERATE = ("trainer.launcher=ray", "trainer.allocation='embedded[rollout]:d2+torch[actor]:d1'")
+ONE_GENERATES = ("trainer.launcher=ray", "trainer.allocation='embedded[rollout]:d1+torch[actor]:d1'")
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground:
+    return Playground(tmp_path_factory.mktemp("runs"))
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    yield
+    wait_until(lambda: not workers(), "no worker is left")
+
+
+def run(ground: Playground, *overrides: str, name: str) -> Run:
+    config, spec = ground.spec("grpo", *overrides, name=name)
+    with nothing_left():
+        return Run(ground.folder / name, config, launch_ray(spec))
+
+
+def generators(run: Run) -> list[int]:
+    """Ranks that only generate."""
+    ranks = json.loads((run.folder / "plan.json").read_text())["ranks"]
+    return [rank["rank"] for rank in ranks if rank["experience"] and not rank["learning"]]
+
+
+def check_whole(found: Run, steps: int = 4) -> None:
+    """All steps were made of all groups, each trained once."""
+    journal = found.folder / "ledger.jsonl"
+    account = ledger.verify(journal)
+    consumed = [n for _, record in ledger.timeline(journal) if record["kind"] == "consumed" for n in record["tickets"]]
+    assert found.outcome.steps == steps and found.notes("end") == ["the run finished"]
+    assert sorted(consumed) == list(range(4 * steps)) and not account.dropped
+
+
+def attempts(run: Run) -> list[int]:
+    """How many groups were issued for the second time, third time, ..."""
+    records = [r for _, r in ledger.timeline(run.folder / "ledger.jsonl") if r["kind"] == "issued"]
+    return [record["attempt"] for record in records if record["attempt"]]
+
+
+@pytest.fixture(scope="module")
+def alone(ground: Playground) -> Run:
+    return ground.run("grpo", *STEPS, *validating(ground), name="alone")
+
+
+def test_workers_killed_in_a_validation_and_with_groups_are_replaced_and_the_results_are_the_same(
+    ground: Playground, alone: Run, plan: Callable[..., None]
+) -> None:
+    """The second dies before the first is back: what it had made is made again, by newest weights."""
+    plan(Fault("rollout.generate", rank=1, call=4), Fault("edge.put", rank=0, call=2))
+    found = run(ground, *TWO_GENERATE, *STEPS, *validating(ground), name="killed")
+    assert generators(found) == [0, 1]
+    check_whole(found)
+    assert attempts(found) and set(attempts(found)) == {1}
+    notes = " ".join(found.notes("warning"))
+    for victim in (0, 1):
+        assert f"worker {victim} of 3, which generates, has died" in notes and f"worker {victim} is there" in notes
+    assert distance(found.weights(4), alone.weights(4)) < 1e-6
+
+
+def test_the_only_one_that_generates_comes_back_with_the_newest_weights(
+    ground: Playground, alone: Run, plan: Callable[..., None]
+) -> None:
+    plan(Fault("edge.put", rank=0, call=7))
+    found = run(ground, *ONE_GENERATES, *STEPS, *validating(ground), name="only")
+    check_whole(found)
+    assert "worker 0 is there again" in found.notes("warning")
+    assert distance(found.weights(4), alone.weights(4)) < 1e-6
+
+
+def test_groups_that_die_with_their_worker_between_their_step_and_its_reader_are_made_again(
+    ground: Playground, alone: Run, plan: Callable[..., None], fault_plan: Path
+) -> None:
+    """The trainer is stopped while it waits for the step; its answer comes, and who made the groups dies, before it is
+    read."""
+    plan(Fault("edge.put", rank=0, call=8, action="SIGSTOP"))  # the last group of the second step
+    journal = ground.folder / "lost" / "ledger.jsonl"
+
+    def strike() -> None:
+        wait_until(
+            lambda: fault_injection.fired(fault_plan) and any(map(is_stopped, workers())), "it puts", within_s=300.0
+        )
+        makes = next(pid for pid in workers() if is_stopped(pid))
+        (trains,) = (pid for pid in workers() if pid != makes)
+        os.kill(trains, signal.SIGSTOP)
+        os.kill(makes, signal.SIGCONT)
+        wait_until(lambda: journal.read_text().count('"complete"') == 8, "the step is complete")
+        time.sleep(1.0)  # until the answer is there
+        os.kill(makes, signal.SIGKILL)
+        time.sleep(3.0)  # until Ray knows
+        os.kill(trains, signal.SIGCONT)
+
+    threading.Thread(target=strike, daemon=True).start()
+    found = run(ground, *ONE_GENERATES, *STEPS, *validating(ground), name="lost")
+    check_whole(found)
+    assert set(attempts(found)) == {1}
+    assert distance(found.weights(4), alone.weights(4)) < 1e-6
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def test_a_worker_that_dies_again_and_again_ends_the_run_by_name(ground: Playground, plan: Callable[..., None]) -> None:
+    plan(Fault("rollout.generate", rank=0, again=True))
+    with pytest.raises(WorkerDied, match=r"worker 0 has died 4 times .* goes on from the start"):
+        run(ground, *ONE_GENERATES, *STEPS, name="again")
+    assert "the run failed" in [*Run(ground.folder / "again", None, None).notes("end")]
+
+
+def test_the_only_one_that_generates_and_cannot_be_started_again_ends_the_run_by_name(
+    ground: Playground, plan: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No process of torch is ready within a second."""
+    plan(Fault("edge.put", rank=0, call=7))
+    monkeypatch.setattr(restarts, "ray_pulse", SimpleNamespace(STARTS_WITHIN_S=1.0))  # for those that come later
+    told = "no other process could be started as worker 0 within 1 s: .*no worker that generates is left"
+    with pytest.raises(WorkerDied, match=told):
+        run(ground, *ONE_GENERATES, *STEPS, name="without")
+
+
+def test_a_worker_that_is_stopped_is_killed_and_replaced_and_streams_stay_within_their_staleness(
+    ground: Playground, plan: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "ANSWERS_WITHIN_S", 12.0)
+    plan(Fault("rollout.generate", rank=1, call=3, action="SIGSTOP"))
+    steps = ("trainer.total_training_steps=4", CONSTANT, "async.max_staleness=1")
+    found = run(ground, *TWO_GENERATE, *steps, name="stopped")
+    check_whole(found)
+    assert any("worker 1 has not answered for 12 s" in note for note in found.notes("warning"))
+    assert max(step["async/version_diff/max"] for step in found.metrics()) <= 1
+
+
+def test_a_receiver_killed_in_a_weight_update_is_replaced_and_nobody_serves_a_mixed_version(
+    ground: Playground, alone: Run, plan: Callable[..., None]
+) -> None:
+    """By files, of which the other finds one spoiled."""
+    plan(Fault("weights.take", rank=1, call=3), Fault("weights.arrived", rank=0, call=2, action="flip"))
+    found = run(ground, *TWO_GENERATE, *STEPS, *validating(ground), DISK, name="update")
+    check_whole(found)
+    refused = "bucket 0 of the weights of step 1 was refused and is sent again (worker 0: its bytes"
+    assert any(note.startswith(refused) for note in found.notes("warning"))
+    assert distance(found.weights(4), alone.weights(4)) < 1e-6

@@ -1,0 +1,91 @@
+"""Verifiers in actors of their own over a real Ray: the run of one process, also where they hang and an actor dies."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from distflow.cluster import reward_actors
+from distflow.cluster.ray_entry import launch_ray
+from distflow.errors import UserError
+from distflow.observe.reading.run_reader import read_samples
+from tests.cluster.test_faults import wait_until, workers
+from tests.cluster.test_supervisor import RAY, check_same, validating
+from tests.e2e.runs import Playground, Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
+STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2")
+TWO = (RAY, "trainer.n_gpus_per_node=2", "reward.num_actors=2", "reward.timeout_s=60")
+
+# The first verdict of the run kills the process that started its own: the actor. Of several at once one is the first,
+# and others of that actor wait for its end. Later ones take their time, for Ray tells of a death a second or two late:
+# the run is to be there still.
+KILLS = """
+import os, signal, time
+from contextlib import suppress
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    with suppress(FileExistsError):
+        os.symlink(str(os.getppid()), {once!r})
+        os.kill(os.getppid(), signal.SIGKILL)
+    killed = os.readlink({once!r})
+    while killed == str(os.getppid()):
+        time.sleep(0.01)
+    time.sleep(0.1 * (killed != "nobody"))
+    return {{"score": sum(map(ord, solution_str)) % 7 / 6, "judge": os.getppid()}}
+"""
+HANGS = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    while extra_info["hangs"]:
+        time.sleep(1)
+    return sum(map(ord, solution_str)) % 7 / 6
+"""
+
+
+@pytest.fixture
+def ground(tmp_path: Path, on_ray: None) -> Playground:
+    return Playground(tmp_path)
+
+
+def run(ground: Playground, *overrides: str, name: str) -> Run:
+    config, spec = ground.spec("grpo", *overrides, name=name)
+    outcome = launch_ray(spec)
+    wait_until(lambda: not workers(), "no worker is left")
+    return Run(ground.folder / name, config, outcome)
+
+
+def test_a_run_ends_where_one_process_does_also_if_an_actor_dies(ground: Playground) -> None:
+    once = ground.folder / "once"
+    once.symlink_to("nobody")
+    ground.write_reward(KILLS.format(once=str(once)))
+    keys = (*STEPS, *validating(ground), "trainer.val_before_train=false")
+    alone = ground.run("grpo", *keys, name="alone")
+    once.unlink()
+    # Known cases are judged at the start as well: the kill is to come in the middle of the run.
+    ours = run(ground, *TWO, *keys, "trust.certify_rewards=false", name="ours")
+    check_same(ours, alone)
+    judges = {row["extra"]["custom/judge"] for step in range(1, 5) for row in read_samples(ours.folder, step)}
+    assert int(once.readlink().name) not in judges, "it was killed before it answered"
+    assert len(judges) == 2, "the other, and the one that came in its place"
+    assert all(step["reward/errors"] == 0 for step in ours.metrics())
+    assert sum(step.get("reward/judged_again", 0) for step in ours.metrics()) >= 1
+    (told,) = [message for message in ours.notes("warning") if "of those that judge" in message]
+    assert re.match(r"actor [01] of those that judge has died \(.+\) and is started again", told)
+
+
+def test_a_hang_costs_its_verdict_and_no_other(ground: Playground) -> None:
+    ground.write_reward(HANGS)
+    ground.write_rows([{"prompt": f"{i}=", "answer": "7", "hangs": i == 3} for i in range(12)])
+    keys = (*TWO[:-1], "reward.timeout_s=4", "trainer.total_training_steps=1", "data.train_batch_size=12")
+    ours = run(ground, *keys, name="hangs")
+    (step,) = ours.metrics()
+    # Of 12 groups one has no verdict, and is replaced.
+    assert (step["reward/timeouts"], step["reward/errors"], step["reward/verdicts"]) == (4, 0, 52)
+
+
+def test_a_cluster_without_room_for_them_is_told(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_actors, "STARTS_WITHIN_S", 3.0)
+    with pytest.raises(UserError, match=r"no room for 30 actors of 2 CPUs.*reward\.num_actors"):
+        run(ground, RAY, "reward.num_actors=30", "reward.actor_cpus=2", name="many")

@@ -1,0 +1,283 @@
+"""Whole runs over a real Ray: the results of one process, whatever the number of workers and who does what."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from distflow.cli import main
+from distflow.cluster import supervisor
+from distflow.cluster.ray_entry import launch_ray
+from distflow.errors import TrustError, UserError
+from distflow.observe.reading.run_reader import read_events, read_metrics, read_samples
+from distflow.runtime.fault_injection import Fault
+from distflow.runtime.user_calls.sync_calls import Callbacks
+from distflow.scheduling import ledger
+from tests.cluster.distance import distance
+from tests.cluster.unordered_actors import UnorderedCoordinator
+from tests.e2e import three_domains
+from tests.e2e.runs import Playground, Run
+
+pytestmark = pytest.mark.slow
+RAY = "trainer.launcher=ray"
+CONSTANT = "actor_rollout_ref.actor.optim.scheduler=constant"
+STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2", CONSTANT)
+DISK = "actor_rollout_ref.actor.weight_update_mode=disk"
+SPLIT = "trainer.allocation='embedded[rollout]:d1+torch[actor]:d2'"
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory, on_ray: None) -> Playground:
+    return Playground(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def alone(ground: Playground) -> Run:
+    return ground.run("grpo", *STEPS, *validating(ground), name="alone")
+
+
+def validating(ground: Playground) -> tuple[str, ...]:
+    return f"data.val_files={ground.folder}/rows.jsonl", "trainer.test_freq=2", "trainer.val_before_train=true"
+
+
+def run(ground: Playground, *overrides: str, name: str, said: list[str] | None = None) -> Run:
+    config, spec = ground.spec("grpo", RAY, *overrides, name=name)
+    outcome = launch_ray(spec, say=lambda line: said.append(line) if said is not None else None)
+    return Run(ground.folder / name, config, outcome)
+
+
+TIMES = ("timing_s/", "throughput/", "memory/", "perf/")
+
+
+def check_same(ours: Run, theirs: Run) -> None:
+    check_same_figures(ours, theirs)
+    assert distance(ours.weights(4), theirs.weights(4)) < 1e-6
+
+
+def check_same_figures(ours: Run, theirs: Run) -> None:
+    """Figures that are means or sums over the whole batch are the same, whoever computed which part of them."""
+    for here, there in zip(ours.metrics(), theirs.metrics(), strict=True):
+        wanted = {name: value for name, value in there.items() if not name.startswith(TIMES)}
+        found = {name: here.get(name) for name in wanted}
+        assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def two(ground: Playground) -> Run:
+    return run(ground, *STEPS, *validating(ground), "trainer.n_gpus_per_node=2", name="w2")
+
+
+def check_whole(found: Run, alone: Run) -> None:
+    assert found.outcome.steps == 4
+    check_same(found, alone)
+    ours, theirs = (sorted(str(row["uid"]) for row in read_samples(run.folder, 4)) for run in (found, alone))
+    assert ours == theirs and len(ours) == 16
+    assert found.notes("end") == ["the run finished"]
+
+
+def test_two_workers_end_where_one_process_does(two: Run, alone: Run) -> None:
+    check_whole(two, alone)
+
+
+@pytest.mark.parametrize("num_workers", [1, 4])
+def test_any_number_of_workers_ends_where_one_process_does(ground: Playground, alone: Run, num_workers: int) -> None:
+    found = run(ground, *STEPS, *validating(ground), f"trainer.n_gpus_per_node={num_workers}", name=f"w{num_workers}")
+    check_whole(found, alone)
+    if num_workers == 1:
+        assert distance(found.weights(4), alone.weights(4)) == 0
+
+
+KL_AND_CRITIC = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.1", "actor_rollout_ref.rollout.n=2")
+FILTERED = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.when_exhausted=continue")
+
+
+@pytest.mark.parametrize(("preset", "more"), [("ppo", KL_AND_CRITIC), ("dapo", FILTERED)])
+def test_figures_of_other_programs_are_those_of_one_process(
+    ground: Playground, preset: str, more: tuple[str, ...]
+) -> None:
+    common = (*STEPS, *validating(ground), *more)
+    one = ground.run(preset, *common, name=f"{preset}_alone")
+    config, spec = ground.spec(preset, RAY, *common, "trainer.n_gpus_per_node=2", name=f"{preset}_w2")
+    two = Run(ground.folder / f"{preset}_w2", config, launch_ray(spec))
+    check_same(two, one)
+    ours, theirs = ([m.values for m in read_metrics(run.folder) if m.kind == "val"] for run in (two, one))
+    for here, there in zip(ours, theirs, strict=True):
+        assert dict(here) == pytest.approx(dict(there), rel=1e-4, abs=1e-5)
+
+
+CURRICULUM = """
+def weights(progress, step, state):
+    assert all(known.num_judged == state.setdefault(name, 0) + 4 * 4 * known.share for name, known in progress.items())
+    state |= {name: known.num_judged for name, known in progress.items()}
+    return {"a": 3, "b": 1} if step < 2 else {"a": 1, "b": 3}
+"""
+
+
+def test_domains_have_their_shares_and_figures_over_two_workers(ground: Playground) -> None:
+    files = f"train_files: {ground.folder}/rows.jsonl, val_files: {ground.folder}/rows.jsonl"
+    domains = f"data.domains={{a: {{{files}, weight: 3}}, b: {{{files}, top_k: 20, max_response_length: 5}}}}"
+    (ground.folder / "mine.py").write_text(CURRICULUM)
+    curriculum = f"data.curriculum.function='{ground.folder}/mine.py:weights'"
+    settings = ("data.train_files=[]", domains, curriculum, *STEPS, "trainer.test_freq=2")
+    alone = ground.run("grpo", *settings, name="domains_alone")
+    found = run(ground, *settings, "trainer.n_gpus_per_node=2", name="domains_w2")
+    check_same(found, alone)
+    account = ledger.verify(found.folder / "ledger.jsonl")
+    assert {name: each.consumed for name, each in account.domains.items()} == {"a": 8, "b": 8}
+    assert [step["domains/b/groups"] for step in found.metrics()] == [1, 1, 3, 3]
+    assert [step["domains/b/share"] for step in found.metrics()] == [0.25, 0.25, 0.75, 0.75]
+    told = [[step[f"domains/{name}/accuracy"] for name in "ab"] for step in found.metrics()]
+    assert told == [[step[f"domains/{name}/accuracy"] for name in "ab"] for step in alone.metrics()]
+
+
+@pytest.mark.faults
+def test_three_domains_ahead_of_training_over_two_workers_killed_and_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_ray: None, plan: Callable[..., None]
+) -> None:
+    """All verifiers live, by the command; the worker that leads is killed in the third step."""
+    three_domains.write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    more = (RAY, "trainer.n_gpus_per_node=2", "async.max_staleness=1", "trainer.total_training_steps=4")
+    command = [
+        "train",
+        "examples/rlvr_three.yaml",
+        *three_domains.small(tmp_path / "run", *more, "trainer.save_freq=1"),
+    ]
+    plan(Fault("train.backward", rank=1, call=3))
+    assert main(command) != 0
+    assert main(command) == 0
+    assert three_domains.shares(tmp_path / "run") == [Counter(math=2, code=1, instructions=1)] * 4
+    account = ledger.verify(tmp_path / "run" / "ledger.jsonl")
+    assert {name: each.consumed for name, each in account.domains.items()} == {"math": 8, "code": 4, "instructions": 4}
+    trained = [record.values for record in read_metrics(tmp_path / "run") if record.kind == "train"]
+    assert len(trained) == 4 and all(step["domains/code/groups"] == 1 for step in trained)
+    assert max(step["async/version_diff/max"] for step in trained) == 1
+
+
+def test_generation_and_training_on_workers_of_their_own(ground: Playground, alone: Run) -> None:
+    check_same(run(ground, *STEPS, *validating(ground), SPLIT, name="split"), alone)
+
+
+def test_in_which_order_the_coordinator_takes_calls_changes_nothing(
+    ground: Playground, alone: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray promises none for an actor with many threads."""
+    monkeypatch.setattr(supervisor, "CoordinatorActor", UnorderedCoordinator)
+    told = list[tuple[str, int]]()
+    callbacks = Callbacks(
+        on_step=lambda step, metrics: told.append(("step", step)),
+        on_validation=lambda step, metrics: told.append(("validation", step)),
+        on_save=lambda step, path: told.append(("save", step)),
+    )
+    config, spec = ground.spec("grpo", RAY, *STEPS, *validating(ground), SPLIT, name="unordered")
+    found = Run(ground.folder / "unordered", config, launch_ray(spec, callbacks=callbacks))
+    check_same(found, alone)
+    both = [f"{what} {step}" for what, step in told if what != "save"]
+    assert both == [*("validation 0", "step 1"), *("validation 2", "step 2"), "step 3", *("validation 4", "step 4")]
+    assert [step for what, step in told if what == "save"] == [2, 4]
+
+
+def test_streams_stay_within_their_staleness_and_every_ticket_is_accounted_for(ground: Playground) -> None:
+    found = run(ground, *STEPS, SPLIT, "async.max_staleness=1", name="stream")
+    journal = found.folder / "ledger.jsonl"
+    ledger.verify(journal)
+    ages = [step["async/version_diff/max"] for step in found.metrics()]
+    assert max(ages) == 1 and found.outcome.steps == 4
+    assert {record["worker"] for _, record in ledger.timeline(journal) if record["kind"] == "assigned"} == {"0"}
+
+
+def test_a_run_of_two_workers_goes_on_with_one_and_with_four(ground: Playground, alone: Run) -> None:
+    for number in (1, 4):
+        name = f"from-two-to-{number}"
+        run(ground, *STEPS, "trainer.total_training_steps=2", "trainer.n_gpus_per_node=2", name=name)
+        said: list[str] = []
+        found = run(ground, *STEPS, f"trainer.n_gpus_per_node={number}", name=name, said=said)
+        assert found.outcome.steps == 4
+        assert distance(found.weights(4), alone.weights(4)) < 1e-6
+
+
+def test_a_reward_that_fails_is_told_as_in_one_process(ground: Playground) -> None:
+    (ground.folder / "broken.py").write_text("def compute_score(**kwargs):\n    raise KeyError('mine')\n")
+    broken = f"custom_reward_function.path={ground.folder}/broken.py"
+    with pytest.raises(UserError, match="broken.py"):
+        run(ground, *STEPS, broken, "trust.certify_rewards=false", "trainer.n_gpus_per_node=2", name="broken")
+
+
+def test_a_plan_that_the_cluster_cannot_hold_is_refused_at_once(ground: Playground) -> None:
+    with pytest.raises(
+        UserError, match=r"needs 1 machine\(s\) with 9 CPU and 3.1 GB of memory, and the cluster has 4 CPU and"
+    ):
+        run(ground, *STEPS, "trainer.n_gpus_per_node=9", name="large")
+
+
+def test_every_wait_of_every_process_says_for_whom(two: Run) -> None:
+    spans = [json.loads(line) for path in (two.folder / "spans").glob("*.jsonl") for line in path.open()]
+    waits = [span for span in spans if span["kind"] == "wait"]
+    assert all(wait["on"] and wait["what"] and wait["t0"] <= wait["t1"] for wait in waits)
+    told = {(wait["what"], wait["on"]) for wait in waits}
+    assert {("checkpoint of step 2", "other ranks"), ("release of step 0", "other ranks")} <= told
+
+
+def test_nothing_is_left_in_the_folder_but_the_run(two: Run) -> None:
+    assert {name for name in os.listdir(two.folder) if name.startswith(".")} == {".distflow-run", ".writer"}
+
+
+SHARDED = ("actor_rollout_ref.actor.strategy=fsdp", "trust.audit_freq=1", "trainer.n_gpus_per_node=2")
+
+
+def test_a_run_goes_on_where_ranks_compute_layers_together(ground: Playground, alone: Run) -> None:
+    """From two shards of each layer to two halves of it, audited, and to one process."""
+    run(ground, *STEPS, *SHARDED, "trainer.total_training_steps=2", name="together")
+    halves = "trainer.allocation='embedded:d2|fsdp:d1t2'"
+    found = run(ground, *STEPS, halves, "trust.audit_freq=1", name="together")
+    assert found.outcome.steps == 4 and found.notes("warning") == []
+    audits = [event.fields for event in read_events(found.folder) if event.kind == "audit"][-2:]
+    assert all({"weights", "log_probs", "backward", "optimizer"} <= set(audit["proven"]) for audit in audits)
+    whole = ground.run("grpo", *STEPS, "trust.audit_freq=1", "trainer.total_training_steps=5", name="together")
+    longer = ground.run("grpo", *STEPS, "trust.audit_freq=1", "trainer.total_training_steps=5", name="five")
+    assert distance(whole.weights(5), longer.weights(5)) < 1e-6
+
+
+def test_weights_spread_over_two_workers_end_where_one_process_does(ground: Playground, alone: Run) -> None:
+    found = run(ground, *STEPS, *SHARDED, name="sharded")
+    longer = (*STEPS, "trainer.total_training_steps=6", "trust.audit_freq=1")
+    resumed = ground.run("grpo", *longer, name="sharded")
+    whole = ground.run("grpo", *longer, name="six")
+    assert found.outcome.steps == 4 and resumed.outcome.steps == 6
+    assert distance(resumed.weights(6), whole.weights(6)) < 1e-6
+    audits = [event.fields for event in read_events(resumed.folder) if event.kind == "audit"]
+    unproven = [set(dict(audit["unproven"])) for audit in audits]
+    of_others = {"draws", "verdicts", "answers"}  # of a group that another worker made
+    assert [names - of_others for names in unproven] == [{"groups", "loss", "gradients"}] * 4 + [set()] * 2
+    assert unproven[4:] == [set()] * 2
+    assert {"weights", "log_probs", "backward", "reference", "optimizer"} <= set(audits[0]["proven"])
+    assert resumed.notes("warning") == []
+
+
+SILENT = """
+import sys
+
+from distflow.pipelines.grpo import grpo_pipeline as silent
+from distflow.runtime.weight_sync.sender import Publisher
+
+if "pytest" not in sys.modules and not hasattr(Publisher, "speaks"):  # in the workers, once
+    Publisher.speaks = publish = Publisher.publish
+    Publisher.publish = lambda self, version, *at, **how: publish(self, version, *at, **how) if version.step < 2 else {}
+"""
+
+
+def test_weights_that_are_not_sent_to_an_engine_elsewhere_are_named(ground: Playground) -> None:
+    (ground.folder / "silent.py").write_text(SILENT)
+    program = ("dag.pipeline=null", f"dag.custom_pipeline_fn={ground.folder}/silent.py:silent")
+    with pytest.raises(TrustError, match="version 2 is published, but an engine serves 1: weights were not sent"):
+        run(ground, *STEPS, SPLIT, *program, name="silent")
+
+
+def test_weights_spread_over_two_workers_go_to_an_engine_elsewhere_by_files(ground: Playground, alone: Run) -> None:
+    apart = "trainer.allocation='embedded[rollout]:d1+fsdp[actor]:d2'"
+    found = run(ground, *STEPS, *validating(ground), apart, DISK, name="spread")
+    check_same_figures(found, alone)
+    assert {name for name in os.listdir(found.folder) if name.startswith(".")} == {".distflow-run", ".writer"}

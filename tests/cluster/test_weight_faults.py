@@ -1,0 +1,255 @@
+"""What becomes of weights on their way to other processes that are killed, stopped, or get other bytes than were sent:
+real ones on a real Ray, by both ways."""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import RayActorError
+
+from distflow.cluster.weight_sync import Fleet, Stalled
+from distflow.errors import TrustError, UserError
+from distflow.rollout.weights import stripe_hashes
+from distflow.runtime import fault_injection
+from distflow.runtime.fault_injection import Fault
+from distflow.runtime.wait_log import Wait, Waits
+from distflow.runtime.weight_sync import sender as publish
+from distflow.runtime.weight_sync.buckets import Carry, InFile, Packed, remove_weights, write_bucket
+from distflow.scheduling.groups import Version
+from tests.cluster.fleet import (
+    BUCKET_BYTES,
+    Trainer,
+    carrier,
+    fleet_of,
+    members_of,
+    pid_of,
+    publisher,
+    start_workers,
+    states,
+    weights,
+    within,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
+TRAINS = 9
+"""The rank of a trainer in a process of its own."""
+
+
+class Sender:
+    """A trainer's process."""
+
+    def publish(self, workers: dict[int, Any], way: str, run_dir: Path, version: Version) -> None:
+        fault_injection.arm(TRAINS)
+        publish.BUCKET_BYTES = BUCKET_BYTES
+        publisher(Trainer(version.step), fleet_of(workers, carrier(way, run_dir))).publish(version)
+
+
+@pytest.fixture(scope="module")
+def there(on_ray: None) -> Iterator[dict[int, Any]]:
+    made = start_workers(2, 5)
+    yield made
+    for worker in made.values():
+        ray.kill(worker)
+
+
+@pytest.fixture(params=["store", "disk"])
+def way(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publish, "BUCKET_BYTES", BUCKET_BYTES)
+
+
+_incarnations = iter(range(1, 1000))
+
+
+@pytest.fixture
+def workers(there: dict[int, Any]) -> dict[int, Any]:
+    """That serve the first version of an incarnation of their own."""
+    publisher(Trainer(1), fleet_of(there)).publish(first := Version(next(_incarnations), 1))
+    assert states(there) == served(first) * 2
+    return there
+
+
+def served(version: Version) -> list[tuple[Version, dict[str, str]]]:
+    return [(version, stripe_hashes(weights(version.step)))]
+
+
+def newest(workers: dict[int, Any]) -> Version:
+    version: Version = ray.get(workers[2].state.remote())[1]
+    return version
+
+
+def after(version: Version) -> Version:
+    return Version(version.incarnation, version.step + 1)
+
+
+def arm(workers: dict[int, Any]) -> None:
+    ray.get([worker.arm.remote(rank) for rank, worker in workers.items()])
+
+
+def test_a_flipped_bit_is_found_by_the_hash_and_the_bucket_comes_again(
+    workers: dict[int, Any], way: str, tmp_path: Path, plan: Callable[..., None]
+) -> None:
+    """In places at which no receipt looks; of one worker in the first bucket twice, of another in the last."""
+    plan(*(Fault("weights.arrived", *at, action="flip") for at in ((2, 1), (2, 2), (5, 4))))
+    arm(workers)
+    notes, version = list[str](), after(newest(workers))
+    fleet = Fleet(members_of(workers, notes.append), carrier(way, tmp_path), 60, Waits())
+    publisher(Trainer(version.step), fleet).publish(version)
+    assert states(workers) == served(version) * 2
+    refused = [
+        f"bucket {number} of the weights of step 2 was refused and is sent again (worker {rank}: "
+        for number, rank in ((0, 2), (0, 2), (3, 5))
+    ]
+    assert [note.partition("its bytes")[0] for note in notes] == refused
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bucket_that_is_refused_every_time_ends_it_and_names_who_refused(
+    workers: dict[int, Any], way: str, tmp_path: Path, plan: Callable[..., None]
+) -> None:
+    plan(*(Fault("weights.arrived", 5, call, action="flip") for call in (2, 3, 4)))
+    arm(workers)
+    old = newest(workers)
+    fleet = Fleet(members_of(workers, lambda note: None), carrier(way, tmp_path), 60, Waits())
+    with pytest.raises(
+        TrustError, match=r"bucket 1 of the weights of step 2 was sent 3 times, .* \(worker 5: its bytes are not those"
+    ):
+        publisher(Trainer(2), fleet).publish(after(old))
+    assert states(workers) == served(old) * 2, "none serves a part of it"
+
+
+def test_who_dies_or_stops_in_a_weight_update_is_fenced_and_named_and_the_others_have_all_of_it(
+    workers: dict[int, Any], way: str, tmp_path: Path, plan: Callable[..., None]
+) -> None:
+    """One dies when it is handed the second bucket, one stops at the third, one dies when it has all and is to serve
+    it."""
+    plan(
+        Fault("weights.take", 3, call=2),
+        Fault("weights.take", 4, call=3, action="SIGSTOP"),
+        Fault("weights.serve", 6, call=1),
+    )
+    victims = start_workers(3, 4, 6)
+    stopped, everyone = pid_of(victims[4]), workers | victims
+    arm(everyone)
+    told, notes, version = list[Wait](), list[str](), after(newest(workers))
+    members = members_of(everyone, notes.append)
+    fleet = Fleet(members, carrier(way, tmp_path), 5.0, Waits(lambda wait, ended: told.append(wait)))
+    sender = publisher(Trainer(version.step), fleet)
+    sender.publish(version)
+    assert notes == [
+        "worker 3 died before it had answered for the weights of step 2",
+        "worker 4 did not answer for the weights of step 2 within 5 s (actor_rollout_ref.rollout.timeout_s), and is "
+        "killed",
+        "worker 6 died before it had answered for the weights of step 2",
+    ]
+    assert {(wait.who, wait.what) for wait in told} == {("learner", "weights of step 2")}
+    asked = [wait.on for wait in told if wait.on != "storage"]
+    assert (
+        asked[0] == "worker 2, worker 5, worker 3, worker 4, worker 6" and asked[-1] == "worker 2, worker 5, worker 6"
+    )
+    within(lambda: not Path(f"/proc/{stopped}").exists(), "it is there still")
+    assert states(workers) == served(version) * 2 and list(members.serving()) == [2, 5]
+    come = start_workers(3)[3]
+    pid_of(come)  # it has started
+    members.join(3, come)
+    sender.push_again()
+    assert states({3: come}) == served(version) and list(members.serving()) == [2, 3, 5]
+    assert list(tmp_path.iterdir()) == []
+    ray.kill(come)
+
+
+def test_a_trainer_that_is_killed_while_it_sends_leaves_all_with_what_they_had(
+    workers: dict[int, Any], way: str, tmp_path: Path, plan: Callable[..., None]
+) -> None:
+    plan(Fault("weights.put", TRAINS, call=2))
+    old = newest(workers)
+    sender: Any = ray.remote(Sender).options(num_cpus=0).remote()
+    with pytest.raises(RayActorError):
+        ray.get(sender.publish.remote(workers, way, tmp_path, after(old)))
+    assert states(workers) == served(old) * 2
+    assert bool(list(tmp_path.rglob("*.safetensors"))) == (way == "disk"), "nothing of it was on its way"
+    remove_weights(tmp_path)  # as the next start does
+    assert list(tmp_path.iterdir()) == []
+    later = Version(old.incarnation, 3)
+    publisher(Trainer(later.step), fleet_of(workers, carrier(way, tmp_path))).publish(later)
+    assert states(workers) == served(later) * 2
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def garble(file: Path) -> None:
+    file.write_bytes(b"\xff" * file.stat().st_size)
+
+
+def striking(run_dir: Path, strike: Callable[[Path], None]) -> Carry:
+    """The second bucket's file is struck when it is written for the first time."""
+    struck = set[int]()
+
+    def carry(version: Version, number: int, packed: Packed) -> InFile:
+        sent = write_bucket(run_dir, version, number, packed)
+        if number == 1 and number not in struck:
+            struck.add(number)
+            strike(sent.path)
+        return sent
+
+    return carry
+
+
+@pytest.mark.parametrize(
+    ("strike", "why"),
+    [
+        (cut, "has .* bytes, and .* were written"),
+        (flip, "its bytes are not those"),
+        (garble, "is not what was written"),
+    ],
+)
+def test_a_file_that_is_spoiled_on_the_disk_is_written_again(
+    workers: dict[int, Any], tmp_path: Path, strike: Callable[[Path], None], why: str
+) -> None:
+    notes, version = list[str](), after(newest(workers))
+    fleet = Fleet(members_of(workers, notes.append), striking(tmp_path, strike), 60, Waits())
+    publisher(Trainer(version.step), fleet).publish(version)
+    assert states(workers) == served(version) * 2
+    assert len(notes) == 1 and re.search(rf"bucket 1 .*\(worker 2: .*{why}.*; worker 5: .*{why}", notes[0])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_hangs_is_named_after_the_deadline(workers: dict[int, Any], tmp_path: Path) -> None:
+    old, pipe = newest(workers), tmp_path / "pipe"
+    os.mkfifo(pipe)
+
+    def carry(version: Version, number: int, packed: Packed) -> InFile:
+        pipe.write_bytes(b"")  # waits for a reader, as a network's file system does for its server
+        return write_bucket(tmp_path, version, number, packed)
+
+    fleet = Fleet(members_of(workers), carry, 0.5, Waits())
+    with pytest.raises(Stalled, match=r"bucket 0 of the weights of step 2 could not be put .* within 0\.5 s .*hangs"):
+        publisher(Trainer(2), fleet).publish(after(old))
+    assert states(workers) == served(old) * 2
+    pipe.read_bytes()  # which lets the thread go
+
+
+def test_a_folder_that_a_worker_does_not_see_is_named(workers: dict[int, Any], tmp_path: Path) -> None:
+    old = newest(workers)
+    fleet = Fleet(members_of(workers), striking(tmp_path, Path.unlink), 60, Waits())
+    with pytest.raises(
+        UserError, match=r"bucket-00001.safetensors, .* is not there on .*\(trainer.default_local_dir\)"
+    ):
+        publisher(Trainer(2), fleet).publish(after(old))
+    assert states(workers) == served(old) * 2

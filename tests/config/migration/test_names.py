@@ -1,0 +1,409 @@
+"""Names of other systems: the tables speak of keys that exist, and every well-known name is answered."""
+
+import re
+
+import pytest
+import yaml
+
+from distflow.config import ConfigError, load_config
+from distflow.config.compose.unknown_keys import is_known, suggest
+from distflow.config.compose.values import check_bounds, convert
+from distflow.config.keys.schema import group_names, schema_keys
+from distflow.config.migration.tables import NOT_GIVEN, SYSTEMS, find_names
+from distflow.config.migration.trl import DEFAULTS
+
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+REF = "actor_rollout_ref.ref"
+OPTIM, CORRECTION = f"{ACTOR}.optim", "algorithm.rollout_correction"
+
+ENTRIES = [(key, name) for names in SYSTEMS.values() for key, name in names.items()]
+
+
+def refuse(*overrides):
+    """Problems by key of overrides of the preset grpo, without a model or data."""
+    with pytest.raises(ConfigError) as caught:
+        load_config("grpo", list(overrides), complete=False)
+    return {problem.places[0][0]: problem for problem in caught.value.problems}
+
+
+def written(text):
+    return [tuple(override.split("=", 1)) for override in text.split(" ")] if text else []
+
+
+def test_what_is_to_be_written_are_our_keys_and_values_that_they_take():
+    for key, name in ENTRIES:
+        for value in (NOT_GIVEN, *name.values):
+            for ours, given in written(name.overrides(value)):
+                assert is_known(ours), f"{key}: {ours}"
+                info = schema_keys().get(ours)
+                if info is None or "..." in given:
+                    continue
+                plain = yaml.safe_load(given)
+                made = info.spec.parse(plain) if info.spec.parse else convert(plain, info.annotation)
+                assert not list(check_bounds(made, info)), f"{key}: {ours}={given}"
+
+
+def test_keys_that_a_note_names_exist():
+    for key, name in ENTRIES:
+        for word in re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)+", name.note):
+            ours = word.partition(".")[0] in group_names() and not word.endswith(".md")
+            assert not ours or is_known(word), f"{key}: {word}"
+
+
+def test_every_name_says_something():
+    assert all(name.answer(value) for _, name in ENTRIES for value in (NOT_GIVEN, "x"))
+
+
+def test_a_value_that_has_no_name_here_is_answered_with_those_that_have():
+    said = find_names("loss_type")["TRL"].answer("dft")
+    assert "dft" not in said and f"`dr_grpo` is `{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm`" in said
+    assert find_names("save_strategy")["TRL"].answer("epoch").startswith("trainer.save_freq counts steps; `no` is")
+
+
+def test_none_of_them_is_a_key_here():
+    assert not {key for key, _ in ENTRIES} & set(schema_keys())
+
+
+@pytest.mark.parametrize(("key", "value", "override"), DEFAULTS, ids=[key for key, _, _ in DEFAULTS])
+def test_the_defaults_of_trl_are_said_by_keys(key, value, override):
+    assert find_names(key)
+    for ours, given in written(override):
+        info = schema_keys()[ours]
+        assert not list(check_bounds(convert(yaml.safe_load(given), info.annotation), info))
+
+
+# name=value of TRL: what is to be written for it
+TRL = {
+    "max_completion_length=512": "write data.max_response_length=512",
+    "num_generations=8": f"write {ROLLOUT}.n=8",
+    "num_generations_eval=4": f"write {ROLLOUT}.val_kwargs.n=4; besides one greedy answer",
+    "max_prompt_length=256": "write data.max_prompt_length=256; TRL cuts longer prompts from the left",
+    "max_length=1024": "data.max_prompt_length, data.max_response_length",
+    "max_seq_length=1024": "data.max_prompt_length, data.max_response_length",
+    "per_device_train_batch_size=8": "both are that product / num_generations",
+    "gradient_accumulation_steps=4": "TRL counts completions",
+    "generation_batch_size=64": "generation_batch_size / num_generations",
+    "steps_per_generation=4": f"data.train_batch_size / {ACTOR}.ppo_mini_batch_size",
+    "temperature=0.9": f"write {ROLLOUT}.temperature=0.9",
+    "top_p=0.9": f"write {ROLLOUT}.top_p=0.9",
+    "top_k=0": f"write {ROLLOUT}.top_k=-1",
+    "top_k=50": f"write {ROLLOUT}.top_k=50",
+    "min_p=0.1": f"write {ROLLOUT}.min_p=0.1",
+    "repetition_penalty=1.1": f"write {ROLLOUT}.repetition_penalty=1.1",
+    "beta=0.04": f"write {ACTOR}.use_kl_loss=true {ACTOR}.kl_loss_coef=0.04",
+    "beta=0.0": f"write {ACTOR}.use_kl_loss=false",
+    "epsilon=0.1": f"write {ACTOR}.clip_ratio=0.1",
+    "epsilon_high=0.28": f"write {ACTOR}.clip_ratio_high=0.28",
+    "delta=4.0": f"write {ACTOR}.clip_ratio_c=4.0",
+    "num_iterations=2": f"write {ACTOR}.ppo_epochs=2",
+    "loss_type=grpo": f"write {ACTOR}.loss_agg_mode=seq-mean-token-mean",
+    "loss_type=dapo": f"write {ACTOR}.loss_agg_mode=token-mean",
+    "loss_type=bnpo": f"write {ACTOR}.loss_agg_mode=token-mean",
+    "loss_type=dr_grpo": f"write {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
+    "loss_type=cispo": f"write {ACTOR}.policy_loss=cispo {ACTOR}.loss_agg_mode=token-mean",
+    "importance_sampling_level=sequence": f"write {ACTOR}.policy_loss=gspo",
+    "scale_rewards=True": "write algorithm.scale_rewards=group",
+    "scale_rewards=False": "write algorithm.scale_rewards=none",
+    "scale_rewards=batch": "write algorithm.scale_rewards=batch",
+    "mask_truncated_completions=True": "cut-off answers count",
+    "reward_weights=[1.0,0.5]": "reward.functions",
+    "reward_funcs=accuracy": "reward.functions",
+    "multi_objective_aggregation=normalize_then_sum": "write algorithm.adv_estimator=gdpo",
+    "use_vllm=True": "vLLM is not there yet",
+    "vllm_importance_sampling_mode=token_truncate": f"write {CORRECTION}.level=token {CORRECTION}.mode=truncate",
+    "vllm_importance_sampling_cap=2.0": f"write {CORRECTION}.cap=2.0",
+    "sync_ref_model=True": "stays the model before the first step",
+    "top_entropy_quantile=0.2": "all tokens count",
+    "learning_rate=1e-5": f"write {OPTIM}.lr=1e-05",
+    "lr_scheduler_type=linear": f"write {OPTIM}.scheduler=linear_with_warmup",
+    "lr_scheduler_type=constant": f"write {OPTIM}.scheduler=constant",
+    "warmup_ratio=0.1": f"write {OPTIM}.warmup_ratio=0.1",
+    "warmup_steps=10": f"write {OPTIM}.lr_warmup_steps=10",
+    "weight_decay=0.1": f"write {OPTIM}.weight_decay=0.1",
+    "adam_beta1=0.9": f"write {OPTIM}.betas=[0.9,0.999]",
+    "adam_beta2=0.95": f"write {OPTIM}.betas=[0.9,0.95]",
+    "adam_epsilon=1e-7": f"write {OPTIM}.eps=1e-07",
+    "max_grad_norm=0.1": f"write {ACTOR}.max_grad_norm=0.1",
+    "optim=adamw_torch": f"write {OPTIM}.optimizer=adamw",
+    "optim=paged_adamw_8bit": f"write {OPTIM}.optimizer=adamw_8bit",
+    "bf16=True": f"write {MODEL}.dtype=bfloat16",
+    "fp16=True": "float16 is not there",
+    "gradient_checkpointing=True": f"write {MODEL}.enable_gradient_checkpointing=true",
+    "lora_r=16": f"write {MODEL}.lora_rank=16",
+    "lora_target_modules=[q_proj,v_proj]": f"write {MODEL}.target_modules=[q_proj,v_proj]",
+    "lora_dropout=0.05": "adapters drop nothing",
+    "num_train_epochs=3": "write trainer.total_epochs=3",
+    "max_steps=100": "write trainer.total_training_steps=100; TRL counts optimizer steps",
+    "max_steps=-1": "write trainer.total_training_steps=null",
+    "save_steps=50": "write trainer.save_freq=50",
+    "save_strategy=no": "write trainer.save_freq=-1",
+    "save_total_limit=3": "write trainer.keep_last=3",
+    "eval_steps=50": "write trainer.test_freq=50",
+    "eval_strategy=no": "write trainer.test_freq=-1",
+    "eval_on_start=True": "write trainer.val_before_train=true",
+    "load_best_model_at_end=True": "write trainer.keep_best=true",
+    "report_to=none": "write trainer.logger=[console]",
+    "report_to=wandb": "write trainer.logger=[console,wandb]",
+    "run_name=a": "write trainer.experiment_name=a",
+    "output_dir=out/a": "write trainer.default_local_dir=out/a",
+    "seed=42": "write trainer.seed=42 data.seed=42",
+    "model_name_or_path=org/m": f"write {MODEL}.path=org/m",
+    "dataset_name=org/d": "write data.train_files=org/d",
+    "push_to_hub=True": "distflow export",
+    "resume_from_checkpoint=True": "write trainer.resume_mode=auto",
+    "kl_coef=0.05": "write algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=0.05",
+    "num_ppo_epochs=4": f"write {ACTOR}.ppo_epochs=4 critic.ppo_epochs=4",
+    "cliprange=0.2": f"write {ACTOR}.clip_ratio=0.2",
+    "cliprange_value=0.2": "write critic.cliprange_value=0.2",
+    "vf_coef=0.1": "",
+    "lam=0.95": "write algorithm.lam=0.95",
+    "missing_eos_penalty=1.0": "reward.overlong.buffer_tokens",
+    "reward_model_path=m": "write reward.functions={default:[{name:model,options:{path:m}}]}",
+    "deepspeed=ds.json": "one process",
+    "logging_steps=10": "",
+    "use_liger_kernel=True": "",
+    "log_completions=True": "",
+    "packing=True": "",
+    "assistant_only_loss=True": "",
+}
+
+# of the others
+OTHERS = {
+    "rollout.max_head_offpolicyness=2": "write async.max_staleness=2; in steps",
+    "max_head_offpolicyness=2": "write async.max_staleness=2",
+    "rollout.max_concurrent_rollouts=64": "write async.max_concurrent_rollouts=64; in prompts",
+    "rollout.consumer_batch_size=32": "write data.train_batch_size=32; in prompts",
+    "rollout.queue_size=16": "",
+    "rollout.check_trajectory_format=True": "",
+    "rollout.enable_rollout_tracing=True": "",
+    "rollout.schedule_policy=round_robin": "",
+    "rollout.pause_grace_period=0.5": "",
+    "async_training=True": "",
+    "new_tokens_per_chunk=1024": "",
+    "actor.weight_update_mode=xccl": "",
+    "actor.weight_update_mode=disk": f"write {ACTOR}.weight_update_mode=disk; to workers that only generate",
+    "actor.behave_imp_weight_cap=5.0": f"write {ACTOR}.policy_loss_kwargs.behav_imp_weight_cap=5.0",
+    "actor.behav_imp_weight_mode=token_truncate": f"write {ACTOR}.policy_loss_kwargs.behav_imp_weight_mode=clamp",
+    "actor.behave_imp_weight_mode=sequence_mask": "rejection_sampling={level:sequence,action:mask,upper:5.0}",
+    "actor.rejection_sampling.upper=2.0": f"write {ACTOR}.policy_loss_kwargs.rejection_sampling.upper=2.0",
+    "ppo.use_decoupled_loss=True": f"write {ACTOR}.policy_loss=decoupled",
+    "eval_gconfig.top_p=0.9": f"write {ROLLOUT}.val_kwargs.top_p=0.9",
+    "evaluator.eval_before_train=True": "write trainer.val_before_train=true",
+    "async_train=True": "write async.max_staleness=2",
+    "async_queue_size=3": "async_queue_size + 1",
+    "async_training.partial_rollout=True": f"write {ROLLOUT}.kv_on_update=recompute",
+    "partial_rollout=True": f"write {ROLLOUT}.kv_on_update=keep",
+    "async_training.staleness_threshold=0.5": "async.max_staleness is it rounded up",
+    "async_training.trigger_parameter_sync_step=4": "data.train_batch_size is ppo_mini_batch_size",
+    "gconfig.n_samples=4": f"write {ROLLOUT}.n=4",
+    "gconfig.max_new_tokens=1024": "write data.max_response_length=1024",
+    "actor.eps_clip=0.4": f"write {ACTOR}.clip_ratio=0.4",
+    "actor.eps_clip_higher=0.5": f"write {ACTOR}.clip_ratio_high=0.5",
+    "actor.kl_ctl=0.1": "write algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=0.1",
+    "actor.ppo_n_minibatches=4": f"{ACTOR}.ppo_mini_batch_size is data.train_batch_size / ppo_n_minibatches",
+    "actor.use_decoupled_loss=True": f"write {ACTOR}.policy_loss=decoupled",
+    "actor.optimizer.lr_scheduler_type=constant": f"write {OPTIM}.scheduler=constant_with_warmup",
+    "actor.path=m": f"write {MODEL}.path=m",
+    "train_dataset.batch_size=256": "write data.train_batch_size=256",
+    "allocation_mode=sglang:d4p1t1+d4p1t1": "trainer.launcher=ray",
+    "n_samples_per_prompt=8": f"write {ROLLOUT}.n=8",
+    "rollout_batch_size=128": "write data.train_batch_size=128; in prompts",
+    "train_batch_size=128": "train_batch_size / n_samples_per_prompt; verl's is data.train_batch_size",
+    "generate_max_len=1024": "write data.max_response_length=1024",
+    "prompt_max_len=1024": "write data.max_prompt_length=1024",
+    "advantage_estimator=group_norm": "write algorithm.adv_estimator=grpo",
+    "actor_learning_rate=5e-7": f"write {OPTIM}.lr=5e-07",
+    "eps_clip_low_high=[0.2,0.27]": "clip_ratio_low",
+    "lambd=1.0": "write algorithm.lam=1.0",
+    "zero_stage=3": "",
+    "adam_offload=True": f"write {ACTOR}.fsdp_config.optimizer_offload=true; with {ACTOR}.strategy=fsdp",
+    "is_offload_states=true": f"param_offload=true {ACTOR}.fsdp_config.optimizer_offload=true",
+    "num_return_sequences_in_group=8": f"write {ROLLOUT}.n=8",
+    "pg_clip_high=0.28": f"write {ACTOR}.clip_ratio_high=0.28",
+    "actor_train.training_args.learning_rate=1e-6": f"write {OPTIM}.lr=1e-06",
+    "is_use_additional_prompts=true": "write algorithm.filter_groups.oversampling=0.5; 0.5 is half as many",
+    "max_additional_running_prompts=32": "algorithm.filter_groups.oversampling is their part of rollout_batch_size",
+    "async_generation_ratio=1": "write async.max_staleness=1",
+    "init_kl_coef=0": "write algorithm.use_kl_in_reward=false",
+    "whiten_advantages=True": "in ROLL: write algorithm.adv_norm.mean_level=batch",
+    f"{ACTOR}.optim.warmup_style=cosine": f"write {OPTIM}.scheduler=cosine_with_warmup",
+    f"{ACTOR}.grad_clip=0.5": f"write {ACTOR}.max_grad_norm=0.5",
+    "critic.model.fsdp_config.param_offload=True": "write critic.fsdp_config.param_offload=true",
+    "critic.fsdp.offload_policy=True": "write critic.fsdp_config.offload_policy=true",
+    "reward_model.model.fsdp_config.param_offload=True": "leave it out",
+    f"{REF}.fsdp_config.fsdp_size=4": f"as the actor does: {ACTOR}.fsdp_config.fsdp_size",
+    f"{ACTOR}.fsdp_config.forward_prefetch=True": "",
+    f"{ACTOR}.ulysses_sequence_parallel_size=2": "one device",
+    f"{ROLLOUT}.multi_turn.enable=True": "not there yet",
+    "data.reward_fn_key=data_source": "",
+    "reward_model.reward_manager=mine": "reward.functions",
+    "reward.custom_reward_function.path=r.py": "write custom_reward_function.path=r.py",
+    "trainer.max_actor_ckpt_to_keep=3": "write trainer.keep_last=3",
+    "trainer.val_only=True": "distflow eval",
+    "model.partial_pretrain=m": f"write {MODEL}.path=m",
+    "use_remove_padding=True": "",
+    "dag.workflow_path=dag.yaml": "or the list dag.nodes: node_id is id there",
+    "dag_id=mine": "or the list dag.nodes: node_id is id there",
+    "global_config=1": "in a node's options stand the values themselves",
+    "dag.env_enable=False": "",
+    "dag.env_enable=True": "environments are not there yet",
+    "profiler.level=level1": "",
+    "entropy_coeff=0.01": f"verl has it in another place: write {ACTOR}.entropy_coef=0.01",
+    "reward_model.micro_batch_size_per_gpu=4": "",
+}
+
+
+@pytest.mark.parametrize("settings", [TRL, OTHERS], ids=["TRL", "others"])
+def test_well_known_names_are_answered_with_ours_and_their_value(settings):
+    """Empty: it asks for nothing that is not so anyway, and is accepted with a line."""
+    said = {override: suggest_for(override) for override in settings}
+    for override, part in settings.items():
+        if part:
+            assert part in said[override], override
+    accepted = [override for override, part in settings.items() if not part]
+    notes = load_config("grpo", accepted, complete=False).notes
+    assert len([line for line in notes if "verl's defaults" not in line]) == len(accepted)
+
+
+def suggest_for(override):
+    key, value = override.split("=", 1)
+    return suggest(key, schema_keys(), yaml.load(value, yaml.SafeLoader) if "e-" not in value else float(value))
+
+
+def test_the_command_line_gives_the_same_answers():
+    some = ["max_completion_length=512", "num_generations=8", "+beta=0.04", "++scale_rewards=False", "report_to=none"]
+    problems = refuse(*some)
+    assert [problem.what for problem in problems.values()] == ["there is no such key; TRL has it"] * 5
+    for override in some:
+        key = override.lstrip("+").partition("=")[0]
+        assert TRL[override.lstrip("+")] in problems[key].advice
+
+
+def test_a_file_gives_the_same_answers(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        "defaults: [grpo, _self_]\nnum_generations: 4\ngconfig:\n  n_samples: 4\n  greedy: false\n"
+        "actor_rollout_ref:\n  actor:\n    fsdp_config: {param_offload: false, model_dtype: fp32}\n"
+        "    ppo_micro_batch_size_per_gpu: 4\n"
+        "critic:\n  model:\n    fsdp_config: {param_offload: true, optimizer_offload: false}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(str(tmp_path / "run.yaml"), complete=False)
+    said = {problem.places[0][0]: problem.advice for problem in caught.value.problems}
+    assert said == {
+        "num_generations": f"write {ROLLOUT}.n=4",
+        "gconfig.n_samples": f"write {ROLLOUT}.n=4",
+        "critic.model.fsdp_config.param_offload": "write critic.fsdp_config.param_offload=true",
+    }
+
+
+def test_a_group_of_one_system_and_a_name_of_another_are_told_apart(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        "defaults: [grpo, _self_]\ntrain_dataset:\n  path: gsm8k\n  batch_size: ${gconfig.n_samples}\n"
+        "gconfig: {n_samples: 4}\ntokenizer_path: ${train_dataset.path}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(str(tmp_path / "run.yaml"), complete=False)
+    said = {problem.places[0][0]: problem.advice for problem in caught.value.problems}
+    assert said == {
+        "train_dataset.path": "write data.train_files=gsm8k",
+        "train_dataset.batch_size": "write data.train_batch_size=4; in prompts",
+        "gconfig.n_samples": f"write {ROLLOUT}.n=4",
+        "tokenizer_path": f"write {MODEL}.tokenizer_path=gsm8k",
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [("'a b'", "'a b'"), ("'a =b.c=d'", "'a =b.c=d'"), ('"it\'s"', "'it\\'s'"), ("null", "null"), ("''", "''")],
+)
+def test_any_value_is_shown_as_it_is_written_on_the_command_line(given, shown):
+    (problem,) = refuse(f"data.reward_fn_key={given}").values()
+    assert problem.advice == f"write data.domain_key={shown}"
+
+
+@pytest.mark.parametrize("value", ["true", "1", "false"])
+def test_an_offload_is_accepted_only_where_nothing_is_to_be_offloaded(value):
+    override = f"critic.model.fsdp_config.optimizer_offload={value}"
+    if value == "false":
+        (line,) = [line for line in load_config("verl_grpo", [override], complete=False).notes]
+        assert line == f"{override} (verl): it asks for nothing"
+    else:
+        assert list(refuse(override)) == ["critic.model.fsdp_config.optimizer_offload"]
+
+
+def test_what_is_accepted_leaves_no_trace_in_the_config():
+    plain = load_config("verl_grpo", complete=False)
+    spoken = load_config("verl_grpo", ["trainer.balance_batch=True", f"{ACTOR}.entropy_coeff=0"], complete=False)
+    assert (spoken.config, spoken.origins, spoken.text) == (plain.config, plain.origins, plain.text)
+    assert spoken.notes[1] == (
+        f"{ACTOR}.entropy_coeff=0 (verl): here it is {ACTOR}.entropy_coef=0, which is so already"
+    )
+    assert f"{ACTOR}.entropy_coeff" in refuse(f"{ACTOR}.entropy_coeff=0.01")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (f"{ACTOR}.kl_loss_type=k3", "did you mean low_var_kl?"),
+        ("algorithm.kl_penalty=k2", "did you mean mse?"),
+        (f"{OPTIM}.scheduler=cosine", "did you mean cosine_with_warmup?"),
+        (f"{OPTIM}.optimizer=AdamW", "did you mean adamw?"),
+        ("trainer.resume_mode=disable", "never (verl's disable)"),
+    ],
+)
+def test_values_of_verl_are_answered(override, said):
+    (problem,) = refuse(override).values()
+    assert said in problem.advice
+
+
+# What must not be suggested for what
+DANGEROUS = [
+    ("max_completion_length", "max_prompt_length"),
+    ("max_new_length", "max_prompt_length"),
+    ("data.max_completion_length", "max_prompt_length"),
+    ("data.max_answer_length", "max_prompt_length"),
+    ("data.train_files_size", "train_files"),
+    ("data.test_files", "train_files"),
+    ("trainer.eval_freq", "save_freq"),
+    ("trainer.total_steps", "total_epochs"),
+    (f"{ROLLOUT}.top_n", "top_p"),
+    (f"{ACTOR}.clip_high", "clip_ratio_high"),
+    (f"{ACTOR}.min_grad_norm", "max_grad_norm"),
+    ("data.prompt_id", "prompt_key"),
+    ("logging.path", "model.path"),
+    ("log.level", "rollout_correction.level"),
+    ("wandb.name", "rollout.name"),
+    ("server.mode", "rollout_correction.mode"),
+]
+
+
+@pytest.mark.parametrize(("key", "wrong"), DANGEROUS)
+def test_another_word_is_no_suggestion(key, wrong):
+    assert wrong not in suggest(key, schema_keys())
+
+
+MISSPELT = {
+    "data.train_batch_sise": "data.train_batch_size",
+    "data.trian_files": "data.train_files",
+    "data.trainbatchsize": "data.train_batch_size",
+    "trainer.sede": "trainer.seed",
+    "Trainer.Seed": "trainer.seed",
+    "algoritm.gama": "algorithm.gamma",
+    "actor.cliprange_ratio": "",
+    f"{ACTOR}.clip_ration": f"{ACTOR}.clip_ratio",
+    "temprature": f"{ROLLOUT}.temperature",
+    "tempreature": f"{ROLLOUT}.temperature",
+    "max_completion_lenght": "max_completion_length? Then write data.max_response_length=...",
+    "num_generation": f"num_generations? Then write {ROLLOUT}.n=...",
+    "trainer.lr": f"{OPTIM}.lr",
+    "rollout.n": f"{ROLLOUT}.n",
+    "zzz": "",
+    "data.zzz": "",
+}
+
+
+@pytest.mark.parametrize("key", MISSPELT)
+def test_a_typing_error_is_understood(key):
+    said = suggest(key, schema_keys())
+    wanted = f"did you mean {MISSPELT[key]}" if MISSPELT[key] else "see docs/config.md"
+    assert said.startswith(wanted)

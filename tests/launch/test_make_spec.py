@@ -1,0 +1,364 @@
+"""The spec of a run: it can be sent to another process, its data lie in the run's folder, and what is wrong with a run
+is found while it is made."""
+
+import os
+import pickle
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from distflow import register_adv_est, register_policy_loss
+from distflow.algorithms.mismatch import Tolerance
+from distflow.config import load_config
+from distflow.data.encoded import EncodedRows
+from distflow.errors import UserError
+from distflow.graph import PipelineError
+from distflow.launch.check_serializable import check_importable
+from distflow.launch.data_sets import data_plan
+from distflow.launch.local_launcher import launch_local
+from distflow.rollout.engine import SamplingParams
+from distflow.runtime.offload import Offloads
+from distflow.runtime.spec import Spec
+from tests.e2e.runs import Playground
+from tests.user_code import forgotten
+
+RUN_IT = """
+import pickle, sys
+from pathlib import Path
+from distflow.launch.local_launcher import launch_local
+spec = pickle.loads(Path(sys.argv[1]).read_bytes())
+launch_local(spec)
+import torch
+print("threads:", torch.get_num_threads())
+"""
+OWN_ESTIMATOR = """
+from distflow import register_adv_est
+
+@register_adv_est("own")
+def own(scores, response_mask):
+    advantages = (scores - 0.5).unsqueeze(-1) * response_mask
+    return advantages, advantages
+"""
+OWN_PROGRAMS = """
+from dataclasses import replace
+
+from distflow import node
+from distflow.graph import Node
+from distflow.pipelines.grpo import grpo_pipeline
+from distflow.pipelines.sft import sft_pipeline
+
+
+def with_a_lambda(config):
+    graph = grpo_pipeline(config)
+    louder = node(writes="token_level_rewards")(lambda token_level_scores: 2 * token_level_scores)
+    graph.add_node(Node("louder", louder))
+    return graph
+
+
+def with_an_undeclared_column(config):
+    graph = grpo_pipeline(config)
+    graph.add_node(Node("odd", node(writes="no_such_bonus")(lambda scores: scores)))
+    return graph
+
+
+def learning_given_answers():
+    return sft_pipeline()
+
+
+def with_another_config(config):
+    return grpo_pipeline(replace(config, algorithm=replace(config.algorithm, use_kl_in_reward=False)))
+"""
+TWO_STEPS = ("trainer.total_training_steps=2", "trainer.save_freq=2")
+
+
+@pytest.fixture
+def playground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Playground]:
+    (tmp_path / "own_estimator.py").write_text(OWN_ESTIMATOR)
+    (tmp_path / "own_programs.py").write_text(OWN_PROGRAMS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with forgotten("own_estimator", "own_programs"):
+        yield Playground(tmp_path)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoints" / "step-000002" / "actor.safetensors")
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(tensor.equal(other[name]) for name, tensor in one.items())
+
+
+def in_a_fresh_process(spec: Spec, folder: Path) -> str:
+    """What was printed by a process that knows nothing but the pickled spec and where modules lie."""
+    (folder / "spec.pickle").write_bytes(pickle.dumps(spec))
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", RUN_IT, str(folder / "spec.pickle")]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_fresh_process_runs_it_to_the_same_weights(playground: Playground) -> None:
+    own = (*TWO_STEPS, "trainer.imports=[own_estimator]", "algorithm.adv_estimator=own")
+    here = playground.run("grpo", *own, name="here")
+    plain = playground.run("grpo", *TWO_STEPS, name="plain")
+    _, spec = playground.spec("grpo", *own, name="there")
+    said = in_a_fresh_process(spec, playground.folder)
+    assert same(weights(here.folder), weights(playground.folder / "there"))
+    assert not same(weights(here.folder), weights(plain.folder)), "the user's estimator is what was run"
+    assert "threads: 1" in said, "trainer.num_threads holds where the spec is run"
+
+
+def test_every_field_travels_as_plain_data(playground: Playground) -> None:
+    _, spec = playground.spec("ppo", f"data.val_files={playground.folder}/rows.jsonl")
+    again = pickle.loads(pickle.dumps(spec))
+    for item in fields(Spec):
+        if item.name not in ("program", "factories", "rows", "validation"):
+            assert getattr(again, item.name) == getattr(spec, item.name), item.name
+    assert [again.rows[i] for i in range(12)] == [spec.rows[i] for i in range(12)]
+    assert again.validation[0].rows[3] == spec.validation[0].rows[3]
+    assert again.factories.keys() == spec.factories.keys()
+    assert [node.node_id for node in again.program().nodes] == [node.node_id for node in spec.program().nodes]
+    assert len(pickle.dumps(spec)) < 100_000, "no weights, no rows"
+
+
+def test_data_are_encoded_into_the_folder_of_the_run_once(playground: Playground) -> None:
+    data = f"data.val_files={playground.folder}/rows.jsonl"
+    _, spec = playground.spec("grpo", data, "data.val_max_samples=3")
+    rows = (spec.rows, spec.validation[0].rows)
+    for found, name, num_rows in zip(rows, ("train", "val"), (12, 3), strict=True):
+        assert isinstance(found, EncodedRows) and len(found) == num_rows
+        assert found.path.parent == playground.folder / "run" / "data" and found.path.name.startswith(f"{name}-")
+    assert isinstance(spec.rows, EncodedRows)
+    before = spec.rows.path.stat()
+    _, again = playground.spec("grpo", data, "data.val_max_samples=3")
+    assert isinstance(again.rows, EncodedRows) and again.rows.path == spec.rows.path
+    after = again.rows.path.stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_other_data_in_the_same_folder_are_another_file(playground: Playground) -> None:
+    _, spec = playground.spec("grpo")
+    playground.write_rows([{"prompt": f"{i}-", "answer": "7"} for i in range(12)])
+    _, other = playground.spec("grpo")
+    assert isinstance(spec.rows, EncodedRows) and isinstance(other.rows, EncodedRows)
+    assert spec.rows.path != other.rows.path
+    assert (spec.rows[0].prompt_text, other.rows[0].prompt_text) == ("ab0=", "0-")
+
+
+def test_keys_are_judged_before_any_file_is_opened(playground: Playground) -> None:
+    with pytest.raises(UserError, match="keys that do nothing"):
+        playground.spec("grpo", "data.train_files=/nowhere/rows.jsonl", "critic.optim.lr=1e-3")
+    assert not (playground.folder / "run").exists(), "nothing is left behind either"
+
+
+def homeless(code: str, module: str) -> types.FunctionType:
+    """A function of a module that no other process can import."""
+    scope: dict[str, types.FunctionType] = {"__name__": module}  # type: ignore[dict-item]
+    exec(code, scope)
+    return scope["homeless"]
+
+
+@pytest.mark.parametrize("module", ["__main__", "made_by_hand"])
+@pytest.mark.parametrize("key", ["algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss"])
+def test_a_registered_function_that_no_worker_can_import(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch, module: str, key: str
+) -> None:
+    if module == "made_by_hand":
+        monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+    if key == "algorithm.adv_estimator":
+        fn = homeless("def homeless(scores, response_mask): return scores.unsqueeze(-1) * response_mask", module)
+        register_adv_est("homeless")(fn)
+    else:
+        fn = homeless("def homeless(log_probs, advantages, loss_mask): return -log_probs * advantages, {}", module)
+        register_policy_loss("homeless")(fn)
+    with pytest.raises(UserError, match=f"{key}: the function homeless lives in '{module}'.*trainer.imports"):
+        playground.spec("grpo", f"{key}=homeless", "trainer.imports=[json]")
+
+
+def chosen(builder: str) -> tuple[str, ...]:
+    return ("~dag.pipeline", f"dag.custom_pipeline_fn={builder}")
+
+
+def test_a_program_of_the_users_may_hold_what_does_not_pickle(playground: Playground) -> None:
+    """Each worker builds it anew."""
+    _, spec = playground.spec("grpo", *chosen("own_programs:with_a_lambda"), *TWO_STEPS)
+    launch_local(pickle.loads(pickle.dumps(spec)))
+    assert (playground.folder / "run" / "checkpoints" / "step-000002").exists()
+
+
+@pytest.mark.parametrize("module", ["__main__", "made_by_hand"])
+def test_a_program_that_no_worker_can_import(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    by_hand = types.ModuleType(module)
+    code = "from distflow.pipelines.grpo import grpo_pipeline\ndef homeless(config): return grpo_pipeline(config)"
+    by_hand.make = homeless(code, module)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module, by_hand)
+    with pytest.raises(UserError, match=rf"dag\.custom_pipeline_fn.*'{module}'"):
+        playground.spec("grpo", *chosen(f"{module}:make"))
+
+
+def test_a_node_that_no_worker_can_import(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_hand = types.ModuleType("made_by_hand")
+    by_hand.look = homeless("def homeless(scores): return scores", "made_by_hand")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "made_by_hand", by_hand)
+    nodes = "dag.nodes=[{id: look, func: made_by_hand.look}]"
+    config = load_config("grpo", playground.overrides("run", "~dag.pipeline", nodes, "dag.generates=true")).config
+    with pytest.raises(UserError, match=r"dag\.nodes: the function homeless lives in 'made_by_hand'.*my_code:homeless"):
+        check_importable(config)
+
+
+def test_a_marker_among_the_nodes_has_no_function_to_import(playground: Playground) -> None:
+    nodes = "dag.nodes=[{id: wait, type: BARRIER_SYNC}]"
+    check_importable(
+        load_config("grpo", playground.overrides("run", "~dag.pipeline", nodes, "dag.generates=true")).config
+    )
+
+
+def test_ranks_that_do_not_divide_a_models_layers_are_told_before_anything_is_started(playground: Playground) -> None:
+    allocation = "trainer.allocation=embedded[rollout]:d3|fsdp[actor]:d1t3"
+    with pytest.raises(UserError, match=r"model\.path: 3 tensor parallel ranks .* num_attention_heads=4"):
+        playground.spec("grpo", "trainer.launcher=ray", "trainer.n_gpus_per_node=3", allocation)
+
+
+def test_imports_that_no_worker_can_import(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "made_by_hand", types.ModuleType("made_by_hand"))
+    with pytest.raises(UserError, match=r"trainer\.imports.*made_by_hand"):
+        playground.spec("grpo", "trainer.imports=[made_by_hand]")
+
+
+def test_a_column_that_nobody_declared(playground: Playground) -> None:
+    with pytest.raises(PipelineError, match="node 'odd' writes 'no_such_bonus', a column that is not declared"):
+        playground.spec("grpo", *chosen("own_programs:with_an_undeclared_column"))
+
+
+def test_a_program_of_the_users_is_given_the_config_as_the_dataclass_that_it_is(playground: Playground) -> None:
+    _, spec = playground.spec("grpo", *chosen("own_programs:with_another_config"))
+    assert "kl_penalty" not in [node.node_id for node in spec.program().nodes]
+
+
+GONE = ("reward.functions", "reward.num_workers", "custom_reward_function.path", "actor_rollout_ref.rollout.n")
+
+
+def test_a_program_of_the_users_that_samples_nothing_learns_the_answers_of_the_rows(playground: Playground) -> None:
+    playground.write_rows([{"prompt": f"{i}=", "solution": f"{i}"} for i in range(12)])
+    program = (f"~{key}" for key in GONE)
+    given = (*program, *chosen("own_programs:learning_given_answers"), "data.response_key=solution")
+    config, spec = playground.spec("sft", *given)
+    assert config.dag.generates is None and spec.config.dag.generates is False and "generates: false" in spec.text
+    assert spec.data.group_size == 1
+    assert spec.rows[0].response_ids is not None
+    assert program_of(playground, "grpo", "own_programs:with_another_config").config.dag.generates is None
+
+
+def test_what_is_said_of_a_program_goes_before_what_its_nodes_say(playground: Playground) -> None:
+    given = ("dag.generates=true", "actor_rollout_ref.rollout.n=3", "~reward.functions", "~custom_reward_function.path")
+    spec = program_of(playground, "sft", "own_programs:learning_given_answers", *given, "~reward.num_workers")
+    assert spec.data.group_size == 3
+
+
+def program_of(playground: Playground, preset: str, function: str, *given: str) -> Spec:
+    return playground.spec(preset, *chosen(function), *given)[1]
+
+
+MODEL = "actor_rollout_ref.model"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_what_hangs_on_the_dtype_of_the_model(playground: Playground, dtype: str, rank: int) -> None:
+    """An engine with a copy of the weights needs each version's tensors; a copy is compared less strictly."""
+    exact = dtype == "float32"
+    # On shared weights it is compared at the start only.
+    often = () if exact else ("trust.canary_freq=3", "actor_rollout_ref.rollout.enforce_eager=true")
+    _, spec = playground.spec("grpo", f"{MODEL}.dtype={dtype}", f"{MODEL}.lora_rank={rank}", *often)
+    assert (spec.weight_dtype, spec.shares_weights) == (torch.float32 if exact else torch.bfloat16, exact)
+    assert spec.sends_weights == (not exact or rank == 0)
+    assert (spec.tolerance, spec.ratio_limit) == (Tolerance.of(exact), 1e-4 if exact else 0.05)
+    assert spec.options.canary_freq == (1 if exact else 3)
+    _, spec = playground.spec("grpo", f"{MODEL}.dtype={dtype}", "trust.canary_freq=0")
+    assert spec.options.canary_freq == 0
+
+
+SHARDED = ("actor_rollout_ref.actor.strategy=fsdp", "trainer.launcher=ray", "trainer.n_gpus_per_node=2")
+ACTOR_FSDP, CRITIC_FSDP = "actor_rollout_ref.actor.fsdp_config", "critic.fsdp_config"
+
+
+@pytest.mark.parametrize(
+    ("keys", "offloads"),
+    [
+        ((), {}),
+        ((f"{ACTOR_FSDP}.param_offload=true",), {"actor": Offloads(weights=True, moments=False)}),
+        ((f"{ACTOR_FSDP}.optimizer_offload=true",), {"actor": Offloads(weights=False, moments=True)}),
+        ((f"{CRITIC_FSDP}.param_offload=true",), {"critic": Offloads(weights=True, moments=False)}),
+        ((f"{CRITIC_FSDP}.optimizer_offload=true",), {"critic": Offloads(weights=False, moments=True)}),
+        ((f"{ACTOR_FSDP}.offload_policy=true", f"{CRITIC_FSDP}.offload_policy=true"), {}),
+    ],
+)
+def test_what_waits_in_the_hosts_memory_is_what_the_config_says_and_nothing_on_a_cpu(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...], offloads: dict[str, Offloads]
+) -> None:
+    if keys:
+        with pytest.raises(UserError, match=f"{keys[0].partition('=')[0]}.* lies in the host's memory already"):
+            playground.spec("ppo", *SHARDED, *keys)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # where the plan is made; nothing runs
+    _, spec = playground.spec("ppo", *SHARDED, *keys)
+    assert spec.options.offloads == offloads
+    assert spec.plan.backends == (("nccl", "gloo") if keys else ("nccl",))
+
+
+def test_answers_are_drawn_as_the_config_says_in_training_and_in_validation(playground: Playground) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    training = {"temperature": 0.5, "top_p": 0.75, "top_k": 7, "min_p": 0.125, "repetition_penalty": 1.5}
+    validation = {"temperature": 0.25, "top_p": 0.625, "top_k": 3, "n": 2}
+    _, spec = playground.spec(
+        "grpo",
+        f"data.val_files={playground.folder}/rows.jsonl",
+        f"{rollout}.stop=[x]",
+        *(f"{rollout}.{key}={value}" for key, value in training.items()),
+        *(f"{rollout}.val_kwargs.{key}={value}" for key, value in validation.items()),
+    )
+    assert spec.sampling == SamplingParams(10, **training, stop=("x",))
+    (held_out,) = spec.validation
+    assert held_out.greedy == SamplingParams(10, greedy=True, stop=("x",))
+    assert held_out.sampled == SamplingParams(10, temperature=0.25, top_p=0.625, top_k=3, stop=("x",))
+    assert held_out.num_samples == 2
+
+
+def test_the_terms_of_the_actors_loss_are_watched_where_it_has_one(playground: Playground) -> None:
+    actor = "actor_rollout_ref.actor"
+    _, spec = playground.spec("grpo", f"{actor}.entropy_coef=0.01")
+    assert spec.loss_terms == tuple(f"actor/loss_term/{name}" for name in ("pg", "entropy", "kl"))
+    off = ("~reward.functions", "~reward.num_workers", "~custom_reward_function.path", "~actor_rollout_ref.rollout.n")
+    _, spec = playground.spec("sft", "data.response_key=answer", *off)
+    assert spec.loss_terms == ()
+
+
+def test_a_resumed_run_must_have_the_data_and_the_tokenizer_of_before(playground: Playground) -> None:
+    _, spec = playground.spec("grpo")
+    _, same_data = playground.spec("grpo", "trainer.seed=7", name="again")
+    playground.write_rows([{"prompt": f"{i}-", "answer": "7"} for i in range(12)])
+    _, other_data = playground.spec("grpo", name="other")
+    prints = {name for name in spec.facts if name.endswith("_fingerprint")}
+    assert prints == {"data_fingerprint", "tokenizer_fingerprint"}
+    assert all(spec.facts[name] == same_data.facts[name] for name in prints)
+    assert spec.facts["data_fingerprint"] != other_data.facts["data_fingerprint"]
+
+
+def test_a_number_of_steps_may_go_beyond_the_epochs_and_answers_of_the_data_are_groups_of_one() -> None:
+    needed = (f"{MODEL}.path=builtin:tiny", "data.train_files=rows.jsonl", "data.train_batch_size=4")
+    short = (*needed, "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=3")
+    for preset, size in (("grpo", 3), ("sft", 1)):
+        by_epochs = data_plan(load_config(preset, [*short, "trainer.total_epochs=2"]).config, {"": 12})
+        assert (by_epochs.total_tickets, by_epochs.total_steps, by_epochs.group_size) == (24, 6, size)
+        by_steps = data_plan(load_config(preset, [*short, "trainer.total_training_steps=9"]).config, {"": 12})
+        assert (by_steps.total_tickets, by_steps.total_steps) == (None, 9)

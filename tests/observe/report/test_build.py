@@ -1,0 +1,280 @@
+"""What the report says: words, numbers, chosen samples and curves, each against cases worked by hand."""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from distflow.observe.reading.run_reader import MetricsRecord, Timeline
+from distflow.observe.report.build import MAX_BYTES, report_data, write_report
+from distflow.observe.report.charts import choose_charts, series
+from distflow.observe.report.page import embed
+from distflow.observe.report.samples import before_and_after, cut_answer, evenly
+from distflow.observe.report.summary import Accuracy, find_accuracy, learned, readable_s
+from distflow.observe.writing.folder_lock import RunFolderError
+from distflow.observe.writing.run_folder import RunFolder
+
+
+def accuracy(*points: tuple[int, float], num_problems: int | None = None, before: bool = True) -> Accuracy:
+    return Accuracy("val_correct/all/mean", points, before, num_problems)
+
+
+def rewards(*values: float) -> dict[int, dict[str, float]]:
+    return {step: {"reward/mean_score": value} for step, value in enumerate(values)}
+
+
+@pytest.mark.parametrize(
+    ("found", "tone", "words"),
+    [
+        (
+            accuracy((0, 0.41), (60, 0.87), num_problems=256),
+            "good",
+            r"It learned: .*\(256 problems\) was 0.41 before RL",
+        ),
+        # 2 · sqrt((0.5 · 0.5 + 0.6 · 0.4) / 50) = 0.198: a change of 0.1 is chance.
+        (accuracy((0, 0.5), (60, 0.6), num_problems=50), "flat", r"change of \+0.10 is within .* \(±0.20\)"),
+        (accuracy((0, 0.5), (60, 0.6), num_problems=5000), "good", "It learned"),
+        (accuracy((0, 0.5), (60, 0.2), num_problems=256), "bad", "It got worse"),
+        (accuracy((10, 0.5), (60, 0.51), before=False), "flat", "was 0.50 at step 10"),
+        (accuracy((0, 0.1), (40, 0.9), (60, 0.6), num_problems=1000), "good", "It was best at step 40 with 0.90"),
+        # One problem more of four is nothing, though shares of 0 and 1 have no variance of their own.
+        (accuracy((0, 0.0), (60, 0.25), num_problems=4), "flat", "No clear change"),
+    ],
+)
+def test_whether_it_learned_by_accuracy(found: Accuracy, tone: str, words: str) -> None:
+    assert learned(found, {})[0] == tone
+    assert re.search(words, learned(found, {})[1])
+
+
+@pytest.mark.parametrize(
+    ("values", "tone"),
+    [
+        ((0.1, 0.12, 0.5, 0.8, 0.82), "good"),
+        ((0.8, 0.82, 0.5, 0.1, 0.12), "bad"),
+        ((0.1, 0.9, 0.5, 0.2, 0.95), "flat"),
+        ((0.1, math.nan, 0.12, 0.5, 0.8, math.inf, 0.82), "good"),
+        ((0.1, 0.9), "unknown"),
+    ],
+)
+def test_whether_it_learned_by_reward_alone(values: tuple[float, ...], tone: str) -> None:
+    found, sentence = learned(None, rewards(*values))
+    assert found == tone and ("held-out" in sentence) == (tone != "unknown")
+
+
+def test_whether_it_learned_by_the_loss_of_sft() -> None:
+    assert learned(None, {step: {"sft/loss": 1 / (1 + step)} for step in range(20)})[0] == "good"
+
+
+def test_one_validation_only_falls_back_to_the_reward() -> None:
+    assert learned(accuracy((0, 0.4)), rewards(0.1, 0.1, 0.9, 0.9))[1].startswith("The reward rose")
+
+
+def test_accuracy_is_found_and_its_start_named_honestly() -> None:
+    def record(step: int, kind: str, **values: float) -> MetricsRecord:
+        return MetricsRecord(step, 0.0, 0, kind, {f"val_correct/{k}/mean": v for k, v in values.items()})
+
+    train = MetricsRecord(6, 0.0, 0, "train", {"x": 1.0})
+    assert find_accuracy([train], 5) is None
+    found = find_accuracy([record(5, "val", all=0.5, a=0.1), train, record(7, "val", all=math.nan)], None)
+    assert found is not None and found.points == ((5, 0.5),) and found.before_training
+    late = find_accuracy([train, record(6, "val", b=0.2, a=0.1)], None)
+    assert late is not None and late.name == "val_correct/a/mean" and not late.before_training
+
+
+def test_the_report_of_a_run(make_run: Callable[..., Path]) -> None:
+    data = report_data(make_run())
+    first, second, audited, third = (sentence["text"] for sentence in data["sentences"])
+    assert first.startswith("It learned: accuracy on held-out problems (20 problems) was 0.20 before RL and is 0.80")
+    assert "1 warning" in second and "actor/grad_norm, actor/kl_loss" in second
+    assert audited.startswith("No step was proven again")
+    assert third == "12 steps took 12.0 s: rollout 50%, train_step 25%, other 25%."
+    assert data["status"]["word"] == "finished" and data["title"] == "<b>tiny</b> & co"
+    tiles = {tile["label"]: (tile["value"], tile["note"]) for tile in data["tiles"]}
+    # Wilson: (p + z²/2n ± z √(p(1 − p)/n + z²/4n²)) / (1 + z²/n), n = 20, z = 1.96.
+    assert tiles["accuracy before RL"] == ("0.20", "95 %: 0.08 to 0.42")
+    assert tiles["accuracy at step 12"] == ("0.80", "95 %: 0.58 to 0.92")
+    assert tiles["steps"] == ("12", "in 12.0 s")
+    compare = data["compare"]
+    assert (compare["num_better"], compare["num_worse"], compare["num_same"]) == (12, 0, 8)
+    assert compare["examples"][0]["before"] == {"response": "answer 4 of 0", "score": 0.0, "num_answers": 1}
+    assert data["series"]["y"]["actor/grad_norm"][3] == "NaN" and data["series"]["y"]["actor/kl_loss"][5] == "Infinity"
+    assert data["series"]["y"]["actor/kl_loss"][0] is None, "no training at step 0: not measured, not 0"
+
+
+def test_the_file_is_whole_and_its_data_cannot_leave_its_tag(make_run: Callable[..., Path]) -> None:
+    folder = make_run()
+    page = write_report(folder).read_bytes()
+    assert page.count(b"<script") == 3 and page.count(b"</script>") == 3 and page.endswith(b"</html>\n")
+    raw = re.search(rb'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert raw is not None and b"<" not in raw[1]
+    assert json.loads(raw[1])["samples"]["num_groups"] == 12 * 4 + 40
+    assert not re.search(rb'(src|href)="(?!data:,|#)', page.split(b"<body>")[0] + page.split(b'id="data"')[0])
+    assert "\\u003c!--" in embed("<!-- \u2028") and "\\u2028" in embed("\u2028")
+    assert not list(folder.glob(".*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("ends", "saved", "words"),
+    [
+        ([], False, "No end is recorded after 3 of 9 steps: it still runs, or it was killed."),
+        (["finished"], True, "The reward"),
+        (["stopped"], True, "It was stopped by SIGTERM after 3 of 9 steps; the same command goes on from there."),
+        (["stopped"], False, "It was stopped by SIGTERM after 3 of 9 steps; that step was not saved."),
+        (["failed"], False, "It failed after 3 of 9 steps:"),
+    ],
+)
+def test_how_a_run_ended_is_said_first(tmp_path: Path, ends: list[str], saved: bool, words: str) -> None:
+    with RunFolder(tmp_path, 0) as run:
+        run.write_json("run.json", {"total_steps": 9})
+        for step in (1, 2, 3):
+            run.metrics(step, "train", {"timing_s/step": 1.0, "reward/max": 1.0, "reward/min": 1.0})
+        if saved:
+            run.event("checkpoint", "saved step-000003", step=3)
+        if "stopped" in ends:
+            run.event("info", "SIGTERM: finishing this step", step=2)
+        if "failed" in ends:
+            run.event("error", "TooManyErrors: 9 of 9\nRepair it", step=3, raised="TooManyErrors")
+        for status in ends:
+            run.event("end", f"the run {status}", step=3, status=status)
+    data = report_data(tmp_path)
+    assert data["sentences"][0]["text"].startswith(words)
+    assert data["failure"] == ({"message": "9 of 9\nRepair it", "traceback": ""} if "failed" in ends else None)
+    assert not data["problems"], "what it failed of is told once"
+
+
+def test_a_failure_is_that_of_the_last_start(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, 0) as run:
+        run.event("error", "KeyError: 'a'", step=0)
+        run.event("end", "the run failed", status="failed")
+    assert report_data(tmp_path)["failure"] == {"message": "KeyError: 'a'", "traceback": ""}
+    with RunFolder(tmp_path, 1, resumed_at=0) as run:
+        run.metrics(1, "train", {"timing_s/step": 1.0})
+        run.event("end", "the run finished", status="finished")
+    data = report_data(tmp_path)
+    assert data["failure"] is None and [group["kind"] for group in data["problems"]] == ["error"]
+
+
+def test_a_report_of_nothing_and_of_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    text = write_report(tmp_path / "empty").read_text(encoding="utf-8")
+    assert "No step has been recorded yet." in text
+    with pytest.raises(RunFolderError, match="no run's folder"):
+        write_report(tmp_path / "missing")
+
+
+def test_a_rolled_back_stretch_is_not_in_the_report(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, 0) as run:
+        for step in range(1, 10):
+            run.metrics(step, "train", {"reward/mean_score": 9.0})
+            run.samples(step, [{"response": "gone", "score": 9.0}])
+    with RunFolder(tmp_path, 1, resumed_at=4) as run:
+        run.metrics(5, "train", {"reward/mean_score": 1.0})
+    data = report_data(tmp_path)
+    assert data["series"]["x"] == [1, 2, 3, 4, 5] and data["series"]["y"]["reward/mean_score"] == [9, 9, 9, 9, 1]
+    assert {group["step"] for group in data["samples"]["groups"]} == {1, 2, 3, 4}
+
+
+def test_a_large_run_stays_within_the_size_and_says_what_is_left_out(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, 0) as run:
+        for step in range(120):
+            run.metrics(step, "train", {f"m/{i}": step / 7 for i in range(330)})
+            rows = [{"uid": f"{i // 8}-{i % 8}", "prompt": "p" * 3000, "response": f"{i}" * 6000} for i in range(64)]
+            run.samples(step, [{**row, "score": 0.5} for row in rows])
+    data = report_data(tmp_path)
+    assert len(data["series"]["y"]) == 300 and len(data["series"]["left_out"]) == 30
+    samples = data["samples"]
+    steps = {group["step"] for group in samples["groups"]}
+    assert (samples["all_files"], samples["num_files"]) == (120, 40) and steps >= {0, 119} and len(steps) == 40
+    assert len(samples["groups"]) < samples["num_groups"] == 40 * 8
+    assert all(len(group["answers"]) == 8 for group in samples["groups"]), "groups are whole"
+    assert 0.5 * MAX_BYTES < write_report(tmp_path).stat().st_size < 1.1 * MAX_BYTES
+
+
+def test_thinned_curves_keep_extremes_order_and_nans() -> None:
+    steps = {step: {"flat": 1.0} for step in range(10_000)}
+    steps[5003]["flat"] = 100.0
+    steps[5001]["flat"] = -100.0
+    steps[7777]["flat"] = math.nan
+    for step in range(0, 10_000, 1000):
+        steps[step]["rare"] = float(step)
+    found = series(steps, max_points=500)
+    x, flat = found["x"], found["y"]["flat"]
+    assert found["thinned"] and len(x) <= 500 and x == sorted(x) and (x[0], x[-1]) == (0, 9999)
+    assert flat.index(-100.0) < flat.index(100.0) and flat.count("NaN") == 1
+    assert [v for v in found["y"]["rare"] if v is not None] == [float(s) for s in range(0, 10_000, 1000)]
+
+
+@pytest.mark.parametrize("number", [1, 2, 7, 8, 9, 1499, 1500, 1501, 3001])
+def test_columns_have_one_length_whatever_the_number_of_steps(number: int) -> None:
+    for max_points in (4, 8, 1500):
+        found = series({step: {"a": 1.0} for step in range(number)}, max_points)
+        assert len(found["x"]) == len(found["y"]["a"]) <= max(max_points, 2)
+        assert found["thinned"] == (number > max_points)
+
+
+def test_charts_take_each_metric_once_and_lose_none() -> None:
+    names = [f"val_correct/t{i}/mean" for i in range(20)] + ["reward/mean_score", "reward/std", "reward/errors", "odd"]
+    names += ["timing_s/step", "timing_s/rollout", "timing_s/eval", "actor/grad_norm", "critic/grad_norm"]
+    charts, others = choose_charts(names)
+    shown = [name for chart in charts for name in chart["names"]]
+    assert sorted(shown + others) == sorted(names)
+    assert "timing_s/step" in others and "reward/std" in others
+    questions = [chart["question"] for chart in charts]
+    assert len(set(questions)) == len(questions) and all(question.endswith("?") for question in questions)
+    assert all(len(chart["names"]) <= 8 for chart in charts)
+
+
+def test_problems_are_matched_by_their_text_and_averaged(tmp_path: Path) -> None:
+    def rows(scores: dict[str, list[float | None]]) -> list[dict]:
+        return [
+            {"prompt": p, "ground_truth": 1, "response": "r", "score": s, "response_length": 10}
+            for p, values in scores.items()
+            for s in values
+        ]
+
+    with RunFolder(tmp_path, 0) as run:
+        run.samples(
+            0,
+            rows(
+                {
+                    "up": [0.0, 1.0],
+                    "down": [1.0, 1.0],
+                    "same": [None, 0.0],
+                    "gone": [1.0],
+                    "failed": [0.0],
+                    "fails": [None],
+                }
+            ),
+            "val",
+        )
+        after = rows(
+            {"down": [1.0, 0.0], "up": [1.0, 1.0], "new": [1.0], "same": [0.0], "failed": [0.0], "fails": [1.0]}
+        )
+        run.samples(9, [{**row, "errors": "no luck" if row["prompt"] == "failed" else None} for row in after], "val")
+    found = before_and_after(tmp_path, Timeline())
+    assert found is not None
+    assert [found[f"num_{how}"] for how in ("better", "worse", "same", "unjudged")] == [1, 1, 1, 2]
+    assert [e["prompt"] for e in found["examples"]] == ["up", "down", "same"] and found["lengths"] == [10, 10]
+    assert found["examples"][0]["before"]["score"] == 0.5
+    (tmp_path / "samples" / "val-000009.jsonl").unlink()
+    assert before_and_after(tmp_path, Timeline()) is None
+
+
+def test_long_texts_are_cut_in_the_middle() -> None:
+    row = cut_answer(
+        {"response": "start" + "x" * 10_000 + "end", "secret": "not shown", "versions": [-1, 3, 3, 5]}, 100
+    )
+    assert (
+        row["response"].startswith("start")
+        and row["response"].endswith("end")
+        and "characters left out" in row["response"]
+    )
+    assert len(row["response"]) < 160 and row["versions"] == [3, 5] and "secret" not in row
+
+
+def test_helpers() -> None:
+    assert evenly(range(5), 9) == [0, 1, 2, 3, 4] and evenly(range(9), 3) == [0, 4, 8] and evenly(range(9), 1) == [0]
+    assert [readable_s(s) for s in (8.24, 252, 11_100)] == ["8.2 s", "4 min 12 s", "3 h 5 min"]

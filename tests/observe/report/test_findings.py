@@ -1,0 +1,140 @@
+"""What the report judges, in words: each finding where it applies, and its silence where it does not."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from distflow.observe.reading.run_reader import Timeline
+from distflow.observe.report.build import report_data
+from distflow.observe.report.findings import (
+    Finding,
+    constant_reward,
+    equal_groups,
+    findings,
+    no_answer_counts,
+    truncation,
+)
+from distflow.observe.writing.run_folder import RunFolder
+
+Steps = dict[int, dict[str, float]]
+
+
+def steps(**columns: tuple[float, ...]) -> Steps:
+    """Columns by metric, "/" written as "__"."""
+    rows: Steps = {}
+    for name, values in columns.items():
+        for step, value in enumerate(values, 1):
+            rows.setdefault(step, {})[name.replace("__", "/")] = value
+    return rows
+
+
+def texts(sentences: list[dict[str, str]]) -> str:
+    return "\n".join(f"{sentence['text']} {sentence['advice']}" for sentence in sentences)
+
+
+@pytest.mark.parametrize(
+    ("shares", "tone", "words"),
+    [
+        ((0.97,) * 8, "bad", "97% of answers were cut off at 64 tokens before they ended, over the last 2 steps"),
+        ((0.0,) * 6 + (0.2, 0.3), "flat", "25% of answers"),
+        ((0.8, 0.6, 0.2, 0.0), "good", "80% of answers were cut off at first, 0% in the last step"),
+        ((0.05,) * 8, "", ""),
+        ((), "", ""),
+    ],
+)
+def test_truncation_is_judged_by_how_the_run_ended(shares: tuple[float, ...], tone: str, words: str) -> None:
+    found = truncation(steps(rollout__truncated=shares), {"data": {"max_response_length": 64}})
+    assert (found.tone if found else "") == tone and words in (found.text if found else "")
+    if tone in ("bad", "flat"):
+        assert found is not None and "raise data.max_response_length (now 64)" in found.advice
+
+
+def test_truncation_of_a_run_without_its_config_names_the_key_alone() -> None:
+    found = truncation(steps(rollout__truncated=(1.0,)), {})
+    assert found is not None and "raise data.max_response_length, or" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [
+        ((0.0, 0.0), (0.0, 0.0), r"The reward was 0 for every answer of all 2 steps: .* \(my\.py\) does not see"),
+        ((0.5,), (0.5,), r"The reward was 0\.5 for every answer of 1 step: .*Nothing tells a better"),
+        ((0.1 + 0.2,), (0.3,), r"The reward was 0\.3 "),
+        ((-1.0, -1.0), (-1.0, -1.0), r"The reward was -1 "),
+        ((0.0, 0.0), (0.0, 1.0), ""),
+        ((0.0, 1.0), (0.0, 1.0), ""),
+        ((), (), ""),
+    ],
+)
+def test_a_reward_that_never_moved(low: tuple[float, ...], high: tuple[float, ...], words: str) -> None:
+    found = constant_reward(
+        steps(reward__min=low, reward__max=high), {"custom_reward_function": {"path": "my.py", "name": "f"}}
+    )
+    assert (found is not None) == bool(words)
+    assert found is None or (found.hinders and found.tone == "bad" and re.search(words, f"{found.text} {found.advice}"))
+
+
+@pytest.mark.parametrize(("reward", "advice"), [(0.9, "harder prompts"), (0.1, "easier prompts, or more answers")])
+def test_groups_that_teach_nothing_are_counted_and_an_advice_given(reward: float, advice: str) -> None:
+    spread = {"reward__min": (0.0,) * 4, "reward__max": (1.0,) * 4, "reward__mean_score": (reward,) * 4}
+    found = equal_groups(steps(reward__equal_groups=(0.1, 0.2, 0.3, 0.78), **spread))
+    assert found is not None and "In 78% of the groups" in found.text and advice in found.advice
+    assert equal_groups(steps(reward__equal_groups=(0.9, 0.9, 0.9, 0.3), **spread)) is None
+    assert equal_groups(steps(reward__equal_groups=(1.0,), reward__min=(0.0,), reward__max=(0.0,))) is None
+
+
+def test_an_accuracy_that_cannot_count_is_not_called_0() -> None:
+    found = no_answer_counts(steps(**{"val_correct__all__mean": (0.0, 0.0), "reward__max": (0.5, 0.86)}))
+    assert found is not None and "the highest was 0.86" in found.text
+    assert no_answer_counts(steps(**{"val_correct__all__mean": (0.0,), "reward__max": (1.0,)})) is None
+    assert no_answer_counts(steps(**{"val_correct__all__mean": (0.1,), "reward__max": (0.5,)})) is None
+
+
+def row(uid: str, **values: object) -> Mapping[str, object]:
+    return {"uid": uid, "prompt": "p", "response": "r", "score": 0.0, "acc": 0.0, **values}
+
+
+def test_verdicts_that_failed_are_told_with_their_exception(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, 0) as run:
+        for step in (1, 2):
+            run.metrics(step, "train", {"reward/verdicts": 100.0, "reward/error_share": 0.03, "reward/errors": 2.0})
+            errors = [
+                row(f"0-{i}", errors="custom: KeyError: 'answer' (at r.py:3)" if i < 2 else None) for i in (0, 1, 2)
+            ]
+            run.samples(step, errors)
+        run.metrics(2, "val", {"val/errors": 1.0, "val_correct/all/mean": 0.0})
+        run.samples(2, [row("0-0", errors="custom: ValueError: no")], "val")
+    said = texts(report_data(tmp_path)["sentences"])
+    assert "The reward function failed on 6 of 200 answers in training, which are left out, and on 1 answer" in said
+    assert "“custom: KeyError: 'answer' (at r.py:3)” (4 times in the samples)" in said
+
+
+def test_sampled_answers_stand_beside_greedy_ones(tmp_path: Path) -> None:
+    config = "actor_rollout_ref:\n  rollout:\n    temperature: 1.0\n    val_kwargs:\n      temperature: 0.6\n"
+    with RunFolder(tmp_path, 0) as run:
+        run.write_text("config.yaml", config)
+        run.metrics(1, "train", {"reward/max": 1.0, "reward/min": 0.0})
+        run.samples(1, [row("0-0", acc=1.0), row("0-1"), row("0-2"), row("0-3", errors="down")])
+        run.metrics(1, "val", {"val_correct/all/mean": 0.5})
+    said = texts(report_data(tmp_path)["sentences"])
+    assert "Answers sampled at temperature 1 in training were right in 0.33 (the 1 step up to 1), greedy" in said
+    with RunFolder(tmp_path / "both", 0) as run:
+        run.write_text("config.yaml", config)
+        at_k = {"val_correct/all/mean@4": 0.25, "val_correct/all/pass@1": 0.25, "val_correct/all/pass@4": 0.75}
+        run.metrics(7, "val", {"val_correct/all/mean": 0.5, **at_k})
+        run.samples(7, [row("0-0", kind="greedy"), row("0-0", kind="sampled")], "val")
+    said = texts(report_data(tmp_path / "both")["sentences"])
+    assert (
+        "At step 7, greedy answers to held-out problems were right in 0.50, sampled ones at temperature 0.6 in 0.25; "
+        "0.75 of the problems had a right one among 4." in said
+    )
+
+
+def test_nothing_is_remarked_where_nothing_is_remarkable(tmp_path: Path) -> None:
+    healthy = steps(
+        reward__min=(0.0,) * 4, reward__max=(1.0,) * 4, reward__errors=(0.0,) * 4, rollout__truncated=(0.01,) * 4
+    )
+    assert findings(tmp_path, Timeline(), healthy, {}) == []
+    assert isinstance(constant_reward(steps(reward__min=(0.0,), reward__max=(0.0,)), {}), Finding)

@@ -1,0 +1,341 @@
+"""The report in a real Chromium: it draws, stays silent, asks for nothing, and hostile samples stay text."""
+
+import base64
+import http.server
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.observe.report.build import write_report
+from distflow.observe.writing.run_folder import RunFolder
+from tests.observe.conftest import write_asynchronous_run
+
+pytestmark = pytest.mark.slow
+
+BLUE, RED = (0x21, 0x66, 0xC4), (0xB3, 0x26, 0x1E)
+
+
+@pytest.fixture
+def leaks() -> Iterator[tuple[str, list[str]]]:
+    """An address that hostile samples want loaded, and what was asked of it."""
+    asked: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_error(404)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/leak", asked
+    server.shutdown()
+    server.server_close()
+
+
+def picture(browser: Any, clip: dict[str, float] | None = None) -> list[bytes]:
+    """The rows of a screenshot as RGB bytes."""
+    options = {"clip": {**clip, "scale": 1}, "captureBeyondViewport": True} if clip else {}
+    png = base64.b64decode(browser.call("Page.captureScreenshot", format="png", **options)["data"])
+    return decode_png(png)
+
+
+def decode_png(png: bytes) -> list[bytes]:
+    width, depth, color = int.from_bytes(png[16:20]), png[24], png[25]
+    assert depth == 8 and color in (2, 6)
+    size = 4 if color == 6 else 3
+    data, at = b"", 8
+    while at < len(png):
+        length = int.from_bytes(png[at : at + 4])
+        if png[at + 4 : at + 8] == b"IDAT":
+            data += png[at + 8 : at + 8 + length]
+        at += length + 12
+    raw, stride = zlib.decompress(data), width * size
+    above, rows = bytearray(stride), []
+    for start in range(0, len(raw), stride + 1):
+        kind, line = raw[start], bytearray(raw[start + 1 : start + 1 + stride])
+        for i in range(stride):
+            left, up = line[i - size] if i >= size else 0, above[i]
+            corner = above[i - size] if i >= size else 0
+            if kind == 1:
+                line[i] = (line[i] + left) & 255
+            elif kind == 2:
+                line[i] = (line[i] + up) & 255
+            elif kind == 3:
+                line[i] = (line[i] + (left + up) // 2) & 255
+            elif kind == 4:
+                guess = left + up - corner
+                nearest = min((abs(guess - left), 0, left), (abs(guess - up), 1, up), (abs(guess - corner), 2, corner))
+                line[i] = (line[i] + nearest[2]) & 255
+        above = line
+        rows.append(bytes(b for i, b in enumerate(line) if size == 3 or i % 4 != 3))
+    return rows
+
+
+def count(rows: list[bytes], color: tuple[int, int, int]) -> int:
+    """Pixels within a little of a colour."""
+    return sum(all(abs(row[i + c] - color[c]) < 24 for c in range(3)) for row in rows for i in range(0, len(row), 3))
+
+
+def test_hostile_samples_stay_text_and_nothing_is_loaded(browser: Any, make_run: Callable, leaks: Any) -> None:
+    address, asked = leaks
+    report = write_report(make_run(leak=address))
+    assert address in report.read_text(encoding="utf-8"), "the bait must be in the file"
+    browser.open(report.as_uri())
+    # Show every sample whole: the hostile texts are then all in the page.
+    shown = browser.script(
+        "(() => { for (const b of document.querySelectorAll('tbody .open')) b.click();"
+        " document.querySelectorAll('details').forEach((d) => { d.open = true; });"
+        " return document.querySelector('#samples tbody').textContent; })()"
+    )
+    assert "<script>document.documentElement.dataset.hacked" in shown and address in shown
+    assert "U+202E" in shown and "U+001B" in shown and "U+D800" in shown and "\u202e" not in shown
+    browser.script("new Promise((done) => setTimeout(done, 300))")
+    assert browser.script("document.documentElement.dataset.hacked") is None
+    assert browser.script("document.querySelectorAll('main img, main script, main link').length") == 0
+    assert browser.script("document.title") == "<b>tiny</b> & co · distflow report"
+    assert [url for url in browser.requests() if not url.startswith(("file:", "data:"))] == []
+    assert asked == []
+    assert browser.complaints() == []
+
+
+def test_the_policy_stops_a_script_and_a_request_that_got_into_the_page(
+    browser: Any, make_run: Callable, leaks: Any
+) -> None:
+    """The second line of defence; and proof that the checks above can see a failure."""
+    address, asked = leaks
+    report = write_report(make_run())
+    bait = f"<script>document.documentElement.dataset.hacked = 1</script><img src='{address}' onerror='hacked = 1'>"
+    text = report.read_text(encoding="utf-8", errors="surrogatepass")
+    report.write_text(text.replace("</body>", bait + "</body>"), encoding="utf-8")
+    browser.open(report.as_uri())
+    assert browser.script("document.documentElement.dataset.hacked") is None and asked == []
+    assert any("Content Security Policy" in complaint for complaint in browser.complaints())
+    report.write_text(f"<script>document.documentElement.dataset.hacked = 1</script><img src='{address}'>")
+    browser.open(report.as_uri())
+    assert browser.script("document.documentElement.dataset.hacked") == "1" and asked == ["/leak"]
+
+
+def test_every_chart_is_drawn_with_marks_for_what_is_not_finite(browser: Any, make_run: Callable) -> None:
+    browser.open(write_report(make_run()).as_uri(), height=3000)
+    charts = browser.script(
+        "[...document.querySelectorAll('#charts figure')].map((f) => { const b = f.querySelector('.plot')"
+        ".getBoundingClientRect(); return [f.querySelector('h3').textContent, b.x, b.y, b.width, b.height]; })"
+    )
+    assert len(charts) == 9  # with one for each question that has data, and none for what is constant
+    blues = {}
+    for question, x, y, width, height in charts:
+        rows = picture(browser, {"x": x, "y": y, "width": width, "height": height})
+        blues[question] = count(rows, BLUE)
+        marked = question in ("How far has it moved from the reference?", "Are the gradients healthy?")
+        assert (count(rows, RED) > 10) == marked, question
+    assert all(number > 60 for number in blues.values()), blues
+    assert browser.complaints() == []
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 400])
+def test_nothing_is_wider_than_the_window_and_text_has_contrast(
+    browser: Any, make_run: Callable, width: int, theme: str
+) -> None:
+    browser.open(write_report(make_run()).as_uri(), width=width, theme=theme)
+    assert browser.script("document.documentElement.dataset.theme") == theme
+    assert browser.script("document.documentElement.scrollWidth") <= width
+    low = browser.script(CONTRAST)
+    assert low == [], low
+    assert browser.complaints() == []
+
+
+# The WCAG contrast of every text against the nearest background below it; AA asks for 4.5.
+CONTRAST = """
+(() => {
+  const parse = (c) => c.match(/[\\d.]+/g).map(Number);
+  const linear = (v) => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => [r, g, b].map((v) => linear(v / 255))
+    .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+  const low = new Set();
+  for (const node of document.querySelectorAll('body *')) {
+    const own = [...node.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
+    if (!own || !node.getClientRects().length || node.disabled || node.closest('script')) continue;
+    let below = node, back = [0, 0, 0, 0];
+    while (below && (back = parse(getComputedStyle(below).backgroundColor))[3] === 0) below = below.parentElement;
+    const [a, b] = [light(parse(getComputedStyle(node).color)), light(back)].sort((p, q) => q - p);
+    if ((a + .05) / (b + .05) < 4.5) low.add(node.tagName + '.' + node.className + ' ' + node.textContent.slice(0, 30));
+  }
+  return [...low];
+})()
+"""
+
+
+def test_groups_are_sorted_filtered_and_opened_by_keyboard(browser: Any, make_run: Callable) -> None:
+    browser.open(write_report(make_run()).as_uri())
+    column = "[...document.querySelectorAll('tr.sample td:nth-child({}) ')].map((c) => c.textContent)"
+    browser.script("document.querySelector('thead th:nth-child(5) button').focus()")
+    for _ in range(2):
+        press(browser, "Enter")
+    lengths = [float(text) for text in browser.script(column.format(5)) if text != "–"]
+    assert len(lengths) == 20 and lengths in (sorted(lengths), sorted(lengths, reverse=True))
+    assert browser.script("document.querySelectorAll('th[aria-sort]').length") == 1
+    type_in = (
+        "(() => { const f = document.querySelector('.filters'); f.elements.text.value = 'the ANSWER is';"
+        " f.elements.low.value = '0.5'; f.dispatchEvent(new Event('input')); })()"
+    )
+    browser.script(type_in)
+    assert {text.strip("▸") for text in browser.script(column.format(3))} == {"0.5"}
+    assert browser.script("document.querySelector('.count').textContent") == "1 to 12 of 12"
+    browser.script("document.querySelector('tr.sample .open').focus()")
+    press(browser, "Enter")
+    answers = browser.script("[...document.querySelectorAll('tr.more .one')].map((a) => a.textContent)")
+    # All answers of the group, each with its reward and its advantage.
+    assert len(answers) == 4 and all("reward " in text and "advantage " in text for text in answers)
+    assert [text.split("the answer is ")[1] for text in answers] == ["12", "13", "14", "15"]
+    browser.script("document.querySelector('.plot').focus()")
+    press(browser, "Home")
+    assert "step 0" in browser.script("document.querySelector('.chart .at').textContent")
+    assert browser.complaints() == []
+
+
+def test_groups_are_chosen_by_what_their_rewards_tell(browser: Any, tmp_path: Path) -> None:
+    scores = {"mixed": (0.0, 1.0), "equal": (1.0, 1.0), "failed": (1.0, 0.0), "cut": (0.0, 1.0)}
+    rows = [
+        {
+            "uid": f"{prompt}-{i}",
+            "prompt": prompt,
+            "response": "r",
+            "score": score,
+            "errors": "judge: down" if prompt == "failed" and i == 1 else None,
+            "finish_reason": "length" if prompt == "cut" else "stop",
+        }
+        for prompt, both in scores.items()
+        for i, score in enumerate(both)
+    ]
+    with RunFolder(tmp_path / "run", 0) as run:
+        run.samples(1, rows)
+    browser.open(write_report(tmp_path / "run").as_uri())
+    shown = (
+        "(() => { const f = document.querySelector('.filters'); f.elements.which.value = '{}';"
+        " f.dispatchEvent(new Event('input'));"
+        " return [...document.querySelectorAll('tr.sample td:nth-child(6)')].map((c) => c.textContent); })()"
+    )
+    found = {name: set(browser.script(shown.replace("{}", name))) for name in ("mixed", "equal", "failed", "cut")}
+    assert found["mixed"] == {"mixed", "cut"} and found["equal"] == {"equal"}
+    assert found["failed"] == {"failed"} and found["cut"] == {"cut"}
+    # A verdict that failed is no 0: the mean is over the other answer, and its square is hollow.
+    browser.script(shown.replace("{}", "failed"))
+    assert browser.script("document.querySelector('tr.sample .score').textContent") == "1"
+    assert browser.script("document.querySelectorAll('tr.sample .dots i.none').length") == 1
+
+
+def test_nothing_moves_when_the_cursor_does(browser: Any, make_run: Callable) -> None:
+    browser.open(write_report(make_run()).as_uri(), height=4000)
+    places = (
+        "[...document.querySelectorAll('figure, .plot, .legend button, h2, h3')].filter((n) => n.offsetWidth)"
+        ".map((n) => { const b = n.getBoundingClientRect(); return [b.x, b.y, b.width, b.height]; })"
+    )
+    before = browser.script(places)
+    x, y, width = browser.script(
+        "(() => { const b = document.querySelectorAll('.plot')[1].getBoundingClientRect();"
+        " return [b.x + 60, b.y + 60, b.width - 70]; })()"
+    )
+    read = set()
+    for i in range(8):
+        browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x + width * i / 8, y=y)
+        browser.script("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        read.add(browser.script("document.querySelectorAll('.at')[1].textContent"))
+        assert browser.script(places) == before
+    assert len(read) > 4, "the cursor did read several steps"
+
+
+def test_what_is_constant_is_told_in_a_line_and_bytes_are_gib(browser: Any, make_run: Callable) -> None:
+    browser.open(write_report(make_run()).as_uri())
+    constants = browser.script("[...document.querySelectorAll('.constants div')].map((d) => d.textContent)")
+    assert "actor/pg_clipfrac0.1 share" in constants
+    assert all("clipfrac" not in name for name in browser.script("charts.flatMap((c) => c.spec.names)"))
+    memory = browser.script("charts.find((c) => c.spec.unit === 'GiB').columns.y[0]")
+    assert memory[-1] == 2.0
+
+
+def test_error_bars_are_drawn_around_the_accuracies(browser: Any, make_run: Callable) -> None:
+    browser.open(write_report(make_run()).as_uri(), height=6000)  # without a scroll bar, which a picture leaves out
+    first = "charts.find((c) => c.spec.names[0].startsWith('val_correct/'))"
+    assert browser.script(f"{first}.columns.bars[0]") == [[0.08066, 0.416], [0.584, 0.9193]]
+    x, y = browser.script(
+        f"(() => {{ const c = {first}; const b = c.plot.over.getBoundingClientRect();"
+        " return [b.x + c.plot.valToPos(12, 'x'), b.y + c.plot.valToPos(0.65, 'y')]; })()"
+    )
+    # Below the last point, 0.80, and off its line there is nothing blue but its bar.
+    assert count(picture(browser, {"x": x - 3, "y": y - 6, "width": 6, "height": 12}), BLUE) >= 8
+
+
+def test_a_step_is_drawn_as_a_graph_and_a_time_line(browser: Any, make_run: Callable) -> None:
+    browser.open(write_report(make_run()).as_uri(), height=3000)
+    names = browser.script("[...document.querySelectorAll('#program .name')].map((n) => n.textContent)")
+    assert names[0] == "rollout" and names[2].startswith("<img src=x") and len(names) == 4
+    # rollout → train goes by way of the others.
+    assert browser.script("document.querySelectorAll('#program path.edge').length") == 4
+    lanes = browser.script("[...document.querySelectorAll('.lane-name')].map((n) => n.textContent)")
+    assert lanes == ["learner", "experience: groups", "learner waits for"]
+    assert browser.script("document.querySelectorAll('#timeline .choices button').length") in (2, 3)
+    browser.script("document.querySelector('#timeline .choices button:last-child').click()")
+    spans = "document.querySelectorAll('#timeline .track:nth-of-type(1) rect').length"
+    assert browser.script(spans) >= 2 and browser.complaints() == []
+
+
+@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (400, "dark")])
+def test_both_planes_are_drawn_with_staleness_versions_and_publishes(
+    browser: Any, tmp_path: Path, width: int, theme: str
+) -> None:
+    browser.open(write_report(write_asynchronous_run(tmp_path / "run")).as_uri(), width=width, height=3000, theme=theme)
+    lanes = browser.script("[...document.querySelectorAll('#timeline .lane-name')].map((n) => n.textContent)")
+    assert lanes[:4] == ["learner", "experience: groups", "rollout decodes: train", "rollout decodes: eval"]
+    said = browser.script("[...document.querySelectorAll('#timeline .legend .swatch')].map((n) => n.textContent)")
+    assert said == ["2 steps stale", "weights published", "validation"]
+    assert browser.script("document.querySelectorAll('#timeline .track:first-of-type line.publish').length") == 10
+    titles = browser.script("[...document.querySelectorAll('#timeline g title')].map((n) => n.textContent)")
+    assert "complete 0.5 s, then 1 s until its step, 2 steps stale" in titles
+    assert "train, weights of version 11, 1 s" in titles
+    assert "48% of this time" in browser.script("document.querySelector('#timeline figcaption').textContent")
+    assert browser.script("document.documentElement.scrollWidth") <= width
+    assert browser.script(CONTRAST) == [] and browser.complaints() == []
+
+
+def test_the_error_stands_on_top_whole_and_as_text(browser: Any, tmp_path: Path) -> None:
+    bait = "<img src=x onerror='document.documentElement.dataset.hacked=1'>\x1b[2J"
+    with RunFolder(tmp_path / "run", 0) as run:
+        run.metrics(1, "train", {"timing_s/step": 1.0})
+        run.event("error", f"NodeError: node 'f' raised {bait}\nRepair it", step=1, raised="NodeError", traceback=bait)
+        run.event("end", "the run failed", step=1, status="failed")
+    browser.open(write_report(tmp_path / "run").as_uri())
+    shown = browser.script("[...document.querySelectorAll('.verdict > *')].slice(0, 2).map((n) => n.textContent)")
+    assert shown[0] == "It failed after 1 step:"
+    assert shown[1].startswith("node 'f' raised <img src=x") and "\nRepair it" in shown[1] and "\x1b" not in shown[1]
+    assert browser.script("document.querySelector('#status').textContent") == "failed"
+    assert browser.script("document.documentElement.dataset.hacked") is None and browser.complaints() == []
+
+
+def press(browser: Any, key: str) -> None:
+    text = {"text": "\r"} if key == "Enter" else {}
+    browser.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, **text)
+    browser.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key)
+
+
+def test_an_opened_sample_leaves_the_narrow_table_as_it_was(browser: Any, make_run: Callable) -> None:
+    browser.open(write_report(make_run()).as_uri(), width=400)
+    widths = "[...document.querySelectorAll('thead th')].map((c) => c.offsetWidth)"
+    before = browser.script(widths)
+    browser.script("document.querySelector('tr.sample .open').click()")
+    assert browser.script(widths) == before and browser.script("document.documentElement.scrollWidth") <= 400
+
+
+def test_an_empty_run_gives_a_page_without_errors(browser: Any, tmp_path: Path) -> None:
+    RunFolder(tmp_path / "run", 0).close()
+    browser.open(write_report(tmp_path / "run").as_uri())
+    assert "No step has been recorded yet." in browser.script("document.body.innerText")
+    assert "no end yet" in browser.script("document.querySelector('#status').textContent")
+    assert browser.complaints() == []

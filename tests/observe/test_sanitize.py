@@ -1,0 +1,48 @@
+"""Which lines of libraries are left out, and that no other is."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from distflow.observe.sanitize import _LOGGED
+
+PROBE = """
+import logging, sys, types, warnings
+from distflow.observe.sanitize import quiet_libraries
+quiet_libraries()
+def warn(module, category, text):
+    exec(f"import warnings; warnings.warn({text!r}, {category})", {"__name__": module, "__file__": f"{module}.py"})
+warn("transformers.modeling_utils", "FutureWarning", "theirs 1")
+warn("torch.optim", "DeprecationWarning", "theirs 2")
+warn("transformers.modeling_utils", "UserWarning", "shown 1")
+warn("torch_of_mine", "FutureWarning", "shown 2")
+warn("reward", "FutureWarning", "shown 3")
+warn("reward", "UserWarning", "shown 4")
+bnb = logging.getLogger("bitsandbytes.backends.cpu.ops")
+bnb.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s", "theirs 3")
+bnb.error("Failed to load CPU gemm_4bit_forward from kernels-community: shown 5")
+bnb.warning("shown 6")
+"""
+
+
+def said(*options: str) -> list[str]:
+    done = subprocess.run([sys.executable, *options, "-c", PROBE], capture_output=True, text=True, check=True)
+    return [word for line in done.stderr.splitlines() for word in ("theirs", "shown") if word in line]
+
+
+def test_what_nobody_can_act_on_is_left_out_and_nothing_else() -> None:
+    assert said() == ["shown"] * 6
+
+
+def test_who_asks_for_warnings_gets_them() -> None:
+    assert said("-W", "always").count("theirs") == 2
+
+
+def test_the_lines_are_still_theirs() -> None:
+    """One that they have changed would be shown again."""
+    for name, line in _LOGGED.items():
+        module = pytest.importorskip(name)
+        source = module.__loader__.get_source(name)
+        assert isinstance(module.logger, logging.Logger) and line in source

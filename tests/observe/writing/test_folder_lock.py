@@ -1,0 +1,188 @@
+"""Whose a folder is: a run takes a new one, an empty one and a run's, and changes nothing in another."""
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from distflow.errors import UserError
+from distflow.observe.report.build import write_report
+from distflow.observe.writing.folder_lock import RunFolderError, claimed, is_ours
+from distflow.observe.writing.run_folder import RunFolder
+
+
+def state_of(folder: Path) -> dict[str, tuple[int, bytes | None]]:
+    """Every entry with its mode and its bytes, the folder itself among them."""
+    return {
+        str(path.relative_to(folder)): (path.lstat().st_mode, path.read_bytes() if path.is_file() else None)
+        for path in (folder, *folder.rglob("*"))
+    }
+
+
+SOMEBODYS: dict[str, dict[str, str]] = {
+    "notes": {"notes.txt": "mine"},
+    "a hidden file": {".gitkeep": ""},
+    "a config": {"config.yaml": "a: 1\n"},
+    "a run.json of another program": {"run.json": '{"id": 3}', "events.jsonl": "{}\n"},
+    "a run.json that is none": {"run.json": "\x00\x01"},
+    "a run.json that is deep": {"run.json": "[" * 100_000},
+    "checkpoints of another program": {
+        "checkpoints/old.removed/x": "1", "checkpoints/model.safetensors.partial": "2", "checkpoints/step-1000/w": "3",
+    },
+    "a file of the lock's name": {".writer": "mine"},
+    "an empty file of the lock's name beside others": {".writer": "", "thesis.txt": "mine"},
+    "a report": {"report.html": "<h1>mine</h1>"},
+    "names that act": {"\x1b]52;c;aGk=\x07": "1", "a\nb": "2"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SOMEBODYS)
+@pytest.mark.parametrize("mode", [0o755, 0o2775])
+def test_somebodys_folder_is_refused_and_left_as_it_is(tmp_path: Path, what: str, mode: int) -> None:
+    folder = tmp_path / "theirs"
+    for name, text in SOMEBODYS[what].items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    folder.chmod(mode)
+    before = state_of(folder)
+    for attempt in (lambda: RunFolder(folder, 0), lambda: claimed(folder).__enter__()):
+        with pytest.raises(RunFolderError, match="what no run of distflow put there") as refused:
+            attempt()
+        assert "trainer.default_local_dir" in str(refused.value) and "\x1b" not in str(refused.value)
+    with pytest.raises(UserError):
+        write_report(folder)
+    assert state_of(folder) == before
+
+
+def test_what_was_found_is_said(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.txt", "d.txt", "c.txt", "e.txt"):
+        (tmp_path / name).touch()
+    with pytest.raises(RunFolderError, match=r"\(a.txt, b.txt, c.txt, d.txt and 1 more\)"):
+        RunFolder(tmp_path, 0)
+
+
+@pytest.mark.parametrize("copied", ["as it is", "without hidden files", "through a link"])
+def test_a_runs_folder_is_taken_again(tmp_path: Path, copied: str) -> None:
+    folder = tmp_path / "run"
+    with RunFolder(folder, 0) as run:
+        run.write_json("run.json", {"distflow": "0.1.0"})
+    (folder / "notes.txt").write_text("mine")
+    if copied == "without hidden files":
+        (folder / ".writer").unlink()
+        (folder / ".distflow-run").unlink()
+    if copied == "through a link":
+        (tmp_path / "link").symlink_to(folder)
+        folder = tmp_path / "link"
+    with RunFolder(folder, 1):
+        pass
+    write_report(folder)
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("left", ["nothing", "an empty folder", "the lock", "the lock and its mark"])
+def test_a_first_start_that_was_killed_is_started_again(tmp_path: Path, left: str) -> None:
+    folder = tmp_path / "run"
+    if left != "nothing":
+        folder.mkdir()
+    if left.startswith("the lock"):
+        (folder / ".writer").touch(0o600)
+    if left.endswith("mark"):
+        (folder / ".distflow-run").touch(0o600)
+        (folder / "data").mkdir()
+    with RunFolder(folder, 0):
+        pass
+
+
+def test_a_report_of_a_run_that_goes_on_does_not_let_another_in(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", 0):
+        write_report(tmp_path / "run")
+        pid = os.fork()
+        if pid == 0:
+            try:
+                RunFolder(tmp_path / "run", 1)
+            except RunFolderError:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_claim_marks_the_folder_before_anything_else_is_written(tmp_path: Path) -> None:
+    with claimed(tmp_path / "run"):
+        (tmp_path / "run" / "data").mkdir()
+    assert is_ours(tmp_path / "run")
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o277])
+def test_what_is_made_under_a_claim_is_for_its_owner_alone(tmp_path: Path, umask: int) -> None:
+    old = os.umask(umask)
+    try:
+        with claimed(tmp_path / "run"):
+            (tmp_path / "run" / "file").write_text("")
+            (tmp_path / "run" / "folder").mkdir()
+        assert os.umask(umask) == umask, "it is what it was"
+    finally:
+        os.umask(old)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "run").iterdir()}
+    assert modes["file"] == 0o600 and modes["folder"] == 0o700
+    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
+
+
+FILES = ("metrics.jsonl", "events.jsonl", "run.json", "config.yaml", "plan.json", "ledger.jsonl", "report.html")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_what_stands_in_the_way_of_a_file_is_named_at_the_start(tmp_path: Path, name: str, kind: str) -> None:
+    folder, precious = tmp_path / "run", tmp_path / "precious"
+    precious.write_text("precious")
+    RunFolder(folder, 0).close()
+    (folder / "run.json").write_text('{"distflow": "0.1.0"}')
+    (folder / name).unlink(missing_ok=True)
+    if kind == "folder":
+        (folder / name).mkdir()
+    else:
+        (folder / name).symlink_to(precious)
+    with pytest.raises(RunFolderError, match=f"{name} is no file"):
+        RunFolder(folder, 1)
+    assert precious.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "samples", "spans", "tokens", "data", "bundles", "tensorboard"])
+def test_what_stands_in_the_way_of_a_folder_is_named_at_the_start(tmp_path: Path, name: str) -> None:
+    RunFolder(tmp_path / "run", 0).close()
+    (tmp_path / "run" / name).write_text("mine")
+    with pytest.raises(RunFolderError, match=f"{name} is no folder"):
+        RunFolder(tmp_path / "run", 1)
+    assert (tmp_path / "run" / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("path", ["a\0b", "x" * 300, "file/below"])
+def test_a_path_that_cannot_be(tmp_path: Path, path: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunFolderError, match="the run's folder cannot be"):
+        RunFolder(tmp_path / path, 0)
+
+
+def test_a_report_that_cannot_be_written_or_read(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with RunFolder(folder, 0) as run:
+        run.write_json("run.json", {"distflow": "0.1.0"})
+    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"metrics.jsonl' cannot be read: Is a directory"):
+        write_report(folder)
+    (folder / "metrics.jsonl").rmdir()
+    lines = [
+        b"[" * 50_000,
+        b'{"step": 1, "m": ' + b'{"a":' * 500 + b"1" + b"}" * 501,
+        b"\xff\xfe",
+        json.dumps([1]).encode(),
+    ]
+    (folder / "metrics.jsonl").write_bytes(b"\n".join(lines))
+    write_report(folder)
+    (folder / "report.html").unlink()
+    (folder / "report.html").mkdir()
+    with pytest.raises(RunFolderError, match="report.html cannot be written"):
+        write_report(folder)

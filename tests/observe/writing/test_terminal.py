@@ -1,0 +1,278 @@
+"""The view of a run: live in a terminal (a real pseudo-terminal, read back), plain lines elsewhere."""
+
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import termios
+import threading
+
+import pytest
+
+from distflow.observe.sanitize import visible
+from distflow.observe.writing.live_panel import duration, sparkline
+from distflow.observe.writing.terminal import TerminalView, can_redraw, step_line
+
+VALUES = {
+    "reward/mean_score": 0.5124,
+    "val_correct/all/mean": 0.75,
+    "actor/kl_loss": 0.0012,
+    "actor/entropy": 1.25,
+    "rollout/avg_response_length": 23.14,
+    "throughput/tokens_per_s": 12345.6,
+    "timing_s/step": 2.0,
+    "timing_s/rollout": 1.5,
+    "timing_s/other": 0.5,
+}
+EVIL = "\x1b[2J\x1b]0;owned\x07[bold red]markup[/] \u202egnp.exe\r\n\x9b31m"
+
+
+def test_plain_lines_without_a_terminal() -> None:
+    out, now = io.StringIO(), [0.0]
+    view = TerminalView("run", 4, file=out, clock=lambda: now[0])
+    view.phase("rollout", 1, 2)
+    now[0] = 2.0
+    view.log(1, VALUES)
+    view.log(1, {"memory/cpu": 1.0})
+    view.sample("p", EVIL, 1.0)
+    view.note("warning", f"tracker {EVIL}")
+    view.note("info", "a checkpoint")
+    view.close(["accuracy before RL: 0.41", "report: run/report.html"])
+    lines = out.getvalue().splitlines()
+    assert lines[0] == (
+        "step 1/4  reward  0.512  accuracy 0.750  kl  0.0012  entropy  1.250  length   23.1  "
+        "tokens/s  12,346    2.0 s  0:06 to go"
+    )
+    assert lines[1].startswith("warning: tracker \\x1b[2J") and "[bold red]markup[/]" in lines[1]
+    assert lines[-3:] == ["a checkpoint", "accuracy before RL: 0.41", "report: run/report.html"]
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", out.getvalue())
+
+
+def test_plain_lines_are_few_and_stand_under_one_another() -> None:
+    out, now = io.StringIO(), [0.0]
+    view = TerminalView("run", 200, file=out, clock=lambda: now[0])
+    for step in range(1, 201):
+        now[0] += 1.0
+        if step == 50:
+            view.log(step, {"val_correct/all/mean": 0.5})
+        view.log(step, {"reward/mean_score": step / 100 - 1, "rollout/truncated": step / 200, "timing_s/step": 1.0})
+    view.close()
+    lines = out.getvalue().splitlines()
+    steps = [int(line[5:8]) for line in lines]
+    assert steps == [1, 6, 11, 16, 21, 26, 31, 36, 41, 46, 50, *range(51, 200, 5), 200]
+    rest = [line for line in lines if "accuracy" not in line]
+    assert len(rest) == len(lines) - 1
+    assert len({(line.index("reward"), line.index("cut off"), line.index(" s")) for line in rest}) == 1
+
+
+def test_the_last_step_has_a_line_however_the_run_ends() -> None:
+    out = io.StringIO()
+    view = TerminalView("run", 9, file=out, clock=lambda: 0.0)
+    for step in (1, 2, 3):
+        view.log(step, {"reward/mean_score": 0.5, "reward/verdicts": 8.0, "reward/error_share": 0.25})
+    view.close()
+    view.close()
+    assert [line[:8] for line in out.getvalue().splitlines()] == ["step 1/9", "step 3/9"]
+    assert "2 verdicts failed" in out.getvalue()
+
+
+def test_output_that_cannot_hold_the_text_is_escaped_not_raised() -> None:
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
+    view = TerminalView("run", 1, file=out)
+    view.note("warning", "grün \ud800")
+    assert raw.getvalue() == b"warning: gr\\xfcn \\ud800\n"
+
+
+class Terminal:
+    """A pseudo-terminal of a given size, and what was written to it."""
+
+    def __init__(self, columns: int = 80, rows: int = 24):
+        self._read_end, write_end = pty.openpty()
+        fcntl.ioctl(write_end, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self.file = os.fdopen(write_end, "w", encoding="utf-8")
+        self._seen = b""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                data = os.read(self._read_end, 65536)
+            except OSError:
+                return
+            self._seen += data
+
+    def seen(self) -> str:
+        self.file.close()
+        self._reader.join(5)
+        os.close(self._read_end)
+        return self._seen.decode()
+
+
+def screen(output: str) -> list[str]:
+    """What stays on the screen: plays back line ends, "erase line", "cursor up" and carriage returns."""
+    lines, row, column = [""], 0, 0
+    for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", output):
+        if token == "\n":
+            row += 1
+            if row == len(lines):
+                lines.append("")
+        elif token == "\r":
+            column = 0
+        elif token.startswith("\x1b"):
+            if token.endswith("A"):
+                row -= int(token[2:-1] or 1)
+            elif token == "\x1b[2K":
+                lines[row] = ""
+        else:
+            lines[row] = lines[row][:column].ljust(column) + token + lines[row][column + len(token) :]
+            column += len(token)
+    return [line.rstrip() for line in lines]
+
+
+@pytest.mark.parametrize("size", [(80, 24), (200, 60), (40, 10)])
+def test_live_view_fits_escapes_and_stays_as_it_was_last(
+    size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("NO_COLOR", "COLUMNS", "LINES"):
+        monkeypatch.delenv(name, raising=False)
+    terminal = Terminal(*size)
+    view = TerminalView("quick[red]start" + EVIL, 60, file=terminal.file)
+    for step in range(1, 13):
+        view.phase("rollout" + EVIL, step, 64)
+        view.log(step, {**VALUES, "reward/mean_score": float("nan") if step == 3 else step / 60})
+        view.sample(EVIL, EVIL * 100, None)
+    for i in range(5):
+        view.note("warning", f"number {i} {EVIL}")
+    view.close(["accuracy after RL: 0.87", "report: x"])
+    output = terminal.seen()
+    assert "step 12/60" in output and "quick[red]start" in output
+    assert "\u202e" not in output and "\x9b" not in output and "\x07" not in output
+    assert "\x1b[2J" not in output and "owned\x07" not in output
+    left = [line for line in screen(output) if line]
+    text = "".join(left)
+    assert text.count("╭") == text.count("╰") == 1, left
+    assert left[-3].startswith("╰") and left[-2:] == ["accuracy after RL: 0.87", "report: x"]
+    assert "step 12/60" in text and "ended after" in text and " now " not in text
+    above = "".join(left[: next(i for i, line in enumerate(left) if line.startswith("╭"))])
+    assert above.count("warning: number") == 5 and above.count("[bold red]markup[/]") == 5
+    frames = re.findall(r"╭[^╰]*╰[^╯]*╯", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output))
+    assert len(frames) > 5 and frames[-1].count("╭") == 1
+    for frame in frames:
+        rows = frame.split("\n")
+        assert len(rows) < size[1], "a frame as high as the terminal scrolls, and leaves its top behind"
+        assert all(len(row.rstrip("\r")) <= size[0] for row in rows)
+
+
+def test_the_time_shown_is_that_of_the_last_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal = Terminal()
+    view = TerminalView("run", 3, file=terminal.file)
+    view.log(1, {"timing_s/eval": 3.0, "timing_s/rollout": 1.0, "timing_s/step": 4.0, "val_correct/all/mean": 0.5})
+    view.log(2, {"timing_s/rollout": 1.0, "timing_s/step": 2.0})
+    view.close()
+    last = re.findall(r"╭[^╰]*╰", terminal.seen())[-1]
+    assert "rollout 50%" in last and "eval" not in last and "0.500" in last
+
+
+def frames_of(output: str) -> list[list[str]]:
+    """The inner lines of each frame that was drawn."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
+    return [[line.strip() for line in frame.split("\n")[1:-1]] for frame in re.findall(r"╭[^╰]*╰", plain)]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_a_number_stays_at_its_place(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its size, and whatever is measured later for the first time."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal = Terminal(columns, 40)
+    view = TerminalView("run", 9, file=terminal.file)
+    for step, value in enumerate((0.5, -1234.5, float("nan"), 1e12, 3e-9), 1):
+        view.log(step, {"reward/mean_score": value, "actor/grad_norm": abs(value), "rollout/truncated": 0.25})
+        if step == 3:
+            view.log(step, {"val_correct/all/mean": 0.5})
+    view.close()
+    places = {
+        (label, number, line.index(label))
+        for frame in frames_of(terminal.seen())
+        for number, line in enumerate(frame[2:] if "now" in frame[1] else frame[1:])
+        for label in ("reward", "grad norm", "cut off", "accuracy")
+        if label in line
+    }
+    assert {label for label, *_ in places} == {"reward", "grad norm", "cut off", "accuracy"}
+    assert len(places) == 4, places
+
+
+def test_a_curve_stands_beside_its_range_and_verdicts_that_fail_beside_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal = Terminal(100, 40)
+    view = TerminalView("run", 9, file=terminal.file)
+    for step, reward in enumerate((0.25, 0.75, 0.5), 1):
+        view.log(step, {"reward/mean_score": reward, "reward/verdicts": 64.0, "reward/error_share": 3 / 64})
+    view.verdict_failed(f"ValueError: {EVIL} (at reward.py:3)")
+    view.audited(3, 15, 17)
+    view.note("warning", "look here")
+    view.close()
+    last = "\n".join(frames_of(terminal.seen())[-1])
+    assert re.search(r"reward +0\.500 +▁█▅ +0\.250…0\.750", last)
+    assert "3 of 64 failed: ValueError: \\x1b[2J" in last
+    assert "15 of 17 proven again at step 3 · 1 warning" in last
+
+
+def test_the_queue_is_shown_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told by several threads at once, as often as groups end."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal = Terminal(80, 24)
+    view = TerminalView("run", 9, file=terminal.file)
+    threads = [threading.Thread(target=lambda: [view.queue(i, 2 * i, 0) for i in range(1000)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    view.queue(1234, 16, 3)
+    view.serves(12)
+    view.log(1, {"async/version_diff/mean": 1.25, "async/version_diff/max": 3.0})
+    view.close()
+    last = frames_of(terminal.seen())[-1]
+    assert any(re.search(r"queue +1,234 groups running +16 waiting +3 dropped", line) for line in last), last
+    assert any("engine    serves version 12; trained on 1.2 steps stale, 3 at most" in line for line in last), last
+
+
+def test_a_view_that_draws_keeps_nobody_who_tells_of_the_queue() -> None:
+    view = TerminalView("run", 9, file=io.StringIO())
+    with view._lock:
+        teller = threading.Thread(target=lambda: (view.queue(1, 2, 3), view.serves(4)), daemon=True)
+        teller.start()
+        teller.join(5)
+        assert not teller.is_alive()
+
+
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb"), ("TERM", "")])
+def test_a_terminal_that_asks_for_plain_text_gets_it(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    terminal = Terminal()
+    assert can_redraw(terminal.file)
+    monkeypatch.setenv(name, value)
+    assert not can_redraw(terminal.file)
+    view = TerminalView("run", 3, file=terminal.file)
+    view.log(1, VALUES)
+    view.close()
+    assert "\x1b" not in terminal.seen()
+
+
+def test_small_helpers() -> None:
+    assert [duration(seconds) for seconds in (0, 67.9, 3661, -5)] == ["0:00", "1:07", "1:01:01", "0:00"]
+    assert sparkline([0.0, 0.5, 1.0, float("nan"), float("inf")], 4) == "▁█××"
+    assert sparkline([2.0, 2.0], 9) == "▅▅" and sparkline([], 9) == ""
+    assert step_line(3, 9, {}) == "step 3/9"
+    assert visible("a\tb\nc", one_line=True) == "a b⏎c" and visible("abcdef", 3) == "abc…"
+    assert visible("é 日本 \u200b\x7f\U000e0041") == "é 日本 \\u200b\\x7f\\U000e0041"

@@ -1,0 +1,165 @@
+"""Trackers get every value, and whatever they do the run goes on and hears of it once."""
+
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from distflow.observe.writing.trackers import TrackedRun, TrackerError, Trackers, open_trackers
+
+
+class Recorder:
+    """Keeps what it gets; raises at `fail_at`, waits for `gate` before each step."""
+
+    def __init__(self, fail_at: int | None = None, gate: threading.Event | None = None):
+        self.got: list[tuple[int, dict[str, float]]] = []
+        self.fail_at, self.gate, self.closed = fail_at, gate, False
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if self.gate:
+            self.gate.wait()
+        if step == self.fail_at:
+            raise ConnectionError("no route to host")
+        self.got.append((step, dict(values)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def told() -> tuple[list[tuple[str, str]], Callable[[str, str], None]]:
+    events: list[tuple[str, str]] = []
+    return events, lambda kind, message: events.append((kind, message))
+
+
+def test_all_get_copies_in_order() -> None:
+    near, far = Recorder(), Recorder()
+    trackers = Trackers([near], {"far": lambda: far})
+    values = {"x": 0.0}
+    for step in range(50):
+        values["x"] = float(step)
+        trackers.log(step, values)
+    trackers.close()
+    assert near.got == far.got == [(step, {"x": float(step)}) for step in range(50)]
+    assert near.closed and far.closed
+
+
+@pytest.mark.parametrize("where", ["build", "log", "exit"])
+def test_one_that_fails_is_named_once_and_the_others_go_on(where: str) -> None:
+    events, on_failure = told()
+    good = Recorder()
+
+    def build() -> Recorder:
+        if where == "build":
+            raise RuntimeError("bad key")
+        if where == "exit":
+            raise SystemExit(3)
+        return Recorder(fail_at=2)
+
+    trackers = Trackers([], {"bad": build, "good": lambda: good}, on_failure)
+    for step in range(5):
+        trackers.log(step, {"x": math.nan})
+    trackers.close()
+    assert len(events) == 1 and events[0][0] == "warning" and "tracker bad failed" in events[0][1]
+    assert [step for step, _ in good.got] == [0, 1, 2, 3, 4]
+
+
+def test_one_that_hangs_neither_blocks_nor_fills_the_memory() -> None:
+    events, on_failure = told()
+    gate = threading.Event()
+    stuck = Recorder(gate=gate)
+    trackers = Trackers([], {"stuck": lambda: stuck}, on_failure, close_timeout_s=0.05)
+    for step in range(2000):
+        trackers.log(step, {"x": 1.0})
+    trackers.close()
+    assert len(events) == 1 and "tracker stuck is too slow" in events[0][1]
+    gate.set()
+    assert len(stuck.got) < 400
+
+
+def test_one_that_does_not_finish_is_left_behind() -> None:
+    events, on_failure = told()
+    gate = threading.Event()
+    trackers = Trackers([], {"slow": lambda: Recorder(gate=gate)}, on_failure, close_timeout_s=0.05)
+    trackers.log(1, {"x": 1.0})
+    trackers.close()
+    gate.set()
+    assert len(events) == 1 and "did not finish in time" in events[0][1]
+
+
+def open_some(names: list[str], folder: Path, events: list) -> Trackers:
+    run = TrackedRun(folder, "p", "e", {"trainer": {"seed": 1}, "bad": math.nan})
+    fail = lambda kind, message: events.append(message)  # noqa: E731
+    return open_trackers(names, run, local={"console": Recorder()}, on_failure=fail)
+
+
+def test_tensorboard_files_are_read_by_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events: list[str] = []
+    trackers = open_some(["tensorboard"], tmp_path, events)
+    for step in (1, 2, 3):
+        trackers.log(step, {"reward/mean_score": step / 2, "actor/grad_norm": math.nan if step == 2 else 1.0})
+    trackers.close()
+    assert events == []
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert sorted(found.Tags()["scalars"]) == ["actor/grad_norm", "reward/mean_score"]
+    assert [(e.step, e.value) for e in found.Scalars("reward/mean_score")] == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    assert math.isnan(found.Scalars("actor/grad_norm")[1].value)
+
+
+@pytest.mark.slow
+def test_wandb_offline_writes_a_run_and_a_resume_goes_on_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    events: list[str] = []
+    for first in (1, 3):
+        trackers = open_some(["wandb"], tmp_path, events)
+        for step in (first, first + 1):
+            trackers.log(step, {"reward/mean_score": 0.5, "actor/grad_norm": math.nan})
+        trackers.close()
+    assert events == []
+    files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 2 and len({file.name for file in files}) == 1
+    # wandb's own process may still be writing when `finish` has returned.
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not all(b"reward/mean_score" in file.read_bytes() for file in files):
+        time.sleep(0.05)
+    assert all(b"reward/mean_score" in file.read_bytes() for file in files)
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_missing_package_names_the_extra(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(TrackerError, match=rf"pip install 'distflow\[{name}\]'"):
+        open_some([name], tmp_path, [])
+
+
+@pytest.mark.parametrize("name", ["jsonl", "file"])
+def test_what_every_run_writes_may_be_named(name: str, tmp_path: Path) -> None:
+    events: list[str] = []
+    trackers = open_some([name], tmp_path, events)
+    trackers.log(1, {"x": 1.0})
+    trackers.close()
+    assert events == [] and list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_tracker_is_refused_with_the_choice(tmp_path: Path) -> None:
+    with pytest.raises(TrackerError, match="'mlflow'.*known: console, file, jsonl, tensorboard, wandb"):
+        open_some(["mlflow"], tmp_path, [])
+
+
+def test_the_console_is_used_when_it_is_asked_for(tmp_path: Path) -> None:
+    for names, number in ((["console", "console"], 1), ([], 0)):
+        console = Recorder()
+        run = TrackedRun(tmp_path, "p", "e", {})
+        trackers = open_trackers(names, run, local={"console": console}, on_failure=print)
+        trackers.log(1, {"x": 1.0})
+        trackers.close()
+        assert len(console.got) == number

@@ -1,0 +1,457 @@
+"""Plans of many ranks: by an allocation, by the scheduler, and what contradicts an allocation."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distflow.config import Config, Loaded
+from distflow.config.compose.autosize import apply_changes
+from distflow.config.keys.run import AsyncConfig
+from distflow.config.keys.schema import schema_keys
+from distflow.errors import ConfigError, UserError
+from distflow.graph import NodeRole, NodeType, Pipeline, Program, node
+from distflow.planning.allocation import follow_allocation
+from distflow.planning.layout import Layout, Sizes
+from distflow.planning.multi_device import plan_ray
+from distflow.planning.plan import Plan, check_plan, rank_plan
+from tests.planning.test_part_assignment import all_placements, broken_and_pieces
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.fixture(autouse=True)
+def ray_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher of several workers may be chosen."""
+    info = schema_keys()["trainer.launcher"]
+    monkeypatch.setitem(schema_keys(), info.name, replace(info, spec=replace(info.spec, later=())))
+
+
+def config(**keys: object) -> Config:
+    """Keys as `trainer__nnodes=2`."""
+    return apply_changes(Config(), [(name.replace("__", "."), value, "") for name, value in keys.items()])[0]
+
+
+def devices(per_node: int, nodes: int = 1, **keys: object) -> Config:
+    return config(trainer__nnodes=nodes, trainer__n_gpus_per_node=per_node, **keys)
+
+
+@node(writes="responses")
+def answer(prompts, *, rollout): ...
+
+
+@node(writes="token_level_rewards", scope="group")
+def grade(responses, *, judge): ...
+
+
+@node(writes="ref_log_prob")
+def refer(responses, *, ref): ...
+
+
+@node(writes="values")
+def value(responses, *, critic): ...
+
+
+@node(writes="advantages")
+def compare(token_level_rewards, ref_log_prob, values=None): ...
+
+
+def learn(advantages, *, actor): ...
+
+
+def learn_values(advantages, *, critic): ...
+
+
+def grpo() -> Program:
+    pipeline = Pipeline("grpo").add_node("answer", answer).add_node("grade", grade, node_role=NodeRole.REWARD)
+    pipeline.add_node("refer", refer, plane="learning").add_node("compare", compare, plane="learning")
+    return pipeline.add_node("learn", learn).build().bind(Config(), ["prompts"])
+
+
+def ppo() -> Program:
+    pipeline = Pipeline("ppo").add_node("answer", answer).add_node("grade", grade, node_role=NodeRole.REWARD)
+    pipeline.add_node("refer", refer, plane="learning").add_node("value", value, plane="learning")
+    pipeline.add_node("compare", compare, plane="learning")
+    pipeline.add_node("learn", learn).add_node("learn_values", learn_values)
+    return pipeline.build().bind(Config(), ["prompts"])
+
+
+def two_parts() -> Program:
+    """Two models that learn the same given responses, each by itself."""
+
+    @node(writes="advantages")
+    def load(prompts): ...
+
+    pipeline = Pipeline("two").add_node("load", load)
+    pipeline.add_node("learn", learn).add_node("learn_values", learn_values)
+    return pipeline.build().bind(Config(), ["prompts"])
+
+
+def nodes_of(plan: Plan) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    return [(rank.experience, rank.learning) for rank in plan.ranks]
+
+
+PLAYS = ("answer", "grade")
+LEARNS = ("refer", "compare", "learn")
+
+
+def test_without_an_allocation_one_part_is_on_all_devices() -> None:
+    program = grpo()
+    plan = plan_ray(program, devices(2, nodes=2), "cpu", {"actor": "7B"})
+    check_plan(plan, program)
+    assert nodes_of(plan) == [(PLAYS, LEARNS)] * 4
+    assert [rank.node for rank in plan.ranks] == [0, 0, 1, 1]
+    assert [rank.rank for rank in plan.ranks] == [0, 1, 2, 3]
+    assert plan.layout("actor") == Layout("actor", "torch", (0, 1, 2, 3), Sizes(data=4))
+    assert plan.layout("rollout") == Layout("rollout", "embedded", (0, 1, 2, 3), Sizes(data=4))
+    assert {channel.kind for channel in plan.channels} == {"local", "stream"}
+    assert plan.backends == ("gloo",)
+    assert json.loads(json.dumps(plan.to_json()))["layouts"][0]["sizes"]["data"] == 4
+
+
+def test_rollout_and_training_on_devices_of_their_own() -> None:
+    program = grpo()
+    plan = plan_ray(program, devices(4, trainer__allocation="embedded[rollout]:d2+torch[actor]:d2"), "cpu", {})
+    check_plan(plan, program)
+    assert nodes_of(plan) == [(PLAYS, ())] * 2 + [((), LEARNS)] * 2
+    assert [rank.engines for rank in plan.ranks] == [("rollout",)] * 2 + [("ref", "actor")] * 2
+    assert [rank.services for rank in plan.ranks] == [("judge",)] * 2 + [()] * 2
+    assert plan.layout("ref").ranks == plan.layout("actor").ranks == (2, 3)
+    assert plan.layout("rollout").ranks == (0, 1)
+    assert [(group.name, group.ranks) for group in plan.groups] == [
+        ("process_group_1", (0, 1)),
+        ("process_group_2", (2, 3)),
+    ]
+    group = plan.group_of("ref", "data", 3)
+    assert group is not None and group.ranks == (2, 3)
+    assert plan.group_of("actor", "tensor", 3) is None and plan.group_of("actor", "data", 0) is None
+    with pytest.raises(UserError, match="places no 'critic'"):
+        plan.layout("critic")
+
+
+def test_an_allocation_of_shared_devices_is_the_plan_of_the_scheduler() -> None:
+    shared = devices(3, trainer__allocation="embedded:d3|torch:d3")
+    assert nodes_of(plan_ray(grpo(), shared, "cpu", {})) == nodes_of(plan_ray(grpo(), devices(3), "cpu", {}))
+
+
+def test_a_critic_of_its_own_runs_what_it_waits_for() -> None:
+    """What uses no engine runs wherever it is needed; columns go between the ranks of actor and critic."""
+    program = ppo()
+    plan = plan_ray(program, devices(4, trainer__allocation="embedded:d1+torch:d2+torch[critic]:d1"), "cpu", {})
+    check_plan(plan, program)
+    actor, critic = ("refer", "compare", "learn"), ("value", "compare", "learn_values")
+    assert nodes_of(plan) == [(PLAYS, ()), ((), actor), ((), actor), ((), critic)]
+    kinds = {(channel.source, channel.target): channel.kind for channel in plan.channels}
+    assert kinds["refer", "compare"] == kinds["value", "compare"] == "exchange"
+    assert kinds["compare", "learn"] == kinds["compare", "learn_values"] == "local"
+    assert kinds["answer", "value"] == "stream" and kinds["answer", "grade"] == "local"
+
+
+def test_an_unnamed_critic_sits_with_the_actor() -> None:
+    plan = plan_ray(ppo(), devices(3, trainer__allocation="embedded:d1+torch:d2"), "cpu", {})
+    assert plan.layout("critic") == Layout("critic", "torch", (1, 2), Sizes(data=2))
+
+
+def test_a_rollout_beside_another_model_than_the_policy_is_refused() -> None:
+    text = "embedded:d1|torch[critic]:d1+torch[actor]:d1"
+    with pytest.raises(UserError, match="the rollout is on the devices of 'critic' and not on those of 'actor'"):
+        plan_ray(ppo(), devices(2, trainer__allocation=text), "cpu", {})
+
+
+def test_a_part_that_fits_on_a_machine_is_on_one() -> None:
+    """By the order of the text the actor would lie on both."""
+    text = "embedded:d2+torch:d3+torch[critic]:d1"
+    plan = plan_ray(ppo(), devices(3, 2, trainer__allocation=text), "cpu", {})
+    assert plan.layout("rollout").ranks == (0, 1) and plan.layout("critic").ranks == (2,)
+    assert plan.layout("actor").ranks == (3, 4, 5)
+    spread = devices(3, 2, trainer__allocation=text, dag__consider_node_cohesion=False, dag__consider_node_load=False)
+    assert plan_ray(ppo(), spread, "cpu", {}).layout("actor").ranks == (2, 3, 4)
+
+
+def test_load_decides_between_machines_that_suit_alike() -> None:
+    text = "embedded:d1+torch:d1+torch[critic]:d2"
+    plan = plan_ray(ppo(), devices(2, 2, trainer__allocation=text), "cpu", {})
+    assert (plan.layout("rollout").ranks, plan.layout("critic").ranks) == ((0,), (2, 3))
+    four = "embedded:d1+torch:d1+torch[critic]:d1+torch[ref]:d1"
+    for load, ranks in ((True, (2,)), (False, (1,))):
+        given_load = devices(2, 2, trainer__allocation=four, dag__consider_node_load=load)
+        assert plan_ray(ppo(), given_load, "cpu", {}).layout("actor").ranks == ranks
+
+
+def test_independent_parts_have_devices_of_their_own() -> None:
+    program = two_parts()
+    plan = plan_ray(program, devices(3), "cpu", {"actor": "500M", "critic": 600_000_000})
+    check_plan(plan, program)
+    critic, actor = (("load",), ("learn_values",)), (("load",), ("learn",))
+    assert nodes_of(plan) == [critic, critic, actor]
+    assert plan.layout("critic").sizes == Sizes(data=2) and plan.layout("actor").ranks == (2,)
+    assert plan.group_of("critic", "data", 0) is not None
+
+
+def test_a_join_before_a_fork_is_whole_in_each_part() -> None:
+    """X and Y meet in M, M and P in Z, and Z leads to two ends, which train models of their own."""
+    deps = {"X": "", "Y": "", "M": "XY", "P": "", "Z": "MP", "J": "Z", "K": "J", "L": "Z", "N": "L"}
+    trains = {"K": "actor", "N": "critic"}
+    pipeline = Pipeline("two ends")
+    for name, ids in deps.items():
+        kind = NodeType.MODEL_TRAIN if name in trains else NodeType.COMPUTE
+        pipeline.add_node(name, nothing, list(ids), node_type=kind, engine=trains.get(name), plane="learning")
+    program = pipeline.build().bind(Config(), ["prompts"])
+    plan = plan_ray(program, devices(2, 2, dag__apportion_strategy="even"), "cpu", {"actor": "100M", "critic": "50M"})
+    check_plan(plan, program)
+    assert [set(rank.learning) for rank in plan.ranks] == [set("XYMPZJK")] * 2 + [set("XYMPZLN")] * 2
+    assert [rank.node for rank in plan.ranks] == [0, 0, 1, 1]
+    by_size = plan_ray(program, devices(2, 2), "cpu", {"actor": "100M", "critic": "50M"})
+    assert (by_size.layout("actor").ranks, by_size.layout("critic").ranks) == ((1, 2, 3), (0,))
+
+
+def test_shares_go_by_parameters_or_evenly() -> None:
+    sizes: dict[str, str | float] = {"actor": "600B", "critic": "1M"}
+    by_size = plan_ray(two_parts(), devices(8), "cpu", sizes)
+    assert (len(by_size.layout("actor").ranks), len(by_size.layout("critic").ranks)) == (7, 1)
+    evenly = plan_ray(two_parts(), devices(8, dag__apportion_strategy="even"), "cpu", sizes)
+    assert (len(evenly.layout("actor").ranks), len(evenly.layout("critic").ranks)) == (4, 4)
+
+
+def test_ppo_is_one_part_because_both_models_learn_from_one_rollout() -> None:
+    plan = plan_ray(ppo(), devices(2), "cpu", {"actor": "7B", "critic": "7B"})
+    assert nodes_of(plan)[0] == nodes_of(plan)[1] == (PLAYS, ("refer", "value", "compare", "learn", "learn_values"))
+
+
+def test_what_nothing_waits_for_runs_with_the_actor() -> None:
+    def look(values, ctx): ...
+
+    pipeline = Pipeline("looking").add_node("answer", answer).add_node("grade", grade, node_role=NodeRole.REWARD)
+    pipeline.add_node("refer", refer, plane="learning").add_node("value", value, plane="learning")
+    pipeline.add_node("compare", compare, plane="learning").add_node("learn", learn)
+    pipeline.add_node("look", look, ["learn"], plane="learning")
+    program = pipeline.build().bind(Config(), ["prompts"])
+    allocation = "embedded:d1+torch:d1+torch[critic]:d1"
+    plan = plan_ray(program, devices(3, trainer__allocation=allocation), "cpu", {})
+    check_plan(plan, program)
+    assert [rank.learning for rank in plan.ranks] == [(), ("refer", "compare", "learn", "look"), ("value",)]
+
+
+def test_on_gpus_gloo_stands_beside_nccl_from_the_threshold_on() -> None:
+    assert plan_ray(grpo(), devices(4), "cuda", {}).backends == ("nccl",)
+    assert plan_ray(grpo(), devices(4, dag__backend_threshold=4), "cuda", {}).backends == ("nccl", "gloo")
+
+
+SHARDED = {"actor_rollout_ref__actor__strategy": "fsdp"}
+SHARD = "actor_rollout_ref__actor__fsdp_config__fsdp_size"
+
+
+def test_what_waits_in_the_hosts_memory_can_be_sent_from_there() -> None:
+    keys = {**SHARDED, "actor_rollout_ref__ref__fsdp_config__param_offload": True}
+    assert plan_ray(grpo(), devices(2, **SHARDED), "cuda", {}).backends == ("nccl",)
+    assert plan_ray(grpo(), devices(2, **keys), "cuda", {}).backends == ("nccl", "gloo")
+
+
+@pytest.mark.parametrize(("size", "shard"), [(-1, None), (1, 1), (2, 2), (4, None)])
+def test_a_copy_of_the_weights_lies_over_as_many_ranks_as_the_config_says(size: int, shard: int | None) -> None:
+    plan = plan_ray(grpo(), devices(4, **SHARDED, **{SHARD: size}), "cpu", {})
+    assert {layout.role: layout.shard for layout in plan.layouts} == {"actor": shard, "ref": shard, "rollout": None}
+    pairs = [] if shard != 2 else [(0, 1), (0, 2), (1, 3), (2, 3)]
+    assert sorted(group.ranks for group in plan.groups if len(group.ranks) == 2) == pairs
+
+
+@pytest.mark.parametrize("allocation", ["embedded:d8|fsdp:d8", "embedded:d8|fsdp:d4t2"])
+def test_a_copy_over_ranks_that_do_not_divide_them_is_refused(allocation: str) -> None:
+    keys = {**SHARDED, SHARD: 3, "trainer__n_gpus_per_node": 8}
+    number = "8" if "d8|fsdp:d8" in allocation else "4"
+    with pytest.raises(UserError, match=f"fsdp_size=3 does not divide the {number} data parallel ranks of the actor"):
+        plan_ray(grpo(), config(trainer__allocation=allocation, **keys), "cpu", {})
+
+
+@pytest.mark.parametrize(
+    ("allocation", "keys", "said"),
+    [
+        ("embedded:d2+torch:d2", {}, ("takes 4 devices", "trainer.nnodes=1 × trainer.n_gpus_per_node=1 are 1")),
+        ("embedded:d2|torch:d2", {"trainer__nnodes": 3}, ("takes 2 devices", "trainer.nnodes=3")),
+        ("hf:d1|torch:d1", {}, (f"{ROLLOUT}.name=embedded contradicts trainer.allocation", "which says hf")),
+        (
+            "embedded:d1|torch:d1",
+            {"actor_rollout_ref__rollout__tensor_model_parallel_size": 2},
+            (f"{ROLLOUT}.tensor_model_parallel_size=2 contradicts", "which says 1"),
+        ),
+        ("embedded:d1|fsdp:d1", {}, ("actor_rollout_ref.actor.strategy=torch contradicts", "which says fsdp")),
+        ("torch:d1", {}, ("names no rollout",)),
+        ("embedded:d1", {}, ("names no actor",)),
+        ("embedded:d1|torch:d1|torch[critic]:d1", {}, ("program 'grpo' has no critic; its engines: actor, ref",)),
+        ("embedded:d1t2|torch:d2", {}, ("has no tensor parallelism",)),
+        (
+            "embedded:d4|fsdp:d2t2|fsdp[ref]:d4",
+            {
+                "trainer__n_gpus_per_node": 4,
+                "actor_rollout_ref__actor__strategy": "fsdp",
+            },
+            ("'ref' needs the sizes of 'actor'", "^"),
+        ),
+    ],
+)
+def test_what_contradicts_the_allocation_is_refused(
+    allocation: str, keys: dict[str, Any], said: tuple[str, ...]
+) -> None:
+    with pytest.raises(UserError) as caught:
+        plan_ray(grpo(), config(trainer__allocation=allocation, **keys), "cpu", {})
+    assert all(part in str(caught.value) for part in said), caught.value
+
+
+def test_a_node_whose_engines_lie_apart_is_refused() -> None:
+    def both(advantages, *, actor, critic): ...
+
+    pipeline = Pipeline("both").add_node("answer", answer).add_node("grade", grade, node_role=NodeRole.REWARD)
+    pipeline.add_node("refer", refer, plane="learning").add_node("compare", compare, plane="learning")
+    program = pipeline.add_node("both", both).build().bind(Config(), ["prompts"])
+    text = "embedded:d1+torch:d1+torch[critic]:d1"
+    with pytest.raises(UserError, match="node 'both' uses 'critic', which is not on the devices of 'actor': join them"):
+        plan_ray(program, devices(3, trainer__allocation=text), "cpu", {})
+
+
+def test_a_rollout_of_several_devices_divides_them() -> None:
+    keys = {"actor_rollout_ref__rollout__tensor_model_parallel_size": 2}
+    with pytest.raises(UserError, match="tensor_model_parallel_size=2 does not divide the 3 devices"):
+        plan_ray(grpo(), devices(3, **keys), "cpu", {})
+    assert plan_ray(grpo(), devices(4, **keys), "cpu", {}).layout("rollout").sizes == Sizes(data=2, tensor=2)
+
+
+def test_more_parts_than_devices_are_refused() -> None:
+    with pytest.raises(UserError, match="2 independent parts, and there are 1 devices"):
+        plan_ray(two_parts(), devices(1), "cpu", {})
+
+
+def loaded(origins: dict[str, str], **keys: object) -> Loaded:
+    text = "hf[rollout]:d4+torch[actor]:d2"
+    return Loaded(config(trainer__launcher="ray", trainer__allocation=text, **keys), origins)
+
+
+@pytest.mark.parametrize(
+    ("origins", "keys", "nodes", "per_node"),
+    [
+        ({}, {}, 1, 6),
+        ({"trainer.nnodes": "run.yaml:3"}, {"trainer__nnodes": 3}, 3, 2),
+        ({"trainer.n_gpus_per_node": "run.yaml:3"}, {"trainer__n_gpus_per_node": 3}, 2, 3),
+    ],
+)
+def test_keys_that_nobody_set_follow_the_allocation(
+    origins: dict[str, str], keys: dict[str, object], nodes: int, per_node: int
+) -> None:
+    found = follow_allocation(loaded(origins, **keys))
+    trainer = found.config.trainer
+    assert (trainer.nnodes, trainer.n_gpus_per_node) == (nodes, per_node)
+    assert found.config.actor_rollout_ref.rollout.name == "hf"
+    shown = f"{ROLLOUT}.name='hf' instead of 'embedded': trainer.allocation says so"
+    assert shown in [str(fitted) for fitted in found.fitted]
+    plan_ray(grpo(), found.config, "cpu", {})
+
+
+def test_keys_that_somebody_set_stay_and_are_refused() -> None:
+    found = follow_allocation(loaded({f"{ROLLOUT}.name": "command line"}))
+    assert found.config.actor_rollout_ref.rollout.name == "embedded"
+    with pytest.raises(UserError, match="name=embedded contradicts"):
+        plan_ray(grpo(), found.config, "cpu", {})
+    five = follow_allocation(loaded({"trainer.nnodes": "command line"}, trainer__nnodes=5))
+    with pytest.raises(UserError, match="takes 6 devices, and trainer.nnodes=5"):
+        plan_ray(grpo(), five.config, "cpu", {})
+
+
+def test_other_keys_must_go_with_the_engines_of_the_allocation() -> None:
+    stale = replace(loaded({}), config=replace(loaded({}).config, async_=AsyncConfig(max_staleness=2)))
+    with pytest.raises(ConfigError, match="the engine 'hf' cannot take weights below them"):
+        follow_allocation(stale)
+    megatron = Loaded(config(trainer__allocation="embedded:d1|megatron:d1"), {})
+    with pytest.raises(UserError, match="the engine 'megatron' is not there yet; choose from torch"):
+        follow_allocation(megatron)
+
+
+def test_without_an_allocation_nothing_follows() -> None:
+    plain = Loaded(Config(), {})
+    assert follow_allocation(plain) is plain
+
+
+def test_a_layout_of_other_ranks_than_those_that_run_it_is_refused() -> None:
+    program = two_parts()
+    plan = plan_ray(program, devices(3), "cpu", {})
+    moved = rank_plan(program, 1, "cpu", plan.ranks[1].experience, ["learn_values"])
+    with pytest.raises(UserError, match=r"lays the actor over ranks \(0, 1\), and ranks \(0,\) use it"):
+        check_plan(replace(plan, ranks=(plan.ranks[0], moved, plan.ranks[2])), program)
+
+
+def nothing(ctx): ...
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    """Random nodes behind each other as they come: some that load, then of the learning plane, some with an engine."""
+    pipeline = Pipeline("random")
+    num_loading = draw(st.integers(0, 2))
+    for number in range(num_loading + draw(st.integers(1, 7))):
+        deps = [f"n{i}" for i in range(number) if draw(st.integers(0, 2)) == 0]
+        loads = number < num_loading
+        engine = None if loads else draw(st.sampled_from([None, "actor", "critic", "ref", "reward_model"]))
+        kind = NodeType.MODEL_INFERENCE if engine else NodeType.COMPUTE
+        plane = "experience" if loads else "learning"
+        pipeline.add_node(f"n{number}", nothing, deps, node_type=kind, engine=engine, plane=plane)  # type: ignore[arg-type]
+    return pipeline.build().bind(Config(), ["prompts"])
+
+
+def engines_together(program: Program) -> list[set[str]]:
+    """Engines that one part must have, by the definition: those that some exit depends on, joined where they meet."""
+    found: list[set[str]] = []
+    for end in program.learning:
+        behind = {end.node_id}
+        for other in reversed(program.learning):
+            if any(dep == other.node_id for name in behind for dep in program.node(name).deps):
+                behind.add(other.node_id)
+        engines = {engine for name in behind for engine in program.node(name).engines}
+        met = [part for part in found if part & engines]
+        found = [part for part in found if part not in met] + ([engines.union(*met)] if engines else [])
+    return found
+
+
+SIZES = st.fixed_dictionaries({role: st.integers(0, 10**12) for role in ("actor", "critic", "ref", "reward_model")})
+
+
+@settings(derandomize=True, deadline=None)
+@given(programs(), st.integers(1, 3), st.integers(1, 6), SIZES, st.sampled_from(["even", "param_aware"]))
+def test_any_program_is_placed_whole_on_any_cluster_that_is_large_enough(
+    program: Program, nodes: int, per_node: int, sizes: dict[str, float], strategy: str
+) -> None:
+    given_config = devices(per_node, nodes, dag__apportion_strategy=strategy)
+    parts = engines_together(program)
+    if len(parts) > nodes * per_node:
+        said = f"{len(parts)} independent parts, and there are {nodes * per_node} devices"
+        with pytest.raises(UserError, match=said):
+            plan_ray(program, given_config, "cpu", sizes)
+        return
+    plan = plan_ray(program, given_config, "cpu", sizes)
+    check_plan(plan, program)
+    assert [rank.node for rank in plan.ranks] == [rank // per_node for rank in range(nodes * per_node)]
+    for rank in plan.ranks:
+        assert rank.learning and (not parts or set(rank.engines) in parts), "it has a part, and one alone"
+        for node_id in (*rank.experience, *rank.learning):
+            assert {*program.node(node_id).deps} <= {*rank.experience, *rank.learning}, "an input of a join is lost"
+    assert {frozenset(rank.engines) for rank in plan.ranks} == {frozenset(part) for part in parts or [set[str]()]}
+    assert {layout.role: layout.ranks for layout in plan.layouts} == {
+        role: tuple(rank.rank for rank in plan.ranks if role in rank.engines) for role in program.engines
+    }
+    assert {channel.kind for channel in plan.channels} <= {"local", "stream"}, "no part waits for another"
+    assert plan == plan_ray(program, given_config, "cpu", dict(reversed(sizes.items())))
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(programs(), st.sampled_from([(2, 2), (3, 2), (2, 3), (5, 1), (1, 6)]), SIZES)
+def test_no_better_cohesion_of_its_parts_is_left_on_the_table(
+    program: Program, cluster: tuple[int, int], sizes: dict[str, float]
+) -> None:
+    nodes, per_node = cluster
+    plan = plan_ray(program, devices(per_node, nodes), "cpu", sizes)
+    held: dict[tuple[str, ...], list[int]] = {}
+    for rank in plan.ranks:
+        held.setdefault(rank.learning, [0] * nodes)[rank.node] += 1
+    counts = [tuple(on_node) for on_node in held.values()]
+    ways = all_placements([sum(part) for part in counts], (per_node,) * nodes)
+    assert broken_and_pieces(counts, per_node) == min(broken_and_pieces(way, per_node) for way in ways)

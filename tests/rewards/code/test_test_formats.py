@@ -1,0 +1,220 @@
+"""What rows of code data sets mean, and outputs that are the same."""
+
+import json
+
+import pytest
+
+from distflow.rewards.code.assertions import tell_apart
+from distflow.rewards.code.execution import same_output, same_value
+from distflow.rewards.code.test_formats import AssertTests, CallTests, StreamTests, read_tests
+
+PAIRS = {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "3\n"]}
+CALLS = {"fn_name": "f", "inputs": [[1, [2]], [3, [4]]], "outputs": [5, [6]]}
+CHECK = "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(2) == 3\n"
+
+
+@pytest.mark.parametrize(
+    ("ground_truth", "row"),
+    [
+        (PAIRS, {}),
+        (json.dumps(PAIRS), {}),
+        (None, PAIRS),
+        (None, {"inputs": json.dumps(PAIRS["inputs"]), "outputs": json.dumps(PAIRS["outputs"])}),
+        (None, {"input_output": json.dumps(PAIRS)}),
+        ([{"input": "1\n", "output": "2\n", "testtype": "stdin"}, {"input": "2\n", "output": "3\n"}], {}),
+        (PAIRS, {"test_list": ["assert f(1)"]}),  # the answer comes before the columns
+    ],
+)
+def test_streams(ground_truth, row):
+    assert read_tests(ground_truth, row) == StreamTests(("1\n", "2\n"), ("2\n", "3\n"))
+
+
+def test_streams_may_be_lines():
+    assert read_tests({"inputs": [["1", "2"]], "outputs": [["3"]]}, {}) == StreamTests(("1\n2",), ("3",))
+
+
+@pytest.mark.parametrize(
+    ("ground_truth", "row"),
+    [
+        (CALLS, {}),
+        ({**CALLS, "fn_name": "Solution().f"}, {}),
+        ({"inputs": CALLS["inputs"], "outputs": CALLS["outputs"]}, {"fn_name": "f"}),
+        ({"inputs": ["1\n[2]", "3\n[4]"], "outputs": ["5", "[6]"], "fn_name": "f"}, {}),  # JSON of each argument
+    ],
+)
+def test_calls(ground_truth, row):
+    assert read_tests(ground_truth, row) == CallTests("f", ([1, [2]], [3, [4]]), (5, [6]))
+
+
+def test_assertions():
+    mbpp = AssertTests("assert f(1)\nassert f(2)", "x = 1")
+    assert read_tests(["assert f(1)", "assert f(2)"], {"test_setup_code": "x = 1"}) == mbpp
+    assert read_tests(None, {"test_list": '["assert f(1)", "assert f(2)"]', "test_setup_code": "x = 1"}) == mbpp
+    human = AssertTests(CHECK, "", "f")
+    assert (
+        read_tests("def f(x): return x", {"test_list": ["assert f(1)", "assert f(2)"], "test_setup_code": "x = 1"})
+        == mbpp
+    )
+    assert read_tests(CHECK, {"entry_point": "f"}) == read_tests(None, {"test": CHECK, "entry_point": "f"}) == human
+    assert read_tests(CHECK, {"entry_point": "f", "prompt": "Write f."}) == human
+    prompt = "import math\n\ndef f(x):\n    '''...'''\n"
+    assert read_tests(CHECK, {"entry_point": "f", "prompt": prompt}) == AssertTests(CHECK, "", "f", prompt)
+
+
+@pytest.mark.parametrize(
+    ("ground_truth", "row", "message"),
+    [
+        (None, {}, "'code' needs tests"),
+        ("", {"answer": "7"}, "'code' needs tests"),
+        ("def f(x): return x", {}, "'code' needs tests"),
+        ({"inputs": ["1"], "outputs": []}, {}, "1 'inputs' and 0 'outputs'"),
+        ({"inputs": ["1"], "outputs": "2"}, {}, "must be lists"),
+        ({"inputs": [1], "outputs": ["2"]}, {}, "1 is no text for standard input"),
+        ({"inputs": [1], "outputs": [2], "fn_name": "f"}, {}, "1 is no list of arguments"),
+        ({"inputs": ["[1"], "outputs": ["2"], "fn_name": "f"}, {}, "are no JSON"),
+        ({"inputs": ["1"], "outputs": ["[2"], "fn_name": "f"}, {}, "is no JSON"),
+        ({"inputs": [[1]], "outputs": [2], "fn_name": "f()"}, {}, "no name of a function"),
+        ({"input_output": "[1]"}, {}, "no mapping"),
+        ([{"input": "1"}], {}, "each needs 'input' and 'output'"),
+        ([1], {}, "no list of texts"),
+        (["assert f(1)"], {"test_setup_code": 3}, "no text"),
+        (["assert f(1)"], {"test_imports": [3]}, "no list of texts"),
+        ({"test": 3}, {}, "no text"),
+        ({"test": CHECK}, {"entry_point": 3}, "no name of a function"),
+    ],
+)
+def test_tests_that_mean_nothing(ground_truth, row, message):
+    with pytest.raises(ValueError, match=message):
+        read_tests(ground_truth, row)
+
+
+def test_assertions_are_told_apart():
+    told = tell_apart(AssertTests("x = 1\nassert f(x) == g\nassert True\nassert f(2)", "import math"))
+    assert told.shown == ("assert f(x) == g", "assert f(2)")
+    assert told.cases == ("import math\nx = 1\nassert f(x) == g", "import math\nx = 1\nassert f(2)")
+    assert told.names == {"f": "f", "g": "g"}
+
+
+def test_those_of_a_check_too():
+    told = tell_apart(AssertTests("M = {}\n" + CHECK + "check(f)", "", "f"))
+    assert told.shown == ("assert candidate(1) == 2", "assert candidate(2) == 3")
+    assert [case.count("assert") for case in told.cases] == [1, 1] and told.names == {"candidate": "f"}
+
+
+def test_assertions_in_a_loop_stay_together():
+    told = tell_apart(AssertTests("for i in range(3):\n    assert f(i)\nassert f(9)"))
+    assert len(told.cases) == 1 and told.shown == ("all assertions",)
+
+
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("assert abs(f(1)) < len([1])", ["f"]),  # what is built in stays what it is
+        ("assert sum(1, 2) == 3", ["sum"]),  # unless nothing else can be meant
+        ("assert f(1) == math.pi", ["f"]),  # a module that the program is to import
+        ("from math import pi\nh = 3\nassert [f(x) for x in (h, pi)]", ["f"]),
+        ("def g(x):\n    return f(x)\nassert g(1)", ["f"]),
+    ],
+)
+def test_names_that_stand_for_the_program(code, names):
+    assert list(tell_apart(AssertTests(code)).names) == names
+
+
+@pytest.mark.parametrize(
+    ("code", "args", "right", "wrong"),
+    [
+        ("assert f(1, [2.5, 'a'], x={'b': None}) == (-4,)", ([1, [2.5, "a"]], {"x": {"b": None}}), (-4,), [-4]),
+        ("'text'\nM = {'a': 1}\nassert f((1, 2)) == {1, 2}, 'so'", ([(1, 2)], {}), {2, 1}, [1, 2]),
+        ("assert f()", ([], {}), [0], []),
+        ("assert not f()", ([], {}), 0, "0"),
+        ("assert f() is True", ([], {}), True, 1),
+        ("assert f() is None", ([], {}), None, 0),
+        ("assert f() == 1", ([], {}), True, "1"),
+        ("assert (f(1) == 1)", ([1], {}), 1.0, 2),
+    ],
+)
+def test_assertions_of_literals(code, args, right, wrong):
+    (literal,) = tell_apart(AssertTests(code)).literals
+    assert literal is not None and literal.name == "f" and (literal.args, literal.kwargs) == args
+    assert literal.holds(right) is True and literal.holds(wrong) is False
+
+
+def test_those_of_a_check_are_of_its_entry():
+    check = "def check(g):\n    assert g(1) == 2\n    assert helper(3) == 4\n"
+    assert [each.name for each in tell_apart(AssertTests(check, "", "f")).literals] == ["f", "helper"]
+
+
+@pytest.mark.parametrize(
+    ("code", "setup"),
+    [
+        ("assert f(x) == 1", ""),
+        ("assert f(1) == g(1)", ""),
+        ("assert f(*[1]) == 1", ""),
+        ("assert f(**{'a': 1}) == 1", ""),
+        ("assert f(1) != 1", ""),
+        ("assert f(1) == 1 == 1", ""),
+        ("assert f(f(1)) == 1", ""),
+        ("assert f(1) == 1, f(2)", ""),
+        ("assert len(f(1)) == 1", ""),
+        ("x = g(1)\nassert f(1) == 1", ""),
+        ("x = {}\nx['a'] = 1\nassert f(1) == 1", ""),
+        ("assert f(1) == 1", "import math"),
+        ("assert f(1) == 1", "1 / 0"),
+        ("for x in (1, 2):\n    assert f(1) == 1", ""),
+    ],
+)
+def test_assertions_that_must_be_run(code, setup):
+    assert tell_apart(AssertTests(code, setup)).literals == (None,)
+
+
+@pytest.mark.parametrize("code", ["assert f(1", "assert 1 == 1", "x = 3", "assert f(" + "(" * 5000 + ")" * 5000 + ")"])
+def test_tests_that_are_broken(code):
+    with pytest.raises(ValueError, match="the tests are broken"):
+        tell_apart(AssertTests(code))
+
+
+@pytest.mark.parametrize(
+    ("printed", "wanted", "same"),
+    [
+        ("1 2\n3\n", "1 2\n3", True),
+        ("  1  2 \n\n", "1 2", True),
+        ("1\n2", "1 2", False),
+        ("1\n\n2", "1\n2", False),
+        ("2.50", "2.5", True),
+        ("0.3333333", "0.33333333", True),
+        ("0.333", "0.33333333", False),
+        ("1000000.5", "1000000.1", True),
+        ("3.0", "3", True),
+        ("3.0000001", "3", False),
+        ("03", "3", True),
+        ("Yes", "YES", False),
+        ("nan", "nan", True),
+        ("inf", "1e999", False),
+        ("9" * 5000, "9" * 5000, True),
+        ("9" * 5000, "8" * 5000, False),
+        ("12345678901234567890", "12345678901234567891", False),
+        ("", "", True),
+        ("", "0", False),
+    ],
+)
+def test_outputs(printed, wanted, same):
+    assert same_output(printed, wanted) is same
+
+
+@pytest.mark.parametrize(
+    ("returned", "wanted", "same"),
+    [
+        ((1, (2,)), [1, [2]], True),
+        ({1: (2,)}, {"1": [2]}, True),
+        (True, 1, True),
+        (1.0, 1, True),
+        ("1", 1, False),
+        ({1, 2}, [1, 2], False),
+        (3, [3], True),
+        ([3], 3, False),
+        (None, None, True),
+        (0.1 + 0.2, 0.3, False),
+    ],
+)
+def test_values(returned, wanted, same):
+    assert same_value(returned, wanted) is same

@@ -1,0 +1,321 @@
+"""`judge` against a real server on loopback that answers well, badly, late or not at all."""
+
+import asyncio
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from distflow.data.sample import Sample, Segment
+from distflow.rewards.judge.cache import BudgetSpent, JudgeStore
+from distflow.rewards.judge.reward import compute_score
+from distflow.rewards.pool.pool import VerifierPool
+from distflow.rewards.router import RewardRouter
+from distflow.rewards.score import Error, Score, Timeout
+from tests.patience import at_some_deadline
+
+SECRET = "sk-a-secret-of-this-test"
+Reply = tuple[int, dict[str, str], bytes]
+
+
+def completion(content: object, tokens: int = 7) -> Reply:
+    message = {"role": "assistant", "content": content}
+    body = {"id": "1", "object": "chat.completion", "choices": [{"index": 0, "message": message}]}
+    return 200, {}, json.dumps({**body, "usage": {"total_tokens": tokens}}).encode()
+
+
+def verdict(score: object, reason: object = "so", **more: object) -> Reply:
+    return completion(json.dumps({"score": score, "reason": reason, **more}))
+
+
+class Server(ThreadingHTTPServer):
+    """Answers each request by `reply(its content, how many came before)`; None closes the connection."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.reply: Callable[[str, int], Reply | None] = lambda content, number: verdict(1)
+        self.asked: list[dict] = []
+        self.keys: list[str] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        assert isinstance(self.server, Server) and self.path == "/v1/chat/completions"
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        number = len(self.server.asked)
+        self.server.asked.append(asked)
+        self.server.keys.append(self.headers["authorization"])
+        reply = self.server.reply(asked["messages"][0]["content"], number)
+        if reply is None:
+            self.close_connection = True
+            return
+        status, headers, body = reply
+        self.send_response(status)
+        for name, value in {"content-type": "application/json", "content-length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+def ask(runner: asyncio.Runner, server: Server, response: str = "four", **options: object) -> dict:
+    return runner.run(
+        compute_score(response, "4", {"level": 3}, "2+2?", model="m", base_url=server.url, **{"retries": 0, **options})
+    )
+
+
+def test_what_is_sent_and_what_comes_back(runner, server, tmp_path):
+    server.reply = lambda content, number: verdict(0.25, "half of a half")
+    assert ask(runner, server, "{prompt} {ground_truth}") == {"score": 0.25, "reason": "half of a half"}
+    (asked,) = server.asked
+    text = asked["messages"][0]["content"]
+    assert "<answer>\n{prompt} {ground_truth}\n</answer>" in text, "what a response holds is no placeholder"
+    assert "<task>\n2+2?\n</task>" in text and "<reference>\n4\n</reference>" in text
+    assert asked["model"] == "m" and asked["temperature"] == 0.0 and asked["response_format"]["json_schema"]["strict"]
+    assert server.keys == [f"Bearer {SECRET}"]
+    file = tmp_path / "template.txt"
+    file.write_text("at level {level}: {response}")
+    ask(runner, server, template=str(file), structured=False, temperature=0.5)
+    assert server.asked[-1]["messages"][0]["content"] == "at level 3: four"
+    assert "response_format" not in server.asked[-1] and server.asked[-1]["temperature"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (completion("I would say 1."), "is no JSON"),
+        (completion('{"score": NaN, "reason": "x"}'), "not between 0 and 1"),
+        (completion('{"score": 1, "score": 0, "reason": "x"}'), "is no JSON"),
+        (completion('```json\n{"score": 1, "reason": "x"}\n```'), "is no JSON"),
+        (verdict(1.5), "not between 0 and 1"),
+        (verdict(-0.1), "not between 0 and 1"),
+        (verdict("1"), "no score with a reason"),
+        (verdict(True), "no score with a reason"),
+        (verdict(1, None), "no score with a reason"),
+        (verdict(1, more=1), "not {reason, score}"),
+        (completion("[1]"), "not {reason, score}"),
+        (completion("[" * 100_000), "is no JSON"),
+        (completion(None), "answered no text"),
+        ((200, {}, b"<html>busy</html>"), "no chat completion"),
+        ((200, {}, b"{}"), "no chat completion"),
+        ((200, {}, b"\xff\xfe" * 50), "no chat completion"),
+        ((200, {}, b" " * 2**21), "longer than"),
+        ((404, {}, b'{"error": {"message": "no such model"}}'), "refused: NotFoundError.*no such model"),
+        ((401, {}, json.dumps({"error": {"message": f"bad key {SECRET}"}}).encode()), r"bad key \*\*\*"),
+        ((500, {}, b"oops"), "no answer in 1 attempt: status 500"),
+        (None, "no answer in 1 attempt: Connection error.*disconnected"),
+        ((200, {"content-length": "99"}, b'{"choices": ['), "no answer in 1 attempt: its answer broke off"),
+        ((200, {"content-encoding": "gzip"}, b"no gzip"), "no answer in 1 attempt: its answer broke off"),
+        (completion('{"score": 1' + "0" * 400 + ', "reason": "x"}'), "not between 0 and 1"),
+        ((200, {}, f"you are {SECRET}".encode()), r"no chat completion: 'you are \*\*\*'"),
+        (completion(f"you are {SECRET}"), r"no JSON: 'you are \*\*\*'"),
+    ],
+)
+def test_what_is_no_verdict_is_an_error_by_name(runner, server, reply, message):
+    server.reply = lambda content, number: reply
+    with pytest.raises(ValueError, match=message) as raised:
+        ask(runner, server)
+    assert SECRET not in str(raised.value) and len(server.asked) == 1
+
+
+def test_an_overloaded_endpoint_is_asked_again(runner, server):
+    replies = [(429, {"retry-after": "0"}, b"{}"), (503, {}, b""), None, verdict(1)]
+    server.reply = lambda content, number: replies[number]
+    began = time.monotonic()
+    assert ask(runner, server, retries=3)["score"] == 1.0
+    assert len(server.asked) == 4 and time.monotonic() - began > 0.5 + 1.0 - 0.1, "the waits grow"
+    server.reply = lambda content, number: (429, {"retry-after": "0"}, b"{}")
+    with pytest.raises(ValueError, match="no answer in 3 attempts: status 429"):
+        ask(runner, server, retries=2)
+    assert len(server.asked) == 7
+
+
+def test_answers_are_kept_by_everything_that_was_sent(runner, server, tmp_path):
+    store = str(tmp_path / "new" / "judge.sqlite")
+    for _ in range(2):
+        assert ask(runner, server, store=store)["score"] == 1.0
+    assert len(server.asked) == 1
+    for number, options in enumerate([{"response": "five"}, {"temperature": 1.0}, {"template": "{response}!"}], 2):
+        ask(runner, server, store=store, **options)
+        assert len(server.asked) == number
+    assert JudgeStore(store).spent() == (4, 28)
+    server.reply = lambda content, number: completion("garbage")
+    for number in (5, 6):
+        with pytest.raises(ValueError, match="no JSON"):
+            ask(runner, server, "six", store=store)
+        assert len(server.asked) == number, "what is no verdict is not kept"
+
+
+def test_a_spent_budget_is_an_error_by_name(runner, server, tmp_path):
+    store = str(tmp_path / "judge.sqlite")
+    for number in range(2):
+        ask(runner, server, str(number), store=store, max_calls=2)
+    with pytest.raises(BudgetSpent, match="2 calls of max_calls=2"):
+        ask(runner, server, "2", store=store, max_calls=2)
+    assert ask(runner, server, "1", store=store, max_calls=2)["score"] == 1.0, "what is kept costs nothing"
+    with pytest.raises(BudgetSpent, match="14 tokens of max_tokens=14"):
+        ask(runner, server, "2", store=store, max_tokens=14)
+    server.reply = lambda content, number: (500, {}, b"")
+    with pytest.raises(BudgetSpent, match="3 calls"):  # another attempt is another call
+        ask(runner, server, "3", store=store, max_calls=3, retries=5)
+    assert len(server.asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": ""}, "no model"),
+        ({"max_calls": 1}, "store"),
+        ({"template": "no/such/file"}, "no/such/file"),
+        ({"template": "{prompt}"}, "has no {response}"),
+        ({"template": "{response} {colour}"}, "names colour"),
+        ({"base_url": "", "key_variable": "NO_SUCH_KEY"}, "NO_SUCH_KEY"),
+    ],
+)
+def test_options_that_cannot_be(runner, server, options, message):
+    arguments = {"model": "m", "base_url": server.url, **options}
+    with pytest.raises(ValueError, match=message):
+        runner.run(compute_score("a", "b", **arguments))
+    assert server.asked == []
+
+
+def test_a_group_waits_together_in_its_process_and_a_silent_endpoint_is_a_timeout(server):
+    """Each answer gets its own verdict, whichever comes first; one that never comes delays no other. The endpoint gives
+    none before all are asked for."""
+    all_asked, over = threading.Event(), threading.Event()
+
+    def reply(content: str, number: int) -> Reply:
+        if len(server.asked) >= 10:
+            all_asked.set()
+        all_asked.wait(60)
+        answer = int(content)
+        if answer == 9:
+            over.wait(60)
+        time.sleep({0: 0.4}.get(answer, 0.1))
+        return verdict(answer / 10)
+
+    server.reply = reply
+    options = {"model": "m", "base_url": server.url, "template": "{response}"}
+    target = f"distflow.rewards.judge.reward:compute_score?{json.dumps(options)}"
+    asked = [{"data_source": "d", "solution_str": str(n), "ground_truth": None, "extra_info": {}} for n in range(10)]
+    pool = VerifierPool({"judge": target}, num_workers=1, timeout_s=20.0)
+
+    def check(deadline_s: float) -> None:
+        server.asked.clear()
+        all_asked.clear()
+        verdicts = asyncio.run(pool.judge_group("judge", asked, deadline_s))
+        assert [found.value for found in verdicts[:9] if isinstance(found, Score)] == [n / 10 for n in range(9)]
+        assert verdicts[9] == Timeout(deadline_s)
+
+    try:
+        at_some_deadline(check, 2.0, 15.0)
+    finally:
+        over.set()
+        pool.close()
+
+
+def test_the_router_hands_over_the_prompt_and_an_error_masks(server, tmp_path: Path):
+    server.reply = lambda content, number: verdict(0.5) if "2+2?" in content else completion("garbage")
+    functions = {"default": [("judge", 2.0, {"model": "m", "base_url": server.url})]}
+
+    def sample(prompt: str) -> Sample:
+        segments = [Segment("prompt", (1,)), Segment("environment", (1,))]
+        return Sample("0-0", 0, segments, prompt=prompt, response="four", ground_truth="4")
+
+    with RewardRouter(functions, timeout_s=20.0, num_workers=1, max_response_length=9) as router:
+        good, bad = asyncio.run(router([sample("2+2?"), sample("2+3?")]))
+    assert good.verdict == Score(1.0, {"judge/reason": "so"})
+    assert isinstance(bad.verdict, Error) and "no JSON" in bad.verdict.reason
+
+
+def test_a_wait_beyond_the_deadline_is_told_at_once_and_a_date_is_a_wait(server):
+    later = format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True)
+    server.reply = lambda content, number: (429, {"retry-after": later if content == "1" else "3600"}, b"{}")
+    options = {"model": "m", "base_url": server.url, "template": "{response}"}
+    target = f"distflow.rewards.judge.reward:compute_score?{json.dumps(options)}"
+    asked = [{"data_source": "d", "solution_str": str(n), "ground_truth": None, "extra_info": {}} for n in range(2)]
+    pool = VerifierPool({"judge": target}, num_workers=1, timeout_s=20.0)
+    try:
+        verdicts = asyncio.run(pool.judge_group("judge", asked, 20.0))
+    finally:
+        pool.close()
+    for found in verdicts:
+        assert isinstance(found, Error) and "1 attempt: status 429, and asks to wait 3" in found.reason
+        assert f"reward.timeout_s leaves no time for another (model 'm' at {server.url})" in found.reason
+    assert len(server.asked) == 2
+
+
+def test_the_key_is_in_no_reason_and_in_no_store(runner, server, tmp_path):
+    escaped = "".join(f"\\u{ord(letter):04x}" for letter in SECRET)
+    content = f'{{"score": 0.5, "reason": "you are {escaped} or {SECRET}"}}'
+    server.reply = lambda asked, number: completion(content)
+    store = tmp_path / "judge.sqlite"
+    for _ in range(2):
+        assert ask(runner, server, store=str(store)) == {"score": 0.5, "reason": "you are *** or ***"}
+    assert len(server.asked) == 1 and SECRET.encode() not in store.read_bytes()
+
+
+def test_tokens_that_the_endpoint_does_not_tell_are_estimated(runner, server, tmp_path):
+    store = str(tmp_path / "judge.sqlite")
+    for tokens in (0, 10**30, None):
+        server.reply = lambda content, number, tokens=tokens: completion('{"score": 1, "reason": "x"}', tokens)
+        before = JudgeStore(store).spent()[1]
+        ask(runner, server, str(tokens), store=store)
+        assert 100 < JudgeStore(store).spent()[1] - before < 400
+
+
+def test_a_damaged_store_is_told_and_a_damaged_answer_is_asked_for_again(runner, server, tmp_path):
+    store = tmp_path / "judge.sqlite"
+    ask(runner, server, store=str(store))
+    with sqlite3.connect(store) as connection:
+        connection.execute("UPDATE answers SET content = substr(content, 1, 9)")
+    connection.close()
+    for _ in range(2):
+        assert ask(runner, server, store=str(store))["score"] == 1.0
+    assert len(server.asked) == 2
+    for name, damaged in {"half": store.read_bytes()[:5000], "none": b"no database" * 100}.items():
+        (tmp_path / name).write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"store '.*/{name}' cannot be used .*(malformed|not a database)"):
+            ask(runner, server, store=str(tmp_path / name))
+    assert len(server.asked) == 2
+
+
+def test_a_key_that_no_header_can_hold_is_told_without_it(runner, server, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", f"{SECRET}\n")
+    assert ask(runner, server)["score"] == 1.0 and server.keys == [f"Bearer {SECRET}"]
+    monkeypatch.setenv("OPENAI_API_KEY", f"{SECRET}\n{SECRET}")
+    with pytest.raises(ValueError, match="OPENAI_API_KEY holds no key") as raised:
+        ask(runner, server)
+    assert SECRET not in str(raised.value)

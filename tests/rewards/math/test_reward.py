@@ -1,0 +1,258 @@
+"""`math` on answers written in every way that people and models write them, and on those that are nearly right."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distflow.rewards.extracted_answers import after_hashes, last_box, marked_answer, phrased_answer
+from distflow.rewards.math.reward import compute_score, compute_verdict, gold_answer, is_equal, normalise
+
+SETS = Path(__file__).parents[2] / "data" / "sets"
+
+RIGHT = [
+    # the conventions: last box, trailing stops, thin spaces, powers of ten
+    ("72", r"\boxed{71}, no: \boxed{72}"),
+    ("72", r"so $\boxed{72}$ and not \boxed{71"),
+    ("42", r"\boxed{42.}"),
+    ("42", r"\boxed{42.}."),
+    ("42", "42."),
+    ("100", r"\boxed{1e2}"),
+    ("1e2", r"\boxed{100}"),
+    ("1.5e-3", r"\boxed{0.0015}"),
+    ("0.0015", r"\boxed{1.5E-3}"),
+    ("1000", r"\boxed{1\,000}"),
+    ("1234567", r"\boxed{1\,234\,567}"),
+    ("1000", r"\boxed{1\;000}"),
+    ("1000", r"\boxed{1~000}"),
+    ("1000", r"\boxed{1{,}000}"),
+    ("1000", r"\boxed{1,000}"),
+    ("1000", r"\boxed{1 000}"),
+    ("1234567", "\\boxed{1\u202f234\u202f567}"),
+    ("1234567", "\\boxed{1\u2009234\u2009567}"),
+    ("1\\,000", r"\boxed{1000}"),
+    # forms of a box
+    ("2", r"\boxed 2"),
+    ("2", r"$\boxed 2$ is it"),
+    ("2", r"\fbox{2}"),
+    ("2", r"\boxed{\boxed{2}}"),
+    ("2", r"\boxed{$2$}"),
+    ("2", r"\[ \boxed{2} \]"),
+    ("2", r"\boxed{\(2\)}"),
+    ("2", "\\boxed{\n  2\n}"),
+    ("\\frac{1}{2}", r"\boxed{\frac{1}{2}}"),
+    ("1/2", r"\boxed{\dfrac{1}{2}}"),
+    ("1/2", r"\boxed{\tfrac12}"),
+    ("1/2", r"\boxed{0.5}"),
+    (0.5, r"\boxed{\frac{1}{2}}"),
+    ("\\{1,2\\}", r"\boxed{\{2,1\}}"),
+    ("\\left[2,5\\right)", r"\boxed{[2,5)}"),
+    # ground truths
+    (72, r"\boxed{72}"),
+    (63.0, r"\boxed{63}"),
+    (1e-7, r"\boxed{1e-7}"),
+    (1e22, r"\boxed{10^{22}}"),
+    ("4+4=8\n#### 8", r"\boxed{8}"),
+    ("#### 1,450", r"\boxed{1450}"),
+    ("#### $540", r"\boxed{540}"),
+    (r"#### \$540", r"\boxed{540}"),
+    (r"so \boxed{8} it is", r"\boxed{8}"),
+    ("$5$", r"\boxed{5}"),
+    (["5", "7"], r"\boxed{7}"),
+    # mathematics
+    ("x^2+2x+1", r"\boxed{(x+1)^2}"),
+    ("2\\sqrt{2}", r"\boxed{\sqrt{8}}"),
+    ("\\frac{\\sqrt{3}}{3}", r"\boxed{\frac{1}{\sqrt{3}}}"),
+    ("\\frac{\\pi}{4}", r"\boxed{\pi/4}"),
+    ("5", r"\boxed{x=5}"),
+    ("x=5", r"\boxed{5}"),
+    ("3,5", r"\boxed{5, 3}"),
+    ("(1,2)", r"\boxed{\left(1, 2\right)}"),
+    ("\\pm 3", r"\boxed{\{3,-3\}}"),
+    ("1024", r"\boxed{2^{10}}"),
+    ("120", r"\boxed{5!}"),
+    ("90^\\circ", r"\boxed{90}"),
+    ("50", r"\boxed{50\%}"),
+    ("42", r"\boxed{42\text{ cm}}"),
+    ("42", r"\boxed{42 \mathrm{~cm}}"),
+    ("-5", "\\boxed{−5}"),
+    ("\\text{Monday}", r"\boxed{Monday}"),
+    ("Monday", r"\boxed{\text{Monday}}"),
+    ("A", r"\boxed{\text{(A)}}"),
+    ("\\infty", r"\boxed{\infty}"),
+    ("\\emptyset", r"\boxed{\varnothing}"),
+    ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", r"\boxed{\begin{pmatrix} 1 \\ 2 \end{pmatrix}}"),
+    ("0.333333333", r"\boxed{\frac{1}{3}}"),
+    ("3.14159265", r"\boxed{3.1415927}"),
+    ("007", r"\boxed{7}"),
+    ("2.50", r"\boxed{2.5}"),
+    (".5", r"\boxed{0.5}"),
+    ("+3", r"\boxed{3}"),
+    # no box
+    ("18", "9 * 2 = 18\n#### 18"),
+    ("18", "She makes $18 every day."),
+    ("18", "so she makes 9 * 2 = $18"),
+    ("18", r"She makes \$18. The answer is \$18."),
+    ("10", "The total is $4 and $6, so $10."),
+    ("1000", "The answer is 1,000."),
+    ("1000", "The final answer is: 1000"),
+    ("5", "The answer is: **5**"),
+    ("5", "**Answer:** 5"),
+    ("6", "Answer: 6 apples"),
+    ("0.5", r"The answer is $\frac{1}{2}$."),
+    ("100", "the answer is 1e2"),
+    ("4", "The answer is 4. The number 5 is wrong."),
+    ("72", "He sold 48+24 = 72 clips."),
+    ("8", "To answer the question we add 5 + 3. That makes 8."),
+    ("8", "The answer to the question is 8. I hope it is correct."),
+    ("8", "It is 8. I have checked that the answer is correct."),
+    ("1 2 3", r"\boxed{1 2 3}"),
+    ("12", "12"),
+]
+
+WRONG = [
+    ("[2,5)", r"\boxed{[2,5]}"),
+    ("[2,5]", r"\boxed{[2,5)}"),
+    ("(2,5)", r"\boxed{[2,5]}"),
+    ("(2,5]", r"\boxed{[2,5)}"),
+    ("72", r"\boxed{72}, no: \boxed{71}"),
+    ("72", r"\boxed{72} \boxed{}"),
+    ("72", r"\boxed{}"),
+    ("72", r"\boxed{72"),
+    ("72", ""),
+    ("72", "#### "),
+    ("5", r"\boxed{3,5}"),
+    ("3,5", r"\boxed{5}"),
+    ("5", r"\boxed{5,5,6}"),
+    ("5", r"\boxed{-5}"),
+    ("7", r"\boxed{77}"),
+    ("12.5", r"\boxed{12,5}"),
+    ("1000", r"\boxed{1\,0000}"),
+    ("123", r"\boxed{1 2 3}"),
+    ("6", r"\boxed{1 2 3}"),
+    ("0", r"\boxed{1 0000}"),
+    ("1/3", r"\boxed{0.33}"),
+    ("\\sqrt{2}", r"\boxed{1.41}"),
+    ("\\pi", r"\boxed{3.14}"),
+    ("0.0000001", r"\boxed{0.0000002}"),
+    (1e-7, r"\boxed{2e-7}"),
+    ("10^{-7}", r"\boxed{2 \cdot 10^{-7}}"),
+    ("\\frac{1}{10000000}", r"\boxed{0.0000002}"),
+    ("1e-9", r"\boxed{0}"),
+    ("0", r"\boxed{1e-9}"),
+    ("1000000", r"\boxed{1000001}"),
+    ("100000000000000000000", r"\boxed{100000000000000000001}"),
+    ("2.5", r"\boxed{2.51}"),
+    ("120", r"\boxed{4!}"),
+    ("4", r"\boxed{4!}"),
+    ("x", r"\boxed{y}"),
+    ("x+1", r"\boxed{x+2}"),
+    ("3", r"\boxed{\pm 3}"),
+    ("1", r"\boxed{\frac{0}{0}}"),
+    ("0", r"\boxed{\emptyset}"),
+    ("2", r"\boxed{1+}"),
+    ("Monday", r"\boxed{Tuesday}"),
+    ("A", r"\boxed{B}"),
+    ("12", r"\boxed{12 \text{ or } 13}"),
+    ("5", "I do not know."),
+    ("5", "The answer is 4. The number 5 is not."),
+    ("10", "1 2 3 4 5 6 7 8 9 10 11"),
+    ("(3,5)", r"\boxed{(5,3)}"),
+    ("5", r"\boxed{\text{five or six}}"),
+    ("5", "\\boxed{" + "(" * 50 + "5}"),
+]
+
+
+@pytest.mark.parametrize(("gold", "response"), RIGHT)
+def test_right_answers(gold, response):
+    assert compute_score("d", response, gold, {}) == 1.0
+
+
+@pytest.mark.parametrize(("gold", "response"), WRONG)
+def test_wrong_answers(gold, response):
+    assert compute_score("d", response, gold, {}) == 0.0
+
+
+GSM8K = [json.loads(line) for line in (SETS / "gsm8k_test_200.jsonl").read_text().splitlines()]
+SVAMP = [json.loads(line) for line in (SETS / "svamp_test_60.jsonl").read_text().splitlines()]
+
+
+def final(row: dict) -> str:
+    return row["answer"].rpartition("####")[2].strip()
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "{solution}",
+        "So \\boxed{{{final}}}.",
+        "The answer is {final}.",
+        "#### {final}",
+        "**Answer: ${final}**",
+        "{final}",
+    ],
+)
+def test_every_gsm8k_answer_is_right_in_each_form_and_wrong_for_its_neighbour(form):
+    for row, other in zip(GSM8K, GSM8K[1:] + GSM8K[:1], strict=True):
+        response = form.format(solution=row["answer"], final=final(row))
+        assert compute_score("gsm8k", response, row["answer"]) == 1.0, response
+        is_same = float(final(row).replace(",", "")) == float(final(other).replace(",", ""))
+        assert compute_score("gsm8k", response, other["answer"]) == float(is_same), response
+
+
+def test_svamp_answers_are_numbers():
+    for row in SVAMP:
+        assert compute_score("svamp", f"\\boxed{{{row['Answer']:g}}}", row["Answer"]) == 1.0
+        assert compute_score("svamp", f"\\boxed{{{row['Answer'] + 1:g}}}", row["Answer"]) == 0.0
+
+
+@pytest.mark.parametrize("gold", [None, "", "  ", [], {"answer": 3}, True, "$$", "####", float("nan")])
+def test_no_ground_truth_is_an_error_not_a_wrong_answer(gold):
+    with pytest.raises(ValueError, match="ground truth"):
+        compute_score("d", r"\boxed{1}", gold)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(-(10**12), 10**12), st.sampled_from(["{}", "{:,}", "{}.", "{}.0", "{:e}", "${}$"]))
+def test_a_number_equals_itself_however_it_is_written(number, form):
+    value = float(f"{number:e}") if "e" in form else number
+    assert is_equal(gold_answer(number), form.format(number)) == (value == number)
+    assert is_equal(gold_answer(number + 1), form.format(number)) == (value == number + 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(alphabet="{}\\boxed$#0123456789 .,^_%()[]\n", max_size=60))
+def test_whatever_a_model_writes_gets_a_score(text):
+    assert compute_score("d", text, "7") in (0.0, 1.0)
+
+
+def test_finding_the_answer():
+    assert last_box(r"\boxed{a} \boxed{b{c}d} \boxed{e") == "b{c}d"
+    assert last_box(r"\boxed{\{1\}}") == r"\{1\}"
+    assert last_box("no box") is None and last_box(r"\boxed") is None and last_box(r"\boxed{}") == ""
+    assert after_hashes("a #### 1\n#### 2 \nrest") == "2" and after_hashes("a") is None
+    assert marked_answer("#### 1 \\boxed{2}") == "2"
+    assert phrased_answer("The answer is 3. The final answer is: **4**") == "4**"
+    assert phrased_answer("To answer the question we add.\nIt makes 5.") is None
+    assert phrased_answer("The answer is 3.5 kg. Good") == "3.5 kg" and phrased_answer("none") is None
+
+
+def test_normalising():
+    assert normalise(r"$\left( 1 \right)$") == "( 1 )"
+    assert normalise("12 : ") == "12" and normalise("3!") == "3!" and normalise("5\\, ") == "5"
+    assert normalise("1e2") == r"1 \cdot 10^{2}" and normalise("2e^3") == "2e^3" and normalise("0x1e2") == "0x1e2"
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "verdict"),
+    [
+        (r"\boxed{\frac{14}{2}}", "so\n#### 7", {"score": 1.0, "extracted": r"\frac{14}{2}", "wanted": "7"}),
+        ("it is 8", ["7", "9"], {"score": 0.0, "extracted": "8", "wanted": ["7", "9"]}),
+        ("it is 9", ["7", "9"], {"score": 1.0, "extracted": "9", "wanted": "9"}),
+        ("no idea", "7", {"score": 0.0, "extracted": None, "wanted": "7"}),
+    ],
+)
+def test_what_was_compared_is_told(response, truth, verdict):
+    assert compute_verdict("", response, truth) == verdict

@@ -1,0 +1,106 @@
+"""A reward is tried on right and wrong answers: planted faults of each kind are counted, and nothing else is."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from distflow.registry import REWARDS
+from distflow.rewards.pool.pool import VerifierPool
+from distflow.rewards.reward_check import (
+    FORMS,
+    HOSTILE_KIND,
+    Row,
+    Trial,
+    are_same,
+    right_responses,
+    try_reward,
+    wrong_responses,
+)
+from tests.patience import at_some_deadline
+
+ROWS = [Row(f"rows:{number}", "default", answer, {}) for number, answer in enumerate(("128", "-7", "2.5", "1,000"))]
+
+
+def tried(target: str, rows: list[Row] = ROWS, timeout_s: float = 20.0) -> Trial:
+    pool = VerifierPool({"it": target}, num_workers=2, timeout_s=timeout_s)
+    try:
+        return asyncio.run(try_reward(pool, "it", rows, 2))
+    finally:
+        pool.close()
+
+
+def faults(trial: Trial) -> dict[str, tuple[int, int, int]]:
+    counts = {name: (len(kind.wrong), len(kind.errors), len(kind.timeouts)) for name, kind in trial.kinds.items()}
+    return {name: found for name, found in counts.items() if any(found)}
+
+
+@pytest.mark.parametrize("name", ["math", "exact_match"])
+def test_a_built_in_has_no_fault(name):
+    trial = tried(REWARDS[name].target.partition(":")[0] + ":compute_score")
+    assert faults(trial) == {} and trial.num_faults == 0 and trial.answers == 4
+    read = set(FORMS) if name == "math" else {"box", "hashes", "alone"}
+    assert set(trial.forms()) == read
+    assert trial.kinds["right answer"].asked == 4 * len(read) and trial.kinds["a digit changed"].asked == 4 * len(read)
+    assert len(trial.seconds) >= sum(kind.asked for kind in trial.kinds.values())
+
+
+def test_the_faults_of_a_reward_are_counted_by_kind(tmp_path: Path):
+    (tmp_path / "bad.py").write_text(
+        "import time\n"
+        "def compute_score(solution_str, ground_truth):\n"
+        "    if len(solution_str) > 1_000_000: time.sleep(600)\n"
+        "    if '\\x00' in solution_str: raise KeyError('nul')\n"
+        "    return float(ground_truth in solution_str and ground_truth != '2.5')\n"
+    )
+
+    def check(deadline_s: float) -> None:
+        found = faults(tried(f"{tmp_path / 'bad.py'}:compute_score", timeout_s=deadline_s))
+        # three of four answers are found in each of four forms, wherever they stand
+        assert found.pop("right answer") == (4, 0, 0)
+        assert found.pop("both answers") == (24, 0, 0) and found.pop("answer named, another given") == (12, 0, 0)
+        assert found.pop("another sign") == (8, 0, 0), "-7 is not in 7"
+        assert found.pop("a digit more") == (12, 0, 0)
+        assert found.pop(HOSTILE_KIND) == (0, 1, 1)
+        assert found == {}
+
+    at_some_deadline(check, 1.0, 10.0)
+
+
+def test_a_reward_that_is_never_or_always_right(tmp_path: Path):
+    (tmp_path / "constant.py").write_text(
+        "def never(solution_str):\n    return 0.9\ndef always(solution_str):\n    return {'score': -1.0, 'acc': 1.0}\n"
+    )
+    never, always = (tried(f"{tmp_path / 'constant.py'}:{name}") for name in ("never", "always"))
+    assert never.forms() == [] and faults(never) == {"right answer": (4, 0, 0)}
+    assert all(len(kind.wrong) == kind.asked for name, kind in always.kinds.items() if name != "right answer")
+
+
+def test_the_rows_own_responses_stand_for_answers_that_are_no_text(tmp_path: Path):
+    (tmp_path / "tests.py").write_text(
+        "def compute_score(solution_str, ground_truth):\n    return float(ground_truth['key'] in solution_str)\n"
+    )
+    rows = [Row(f"rows:{n}", "default", {"key": f"k{n}"}, {}, f"it is k{n}" if n else "no") for n in range(4)]
+    trial = tried(f"{tmp_path / 'tests.py'}:compute_score", rows)
+    assert trial.forms() == ["own response"] and faults(trial) == {"right answer": (1, 0, 0)}
+    assert trial.kinds["right answer"].wrong[0].origin == "rows:0"
+
+
+@pytest.mark.parametrize(
+    ("answer", "kinds"),
+    [
+        ("0", {"a digit changed"}),
+        ("12", {"a digit changed", "another sign", "a digit more"}),
+        ("5 cm", {"another unit"}),
+        ("(B)", {"another choice", "all choices"}),
+        (r"\frac{1}{2}", set()),
+    ],
+)
+def test_what_is_made_of_an_answer_is_wrong(answer, kinds):
+    always = {"another row's answer", "both answers", "empty answer", "answer named, another given"}
+    others = [answer, "0.50" if "frac" in answer else answer, "31"]
+    made = list(wrong_responses(answer, others, "alone"))
+    assert {response.kind for response in made} == kinds | always
+    assert not any(are_same(answer, response.text) for response in made if response.kind in kinds)
+    assert [response.text for response in made if response.kind == "another row's answer"] == ["31"]
+    assert [response.is_right for response in right_responses(answer, "x")] == [True] * 5

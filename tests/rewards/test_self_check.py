@@ -1,0 +1,67 @@
+"""Verifiers are tried on known cases before a run: planted faults are named."""
+
+import asyncio
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+
+from distflow.errors import UserError
+from distflow.registry import CUSTOM_REWARD, REWARDS
+from distflow.rewards import self_check as certify_module
+from distflow.rewards.router import RewardRouter
+from distflow.rewards.self_check import certify, certify_answers, certify_faults, known_cases
+
+NOT_KNOWN = (CUSTOM_REWARD, "judge", "model", "verifiers")  # their cases
+NOT_HERE = () if find_spec("reasoning_gym") else ("reasoning_gym",)
+BUILTIN = [name for name in REWARDS if name not in (*NOT_KNOWN, *NOT_HERE)]
+SETTINGS = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
+
+
+def test_every_built_in_has_good_and_bad_cases_and_passes_them():
+    assert all(len({case.expected for case in known_cases(name)}) > 1 for name in BUILTIN)
+    with RewardRouter({"default": [(name, 1.0) for name in BUILTIN]}, **SETTINGS) as router:
+        asyncio.run(certify(router))
+
+
+@pytest.mark.parametrize(
+    "body", ["return 1.0", "return 0.0", "raise ValueError('broken install')", "import os; os._exit(1)"]
+)
+def test_a_verifier_that_judges_wrongly_is_named(tmp_path, monkeypatch, body):
+    cases = "from distflow.rewards.math.reward import CASES\n"
+    (tmp_path / "broken.py").write_text(f"{cases}def compute_score(solution_str):\n    {body}\n")
+    monkeypatch.setitem(REWARDS, "math", replace(REWARDS["math"], target=f"{tmp_path / 'broken.py'}:compute_score"))
+    refused = pytest.raises(RuntimeError, match="the verifier 'math' is not fit for use here")
+    with RewardRouter({"default": [("math", 1.0)]}, **SETTINGS) as router, refused:
+        asyncio.run(certify(router))
+
+
+def test_a_hang_is_killed_at_its_deadline():
+    asyncio.run(certify_faults())
+
+
+def test_a_machine_where_the_hang_is_not_killed_is_named(monkeypatch):
+    monkeypatch.setattr(certify_module, "HANG_DEADLINE_S", 20.0)  # nothing hangs here
+    score = "distflow.rewards.format_reward:compute_score"
+    monkeypatch.setitem(certify_module._PROBES, "hang", score)
+    with pytest.raises(RuntimeError, match="was not killed"):
+        asyncio.run(certify_faults())
+    monkeypatch.setitem(certify_module._PROBES, "fail", score)
+    with pytest.raises(RuntimeError, match=r"a verifier that fails \(.*\) must give no verdict"):
+        asyncio.run(certify_faults())
+
+
+def test_answers_that_are_no_ground_truth_are_found_before_the_run():
+    with RewardRouter({"default": [("math", 1.0)], "text": [("exact_match", 1.0)]}, **SETTINGS) as router:
+        good = [
+            ("default", "4+4=8\n#### 8", {}),
+            ("default", r"\frac{1}{2}", {}),
+            ("default", 63.0, {}),
+            ("text", "Paris", {}),
+        ]
+        asyncio.run(certify_answers(router, good))
+        asyncio.run(certify_answers(router, [*good, ("default", None, {})]))
+        with pytest.raises(UserError, match="2 of 3 answers of domain 'default' .*data.answer_key"):
+            asyncio.run(
+                certify_answers(router, [("default", None, {}), ("default", {"a": 1}, {}), ("default", "7", {})])
+            )

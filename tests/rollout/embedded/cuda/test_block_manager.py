@@ -1,0 +1,74 @@
+"""Pages: shared ones are free with their last holder, and prompts lie in them as they were prefilled."""
+
+import random
+
+import pytest
+import torch
+
+from distflow.models.model_runner import DecoderView
+from distflow.rollout.embedded.cuda.async_steps import Chain, DeviceOptions, padded, rounded
+from distflow.rollout.embedded.cuda.block_manager import TRASH, PageMemory, Pages, pages_for
+from distflow.rollout.embedded.scheduler import Sequence, sequences_of
+from tests.rollout.drive import make_model, prompt_of, request_of
+
+
+def test_pages_are_taken_once_and_come_back_with_their_last_holder() -> None:
+    chance, pages = random.Random(3), Pages(40)
+    held: list[list[int]] = []
+    for _ in range(2000):
+        if chance.random() < 0.5 and pages.num_free:
+            taken = pages.take(chance.randint(1, min(5, pages.num_free)))
+            held.append(taken)
+            if chance.random() < 0.5:
+                shared = taken[: chance.randint(0, len(taken))]
+                pages.share(shared)
+                held.append(shared)
+        elif held:
+            pages.give_back(held.pop(chance.randrange(len(held))))
+        owners = {page for each in held for page in each}
+        assert TRASH not in owners and pages.num_free == 39 - len(owners)
+    with pytest.raises(AssertionError, match="pages wanted"):
+        pages.take(pages.num_free + 1)
+
+
+@pytest.mark.parametrize("num_rows", range(1, 200))
+def test_sizes_of_steps_are_few_and_hold_the_rows(num_rows: int) -> None:
+    assert num_rows <= padded(num_rows, 512) < max(2 * num_rows, num_rows + 32)
+    assert padded(num_rows, num_rows) == num_rows
+    assert num_rows <= rounded(num_rows) <= num_rows * 1.25
+    assert len({padded(n, 512) for n in range(1, 513)}) == 21
+
+
+def sequences(length: int, samples: tuple[int, ...], max_tokens: int = 5, row: int = 0) -> list[Sequence]:
+    return sequences_of(row, request_of(prompt_of(length, seed=row), samples, row=row, max_tokens=max_tokens))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 21])
+def test_a_prompt_lies_in_the_pages_of_each_of_its_samples_and_full_ones_are_shared(length: int) -> None:
+    decoder = DecoderView(model := make_model())
+    chain = Chain(decoder, model, 8, DeviceOptions(page_tokens=8, num_pages=60))
+    group = sequences(length, (0, 1, 2))
+    assert chain.num_fitting(group, 99) == 3 and chain.num_fitting(group, 2) == 2
+    free = chain.pages.num_free
+    forward = decoder.prefill([prompt_of(30), group[0].prompt_ids])
+    seats, parts = chain.seat(forward, 1, group)
+    full, needed = length // 8, pages_for(length + 5, 8)
+    assert free - chain.pages.num_free == full + 3 * (needed - full)
+    assert all(seat.pages[:full] == seats[0].pages[:full] and len(seat.pages) == needed for seat in seats)
+    assert len({page for seat in seats for page in seat.pages[full:]}) == 3 * (needed - full)
+    memory = PageMemory(decoder, 60, 8)
+    memory.fill(forward, parts)
+    for found, expected in ((memory.keys, forward.keys), (memory.values, forward.values)):
+        for seat in seats:
+            lies = found[:, seat.pages].transpose(1, 2).flatten(2, 3)[:, :, :length]
+            assert torch.equal(lies, expected[:, 1, :, :length])
+    for seat in seats:
+        chain.leave(seat)
+    assert chain.pages.num_free == free
+
+
+def test_as_many_fit_as_their_whole_lengths_take() -> None:
+    chain = Chain(DecoderView(model := make_model()), model, 64, DeviceOptions(page_tokens=8, num_pages=11))
+    assert chain.num_fitting(sequences(3, tuple(range(40)), max_tokens=21), 99) == 3  # 3 pages each of 10
+    assert chain.num_fitting(sequences(3, (0,), max_tokens=78), 99) == 0  # 81 tokens

@@ -1,0 +1,562 @@
+"""Checkpoints: bit-equal round trips, retention, and the faults that must leave one that loads."""
+
+import json
+import math
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from distflow.observe import files
+from distflow.runtime.checkpoint import files as checkpoint_files
+from distflow.runtime.checkpoint.checkpoint import CheckpointError, CheckpointStore
+
+
+def parts_of(step, size=64):
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "actor": {"model/embed.weight": torch.randn(size, generator=generator), "m/0": torch.full((3,), float(step))},
+        "coordinator": {"step": step, "dropped": {"equal_rewards": 3}},
+    }
+
+
+def save(store, step, parts, metric=None):
+    """All of it by one process."""
+    writing = store.begin(step)
+    for name, part in parts.items():
+        writing.write(name, part)
+    return writing.commit(parts, metric)
+
+
+def assert_whole(checkpoint, step):
+    assert checkpoint.step == step
+    expected = parts_of(step)
+    assert checkpoint.load("coordinator") == expected["coordinator"]
+    actor = checkpoint.load("actor")
+    assert actor.keys() == expected["actor"].keys()
+    assert all(torch.equal(actor[name], tensor) for name, tensor in expected["actor"].items())
+
+
+def names_in(store):
+    return sorted(path.name for path in store.folder.iterdir())
+
+
+def test_tensors_and_values_come_back_bit_for_bit(tmp_path):
+    tied = torch.arange(6, dtype=torch.float64).reshape(2, 3)
+    tensors = {
+        "a/b.c": torch.tensor([1.0, -0.0, math.nan, math.inf, 1e-45]),
+        "bf16": torch.randn(5, dtype=torch.bfloat16),
+        "scalar": torch.tensor(7),
+        "empty": torch.zeros(2, 0),
+        "empty too": torch.zeros(0),
+        "bool": torch.tensor([True, False]),
+        "rng": torch.get_rng_state(),
+        "tied": tied,
+        "tied again": tied,
+        "a row of it": tied[1],
+        "strided": tied.t(),
+        "expanded": torch.ones(1).expand(4),
+        "trained": torch.nn.Parameter(torch.ones(3)),
+    }
+    values = {
+        "rng": list(range(625)),
+        "kl": 0.1 + 0.2,
+        "nan": math.nan,
+        "text": "ünï\ud83d",
+        "none": None,
+        "big": 2**63,
+    }
+    store = CheckpointStore(tmp_path / "checkpoints")
+    save(store, 3, {"state": tensors, "meta": values, "nothing": {}, "list": [1, [2]]})
+    checkpoint = store.load()
+    assert sorted(checkpoint.parts) == ["list", "meta", "nothing", "state"]
+    loaded = checkpoint.load("state")
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype and loaded[name].shape == tensor.shape
+        raw = tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor
+        assert torch.equal(loaded[name].contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor, raw)
+    meta = checkpoint.load("meta")
+    assert math.isnan(meta.pop("nan")) and meta == {key: value for key, value in values.items() if key != "nan"}
+    assert checkpoint.load("nothing") == {} and checkpoint.load("list") == [1, [2]]
+    with pytest.raises(KeyError):
+        checkpoint.load("critic")
+
+
+def test_load_by_step_by_folder_and_from_another_store(tmp_path):
+    store = CheckpointStore(tmp_path)
+    paths = {step: save(store, step, parts_of(step)) for step in (5, 10)}
+    assert_whole(store.load(), 10)
+    assert_whole(store.load(5), 5)
+    assert_whole(store.load(paths[5]), 5)
+    assert_whole(CheckpointStore(tmp_path / "new run").load(tmp_path), 10)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7 .* step-000005, step-000010"):
+        store.load(7)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        store.load(tmp_path / "step-000099")
+
+
+def test_nothing_to_load(tmp_path):
+    store = CheckpointStore(tmp_path / "none")
+    assert not store.exists()
+    with pytest.raises(CheckpointError, match="no checkpoint in .*none"):
+        store.load()
+    save(store, 1, parts_of(1))
+    assert store.exists()
+
+
+def test_retention_keeps_the_newest_and_the_best(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2, keep_best=1)
+    for step, metric in enumerate([0.1, 0.9, 0.3, None, math.nan, 0.2]):
+        save(store, step, parts_of(step), metric)
+    assert names_in(store) == ["latest", "step-000001", "step-000004", "step-000005"]
+    assert store.load(1).metric == 0.9 and store.load(4).metric is None
+
+
+def test_the_newest_is_what_was_saved_last_whatever_its_step(tmp_path):
+    """After going back to step 2, step 4 is newer than the abandoned steps 10 and 12: those go, it stays."""
+    store = CheckpointStore(tmp_path, keep_last=2)
+    for step in (2, 10, 12, 4):
+        save(store, step, parts_of(step))
+    assert_whole(store.load(), 4)
+    save(store, 6, parts_of(6))
+    assert names_in(store) == ["latest", "step-000004", "step-000006"]
+
+
+def test_a_step_that_is_saved_again_does_not_touch_the_old_one_before_it_is_whole(tmp_path):
+    store = CheckpointStore(tmp_path)
+    save(store, 2, parts_of(2))
+    other = {**parts_of(2), "coordinator": {"again": True}}
+    path = save(store, 2, other)
+    assert names_in(store) == ["latest", "step-000002", path.name]
+    assert store.load().load("coordinator") == {"again": True} == store.load(2).load("coordinator")
+
+
+def test_keeping_none_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="at least 1"):
+        CheckpointStore(tmp_path, keep_last=0)
+
+
+# Several processes
+
+
+def write_a_part(folder, step, name, part, fatal_point=None):
+    def on_point(point):
+        if point == fatal_point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    CheckpointStore(folder, on_point=on_point).writing(step).write(name, part)
+
+
+def in_a_process(target, *args):
+    """Its exit code."""
+    child = multiprocessing.get_context("fork").Process(target=target, args=args)
+    child.start()
+    child.join()
+    return child.exitcode
+
+
+def test_processes_write_their_own_parts_and_one_commits(tmp_path):
+    store, parts = CheckpointStore(tmp_path), parts_of(2)
+    save(store, 1, parts_of(1))
+    writing = store.begin(2)
+    children = [
+        multiprocessing.get_context("fork").Process(target=write_a_part, args=(tmp_path, 2, name, part))
+        for name, part in parts.items()
+    ]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert_whole(store.load(), 1)
+    path = writing.commit(parts, metric=0.5)
+    assert path == tmp_path / "step-000002"
+    assert sorted(entry.name for entry in path.iterdir()) == ["actor.safetensors", "coordinator.json", "manifest.json"]
+    assert_whole(CheckpointStore(tmp_path).load(), 2)
+    assert store.load().metric == 0.5
+
+
+def test_a_part_is_joined_to_the_checkpoint_of_its_step_only(tmp_path):
+    store = CheckpointStore(tmp_path)
+    with pytest.raises(CheckpointError, match=f"no checkpoint of step 2 is being written to {tmp_path}"):
+        store.writing(2)
+    save(store, 2, parts_of(2))
+    with pytest.raises(CheckpointError, match="no checkpoint of step 2 is being written"):
+        store.writing(2)
+    store.begin(2)
+    store.writing(2).write("coordinator", {"again": True})
+    with pytest.raises(CheckpointError, match="no checkpoint of step 3 is being written"):
+        store.writing(3)
+    store.writing(2).commit(["coordinator"])
+    assert store.load().load("coordinator") == {"again": True}
+
+
+def test_a_part_that_was_announced_and_is_missing_commits_nothing(tmp_path):
+    store, parts = CheckpointStore(tmp_path), parts_of(2)
+    save(store, 1, parts_of(1))
+    writing = store.begin(2)
+    writing.write("actor", parts["actor"])
+    with pytest.raises(CheckpointError, match="step 2 was not written to .*: coordinator, critic missing"):
+        writing.commit([*parts, "critic"])
+    assert names_in(store) == ["latest", "step-000001"]
+    assert_whole(store.load(), 1)
+
+
+def die_within_a_part(folder, step, part):
+    """Killed when the bytes are there and before the file has its name."""
+    files.sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+    write_a_part(folder, step, "actor", part)
+
+
+def test_half_a_part_is_no_part(tmp_path):
+    store, parts = CheckpointStore(tmp_path), parts_of(2)
+    save(store, 1, parts_of(1))
+    writing = store.begin(2)
+    assert in_a_process(die_within_a_part, tmp_path, 2, parts["actor"]) == -signal.SIGKILL
+    writing.write("coordinator", parts["coordinator"])
+    with pytest.raises(CheckpointError, match="actor missing"):
+        writing.commit(parts)
+    writing = store.begin(2)
+    assert in_a_process(die_within_a_part, tmp_path, 2, parts["actor"]) == -signal.SIGKILL
+    assert in_a_process(write_a_part, tmp_path, 2, "actor", parts["actor"]) == 0, "its replacement writes it again"
+    writing.write("coordinator", parts["coordinator"])
+    writing.commit(parts)
+    assert_whole(store.load(), 2)
+    assert sorted(store.load().parts) == ["actor", "coordinator"]
+
+
+def test_a_process_that_is_killed_behind_its_part_costs_nothing(tmp_path):
+    store, parts = CheckpointStore(tmp_path), parts_of(2)
+    writing = store.begin(2)
+    assert in_a_process(write_a_part, tmp_path, 2, "actor", parts["actor"], "part actor") == -signal.SIGKILL
+    writing.write("coordinator", parts["coordinator"])
+    writing.commit(parts)
+    assert_whole(store.load(), 2)
+
+
+# Fault 12: killed at each point of a checkpoint's writing
+
+
+def save_and_die(folder, fatal_point):
+    def on_point(point):
+        if point == fatal_point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    save(CheckpointStore(folder, keep_last=2, keep_best=1, on_point=on_point), 4, parts_of(4), metric=0.4)
+
+
+def points_of_a_save(folder):
+    """Every point that a save passes which also removes an old checkpoint."""
+    points = []
+    for step in (1, 2, 3):
+        points.clear()
+        save(CheckpointStore(folder, keep_last=2, keep_best=1, on_point=points.append), step, parts_of(step), -step)
+    points.clear()
+    save(CheckpointStore(folder, keep_last=2, keep_best=1, on_point=points.append), 4, parts_of(4), metric=0.4)
+    return points
+
+
+POINTS = [
+    "begun", "part actor", "part coordinator", "manifest", "renamed", "latest", "removing step-000001",
+    "removing step-000002",
+]  # fmt: skip
+
+
+def test_these_are_the_points(tmp_path):
+    assert points_of_a_save(tmp_path) == POINTS
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_kill_at_any_point_leaves_a_whole_checkpoint_and_no_leftovers(tmp_path, point):
+    for step in (1, 2, 3):
+        save(CheckpointStore(tmp_path, keep_last=2, keep_best=1), step, parts_of(step), -step)
+    assert in_a_process(save_and_die, tmp_path, point) == -signal.SIGKILL, "the fault did not fire"
+
+    survivor = CheckpointStore(tmp_path, keep_last=2, keep_best=1)
+    latest_moved = POINTS.index(point) >= POINTS.index("latest")
+    assert_whole(survivor.load(), 4 if latest_moved else 3)
+    assert survivor.load().message == ""
+    save(survivor, 4, parts_of(4), metric=0.5)
+    assert_whole(survivor.load(), 4)
+    assert all(name == "latest" or name.startswith("step-") and "." not in name for name in names_in(survivor))
+    assert len(names_in(survivor)) <= 4
+
+
+def leave_leftovers(folder):
+    """As kills leave them: in a save, in the removal of an old checkpoint, in the move of `latest`."""
+    save(CheckpointStore(folder), 1, parts_of(1))
+    save(CheckpointStore(folder), 2, parts_of(2)).rename(folder / "step-000002.removed")
+    (folder / "step-000002.removed" / "actor.safetensors").unlink()
+    CheckpointStore(folder).begin(3).write("actor", parts_of(3)["actor"])
+    (folder / "step-000003.partial" / "actor.safetensors.abcd_123.distflow-partial").write_bytes(b"half")
+    (folder / "step-000004.partial").mkdir()
+    (folder / "latest.abcd_123.distflow-partial").write_text("step-0")
+
+
+def test_leftovers_are_removed_at_the_start(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.remove_leftovers()
+    leave_leftovers(tmp_path)
+    store.remove_leftovers()
+    assert names_in(store) == ["latest", "step-000001"]
+    assert_whole(store.load(), 1)
+
+
+def contents(folder):
+    """Every file of somebody's with its bytes, and every folder."""
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def test_what_somebody_put_there_stays(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    save(CheckpointStore(elsewhere), 1, parts_of(1))
+    folder = tmp_path / "checkpoints"
+    for name in (
+        "old.removed", "model.safetensors.partial", "latest.partial", "step-000000.removed", "step-000001.partial",
+        "step-1000/weights.bin", "step-000002/weights.bin", "step-000000.partial/actor.safetensors",
+        "step-000003.removed/manifest.json", "notes/step-000001/actor.safetensors", "step-000009.partial/manifest.json",
+    ):  # fmt: skip
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("somebody's")
+    (folder / "step-000077").symlink_to(elsewhere / "step-000001")
+    before, outside = contents(folder), contents(elsewhere)
+    store = CheckpointStore(folder, keep_last=1, keep_best=1)
+    store.remove_leftovers()
+    for step in (1, 2, 3, 4):
+        path = save(store, step, parts_of(step), metric=-step)
+        before[path / "of mine.txt"] = b"mine"
+        (path / "of mine.txt").write_text("mine")
+    store.remove_leftovers()
+    assert_whole(store.load(), 4)
+    after = contents(folder)
+    mine = [path for path in before if path.name == "of mine.txt"]
+    assert all(after[path] == data for path, data in before.items() if path not in mine)
+    assert sum(path.name == "of mine.txt" for path in after) == len(mine)
+    assert contents(elsewhere) == outside
+
+
+def test_a_manifest_names_files_of_its_own_folder_only(tmp_path):
+    """One that was made by hand, with its checksum: neither is such a file read, nor is it removed."""
+    (tmp_path / "precious.txt").write_text("precious")
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
+    path = save(store, 1, parts_of(1))
+    entry = checkpoint_files.describe(tmp_path / "precious.txt")
+    checkpoint_files.write_manifest(path, checkpoint_files.Manifest(1, 0, None, {"../../precious.txt": entry}))
+    with pytest.raises(CheckpointError, match="names files of another folder"):
+        store.load(path)
+    for step in (2, 3):
+        save(store, step, parts_of(step))
+    assert (tmp_path / "precious.txt").read_text() == "precious"
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o077, 0o277])
+def test_nobody_else_can_read_a_checkpoint_whatever_the_umask(tmp_path, umask):
+    store, old = CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=2), os.umask(umask)
+    try:
+        for step in (1, 2, 3):
+            save(store, step, parts_of(step))
+    finally:
+        os.umask(old)
+    modes = {oct(path.stat().st_mode & 0o777) for path in store.folder.rglob("*") if path.is_file()}
+    folders = {oct(path.stat().st_mode & 0o777) for path in (store.folder, *store.folder.glob("step-*"))}
+    assert modes == {"0o600"}
+    assert folders <= {"0o700", "0o500"}
+
+
+def test_a_reader_leaves_a_running_save_alone(tmp_path):
+    seen = []
+
+    def on_point(point):
+        assert_whole(CheckpointStore(tmp_path).load(), 1)
+        seen.append(point)
+
+    save(CheckpointStore(tmp_path), 1, parts_of(1))
+    save(CheckpointStore(tmp_path, on_point=lambda p: on_point(p) if p != "latest" else None), 2, parts_of(2))
+    assert "manifest" in seen
+    assert_whole(CheckpointStore(tmp_path).load(), 2)
+
+
+# Fault 13: disk full
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("wants the right to mount a small disk (root)")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_disk_fails_loudly_and_keeps_the_old_one(small_disk):
+    store = CheckpointStore(small_disk / "checkpoints")
+    save(store, 1, parts_of(1))
+    too_large = {**parts_of(2, size=1 << 20)}
+    for _ in range(2):
+        with pytest.raises(CheckpointError) as caught:
+            save(store, 2, too_large)
+        for piece in ("step 2", str(store.folder), "disk is full", "trainer.default_local_dir"):
+            assert piece in str(caught.value)
+        assert names_in(store) == ["latest", "step-000001"]
+        assert_whole(store.load(), 1)
+    save(store, 3, parts_of(3))
+    assert_whole(store.load(), 3)
+
+
+def save_under_a_limit(folder, limit_bytes, answer):
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+    try:
+        save(CheckpointStore(folder), 2, {"log": "x" * 100_000, **parts_of(2)})
+    except CheckpointError as err:
+        answer.send(str(err))
+
+
+def test_a_file_that_cannot_grow_fails_loudly_and_keeps_the_old_one(tmp_path):
+    """A JSON part hits the limit in the middle of its write, as on a full disk, without the right to mount one."""
+    save(CheckpointStore(tmp_path), 1, parts_of(1))
+    ours, theirs = multiprocessing.Pipe()
+    assert in_a_process(save_under_a_limit, tmp_path, 50_000, theirs) == 0
+    assert "the disk is full" in ours.recv()
+    assert names_in(CheckpointStore(tmp_path)) == ["latest", "step-000001"]
+    assert_whole(CheckpointStore(tmp_path).load(), 1)
+
+
+def write_under_a_limit(folder, limit_bytes):
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        write_a_part(folder, 2, "actor", parts_of(2, size=1 << 20)["actor"])
+
+
+def test_a_part_that_another_process_could_not_write_is_told_to_the_one_that_commits(tmp_path):
+    store = CheckpointStore(tmp_path)
+    save(store, 1, parts_of(1))
+    writing = store.begin(2)
+    writing.write("coordinator", {})
+    assert in_a_process(write_under_a_limit, tmp_path, 50_000) == 0
+    with pytest.raises(CheckpointError, match="step 2 was not written .*another process could not write its part"):
+        writing.commit(parts_of(2))
+    assert names_in(store) == ["latest", "step-000001"]
+    assert_whole(store.load(), 1)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file/checkpoints.*Not a directory.*default_local_dir"):
+        save(CheckpointStore(tmp_path / "file" / "checkpoints"), 1, parts_of(1))
+
+
+# Fault 14: the newest checkpoint is corrupt
+
+
+def flip_a_bit(path: Path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def cut_short(path: Path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGES = [flip_a_bit, cut_short, Path.unlink, lambda path: path.write_bytes(b"")]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["actor.safetensors", "coordinator.json", "manifest.json"])
+def test_a_damaged_newest_checkpoint_is_passed_over_and_the_user_told(tmp_path, name, damage):
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3):
+        save(store, step, parts_of(step))
+    damage(tmp_path / "step-000003" / name)
+    checkpoint = store.load()
+    assert_whole(checkpoint, 2)
+    assert "step-000003 is damaged" in checkpoint.message and name in checkpoint.message
+    assert "going on from step 2" in checkpoint.message
+    with pytest.raises(CheckpointError, match="step-000003 is damaged.*step-000002"):
+        store.load(tmp_path / "step-000003")
+
+
+def test_every_field_of_the_manifest_is_covered_by_its_checksum(tmp_path):
+    store = CheckpointStore(tmp_path)
+    path = save(store, 1, parts_of(1), metric=0.5) / "manifest.json"
+    body = json.loads(path.read_text())
+    for key, value in (("step", 2), ("serial", 9), ("metric", 0.6), ("files", {})):
+        path.write_text(json.dumps({**body, key: value}))
+        with pytest.raises(CheckpointError, match="own checksum"):
+            store.load(path.parent)
+
+
+def test_a_run_goes_on_after_a_damaged_one_and_saves_its_step_again(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2)
+    for step in (1, 2):
+        save(store, step, parts_of(step))
+    flip_a_bit(tmp_path / "step-000002" / "actor.safetensors")
+    assert_whole(store.load(), 1)
+    save(store, 2, parts_of(2))
+    checkpoint = store.load()
+    assert_whole(checkpoint, 2)
+    assert checkpoint.message == ""
+
+
+def test_all_damaged_is_an_error_that_names_each(tmp_path):
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2):
+        flip_a_bit(save(store, step, parts_of(step)) / "actor.safetensors")
+    with pytest.raises(CheckpointError, match="no checkpoint .* is whole: .*step-000002.*step-000001"):
+        store.load()
+
+
+NO_NAMES = [None, "", "step-000099", "../elsewhere", b"\xff\xfe\x00\x80", b"\x00" * 1_000_000, "a folder"]
+
+
+@pytest.mark.parametrize("content", NO_NAMES)
+def test_a_lost_pointer_costs_nothing(tmp_path, content):
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2):
+        save(store, step, parts_of(step))
+    (tmp_path / "latest").unlink()
+    if content == "a folder":
+        (tmp_path / "latest").mkdir()
+    elif content is not None:
+        (tmp_path / "latest").write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert_whole(store.load(), 2)
+    assert_whole(CheckpointStore(tmp_path / "new run").load(tmp_path), 2)
+
+
+def save_for_ever(folder, first):
+    store = CheckpointStore(folder, keep_last=2, keep_best=1)
+    step = first
+    while True:
+        save(store, step, parts_of(step), metric=-step)
+        step += 1
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments(tmp_path):
+    """Within a write too, which the named points are not."""
+    rng = random.Random(0)
+    store = CheckpointStore(tmp_path)
+    save(store, 0, parts_of(0))
+    reached = 0
+    for _ in range(30):
+        child = multiprocessing.get_context("fork").Process(target=save_for_ever, args=(tmp_path, reached + 1))
+        child.start()
+        child.join(rng.uniform(0.02, 0.3))
+        child.kill()
+        child.join()
+        checkpoint = store.load()
+        assert checkpoint.message == "" and checkpoint.step >= reached
+        assert_whole(checkpoint, checkpoint.step)
+        reached = checkpoint.step
+    assert reached > 0, "no save was ever finished"

@@ -1,0 +1,122 @@
+"""What a checkpoint holds besides weights: a resumed process draws on where the undisturbed one would have."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from distflow.audit.auditor import STATE
+from distflow.errors import UserError
+from distflow.runtime.checkpoint.checkpoint import CheckpointStore
+from distflow.runtime.checkpoint.state import check_same_facts, joined, restore, saved_parts, set_generators
+from distflow.runtime.resources import build_resources
+from distflow.runtime.sample_queue.protocol import Kept, Live, Released
+from distflow.scheduling.coordinator import Coordinator
+from tests.e2e.runs import Playground
+from tests.runtime.groups import group
+
+
+def draws() -> tuple[list[float], list[float], list[float], list[float]]:
+    """From every generator; an odd number of Gaussians, of which Python and numpy keep the second of a pair."""
+    python = [random.random(), random.gauss(0, 1)]
+    return torch.rand(3).tolist(), torch.randn(3).tolist(), np.random.standard_normal(3).tolist(), python
+
+
+def released_with(coordinator: Coordinator, live: Live) -> Released:
+    kept = Kept(coordinator.snapshot(), live)
+    return Released(coordinator.version, False, coordinator.accounting(), lambda: kept)
+
+
+def test_all_random_draws_continue_as_in_the_undisturbed_process(tmp_path: Path) -> None:
+    off = ("~reward.functions", "~reward.num_workers", "~custom_reward_function.path", "~actor_rollout_ref.rollout.n")
+    _, spec = Playground(tmp_path).spec("sft", "data.response_key=answer", *off)
+    resources = build_resources(spec.factories, spec.plan.ranks[0])
+    coordinator = Coordinator(spec.data)
+    live = Live(group(4), {4: [({"mine": 1.0}, 2.0)]})
+    released = released_with(coordinator, live)
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(7)
+    draws()
+    store = CheckpointStore(tmp_path / "checkpoints")
+    writing, names = store.begin(1), []
+    for name, part in saved_parts(spec, resources, released, {"node": {"kept": 1}}):
+        writing.write(name, part)
+        names.append(name)
+    writing.commit(names)
+    undisturbed = draws()
+
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(8)
+    assert all(other != first for other, first in zip(draws(), undisturbed, strict=True))
+    nodes, restored = restore(store.load(), resources)
+    set_generators(store.load(), seed=1)
+    assert draws() == undisturbed
+    assert nodes == {"node": {"kept": 1}} and restored.measured == live.measured
+    assert restored.batch is not None and restored.batch["uid"] == ["4-0", "4-1"]
+    assert check_same_facts(store.load(), spec, {**spec.facts, **resources.facts}) == []
+
+
+@pytest.mark.parametrize("value", [1e30, -2e3, float("nan")])
+def test_garbage_in_a_checkpoint_is_not_resumed_from(tmp_path: Path, value: float) -> None:
+    """Its checksums hold: it was saved so."""
+    off = ("~reward.functions", "~reward.num_workers", "~custom_reward_function.path", "~actor_rollout_ref.rollout.n")
+    _, spec = Playground(tmp_path).spec("sft", "data.response_key=answer", *off)
+    resources = build_resources(spec.factories, spec.plan.ranks[0])
+    coordinator = Coordinator(spec.data)
+    released = released_with(coordinator, Live(None, {}))
+    writing, names = CheckpointStore(tmp_path / "checkpoints").begin(1), []
+    for name, part in saved_parts(spec, resources, released, {}):
+        if name == "actor":
+            part = {key: tensor.clone() for key, tensor in part.items()}  # type: ignore[attr-defined]
+            part["model.lm_head.weight"][3, 2] = value
+        writing.write(name, part)
+        names.append(name)
+    writing.commit(names)
+    assert resources.actor is not None
+    before = {name: weight.clone() for name, weight in resources.actor.weights()}
+    with pytest.raises(UserError, match="holds garbage: of the actor's weights 'lm_head.weight' holds"):
+        restore(CheckpointStore(tmp_path / "checkpoints").load(), resources)
+    assert all(torch.equal(before[name], weight) for name, weight in resources.actor.weights())
+
+
+def test_a_run_that_starts_draws_by_its_seed() -> None:
+    drawn = []
+    for seed in (1, 1, 2):
+        set_generators(None, seed)
+        drawn.append(draws())
+    assert drawn[0] == drawn[1] and all(one != other for one, other in zip(drawn[0], drawn[2], strict=True))
+
+
+def test_what_ranks_keep_is_that_of_the_first_but_of_updates_each_has_those_of_its_own_models() -> None:
+    first = {"mine": {"seen": 1}, STATE: {"updates": {"actor": 5}, "reference": [1]}}
+    second = {"mine": {"seen": 2}, "theirs": {}, STATE: {"updates": {"critic": 4}, "reference": [2]}}
+    assert joined([first, second]) == {
+        "mine": {"seen": 1},
+        "theirs": {},
+        STATE: {"updates": {"actor": 5, "critic": 4}, "reference": [1]},
+    }
+    assert joined([{}, {}]) == {}
+
+
+def test_weights_data_or_tokens_that_are_not_those_of_before_are_refused_and_another_machine_is_told(
+    tmp_path: Path,
+) -> None:
+    _, spec = Playground(tmp_path).spec("ppo", "actor_rollout_ref.rollout.n=1")
+    resources = build_resources(spec.factories, spec.plan.ranks[0])
+    coordinator = Coordinator(spec.data)
+    released = released_with(coordinator, Live(None, {}))
+    store = CheckpointStore(tmp_path / "checkpoints")
+    writing, parts = store.begin(1), dict(saved_parts(spec, resources, released, {}))
+    assert set(parts) == {"actor", "actor_meta", "critic", "critic_meta", "rank_0", "run"}
+    for name, part in parts.items():
+        writing.write(name, part)
+    writing.commit(parts)
+    assert check_same_facts(store.load(), spec, {**spec.facts, **resources.facts}) == []
+    for name in ("data", "tokenizer", "model"):
+        facts = {**resources.facts, f"{name}_fingerprint": "another"}
+        with pytest.raises(UserError, match=f"was made with another {name}"):
+            check_same_facts(store.load(), spec, facts)
+    (note,) = check_same_facts(store.load(), spec, {**resources.facts, "cpu": "another"})
+    assert note.startswith("cpu was ") and "is another now" in note

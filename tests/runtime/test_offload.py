@@ -1,0 +1,120 @@
+"""Engines of which something is offloaded are on the device when they are used, and only then."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from distflow.data.batch import Batch
+from distflow.rollout.embedded.engine import EmbeddedEngine
+from distflow.rollout.engine import GenerateRequest, GenerateResult
+from distflow.runtime.checkpoint.checkpoint import CheckpointStore
+from distflow.runtime.offload import Offloads, Residence
+from distflow.runtime.spec import Spec
+from distflow.training.engine import LossFn
+from distflow.training.torch_engine import TorchTrainEngine
+from tests.e2e.runs import Playground
+
+KEYS = (
+    "trainer.total_training_steps=2",
+    "trainer.save_freq=2",
+    "trainer.test_freq=1",
+    "trust.audit_freq=1",
+    "actor_rollout_ref.rollout.n=1",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "async.max_staleness=0",
+)
+EVENTS: list[str] = []
+AWAY: set[str] = set()
+
+
+class WatchedEngine(TorchTrainEngine):
+    """Says when it is moved; its model cannot run while it is away."""
+
+    def __init__(self, model: nn.Module, **options: object) -> None:
+        super().__init__(model, **options)  # type: ignore[arg-type]  # as given
+        self.role = "critic" if hasattr(model, "score") else "actor"
+        model.register_forward_pre_hook(lambda *_: self.used("pass"))
+
+    def used(self, how: str) -> None:
+        assert self.role not in AWAY, f"{how} of the {self.role}, which is away"
+
+    def forward(self, batch: Batch, outputs: tuple[str, ...]) -> Batch:
+        self.used("forward")
+        return super().forward(batch, outputs)
+
+    def train_step(self, batch: Batch, loss_fn: LossFn) -> dict[str, float]:
+        self.used("step")
+        EVENTS.append(f"step {self.role}")
+        return super().train_step(batch, loss_fn)
+
+    def offload(self, weights: bool = True, moments: bool = True) -> None:
+        super().offload(weights, moments)
+        EVENTS.append(f"offload {self.role}{' weights' * weights}{' moments' * moments}")
+        if weights:
+            AWAY.add(self.role)
+
+    def onload(self) -> None:
+        super().onload()
+        EVENTS.append(f"onload {self.role}")
+        AWAY.remove(self.role)
+
+
+class WatchedRollout(EmbeddedEngine):
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if not EVENTS or EVENTS[-1] != "generate":
+            EVENTS.append("generate")
+        return await super().generate(request)
+
+
+def watched(offloads: dict[str, Offloads], spec: Spec) -> Spec:
+    engines = {"actor": WatchedEngine, "critic": WatchedEngine, "rollout": WatchedRollout}
+    factories = dict(spec.factories)
+    for name, engine in engines.items():
+        made = factories[name]
+        assert isinstance(made, partial)
+        factories[name] = partial(made.func, **{**made.keywords, "engine": f"{__name__}:{engine.__name__}"})
+    return replace(spec, factories=factories, options=replace(spec.options, offloads=offloads))
+
+
+@pytest.mark.slow
+def test_a_run_moves_engines_as_it_needs_them_and_ends_where_one_that_moves_none_does(tmp_path: Path) -> None:
+    playground = Playground(tmp_path)
+    keys = (*KEYS, f"critic.model.path={playground.write_critic()}", f"data.val_files={tmp_path}/rows.jsonl")
+    plain = playground.run("ppo", *keys, name="plain")
+    EVENTS.clear()
+    offloads = {"actor": Offloads(weights=True, moments=True), "critic": Offloads(weights=True, moments=False)}
+    run = playground.run("ppo", *keys, name="moved", spoil=partial(watched, offloads))
+    for role in ("actor", "critic"):
+        ours, theirs = (CheckpointStore(each.folder / "checkpoints").load(2).load(role) for each in (run, plain))
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    canary = ["generate", "offload actor weights moments", "offload critic weights"]
+    scored = ["generate", "onload actor", "offload actor weights moments", "onload critic", "offload critic weights"]
+    audited = ["onload actor", "onload critic", "step actor", "offload actor weights moments", "step critic"]
+    published = ["offload critic weights", "onload actor", "offload actor weights moments"]
+    step = [*scored, *audited, *published]
+    assert [*canary, *step, *step, "generate"] == EVENTS
+
+
+class Recorded:
+    """The moves that an engine is asked for."""
+
+    def __init__(self) -> None:
+        self.moves: list[object] = []
+
+    def offload(self, weights: bool = True, moments: bool = True) -> None:
+        self.moves.append((weights, moments))
+
+    def onload(self) -> None:
+        self.moves.append("onload")
+
+
+def test_moments_alone_need_no_onload_and_an_engine_of_which_nothing_is_offloaded_is_never_asked() -> None:
+    actor, critic = Recorded(), Recorded()
+    residence = Residence({"actor": actor, "critic": critic}, {"actor": Offloads(False, True)})  # type: ignore[dict-item]
+    for roles in ((), (), ("critic",), ("actor", "critic"), ("actor",), ()):
+        residence.only(roles)
+    assert (actor.moves, critic.moves) == ([(False, True), (False, True)], [])

@@ -1,0 +1,296 @@
+"""Waves of groups: submitted in ticket order, dropped one by one, cancelled without a trace."""
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distflow.algorithms.sample_filters import TOO_FEW_VERDICTS
+from distflow.audit.recorder import Witness
+from distflow.data.sample import Sample
+from distflow.graph import BoundNode, Drop, NodeOutput, node
+from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Receipt, Stream
+from distflow.runtime.context import Contexts, NodeContext
+from distflow.runtime.group import Group
+from distflow.runtime.resources import Resources
+from distflow.runtime.rollout_loop import ExperiencePlane, SubmissionGate
+from distflow.runtime.sample_queue.local import LocalEdge
+from distflow.runtime.sample_queue.protocol import UserNoProgress
+from distflow.runtime.step import compile_steps
+from distflow.runtime.wait_log import Waits
+from distflow.scheduling.groups import Ticket, Version
+from tests.e2e.runs import Playground
+from tests.runtime.groups import PARAMS, bound, context, coordinator, samples, waiting_group
+
+
+class OrderedEngine:
+    """An engine that notes what it was asked in which order, and whether it was paused then; answers with delays."""
+
+    version = Version(0, 0)
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.paused = False
+        self.cancelled = 0
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        self.log.append((request.stream.row, self.paused))
+        try:
+            while self.paused:
+                await asyncio.sleep(0)
+            for _ in range(random.Random(request.stream.row).randrange(8)):
+                await asyncio.sleep(0)
+            if request.stream.row == 99:
+                await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return GenerateResult(tuple(Generation(s, [5], [0.0], [0.0], [0], "stop") for s in request.samples))
+
+    async def pause(self, release: bool = False) -> None:
+        self.paused = True
+        self.log.append("pause")
+
+    async def resume(self) -> None:
+        self.paused = False
+        self.log.append("resume")
+
+    async def load_weights(self, version: Version, weights: Any) -> Receipt:
+        return Receipt(version)
+
+
+def context_of(group: Group, node_id: str) -> NodeContext:
+    return context(group.ticket.version, group=group)
+
+
+@node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
+async def answer(group: Group, rollout: Any) -> list[Sample]:
+    number = group.ticket.number
+    for _ in range(7 - number % 7):  # later groups are asked sooner
+        await asyncio.sleep(0)
+    if number != 3:  # a group that asks the engine nothing
+        await rollout.generate(GenerateRequest((1,), group.wanted, group.params, group.stream))
+    return samples(number, (1, 1), version=group.ticket.version)
+
+
+class Ends(dict[int, str]):
+    """How each group ended."""
+
+    def __call__(self, ticket: Ticket, outcome: str, started: float, ended: float) -> None:
+        assert started <= ended
+        self[ticket.number] = outcome
+
+
+def plane_of(engine: Any, *more: BoundNode) -> ExperiencePlane:
+    gate = SubmissionGate(engine, Witness())
+    steps = compile_steps([bound(answer), *more], {"rollout": gate})
+    return ExperiencePlane(steps, waiting_group, context_of, gate, 10.0, Ends(), Witness())
+
+
+async def fill(plane: ExperiencePlane, edge: LocalEdge, steps: int) -> list[list[int]]:
+    """Learn nothing from each step; the groups of each. Raises what ends the plane."""
+    engine: Any = plane.gate._engine if plane.gate is not None else OrderedEngine()
+    loop = asyncio.ensure_future(plane.loop(edge))
+    loop.add_done_callback(
+        lambda done: done.cancelled() or edge.shared.fail(done.exception() or AssertionError("it ended"))
+    )
+    taken = []
+    for step in range(steps):
+        share = await asyncio.to_thread(edge.take, step, 0)
+        if share is None:
+            break
+        taken.append(sorted(set(share.batch["group_index"].tolist())))
+        engine.version = edge.release(step, 0, published=True).version
+    loop.cancel()
+    await asyncio.gather(loop, return_exceptions=True)
+    return taken
+
+
+def test_a_wave_is_asked_of_a_paused_engine_that_then_resumes() -> None:
+    engine = OrderedEngine()
+    edge = LocalEdge(coordinator(consumer_batch=4), Waits())
+    assert asyncio.run(fill(plane_of(engine), edge, 2)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    first = engine.log[: engine.log.index("resume") + 1]
+    assert first[0] == "pause" and len(first) == 5, "three requests, and a group without one, between the two"
+    assert all(paused for entry in engine.log if not isinstance(entry, str) for paused in entry[1:])
+
+
+def test_a_node_may_ask_in_tasks_of_its_own() -> None:
+    @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
+    async def answer_in_tasks(group: Group, rollout: Any) -> list[Sample]:
+        requests = [GenerateRequest((1,), (sample,), group.params, group.stream) for sample in group.wanted]
+        await asyncio.gather(*(asyncio.wait_for(rollout.generate(request), 10) for request in requests))
+        return samples(group.ticket.number, (1, 1), version=group.ticket.version)
+
+    engine = OrderedEngine()
+    gate = SubmissionGate(engine, Witness())  # type: ignore[arg-type]
+    steps = compile_steps([bound(answer_in_tasks)], {"rollout": gate})
+    plane = ExperiencePlane(steps, waiting_group, context_of, gate, 10.0, Ends(), Witness())
+    edge = LocalEdge(coordinator(consumer_batch=4), Waits())
+    assert asyncio.run(asyncio.wait_for(fill(plane, edge, 2), 60)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_the_gate_counts_groups_that_end_without_asking() -> None:
+    async def run() -> list[Any]:
+        engine = OrderedEngine()
+        gate = SubmissionGate(engine, Witness())  # type: ignore[arg-type]
+        await engine.pause()
+
+        async def asks() -> None:
+            await asyncio.sleep(0)
+            await gate.generate(GenerateRequest((1,), (0,), PARAMS, Stream(1, "t", 0, 1)))
+
+        async def fails() -> None:
+            raise KeyError
+
+        async def quiet() -> None:
+            return
+
+        tasks = [asyncio.create_task(work()) for work in (asks, fails, quiet)]
+        gate.expect(tasks)
+        await asyncio.wait_for(gate.all_in(), 10)
+        await engine.resume()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        empty = SubmissionGate(engine, Witness())  # type: ignore[arg-type]
+        empty.expect([])
+        await asyncio.wait_for(empty.all_in(), 10)
+        return engine.log
+
+    assert asyncio.run(run()) == ["pause", (1, True), "resume"]
+
+
+def test_whatever_a_node_does_costs_its_own_group_only() -> None:
+    @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
+    async def judge(group: Group) -> Any:
+        number = group.ticket.number
+        if number == 1:
+            raise KeyError("one")
+        if number == 2:
+            raise SystemExit(2)
+        if number == 5:
+            return {"scores": [1.0]}
+        return Drop("dull") if number == 4 else [1.0, 0.0]
+
+    plane, counted = plane_of(OrderedEngine(), bound(judge)), coordinator(total_tickets=16, total_steps=3)
+    assert asyncio.run(fill(plane, LocalEdge(counted, Waits()), 3)) == [[0, 3], [6, 7], [8, 9]]
+    ends = plane.ended
+    assert isinstance(ends, Ends) and ends[0] == "complete" and ends[4] == "dull"
+    assert ends[1].startswith("error: node 'x' raised KeyError: 'one' (at test_rollout_loop.py:")
+    assert ends[2].startswith("error: node 'x' raised SystemExit: 2")
+    assert ends[5].startswith("error: node 'x' returned something that does not fit")
+    assert counted.accounting().dropped == {"error": 3, "dull": 1}
+
+
+@pytest.mark.parametrize("scores", [["high", "low"], 1.0])
+def test_a_column_that_is_none_costs_its_own_group_only(scores: Any) -> None:
+    """Nothing behind the last node may find out: that would end the plane."""
+
+    @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
+    async def judge(group: Group) -> Any:
+        return {"scores": scores if group.ticket.number == 0 else [1.0, 0.0]}
+
+    assert asyncio.run(fill(plane_of(OrderedEngine(), bound(judge)), LocalEdge(coordinator(), Waits()), 1)) == [[1, 2]]
+
+
+def test_a_group_that_fails_by_no_fault_of_the_user_s_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(OrderedEngine):
+        """Its memory is full in the first two attempts of group 0, and in every one of group 1."""
+
+        attempts: Counter[int] = Counter()
+
+        async def generate(self, request: GenerateRequest) -> GenerateResult:
+            row = request.stream.row
+            self.attempts[row] += 1
+            if row == 1 or (row == 0 and self.attempts[0] < 3):
+                raise MemoryError
+            return await super().generate(request)
+
+    monkeypatch.setattr("distflow.runtime.errors.users_place", lambda error: None)  # this file is no user's
+    counted = coordinator(shuffle=False)
+    assert asyncio.run(fill(plane_of(Failing()), LocalEdge(counted, Waits()), 1)) == [[0, 2]]
+    assert Failing.attempts == {0: 3, 1: 3, 2: 1} and counted.accounting().dropped == {"quarantined": 1}
+
+
+def test_a_program_that_always_fails_ends_with_the_reason() -> None:
+    @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
+    def judge(group: Group) -> Any:
+        raise KeyError("every time")
+
+    with pytest.raises(UserNoProgress, match="every time"):
+        asyncio.run(fill(plane_of(OrderedEngine(), bound(judge)), LocalEdge(coordinator(), Waits()), 1))
+
+
+def test_verdicts_that_are_always_missing_end_the_run_with_the_reason() -> None:
+    @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
+    def judge(group: Group) -> Any:
+        return Drop(TOO_FEW_VERDICTS, "the grader is down")
+
+    plane = plane_of(OrderedEngine(), bound(judge))
+    with pytest.raises(UserNoProgress, match="the grader is down"):
+        asyncio.run(fill(plane, LocalEdge(coordinator(), Waits()), 1))
+    assert plane.ended[0] == f"{TOO_FEW_VERDICTS}: the grader is down"  # type: ignore[index]
+
+
+def test_what_nodes_measured_of_a_group_goes_with_it() -> None:
+    @node(writes="scores", role="REWARD", scope="group", reads=("response_mask",))
+    def judge(group: Group) -> Any:
+        return NodeOutput({"scores": [1.0, 0.0]}, {"number": float(group.ticket.number)})
+
+    async def run() -> Any:
+        edge = LocalEdge(coordinator(), Waits())
+        loop = asyncio.ensure_future(plane_of(OrderedEngine(), bound(judge)).loop(edge))
+        share = await asyncio.to_thread(edge.take, 0, 0)
+        loop.cancel()
+        return share
+
+    assert asyncio.run(run()).metrics == {"number": 0.5}
+
+
+def test_cancelling_the_plane_aborts_what_the_engine_does() -> None:
+    async def run() -> int:
+        engine = OrderedEngine()
+        plane, edge = plane_of(engine), LocalEdge(coordinator(num_rows=100, max_staleness=1), Waits())
+        loop = asyncio.ensure_future(plane.loop(edge))
+        while len([entry for entry in engine.log if not isinstance(entry, str)]) < 2:
+            await asyncio.sleep(0)
+        loop.cancel()
+        await asyncio.gather(loop, return_exceptions=True)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1, "no group lives on"
+        return engine.cancelled
+
+    assert asyncio.run(run()) == 3, "of the four that may run at once the one that asks nothing was no request"
+
+
+def test_the_plane_of_a_worker_draws_by_the_run_s_seed_and_sampling_and_stops_at_the_model_s_tokens(
+    tmp_path: Path,
+) -> None:
+    _, spec = Playground(tmp_path).spec("grpo", "trainer.seed=11", "data.seed=22")
+    spec = replace(spec, options=replace(spec.options, timeout_s=7.0))
+    parts = Resources(None, (3, 7), {}, 0, rollout=OrderedEngine())  # type: ignore[arg-type]
+    contexts = Contexts(spec.config, parts, {}, lambda *update: update[-1], lambda *update: None)
+    plane = ExperiencePlane.of(spec, [bound(answer)], parts, contexts, Ends(), Witness())
+    made = plane.make_group(Ticket(30, 2, 6, 4, 0))
+    assert made.stream == Stream(11, "train", 2, 6) and made.row == spec.rows[6]
+    assert made.params == replace(spec.sampling, stop_token_ids=(3, 7)) and not made.params.greedy
+    assert plane.timeout_s == 7.0 and plane.gate is not None
+
+
+def test_groups_that_ask_at_once_are_submitted_in_ticket_order() -> None:
+    @node(writes=("response_ids", "response_mask"), role="ROLLOUT", reads=("prompt_ids",))
+    async def asks(group: Group, rollout: Any) -> list[Sample]:
+        await rollout.generate(GenerateRequest((1,), group.wanted, group.params, group.stream))
+        return samples(group.ticket.number, (1, 1), version=group.ticket.version)
+
+    engine = OrderedEngine()
+    gate = SubmissionGate(engine, Witness())  # type: ignore[arg-type]
+    plane = ExperiencePlane(
+        compile_steps([bound(asks)], {"rollout": gate}), waiting_group, context_of, gate, 10.0, Ends(), Witness()
+    )
+    asyncio.run(fill(plane, LocalEdge(coordinator(consumer_batch=4, shuffle=False), Waits()), 1))
+    assert [entry[0] for entry in engine.log if not isinstance(entry, str)] == [0, 1, 2, 3]

@@ -1,0 +1,44 @@
+"""Every wait is known while it lasts and told when it ends."""
+
+import pytest
+
+from distflow.runtime.wait_log import Wait, Waits
+
+
+def test_a_wait_is_known_while_it_lasts_and_told_when_it_ends() -> None:
+    told: list[tuple[Wait, float]] = []
+    waits = Waits(lambda wait, ended: told.append((wait, ended)))
+    with waits("learner", "step 3", on="experience"):
+        with waits("experience", "credits", on="learner"):
+            outer, inner = waits.now()
+            assert (outer.who, outer.what, outer.on) == ("learner", "step 3", "experience")
+            assert inner.who == "experience" and outer.since <= inner.since and told == []
+        assert waits.now() == [outer] and [wait for wait, _ in told] == [inner]
+    assert waits.now() == [] and [wait for wait, _ in told] == [inner, outer]
+    assert all(ended >= wait.since for wait, ended in told)
+
+
+def test_a_wait_that_ends_in_an_error_has_ended() -> None:
+    told: list[str] = []
+    waits = Waits(lambda wait, ended: told.append(wait.what))
+    with pytest.raises(KeyError), waits("learner", "step 3", on="experience"):
+        raise KeyError
+    assert told == ["step 3"] and waits.now() == []
+
+
+def test_the_same_wait_of_two_loops_lasts_until_both_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks may begin to wait for one step in the same instant."""
+    monkeypatch.setattr("time.time", lambda: 5.0)
+    waits = Waits()
+    with waits("learner", "step 3", on="experience"):
+        with waits("learner", "step 3", on="experience"):
+            pass
+        assert len(waits.now()) == 1
+
+
+def test_a_wait_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 5.0)
+    waits = Waits()
+    with waits("learner", "step 3", on="experience"):
+        monkeypatch.setattr("time.time", lambda: 12.4)
+        assert [str(wait) for wait in waits.now()] == ["learner has waited 7 s for step 3 (on: experience)"]

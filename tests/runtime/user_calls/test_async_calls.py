@@ -1,0 +1,157 @@
+"""Calls of a user's async functions: deadlines that hold, and random generators of their own."""
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from distflow.data import random_streams
+from distflow.runtime.user_calls.async_calls import ours, run_async
+from distflow.runtime.user_calls.sync_calls import DeadlinePassed, PlainCalls
+
+Work = Callable[[], Awaitable[Any]]
+
+
+async def call(function: Work, deadline_s: float = 10.0) -> Any:
+    return await run_async(function, deadline_s, asyncio.Lock(), "a call")
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+async def waits_for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+async def spins() -> None:
+    while True:
+        await asyncio.sleep(0)
+
+
+async def its_task_never_ends() -> None:
+    await asyncio.gather(asyncio.sleep(0), waits_for_ever())
+
+
+@pytest.mark.parametrize("function", [waits_for_ever, spins, its_task_never_ends])
+def test_one_that_never_returns_is_cancelled_at_its_deadline(function: Work) -> None:
+    with pytest.raises(DeadlinePassed) as passed:
+        asyncio.run(call(function, 0.05))
+    assert str(passed.value) == ""
+
+
+def test_one_that_swallows_its_cancellation_is_left_behind() -> None:
+    ends = False
+
+    async def stays() -> None:
+        while not ends:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+
+    async def run() -> None:
+        nonlocal ends
+        with pytest.raises(DeadlinePassed, match="swallows its cancellation"):
+            await call(stays, 0.05)
+        ends = True
+
+    asyncio.run(run())
+
+
+def test_what_it_waits_for_of_ours_does_not_count() -> None:
+    async def asks() -> str:
+        for _ in range(3):
+            with ours():
+                await asyncio.sleep(0.1)
+        return "answered"
+
+    assert asyncio.run(call(asks, 0.1)) == "answered"
+
+
+def test_results_and_errors_come_back() -> None:
+    async def fails(error: BaseException) -> None:
+        raise error
+
+    async def run() -> None:
+        assert await call(lambda: asyncio.sleep(0, "done")) == "done"
+        for error in (KeyError("it"), TimeoutError("its own"), SystemExit(3)):
+            with pytest.raises(type(error)):
+                await call(lambda error=error: fails(error))  # type: ignore[misc]
+        with pytest.raises(RuntimeError, match="asked to exit"):
+            await call(lambda: asyncio.gather(fails(SystemExit(3))))  # type: ignore[arg-type]
+        assert await call(lambda: asyncio.wait_for(asyncio.sleep(0, "in time"), 10)) == "in time"
+
+    asyncio.run(run())
+
+
+def test_each_call_draws_its_own_whatever_runs_beside_it_and_leaves_no_trace() -> None:
+    async def draws_between_waits(seconds: float) -> list[Any]:
+        drawn = [draw()]
+        for _ in range(3):
+            await asyncio.sleep(seconds)
+            drawn.append(draw())
+        return [*drawn, await asyncio.gather(*(child() for _ in range(2)))]
+
+    async def child() -> Any:
+        await asyncio.sleep(0)
+        return draw()
+
+    def plainly() -> list[Any]:
+        drawn = [draw()]
+        torch.manual_seed(0)
+        time.sleep(0.01)
+        return [*drawn, draw()]
+
+    async def run(at_once: bool) -> list[Any]:
+        calls = PlainCalls()
+        work: list[Awaitable[Any]] = []
+        for i in range(4):
+            work.append(run_async(lambda i=i: draws_between_waits(0.001 * (4 - i)), 10, calls.turn, "async", i))  # type: ignore[misc]
+            work.append(calls.run(plainly, 10, "plain", i))
+        return list(await asyncio.gather(*work)) if at_once else [await one for one in work]
+
+    random_streams.seed("before")
+    expected = draw(), draw()
+    random_streams.seed("before")
+    first = draw()
+    beside, alone = asyncio.run(run(True)), asyncio.run(run(False))
+    assert (first, draw()) == expected, "what is drawn outside does not know of them"
+    assert beside == alone
+    assert len({repr(drawn) for drawn in beside}) == 8, "each has numbers of its own"
+
+
+def test_calls_that_begin_beside_a_plain_one_leave_its_draws_alone() -> None:
+    def draws_long() -> list[Any]:
+        return [draw() for _ in range(5000)]
+
+    async def run(num_beside: int) -> list[Any]:
+        calls = PlainCalls()
+        plain = asyncio.create_task(calls.run(draws_long, 10, "plain"))
+        await asyncio.sleep(0.001)
+        await asyncio.gather(*(run_async(child, 10, calls.turn, "async", i) for i in range(num_beside)))
+        return await plain
+
+    async def child() -> None: ...
+
+    assert asyncio.run(run(400)) == asyncio.run(run(0))
+
+
+def test_a_hang_in_a_thread_gives_the_generators_back() -> None:
+    release = threading.Event()
+
+    async def run() -> None:
+        with pytest.raises(DeadlinePassed):
+            await PlainCalls().run(release.wait, 0.05, "hangs")
+
+    random_streams.seed("before")
+    expected = draw()
+    random_streams.seed("before")
+    asyncio.run(run())
+    release.set()
+    assert draw() == expected

@@ -1,0 +1,114 @@
+"""The weight edge of one process: whole versions only, and what arrives is what was sent."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from distflow.errors import TrustError
+from distflow.rollout.engine import Receipt
+from distflow.rollout.weights import stripe_hashes
+from distflow.runtime.wait_log import Waits
+from distflow.runtime.weight_sync.protocol import LocalWeights
+from distflow.scheduling.groups import Version
+
+ONE, TWO = Version(0, 1), Version(0, 2)
+
+
+class Engine:
+    """Notes the versions that it is handed; `spoil` changes what arrives."""
+
+    def __init__(self, **receipt: Any) -> None:
+        self.served: list[tuple[Version, dict[str, Tensor]]] = []
+        self._receipt = receipt
+
+    def __call__(self, version: Version, weights: Any) -> Receipt:
+        held = dict(weights or ())
+        self.served.append((version, held))
+        return Receipt(**{"version": version, "hashes": stripe_hashes(held.items()), **self._receipt})
+
+
+def tensors(*names: str) -> list[tuple[str, Tensor]]:
+    return [(name, torch.full((3,), float(i))) for i, name in enumerate(names)]
+
+
+HASHES = stripe_hashes(tensors("a", "b") + tensors("c"))
+
+
+def push(edge: LocalWeights, version: Version) -> None:
+    edge.begin(version)
+    edge.put(tensors("a", "b"))
+    edge.put(tensors("c"))
+    edge.commit(HASHES)
+
+
+def edge_to(*receivers: Any) -> LocalWeights:
+    edge = LocalWeights(Waits())
+    for receive in receivers:
+        edge.attach(receive)
+    return edge
+
+
+def test_every_engine_gets_each_version_whole_and_once() -> None:
+    engines = Engine(), Engine()
+    edge = edge_to(*engines)
+    edge.begin(ONE)
+    edge.put(tensors("a", "b"))
+    assert all(engine.served == [] for engine in engines), "nobody serves part of a version"
+    edge.put(tensors("c"))
+    edge.commit(HASHES)
+    push(edge, TWO)
+    for engine in engines:
+        assert [(version, list(held)) for version, held in engine.served] == [(ONE, ["a", "b", "c"]), (TWO, [*"abc"])]
+
+
+def test_what_was_put_before_a_version_was_broken_off_is_no_part_of_the_next() -> None:
+    engine = Engine()
+    edge = edge_to(engine)
+    edge.begin(ONE)
+    edge.put(tensors("left over"))
+    push(edge, TWO)
+    assert [list(held) for _, held in engine.served] == [["a", "b", "c"]]
+
+
+def test_an_engine_that_refuses_holds_the_run_with_its_reason() -> None:
+    def refuses(version: Version, weights: Any) -> Receipt:
+        raise ValueError("no tensor 'c' here")
+
+    with pytest.raises(TrustError, match="refused the weights of version 1: no tensor 'c' here"):
+        push(edge_to(refuses), ONE)
+
+
+def test_an_alias_leaves_the_engine_with_the_trainer_s_weights() -> None:
+    engine = Engine(hashes=HASHES, alias=True)
+    edge_to(engine).alias(TWO, HASHES)
+    assert engine.served == [(TWO, {})]
+    others = HASHES | {"b": "of an older version"}
+    with pytest.raises(TrustError, match="serve the weights that it has as version 2, .* tensors that differ: b"):
+        edge_to(Engine(hashes=others, alias=True)).alias(TWO, HASHES)
+
+
+@pytest.mark.parametrize("hashes", [{}, {**stripe_hashes(tensors("a", "b")), "c": "other"}])
+def test_a_tensor_that_did_not_arrive_whole_is_named(hashes: dict[str, str]) -> None:
+    with pytest.raises(TrustError, match=r"version 1 did not arrive whole; tensors that differ: .*c$"):
+        push(edge_to(Engine(hashes=hashes)), ONE)
+
+
+def test_a_receipt_for_another_version_is_no_receipt() -> None:
+    with pytest.raises(TrustError, match="the engine's receipt is for .*step=7"):
+        push(edge_to(Engine(version=Version(0, 7), shared=True)), ONE)
+
+
+def test_shared_storage_needs_no_hashes() -> None:
+    engine = Engine(hashes={}, shared=True)
+    push(edge_to(engine), ONE)
+    assert len(engine.served) == 1
+
+
+def test_the_wait_for_an_engine_is_recorded() -> None:
+    told: list[tuple[str, str, str]] = []
+    edge = LocalWeights(Waits(lambda wait, ended: told.append((wait.who, wait.what, wait.on))))
+    edge.attach(Engine())
+    push(edge, ONE)
+    assert told == [("learner", "weights of step 1", "rollout engine")]

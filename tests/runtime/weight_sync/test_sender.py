@@ -1,0 +1,174 @@
+"""Weights on their way to an engine: in buckets, in its dtype, compared where the canary's turn has come."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from distflow.errors import TrustError
+from distflow.rollout.engine import Receipt
+from distflow.rollout.weights import stripe_hashes
+from distflow.runtime.weight_sync import sender
+from distflow.runtime.weight_sync.sender import Publisher, Receiver, buckets
+from distflow.scheduling.groups import Version
+
+
+def weights(*sizes: int) -> list[tuple[str, Tensor]]:
+    """float32 tensors of so many numbers."""
+    return [(f"w{i}", torch.arange(float(size))) for i, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "max_bytes", "parts"),
+    [
+        ((), 8, []),
+        ((1, 1, 1), 8, [["w0", "w1"], ["w2"]]),
+        ((1, 1), 100, [["w0", "w1"]]),
+        ((1, 9, 1), 8, [["w0"], ["w1"], ["w2"]]),  # too large for any bucket: one of its own
+        ((9, 1, 1), 8, [["w0"], ["w1", "w2"]]),
+        ((2, 2), 8, [["w0"], ["w1"]]),
+    ],
+)
+def test_buckets_are_neighbours_up_to_a_size(sizes: tuple[int, ...], max_bytes: int, parts: list[list[str]]) -> None:
+    assert [[name for name, _ in bucket] for bucket in buckets(weights(*sizes), max_bytes)] == parts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [1e30, -1e30, 3.4e38, float("nan"), float("-inf")])
+def test_garbage_is_not_served(value: float, dtype: torch.dtype) -> None:
+    class Broken:
+        def weights(self) -> Iterator[tuple[str, Tensor]]:
+            return iter([("w0", torch.ones(3)), ("w1", torch.tensor([0.0, value]))])
+
+    port: Any = Port()
+    publisher = Publisher(Broken(), port, dtype, sends=True, canary=None, session=None)  # type: ignore[arg-type]
+    with pytest.raises(TrustError, match=r"version 3 must not be served: 'w1' holds"):
+        publisher.publish(Version(0, 3))
+    assert "commit" not in port.log
+
+
+def test_no_more_than_a_bucket_is_made_ahead() -> None:
+    made: list[str] = []
+
+    def lazily() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights(2, 2, 2):
+            made.append(name)
+            yield name, tensor
+
+    next(buckets(lazily(), 8))
+    assert made == ["w0", "w1"]
+
+
+class Port:
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+
+    def begin(self, version: Version) -> None:
+        self.log.append(("begin", version.step))
+
+    def put(self, bucket: Any) -> None:
+        self.log.append([(name, tensor.dtype) for name, tensor in bucket])
+
+    def commit(self, hashes: Mapping[str, str]) -> None:
+        self.log.append("commit")
+
+
+class Actor:
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(weights(2, 2))
+
+
+class Canary:
+    """Sings at the start only."""
+
+    def is_due(self, at_start: bool) -> bool:
+        return at_start
+
+    async def answer(self) -> str:
+        return "song"
+
+    def compare(self, answers: str, at_start: bool) -> dict[str, float]:
+        assert answers == "song"
+        return {"canary/mean_abs": float(at_start)}
+
+
+class Session:
+    """Runs coroutines that never wait."""
+
+    def call(self, work: Any) -> Any:
+        try:
+            work.send(None)
+        except StopIteration as end:
+            return end.value
+        raise AssertionError("it waited")
+
+
+def publisher(port: Port, *, sends: bool = True, canary: Any = None) -> Publisher:
+    return Publisher(Actor(), port, torch.bfloat16, sends=sends, canary=canary, session=Session())  # type: ignore[arg-type]
+
+
+def test_a_version_is_pushed_in_buckets_of_the_engine_s_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender, "BUCKET_BYTES", 4)
+    port = Port()
+    assert publisher(port).publish(Version(0, 3)) == {}
+    assert port.log == [("begin", 3), [("w0", torch.bfloat16)], [("w1", torch.bfloat16)], "commit"]
+
+
+def test_an_engine_on_the_trainer_s_storage_is_only_told() -> None:
+    port = Port()
+    publisher(port, sends=False).publish(Version(0, 3))
+    assert port.log == [("begin", 3), "commit"]
+
+
+def test_the_canary_sings_when_it_is_due() -> None:
+    made = publisher(Port(), canary=Canary())
+    assert made.publish(Version(0, 0), at_start=True) == {"canary/mean_abs": 1.0}
+    assert made.publish(Version(0, 1)) == {}
+
+
+class Engine:
+    """Takes weights as it should, but for what a case makes wrong."""
+
+    def __init__(self, skipped: str = "", claimed: str = "", behind: int = 0) -> None:
+        self.version, self._skipped, self._claimed, self._behind = Version(0, 0), skipped, claimed, behind
+        self._held: dict[str, str] = {"w0": "old", "w1": "old"}
+
+    async def hashes(self) -> dict[str, str]:
+        return self._held
+
+    async def load_weights(self, version: Version, weights: Any) -> Receipt:
+        if weights is None:
+            self.version = version
+            return Receipt(version, alias=True)
+        sent = stripe_hashes(weights)
+        self._held = self._held | {name: own for name, own in sent.items() if name != self._skipped}
+        self.version = replace(version, step=version.step - self._behind)
+        return Receipt(version, self._held | {name: sent[name] for name in sent if name == self._claimed})
+
+
+def receive_from(engine: Engine) -> Any:
+    return Receiver(engine, Session())  # type: ignore[arg-type]
+
+
+def test_a_receiver_asks_the_engine_what_it_holds() -> None:
+    engine, sent = Engine(), stripe_hashes(weights(1, 2))
+    receive = receive_from(engine)
+    assert receive(Version(0, 2), weights(1, 2)) == Receipt(Version(0, 2), sent)
+    assert receive(Version(0, 3), None) == Receipt(Version(0, 3), sent, alias=True)
+
+
+@pytest.mark.parametrize("engine", [Engine(skipped="w1", claimed="w1"), Engine(behind=1)])
+def test_an_engine_that_claims_what_it_does_not_hold_is_refused(engine: Engine) -> None:
+    with pytest.raises(TrustError, match="receipt is for Version"):
+        receive_from(engine)(Version(0, 2), weights(1, 2))
+
+
+def test_versions_are_published_in_their_order() -> None:
+    made = publisher(Port())
+    made.publish(Version(1, 3))
+    for older in (Version(0, 4), Version(1, 3), Version(1, 2)):
+        with pytest.raises(TrustError, match="are to be published behind those of"):
+            made.publish(older)

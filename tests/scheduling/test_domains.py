@@ -1,0 +1,476 @@
+"""Domains in a coordinator: shares from the ledger alone, in runs that drop groups, lose them, crash and resume."""
+
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distflow.errors import UserError
+from distflow.scheduling.coordinator import Coordinator, mark_of
+from distflow.scheduling.curriculum import Accuracy, CurriculumPlan
+from distflow.scheduling.data_order import epoch_order
+from distflow.scheduling.data_plan import DataPlan, DomainPlan
+from distflow.scheduling.domain_quotas import most_behind
+from distflow.scheduling.groups import AccountingError, Ticket
+from distflow.scheduling.ledger import Ledger, timeline, verify
+from distflow.scheduling.lineage import step_lineage
+from distflow.scheduling.sample_queue import Exhausted
+
+
+class Journal(Ledger):
+    """Whose disk nobody waits for."""
+
+    def sync(self):
+        pass
+
+
+def plan_of(*domains, batch=4, steps=12, **changes):
+    domains = tuple(DomainPlan(*domain) for domain in domains)
+    plan = DataPlan(sum(d.num_rows for d in domains), batch, 2, None, steps, domains=domains)
+    return replace(plan, **changes)
+
+
+def shares_of(path):
+    """By step, how many groups each domain has had: counted from `issued` and `consumed` alone."""
+    domains, counts, steps = {}, Counter(), []
+    for _, record in timeline(path):
+        if record["kind"] == "issued":
+            domains[record["ticket"]] = record["domain"]
+        if record["kind"] == "inherited":
+            domains |= {group["ticket"]: group["domain"] for group in record.get("live", ())}
+            counts = Counter({name: each["consumed"] for name, each in record.get("domains", {}).items()})
+        if record["kind"] == "consumed":
+            counts.update(domains[ticket] for ticket in record["tickets"])
+            steps.append(dict(counts))
+    return steps
+
+
+def check_shares(plan, path, num_missing=0):
+    total = sum(Fraction(str(domain.weight)) for domain in plan.domains)
+    for counts in shares_of(path):
+        consumed = sum(counts.values())
+        for domain in plan.domains:
+            exact = Fraction(str(domain.weight)) / total * consumed
+            assert abs(counts.get(domain.name, 0) - exact) < 1 + num_missing, counts
+
+
+class Walk:
+    """A run in random moves. A domain's groups are dropped by its chance; a step is trained on when it is ready."""
+
+    def __init__(self, plan, folder, seed, chances):
+        self.plan, self.folder, self.chances = plan, folder, chances
+        self.choice, self.num_crashes = random.Random(seed), 0
+        self.ledger = Journal(folder / "ledger-0.jsonl")
+        self.cut = None
+        self.begin()
+
+    def begin(self):
+        snapshot = json.loads(self.cut) if self.cut else None
+        self.coordinator = Coordinator(self.plan, self.ledger, snapshot)
+        self.running = set()
+        self.sent = self.served = self.coordinator.step
+        self.cut = json.dumps(self.coordinator.snapshot())
+
+    def take(self):
+        for ticket in self.coordinator.take_tickets(self.served):
+            assert ticket.number not in self.running
+            self.running.add(ticket.number)
+            self.domain_of(ticket)
+
+    def domain_of(self, ticket):
+        """The domain of a ticket's row, which must be the one that its stream names."""
+        first = 0
+        for domain in self.plan.domains:
+            if first <= ticket.row < first + domain.num_rows:
+                assert ticket.stream == f"train/{domain.name}"
+                order = epoch_order(domain.num_rows, self.plan.seed, ticket.epoch, self.plan.shuffle, domain.name)
+                assert order[ticket.position % domain.num_rows] == ticket.row - first
+                assert ticket.epoch == ticket.position // domain.num_rows
+                self.domains = {**getattr(self, "domains", {}), ticket.number: domain.name}
+            first += domain.num_rows
+
+    def end(self, number, mishaps=True):
+        self.running.discard(number)
+        if self.plan.curriculum:
+            name = self.domains[number]
+            ticket = Ticket(number, 0, 0, 2, 0, stream=f"train/{name}")
+            self.coordinator.judged(ticket, Accuracy(self.choice.randint(0, 2), 2))
+        if mishaps and self.choice.random() < 0.1:
+            self.coordinator.retry(number)
+        elif self.choice.random() < self.chances[self.domains[number]]:
+            self.coordinator.drop(number, "all_equal")
+        else:
+            self.coordinator.complete(number, 3)
+            if mishaps and self.choice.random() < 0.05:
+                self.coordinator.lose(number)
+
+    def train(self):
+        step = self.coordinator.step
+        if self.coordinator.finished or self.coordinator.ready(step) is None:
+            return
+        if self.choice.random() < 0.1:
+            self.coordinator.untake()
+            return
+        held = self.choice.random() < 0.3 and step + 1 - self.sent <= self.plan.max_staleness
+        self.served = self.served if held else step + 1
+        self.sent = self.sent if held else step + 1
+        self.coordinator.release(step, published=not held)
+        self.cut = json.dumps(self.coordinator.snapshot())
+
+    def crash(self):
+        self.ledger.close()
+        elsewhere = self.choice.random() < 0.3
+        self.num_crashes += elsewhere
+        self.ledger = Journal(self.folder / f"ledger-{self.num_crashes}.jsonl", mark_of(json.loads(self.cut)))
+        if self.choice.random() < 0.3:
+            changes = {"max_staleness": self.choice.randint(0, 3), "consumer_batch": self.choice.randint(1, 7)}
+            self.plan = replace(self.plan, **changes)
+        self.begin()
+
+    def move(self):
+        chance = self.choice.random()
+        if chance < 0.25:
+            self.take()
+        elif chance < 0.5:
+            self.train()
+        elif chance < 0.53:
+            self.crash()
+        elif self.running:
+            self.end(self.choice.choice(sorted(self.running)))
+        account = self.coordinator.accounting()
+        account.check()
+        assert account == self.ledger.account
+
+    def finish(self):
+        """Once nothing goes wrong any more, every step comes, in as many rounds as dropping may take."""
+        for _ in range(20_000):
+            if self.coordinator.finished:
+                break
+            self.take()
+            for number in sorted(self.running):
+                self.end(number, mishaps=False)
+            self.served = max(self.served, self.sent)
+            self.train()
+        assert self.coordinator.finished, "a step waits for ever"
+        self.ledger.close()
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=2, max_size=4),
+    weights=st.lists(st.sampled_from([1, 2, 3, 0.1, 0.25, 7.5, 40]), min_size=4, max_size=4),
+    drops=st.lists(st.sampled_from([0, 0.5, 0.8]), min_size=4, max_size=4),
+    batch=st.integers(1, 8),
+    staleness=st.integers(0, 3),
+    max_concurrent=st.none() | st.integers(1, 6),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_shares_hold_whatever_happens(tmp_path_factory, sizes, weights, drops, batch, staleness, max_concurrent, seed):
+    names = "abcd"[: len(sizes)]
+    plan = plan_of(
+        *zip(names, sizes, weights, strict=False),
+        batch=batch, max_staleness=staleness, max_concurrent=max_concurrent,
+    )  # fmt: skip
+    walk = Walk(plan, tmp_path_factory.mktemp("walk"), seed, dict(zip(names, drops, strict=False)))
+    for _ in range(150):
+        walk.move()
+    walk.finish()
+    for path in sorted(walk.folder.iterdir()):
+        verify(path)
+        check_shares(plan, path)
+
+
+def complete_all(coordinator, drop=lambda ticket: False):
+    """A step of a run without staleness, from its tickets to its release; those that were issued, in order."""
+    issued, step = [], coordinator.step
+    while coordinator.ready(step) is None:
+        tickets = coordinator.take_tickets(step)
+        assert tickets
+        issued += tickets
+        for ticket in tickets:
+            coordinator.drop(ticket.number, "all_equal") if drop(ticket) else coordinator.complete(ticket.number, 1)
+    coordinator.release(step)
+    return issued
+
+
+def test_a_domain_that_drops_every_other_group_is_refilled_from_itself(tmp_path):
+    plan = plan_of(("math", 5, 3), ("code", 3, 1), batch=4, steps=6)
+    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+        coordinator = Coordinator(plan, ledger)
+        for _ in range(6):
+            issued = complete_all(coordinator, lambda t: t.stream == "train/code" and t.position % 2 == 0)
+            assert Counter(ticket.stream for ticket in issued) == {"train/math": 3, "train/code": 2}
+        account = coordinator.accounting()
+    assert shares_of(tmp_path / "ledger.jsonl")[-1] == {"math": 18, "code": 6}
+    assert (account.domains["code"].issued, account.domains["code"].dropped) == (12, {"all_equal": 6})
+    assert (account.domains["math"].issued, account.domains["math"].dropped) == (18, {})
+
+
+def test_the_groups_of_a_step_are_told_with_their_domains(tmp_path):
+    plan = plan_of(("math", 5, 3), ("code", 3, 1), batch=4, steps=6)
+    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+        complete_all(Coordinator(plan, ledger))
+    groups = step_lineage(tmp_path / "ledger.jsonl", 1).groups
+    assert [group.domain for group in groups] == ["math", "math", "math", "code"]
+
+
+def test_a_run_that_goes_on_issues_what_the_other_would_have(tmp_path):
+    plan = plan_of(("a", 4, 2), ("b", 7, 1.5), ("c", 2, 0.3), batch=5, steps=9)
+
+    def rows(coordinator, num_steps):
+        found = [complete_all(coordinator, lambda ticket: ticket.row % 3 == 0) for _ in range(num_steps)]
+        return [(ticket.number, ticket.stream, ticket.epoch, ticket.row) for step in found for ticket in step]
+
+    whole = rows(Coordinator(plan), 9)
+    first = Coordinator(plan)
+    before = rows(first, 4)
+    second = Coordinator(plan, None, json.loads(json.dumps(first.snapshot())))
+    assert before + rows(second, 5) == whole
+
+
+def test_a_step_waits_for_the_slow_domain_at_any_staleness():
+    """What is quick does not take the places of what is slow."""
+    coordinator = Coordinator(plan_of(("quick", 9, 1), ("slow", 9, 1), batch=2, max_staleness=2, steps=5))
+    tickets = coordinator.take_tickets(0)
+    assert Counter(ticket.stream for ticket in tickets) == {"train/quick": 3, "train/slow": 3}
+    for ticket in tickets:
+        if ticket.stream == "train/quick":
+            coordinator.complete(ticket.number, 1)
+    assert coordinator.ready(0) is None and not coordinator.take_tickets(0)
+    slow = [ticket for ticket in tickets if ticket.stream == "train/slow"]
+    coordinator.complete(slow[0].number, 1)
+    assert len(coordinator.ready(0)) == 2
+
+
+def test_draws_are_counted_by_domain():
+    """A domain that drops all of its groups uses up its own draws, and is named."""
+    plan = plan_of(("good", 9, 3), ("bad", 9, 1), batch=4, steps=5, max_num_gen_batches=3)
+    coordinator, issued = Coordinator(plan), Counter()
+    with pytest.raises(Exhausted, match=r"step 0 needs 1 prompt groups of the domain 'bad', but of the 3 drawn"):
+        while coordinator.ready(0) is None:
+            for ticket in coordinator.take_tickets(0):
+                issued[ticket.stream] += 1
+                if ticket.stream == "train/bad":
+                    coordinator.drop(ticket.number, "all_equal")
+                else:
+                    coordinator.complete(ticket.number, 1)
+    assert issued == {"train/good": 3, "train/bad": 3}
+
+
+def test_a_short_step_takes_what_there_is_and_no_other_domain_fills_it(tmp_path):
+    plan = plan_of(("good", 9, 3), ("bad", 9, 1), batch=4, steps=2, max_num_gen_batches=2, when_exhausted="continue")
+    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+        coordinator = Coordinator(plan, ledger)
+        for _ in range(2):
+            complete_all(coordinator, lambda ticket: ticket.stream == "train/bad")
+        assert coordinator.finished
+    assert shares_of(tmp_path / "ledger.jsonl") == [{"good": 3}, {"good": 6}]
+    verify(tmp_path / "ledger.jsonl")
+
+
+def test_memory_that_is_full_holds_what_the_next_step_needs_of_each_domain():
+    plan = plan_of(("a", 9, 1), ("b", 9, 1), batch=2, steps=5, max_staleness=3, max_held_bytes=1)
+    coordinator = Coordinator(plan)
+    tickets = coordinator.take_tickets(0)
+    assert [ticket.stream for ticket in tickets] == ["train/a", "train/b"]
+    coordinator.complete(tickets[0].number, 1)
+    coordinator.weigh(tickets[0].number, 100)
+    coordinator.drop(tickets[1].number, "all_equal")
+    assert [ticket.stream for ticket in coordinator.take_tickets(0)] == ["train/b"]
+
+
+def test_orders_differ_by_domain_and_do_not_depend_on_the_others():
+    assert epoch_order(9, 1, 0, True, "a").tolist() != epoch_order(9, 1, 0, True, "b").tolist()
+    assert epoch_order(9, 1, 0, True).tolist() != epoch_order(9, 1, 0, True, "a").tolist()
+
+    def rows_of_a(*domains):
+        first = sum(rows for name, rows, _ in domains[: [name for name, *_ in domains].index("a")])
+        coordinator = Coordinator(plan_of(*domains, batch=6, steps=4))
+        issued = [ticket for _ in range(4) for ticket in complete_all(coordinator) if ticket.stream == "train/a"]
+        return [(ticket.epoch, ticket.row - first) for ticket in issued][:8]
+
+    assert rows_of_a(("a", 5, 1), ("b", 3, 1)) == rows_of_a(("c", 4, 1), ("a", 5, 1), ("d", 2, 1))
+
+
+@pytest.mark.parametrize("other", [[("a", 4, 1), ("c", 4, 1)], [("a", 5, 1), ("b", 3, 1)], [("b", 4, 1), ("a", 4, 1)]])
+def test_a_run_of_other_domains_is_refused(other):
+    snapshot = Coordinator(plan_of(("a", 4, 1), ("b", 4, 1))).snapshot()
+    with pytest.raises(UserError, match=r"made with domains=a \(4 rows\), b \(4 rows\), this run has .*data.domains"):
+        Coordinator(plan_of(*other), None, snapshot)
+    with pytest.raises(UserError, match="this run has none"):
+        Coordinator(DataPlan(8, 4, 2, 8, 2), None, snapshot)
+
+
+def test_a_journal_that_gives_a_domain_too_much_is_found_out(tmp_path):
+    plan = plan_of(("a", 9, 1), ("b", 9, 1), batch=4, steps=3)
+    path = tmp_path / "ledger.jsonl"
+    with Ledger(path) as ledger:
+        coordinator = Coordinator(plan, ledger)
+        for _ in range(3):
+            complete_all(coordinator)
+    verify(path)
+    text = path.read_text().replace('"domain":"b"', '"domain":"a"')
+    path.write_text(text)
+    with pytest.raises(AccountingError, match="after step 0 the domain '.' is .* groups behind its share of 0.500"):
+        verify(path)
+
+
+def swings(progress, step, state):
+    """A curriculum for the tests, of wild changes that depend on all that it may know."""
+    state["calls"] = state.get("calls", 0) + 1
+    names = sorted(progress, key=lambda name: (progress[name].mean_accuracy or 0, name))
+    wild = [(1, 0, 0, 0), (1, 1, 0, 0), (1, 1, 1, 1), (1000, 1, 7, 0.3)][state["calls"] % 4]
+    return dict(zip(names, wild, strict=False))
+
+
+SWINGS = f"{__name__}:swings"
+
+
+def integral(path):
+    """By step, what each domain was due and had: from `plan`, `shares`, `issued` and `consumed` alone. Also, how often
+    its share was another than in the step before."""
+    due, had, changes, shares, domains, num_changes = Counter(), Counter(), {}, {}, {}, 0
+    for _, record in timeline(path):
+        if record["kind"] == "plan":
+            shares = {name: Fraction(each["share"]) for name, each in record["quotas"].items()}
+            batch, changes = record["consumer_batch"], {}
+            if not due:  # in the journal of a run that goes on from another's checkpoint
+                due.update({name: Fraction(each["lag"]) for name, each in record["quotas"].items()})
+        if record["kind"] == "shares":
+            changes = {step: known for step, known in changes.items() if step < record["step"]}
+            changes[record["step"]] = {name: Fraction(share) for name, share in record["shares"].items()}
+        if record["kind"] == "issued":
+            domains[record["ticket"]] = record["domain"]
+        if record["kind"] == "inherited":
+            domains |= {group["ticket"]: group["domain"] for group in record.get("live", ())}
+        if record["kind"] == "consumed":
+            assert len(record["tickets"]) == batch
+            now = changes.get(record["step"], shares)
+            num_changes += now != shares
+            shares = now
+            due.update({name: share * batch for name, share in shares.items()})
+            had.update(domains[ticket] for ticket in record["tickets"])
+            yield {name: due[name] - had[name] for name in due}, num_changes
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=2, max_size=4),
+    drops=st.lists(st.sampled_from([0, 0.5, 0.8]), min_size=4, max_size=4),
+    batch=st.integers(1, 8),
+    staleness=st.integers(0, 3),
+    every=st.integers(1, 3),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_shares_that_a_curriculum_changes_hold_whatever_happens(
+    tmp_path_factory, sizes, drops, batch, staleness, every, seed
+):
+    names = "abcd"[: len(sizes)]
+    plan = plan_of(
+        *zip(names, sizes, strict=True), batch=batch, max_staleness=staleness, steps=20,
+        curriculum=CurriculumPlan(SWINGS, every),
+    )  # fmt: skip
+    walk = Walk(plan, tmp_path_factory.mktemp("walk"), seed, dict(zip(names, drops, strict=False)))
+    for _ in range(150):
+        walk.move()
+    walk.finish()
+    for path in sorted(walk.folder.iterdir()):
+        verify(path)
+        for lags, _ in integral(path):
+            assert min(lags.values()) > -1 and max(lags.values()) <= most_behind(len(sizes))
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_curriculum_goes_on_where_it_stood(tmp_path, every):
+    plan = plan_of(
+        ("a", 4, 2), ("b", 7, 1.5), ("c", 2, 0.3), batch=5, steps=12, curriculum=CurriculumPlan(SWINGS, every)
+    )
+
+    def rows(coordinator, num_steps):
+        found = []
+        for _ in range(num_steps):
+            while coordinator.ready(coordinator.step) is None:
+                for ticket in coordinator.take_tickets(coordinator.step):
+                    found.append((ticket.number, ticket.stream, ticket.epoch, ticket.row))
+                    coordinator.judged(ticket, Accuracy(ticket.row % 3, 2))
+                    ends = coordinator.complete if ticket.number % 4 else coordinator.drop
+                    ends(ticket.number, 1 if ticket.number % 4 else "all_equal")
+            coordinator.release(coordinator.step)
+        return found, coordinator.shares.figures
+
+    whole, figures = rows(Coordinator(plan), 12)
+    for cut in range(1, 12):
+        with Journal(tmp_path / f"{cut}.jsonl") as ledger:
+            first = Coordinator(plan, ledger)
+            before, _ = rows(first, cut)
+            snapshot = json.loads(json.dumps(first.snapshot()))
+        with Journal(tmp_path / f"{cut}.jsonl", mark_of(snapshot)) as ledger:
+            after, again = rows(Coordinator(plan, ledger, snapshot), 12 - cut)
+        assert before + after == whole and again == figures
+        verify(tmp_path / f"{cut}.jsonl")
+    *_, (_, num_changes) = integral(tmp_path / "5.jsonl")
+    assert num_changes >= 3
+
+
+def test_tickets_that_are_granted_ahead_keep_their_shares():
+    """What is decided at the end of step s holds from step s + 1 + max_staleness on, the first of which no ticket was
+    granted."""
+    plan = plan_of(("a", 9, 1), ("b", 9, 1), batch=4, steps=9, max_staleness=2)
+    coordinator, steps = Coordinator(replace(plan, curriculum=CurriculumPlan(f"{__name__}:only_a"))), []
+    for step in range(6):
+        for ticket in coordinator.take_tickets(step):
+            coordinator.complete(ticket.number, 1)
+            steps.append(ticket.stream[-1])
+        assert coordinator.ready(step)
+        coordinator.release(step)
+    parts = ["".join(sorted(steps[start : start + 4])) for start in range(0, len(steps), 4)]
+    assert parts == ["aabb", "aabb", "aabb", "aaaa", "aaaa", "aaaa", "aaaa", "aaaa"]
+
+
+def only_a(progress, step, state):
+    return {"a": 1, "b": 0}
+
+
+def only_later(progress, step, state):
+    return {"a": 1, "b": -1 if step == 3 else 1}
+
+
+def test_a_curriculum_that_fails_costs_no_checkpoint(tmp_path):
+    plan = plan_of(("a", 9, 1), ("b", 9, 1), batch=4, curriculum=CurriculumPlan(f"{__name__}:only_later"))
+    with Journal(tmp_path / "ledger.jsonl") as ledger:
+        coordinator = Coordinator(plan, ledger)
+        complete_all(coordinator)
+        complete_all(coordinator)
+        before = json.loads(json.dumps(coordinator.snapshot()))
+        with pytest.raises(UserError, match="after step 3 the curriculum gave 'b' the weight -1"):
+            complete_all(coordinator)
+        assert coordinator.snapshot() == before and coordinator.step == 2
+    assert verify(tmp_path / "ledger.jsonl").consumed == 8
+    mended = replace(plan, curriculum=CurriculumPlan(f"{__name__}:only_a"))
+    with Journal(tmp_path / "ledger.jsonl", mark_of(before)) as ledger:
+        coordinator = Coordinator(mended, ledger, before)
+        issued = [complete_all(coordinator) for _ in range(2)]
+    assert [Counter(ticket.stream for ticket in step) for step in issued] == [
+        {"train/a": 2, "train/b": 2},
+        {"train/a": 4},
+    ]
+    verify(tmp_path / "ledger.jsonl")
+
+
+def test_weights_that_the_config_changes_are_found_in_order(tmp_path):
+    """With many domains some are behind by more than a place where all changes at once."""
+    plan = plan_of(*((name, 9, 1) for name in "abcdef"), batch=5, steps=8)
+    with Journal(tmp_path / "ledger.jsonl") as ledger:
+        coordinator = Coordinator(plan, ledger)
+        complete_all(coordinator)
+        snapshot = coordinator.snapshot()
+    other = replace(plan, domains=tuple(replace(d, weight=1e-3 if d.name != "f" else 9) for d in plan.domains))
+    with Journal(tmp_path / "ledger.jsonl", mark_of(snapshot)) as ledger:
+        coordinator = Coordinator(other, ledger, snapshot)
+        complete_all(coordinator)
+    verify(tmp_path / "ledger.jsonl")

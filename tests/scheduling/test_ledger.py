@@ -1,0 +1,251 @@
+"""The ledger: exact accounts across torn lines, kills at every byte, rollbacks, and rollbacks of rollbacks."""
+
+import json
+
+import pytest
+
+from distflow.scheduling.groups import Account, AccountingError
+from distflow.scheduling.ledger import Ledger, LedgerError, replay, timeline, verify
+
+
+def issue(ledger, number, attempt=0):
+    ledger.append("issued", ticket=number, epoch=0, row=number, version=0, attempt=attempt)
+
+
+def write_step(ledger, step, tickets, drop=()):
+    """A step in which `tickets` are drawn, those in `drop` dropped, and the rest consumed."""
+    for number in tickets:
+        issue(ledger, number)
+    kept = [number for number in tickets if number not in drop]
+    for number in drop:
+        ledger.append("dropped", ticket=number, reason="equal_rewards")
+    for number in kept:
+        ledger.append("complete", ticket=number, tokens=7)
+    ledger.append("consumed", step=step, tickets=kept, tokens=7 * len(kept))
+    ledger.append("version", step=step + 1, weights=step + 1)
+    ledger.sync()
+
+
+def test_the_account_of_a_journal(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    write_step(ledger, 0, [0, 1, 2], drop=[1])
+    issue(ledger, 3)
+    issue(ledger, 4)
+    ledger.append("complete", ticket=4, tokens=9)
+    ledger.append("allowed_change", key="actor.clip_ratio")
+    account = Account(issued=5, running=1, complete=1, consumed=2, dropped={"equal_rewards": 1})
+    assert ledger.account == account
+    ledger.close()
+    assert replay(path) == account == verify(path)
+
+
+def test_a_kill_at_any_byte_leaves_a_journal_that_reads_and_resumes(tmp_path):
+    """Cut behind every third byte: the whole lines hold, the torn one is passed over, and a resume repeats the run."""
+    path = tmp_path / "whole.jsonl"
+    ledger = Ledger(path)
+    write_step(ledger, 0, [0, 1])
+    mark = ledger.mark()
+    write_step(ledger, 1, [2, 3], drop=[2])
+    ledger.close()
+    content = path.read_bytes()
+    expected = replay(path)
+
+    for cut in range(0, len(content), 3):
+        torn = tmp_path / "torn.jsonl"
+        torn.write_bytes(content[:cut])
+        if b"\n" in content[:cut]:
+            replay(torn).check()
+        whole_mark = mark if cut >= mark.offset else None
+        resumed = Ledger(torn, whole_mark)
+        assert not resumed.inherits
+        if whole_mark is None:
+            write_step(resumed, 0, [0, 1])
+        write_step(resumed, 1, [2, 3], drop=[2])
+        resumed.close()
+        assert verify(torn) == expected, f"cut behind byte {cut}"
+        assert torn.read_bytes().startswith(content[:cut]) or b"\n" not in content[:cut], "nothing is rewritten"
+
+
+def test_two_kills_in_a_row_within_the_line_of_a_resume(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    write_step(ledger, 0, [0, 1])
+    mark = ledger.mark()
+    issue(ledger, 2)
+    ledger.close()
+    with path.open("ab") as file:
+        file.write(b'{"t":1,"inc":0,"ki\n{"t":2,"inc":1,"kind":"rolled_b')
+    ledger = Ledger(path, mark)
+    assert ledger.account == Account(issued=2, consumed=2)
+    ledger.close()
+    assert verify(path) == Account(issued=2, consumed=2)
+
+
+def test_incarnations_rise_whatever_checkpoint_is_resumed(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    mark = ledger.mark()
+    assert ledger.incarnation == 0
+    ledger.close()
+    for incarnation in (1, 2, 3):
+        ledger = Ledger(path, mark)
+        assert ledger.incarnation == incarnation
+        ledger.close()
+    assert [r["inc"] for _, r in timeline(path)] == [0, 3]
+
+
+def test_a_rollback_to_a_checkpoint_of_an_abandoned_timeline(tmp_path):
+    """Steps 0 and 1, back to the first; another step 1; then the user resumes from the old step 1 after all."""
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    write_step(ledger, 0, [0, 1])
+    first = ledger.mark()
+    write_step(ledger, 1, [2, 3, 4], drop=[3])
+    second = ledger.mark()
+    ledger.close()
+    old = replay(path)
+
+    ledger = Ledger(path, first)
+    write_step(ledger, 1, [2, 3])
+    write_step(ledger, 2, [4, 5])
+    ledger.close()
+    assert replay(path) == Account(issued=6, consumed=6)
+
+    ledger = Ledger(path, second)
+    assert ledger.account == old == Account(issued=5, consumed=4, dropped={"equal_rewards": 1})
+    write_step(ledger, 2, [5, 6])
+    ledger.close()
+    assert verify(path) == Account(issued=7, consumed=6, dropped={"equal_rewards": 1})
+    steps = [(r["step"], r["tickets"]) for _, r in timeline(path) if r["kind"] == "consumed"]
+    assert steps == [(0, [0, 1]), (1, [2, 4]), (2, [5, 6])]
+
+
+def test_a_run_from_the_start_over_an_old_journal_takes_everything_back(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    write_step(ledger, 0, [0, 1])
+    ledger.close()
+    ledger = Ledger(path)
+    assert ledger.incarnation == 1
+    assert ledger.account == Account()
+    write_step(ledger, 0, [0, 1, 2])
+    ledger.close()
+    assert verify(path) == Account(issued=3, consumed=3)
+
+
+def test_a_checkpoint_from_another_folder_hands_over_its_account(tmp_path):
+    elsewhere = Ledger(tmp_path / "old.jsonl")
+    write_step(elsewhere, 0, [0, 1, 2], drop=[1])
+    ledger = Ledger(tmp_path / "new.jsonl", elsewhere.mark())
+    assert ledger.inherits and ledger.incarnation == 1
+    ledger.append("inherited", step=1, issued=3, consumed=2, dropped={"equal_rewards": 1})
+    assert ledger.account == elsewhere.account
+    write_step(ledger, 1, [3, 4])
+    with pytest.raises(AccountingError, match="ticket 1 .* settled"):
+        ledger.append("complete", ticket=1, tokens=1)
+
+
+def test_groups_that_were_on_the_edge_of_another_folder_go_on(tmp_path):
+    elsewhere = Ledger(tmp_path / "old.jsonl")
+    ledger = Ledger(tmp_path / "new.jsonl", elsewhere.mark())
+    live = [{"ticket": 1, "attempt": 1, "complete": False}, {"ticket": 2, "attempt": 0, "complete": True}]
+    ledger.append("inherited", step=1, issued=4, consumed=1, dropped={"equal_rewards": 1}, live=live)
+    assert ledger.account == Account(issued=4, running=1, complete=1, consumed=1, dropped={"equal_rewards": 1})
+    with pytest.raises(AccountingError, match="ticket 1 was issued twice: it is running, attempt 1"):
+        issue(ledger, 1, attempt=1)
+    issue(ledger, 1, attempt=2)
+    ledger.append("complete", ticket=1, tokens=1)
+    ledger.append("consumed", step=1, tickets=[1, 2], tokens=2)
+    ledger.append("version", step=2, weights=2)
+    ledger.close()
+    assert verify(ledger.path) == Account(issued=4, consumed=3, dropped={"equal_rewards": 1})
+
+
+MOVES = {
+    "issued": {"ticket": 1, "epoch": 0, "row": 1, "version": 0, "attempt": 0},
+    "complete": {"ticket": 1, "tokens": 1},
+    "dropped": {"ticket": 1, "reason": "late"},
+    "consumed": {"step": 1, "tickets": [1], "tokens": 1},
+}
+
+
+@pytest.mark.parametrize("kind", MOVES)
+def test_what_was_consumed_cannot_move_again(tmp_path, kind):
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    write_step(ledger, 0, [0, 1])
+    before = path.read_bytes()
+    with pytest.raises(AccountingError, match="ticket 1 .*consumed"):
+        ledger.append(kind, **MOVES[kind])
+    assert path.read_bytes() == before
+    ledger.close()
+    with path.open("a") as file:
+        file.write(json.dumps({"inc": 0, "kind": kind, **MOVES[kind]}) + "\n")
+    with pytest.raises(AccountingError, match="ticket 1 .*consumed"):
+        verify(path)
+
+
+def test_a_running_ticket_is_issued_again_only_as_a_further_attempt(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    issue(ledger, 0)
+    issue(ledger, 0, attempt=1)
+    with pytest.raises(AccountingError, match="ticket 0 was issued twice: it is running, attempt 1"):
+        issue(ledger, 0, attempt=1)
+    assert ledger.account == Account(issued=1, running=1)
+
+
+def test_gaps_are_found(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    with pytest.raises(AccountingError, match="ticket 3 .* but 0 is the next"):
+        issue(ledger, 3)
+    with pytest.raises(AccountingError, match="step 2 .* but 0 is the next"):
+        ledger.append("consumed", step=2, tickets=[], tokens=0)
+
+
+def test_a_row_that_goes_out_under_two_tickets_is_found(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    issue(ledger, 0)
+    ledger.append("issued", ticket=1, epoch=0, row=0, version=0, attempt=0)
+    ledger.close()
+    with pytest.raises(AccountingError, match="row 0 of epoch 0 went out twice, as tickets 0 and 1"):
+        verify(path)
+
+
+def test_a_consumed_step_without_a_version_is_found(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    ledger.append("consumed", step=0, tickets=[], tokens=0)
+    ledger.close()
+    with pytest.raises(AccountingError, match="1 steps were consumed, but only 0"):
+        verify(path)
+
+
+def test_damage_in_the_middle_is_told_apart_from_a_torn_end(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    write_step(ledger, 0, [0, 1])
+    ledger.close()
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], b"\x00\x00\xff\n", *lines[2:]]))
+    with pytest.raises(LedgerError, match=f"damaged at byte {len(lines[0]) + len(lines[1])}"):
+        replay(path)
+
+
+def test_a_journal_that_lost_lines_of_its_checkpoint_is_refused(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    write_step(ledger, 0, [0, 1])
+    mark = ledger.mark()
+    ledger.close()
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
+    with pytest.raises(LedgerError, match="ends before byte"):
+        Ledger(path, mark)
+
+
+def test_a_file_that_is_no_ledger_is_refused(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    path.write_text("hello\nworld\n")
+    with pytest.raises(LedgerError, match="no ledger"):
+        Ledger(path)

@@ -1,0 +1,289 @@
+"""More groups in flight than a step needs: what is left when it is full waits, and is handed out again first."""
+
+import json
+import random
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distflow.scheduling.coordinator import Coordinator, mark_of
+from distflow.scheduling.curriculum import Accuracy, CurriculumPlan, SkipPlan
+from distflow.scheduling.data_plan import DataPlan, DomainPlan
+from distflow.scheduling.domain_queue import MAX_ABORTS
+from distflow.scheduling.groups import AccountingError
+from distflow.scheduling.ledger import Ledger, timeline, verify
+from distflow.scheduling.lineage import step_lineage
+from distflow.scheduling.sample_queue import Exhausted
+
+
+class Journal(Ledger):
+    """Whose disk nobody waits for."""
+
+    def sync(self):
+        pass
+
+
+def plan_of(batch=4, share="1/2", **changes):
+    plan = {"num_rows": 100, "total_tickets": None, "total_steps": 5, **changes}
+    return DataPlan(consumer_batch=batch, group_size=2, oversampling=Fraction(share), **plan)
+
+
+def domains_of(*domains, **changes):
+    domains = tuple(DomainPlan(*domain) for domain in domains)
+    return plan_of(domains=domains, num_rows=sum(domain.num_rows for domain in domains), **changes)
+
+
+def wave(coordinator, order, dropped=lambda ticket: False):
+    """One wave as it would be run. order: sorts its tickets as they come first."""
+    tickets = coordinator.take_tickets()
+    left = sorted(tickets, key=order)
+    surplus = []
+    while left and not coordinator.is_full:
+        ticket = left.pop(0)
+        if dropped(ticket):
+            coordinator.drop(ticket.number, "dull")
+        elif coordinator.has_place(ticket.number):
+            coordinator.complete(ticket.number, 3)
+        else:
+            surplus.append(ticket)
+        for waiting in [each for each in surplus if coordinator.has_place(each.number)][:1]:
+            surplus.remove(waiting)
+            coordinator.complete(waiting.number, 3)
+    if ended := [ticket.number for ticket in [*surplus, *left]]:
+        coordinator.abort(sorted(ended), num_tokens=len(ended))
+    return [ticket.number for ticket in tickets]
+
+
+def step(coordinator, order=lambda ticket: ticket.number, dropped=lambda ticket: False):
+    """Waves until a step is formed: its tickets, and those of each wave."""
+    waves = []
+    while (numbers := coordinator.ready(coordinator.step)) is None:
+        waves.append(wave(coordinator, order, dropped))
+        assert waves[-1], "nothing starts, and no step is formed"
+    coordinator.release(coordinator.step)
+    return list(numbers), waves
+
+
+def last_first(ticket):
+    return -ticket.number
+
+
+def test_what_is_left_goes_first_in_the_next_wave():
+    coordinator = Coordinator(plan_of())
+    assert step(coordinator, last_first) == ([2, 3, 4, 5], [[0, 1, 2, 3, 4, 5]])
+    assert step(coordinator) == ([0, 1, 6, 7], [[0, 1, 6, 7, 8, 9]])
+    account = coordinator.accounting()
+    assert (account.issued, account.running, account.consumed) == (10, 2, 8)
+    assert (account.aborted, account.aborted_tokens) == (4, 4) and account.dropped == {}
+
+
+def test_few_places_that_are_left_call_for_few_groups():
+    coordinator = Coordinator(plan_of(batch=8, share="1/4"))
+    _, waves = step(coordinator, dropped=lambda ticket: ticket.number in (1, 2, 3, 4, 5))
+    assert waves == [list(range(10)), list(range(10, 14))], "10 for 8 places, then 4 for 3"
+
+
+def test_a_part_that_is_no_whole_group_is_rounded_up():
+    assert len(Coordinator(plan_of(batch=4, share="0.1")).take_tickets()) == 5
+
+
+@pytest.mark.parametrize("most", [1, 3, 5])
+def test_no_more_run_than_may(most):
+    coordinator = Coordinator(plan_of(max_concurrent=most))
+    for _ in range(5):
+        _, waves = step(coordinator, last_first)
+        assert max(map(len, waves)) <= most
+    assert coordinator.accounting().consumed == 20
+
+
+def test_a_group_that_is_always_late_is_waited_for_in_the_end():
+    """Of 6 in flight tickets 0 and 1 always come last: they are put off three times, then their places are kept."""
+    coordinator = Coordinator(plan_of())
+    taken = [step(coordinator, lambda ticket: (ticket.number in (0, 1), ticket.number))[0] for _ in range(5)]
+    steps = {number: at for at, numbers in enumerate(taken) for number in numbers}
+    assert steps[0] == steps[1] == MAX_ABORTS
+
+
+def test_a_place_that_was_kept_for_a_group_is_another_s_once_it_is_dropped():
+    coordinator = Coordinator(plan_of())
+    for _ in range(MAX_ABORTS):
+        step(coordinator, lambda ticket: (ticket.number in (0, 1), ticket.number))
+    numbers, waves = step(
+        coordinator, lambda ticket: (ticket.number in (0, 1), ticket.number), lambda ticket: ticket.number in (0, 1)
+    )
+    assert len(waves) == 1 and numbers == waves[0][2:], "no second wave for the two places"
+    assert coordinator.accounting().dropped == {"dull": 2}
+
+
+def test_data_that_end_are_all_trained_on():
+    coordinator = Coordinator(plan_of(num_rows=11, total_tickets=11, total_steps=3))
+    taken = [step(coordinator, last_first)[0] for _ in range(3)]
+    assert sorted(number for numbers in taken for number in numbers) == list(range(11))
+    assert coordinator.finished and coordinator.accounting().running == 0
+
+
+def test_each_domain_has_more_in_flight_by_its_places():
+    coordinator = Coordinator(domains_of(("a", 9, 3), ("b", 9, 1), batch=8))
+    tickets = coordinator.take_tickets()
+    assert Counter(ticket.stream for ticket in tickets) == {"train/a": 9, "train/b": 3}
+
+
+def test_a_domain_that_has_all_its_groups_gets_no_more_while_another_is_refilled():
+    coordinator = Coordinator(domains_of(("good", 50, 1), ("bad", 50, 1)))
+    _, waves = step(coordinator, dropped=lambda ticket: ticket.stream == "train/bad" and ticket.position < 5)
+    account = coordinator.accounting().domains
+    assert [len(each) for each in waves] == [6, 3, 2], "3 of either, 3 for two places of the bad one, 2 for one"
+    assert (account["good"].issued, account["good"].consumed, account["good"].aborted) == (3, 2, 1)
+    assert (account["bad"].issued, account["bad"].consumed, account["bad"].aborted) == (8, 2, 1)
+    assert account["bad"].dropped == {"dull": 5}
+
+
+def test_a_domain_without_a_single_group_ends_the_run_though_others_wait():
+    coordinator = Coordinator(domains_of(("good", 50, 1), ("bad", 50, 1), max_num_gen_batches=3))
+    with pytest.raises(Exhausted, match=r"of the domain 'bad'.*dropped: 6 dull"):
+        step(coordinator, dropped=lambda ticket: ticket.stream == "train/bad")
+
+
+def test_a_short_step_does_not_wait_for_groups_of_a_domain_that_is_full():
+    plan = domains_of(("good", 50, 1), ("bad", 50, 1), max_num_gen_batches=3, when_exhausted="continue")
+    coordinator = Coordinator(plan)
+    numbers, _ = step(coordinator, dropped=lambda ticket: ticket.stream == "train/bad")
+    assert len(numbers) == 2 and coordinator.accounting().domains["good"].consumed == 2
+
+
+def test_prompts_that_were_aborted_count_among_those_that_are_tried_for_a_step():
+    coordinator = Coordinator(plan_of(share="1", max_num_gen_batches=2))
+    step(coordinator)
+    with pytest.raises(Exhausted, match="of the 8 drawn for it none are left"):
+        step(coordinator, dropped=lambda ticket: True)
+
+
+def test_why_says_that_a_group_was_aborted(tmp_path):
+    with Journal(tmp_path / "ledger.jsonl") as ledger:
+        coordinator = Coordinator(plan_of(), ledger)
+        step(coordinator, last_first)
+        step(coordinator)
+    first = step_lineage(tmp_path / "ledger.jsonl", 1)
+    assert (first.aborted, first.aborted_tokens) == ((0, 1), 2)
+    group = step_lineage(tmp_path / "ledger.jsonl", 2).groups[0]
+    assert group.ticket == 0 and [attempt.aborted for attempt in group.attempts] == [True, False]
+
+
+def test_only_what_runs_can_be_aborted(tmp_path):
+    coordinator = Coordinator(plan_of(), Journal(tmp_path / "ledger.jsonl"))
+    coordinator.take_tickets()
+    coordinator.complete(0, 1)
+    with pytest.raises(AccountingError, match="ticket 0 cannot be aborted: it is complete already"):
+        coordinator.abort([0], 1)
+    with pytest.raises(AccountingError, match="ticket 9 cannot be aborted"):
+        coordinator.abort([9], 1)
+
+
+class Run:
+    """Steps in which each domain drops by its chance and groups come in any order, killed after some of them."""
+
+    def __init__(self, plan, folder, chances, seed):
+        self.plan, self.path, self.chances, self.seed = plan, folder / "ledger.jsonl", chances, seed
+        self.taken, self.cut, self.kept = [], None, []
+
+    def go(self, kills=()):
+        self.begin()
+        while not self.coordinator.finished:
+            at = self.coordinator.step
+            if at in kills:
+                kills = [other for other in kills if other != at]
+                wave(self.coordinator, self.order, self.dropped)  # which nobody will remember
+                self.ledger.close()
+                self.begin()
+            self.taken.append(step(self.coordinator, self.order, self.dropped))
+            self.cut = json.dumps(self.coordinator.snapshot())
+        self.ledger.close()
+        return self
+
+    def begin(self):
+        snapshot = json.loads(self.cut) if self.cut else None
+        self.ledger = Journal(self.path, mark_of(snapshot) if snapshot else None)
+        self.coordinator = Coordinator(self.plan, self.ledger, snapshot)
+
+    def order(self, ticket):
+        return random.Random(f"{self.seed} {ticket.number} {ticket.version}").random()
+
+    def dropped(self, ticket):
+        drawn = random.Random(f"{self.seed} {ticket.number} {ticket.version} drop").random()
+        return drawn < self.chances[ticket.stream.partition("/")[2]]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(["0.1", "1/2", "1", "5/2"]),
+    st.sampled_from([None, 1, 5]),
+    st.sets(st.integers(1, 7)),
+)
+def test_shares_are_exact_and_a_run_that_was_killed_is_the_one_that_was_not(tmp_path_factory, seed, share, most, kills):
+    weights = [Fraction(weight) for weight in (3, 2, 1)]
+    plan = domains_of(("a", 7, 3), ("b", 50, 2), ("c", 3, 1), batch=5, share=share, total_steps=8, max_concurrent=most)
+    chances = {"a": 0.5, "b": 0.0, "c": 0.7}
+    whole = Run(plan, tmp_path_factory.mktemp("whole"), chances, seed).go()
+    killed = Run(plan, tmp_path_factory.mktemp("killed"), chances, seed).go(sorted(kills))
+    assert killed.taken == whole.taken
+    account = verify(whole.path)
+    assert account == verify(killed.path) == whole.coordinator.accounting()
+    assert account.consumed == 40 and account.domains["b"].dropped == {}
+    for name, weight in zip("abc", weights, strict=True):
+        assert abs(account.domains[name].consumed - weight / sum(weights) * 40) < 1
+    starts = Counter(record["ticket"] for _, record in timeline(whole.path) if record["kind"] == "issued")
+    if share != "5/2":  # so many may be due at once that there is no place for all
+        assert max(starts.values()) <= 1 + MAX_ABORTS
+
+
+def swings(progress, step, state):
+    """A curriculum for the tests: who had the most right has the most, the last nothing, each in turn everything."""
+    names = sorted(progress, key=lambda name: (progress[name].mean_accuracy or 0, name))
+    return {name: [number, number == step % 3][step % 2] for number, name in enumerate(names)}
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(
+    batch=st.integers(1, 6),
+    share=st.sampled_from(["1/4", "1", "2"]),
+    dropped=st.sampled_from([0, 0.4]),
+    epochs=st.integers(0, 2),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_with_a_curriculum_and_rows_that_are_passed_over(tmp_path_factory, batch, share, dropped, epochs, seed):
+    """What is drawn for a step beyond its places may be of a domain that has none in the next: shares hold, nothing
+    waits for ever, and a run that goes on draws what the other would have."""
+    skips = SkipPlan({"a": (0.3, 0.7)}, epochs) if epochs else None
+    plan = domains_of(
+        ("a", 5, 3), ("b", 4, 1), ("c", 3, 0.2), batch=batch, share=share, total_steps=14,
+        curriculum=CurriculumPlan(f"{__name__}:swings"), skips=skips,
+    )  # fmt: skip
+
+    def fate(ticket):
+        return random.Random(f"{seed} {ticket.number} {ticket.attempt}")
+
+    def run(coordinator, num_steps):
+        def is_dropped(ticket):
+            coordinator.judged(ticket, Accuracy(fate(ticket).randint(0, 2), 2))
+            return fate(ticket).random() < dropped
+
+        return [step(coordinator, lambda ticket: fate(ticket).random(), is_dropped) for _ in range(num_steps)]
+
+    folder = tmp_path_factory.mktemp("walk")
+    with Journal(folder / "whole.jsonl") as ledger:
+        whole = run(Coordinator(plan, ledger), 14)
+    verify(folder / "whole.jsonl")
+    cut = random.Random(seed).randint(1, 13)
+    with Journal(folder / "cut.jsonl") as ledger:
+        coordinator = Coordinator(plan, ledger)
+        before = run(coordinator, cut)
+        snapshot = json.loads(json.dumps(coordinator.snapshot()))
+        coordinator.take_tickets()
+    with Journal(folder / "cut.jsonl", mark_of(snapshot)) as ledger:
+        found = before + run(Coordinator(plan, ledger, snapshot), 14 - cut)
+    verify(folder / "cut.jsonl")
+    assert [numbers for numbers, _ in found] == [numbers for numbers, _ in whole]

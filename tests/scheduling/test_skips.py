@@ -1,0 +1,171 @@
+"""Rows that are passed over: which, how often, in the account, and across crashes."""
+
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distflow.scheduling.coordinator import Coordinator, mark_of
+from distflow.scheduling.curriculum import TOO_EASY, TOO_HARD, Accuracy, SkipPlan, Skips
+from distflow.scheduling.data_order import place
+from distflow.scheduling.data_plan import DataPlan
+from distflow.scheduling.ledger import timeline, verify
+from tests.scheduling.test_domains import Journal, plan_of
+
+BAND = {"": (0.25, 0.75)}
+
+
+def test_by_hand():
+    """At the bounds a row is wanted; outside of them it is passed over as often as asked, then no more."""
+    skips = Skips(SkipPlan(BAND, epochs=2))
+    for row, right in enumerate((0, 1, 3, 4)):
+        skips.judged("", row, Accuracy(right, 4))
+    skips.judged("", 4, Accuracy(0, 0))
+    skips.judged("other", 5, Accuracy(0, 4))
+    turns = [[skips.pass_over(row) for row in range(6)] for _ in range(3)]
+    assert turns[0] == turns[1] == [TOO_HARD, None, None, TOO_EASY, None, None] and not any(turns[2])
+
+
+def test_what_was_measured_last_counts():
+    skips = Skips(SkipPlan(BAND))
+    for right, reason in ((4, TOO_EASY), (0, TOO_HARD), (2, None), (0, TOO_HARD)):
+        skips.judged("", 7, Accuracy(right, 4))
+        assert Skips(SkipPlan(BAND), json.loads(json.dumps(skips.saved()))).pass_over(7) == reason
+    assert skips.pass_over(7) == TOO_HARD and skips.saved() == {TOO_EASY: {}, TOO_HARD: {}}
+
+
+def right_of(ticket):
+    """A row is as hard as its number says."""
+    return ticket.row % 5
+
+
+def run(coordinator, num_steps):
+    """At staleness 0; the tickets that were worked on."""
+    worked = []
+    for _ in range(num_steps):
+        while coordinator.ready(coordinator.step) is None:
+            tickets = coordinator.take_tickets(coordinator.step)
+            for ticket in tickets:
+                worked.append((ticket.number, ticket.stream, ticket.epoch, ticket.row))
+                coordinator.judged(ticket, Accuracy(right_of(ticket), 4))
+                coordinator.complete(ticket.number, 1)
+            if coordinator.finished or not (tickets or coordinator.ready(coordinator.step)):
+                return worked
+        coordinator.release(coordinator.step)
+    return worked
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_rows_come_back_after_as_many_rounds_as_are_asked_for(tmp_path, epochs):
+    """Of 10 rows, 4 are outside: in the rounds behind the first 6 are worked on, until the others come back."""
+    plan = DataPlan(10, 2, 4, 10 * (2 * epochs + 4), 100, skips=SkipPlan(BAND, epochs))
+    with Journal(tmp_path / "ledger.jsonl") as ledger:
+        coordinator = Coordinator(plan, ledger)
+        worked = run(coordinator, 100)
+        account = coordinator.accounting()
+    by_round = Counter(epoch for _, _, epoch, _ in worked)
+    rounds = [10 if number % (epochs + 1) == 0 else 6 for number in range(2 * epochs + 4)]
+    assert [by_round[number] for number in range(len(rounds))] == rounds
+    assert all(row % 5 in (1, 2, 3) for _, _, epoch, row in worked if rounds[epoch] == 6)
+    num_passed = 2 * rounds.count(6)
+    assert account.dropped == {TOO_EASY: num_passed, TOO_HARD: num_passed}
+    assert account.issued == plan.total_tickets and coordinator.finished
+    assert verify(tmp_path / "ledger.jsonl") == account
+
+
+def test_no_source_runs_empty():
+    """Where all rows would be passed over, the one behind a whole round is taken."""
+    plan = plan_of(("a", 3, 1), ("b", 3, 1), batch=2, steps=9, skips=SkipPlan({"a": (0.6, 0.7)}, 100))
+    coordinator = Coordinator(plan)
+    worked = run(coordinator, 9)
+    assert coordinator.finished and Counter(stream for _, stream, _, _ in worked) == {"train/a": 9, "train/b": 9}
+    domains = coordinator.accounting().domains
+    assert domains["b"].dropped == {} and sum(domains["a"].dropped.values()) == 3 * 6
+
+
+def test_what_is_passed_over_takes_none_of_the_tries_of_a_step():
+    skips = SkipPlan({"a": (0.6, 0.7)}, 100)
+    plan = plan_of(("a", 9, 1), ("b", 3, 1), batch=2, steps=9, max_num_gen_batches=1, skips=skips)
+    assert len(run(Coordinator(plan), 9)) == 18
+
+
+def test_a_run_that_goes_on_passes_over_what_the_other_would_have(tmp_path):
+    skips = SkipPlan({"a": (0.25, 0.75), "b": (0.0, 0.5)}, 2)
+    plan = plan_of(("a", 7, 2), ("b", 4, 1), batch=3, steps=12, skips=skips)
+    whole = run(Coordinator(plan), 12)
+    for cut in range(1, 12):
+        path = tmp_path / f"{cut}.jsonl"
+        with Journal(path) as ledger:
+            first = Coordinator(plan, ledger)
+            before = run(first, cut)
+            snapshot = json.loads(json.dumps(first.snapshot()))
+        with Journal(path, mark_of(snapshot)) as ledger:
+            assert before + run(Coordinator(plan, ledger, snapshot), 12 - cut) == whole
+        verify(path)
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=3),
+    staleness=st.integers(0, 2),
+    batch=st.integers(1, 5),
+    epochs=st.integers(1, 3),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_against_a_count_of_ones_own(tmp_path_factory, sizes, staleness, batch, epochs, seed):
+    """With groups that end in any order, are dropped, lost and judged at random, in crashes too: what is issued and
+    not dropped at once is exactly what a count by hand says, row by row in the order of the data."""
+    names = "abc"[: len(sizes)] if len(sizes) > 1 else ("",)
+    bands = dict.fromkeys(names, (0.3, 0.7))
+    if len(sizes) > 1:
+        plan = plan_of(*zip(names, sizes, strict=True), batch=batch, steps=12, max_staleness=staleness)
+    else:
+        plan = DataPlan(sizes[0], batch, 2, None, 12, max_staleness=staleness)
+    plan = replace(plan, skips=SkipPlan(bands, epochs))
+    choice, path = random.Random(seed), tmp_path_factory.mktemp("walk") / "ledger.jsonl"
+    ledger = Journal(path)
+    coordinator, running, expected = Coordinator(plan, ledger), [], {}
+    cut = json.dumps([coordinator.snapshot(), []])
+    while not coordinator.finished:
+        before = coordinator.accounting().issued
+        tickets = coordinator.take_tickets(coordinator.step)
+        check_issued(plan, path, before, [t for t in tickets if t.number >= before], expected)
+        running += tickets
+        for ticket in [*running] if staleness == 0 else running[: choice.randint(0, len(running))]:
+            running.remove(ticket)
+            accuracy = Accuracy(choice.randint(0, 2), 2)
+            coordinator.judged(ticket, accuracy)
+            expected[ticket.row] = 0 if accuracy.num_right == 1 else epochs
+            coordinator.drop(ticket.number, "x") if choice.random() < 0.2 else coordinator.complete(ticket.number, 1)
+        if coordinator.ready(coordinator.step) is not None:
+            coordinator.release(coordinator.step)
+            cut = json.dumps([coordinator.snapshot(), list(expected.items())])
+        elif choice.random() < 0.1:
+            ledger.close()
+            snapshot, kept = json.loads(cut)
+            ledger = Journal(path, mark_of(snapshot))
+            coordinator, running, expected = Coordinator(plan, ledger, snapshot), [], dict(kept)
+    ledger.close()
+    verify(path)
+
+
+def check_issued(plan, path, before, tickets, expected):
+    """`expected`, by row how often it is still to be passed over, is counted down."""
+    found = {record["ticket"]: record for _, record in timeline(path) if record["kind"] == "issued"}
+    at_once = {record["ticket"] for _, record in timeline(path) if record.get("reason") in (TOO_EASY, TOO_HARD)}
+    in_a_row = Counter()
+    for number in range(before, max(found, default=-1) + 1):
+        record, name = found[number], found[number].get("domain", "")
+        num_rows = next(source.num_rows for source in plan.sources if source.name == name)
+        wanted = not expected.get(record["row"]) or in_a_row[name] == num_rows
+        expected[record["row"]] = max(0, expected.get(record["row"], 0) - 1)
+        in_a_row[name] = 0 if wanted else in_a_row[name] + 1
+        assert (number not in at_once) == wanted
+    assert [ticket.number for ticket in tickets] == [n for n in range(before, len(found)) if n not in at_once]
+    if not plan.domains:
+        for number, record in found.items():
+            assert place(number, plan.num_rows, plan.seed, plan.shuffle) == (record["epoch"], record["row"])

@@ -1,0 +1,193 @@
+"""The pairs on a healthy machine, and with a fault in one of their runs."""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from distflow.cli import main
+from distflow.cluster.ray_entry import own_ray
+from distflow.observe.reading.run_reader import read_metrics
+from distflow.rollout.embedded import engine
+from distflow.selftest import comparisons, runs
+from distflow.selftest import reference_loop as recorded_file
+from distflow.selftest.comparisons import Row, compare, of_paths, of_workers
+from distflow.selftest.reference_loop import RECORDED, Recorded, read_recorded, write_recorded
+
+PERTURBED = """
+import distflow.launch.local_launcher as local
+original = local.restore
+
+def restore(checkpoint, resources):
+    found = original(checkpoint, resources)
+    next(iter(resources.actor.model.parameters())).data.view(-1)[0] += 1e-6
+    return found
+
+local.restore = restore
+"""
+BEGUN_ANEW = """
+import distflow.runtime.run_setup as begin
+begin.find_checkpoint = lambda store, mode: None
+"""
+
+
+def only(program: str) -> dict[str, Recorded]:
+    return {program: read_recorded(RECORDED)[program]}
+
+
+@pytest.fixture
+def started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file that every new process of Python runs first."""
+    (tmp_path / "first").mkdir()
+    monkeypatch.syspath_prepend(tmp_path / "first")
+    yield tmp_path / "first" / "sitecustomize.py"
+
+
+def of_one_process(program: str, folder: Path) -> Iterator[Callable[[], Row]]:
+    """Compares a pair each: the reference loop, the asynchronous path, the run that is killed."""
+    (recorded,) = only(program).values()
+    lab = runs.Lab.of(folder, program, recorded)
+    return (partial(compare, lab, pair) for pair in of_paths(lab, recorded.figures, cache(lab.sync)))
+
+
+@pytest.mark.slow
+def test_the_asynchronous_path_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the pair would compare a run with itself. The engine decodes on a thread of its own, on a copy of the
+    weights that is sent, and compared by the canary, each time."""
+    original, threads = engine.EmbeddedEngine.step, set[tuple[bool, bool]]()
+
+    def step(self: engine.EmbeddedEngine) -> None:
+        threads.add((self._shares_weights, threading.current_thread() is threading.main_thread()))
+        original(self)
+
+    monkeypatch.setattr(engine.EmbeddedEngine, "step", step)
+    _, asynchronous, _ = of_one_process("grpo", tmp_path / "runs")
+    assert asynchronous().ok
+    canary = {
+        run: ["canary/mean_abs" in record.values for record in read_metrics(tmp_path / "runs" / run)]
+        for run in ("sync", "async")
+    }
+    assert canary == {"sync": [False] * 8, "async": [True] * 8}
+    assert (True, True) in threads, "the synchronous engine decodes while the learner waits, on its thread"
+    assert {on_main for shares, on_main in threads if not shares} == {False}
+
+
+@pytest.mark.slow
+def test_an_engine_with_a_changed_weight_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changed by so little that no check of the run itself minds, behind the receipt."""
+    original = engine.copy_weights
+
+    def copy_weights(module: torch.nn.Module, weights: object) -> dict[str, str]:
+        hashes = original(module, weights)  # type: ignore[arg-type]
+        with torch.no_grad():
+            next(iter(module.parameters())).view(-1)[40:60] += 1e-4
+        return hashes
+
+    monkeypatch.setattr(engine, "copy_weights", copy_weights)
+    reference, asynchronous, _ = of_one_process("grpo", tmp_path / "runs")
+    assert reference().ok and not (found := asynchronous()).ok
+    assert found.fault or found.found.log_prob > 0  # type: ignore[union-attr]
+
+
+def test_a_run_that_fails_is_a_row_that_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(module: torch.nn.Module, weights: object) -> dict[str, str]:
+        raise ValueError("no such weights")
+
+    monkeypatch.setattr(engine, "copy_weights", broken)
+    _, asynchronous, _ = of_one_process("grpo", tmp_path / "runs")
+    assert not (found := asynchronous()).ok and "no such weights" in found.fault
+
+
+@pytest.mark.slow
+def test_a_wrong_figure_turns_the_command_red(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its row, and no other; what is left behind is named."""
+    (program,) = only("grpo").values()
+    step = program.figures.steps[0]
+    wrong = replace(step, updates={**step.updates, "actor/loss": step.updates["actor/loss"] + 1e-4})
+    figures = replace(program.figures, steps=[wrong, *program.figures.steps[1:]])
+    write_recorded(tmp_path / "wrong.json", {"grpo": replace(program, figures=figures)})
+    monkeypatch.setattr(recorded_file, "RECORDED", tmp_path / "wrong.json")
+    original = comparisons.of_paths
+    monkeypatch.setattr(comparisons, "of_paths", lambda *arguments: original(*arguments)[:2])
+    monkeypatch.setattr(comparisons, "is_installed", lambda: False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert main(["selftest"]) == 1
+    said = capsys.readouterr().out
+    verdicts = [line.split()[-1] for line in said.splitlines() if line.startswith("grpo ")]
+    assert verdicts == ["FAILED", "ok", "out", "out", "out"]
+    (kept,) = tmp_path.glob("distflow-selftest-*")
+    assert f"{kept}/PROGRAM/RUN" in said and (kept / "grpo" / "replayed" / "report.html").is_file()
+    assert "reference loop" in said.partition("FAILED: ")[2] and "they differ by more than the limit" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["grpo", "ppo"])
+def test_a_weight_that_is_changed_when_a_run_is_resumed_is_found(
+    program: str, tmp_path: Path, started_with: Path
+) -> None:
+    started_with.write_text(PERTURBED)
+    *_, killed = of_one_process(program, tmp_path / "runs")
+    assert not (found := killed()).ok and found.found is not None and found.found.weight > 0
+
+
+@pytest.mark.slow
+def test_a_run_that_begins_anew_was_not_resumed(tmp_path: Path, started_with: Path) -> None:
+    """Though its numbers are those of the whole run."""
+    started_with.write_text(BEGUN_ANEW)
+    *_, killed = of_one_process("grpo", tmp_path / "runs")
+    assert not (found := killed()).ok and "did not go on from" in found.fault
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.parametrize(("program", "fault"), [("grpo", "mean_of_means"), ("ppo", "idle_rank")])
+def test_ranks_that_are_not_added_up_exactly_are_found(
+    program: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In replicas and in shards."""
+    keys = (*runs.PROGRAMS[program], f"trainer.imports=[tests.selftest.{fault}]")
+    monkeypatch.setitem(runs.PROGRAMS, program, keys)
+    (recorded,) = only(program).values()
+    lab = runs.Lab.of(tmp_path / "lab", program, recorded)
+    with own_ray(tmp_path / "ray", 2):
+        _, *several = of_workers(lab, cache(lab.sync), lambda: None)
+        replicas, shards = (compare(lab, pair) for pair in several)
+    assert not replicas.ok and not shards.ok
+    assert replicas.found is None or replicas.found.weight > replicas.limit
+
+
+def test_without_ray_its_pairs_are_left_out_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(comparisons, "is_installed", lambda: False)
+    monkeypatch.setattr(comparisons, "of_paths", lambda *arguments: [])
+    assert main(["selftest"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-2:] for line in lines if line.startswith(("grpo ", "ppo "))] == [["left", "out"]] * 6
+    assert "6 of 6 pairs are left out, and not proven here. Ray is not installed" in lines[-1]
+    assert "pip install 'distflow[ray]'" in lines[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_all_pairs_are_equal_here(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert main(["selftest"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[-1] for line in lines if line[0] in ("grpo", "ppo")] == ["ok"] * 12
+    assert not list(tmp_path.glob("distflow-selftest-*"))
+
+
+def test_bad_usage_is_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["selftest", "grpo"])
+    assert left.value.code == 2 and "unrecognized arguments: grpo" in capsys.readouterr().err

@@ -1,0 +1,92 @@
+"""Functions by name: the forms of a name, and what is said where it leads to nothing."""
+
+from pathlib import Path
+
+import pytest
+
+from distflow.errors import hint, nearest
+from distflow.import_target import LoadError, load, load_function, load_module
+
+SOURCE = """
+from dataclasses import dataclass
+calls = []
+
+def first(): return "first"
+
+@dataclass
+class Judge:
+    scale: float = 2.0
+    def judge(self): return self.scale
+
+number = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "my_file.py").write_text(SOURCE)
+    return tmp_path / "my_file.py"
+
+
+def test_a_file_is_loaded_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(file.parent)
+    assert load_function(f"{file}:first")() == "first"
+    assert load_function("my_file.py:first") is load_function(f"{file}:first")
+    assert load_function(f"{file}:Judge.judge")() == 2.0
+    assert load(f"{file}:number") == 3
+
+
+def test_two_files_of_one_name_are_two_modules(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "my_file.py").write_text("def first(): return 'other'\n")
+    assert load_function(f"{file}:first")() == "first"
+    assert load_function(f"{tmp_path / 'other' / 'my_file.py'}:first")() == "other"
+
+
+def test_a_file_that_raised_is_loaded_anew(tmp_path: Path) -> None:
+    file = tmp_path / "mended.py"
+    file.write_text("value = {}['lost']\n")
+    with pytest.raises(LoadError, match=r"cannot be imported: KeyError: 'lost' \(at mended.py:1\)"):
+        load(f"{file}:value")
+    file.write_text("value = 1  # now it is there\n")
+    assert load(f"{file}:value") == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("{file}:frist", "did you mean 'first'?"),
+        ("{file}:number", "cannot be called"),
+        ("{file}:Judge", "is a class"),
+        ("{file}:Judge.jugde", "'Judge' has no 'jugde'; did you mean 'judge'?"),
+        ("no/such/file.py:first", "there is no file 'no/such/file.py'"),
+        ("jsn:loads", "there is no module 'jsn'; did you mean 'json'?"),
+        ("qqqqqq:loads", "there is no module 'qqqqqq'"),
+        ("json:", "names no function"),
+        ("loads", "names no function"),
+    ],
+)
+def test_what_is_not_there(file: Path, path: str, said: str) -> None:
+    with pytest.raises(LoadError) as caught:
+        load_function(path.format(file=file))
+    assert said in str(caught.value)
+
+
+def test_a_module_that_raises_is_told_with_its_kind_and_line(tmp_path: Path) -> None:
+    (tmp_path / "torn.py").write_text("def f(:\n")
+    with pytest.raises(LoadError, match="cannot be imported: SyntaxError"):
+        load_module(str(tmp_path / "torn.py"))
+
+
+def test_the_nearest_name_is_found_whatever_its_case_and_nothing_below_a_floor() -> None:
+    known = ["actor_train", "Rollout", "reward"]
+    assert nearest("actr_train", known) == "actor_train"
+    assert nearest("rolout", known) == "Rollout"
+    assert nearest("qqq", known) == nearest("x", []) == ""
+
+
+def test_a_hint_names_the_nearest_else_what_there_is() -> None:
+    assert hint("rewrd", ["reward", "rollout"]) == "; did you mean 'reward'?"
+    assert hint("qqq", ["b", "a"]) == "; known: a, b"
+    assert hint("qqq", [f"name_{i:02d}" for i in range(20)]).endswith("name_11, ...")
+    assert hint("qqq", []) == ""
