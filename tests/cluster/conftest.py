@@ -12,7 +12,6 @@ from distflow.runtime import fault_injection
 from distflow.runtime.fault_injection import Fault
 from tests.ray_cluster import ray_cluster
 
-
 WITHOUT_RAY = ("test_process_groups", "test_torch_collective")
 
 

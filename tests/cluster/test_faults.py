@@ -19,10 +19,10 @@ from distflow.cluster import heartbeat
 from distflow.cluster.failures import WorkerDied
 from distflow.cluster.ray_entry import launch_ray
 from distflow.scheduling import ledger
+from tests.cluster import leftovers
 from tests.cluster.leftovers import Held
 from tests.cluster.test_supervisor import CONSTANT, distance
 from tests.e2e.runs import Playground, Run, notes
-from tests.cluster import leftovers
 
 pytestmark = pytest.mark.faults
 
