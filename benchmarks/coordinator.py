@@ -8,7 +8,7 @@ even by tokens. Of siiRL its `data_coordinator` runs as it is, called as its wor
 `get_data_from_buffers` of `dagworker.py`): one object a sample, a filter on the edge's name, `Samples2Dict` at the end.
 Between turns its cache is emptied, which its own reset would only do together with its queue; then the machine rests,
 so that neither side pays for what Ray frees of the other: without that a turn of ours with eight workers takes 206 ms
-instead of 110, a thousand objects of siiRL being let go meanwhile. Ours is `RayExchange`:
+instead of 110, a thousand objects of siiRL being let go meanwhile. Ours is `RayReshard`:
 one object a worker. Both run in the same worker processes and take turns within each round, the first one alternating.
 The object store's memory is touched before, and two rounds are not counted. After each get, outside the clock, every
 sample is compared with what was written by a checksum over its columns, and none may be missing or there twice.
@@ -42,7 +42,7 @@ import ray
 import torch
 from ray.actor import ActorHandle
 
-from distflow.cluster.reshard import ExchangeActor, RayExchange
+from distflow.cluster.reshard import RayReshard, ReshardActor
 from distflow.data.batch import Batch
 from distflow.graph.fields import Axis, Field
 from distflow.runtime.wait_log import Wait, Waits
@@ -93,7 +93,7 @@ class Worker:
         return checksums({name: self._columns[name].numpy() for name, *_ in COLUMNS})
 
     def join(self, exchange: ActorHandle, coordinator: ActorHandle) -> None:
-        self._port, self._coordinator = RayExchange(exchange, Waits(self._asked)), coordinator
+        self._port, self._coordinator = RayReshard(exchange, Waits(self._asked)), coordinator
 
     def put_ours(self, step: int) -> None:
         lengths = [torch.full((self._num_samples,), length) for length in (PROMPT, RESPONSE)]
@@ -179,7 +179,7 @@ class Setting:
         from siirl.data_coordinator.data_buffer import DataCoordinator
 
         self._workers, self._num_turns = workers, 0
-        self._exchange = ExchangeActor.remote(10**12, 60)
+        self._exchange = ReshardActor.remote(10**12, 60)
         self._coordinator = DataCoordinator.remote(1, num_samples, len(workers))
         fill_ours(self._exchange, queued)
         fill_siirl(self._coordinator, queued)

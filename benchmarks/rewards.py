@@ -29,7 +29,7 @@ from distflow.observe.files import JSON
 from distflow.registry import REWARDS
 from distflow.rewards.code.reward import judge
 from distflow.rewards.pool.pool import VerifierPool
-from distflow.rewards.score import Score, Verdict
+from distflow.rewards.score import RewardResult, Score
 from distflow.sandbox.isolation_level import LEVELS
 from distflow.sandbox.sandbox import Sandbox
 
@@ -107,7 +107,7 @@ async def ask(pool: VerifierPool, work: Work, number: int) -> None:
     assert all(isinstance(verdict, Score) and verdict.value == 1.0 for verdict in verdicts), verdicts[0]
 
 
-async def ask_one(pool: VerifierPool, name: str, response: str, ground_truth: object, row: Row) -> Verdict:
+async def ask_one(pool: VerifierPool, name: str, response: str, ground_truth: object, row: Row) -> RewardResult:
     arguments = {"data_source": "", "solution_str": response, "ground_truth": ground_truth, "extra_info": row}
     return await pool.judge(name, arguments)
 

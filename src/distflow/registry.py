@@ -252,7 +252,7 @@ _SOLUTIONS = ("canonical_solution", "code", "solution", "solutions")
 REWARDS: dict[str, Reward] = {
     "math": Reward(
         "the last boxed answer (or number) equals the ground truth, by math-verify",
-        "distflow.rewards.math.reward:compute_verdict",
+        "distflow.rewards.math.reward:compute_result",
         needs_answer=True,
         scores_own_answer=True,
     ),

@@ -111,7 +111,7 @@ VERDICTS = {
 def test_a_verifier_that_contradicts_itself_is_told_once(playground: Playground, kind: str) -> None:
     head, value = VERDICTS[kind]
     playground.write_reward(f"{head}\ndef compute_score(data_source, solution_str, ground_truth): return {value}\n")
-    run = playground.run("grpo", *ALWAYS, "trust.certify_rewards=false")
+    run = playground.run("grpo", *ALWAYS, "trust.check_rewards=false")
     (warning,) = run.notes("warning")
     assert "verifier 'custom' is not deterministic: of sample" in warning
     assert dict(audits(run)[-1].fields["unproven"]).keys() == {"verdicts"}

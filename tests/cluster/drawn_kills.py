@@ -30,7 +30,7 @@ LAYOUTS = {
 PROCESSES = {
     "worker": "ray::WorkerActor",
     "coordinator": "ray::CoordinatorActor",
-    "exchange": "ray::ExchangeActor",
+    "exchange": "ray::ReshardActor",
     "raylet": "raylet/raylet",
     "gcs": "gcs_server",
 }

@@ -6,7 +6,7 @@ import ray
 import torch
 from ray.actor import ActorHandle
 
-from distflow.cluster.reshard import RayExchange
+from distflow.cluster.reshard import RayReshard
 from distflow.data.batch import Batch
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.reshard import Key, Readers, SampleInfo
@@ -37,7 +37,7 @@ class Peer:
 
     def join(self, exchange: ActorHandle) -> None:
         self._waits = Waits()
-        self._port = RayExchange(exchange, self._waits)
+        self._port = RayReshard(exchange, self._waits)
 
     def make(self, first_group: int, num_groups: int) -> None:
         self._batch = made(first_group, num_groups)

@@ -22,7 +22,7 @@ from distflow.runtime import fault_injection
 from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync.buckets import Carry, write_bucket
 from distflow.runtime.weight_sync.receiver import Arrivals
-from distflow.runtime.weight_sync.sender import Publisher
+from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.scheduling.groups import Version
 
 SHAPES = {"a": (300, 1000), "b": (250, 1000), "c": (300, 1000), "tied": (5,), "scalar": (), "d": (280, 1000)}
@@ -130,9 +130,9 @@ def file_bytes(run_dir: Path) -> int:
     return sum(path.stat().st_size for path in run_dir.rglob("*.safetensors"))
 
 
-def publisher(trainer: Any, port: Any) -> Publisher:
+def publisher(trainer: Any, port: Any) -> WeightSender:
     session: Any = None
-    return Publisher(trainer, port, torch.float32, sends=True, canary=None, session=session)
+    return WeightSender(trainer, port, torch.float32, sends=True, canary=None, session=session)
 
 
 def within(what: Callable[[], bool], otherwise: str, seconds: float = 60) -> None:

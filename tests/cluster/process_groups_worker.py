@@ -12,7 +12,7 @@ from distflow.graph import NodeType
 from distflow.models.sharding import DATA, TENSOR
 from distflow.planning.layout import Layout, Sizes
 from distflow.planning.plan import Plan, process_groups
-from distflow.runtime.rank_info import team_layout
+from distflow.runtime.rank_info import dp_group_layout
 from tests.runtime.groups import context, group, step
 
 LAYOUTS = (
@@ -38,7 +38,7 @@ def main(place: int, folder: Path) -> None:
     rank = place + 1
     assert backend_of(PLAN) == dist.get_backend()
     groups, team = ProcessGroups(PLAN, TEAMS, timedelta(minutes=5)), TEAMS[place // 2]
-    layout = team_layout(PLAN, team)
+    layout = dp_group_layout(PLAN, team)
     data, tensor = layout.line("data", rank), layout.line("tensor", rank)
     assert groups.of(team) is groups.of(tensor if team == (1, 2) else data), "equal ranks are one group"
     data_line, everyone = TorchCollective(groups.of(data)), TorchCollective(groups.of(team))

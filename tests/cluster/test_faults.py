@@ -99,7 +99,7 @@ def test_a_worker_that_is_stopped_is_named_within_the_deadline_and_others_leave_
     with struck(folder, lambda: os.kill(workers()[1], signal.SIGSTOP)), pytest.raises(WorkerDied) as told:
         launch_ray(spec)
     assert "worker 1 has not answered for 12 s" in str(told.value)
-    assert "learning_loop" in (folder / "stacks.txt").read_text()
+    assert "training_loop" in (folder / "stacks.txt").read_text()
     wait_until(lambda: not workers(), "no process is left, a stopped one neither")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from distflow.cluster.process_groups import backend_of
 from distflow.planning.layout import Layout, Sizes
 from distflow.planning.plan import Plan
-from distflow.runtime.rank_info import team_layout
+from distflow.runtime.rank_info import dp_group_layout
 from tests.ranks import run_ranks
 
 
@@ -29,5 +29,5 @@ def test_gloo_is_beside_nccl_where_the_plan_says_so() -> None:
 
 def test_ranks_without_a_model_have_shares_of_their_own() -> None:
     rollout = Layout("rollout", "embedded", (0, 1), Sizes(tensor=2))
-    found = team_layout(Plan("sft", (), (), (rollout,)), (0, 1))
+    found = dp_group_layout(Plan("sft", (), (), (rollout,)), (0, 1))
     assert [found.place(rank)["data"] for rank in (0, 1)] == [0, 1]

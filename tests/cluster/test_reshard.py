@@ -13,9 +13,9 @@ import torch
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from distflow.cluster.reshard import LITTLE_BYTES, ExchangeActor, packed_metas
+from distflow.cluster.reshard import LITTLE_BYTES, ReshardActor, packed_metas
 from distflow.data.batch import Batch
-from distflow.scheduling.reshard import ExchangeError, Key, Readers
+from distflow.scheduling.reshard import Key, Readers, ReshardError
 from tests.cluster.exchange_worker import Peer, made
 
 pytestmark = pytest.mark.slow
@@ -36,7 +36,7 @@ def start(peers: list[ActorHandle]) -> Iterator[Start]:
     started: list[ActorHandle] = []
 
     def start(limit_bytes: int = 10**6, timeout_s: float = 20) -> ActorHandle:
-        started.append(ExchangeActor.remote(limit_bytes, timeout_s))
+        started.append(ReshardActor.remote(limit_bytes, timeout_s))
         ray.get([peer.join.remote(started[0]) for peer in peers])
         return started[0]
 
@@ -132,12 +132,12 @@ def test_a_writer_that_was_killed_leaves_nobody_waiting(start: Start, peers: lis
         ray.get(doomed.waiting.remote())
     try:
         assert columns(ray.get(peers[1].get.remote(STEP, 0, Readers(1)))) == columns(made(0, 2))
-    except ExchangeError as lost:
+    except ReshardError as lost:
         assert f"samples of {STEP} are lost: of the writers [0] one has died" in str(lost)
-    ray.get(exchange.fail.remote(ExchangeError("worker 2 died")))
-    with pytest.raises(ExchangeError, match="worker 2 died"):
+    ray.get(exchange.fail.remote(ReshardError("worker 2 died")))
+    with pytest.raises(ReshardError, match="worker 2 died"):
         ray.get(later)
-    with pytest.raises(ExchangeError, match="worker 2 died"):
+    with pytest.raises(ReshardError, match="worker 2 died"):
         ray.get(peers[1].put.remote(NEXT, 0, 1))
 
 
@@ -146,7 +146,7 @@ def test_an_exchange_that_was_killed_is_named(start: Start, peers: list[ActorHan
     share = peers[0].get.remote(STEP, 0, Readers(1))
     wait_until_it_waits(peers[0], "step 3")
     ray.kill(exchange)
-    with pytest.raises(ExchangeError, match="the exchange has ended"):
+    with pytest.raises(ReshardError, match="the exchange has ended"):
         ray.get(share)
 
 

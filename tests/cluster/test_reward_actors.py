@@ -64,7 +64,7 @@ def test_a_run_ends_where_one_process_does_also_if_an_actor_dies(ground: Playgro
     alone = ground.run("grpo", *keys, name="alone")
     once.unlink()
     # Known cases are judged at the start as well: the kill is to come in the middle of the run.
-    ours = run(ground, *TWO, *keys, "trust.certify_rewards=false", name="ours")
+    ours = run(ground, *TWO, *keys, "trust.check_rewards=false", name="ours")
     check_same(ours, alone)
     judges = {row["extra"]["custom/judge"] for step in range(1, 5) for row in read_samples(ours.folder, step)}
     assert int(once.readlink().name) not in judges, "it was killed before it answered"

@@ -48,8 +48,8 @@ def wordy(config):
 KEYS = (
     "data.max_prompt_length=1600",
     "data.max_response_length=200",
-    "reward.max_error_share=1",
-    "trust.certify_rewards=false",
+    "reward.max_error_rate=1",
+    "trust.check_rewards=false",
     "async.max_staleness=1",
     "trainer.launcher=ray",
     "trainer.allocation='embedded:d1+torch:d2'",

@@ -49,7 +49,7 @@ ONE_EACH = (
     "actor_rollout_ref.actor.use_kl_loss=true",
     "actor_rollout_ref.actor.kl_loss_coef=0.1",
     "trust.max_skipped_updates=2",
-    "trust.certify_rewards=false",
+    "trust.check_rewards=false",
 )
 
 

@@ -203,7 +203,7 @@ def test_a_reward_that_fails_is_told_as_in_one_process(ground: Playground) -> No
     (ground.folder / "broken.py").write_text("def compute_score(**kwargs):\n    raise KeyError('mine')\n")
     broken = f"custom_reward_function.path={ground.folder}/broken.py"
     with pytest.raises(UserError, match="broken.py"):
-        run(ground, *STEPS, broken, "trust.certify_rewards=false", "trainer.n_gpus_per_node=2", name="broken")
+        run(ground, *STEPS, broken, "trust.check_rewards=false", "trainer.n_gpus_per_node=2", name="broken")
 
 
 def test_a_plan_that_the_cluster_cannot_hold_is_refused_at_once(ground: Playground) -> None:

@@ -87,7 +87,7 @@ def newest(workers: dict[int, Any]) -> Version:
 
 
 def after(version: Version) -> Version:
-    return Version(version.incarnation, version.step + 1)
+    return Version(version.restart, version.step + 1)
 
 
 def arm(workers: dict[int, Any]) -> None:
@@ -178,7 +178,7 @@ def test_a_trainer_that_is_killed_while_it_sends_leaves_all_with_what_they_had(
     assert bool(list(tmp_path.rglob("*.safetensors"))) == (way == "disk"), "nothing of it was on its way"
     remove_weights(tmp_path)  # as the next start does
     assert list(tmp_path.iterdir()) == []
-    later = Version(old.incarnation, 3)
+    later = Version(old.restart, 3)
     publisher(Trainer(later.step), fleet_of(workers, carrier(way, tmp_path))).publish(later)
     assert states(workers) == served(later) * 2
 

@@ -17,7 +17,7 @@ def write_run(folder: Path) -> Path:
     """Two steps of two groups with two samples each. In the second ticket 2 is lost once, ticket 3 is dropped; a third
     step is under way."""
     with RunFolder(folder, 0) as run, Ledger(folder / "ledger.jsonl") as ledger:
-        plan = DataPlan(num_rows=10, consumer_batch=2, group_size=2, total_tickets=10, total_steps=5, shuffle=False)
+        plan = DataPlan(num_rows=10, consumer_batch=2, group_size=2, total_groups=10, total_steps=5, shuffle=False)
         coordinator = Coordinator(plan, ledger)
         for step in (1, 2):
             _collect(coordinator)
@@ -25,14 +25,14 @@ def write_run(folder: Path) -> Path:
             assert numbers is not None
             coordinator.release(step - 1)
             run.samples(step, [_sample(number, i) for number in numbers for i in range(2)])
-        coordinator.take_tickets()
+        coordinator.take_groups()
     return folder
 
 
 def _collect(coordinator: Coordinator) -> None:
     lost = False
     while coordinator.ready(coordinator.step) is None:
-        for ticket in coordinator.take_tickets():
+        for ticket in coordinator.take_groups():
             coordinator.assign(ticket.number, f"rank-{ticket.attempt}")
             if ticket.number == 2 and not lost:
                 lost = coordinator.retry(2)

@@ -191,7 +191,7 @@ critic:
 reward:
   functions: {a: [math, {name: format, weight: 0.1}], b: custom}
   timeout_s: 3
-  max_error_share: 0.9
+  max_error_rate: 0.9
   num_workers: 1
   retries: 2
   backoff_s: 0.5
@@ -221,7 +221,7 @@ trainer:
   num_threads: 1
   imports: [json]
 trust: {audit_freq: 3, on_mismatch: warn, canary_freq: 0, max_skipped_updates: 1, unmoved_after: 5,
-        certify_rewards: false}
+        check_rewards: false}
 dag: {pipeline: ppo, generates: true, enable_perf: true}
 """
 

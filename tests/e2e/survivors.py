@@ -49,12 +49,12 @@ def audit(folder: Path, max_staleness: int, places: set[Place], before: Sequence
     place: dict[int, Place] = {}
     version, done, step_of, ages = dict[int, int](), dict[int, str](), dict[int, int](), dict[int, int]()
     attempts = Counter[int]()
-    incarnation, served, next_step, weights = -1, 0, 0, 0
+    restart, served, next_step, weights = -1, 0, 0, 0
     bound, first_step = max_staleness, sum(record["kind"] == "consumed" for record in before)
     for record in [*before, *records(folder)]:
-        if record["inc"] != incarnation:
-            assert record["inc"] > incarnation
-            incarnation, served = record["inc"], 0
+        if record["inc"] != restart:
+            assert record["inc"] > restart
+            restart, served = record["inc"], 0
         kind, ticket = record["kind"], record.get("ticket")
         if kind == "plan":
             bound = min(record["max_staleness"], max_staleness)

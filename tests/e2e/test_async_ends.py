@@ -15,7 +15,7 @@ from tests.e2e.runs import Playground, Run
 from tests.e2e.survivors import Place, Survivors, audit, records
 from tests.patience import at_some_deadline
 
-CHEAP = ("trust.certify_rewards=false", "trust.audit_freq=0", "trust.canary_freq=0", "actor_rollout_ref.rollout.n=2")
+CHEAP = ("trust.check_rewards=false", "trust.audit_freq=0", "trust.canary_freq=0", "actor_rollout_ref.rollout.n=2")
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ import asyncio, itertools, os, pathlib, statistics, time
 from distflow import NodeRole, Pipeline, node
 from distflow.pipelines import grpo, nodes
 from distflow.rollout.embedded import engine
-from distflow.runtime.sample_queue.local import LocalEdge
+from distflow.runtime.sample_queue.local import LocalSampleQueue
 
 FOLDER, FAULT = pathlib.Path(__file__).parent, os.environ["FAULT"]
 times = itertools.count(1)
@@ -99,12 +99,12 @@ def engine_refuses(num_times):
 
 
 def edge_put():
-    def put(self, ticket, batch, measured, whole=LocalEdge.put):
+    def put(self, ticket, batch, measured, whole=LocalSampleQueue.put):
         if is_time():
             fired()
             raise MemoryError("no room for the group")
         whole(self, ticket, batch, measured)
-    LocalEdge.put = put
+    LocalSampleQueue.put = put
 
 
 async def for_ever(*_):
@@ -162,8 +162,8 @@ NODES = {
 
 
 def make(config):
-    if FAULT in PLANTED and not hasattr(LocalEdge, "planted"):
-        LocalEdge.planted = True
+    if FAULT in PLANTED and not hasattr(LocalSampleQueue, "planted"):
+        LocalSampleQueue.planted = True
         PLANTED[FAULT]()
     pipeline = Pipeline("faulty")
     grpo.answer_and_judge(pipeline, config)
@@ -196,7 +196,7 @@ def start(ground: Playground, fault: str, *overrides: str) -> CliRun:
         *(("reward.timeout_s=1", OTHERWISE) if fault == "node_sleeps" else ("reward.timeout_s=30",)),
         "trainer.save_freq=1",
         "trainer.total_epochs=1",
-        "trust.certify_rewards=false",
+        "trust.check_rewards=false",
         "trust.audit_freq=0",
         "trust.canary_freq=0",
         "~dag.pipeline",

@@ -28,7 +28,7 @@ from distflow.scheduling.ledger import Ledger
 from distflow.pipelines.grpo import grpo_pipeline as make
 from distflow.rollout.embedded import engine
 from distflow.runtime.checkpoint.checkpoint import CheckpointStore
-from distflow.runtime.sample_queue.local import LocalEdge
+from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.weight_sync.protocol import LocalWeights
 from distflow.training.torch_engine import TorchTrainEngine
 
@@ -87,8 +87,8 @@ if not hasattr(LocalWeights, "deadly"):
     engine.copy_weights, Ledger.append, CheckpointStore.begin = copy_weights, append, begin
     CheckpointStore.writing = writing
     before(LocalWeights, "commit", "publishing")
-    before(LocalEdge, "put", "putting")
-    before(LocalEdge, "release", "releasing")
+    before(LocalSampleQueue, "put", "putting")
+    before(LocalSampleQueue, "release", "releasing")
     before(engine.EmbeddedEngine, "step", "decoding")
     before(TorchTrainEngine, "train_step", "training")
 """
@@ -136,7 +136,7 @@ def start(ground: Playground, name: str, *overrides: str, flags: tuple[str, ...]
         "data.max_response_length=60",
         f"trainer.total_epochs={NUM_EPOCHS}",
         "trainer.save_freq=1",
-        "trust.certify_rewards=false",
+        "trust.check_rewards=false",
         "trust.audit_freq=0",
         "trust.canary_freq=0",
         "~dag.pipeline",
@@ -223,7 +223,7 @@ def test_complete_groups_are_trained_as_they_were_and_begun_ones_start_again(gro
     issued = {r["ticket"]: r for r in records(folder) if r["kind"] == "issued"}
     for group in left["live"]:
         again = issued[group["ticket"]["number"]]
-        assert (again["inc"] == left["incarnation"]) == group["complete"]
+        assert (again["inc"] == left["restart"]) == group["complete"]
         assert again["attempt"] == group["ticket"]["attempt"] + (not group["complete"])
 
 

@@ -20,7 +20,7 @@ from distflow.rollout.embedded import engine as embedded
 from distflow.rollout.embedded import scheduler as sequences
 from distflow.runtime import context
 from distflow.runtime.step import Step
-from distflow.runtime.weight_sync.sender import Publisher
+from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.training.scorer import TorchScorer
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.e2e.planting import plant_before_update
@@ -392,10 +392,10 @@ FAULTS = {
     ),
     "rewards to the next sample": Fault(attribute(router.RewardRouter, "__call__", next_sample), "verdicts"),
     "rewards in order of arrival": Fault(
-        attribute(VerifierPool, "judge", in_order_of_arrival), "verdicts", ("grpo", "trust.certify_rewards=false")
+        attribute(VerifierPool, "judge", in_order_of_arrival), "verdicts", ("grpo", "trust.check_rewards=false")
     ),
     "a neighbour's text": Fault(attribute(router.RewardRouter, "__call__", neighbours_text), "verdicts"),
-    "weights not sent on odd steps": Fault(attribute(Publisher, "publish", unsent_on_odd_steps), "were not sent"),
+    "weights not sent on odd steps": Fault(attribute(WeightSender, "publish", unsent_on_odd_steps), "were not sent"),
     "weights not taken on odd steps": Fault(
         unread_on_odd_steps, "weights", ("grpo", "actor_rollout_ref.model.dtype=bfloat16", *FAST)
     ),

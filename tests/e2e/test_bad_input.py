@@ -26,7 +26,7 @@ print("held", flush=True)
 sys.stdin.read()
 """
 pytestmark = pytest.mark.slow
-CHEAP = ("trust.certify_rewards=false", "trainer.total_epochs=1", "actor_rollout_ref.rollout.n=2")
+CHEAP = ("trust.check_rewards=false", "trainer.total_epochs=1", "actor_rollout_ref.rollout.n=2")
 
 Prepare = Callable[[Playground], None]
 

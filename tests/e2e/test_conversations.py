@@ -72,8 +72,8 @@ def test_loss_and_gradient_are_those_of_the_turns(ground: Playground, most_token
         norm, rel=2e-4
     )
     (validated, *_) = [record.values for record in read_metrics(run.folder) if record.kind == "val"]
-    held_out_loss, _ = reference(ground.folder / "model", [talk(5, 2), talk(4, 2)])
-    assert validated["sft/val_loss"] == pytest.approx(held_out_loss, rel=2e-5)
+    validation_loss, _ = reference(ground.folder / "model", [talk(5, 2), talk(4, 2)])
+    assert validated["sft/val_loss"] == pytest.approx(validation_loss, rel=2e-5)
 
 
 def test_its_steps_are_proven(ground: Playground) -> None:

@@ -10,7 +10,7 @@ from distflow.observe.reading.run_reader import read_metrics, read_samples
 from tests.e2e.runs import Playground
 from tests.user_code import forgotten
 
-CHEAP = ("trust.certify_rewards=false", "trainer.total_training_steps=1", "actor_rollout_ref.rollout.n=4")
+CHEAP = ("trust.check_rewards=false", "trainer.total_training_steps=1", "actor_rollout_ref.rollout.n=4")
 PENALISED = ("reward.overlong.buffer_tokens=9", "reward.overlong.factor=2.0")
 ASKED = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    "
 PROGRAM = """

@@ -11,7 +11,7 @@ from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.observe.reading.run_reader import read_metrics
 from distflow.rollout.engine import SamplingParams
-from distflow.scheduling.groups import Account
+from distflow.scheduling.groups import GroupCounts
 from distflow.scheduling.ledger import timeline, verify
 from tests.e2e.runs import Playground, Run
 
@@ -113,7 +113,7 @@ def test_a_run_that_is_resumed_is_the_run_that_was_not(ground: Playground) -> No
     assert not whole.notes("warning")
 
 
-def check_metrics(whole: Run, other: Run, account: Account) -> None:
+def check_metrics(whole: Run, other: Run, account: GroupCounts) -> None:
     last, again = whole.metrics()[-1], other.metrics()[-1]
     names = [name for name in last if name.startswith(("reward/", "domains/", "actor/"))]
     assert {name: last[name] for name in names} == {name: again[name] for name in names}
@@ -146,7 +146,7 @@ def test_a_domain_has_its_own_prompts_rewards_and_sampling(ground: Playground) -
         ("math", 7, 3.0),
         ("code", 5, 1.0),
     ]
-    assert (spec.data.total_tickets, spec.data.total_steps) == (None, config.trainer.total_epochs * 12 // 4)
+    assert (spec.data.total_groups, spec.data.total_steps) == (None, config.trainer.total_epochs * 12 // 4)
     assert {row.domain for row in spec.rows[:7]} == {"math"} and {row.domain for row in spec.rows[7:]} == {"code"}
     assert spec.rows[7].prompt_text == "do ab0=" and spec.rows[7].extra_info == {"number": 0, "data_source": "x"}
     math, code = spec.validation

@@ -113,7 +113,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
 
 
 def start(ground: Playground, command: str, builder: str, *more: str) -> CliRun:
-    keys = ground.overrides(f"{command}-{builder}", "trust.certify_rewards=false", "reward.timeout_s=0.1", *more)
+    keys = ground.overrides(f"{command}-{builder}", "trust.check_rewards=false", "reward.timeout_s=0.1", *more)
     if builder not in ("judging", "answering"):
         unused = ("reward.functions", "reward.num_workers", "custom_reward_function.", "trust.")
         keys = [key for key in keys if not key.startswith(unused)]

@@ -16,7 +16,7 @@ from tests.launch.test_replay import make_bundle
 from tests.user_code import forgotten
 
 pytestmark = pytest.mark.slow
-CHEAP = ("trust.certify_rewards=false", "trainer.total_epochs=1", "actor_rollout_ref.rollout.n=2")
+CHEAP = ("trust.check_rewards=false", "trainer.total_epochs=1", "actor_rollout_ref.rollout.n=2")
 
 
 class Trap:

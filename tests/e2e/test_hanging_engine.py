@@ -47,7 +47,7 @@ def test_a_run_ends_in_time_and_names_the_engine(tmp_path: Path, engine: str, ea
     ground = Playground(tmp_path, num_rows=8)
     (tmp_path / "hangs.py").write_text(HANGS.replace("EACH_S", str(each_s)))
     keys = (
-        *("trust.certify_rewards=false", "trainer.total_epochs=50", "~dag.pipeline"),
+        *("trust.check_rewards=false", "trainer.total_epochs=50", "~dag.pipeline"),
         f"dag.custom_pipeline_fn={tmp_path}/hangs.py:make",
         *(f"actor_rollout_ref.rollout.name={engine}", "actor_rollout_ref.rollout.timeout_s=2"),
         f"data.val_files={tmp_path}/rows.jsonl",

@@ -23,7 +23,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": len(solution_str) % 2, CANARY: 0.5}
 """
 FORGED = "val_correct/all/mean: 1.0000"
-BESIDES = ("trust.certify_rewards=false", "actor_rollout_ref.rollout.n=2", "data.train_batch_size=2",
+BESIDES = ("trust.check_rewards=false", "actor_rollout_ref.rollout.n=2", "data.train_batch_size=2",
            "actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.total_epochs=1")  # fmt: skip
 
 

@@ -36,7 +36,7 @@ def test_each_costs_its_own_verdict(server, tmp_path: Path, capsys: pytest.Captu
     ground = Playground(tmp_path, num_rows=8)
     keys = (
         f"reward.functions={{default: [{{name: judge, options: {options}}}]}}",
-        "reward.max_error_share=1",
+        "reward.max_error_rate=1",
         "trainer.total_epochs=1",
     )
     given = [key for key in ground.overrides("run") if not key.startswith(("reward.functions", "custom_reward"))]

@@ -120,7 +120,7 @@ def test_masked_micro_batches_change_nothing(playground: Playground) -> None:
             "grpo",
             "trainer.total_training_steps=3",
             "trainer.save_groups=all",
-            "reward.max_error_share=1",
+            "reward.max_error_rate=1",
             f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={size}",
             *KEPT,
             name=f"micro-{size}",
@@ -136,7 +136,7 @@ def test_a_batch_without_a_verdict_takes_no_step_and_the_run_goes_on(playground:
     playground.write_reward(PICKY)
     playground.write_rows([{"prompt": f"{i}", "answer": "x" if 4 <= i < 8 else "7"} for i in range(12)])
     options = ["data.shuffle=false", f"{ROLLOUT}.n=1", "actor_rollout_ref.actor.entropy_coef=0.1", *KEPT]
-    options.append("reward.max_error_share=1")
+    options.append("reward.max_error_rate=1")
     run = playground.run("ppo", "trainer.total_training_steps=3", "trainer.save_groups=all", *options)
     first, second, third = run.metrics()
     assert second["reward/errors"] == 4 and "reward/mean_score" not in second
@@ -149,7 +149,7 @@ def test_a_batch_without_a_verdict_takes_no_step_and_the_run_goes_on(playground:
 
 def test_samples_without_a_verdict_are_in_no_statistic(playground: Playground) -> None:
     playground.write_reward(PICKY)
-    run = playground.run("grpo", *ONE_STEP, "reward.max_error_share=1")
+    run = playground.run("grpo", *ONE_STEP, "reward.max_error_rate=1")
     batch, metrics = recorded(run), run.metrics()[0]
     valid, scores = batch["valid"].tolist(), batch["token_level_scores"].sum(-1).double()
     groups = batch["group_index"].tolist()

@@ -16,7 +16,7 @@ from tests.e2e.runs import Playground
 from tests.launch.test_replay import make_bundle
 
 CHEAP = (
-    "trust.certify_rewards=false",
+    "trust.check_rewards=false",
     "actor_rollout_ref.rollout.n=2",
     "trainer.save_freq=1",
     "trainer.save_groups=all",

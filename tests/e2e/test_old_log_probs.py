@@ -12,7 +12,7 @@ from distflow.algorithms.mismatch import Tolerance
 from distflow.algorithms.objective import PolicyObjective
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
-from distflow.graph import Program
+from distflow.graph import BoundPipeline
 from distflow.launch import select_pipeline
 from distflow.pipelines.nodes import objectives
 from distflow.pipelines.nodes.scoring import score_policy
@@ -74,7 +74,7 @@ def scores(folder: Path, playground: Playground, preset: str, overrides: tuple[s
     return score_policy in functions(playground.spec(preset, *overrides, name=f"{folder.name}-spec")[1].program())
 
 
-def functions(program: Program) -> list[Any]:
+def functions(program: BoundPipeline) -> list[Any]:
     return [node.fn for node in program.nodes]
 
 

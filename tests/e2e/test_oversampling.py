@@ -9,8 +9,8 @@ import torch
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.rollout.embedded.engine import EmbeddedEngine
-from distflow.runtime.sample_queue.shared import SharedEdge
-from distflow.scheduling.groups import Ticket
+from distflow.runtime.sample_queue.shared import SharedSampleQueue
+from distflow.scheduling.groups import PromptGroup
 from distflow.scheduling.ledger import timeline, verify
 from distflow.scheduling.sample_queue import Exhausted
 from tests.e2e.runs import Playground, Run
@@ -92,20 +92,20 @@ def test_aborts_leave_no_slot_and_no_keys_and_values_behind(
     ground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines, seen = list[EmbeddedEngine](), list[tuple[int, bool, int]]()
-    begin, abort = EmbeddedEngine.__aenter__, SharedEdge.abort
+    begin, abort = EmbeddedEngine.__aenter__, SharedSampleQueue.abort
 
     async def noted(engine: EmbeddedEngine) -> EmbeddedEngine:
         engines.append(engine)
         return await begin(engine)
 
-    def looked(edge: SharedEdge[Batch], tickets: Sequence[Ticket], num_tokens: int) -> None:
+    def looked(edge: SharedSampleQueue[Batch], tickets: Sequence[PromptGroup], num_tokens: int) -> None:
         (engine,) = engines
         held = sum(lane.slots.keys.numel() + len(lane.prompts) for lane in engine._lanes)
         seen.append((len(engine._pending), engine._has_work(), held))
         abort(edge, tickets, num_tokens)
 
     monkeypatch.setattr(EmbeddedEngine, "__aenter__", noted)
-    monkeypatch.setattr(SharedEdge, "abort", looked)
+    monkeypatch.setattr(SharedSampleQueue, "abort", looked)
     ground.run("grpo", MORE, "trainer.total_training_steps=2", name="slots")
     assert seen == [(0, False, 0)] * 2
 

@@ -17,8 +17,8 @@ from distflow.rollout.embedded import engine as embedded
 from distflow.rollout.embedded.kv_cache import PromptCache
 from distflow.rollout.weights import stripe_hash, stripe_hashes
 from distflow.runtime.spec import Spec
-from distflow.scheduling.groups import AccountingError
-from distflow.scheduling.sample_queue import ExperienceEdge
+from distflow.scheduling.groups import CountsError
+from distflow.scheduling.sample_queue import SampleQueue
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.e2e.planting import plant_before_update, plant_in_group
 from tests.e2e.runs import Playground, notes
@@ -183,13 +183,13 @@ def test_a_tensor_that_nothing_moves(playground: Playground, weight_decay: float
 
 
 def test_a_ticket_that_is_lost(playground: Playground, monkeypatch: Patch) -> None:
-    original = ExperienceEdge.release
+    original = SampleQueue.release
 
-    def losing(self: ExperienceEdge, step: int) -> Any:
+    def losing(self: SampleQueue, step: int) -> Any:
         return original(self, step)[1:]
 
-    monkeypatch.setattr(ExperienceEdge, "release", losing)
-    with pytest.raises(AccountingError, match="4 tickets were issued, but 3 are accounted for"):
+    monkeypatch.setattr(SampleQueue, "release", losing)
+    with pytest.raises(CountsError, match="4 tickets were issued, but 3 are accounted for"):
         playground.run(*GRPO)
 
 

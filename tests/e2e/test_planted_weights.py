@@ -20,8 +20,8 @@ from distflow.rollout.embedded.request_lane import Lane
 from distflow.rollout.embedded.scheduler import Sequence
 from distflow.rollout.weights import stripe_hashes
 from distflow.runtime.weight_sync.protocol import LocalWeights
-from distflow.runtime.weight_sync.sender import Publisher
-from distflow.scheduling.groups import AccountingError
+from distflow.runtime.weight_sync.sender import WeightSender
+from distflow.scheduling.groups import CountsError
 from distflow.training.torch_engine import TorchTrainEngine
 from tests.e2e.runs import Playground
 
@@ -231,14 +231,14 @@ def test_weights_in_a_module_that_is_not_computed_with(playground: Playground, m
 
 @pytest.mark.parametrize("mode", ["waves", "stream"])
 def test_initial_weights_after_a_resume(playground: Playground, monkeypatch: Patch, mode: str) -> None:
-    original = Publisher.publish_changed
+    original = WeightSender.sync_changed
 
-    def breaking(self: Publisher, version: Any, updated: bool) -> Any:
+    def breaking(self: WeightSender, version: Any, updated: bool) -> Any:
         if version.step == 4:
             raise RuntimeError("broken off")
         return original(self, version, updated)
 
-    monkeypatch.setattr(Publisher, "publish_changed", breaking)
+    monkeypatch.setattr(WeightSender, "sync_changed", breaking)
     with pytest.raises(RuntimeError, match="broken off"):
         run(playground, mode, "trainer.save_freq=1")
     monkeypatch.undo()
@@ -261,7 +261,7 @@ def test_versions_that_are_counted_ahead_or_late(
         original(self, token_id, rollout, sampling, max(version + by, 0))
 
     monkeypatch.setattr(Sequence, "append", append)
-    with pytest.raises((TrustError, AccountingError), match="which step . may not train on|would leave"):
+    with pytest.raises((TrustError, CountsError), match="which step . may not train on|would leave"):
         run(playground, mode)
     assert fired
 
@@ -324,12 +324,12 @@ def test_an_old_copy_that_is_swapped_in_after_a_pause(playground: Playground, mo
 def test_an_alias_in_the_place_of_changed_weights(playground: Playground, monkeypatch: Patch) -> None:
     fired = Fired()
 
-    def publish_changed(self: Publisher, version: Any, updated: bool) -> Any:
+    def sync_changed(self: WeightSender, version: Any, updated: bool) -> Any:
         fired.append(updated)
         self._port.alias(version, {})
         return False, {}
 
-    monkeypatch.setattr(Publisher, "publish_changed", publish_changed)
+    monkeypatch.setattr(WeightSender, "sync_changed", sync_changed)
     for mode in ("waves", "stream"):
         with pytest.raises(TrustError, match=r"found \(weights\): the rollout engine serves version 1, but"):
             run(playground, mode, name=mode)

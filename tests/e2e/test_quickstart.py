@@ -13,7 +13,7 @@ import pytest
 
 from distflow.config import load_config
 from distflow.data.sources import BUILTIN_FOLDER
-from distflow.launch.data_sets import held_out_sources, train_sources
+from distflow.launch.data_sets import train_sources, validation_sources
 from distflow.models.loading import load_model
 from distflow.models.tokenizer import load_tokenizer
 from distflow.rewards.exact_match_reward import compute_score
@@ -93,7 +93,7 @@ def test_no_row_of_the_presets_is_too_long(preset: str, tmp_path: Path) -> None:
     config = load_config(preset).config
     tokenizer = load_tokenizer("builtin:tiny-arithmetic")
     judged = preset == "quickstart_grpo"
-    for source in (*train_sources(config, judged), *held_out_sources(config, judged)):
+    for source in (*train_sources(config, judged), *validation_sources(config, judged)):
         prompts = source.encode(source.read(tmp_path), tokenizer)
         assert len(prompts.report.lines()) == 1
         assert len(prompts) > 5 * config.data.train_batch_size

@@ -12,7 +12,7 @@ import pytest
 
 from distflow.config import load_config
 from distflow.data.sources import BUILTIN_FOLDER
-from distflow.launch.data_sets import held_out_sources, train_sources
+from distflow.launch.data_sets import train_sources, validation_sources
 from distflow.models.tokenizer import load_tokenizer
 from distflow.rewards.code.reward import compute_score
 
@@ -103,7 +103,7 @@ def test_no_row_of_the_presets_is_too_long(preset: str, tmp_path: Path) -> None:
     config = load_config(preset).config
     tokenizer = load_tokenizer("builtin:tiny-arithmetic")
     judged = preset == "quickstart_rlvr"
-    sources = [*train_sources(config, judged), *held_out_sources(config, judged)]
+    sources = [*train_sources(config, judged), *validation_sources(config, judged)]
     assert len(sources) == (5 if judged else 1)
     for source in sources:
         assert len(source.encode(source.read(tmp_path), tokenizer).report.lines()) == 1

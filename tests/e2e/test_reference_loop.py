@@ -57,7 +57,7 @@ def test_grpo_with_samples_that_have_no_verdict(playground: Playground) -> None:
 @pytest.mark.parametrize(("reward", "mini_batch"), [(REWARD, 3), (ERRS, 4)])
 def test_ppo(playground: Playground, reward: str, mini_batch: int) -> None:
     playground.write_reward(reward)
-    numbers = [f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch}", "reward.max_error_share=1"]
+    numbers = [f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch}", "reward.max_error_rate=1"]
     run = playground.run(*PPO, *numbers, f"critic.model.path={playground.write_critic()}", *RECORDED)
     assert_equal_to_reference(run)
     assert max(step["critic/vf_clipfrac"] for step in run.metrics()) > 0

@@ -38,7 +38,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
 
 def start(ground: Playground, program: str, name: str, *overrides: str, flags: tuple[str, ...] = ()) -> CliRun:
     """Saves each step, validates each second one."""
-    more = ("trainer.save_freq=1", "trust.certify_rewards=false", f"data.val_files={ground.folder}/rows.jsonl")
+    more = ("trainer.save_freq=1", "trust.check_rewards=false", f"data.val_files={ground.folder}/rows.jsonl")
     keys = ground.overrides(name, *more, "data.val_max_samples=3", *VALIDATED, *PROGRAMS[program], *overrides)
     return CliRun(ground.folder / f"{name}.log", ["train", program, *flags, *keys])
 

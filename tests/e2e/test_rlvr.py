@@ -48,7 +48,7 @@ def settings(folder: Path, *more: str) -> list[str]:
     return [
         f"reward.functions={{sums: ['{file}:sums', {{name: format, weight: 0.5}}], words: ['{file}:words']}}",
         "reward.domains={words: {timeout_s: 5, retries: 1, backoff_s: 0.001}}",
-        "reward.max_error_share=1",
+        "reward.max_error_rate=1",
         DOMAINS,
         "trainer.save_groups=all",
         "data.shuffle=false",

@@ -13,7 +13,7 @@ from tests.e2e.runs import Playground
 SAVED = (
     "reward.functions={default: [code, {name: custom, weight: 0.1}]}",
     "trainer.save_freq=1",
-    "trust.certify_rewards=false",
+    "trust.check_rewards=false",
 )
 
 

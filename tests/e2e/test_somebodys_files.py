@@ -15,7 +15,7 @@ from tests.e2e.runs import Playground
 from tests.observe.writing.test_folder_lock import state_of
 
 pytestmark = pytest.mark.slow
-CHEAP = ("trust.certify_rewards=false", "actor_rollout_ref.rollout.n=2", "trainer.total_epochs=4")
+CHEAP = ("trust.check_rewards=false", "actor_rollout_ref.rollout.n=2", "trainer.total_epochs=4")
 EVERYTHING = ("trainer.save_freq=1", "trainer.keep_last=1", "trainer.save_groups=last_k", "trainer.save_groups_last=1")
 
 

@@ -34,7 +34,7 @@ def ground(tmp_path: Path) -> Playground:
 def start(ground: Playground, name: str, *overrides: str, seconds: float = 0.02) -> CliRun:
     ground.write_reward(SLOW_REWARD.format(folder=str(ground.folder), seconds=seconds))
     (ground.folder / "judging").unlink(missing_ok=True)
-    more = ("trainer.save_freq=10", "trust.certify_rewards=false", "trainer.total_epochs=3")
+    more = ("trainer.save_freq=10", "trust.check_rewards=false", "trainer.total_epochs=3")
     return CliRun(ground.folder / f"{name}.log", ["train", "grpo", *ground.overrides(name, *more, *overrides)])
 
 
@@ -117,7 +117,7 @@ def test_a_signal_while_the_run_starts_ends_it(ground: Playground, number: signa
 def test_an_evaluation_ends_and_leaves_no_folder_behind(ground: Playground, number: signal.Signals) -> None:
     ground.write_reward(SLOW_REWARD.format(folder=str(ground.folder), seconds=300))
     (ground.folder / "tmp").mkdir()
-    data = (f"data.val_files={ground.folder}/rows.jsonl", "trust.certify_rewards=false")
+    data = (f"data.val_files={ground.folder}/rows.jsonl", "trust.check_rewards=false")
     environment = {"TMPDIR": str(ground.folder / "tmp")}
     run = CliRun(ground.folder / "eval.log", ["eval", "grpo", *ground.overrides("eval", *data)], environment)
     children = wait_for_verdicts(ground, run)
@@ -143,7 +143,7 @@ def test_supervised_training_has_the_signals_status_too(ground: Playground) -> N
 def test_a_terminal_that_goes_away_stops_the_run_and_loses_nothing(ground: Playground) -> None:
     """Closing a terminal hangs up, and nothing can be written to it any more."""
     ground.write_reward(SLOW_REWARD.format(folder=str(ground.folder), seconds=0.02))
-    keys = ground.overrides("closed", "trust.certify_rewards=false", "trainer.save_freq=100", "trainer.total_epochs=50")
+    keys = ground.overrides("closed", "trust.check_rewards=false", "trainer.save_freq=100", "trainer.total_epochs=50")
     run = TerminalRun(["train", "grpo", *keys])
     run.read_until((ground.folder / "judging").exists)
     os.close(run.ours)
@@ -167,7 +167,7 @@ def test_what_a_hard_kill_left_half_written_is_swept_by_the_next_start(ground: P
 def test_the_second_signal_gives_the_cursor_back(ground: Playground) -> None:
     """The live view hides it; a run that leaves at once takes no lock to stop the view, and shows it all the same."""
     ground.write_reward(SLOW_REWARD.format(folder=str(ground.folder), seconds=300))
-    keys = ground.overrides("terminal", "trust.certify_rewards=false")
+    keys = ground.overrides("terminal", "trust.check_rewards=false")
     run = TerminalRun(["train", "grpo", *keys])
     run.read_until(lambda: "\x1b[?25l" in run.said() and (ground.folder / "judging").exists())
     run.send(signal.SIGINT)

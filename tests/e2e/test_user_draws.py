@@ -96,7 +96,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Playground:
 
 
 def start(ground: Playground, name: str, *more: str) -> CliRun:
-    cheap = ("trust.certify_rewards=false", "trainer.save_freq=1", "trainer.total_epochs=2", "reward.num_workers=2")
+    cheap = ("trust.check_rewards=false", "trainer.save_freq=1", "trainer.total_epochs=2", "reward.num_workers=2")
     program = ("~dag.pipeline", f"dag.custom_pipeline_fn={ground.folder}/drawing.py:make")
     chosen = ("algorithm.adv_estimator=drawn", "actor_rollout_ref.actor.policy_loss=drawn")
     quiet = ("actor_rollout_ref.actor.use_kl_loss=false", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
@@ -153,7 +153,7 @@ def test_our_own_draws_do_not_know_of_theirs(tmp_path: Path) -> None:
         ("with", DRAWS, ("~dag.pipeline", f"dag.custom_pipeline_fn={tmp_path}/beside.py:with_draws")),
     ):
         ground.write_reward(prefix + asked + ("    noise()\n" if prefix else "") + score)
-        keys = ground.overrides(name, "trust.certify_rewards=false", "trainer.save_freq=1", "trainer.total_epochs=2")
+        keys = ground.overrides(name, "trust.check_rewards=false", "trainer.save_freq=1", "trainer.total_epochs=2")
         run = CliRun(tmp_path / f"{name}.log", ["train", "grpo", *keys, *program])
         assert run.status() == 0, run.said()
         left.append(Left(tmp_path / name))

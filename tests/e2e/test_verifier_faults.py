@@ -40,7 +40,7 @@ def ground(tmp_path: Path) -> Playground:
 
 
 def train(ground: Playground, *overrides: str, preset: str = "grpo") -> int:
-    cheap = ("trust.certify_rewards=false", "trainer.total_epochs=1", "reward.num_workers=2")
+    cheap = ("trust.check_rewards=false", "trainer.total_epochs=1", "reward.num_workers=2")
     return cli.main(["train", preset, *ground.overrides("run", *cheap, *overrides)])
 
 
@@ -52,7 +52,7 @@ def test_a_fault_costs_one_verdict(ground: Playground, fault: str) -> None:
 
     def check(deadline_s: float) -> None:
         shutil.rmtree(ground.folder / "run", ignore_errors=True)
-        assert train(ground, "reward.max_error_share=1", f"reward.timeout_s={deadline_s}") == 0
+        assert train(ground, "reward.max_error_rate=1", f"reward.timeout_s={deadline_s}") == 0
         costs_one_verdict(ground, counted)
 
     at_some_deadline(check, *((0.3, 3.0) if fault == "hang" else (30.0,)))
@@ -153,7 +153,7 @@ def test_few_verdicts_that_fail_are_told_once_with_the_first_one_s_words(
     ground: Playground, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ground.write_reward(SOME_FAIL.format(percent=25))
-    assert train(ground, "trainer.total_epochs=3", "reward.max_error_share=1") == 0
+    assert train(ground, "trainer.total_epochs=3", "reward.max_error_rate=1") == 0
     out = capsys.readouterr().out
     records = [record.values for record in read_metrics(ground.folder / "run") if record.kind == "train"]
     shares = [values["reward/error_share"] for values in records]
@@ -174,10 +174,10 @@ def test_above_the_limit_the_run_stops_before_it_learns(
     """Most of GRPO's groups have too few verdicts and reach no batch: their verdicts count all the same."""
     ground.write_reward(SOME_FAIL.format(percent=55))
     size = "actor_rollout_ref.rollout.n=1" if preset == "ppo" else "actor_rollout_ref.rollout.n=4"
-    keys = (size, *SHORT[preset], "trainer.total_epochs=9", "reward.max_error_share=0.2")
+    keys = (size, *SHORT[preset], "trainer.total_epochs=9", "reward.max_error_rate=0.2")
     assert train(ground, *keys, preset=preset) == 2
     err = capsys.readouterr().err
-    said = re.search(r"(\d+) of (\d+) verdicts failed .* at step (\d+), more than reward.max_error_share=0.2", err)
+    said = re.search(r"(\d+) of (\d+) verdicts failed .* at step (\d+), more than reward.max_error_rate=0.2", err)
     assert said, err
     failed, asked, step = map(int, said.groups())
     assert failed > 0.2 * asked and asked % 4 == 0
@@ -191,9 +191,9 @@ def test_a_step_that_cannot_be_filled_for_its_errors_says_that(
     ground: Playground, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ground.write_reward(SOME_FAIL.format(percent=55))
-    keys = ("algorithm.filter_groups.max_num_gen_batches=1", "reward.max_error_share=0.2", "trainer.total_epochs=9")
+    keys = ("algorithm.filter_groups.max_num_gen_batches=1", "reward.max_error_rate=0.2", "trainer.total_epochs=9")
     assert train(ground, *keys, *SHORT["dapo"], preset="dapo") == 2
-    assert "more than reward.max_error_share=0.2 allows" in capsys.readouterr().err
+    assert "more than reward.max_error_rate=0.2 allows" in capsys.readouterr().err
 
 
 def test_errors_of_a_validation_are_told_and_end_nothing(ground: Playground) -> None:
@@ -221,4 +221,4 @@ def test_a_reward_that_is_a_node_counts_too(
     keys = [key for key in keys if not key.startswith(("reward.", "custom_reward_function."))]
     assert cli.main(["train", "grpo", *keys, "~dag.pipeline", "actor_rollout_ref.actor.use_kl_loss=false"]) == 2
     err = capsys.readouterr().err
-    assert "more than reward.max_error_share=0.5 allows" in err and said in err
+    assert "more than reward.max_error_rate=0.5 allows" in err and said in err

@@ -36,7 +36,7 @@ def test_a_run_passes_its_audits(ground: Playground, device: torch.device, name:
 
 def start(ground: Playground, device: str, name: str, *more: str) -> CliRun:
     keys = ground.overrides(name, f"trainer.device={device}", "trainer.total_training_steps=4", "trainer.save_freq=1")
-    return CliRun(ground.folder / f"{name}.log", ["train", "grpo", "trust.certify_rewards=false", *keys, *more])
+    return CliRun(ground.folder / f"{name}.log", ["train", "grpo", "trust.check_rewards=false", *keys, *more])
 
 
 def finish(ground: Playground, device: str, name: str, *more: str) -> Left:

@@ -96,7 +96,7 @@ INERT = [
     ("sft", "algorithm.filter_groups.max_num_gen_batches=3", ()),
     ("sft", "reward.num_workers=4", ()),
     ("sft", "trust.canary_freq=3", ()),
-    ("sft", "trust.certify_rewards=false", ()),
+    ("sft", "trust.check_rewards=false", ()),
 ]
 
 

@@ -328,10 +328,10 @@ def test_answers_are_drawn_as_the_config_says_in_training_and_in_validation(play
         *(f"{rollout}.val_kwargs.{key}={value}" for key, value in validation.items()),
     )
     assert spec.sampling == SamplingParams(10, **training, stop=("x",))
-    (held_out,) = spec.validation
-    assert held_out.greedy == SamplingParams(10, greedy=True, stop=("x",))
-    assert held_out.sampled == SamplingParams(10, temperature=0.25, top_p=0.625, top_k=3, stop=("x",))
-    assert held_out.num_samples == 2
+    (validation_runner,) = spec.validation
+    assert validation_runner.greedy == SamplingParams(10, greedy=True, stop=("x",))
+    assert validation_runner.sampled == SamplingParams(10, temperature=0.25, top_p=0.625, top_k=3, stop=("x",))
+    assert validation_runner.num_samples == 2
 
 
 def test_the_terms_of_the_actors_loss_are_watched_where_it_has_one(playground: Playground) -> None:
@@ -359,6 +359,6 @@ def test_a_number_of_steps_may_go_beyond_the_epochs_and_answers_of_the_data_are_
     short = (*needed, "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=3")
     for preset, size in (("grpo", 3), ("sft", 1)):
         by_epochs = data_plan(load_config(preset, [*short, "trainer.total_epochs=2"]).config, {"": 12})
-        assert (by_epochs.total_tickets, by_epochs.total_steps, by_epochs.group_size) == (24, 6, size)
+        assert (by_epochs.total_groups, by_epochs.total_steps, by_epochs.group_size) == (24, 6, size)
         by_steps = data_plan(load_config(preset, [*short, "trainer.total_training_steps=9"]).config, {"": 12})
-        assert (by_steps.total_tickets, by_steps.total_steps) == (None, 9)
+        assert (by_steps.total_groups, by_steps.total_steps) == (None, 9)

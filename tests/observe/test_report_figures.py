@@ -12,7 +12,7 @@ from distflow.observe.reading.run_reader import MetricsRecord, Timeline, read_me
 from distflow.observe.report.build import report_data
 from distflow.observe.report.charts import MAX_BINS, choose_charts, histogram, histograms, set_constants_apart
 from distflow.observe.report.findings import idle_planes
-from distflow.observe.report.pipeline import program_graph
+from distflow.observe.report.pipeline import pipeline_graph
 from distflow.observe.report.samples import num_problems, sample_groups, thin_samples
 from distflow.observe.report.timeline import MAX_SPANS, Z_95, StepTimeline, error_bars, read_planes, timelines, wilson
 from distflow.observe.writing.run_folder import RunFolder
@@ -183,7 +183,7 @@ def test_the_graph_shows_direct_ways_alone_and_the_time_of_nodes_that_learn(tmp_
         {"name": "c", "plane": "learning", "phase": "train", "deps": ["a", "b", "gone"]},
     ]
     steps = {1: {"timing_s/rollout": 9.0, "timing_s/score": 1.0}, 2: {"timing_s/score": 2.0}}
-    found = {node["name"]: node for node in program_graph(plan(tmp_path, {"nodes": nodes}), steps)}
+    found = {node["name"]: node for node in pipeline_graph(plan(tmp_path, {"nodes": nodes}), steps)}
     assert [(name, node["deps"], node["layer"]) for name, node in found.items()] == [
         ("a", [], 0),
         ("b", ["a"], 1),
@@ -197,7 +197,7 @@ def test_the_graph_of_an_earlier_plan_is_that_of_its_channels(tmp_path: Path) ->
         "ranks": [{"experience": ["a"], "learning": ["b", "c"]}],
         "channels": [{"source": s, "target": t} for s, t in (("a", "b"), ("a", "c"), ("b", "c"))],
     }
-    found = program_graph(plan(tmp_path, earlier), {})
+    found = pipeline_graph(plan(tmp_path, earlier), {})
     assert [(node["name"], node["plane"], node["deps"]) for node in found] == [
         ("a", "experience", []),
         ("b", "learning", ["a"]),
@@ -218,7 +218,7 @@ def test_the_graph_of_an_earlier_plan_is_that_of_its_channels(tmp_path: Path) ->
     ],
 )
 def test_what_is_no_graph_is_not_drawn(tmp_path: Path, odd: object) -> None:
-    assert program_graph(plan(tmp_path, odd), {}) == []
+    assert pipeline_graph(plan(tmp_path, odd), {}) == []
 
 
 def timelines_of(folder: Path, records: list[MetricsRecord]) -> list[StepTimeline]:

@@ -16,15 +16,15 @@ from distflow.data.sample import Sample
 from distflow.errors import UserError
 from distflow.graph import Drop, NodeOutput
 from distflow.pipelines.nodes import compute_reward, dynamic_sampling, greedy_baseline, train_actor, train_critic
-from distflow.pipelines.nodes.rollout_and_reward import generate, judge_samples, load_answers
+from distflow.pipelines.nodes.rollout_and_reward import generate, load_answers, reward_samples
 from distflow.pipelines.nodes.scoring import score_policy, score_proximal, take_off_kl
 from distflow.pipelines.nodes.updates import update
-from distflow.rewards.router import Judgement
-from distflow.rewards.score import Error, Score, Timeout, Verdict
+from distflow.rewards.router import RewardOutcome
+from distflow.rewards.score import Error, RewardResult, Score, Timeout
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, SamplingParams
 from distflow.runtime.context import NodeContext
 from distflow.runtime.group import Group, new_group
-from distflow.scheduling.groups import Ticket
+from distflow.scheduling.groups import PromptGroup
 from distflow.training.collective import OneRank
 from tests.runtime.groups import group as columns_of
 from tests.tiny_models import tiny_tokenizer
@@ -43,21 +43,21 @@ class OneToken:
         )
 
 
-class Verdicts:
+class RewardCallCounts:
     """A judge that gives the same verdicts whoever asks, and keeps what it was asked."""
 
-    def __init__(self, *verdicts: Verdict) -> None:
+    def __init__(self, *verdicts: RewardResult) -> None:
         self.verdicts, self.asked = verdicts, list[Sequence[Sample]]()
 
-    async def __call__(self, samples: Sequence[Sample]) -> Sequence[Judgement]:
+    async def __call__(self, samples: Sequence[Sample]) -> Sequence[RewardOutcome]:
         self.asked.append(samples)
         rights = [verdict.value if isinstance(verdict, Score) else 0.0 for verdict in self.verdicts]
-        return [Judgement(v, {"custom": v}, right) for v, right in zip(self.verdicts, rights, strict=True)]
+        return [RewardOutcome(v, {"custom": v}, right) for v, right in zip(self.verdicts, rights, strict=True)]
 
 
 def new_group_of_three() -> Group:
     row = PromptRow(5, (4, 5), "4=", ground_truth="4", domain="sums", response_ids=(7, 8))
-    return new_group(Ticket(5, 0, 5, 3, 0), row, SamplingParams(4), seed=1)
+    return new_group(PromptGroup(5, 0, 5, 3, 0), row, SamplingParams(4), seed=1)
 
 
 def answered() -> Group:
@@ -72,14 +72,14 @@ def context(group: Group, validating: bool = False) -> NodeContext:
     )
 
 
-def judged(*verdicts: Verdict, min_valid: int = 2, validating: bool = False) -> object:
+def judged(*verdicts: RewardResult, min_valid: int = 2, validating: bool = False) -> object:
     group = answered()
     ctx = context(group, validating)
-    return asyncio.run(judge_samples(group.samples, Verdicts(*verdicts), ctx, min_valid=min_valid))  # type: ignore[arg-type]
+    return asyncio.run(reward_samples(group.samples, RewardCallCounts(*verdicts), ctx, min_valid=min_valid))  # type: ignore[arg-type]
 
 
-def run_baseline(verdict: Verdict) -> tuple[object, OneToken, Verdicts, Group]:
-    group, engine, judge = answered(), OneToken(), Verdicts(verdict)
+def run_baseline(verdict: RewardResult) -> tuple[object, OneToken, RewardCallCounts, Group]:
+    group, engine, judge = answered(), OneToken(), RewardCallCounts(verdict)
     made = asyncio.run(greedy_baseline(group, engine, judge, tiny_tokenizer()))  # type: ignore[arg-type]
     return made, engine, judge, group
 
@@ -109,7 +109,7 @@ def test_the_text_of_a_conversation_keeps_the_tokens_that_tell_whose_turn_begins
     for turns, text in ((((0, 2), (3, 5)), "!<eos>#$<eos>"), (None, "!#$")):
         tokens = tiny_tokenizer().encode("!") + [eos] + tiny_tokenizer().encode("#$") + [eos]
         row = PromptRow(5, (4, 5), "4=", response_ids=tuple(tokens), turns=turns)
-        group = new_group(Ticket(5, 0, 5, 3, 0), row, SamplingParams(4), seed=1)
+        group = new_group(PromptGroup(5, 0, 5, 3, 0), row, SamplingParams(4), seed=1)
         group.samples = asyncio.run(load_answers(group, tiny_tokenizer()))
         assert group.batch()["responses"] == [text]
 
@@ -131,12 +131,12 @@ def test_a_group_with_too_few_verdicts_to_compare_is_dropped_and_says_why() -> N
     assert not isinstance(judged(*faults, validating=True), Drop), "a validation counts it as wrong"
 
 
-def judged_as(on_error: OnError, *verdicts: Verdict, validating: bool = False, **domains: OnError) -> object:
+def judged_as(on_error: OnError, *verdicts: RewardResult, validating: bool = False, **domains: OnError) -> object:
     group = answered()
     own = {name: (0, otherwise) for name, otherwise in domains.items()}
-    work = judge_samples(
+    work = reward_samples(
         group.samples,
-        Verdicts(*verdicts),  # type: ignore[arg-type]
+        RewardCallCounts(*verdicts),  # type: ignore[arg-type]
         context(group, validating),
         min_valid=2,
         on_error=on_error,
@@ -189,14 +189,14 @@ def test_a_domain_whose_estimator_reads_no_baseline_is_not_answered_greedily() -
         ({None: True, "sums": False}, 0),
         ({None: False}, 0),
     ):
-        group, engine, judge = answered(), OneToken(), Verdicts(Score(0.75))
+        group, engine, judge = answered(), OneToken(), RewardCallCounts(Score(0.75))
         made = asyncio.run(greedy_baseline(group, engine, judge, tiny_tokenizer(), wanted=wanted))  # type: ignore[arg-type]
         assert isinstance(made, torch.Tensor) and made.tolist() == [0.75 * answered_for] * 3
         assert len(engine.requests) == len(judge.asked) == answered_for
 
 
 @pytest.mark.parametrize("fault", [Error("crashed"), Timeout(1.0)])
-def test_a_fault_of_the_verifier_is_no_baseline(fault: Verdict) -> None:
+def test_a_fault_of_the_verifier_is_no_baseline(fault: RewardResult) -> None:
     dropped, *_ = run_baseline(fault)
     assert isinstance(dropped, Drop) and dropped.reason == "too_few_verdicts"
 
@@ -223,7 +223,7 @@ def test_how_many_verdicts_a_group_needs_is_the_estimator_s_to_say(estimator: st
 
 def test_a_group_of_one_is_never_dropped_for_too_few_verdicts() -> None:
     group = answered()
-    work = judge_samples(group.samples[:1], Verdicts(Error("crashed")), context(group), min_valid=2)  # type: ignore[arg-type]
+    work = reward_samples(group.samples[:1], RewardCallCounts(Error("crashed")), context(group), min_valid=2)  # type: ignore[arg-type]
     written = asyncio.run(work)
     assert isinstance(written, dict) and written["valid"] == [False]
 

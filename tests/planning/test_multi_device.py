@@ -13,7 +13,7 @@ from distflow.config.compose.autosize import apply_changes
 from distflow.config.keys.run import AsyncConfig
 from distflow.config.keys.schema import schema_keys
 from distflow.errors import ConfigError, UserError
-from distflow.graph import NodeRole, NodeType, Pipeline, Program, node
+from distflow.graph import BoundPipeline, NodeRole, NodeType, Pipeline, node
 from distflow.planning.allocation import follow_allocation
 from distflow.planning.layout import Layout, Sizes
 from distflow.planning.multi_device import plan_ray
@@ -65,13 +65,13 @@ def learn(advantages, *, actor): ...
 def learn_values(advantages, *, critic): ...
 
 
-def grpo() -> Program:
+def grpo() -> BoundPipeline:
     pipeline = Pipeline("grpo").add_node("answer", answer).add_node("grade", grade, node_role=NodeRole.REWARD)
     pipeline.add_node("refer", refer, plane="learning").add_node("compare", compare, plane="learning")
     return pipeline.add_node("learn", learn).build().bind(Config(), ["prompts"])
 
 
-def ppo() -> Program:
+def ppo() -> BoundPipeline:
     pipeline = Pipeline("ppo").add_node("answer", answer).add_node("grade", grade, node_role=NodeRole.REWARD)
     pipeline.add_node("refer", refer, plane="learning").add_node("value", value, plane="learning")
     pipeline.add_node("compare", compare, plane="learning")
@@ -79,7 +79,7 @@ def ppo() -> Program:
     return pipeline.build().bind(Config(), ["prompts"])
 
 
-def two_parts() -> Program:
+def two_parts() -> BoundPipeline:
     """Two models that learn the same given responses, each by itself."""
 
     @node(writes="advantages")
@@ -384,7 +384,7 @@ def nothing(ctx): ...
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> Program:
+def programs(draw: st.DrawFn) -> BoundPipeline:
     """Random nodes behind each other as they come: some that load, then of the learning plane, some with an engine."""
     pipeline = Pipeline("random")
     num_loading = draw(st.integers(0, 2))
@@ -398,7 +398,7 @@ def programs(draw: st.DrawFn) -> Program:
     return pipeline.build().bind(Config(), ["prompts"])
 
 
-def engines_together(program: Program) -> list[set[str]]:
+def engines_together(program: BoundPipeline) -> list[set[str]]:
     """Engines that one part must have, by the definition: those that some exit depends on, joined where they meet."""
     found: list[set[str]] = []
     for end in program.learning:
@@ -418,7 +418,7 @@ SIZES = st.fixed_dictionaries({role: st.integers(0, 10**12) for role in ("actor"
 @settings(derandomize=True, deadline=None)
 @given(programs(), st.integers(1, 3), st.integers(1, 6), SIZES, st.sampled_from(["even", "param_aware"]))
 def test_any_program_is_placed_whole_on_any_cluster_that_is_large_enough(
-    program: Program, nodes: int, per_node: int, sizes: dict[str, float], strategy: str
+    program: BoundPipeline, nodes: int, per_node: int, sizes: dict[str, float], strategy: str
 ) -> None:
     given_config = devices(per_node, nodes, dag__apportion_strategy=strategy)
     parts = engines_together(program)
@@ -445,7 +445,7 @@ def test_any_program_is_placed_whole_on_any_cluster_that_is_large_enough(
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(programs(), st.sampled_from([(2, 2), (3, 2), (2, 3), (5, 1), (1, 6)]), SIZES)
 def test_no_better_cohesion_of_its_parts_is_left_on_the_table(
-    program: Program, cluster: tuple[int, int], sizes: dict[str, float]
+    program: BoundPipeline, cluster: tuple[int, int], sizes: dict[str, float]
 ) -> None:
     nodes, per_node = cluster
     plan = plan_ray(program, devices(per_node, nodes), "cpu", sizes)

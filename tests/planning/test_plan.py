@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from distflow.errors import UserError
-from distflow.graph import NodeRole, Pipeline, PipelineError, Program, node
+from distflow.graph import BoundPipeline, NodeRole, Pipeline, PipelineError, node
 from distflow.planning.layout import Layout, Sizes
 from distflow.planning.plan import Channel, Plan, RankPlan, check_plan, plan_local, rank_plan
 
@@ -22,7 +22,7 @@ class Config:
 
 
 @pytest.fixture
-def program() -> Program:
+def program() -> BoundPipeline:
     @node(writes="responses")
     def answer(prompts, *, rollout): ...
 
@@ -41,7 +41,7 @@ def program() -> Program:
     )
 
 
-def test_everything_is_on_one_worker_and_the_planes_meet_at_the_experience_edge(program: Program) -> None:
+def test_everything_is_on_one_worker_and_the_planes_meet_at_the_experience_edge(program: BoundPipeline) -> None:
     plan = plan_local(program, "cpu")
     (rank,) = plan.ranks
     assert (rank.experience, rank.learning) == (("answer", "grade"), ("learn",))
@@ -69,7 +69,7 @@ def test_an_engine_of_two_nodes_is_named_once() -> None:
     assert (rank.engines, rank.services) == (("rollout",), ("judge",))
 
 
-def test_a_worker_gets_the_engines_and_services_of_its_own_nodes_only(program: Program) -> None:
+def test_a_worker_gets_the_engines_and_services_of_its_own_nodes_only(program: BoundPipeline) -> None:
     learner = rank_plan(program, 0, "cuda:0", [], ["learn"])
     player = rank_plan(program, 1, "cuda:1", ["answer", "grade"], [])
     assert (learner.engines, learner.services) == (("actor",), ())
@@ -87,7 +87,9 @@ def test_a_worker_gets_the_engines_and_services_of_its_own_nodes_only(program: P
         ({"learning": (), "engines": ("rollout",)}, "no rank of the plan runs node 'learn' of program 'small'"),
     ],
 )
-def test_a_plan_that_does_not_fit_its_program_is_refused(program: Program, changes: dict[str, Any], said: str) -> None:
+def test_a_plan_that_does_not_fit_its_program_is_refused(
+    program: BoundPipeline, changes: dict[str, Any], said: str
+) -> None:
     plan = plan_local(program, "cpu")
     rank: RankPlan = replace(plan.ranks[0], **changes)
     with pytest.raises(UserError) as caught:
@@ -95,7 +97,7 @@ def test_a_plan_that_does_not_fit_its_program_is_refused(program: Program, chang
     assert said in str(caught.value)
 
 
-def test_a_node_that_the_program_has_not_is_refused(program: Program) -> None:
+def test_a_node_that_the_program_has_not_is_refused(program: BoundPipeline) -> None:
     plan = plan_local(program, "cpu")
     rank = replace(plan.ranks[0], learning=("learn", "lern"))
     with pytest.raises((UserError, PipelineError), match="lern"):

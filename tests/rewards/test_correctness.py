@@ -8,7 +8,7 @@ import pytest
 
 from distflow.data.sample import Sample, Segment
 from distflow.rewards.functions import read_score
-from distflow.rewards.router import Judgement, Overlong, RewardRouter
+from distflow.rewards.router import Overlong, RewardOutcome, RewardRouter
 from distflow.rewards.score import Score, accuracy, is_right
 
 REWARDS = """
@@ -107,6 +107,6 @@ def answer(text: str, num_tokens: int) -> Sample:
     return Sample("0-0", 0, segments, response=text, ground_truth="5")
 
 
-def score_of(judgement: Judgement) -> float:
+def score_of(judgement: RewardOutcome) -> float:
     assert isinstance(judgement.verdict, Score)
     return judgement.verdict.value

@@ -13,7 +13,7 @@ from distflow.import_target import LoadError
 from distflow.rewards.fingerprint import fingerprint_function, fingerprint_target
 from distflow.rewards.functions import read_function, write_function
 from distflow.rewards.pool.pool import VerifierPool
-from distflow.rewards.score import Error, Score, Verdict
+from distflow.rewards.score import Error, RewardResult, Score
 
 # As a notebook has it: functions of `__main__`, with what they refer to there.
 CELLS = """
@@ -117,7 +117,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VerifierPool]:
     pool.close()
 
 
-def judge(pool: VerifierPool, name: str) -> Verdict:
+def judge(pool: VerifierPool, name: str) -> RewardResult:
     return asyncio.run(pool.judge(name, ASKED))
 
 

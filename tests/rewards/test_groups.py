@@ -10,7 +10,7 @@ from distflow.data.sample import Sample, Segment
 from distflow.rewards.functions import find_fault
 from distflow.rewards.pool.pool import VerifierPool
 from distflow.rewards.router import RewardRouter
-from distflow.rewards.score import Error, Score, Timeout, Verdict
+from distflow.rewards.score import Error, RewardResult, Score, Timeout
 from tests.patience import at_some_deadline
 
 SOURCE = """
@@ -70,9 +70,9 @@ def pool(file: Path) -> Iterator[VerifierPool]:
     pool.close()
 
 
-def ask(pool: VerifierPool, name: str, texts: list[str], timeout_s: float | None = None, **extra) -> list[Verdict]:
+def ask(pool: VerifierPool, name: str, texts: list[str], timeout_s: float | None = None, **extra) -> list[RewardResult]:
     asked = [{"data_source": "d", "solution_str": t, "ground_truth": "g", "extra_info": extra} for t in texts]
-    return asyncio.run(pool.judge_group(name, asked, timeout_s))
+    return asyncio.run(pool.score_group(name, asked, timeout_s))
 
 
 def test_the_pool_knows_which_take_groups(pool: VerifierPool) -> None:

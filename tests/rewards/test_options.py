@@ -10,7 +10,7 @@ from distflow.config.keys.reward import RewardPart, parse_functions, plain_funct
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
 from distflow.rewards.router import RewardRouter
-from distflow.rewards.self_check import certify
+from distflow.rewards.self_check import run_self_check
 
 SETTINGS = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
 
@@ -19,7 +19,7 @@ def judged(functions: dict, response: str) -> dict[str, float]:
     sample = Sample("0-0", 0, [Segment("prompt", (1,)), Segment("environment", (1,))], response=response)
 
     async def ask(router: RewardRouter) -> dict[str, float]:
-        await certify(router)
+        await run_self_check(router)
         judgement = await router.score(sample)
         assert judgement.verdict.value == sum(
             judgement.scores()[name] * weight for name, weight in router.functions_of("default")

@@ -8,7 +8,7 @@ import pytest
 
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
-from distflow.rewards.router import Judgement, Overlong, RewardRouter, check_domains
+from distflow.rewards.router import Overlong, RewardOutcome, RewardRouter, check_domains
 from distflow.rewards.score import Error, Score, Timeout
 from tests.patience import at_some_deadline
 
@@ -21,7 +21,7 @@ def sample(response: str, ground_truth="5", domain: str = "default", num_tokens:
     return Sample("0-0", 0, segments, response=response, ground_truth=ground_truth, domain=domain, extra_info=extra)
 
 
-def score(router: RewardRouter, judged: Sample) -> Judgement:
+def score(router: RewardRouter, judged: Sample) -> RewardOutcome:
     return asyncio.run(router.score(judged))
 
 

@@ -10,7 +10,7 @@ from distflow.errors import UserError
 from distflow.registry import CUSTOM_REWARD, REWARDS
 from distflow.rewards import self_check as certify_module
 from distflow.rewards.router import RewardRouter
-from distflow.rewards.self_check import certify, certify_answers, certify_faults, known_cases
+from distflow.rewards.self_check import known_cases, run_self_check, self_check_faults, self_check_scores
 
 NOT_KNOWN = (CUSTOM_REWARD, "judge", "model", "verifiers")  # their cases
 NOT_HERE = () if find_spec("reasoning_gym") else ("reasoning_gym",)
@@ -21,7 +21,7 @@ SETTINGS = {"timeout_s": 20.0, "num_workers": 1, "max_response_length": 100}
 def test_every_built_in_has_good_and_bad_cases_and_passes_them():
     assert all(len({case.expected for case in known_cases(name)}) > 1 for name in BUILTIN)
     with RewardRouter({"default": [(name, 1.0) for name in BUILTIN]}, **SETTINGS) as router:
-        asyncio.run(certify(router))
+        asyncio.run(run_self_check(router))
 
 
 @pytest.mark.parametrize(
@@ -33,11 +33,11 @@ def test_a_verifier_that_judges_wrongly_is_named(tmp_path, monkeypatch, body):
     monkeypatch.setitem(REWARDS, "math", replace(REWARDS["math"], target=f"{tmp_path / 'broken.py'}:compute_score"))
     refused = pytest.raises(RuntimeError, match="the verifier 'math' is not fit for use here")
     with RewardRouter({"default": [("math", 1.0)]}, **SETTINGS) as router, refused:
-        asyncio.run(certify(router))
+        asyncio.run(run_self_check(router))
 
 
 def test_a_hang_is_killed_at_its_deadline():
-    asyncio.run(certify_faults())
+    asyncio.run(self_check_faults())
 
 
 def test_a_machine_where_the_hang_is_not_killed_is_named(monkeypatch):
@@ -45,10 +45,10 @@ def test_a_machine_where_the_hang_is_not_killed_is_named(monkeypatch):
     score = "distflow.rewards.format_reward:compute_score"
     monkeypatch.setitem(certify_module._PROBES, "hang", score)
     with pytest.raises(RuntimeError, match="was not killed"):
-        asyncio.run(certify_faults())
+        asyncio.run(self_check_faults())
     monkeypatch.setitem(certify_module._PROBES, "fail", score)
     with pytest.raises(RuntimeError, match=r"a verifier that fails \(.*\) must give no verdict"):
-        asyncio.run(certify_faults())
+        asyncio.run(self_check_faults())
 
 
 def test_answers_that_are_no_ground_truth_are_found_before_the_run():
@@ -59,9 +59,9 @@ def test_answers_that_are_no_ground_truth_are_found_before_the_run():
             ("default", 63.0, {}),
             ("text", "Paris", {}),
         ]
-        asyncio.run(certify_answers(router, good))
-        asyncio.run(certify_answers(router, [*good, ("default", None, {})]))
+        asyncio.run(self_check_scores(router, good))
+        asyncio.run(self_check_scores(router, [*good, ("default", None, {})]))
         with pytest.raises(UserError, match="2 of 3 answers of domain 'default' .*data.answer_key"):
             asyncio.run(
-                certify_answers(router, [("default", None, {}), ("default", {"a": 1}, {}), ("default", "7", {})])
+                self_check_scores(router, [("default", None, {}), ("default", {"a": 1}, {}), ("default", "7", {})])
             )

@@ -14,7 +14,7 @@ from distflow.runtime.group import Group, new_group
 from distflow.runtime.step import Step, compile_steps
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.data_plan import DataPlan
-from distflow.scheduling.groups import Ticket
+from distflow.scheduling.groups import PromptGroup
 from distflow.training.collective import OneRank
 
 FIELDS = (*PROMPT_FIELDS, "responses", "response_ids", "response_mask", "valid", "token_level_rewards")
@@ -46,11 +46,11 @@ def samples(
     return made
 
 
-def ticket(number: int = 0, size: int = 2) -> Ticket:
-    return Ticket(number, 0, number, size, 0)
+def ticket(number: int = 0, size: int = 2) -> PromptGroup:
+    return PromptGroup(number, 0, number, size, 0)
 
 
-def waiting_group(of: Ticket | None = None) -> Group:
+def waiting_group(of: PromptGroup | None = None) -> Group:
     """A group without any answer yet."""
     of = of or ticket()
     return new_group(of, PromptRow(of.row, (1, 2, 3), "p", "r0", "default", {"row": of.row}), PARAMS, seed=1)
@@ -63,7 +63,7 @@ def answered_group(number: int = 0, lengths: tuple[int, ...] = (2, 4)) -> Group:
 
 
 def coordinator(**changes: Any) -> Coordinator:
-    plan: dict[str, Any] = {"num_rows": 8, "consumer_batch": 2, "group_size": 2, "total_tickets": 8, "total_steps": 4}
+    plan: dict[str, Any] = {"num_rows": 8, "consumer_batch": 2, "group_size": 2, "total_groups": 8, "total_steps": 4}
     return Coordinator(DataPlan(**{**plan, **changes}))
 
 

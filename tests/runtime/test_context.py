@@ -15,7 +15,7 @@ from distflow.errors import UserError
 from distflow.runtime.context import Contexts, NodeContext
 from distflow.runtime.group import new_group
 from distflow.runtime.resources import Resources
-from distflow.scheduling.groups import Ticket
+from distflow.scheduling.groups import PromptGroup
 from tests.runtime.groups import PARAMS, answered_group, context, group, waiting_group
 
 TICKETS = (3, 4, 6, 7, 9)
@@ -77,7 +77,7 @@ def test_a_node_has_one_state_of_its_own_and_its_updates_are_told_by_role() -> N
     ctx.after_update(critic, batch, {}, False)  # type: ignore[arg-type]
     assert told == [("actor", actor, batch, {"loss": 1.0}, 4, True), ("critic", critic, batch, {}, 4, False)]
 
-    answered = new_group(Ticket(5, 0, 5, 2, 3), PromptRow(5, (1,), "p"), PARAMS, seed=1)
+    answered = new_group(PromptGroup(5, 0, 5, 2, 3), PromptRow(5, (1,), "p"), PARAMS, seed=1)
     ctx = contexts.experience(answered, "c")
     ctx.state["n"] = 3
     assert (ctx.step, ctx.group, ctx.validating, ctx.router) == (3, answered, False, parts.judge)

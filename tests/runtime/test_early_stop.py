@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from distflow.audit.recorder import Witness
+from distflow.audit.recorder import GroupRecorder
 from distflow.data.sample import Sample
 from distflow.graph import BoundNode, Drop, node
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation
 from distflow.runtime.group import Group
-from distflow.runtime.rollout_loop import ExperiencePlane, SubmissionGate
-from distflow.runtime.sample_queue.local import LocalEdge
+from distflow.runtime.rollout_loop import RolloutLoop, SubmissionGate
+from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.step import compile_steps
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.coordinator import Coordinator
@@ -67,31 +67,31 @@ async def answer(group: Group, rollout: Any) -> list[Sample]:
     return samples(group.ticket.number, (1, 1), version=group.ticket.version)
 
 
-def plane_of(engine: Any, *more: BoundNode) -> ExperiencePlane:
-    gate = SubmissionGate(engine, Witness())
+def plane_of(engine: Any, *more: BoundNode) -> RolloutLoop:
+    gate = SubmissionGate(engine, GroupRecorder())
     steps = compile_steps([bound(answer), *more], {"rollout": gate})
-    return ExperiencePlane(
+    return RolloutLoop(
         steps,
         waiting_group,
         lambda group, name: context(group.ticket.version, group=group),
         gate,
         10.0,
         Ends(),
-        Witness(),
+        GroupRecorder(),
         stops_early=True,
     )
 
 
 def counted(**changes: Any) -> Coordinator:
-    more = {"oversampling": Fraction(1, 2), "shuffle": False, "num_rows": 40, "total_tickets": 40, "consumer_batch": 4}
+    more = {"oversampling": Fraction(1, 2), "shuffle": False, "num_rows": 40, "total_groups": 40, "consumer_batch": 4}
     return coordinator(**{**more, "total_steps": 9, **changes})
 
 
-def run(plane: ExperiencePlane, coordinator: Coordinator, steps: int = 1) -> list[list[int]]:
+def run(plane: RolloutLoop, coordinator: Coordinator, steps: int = 1) -> list[list[int]]:
     """The groups of each step; nothing of the plane may live on."""
 
     async def filled() -> list[list[int]]:
-        taken = await asyncio.wait_for(fill(plane, LocalEdge(coordinator, Waits()), steps), 60)
+        taken = await asyncio.wait_for(fill(plane, LocalSampleQueue(coordinator, Waits()), steps), 60)
         await asyncio.sleep(0)
         assert len(asyncio.all_tasks()) == 1, "no group lives on"
         return taken

@@ -2,16 +2,16 @@
 
 import pytest
 
-from distflow.rewards.call_counts import Tally, Verdicts
+from distflow.rewards.call_counts import CallCounts, RewardCallCounts
 from distflow.runtime.errors import ErrorShare, TooManyErrors, warn_of_errors
 
 
 def test_what_was_counted_is_taken_once_with_the_first_failure() -> None:
-    tally = Tally()
+    tally = CallCounts()
     for asked, failed, first in ((4, 0, "no failure"), (4, 1, "one"), (0, 2, "other")):
         tally.add(asked, failed, first)
-    assert tally.take() == Verdicts(8, 3, "one") and tally.take() == Verdicts()
-    assert Verdicts(8, 3).share == 0.375 and Verdicts().share == 0.0
+    assert tally.take() == RewardCallCounts(8, 3, "one") and tally.take() == RewardCallCounts()
+    assert RewardCallCounts(8, 3).share == 0.375 and RewardCallCounts().share == 0.0
 
 
 def test_a_share_is_told_when_it_begins_and_when_it_doubles() -> None:
@@ -19,7 +19,7 @@ def test_a_share_is_told_when_it_begins_and_when_it_doubles() -> None:
     share = ErrorShare(1.0, said.append)
     told = []
     for step, failed in enumerate((0, 5, 6, 8, 11, 12, 30, 24, 5, 6), 1):
-        share.step(Verdicts(100, failed, "it broke"), step)
+        share.step(RewardCallCounts(100, failed, "it broke"), step)
         told.append(len(said))
     assert told == [0, 0, 1, 1, 1, 2, 3, 3, 3, 4]
     assert said[0].startswith("6 of 100 verdicts failed (6%) at step 3; ") and "The first said: it broke" in said[0]
@@ -31,18 +31,21 @@ def test_a_share_is_told_when_it_begins_and_when_it_doubles() -> None:
 def test_more_than_the_limit_stops(failed: int, limit: float, stops: bool) -> None:
     share = ErrorShare(limit, lambda message: None)
     if not stops:
-        assert share.step(Verdicts(100, failed), 1) == {"reward/verdicts": 100.0, "reward/error_share": failed / 100}
+        assert share.step(RewardCallCounts(100, failed), 1) == {
+            "reward/verdicts": 100.0,
+            "reward/error_share": failed / 100,
+        }
         return
-    with pytest.raises(TooManyErrors, match=r"more than reward.max_error_share=.*\\x1b\[2J⏎so"):
-        share.step(Verdicts(100, failed, "\x1b[2J\nso"), 1)
+    with pytest.raises(TooManyErrors, match=r"more than reward.max_error_rate=.*\\x1b\[2J⏎so"):
+        share.step(RewardCallCounts(100, failed, "\x1b[2J\nso"), 1)
 
 
 def test_no_verdict_is_no_share() -> None:
-    assert ErrorShare(0.0, lambda message: None).step(Verdicts(), 1) == {}
+    assert ErrorShare(0.0, lambda message: None).step(RewardCallCounts(), 1) == {}
 
 
 def test_a_validation_is_only_told() -> None:
     said: list[str] = []
     for failed in (5, 6, 100):
-        warn_of_errors(Verdicts(100, failed, "it broke"), said.append)
+        warn_of_errors(RewardCallCounts(100, failed, "it broke"), said.append)
     assert len(said) == 2 and "in a validation, and count as wrong" in said[0]

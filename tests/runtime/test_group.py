@@ -10,7 +10,7 @@ from distflow.data.sample import Sample, Segment
 from distflow.graph.fields import Axis
 from distflow.rollout.engine import Stream
 from distflow.runtime.group import Group, new_group
-from distflow.scheduling.groups import Ticket
+from distflow.scheduling.groups import PromptGroup
 from tests.runtime.groups import PARAMS, answered_group, ticket, waiting_group
 
 
@@ -35,7 +35,7 @@ def test_the_greedy_group_wants_one_answer_and_shares_nothing_that_is_written() 
 
 
 def test_what_is_drawn_follows_from_the_seed_and_the_ticket_s_stream_epoch_and_row() -> None:
-    of = Ticket(17, 2, 5, 3, 0, stream="val/sums/sampled")
+    of = PromptGroup(17, 2, 5, 3, 0, stream="val/sums/sampled")
     group = new_group(of, PromptRow(5, (1, 2, 3), "p", "r0", "default", {}), PARAMS, seed=9)
     assert group.stream == Stream(9, "val/sums/sampled", 2, 5) and group.wanted == (0, 1, 2)
     assert group.greedy().stream == group.stream

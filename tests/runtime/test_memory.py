@@ -51,7 +51,7 @@ def test_without_leave_to_reset_the_peak_there_is_that_of_the_process_alone(
 
 
 def test_a_run_records_the_phases_of_each_step(tmp_path: Path) -> None:
-    run = Playground(tmp_path, num_rows=8).run("grpo", "trust.certify_rewards=false", "trainer.total_epochs=1")
+    run = Playground(tmp_path, num_rows=8).run("grpo", "trust.check_rewards=false", "trainer.total_epochs=1")
     for metrics in run.metrics():
         phases = {name.removeprefix("timing_s/") for name in metrics if name.startswith("timing_s/")} - {"step"}
         measured = {name.removeprefix("memory/process/") for name in metrics if name.startswith("memory/process/")}

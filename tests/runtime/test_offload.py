@@ -12,7 +12,7 @@ from distflow.data.batch import Batch
 from distflow.rollout.embedded.engine import EmbeddedEngine
 from distflow.rollout.engine import GenerateRequest, GenerateResult
 from distflow.runtime.checkpoint.checkpoint import CheckpointStore
-from distflow.runtime.offload import Offloads, Residence
+from distflow.runtime.offload import Offload, Offloads
 from distflow.runtime.spec import Spec
 from distflow.training.engine import LossFn
 from distflow.training.torch_engine import TorchTrainEngine
@@ -114,7 +114,7 @@ class Recorded:
 
 def test_moments_alone_need_no_onload_and_an_engine_of_which_nothing_is_offloaded_is_never_asked() -> None:
     actor, critic = Recorded(), Recorded()
-    residence = Residence({"actor": actor, "critic": critic}, {"actor": Offloads(False, True)})  # type: ignore[dict-item]
+    residence = Offload({"actor": actor, "critic": critic}, {"actor": Offloads(False, True)})  # type: ignore[dict-item]
     for roles in ((), (), ("critic",), ("actor", "critic"), ("actor",), ()):
         residence.only(roles)
     assert (actor.moves, critic.moves) == ([(False, True), (False, True)], [])

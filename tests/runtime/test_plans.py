@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distflow.errors import UserError
-from distflow.graph import Program
+from distflow.graph import BoundPipeline
 from distflow.launch.local_launcher import local_ports
 from distflow.planning.plan import Plan, RankPlan, check_plan, rank_plan
 from distflow.runtime.checkpoint.checkpoint import CheckpointStore
@@ -25,7 +25,7 @@ from tests.e2e.runs import Playground
 STEPS = ("trainer.total_training_steps=3", "trainer.save_freq=3")
 
 
-def split(program: Program, *parts: tuple[Sequence[str], Sequence[str]]) -> tuple[RankPlan, ...]:
+def split(program: BoundPipeline, *parts: tuple[Sequence[str], Sequence[str]]) -> tuple[RankPlan, ...]:
     return tuple(rank_plan(program, rank, "cpu", *part) for rank, part in enumerate(parts))
 
 
@@ -44,11 +44,11 @@ def run_ranks(spec: Spec) -> list[Resources]:
         ]
         if len(workers) == 1:
             with workers[0] as worker:
-                worker.learning_loop()
+                worker.training_loop()
         else:
             rollout, learner = workers
             with rollout, learner:
-                learner.learning_loop()
+                learner.training_loop()
     return resources
 
 

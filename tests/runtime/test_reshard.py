@@ -3,17 +3,17 @@
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from distflow.graph import Program
+from distflow.graph import BoundPipeline
 from distflow.planning.multi_device import plan_ray
-from distflow.planning.plan import Plan, check_plan, learning_teams, plan_local
-from distflow.runtime.reshard import Handovers, handovers
+from distflow.planning.plan import Plan, check_plan, dp_groups_of, plan_local
+from distflow.runtime.reshard import ColumnReshard, handovers
 from tests.planning.test_multi_device import devices, ppo, programs
 
 
 def test_what_a_team_reads_of_nodes_that_it_does_not_run_is_handed_over_once() -> None:
     program = ppo()
     plan = plan_ray(program, devices(4, trainer__allocation="embedded:d1+torch[critic]:d1+torch:d2"), "cpu", {})
-    assert learning_teams(plan) == ((2, 3), (1,)), "the policy's team leads"
+    assert dp_groups_of(plan) == ((2, 3), (1,)), "the policy's team leads"
     found = [(each.source, each.target, each.writers, each.readers) for each in handovers(plan, program)]
     assert found == [("value", "compare", (1,), (2, 3)), ("refer", "compare", (2, 3), (1,))]
     assert str(next(handovers(plan, program)).key(3)) == ("step 3 of edge 'value to compare on ranks 2, 3' (version 3)")
@@ -22,11 +22,11 @@ def test_what_a_team_reads_of_nodes_that_it_does_not_run_is_handed_over_once() -
 def test_one_team_hands_nothing_over() -> None:
     program = ppo()
     assert not [*handovers(plan_local(program, "cpu"), program)]
-    assert not Handovers(plan_local(program, "cpu"), program, 0, None).waits_for("compare")
+    assert not ColumnReshard(plan_local(program, "cpu"), program, 0, None).waits_for("compare")
 
 
 @st.composite
-def allocated(draw: st.DrawFn) -> tuple[Program, Plan]:
+def allocated(draw: st.DrawFn) -> tuple[BoundPipeline, Plan]:
     """A random program whose engines lie together or apart as they come, on one to three devices each."""
     program = draw(programs())
     assume(len(program.engines) > 1)
@@ -41,7 +41,7 @@ def allocated(draw: st.DrawFn) -> tuple[Program, Plan]:
 
 @settings(derandomize=True, deadline=None)
 @given(allocated())
-def test_no_join_loses_an_input_wherever_its_engines_lie(case: tuple[Program, Plan]) -> None:
+def test_no_join_loses_an_input_wherever_its_engines_lie(case: tuple[BoundPipeline, Plan]) -> None:
     program, plan = case
     check_plan(plan, program)
     over = [*handovers(plan, program)]
@@ -59,9 +59,9 @@ def test_no_join_loses_an_input_wherever_its_engines_lie(case: tuple[Program, Pl
     check_that_all_end(plan, program)
 
 
-def check_that_all_end(plan: Plan, program: Program) -> None:
+def check_that_all_end(plan: Plan, program: BoundPipeline) -> None:
     """Teams go through their nodes one by one, and wait before one for what is handed over to it."""
-    over, left = [*handovers(plan, program)], {team: [*plan.ranks[team[0]].learning] for team in learning_teams(plan)}
+    over, left = [*handovers(plan, program)], {team: [*plan.ranks[team[0]].learning] for team in dp_groups_of(plan)}
     while any(left.values()):
         going = [
             team

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from distflow.algorithms.sample_filters import TOO_FEW_VERDICTS
-from distflow.audit.recorder import Witness
+from distflow.audit.recorder import GroupRecorder
 from distflow.data.sample import Sample
 from distflow.graph import BoundNode, Drop, NodeOutput, node
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Generation, Receipt, Stream
 from distflow.runtime.context import Contexts, NodeContext
 from distflow.runtime.group import Group
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_loop import ExperiencePlane, SubmissionGate
-from distflow.runtime.sample_queue.local import LocalEdge
+from distflow.runtime.rollout_loop import RolloutLoop, SubmissionGate
+from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.sample_queue.protocol import UserNoProgress
 from distflow.runtime.step import compile_steps
 from distflow.runtime.wait_log import Waits
-from distflow.scheduling.groups import Ticket, Version
+from distflow.scheduling.groups import PromptGroup, Version
 from tests.e2e.runs import Playground
 from tests.runtime.groups import PARAMS, bound, context, coordinator, samples, waiting_group
 
@@ -80,18 +80,18 @@ async def answer(group: Group, rollout: Any) -> list[Sample]:
 class Ends(dict[int, str]):
     """How each group ended."""
 
-    def __call__(self, ticket: Ticket, outcome: str, started: float, ended: float) -> None:
+    def __call__(self, ticket: PromptGroup, outcome: str, started: float, ended: float) -> None:
         assert started <= ended
         self[ticket.number] = outcome
 
 
-def plane_of(engine: Any, *more: BoundNode) -> ExperiencePlane:
-    gate = SubmissionGate(engine, Witness())
+def plane_of(engine: Any, *more: BoundNode) -> RolloutLoop:
+    gate = SubmissionGate(engine, GroupRecorder())
     steps = compile_steps([bound(answer), *more], {"rollout": gate})
-    return ExperiencePlane(steps, waiting_group, context_of, gate, 10.0, Ends(), Witness())
+    return RolloutLoop(steps, waiting_group, context_of, gate, 10.0, Ends(), GroupRecorder())
 
 
-async def fill(plane: ExperiencePlane, edge: LocalEdge, steps: int) -> list[list[int]]:
+async def fill(plane: RolloutLoop, edge: LocalSampleQueue, steps: int) -> list[list[int]]:
     """Learn nothing from each step; the groups of each. Raises what ends the plane."""
     engine: Any = plane.gate._engine if plane.gate is not None else OrderedEngine()
     loop = asyncio.ensure_future(plane.loop(edge))
@@ -112,7 +112,7 @@ async def fill(plane: ExperiencePlane, edge: LocalEdge, steps: int) -> list[list
 
 def test_a_wave_is_asked_of_a_paused_engine_that_then_resumes() -> None:
     engine = OrderedEngine()
-    edge = LocalEdge(coordinator(consumer_batch=4), Waits())
+    edge = LocalSampleQueue(coordinator(consumer_batch=4), Waits())
     assert asyncio.run(fill(plane_of(engine), edge, 2)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     first = engine.log[: engine.log.index("resume") + 1]
     assert first[0] == "pause" and len(first) == 5, "three requests, and a group without one, between the two"
@@ -127,17 +127,17 @@ def test_a_node_may_ask_in_tasks_of_its_own() -> None:
         return samples(group.ticket.number, (1, 1), version=group.ticket.version)
 
     engine = OrderedEngine()
-    gate = SubmissionGate(engine, Witness())  # type: ignore[arg-type]
+    gate = SubmissionGate(engine, GroupRecorder())  # type: ignore[arg-type]
     steps = compile_steps([bound(answer_in_tasks)], {"rollout": gate})
-    plane = ExperiencePlane(steps, waiting_group, context_of, gate, 10.0, Ends(), Witness())
-    edge = LocalEdge(coordinator(consumer_batch=4), Waits())
+    plane = RolloutLoop(steps, waiting_group, context_of, gate, 10.0, Ends(), GroupRecorder())
+    edge = LocalSampleQueue(coordinator(consumer_batch=4), Waits())
     assert asyncio.run(asyncio.wait_for(fill(plane, edge, 2), 60)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_the_gate_counts_groups_that_end_without_asking() -> None:
     async def run() -> list[Any]:
         engine = OrderedEngine()
-        gate = SubmissionGate(engine, Witness())  # type: ignore[arg-type]
+        gate = SubmissionGate(engine, GroupRecorder())  # type: ignore[arg-type]
         await engine.pause()
 
         async def asks() -> None:
@@ -155,7 +155,7 @@ def test_the_gate_counts_groups_that_end_without_asking() -> None:
         await asyncio.wait_for(gate.all_in(), 10)
         await engine.resume()
         await asyncio.gather(*tasks, return_exceptions=True)
-        empty = SubmissionGate(engine, Witness())  # type: ignore[arg-type]
+        empty = SubmissionGate(engine, GroupRecorder())  # type: ignore[arg-type]
         empty.expect([])
         await asyncio.wait_for(empty.all_in(), 10)
         return engine.log
@@ -175,8 +175,8 @@ def test_whatever_a_node_does_costs_its_own_group_only() -> None:
             return {"scores": [1.0]}
         return Drop("dull") if number == 4 else [1.0, 0.0]
 
-    plane, counted = plane_of(OrderedEngine(), bound(judge)), coordinator(total_tickets=16, total_steps=3)
-    assert asyncio.run(fill(plane, LocalEdge(counted, Waits()), 3)) == [[0, 3], [6, 7], [8, 9]]
+    plane, counted = plane_of(OrderedEngine(), bound(judge)), coordinator(total_groups=16, total_steps=3)
+    assert asyncio.run(fill(plane, LocalSampleQueue(counted, Waits()), 3)) == [[0, 3], [6, 7], [8, 9]]
     ends = plane.ended
     assert isinstance(ends, Ends) and ends[0] == "complete" and ends[4] == "dull"
     assert ends[1].startswith("error: node 'x' raised KeyError: 'one' (at test_rollout_loop.py:")
@@ -193,7 +193,9 @@ def test_a_column_that_is_none_costs_its_own_group_only(scores: Any) -> None:
     async def judge(group: Group) -> Any:
         return {"scores": scores if group.ticket.number == 0 else [1.0, 0.0]}
 
-    assert asyncio.run(fill(plane_of(OrderedEngine(), bound(judge)), LocalEdge(coordinator(), Waits()), 1)) == [[1, 2]]
+    assert asyncio.run(fill(plane_of(OrderedEngine(), bound(judge)), LocalSampleQueue(coordinator(), Waits()), 1)) == [
+        [1, 2]
+    ]
 
 
 def test_a_group_that_fails_by_no_fault_of_the_user_s_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +213,7 @@ def test_a_group_that_fails_by_no_fault_of_the_user_s_is_tried_again(monkeypatch
 
     monkeypatch.setattr("distflow.runtime.errors.users_place", lambda error: None)  # this file is no user's
     counted = coordinator(shuffle=False)
-    assert asyncio.run(fill(plane_of(Failing()), LocalEdge(counted, Waits()), 1)) == [[0, 2]]
+    assert asyncio.run(fill(plane_of(Failing()), LocalSampleQueue(counted, Waits()), 1)) == [[0, 2]]
     assert Failing.attempts == {0: 3, 1: 3, 2: 1} and counted.accounting().dropped == {"quarantined": 1}
 
 
@@ -221,7 +223,7 @@ def test_a_program_that_always_fails_ends_with_the_reason() -> None:
         raise KeyError("every time")
 
     with pytest.raises(UserNoProgress, match="every time"):
-        asyncio.run(fill(plane_of(OrderedEngine(), bound(judge)), LocalEdge(coordinator(), Waits()), 1))
+        asyncio.run(fill(plane_of(OrderedEngine(), bound(judge)), LocalSampleQueue(coordinator(), Waits()), 1))
 
 
 def test_verdicts_that_are_always_missing_end_the_run_with_the_reason() -> None:
@@ -231,7 +233,7 @@ def test_verdicts_that_are_always_missing_end_the_run_with_the_reason() -> None:
 
     plane = plane_of(OrderedEngine(), bound(judge))
     with pytest.raises(UserNoProgress, match="the grader is down"):
-        asyncio.run(fill(plane, LocalEdge(coordinator(), Waits()), 1))
+        asyncio.run(fill(plane, LocalSampleQueue(coordinator(), Waits()), 1))
     assert plane.ended[0] == f"{TOO_FEW_VERDICTS}: the grader is down"  # type: ignore[index]
 
 
@@ -241,7 +243,7 @@ def test_what_nodes_measured_of_a_group_goes_with_it() -> None:
         return NodeOutput({"scores": [1.0, 0.0]}, {"number": float(group.ticket.number)})
 
     async def run() -> Any:
-        edge = LocalEdge(coordinator(), Waits())
+        edge = LocalSampleQueue(coordinator(), Waits())
         loop = asyncio.ensure_future(plane_of(OrderedEngine(), bound(judge)).loop(edge))
         share = await asyncio.to_thread(edge.take, 0, 0)
         loop.cancel()
@@ -253,7 +255,7 @@ def test_what_nodes_measured_of_a_group_goes_with_it() -> None:
 def test_cancelling_the_plane_aborts_what_the_engine_does() -> None:
     async def run() -> int:
         engine = OrderedEngine()
-        plane, edge = plane_of(engine), LocalEdge(coordinator(num_rows=100, max_staleness=1), Waits())
+        plane, edge = plane_of(engine), LocalSampleQueue(coordinator(num_rows=100, max_staleness=1), Waits())
         loop = asyncio.ensure_future(plane.loop(edge))
         while len([entry for entry in engine.log if not isinstance(entry, str)]) < 2:
             await asyncio.sleep(0)
@@ -274,8 +276,8 @@ def test_the_plane_of_a_worker_draws_by_the_run_s_seed_and_sampling_and_stops_at
     spec = replace(spec, options=replace(spec.options, timeout_s=7.0))
     parts = Resources(None, (3, 7), {}, 0, rollout=OrderedEngine())  # type: ignore[arg-type]
     contexts = Contexts(spec.config, parts, {}, lambda *update: update[-1], lambda *update: None)
-    plane = ExperiencePlane.of(spec, [bound(answer)], parts, contexts, Ends(), Witness())
-    made = plane.make_group(Ticket(30, 2, 6, 4, 0))
+    plane = RolloutLoop.of(spec, [bound(answer)], parts, contexts, Ends(), GroupRecorder())
+    made = plane.make_group(PromptGroup(30, 2, 6, 4, 0))
     assert made.stream == Stream(11, "train", 2, 6) and made.row == spec.rows[6]
     assert made.params == replace(spec.sampling, stop_token_ids=(3, 7)) and not made.params.greedy
     assert plane.timeout_s == 7.0 and plane.gate is not None
@@ -288,9 +290,9 @@ def test_groups_that_ask_at_once_are_submitted_in_ticket_order() -> None:
         return samples(group.ticket.number, (1, 1), version=group.ticket.version)
 
     engine = OrderedEngine()
-    gate = SubmissionGate(engine, Witness())  # type: ignore[arg-type]
-    plane = ExperiencePlane(
-        compile_steps([bound(asks)], {"rollout": gate}), waiting_group, context_of, gate, 10.0, Ends(), Witness()
+    gate = SubmissionGate(engine, GroupRecorder())  # type: ignore[arg-type]
+    plane = RolloutLoop(
+        compile_steps([bound(asks)], {"rollout": gate}), waiting_group, context_of, gate, 10.0, Ends(), GroupRecorder()
     )
-    asyncio.run(fill(plane, LocalEdge(coordinator(consumer_batch=4, shuffle=False), Waits()), 1))
+    asyncio.run(fill(plane, LocalSampleQueue(coordinator(consumer_batch=4, shuffle=False), Waits()), 1))
     assert [entry[0] for entry in engine.log if not isinstance(entry, str)] == [0, 1, 2, 3]

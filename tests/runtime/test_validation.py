@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from distflow.audit.recorder import Witness
+from distflow.audit.recorder import GroupRecorder
 from distflow.config import Config
 from distflow.data.batch import Batch
 from distflow.data.prompts import PromptRow
@@ -18,11 +18,11 @@ from distflow.rollout.engine import SamplingParams, Stream
 from distflow.runtime.context import Contexts, NodeContext
 from distflow.runtime.group import Group
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_loop import ExperiencePlane
+from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.spec import ValidationSet
 from distflow.runtime.step import compile_steps
-from distflow.runtime.validation import Answers, Validator, held_out_loss, pass_at_k, validate
-from distflow.scheduling.groups import Ticket
+from distflow.runtime.validation import Answers, Validator, pass_at_k, validate, validation_loss
+from distflow.scheduling.groups import PromptGroup
 from tests.runtime.groups import bound, group, samples, waiting_group
 
 GREEDY, SAMPLED = SamplingParams(4, greedy=True), SamplingParams(4)
@@ -44,10 +44,10 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(n: int) -> None:
         assert pass_at_k(n, right, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12)
 
 
-def answers(score: Callable[[Ticket, int], float | None]) -> Callable[..., object]:
+def answers(score: Callable[[PromptGroup, int], float | None]) -> Callable[..., object]:
     """Scores by ticket and sample; None: no verdict."""
 
-    async def answer(chosen: ValidationSet, ticket: Ticket, params: SamplingParams) -> Batch | Drop:
+    async def answer(chosen: ValidationSet, ticket: PromptGroup, params: SamplingParams) -> Batch | Drop:
         found = [score(ticket, i) for i in range(ticket.group_size)]
         batch = group(ticket.number, (1,) * ticket.group_size, tuple(s is not None for s in found))
         batch["acc"] = torch.tensor([s or 0.0 for s in found])
@@ -128,7 +128,7 @@ def test_held_out_prompts_are_answered_as_they_are_to_be_by_the_nodes_that_valid
     parts = Resources(None, (3, 7), {}, 0)  # type: ignore[arg-type]  # no node reads the tokenizer
     contexts = Contexts(Config(), parts, {}, lambda *update: update[-1], lambda *update: None)
     steps = compile_steps([bound(answer), bound(judge), bound(drops)], {})
-    plane = ExperiencePlane(steps, waiting_group, contexts.experience, None, 10.0, lambda *ended: None, Witness())
+    plane = RolloutLoop(steps, waiting_group, contexts.experience, None, 10.0, lambda *ended: None, GroupRecorder())
     prompts = [PromptRow(i, (1, 2, 3), f"p{i}", "", "default", {}) for i in range(2)]
     chosen = ValidationSet("own", prompts, GREEDY, SAMPLED, 2)
     found = asyncio.run(Validator([chosen], contexts, plane, (3, 7), 9, print).run(5))
@@ -155,7 +155,7 @@ def test_a_prompt_on_which_a_node_fails_costs_its_own_answers_only() -> None:
     parts = Resources(None, (), {}, 0)  # type: ignore[arg-type]  # no node reads the tokenizer
     contexts = Contexts(Config(), parts, {}, lambda *update: update[-1], lambda *update: None)
     steps = compile_steps([bound(answer), bound(judge)], {})
-    plane = ExperiencePlane(steps, waiting_group, contexts.experience, None, 10.0, lambda *ended: None, Witness())
+    plane = RolloutLoop(steps, waiting_group, contexts.experience, None, 10.0, lambda *ended: None, GroupRecorder())
     prompts = [PromptRow(i, (1, 2, 3), f"p{i}", "", "default", {}) for i in range(2)]
     said: list[str] = []
     validator = Validator([ValidationSet("own", prompts, GREEDY, None, 0)], contexts, plane, (), 9, said.append)
@@ -175,7 +175,7 @@ def test_a_held_out_loss_is_a_mean_over_the_answers_tokens() -> None:
 
     prompts = [PromptRow(i, (1,), "p", "", "default", {}, ids) for i, ids in enumerate(((5,), (6, 7, 8)))]
     chosen = ValidationSet("val", prompts, None)
-    assert held_out_loss([chosen], Scorer()) == {"sft/val_loss": (5 + 6 + 7 + 8) / 4}  # type: ignore[arg-type]
+    assert validation_loss([chosen], Scorer()) == {"sft/val_loss": (5 + 6 + 7 + 8) / 4}  # type: ignore[arg-type]
 
 
 def test_a_verdict_that_is_not_one_is_not_right() -> None:

@@ -23,14 +23,14 @@ from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources, build_resources
 from distflow.runtime.spec import Spec
 from distflow.runtime.stop import StopRequest
-from distflow.runtime.weight_sync.sender import Publisher
+from distflow.runtime.weight_sync.sender import WeightSender
 from distflow.runtime.worker import Worker
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.groups import Version
 from distflow.scheduling.ledger import timeline
 from tests.e2e.runs import Playground, notes
 
-CHEAP = ("trust.certify_rewards=false", "actor_rollout_ref.rollout.n=2")
+CHEAP = ("trust.check_rewards=false", "actor_rollout_ref.rollout.n=2")
 
 
 @pytest.fixture
@@ -127,12 +127,12 @@ def test_weights_are_published_at_the_start_and_behind_each_update_and_tokens_sa
 def test_weights_are_published_as_often_as_the_run_says(ground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
     published: list[tuple[int, bool]] = []
 
-    def noted(self: Publisher, version: Version, at_start: bool = False) -> dict[str, float]:
+    def noted(self: WeightSender, version: Version, at_start: bool = False) -> dict[str, float]:
         published.append((version.step, at_start))
         return publish(self, version, at_start)
 
-    publish = Publisher.publish
-    monkeypatch.setattr(Publisher, "publish", noted)
+    publish = WeightSender.publish
+    monkeypatch.setattr(WeightSender, "publish", noted)
     keys = ("async.max_staleness=1", "actor_rollout_ref.actor.model_update_frequency=2")
     run = ground.run("grpo", *CHEAP, *keys, "trainer.total_epochs=1")
     assert published == [(0, True), (2, False)]
@@ -143,7 +143,7 @@ def test_weights_are_published_as_often_as_the_run_says(ground: Playground, monk
 
 def test_what_nodes_keep_is_saved_and_goes_on_in_a_resumed_run(ground: Playground) -> None:
     kl = (f"algorithm.kl_ctrl.{key}" for key in ("type=adaptive", "target_kl=0.01", "horizon=50"))
-    keys = ("trust.certify_rewards=false", "actor_rollout_ref.rollout.n=1", "trainer.save_freq=1", *kl)
+    keys = ("trust.check_rewards=false", "actor_rollout_ref.rollout.n=1", "trainer.save_freq=1", *kl)
     keys = (*keys, "trust.audit_freq=0")  # `ends_at` changes the run behind the schedule's back
     whole = ground.run("ppo", *keys, "trainer.total_training_steps=3", name="whole")
     coefficients = [metrics["actor/kl_coef"] for metrics in whole.metrics()]
@@ -203,7 +203,7 @@ def working(ground: Playground, *keys: str) -> Iterator[tuple[Worker, Resources]
 def test_a_worker_keeps_the_status_of_its_nodes_and_tells_their_time(ground: Playground) -> None:
     with working(ground, "dag.enable_perf=true") as (worker, _):
         assert set(worker.status.values()) == {NodeStatus.PENDING} and worker.status
-        assert worker.learning_loop() == 3
+        assert worker.training_loop() == 3
         assert set(worker.status.values()) == {NodeStatus.COMPLETED}
         names = set(worker.status)
     for record in read_metrics(ground.folder / "run"):
@@ -217,7 +217,7 @@ def test_a_node_that_fails_is_named_and_its_status_says_so(ground: Playground, m
     with working(ground) as (worker, resources):
         monkeypatch.setattr(resources.actor, "train_step", fails)
         with pytest.raises(NodeError, match="raised MemoryError: full"):
-            worker.learning_loop()
+            worker.training_loop()
         assert list(worker.status.values())[-1] is NodeStatus.FAILED
 
 
@@ -227,9 +227,9 @@ def test_an_experience_plane_that_ends_wakes_the_learner_with_its_reason(
     def broken(*arguments: Any, **more: Any) -> None:
         raise RuntimeError("the edge broke")
 
-    monkeypatch.setattr("distflow.runtime.sample_queue.local.LocalEdge.put", broken)
+    monkeypatch.setattr("distflow.runtime.sample_queue.local.LocalSampleQueue.put", broken)
     with working(ground) as (worker, _), pytest.raises(RuntimeError, match="the edge broke"):
-        worker.learning_loop()
+        worker.training_loop()
 
 
 def test_each_step_is_checked_before_a_node_gets_it_and_behind_the_last(
@@ -248,5 +248,5 @@ def test_each_step_is_checked_before_a_node_gets_it_and_behind_the_last(
     monkeypatch.setattr(LiveChecks, "taken", noted(taken))
     monkeypatch.setattr(LiveChecks, "learned", noted(learned))
     with working(ground, "trainer.total_training_steps=1", "~trainer.total_epochs") as (worker, _):
-        worker.learning_loop()
+        worker.training_loop()
     assert told == [("taken", False), ("learned", True)]

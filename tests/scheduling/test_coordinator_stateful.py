@@ -27,7 +27,7 @@ attempts: ticket, its last. waiting: ticket, attempt that was lost."""
 def expected_steps(plan, dropped_rows):
     """The steps of a run without staleness, from the rule alone: walk the tickets, keep the survivors, cut batches."""
     steps, current = [], []
-    for number in range(plan.total_tickets):
+    for number in range(plan.total_groups):
         if len(steps) == plan.total_steps:
             return steps
         if place_of(plan, number) not in dropped_rows:
@@ -105,7 +105,7 @@ class Run(RuleBasedStateMachine):
             num_rows=num_rows,
             consumer_batch=batch,
             group_size=2,
-            total_tickets=None if endless else tickets,
+            total_groups=None if endless else tickets,
             total_steps=num_steps if endless else min(num_steps, total_steps(epochs, num_rows, batch)),
             shuffle=False,
             max_staleness=staleness,
@@ -170,7 +170,7 @@ class Run(RuleBasedStateMachine):
     @rule()
     def take(self):
         plan, finished = self.plan, self.coordinator.finished
-        tickets = self.coordinator.take_tickets(self.served)
+        tickets = self.coordinator.take_groups(self.served)
         assert not (finished and tickets)
         assert plan.max_staleness or not (tickets and self.running), "a wave opened while the last one runs"
         lost = [ticket.number for ticket in tickets if ticket.number in self.waiting]
@@ -289,7 +289,7 @@ class Run(RuleBasedStateMachine):
             assert step <= issued + plan.max_staleness, "a group was left past the step that it was due at"
         if len(numbers) < plan.consumer_batch:
             assert len(self.complete) == len(numbers) and not self.running and not self.waiting
-            if self.coordinator.accounting().issued != plan.total_tickets:
+            if self.coordinator.accounting().issued != plan.total_groups:
                 assert plan.when_exhausted == "continue"
                 self.check_exhausted()
             return
@@ -360,8 +360,8 @@ class Run(RuleBasedStateMachine):
             "consumer_batch": batch or plan.consumer_batch,
         }
         self.always_synchronous &= changes["max_staleness"] == 0
-        if changes["consumer_batch"] != plan.consumer_batch and plan.total_tickets is not None:
-            left = plan.total_tickets - snapshot["issued"] + len(snapshot["live"])
+        if changes["consumer_batch"] != plan.consumer_batch and plan.total_groups is not None:
+            left = plan.total_groups - snapshot["issued"] + len(snapshot["live"])
             changes["total_steps"] = snapshot["step"] + -(-left // changes["consumer_batch"])
         changed = replace(plan, **changes)
         self.same_plan &= changed == plan
@@ -378,10 +378,10 @@ class Run(RuleBasedStateMachine):
         assert account.complete == len(self.complete)
         assert sum(account.dropped.values()) == len(self.dropped)
         assert account.consumed == sum(map(len, self.consumed))
-        assert self.coordinator.version.incarnation == self.ledger.incarnation
+        assert self.coordinator.version.restart == self.ledger.restart
         self.every_ticket_is_in_one_place()
         self.every_group_has_a_step_to_go_to()
-        if self.always_synchronous and self.same_plan and self.plan.total_tickets and not self.plan.max_num_gen_batches:
+        if self.always_synchronous and self.same_plan and self.plan.total_groups and not self.plan.max_num_gen_batches:
             assert self.consumed == self.expected()[: len(self.consumed)]
 
     def every_ticket_is_in_one_place(self):
@@ -425,7 +425,7 @@ class Run(RuleBasedStateMachine):
             if self.same_plan and self.coordinator.finished:
                 assert not self.running and not self.waiting and not self.complete, "drawn for no step"
             if self.coordinator.step < self.plan.total_steps and not self.exhausted:
-                assert self.coordinator.accounting().issued == self.plan.total_tickets
+                assert self.coordinator.accounting().issued == self.plan.total_groups
             self.ledger.close()
             assert verify(self.ledger.path) == self.coordinator.accounting()
         finally:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from distflow.scheduling.rollout_capacity import Credits, capacity
+from distflow.scheduling.rollout_capacity import RolloutCapacity, capacity
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_capacity(max_concurrent, running, staleness, version, batch, accepted, 
 
 
 def test_waves_open_only_when_nothing_runs_at_staleness_0():
-    credits = Credits(max_concurrent=64, max_staleness=0, consumer_batch=8)
+    credits = RolloutCapacity(max_concurrent=64, max_staleness=0, consumer_batch=8)
     assert credits.open(running=0, version=0, accepted=0) == 8
     assert credits.open(running=1, version=0, accepted=5) == 0
     assert credits.open(running=0, version=0, accepted=5) == 3
@@ -32,6 +32,6 @@ def test_waves_open_only_when_nothing_runs_at_staleness_0():
 
 
 def test_credits_flow_freely_where_staleness_is_allowed():
-    credits = Credits(max_concurrent=64, max_staleness=1, consumer_batch=8)
+    credits = RolloutCapacity(max_concurrent=64, max_staleness=1, consumer_batch=8)
     assert credits.open(running=3, version=0, accepted=5) == 8
     assert credits.open(running=8, version=0, accepted=9) == 0

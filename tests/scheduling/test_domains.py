@@ -16,7 +16,7 @@ from distflow.scheduling.curriculum import Accuracy, CurriculumPlan
 from distflow.scheduling.data_order import epoch_order
 from distflow.scheduling.data_plan import DataPlan, DomainPlan
 from distflow.scheduling.domain_quotas import most_behind
-from distflow.scheduling.groups import AccountingError, Ticket
+from distflow.scheduling.groups import CountsError, PromptGroup
 from distflow.scheduling.ledger import Ledger, timeline, verify
 from distflow.scheduling.lineage import step_lineage
 from distflow.scheduling.sample_queue import Exhausted
@@ -77,7 +77,7 @@ class Walk:
         self.cut = json.dumps(self.coordinator.snapshot())
 
     def take(self):
-        for ticket in self.coordinator.take_tickets(self.served):
+        for ticket in self.coordinator.take_groups(self.served):
             assert ticket.number not in self.running
             self.running.add(ticket.number)
             self.domain_of(ticket)
@@ -98,7 +98,7 @@ class Walk:
         self.running.discard(number)
         if self.plan.curriculum:
             name = self.domains[number]
-            ticket = Ticket(number, 0, 0, 2, 0, stream=f"train/{name}")
+            ticket = PromptGroup(number, 0, 0, 2, 0, stream=f"train/{name}")
             self.coordinator.judged(ticket, Accuracy(self.choice.randint(0, 2), 2))
         if mishaps and self.choice.random() < 0.1:
             self.coordinator.retry(number)
@@ -189,7 +189,7 @@ def complete_all(coordinator, drop=lambda ticket: False):
     """A step of a run without staleness, from its tickets to its release; those that were issued, in order."""
     issued, step = [], coordinator.step
     while coordinator.ready(step) is None:
-        tickets = coordinator.take_tickets(step)
+        tickets = coordinator.take_groups(step)
         assert tickets
         issued += tickets
         for ticket in tickets:
@@ -236,12 +236,12 @@ def test_a_run_that_goes_on_issues_what_the_other_would_have(tmp_path):
 def test_a_step_waits_for_the_slow_domain_at_any_staleness():
     """What is quick does not take the places of what is slow."""
     coordinator = Coordinator(plan_of(("quick", 9, 1), ("slow", 9, 1), batch=2, max_staleness=2, steps=5))
-    tickets = coordinator.take_tickets(0)
+    tickets = coordinator.take_groups(0)
     assert Counter(ticket.stream for ticket in tickets) == {"train/quick": 3, "train/slow": 3}
     for ticket in tickets:
         if ticket.stream == "train/quick":
             coordinator.complete(ticket.number, 1)
-    assert coordinator.ready(0) is None and not coordinator.take_tickets(0)
+    assert coordinator.ready(0) is None and not coordinator.take_groups(0)
     slow = [ticket for ticket in tickets if ticket.stream == "train/slow"]
     coordinator.complete(slow[0].number, 1)
     assert len(coordinator.ready(0)) == 2
@@ -253,7 +253,7 @@ def test_draws_are_counted_by_domain():
     coordinator, issued = Coordinator(plan), Counter()
     with pytest.raises(Exhausted, match=r"step 0 needs 1 prompt groups of the domain 'bad', but of the 3 drawn"):
         while coordinator.ready(0) is None:
-            for ticket in coordinator.take_tickets(0):
+            for ticket in coordinator.take_groups(0):
                 issued[ticket.stream] += 1
                 if ticket.stream == "train/bad":
                     coordinator.drop(ticket.number, "all_equal")
@@ -276,12 +276,12 @@ def test_a_short_step_takes_what_there_is_and_no_other_domain_fills_it(tmp_path)
 def test_memory_that_is_full_holds_what_the_next_step_needs_of_each_domain():
     plan = plan_of(("a", 9, 1), ("b", 9, 1), batch=2, steps=5, max_staleness=3, max_held_bytes=1)
     coordinator = Coordinator(plan)
-    tickets = coordinator.take_tickets(0)
+    tickets = coordinator.take_groups(0)
     assert [ticket.stream for ticket in tickets] == ["train/a", "train/b"]
     coordinator.complete(tickets[0].number, 1)
     coordinator.weigh(tickets[0].number, 100)
     coordinator.drop(tickets[1].number, "all_equal")
-    assert [ticket.stream for ticket in coordinator.take_tickets(0)] == ["train/b"]
+    assert [ticket.stream for ticket in coordinator.take_groups(0)] == ["train/b"]
 
 
 def test_orders_differ_by_domain_and_do_not_depend_on_the_others():
@@ -316,7 +316,7 @@ def test_a_journal_that_gives_a_domain_too_much_is_found_out(tmp_path):
     verify(path)
     text = path.read_text().replace('"domain":"b"', '"domain":"a"')
     path.write_text(text)
-    with pytest.raises(AccountingError, match="after step 0 the domain '.' is .* groups behind its share of 0.500"):
+    with pytest.raises(CountsError, match="after step 0 the domain '.' is .* groups behind its share of 0.500"):
         verify(path)
 
 
@@ -395,7 +395,7 @@ def test_a_curriculum_goes_on_where_it_stood(tmp_path, every):
         found = []
         for _ in range(num_steps):
             while coordinator.ready(coordinator.step) is None:
-                for ticket in coordinator.take_tickets(coordinator.step):
+                for ticket in coordinator.take_groups(coordinator.step):
                     found.append((ticket.number, ticket.stream, ticket.epoch, ticket.row))
                     coordinator.judged(ticket, Accuracy(ticket.row % 3, 2))
                     ends = coordinator.complete if ticket.number % 4 else coordinator.drop
@@ -423,7 +423,7 @@ def test_tickets_that_are_granted_ahead_keep_their_shares():
     plan = plan_of(("a", 9, 1), ("b", 9, 1), batch=4, steps=9, max_staleness=2)
     coordinator, steps = Coordinator(replace(plan, curriculum=CurriculumPlan(f"{__name__}:only_a"))), []
     for step in range(6):
-        for ticket in coordinator.take_tickets(step):
+        for ticket in coordinator.take_groups(step):
             coordinator.complete(ticket.number, 1)
             steps.append(ticket.stream[-1])
         assert coordinator.ready(step)

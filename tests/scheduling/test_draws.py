@@ -1,11 +1,11 @@
 """Draws: tickets are counted for the steps that their class covers."""
 
-from distflow.scheduling.rollout_capacity import Draws
+from distflow.scheduling.rollout_capacity import GenerationBudget
 
 
 def draws_from(next_step):
     """Steps of 3 places, each of which may have 2 tickets."""
-    return Draws(2, next_step, lambda step: 3 * (step + 1 - next_step))
+    return GenerationBudget(2, next_step, lambda step: 3 * (step + 1 - next_step))
 
 
 def issue(draws, due, num_tickets):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from distflow.scheduling.groups import Account, AccountingError
+from distflow.scheduling.groups import CountsError, GroupCounts
 from distflow.scheduling.ledger import Ledger, LedgerError, replay, timeline, verify
 
 
@@ -34,7 +34,7 @@ def test_the_account_of_a_journal(tmp_path):
     issue(ledger, 4)
     ledger.append("complete", ticket=4, tokens=9)
     ledger.append("allowed_change", key="actor.clip_ratio")
-    account = Account(issued=5, running=1, complete=1, consumed=2, dropped={"equal_rewards": 1})
+    account = GroupCounts(issued=5, running=1, complete=1, consumed=2, dropped={"equal_rewards": 1})
     assert ledger.account == account
     ledger.close()
     assert replay(path) == account == verify(path)
@@ -77,20 +77,20 @@ def test_two_kills_in_a_row_within_the_line_of_a_resume(tmp_path):
     with path.open("ab") as file:
         file.write(b'{"t":1,"inc":0,"ki\n{"t":2,"inc":1,"kind":"rolled_b')
     ledger = Ledger(path, mark)
-    assert ledger.account == Account(issued=2, consumed=2)
+    assert ledger.account == GroupCounts(issued=2, consumed=2)
     ledger.close()
-    assert verify(path) == Account(issued=2, consumed=2)
+    assert verify(path) == GroupCounts(issued=2, consumed=2)
 
 
 def test_incarnations_rise_whatever_checkpoint_is_resumed(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path)
     mark = ledger.mark()
-    assert ledger.incarnation == 0
+    assert ledger.restart == 0
     ledger.close()
-    for incarnation in (1, 2, 3):
+    for restart in (1, 2, 3):
         ledger = Ledger(path, mark)
-        assert ledger.incarnation == incarnation
+        assert ledger.restart == restart
         ledger.close()
     assert [r["inc"] for _, r in timeline(path)] == [0, 3]
 
@@ -110,13 +110,13 @@ def test_a_rollback_to_a_checkpoint_of_an_abandoned_timeline(tmp_path):
     write_step(ledger, 1, [2, 3])
     write_step(ledger, 2, [4, 5])
     ledger.close()
-    assert replay(path) == Account(issued=6, consumed=6)
+    assert replay(path) == GroupCounts(issued=6, consumed=6)
 
     ledger = Ledger(path, second)
-    assert ledger.account == old == Account(issued=5, consumed=4, dropped={"equal_rewards": 1})
+    assert ledger.account == old == GroupCounts(issued=5, consumed=4, dropped={"equal_rewards": 1})
     write_step(ledger, 2, [5, 6])
     ledger.close()
-    assert verify(path) == Account(issued=7, consumed=6, dropped={"equal_rewards": 1})
+    assert verify(path) == GroupCounts(issued=7, consumed=6, dropped={"equal_rewards": 1})
     steps = [(r["step"], r["tickets"]) for _, r in timeline(path) if r["kind"] == "consumed"]
     assert steps == [(0, [0, 1]), (1, [2, 4]), (2, [5, 6])]
 
@@ -127,22 +127,22 @@ def test_a_run_from_the_start_over_an_old_journal_takes_everything_back(tmp_path
     write_step(ledger, 0, [0, 1])
     ledger.close()
     ledger = Ledger(path)
-    assert ledger.incarnation == 1
-    assert ledger.account == Account()
+    assert ledger.restart == 1
+    assert ledger.account == GroupCounts()
     write_step(ledger, 0, [0, 1, 2])
     ledger.close()
-    assert verify(path) == Account(issued=3, consumed=3)
+    assert verify(path) == GroupCounts(issued=3, consumed=3)
 
 
 def test_a_checkpoint_from_another_folder_hands_over_its_account(tmp_path):
     elsewhere = Ledger(tmp_path / "old.jsonl")
     write_step(elsewhere, 0, [0, 1, 2], drop=[1])
     ledger = Ledger(tmp_path / "new.jsonl", elsewhere.mark())
-    assert ledger.inherits and ledger.incarnation == 1
+    assert ledger.inherits and ledger.restart == 1
     ledger.append("inherited", step=1, issued=3, consumed=2, dropped={"equal_rewards": 1})
     assert ledger.account == elsewhere.account
     write_step(ledger, 1, [3, 4])
-    with pytest.raises(AccountingError, match="ticket 1 .* settled"):
+    with pytest.raises(CountsError, match="ticket 1 .* settled"):
         ledger.append("complete", ticket=1, tokens=1)
 
 
@@ -151,15 +151,15 @@ def test_groups_that_were_on_the_edge_of_another_folder_go_on(tmp_path):
     ledger = Ledger(tmp_path / "new.jsonl", elsewhere.mark())
     live = [{"ticket": 1, "attempt": 1, "complete": False}, {"ticket": 2, "attempt": 0, "complete": True}]
     ledger.append("inherited", step=1, issued=4, consumed=1, dropped={"equal_rewards": 1}, live=live)
-    assert ledger.account == Account(issued=4, running=1, complete=1, consumed=1, dropped={"equal_rewards": 1})
-    with pytest.raises(AccountingError, match="ticket 1 was issued twice: it is running, attempt 1"):
+    assert ledger.account == GroupCounts(issued=4, running=1, complete=1, consumed=1, dropped={"equal_rewards": 1})
+    with pytest.raises(CountsError, match="ticket 1 was issued twice: it is running, attempt 1"):
         issue(ledger, 1, attempt=1)
     issue(ledger, 1, attempt=2)
     ledger.append("complete", ticket=1, tokens=1)
     ledger.append("consumed", step=1, tickets=[1, 2], tokens=2)
     ledger.append("version", step=2, weights=2)
     ledger.close()
-    assert verify(ledger.path) == Account(issued=4, consumed=3, dropped={"equal_rewards": 1})
+    assert verify(ledger.path) == GroupCounts(issued=4, consumed=3, dropped={"equal_rewards": 1})
 
 
 MOVES = {
@@ -176,13 +176,13 @@ def test_what_was_consumed_cannot_move_again(tmp_path, kind):
     ledger = Ledger(path)
     write_step(ledger, 0, [0, 1])
     before = path.read_bytes()
-    with pytest.raises(AccountingError, match="ticket 1 .*consumed"):
+    with pytest.raises(CountsError, match="ticket 1 .*consumed"):
         ledger.append(kind, **MOVES[kind])
     assert path.read_bytes() == before
     ledger.close()
     with path.open("a") as file:
         file.write(json.dumps({"inc": 0, "kind": kind, **MOVES[kind]}) + "\n")
-    with pytest.raises(AccountingError, match="ticket 1 .*consumed"):
+    with pytest.raises(CountsError, match="ticket 1 .*consumed"):
         verify(path)
 
 
@@ -190,16 +190,16 @@ def test_a_running_ticket_is_issued_again_only_as_a_further_attempt(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     issue(ledger, 0)
     issue(ledger, 0, attempt=1)
-    with pytest.raises(AccountingError, match="ticket 0 was issued twice: it is running, attempt 1"):
+    with pytest.raises(CountsError, match="ticket 0 was issued twice: it is running, attempt 1"):
         issue(ledger, 0, attempt=1)
-    assert ledger.account == Account(issued=1, running=1)
+    assert ledger.account == GroupCounts(issued=1, running=1)
 
 
 def test_gaps_are_found(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    with pytest.raises(AccountingError, match="ticket 3 .* but 0 is the next"):
+    with pytest.raises(CountsError, match="ticket 3 .* but 0 is the next"):
         issue(ledger, 3)
-    with pytest.raises(AccountingError, match="step 2 .* but 0 is the next"):
+    with pytest.raises(CountsError, match="step 2 .* but 0 is the next"):
         ledger.append("consumed", step=2, tickets=[], tokens=0)
 
 
@@ -209,7 +209,7 @@ def test_a_row_that_goes_out_under_two_tickets_is_found(tmp_path):
     issue(ledger, 0)
     ledger.append("issued", ticket=1, epoch=0, row=0, version=0, attempt=0)
     ledger.close()
-    with pytest.raises(AccountingError, match="row 0 of epoch 0 went out twice, as tickets 0 and 1"):
+    with pytest.raises(CountsError, match="row 0 of epoch 0 went out twice, as tickets 0 and 1"):
         verify(path)
 
 
@@ -218,7 +218,7 @@ def test_a_consumed_step_without_a_version_is_found(tmp_path):
     ledger = Ledger(path)
     ledger.append("consumed", step=0, tickets=[], tokens=0)
     ledger.close()
-    with pytest.raises(AccountingError, match="1 steps were consumed, but only 0"):
+    with pytest.raises(CountsError, match="1 steps were consumed, but only 0"):
         verify(path)
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.data_plan import DataPlan
-from distflow.scheduling.groups import AccountingError, Ticket
+from distflow.scheduling.groups import CountsError, PromptGroup
 from distflow.scheduling.ledger import Ledger, verify
-from distflow.scheduling.rollout_capacity import Credits
+from distflow.scheduling.rollout_capacity import RolloutCapacity
 
 NUM_RUNS = 1500
 
@@ -23,17 +23,19 @@ class OtherRule:
         self.plan, self.choose = plan, choose
         self.step = self.issued = 0
         self.running, self.complete_ones = {}, []
-        self.credits = Credits((plan.max_staleness + 1) * plan.consumer_batch, plan.max_staleness, plan.consumer_batch)
+        self.credits = RolloutCapacity(
+            (plan.max_staleness + 1) * plan.consumer_batch, plan.max_staleness, plan.consumer_batch
+        )
 
     @property
     def finished(self):
         return self.step == self.plan.total_steps
 
-    def take_tickets(self, served):
+    def take_groups(self, served):
         accepted = self.step * self.plan.consumer_batch + len(self.complete_ones)
         bounded = min(served, self.plan.total_steps - 1 - self.plan.max_staleness)
         num_new = self.credits.open(len(self.running), bounded, accepted)
-        tickets = [Ticket(number, 0, 0, 1, served) for number in range(self.issued, self.issued + num_new)]
+        tickets = [PromptGroup(number, 0, 0, 1, served) for number in range(self.issued, self.issued + num_new)]
         self.running |= {ticket.number: ticket for ticket in tickets}
         self.issued += num_new
         return tickets
@@ -71,7 +73,7 @@ def staleness_of(seed, make):
         num_rows=10_000,
         consumer_batch=rng.randint(1, 6),
         group_size=1,
-        total_tickets=None,
+        total_groups=None,
         total_steps=rng.randint(4, 20),
         shuffle=False,
         max_staleness=rng.randint(1, 4),
@@ -85,7 +87,7 @@ def staleness_of(seed, make):
         heapq.heappush(events, (now + delay, len(versions), kind, value))
 
     while not run.finished:
-        for ticket in run.take_tickets(served):
+        for ticket in run.take_groups(served):
             versions[ticket.number] = ticket.version
             after(rng.uniform(5, 50) if rng.random() < straggles else rng.random(), "ended", ticket.number)
         if not trains and (numbers := run.ready(run.step)) is not None:
@@ -131,10 +133,10 @@ ROWS = 12
 
 def steps_in_order(order, dropped, options):
     """A synchronous run whose groups of a wave end in the order of their keys."""
-    plan = DataPlan(ROWS, 3, 1, total_tickets=2 * ROWS, total_steps=2 * ROWS // 3, **options)
+    plan = DataPlan(ROWS, 3, 1, total_groups=2 * ROWS, total_steps=2 * ROWS // 3, **options)
     run, steps = Coordinator(plan), []
     while not run.finished:
-        tickets = run.take_tickets()
+        tickets = run.take_groups()
         for ticket in sorted(tickets, key=lambda ticket: order[ticket.number]):
             if ticket.number in dropped:
                 run.drop(ticket.number, "equal_rewards")
@@ -202,15 +204,15 @@ def test_the_audit_of_a_journal_holds_each_group_to_the_plan_in_force(tmp_path):
         "a plan that was changed": [plan_record(2), *STALE[:3], plan_record(1), *STALE[3:]],
         "by its ticket": [plan_record(1), *STALE[:5], completed(0), *STALE[6:]],
     }.items():
-        with pytest.raises(AccountingError, match="step 2 consumed ticket 0, .* version 0, but max_staleness was 1"):
+        with pytest.raises(CountsError, match="step 2 consumed ticket 0, .* version 0, but max_staleness was 1"):
             verify(journal_of(tmp_path / name, *records))
 
 
 def test_a_token_that_is_older_than_the_ticket_counts(tmp_path):
     records = [plan_record(1), *step_of(0), *step_of(1), issued(0, 2), completed(0, version=0), *step_of(2, 0)]
-    with pytest.raises(AccountingError, match="ticket 0, which holds tokens of version 0"):
+    with pytest.raises(CountsError, match="ticket 0, which holds tokens of version 0"):
         verify(journal_of(tmp_path / "lagging", *records))
-    with pytest.raises(AccountingError, match="ticket 0, which holds tokens of version 3"):
+    with pytest.raises(CountsError, match="ticket 0, which holds tokens of version 3"):
         ahead = [*records[:-3], completed(0, version=3), *step_of(2, 0)]
         verify(journal_of(tmp_path / "ahead", *ahead))
 
@@ -221,13 +223,13 @@ def test_a_journal_of_before_has_no_bound(tmp_path):
 
 def test_versions_that_go_backwards_are_found(tmp_path):
     backwards = [*step_of(0), issued(0, 1), *step_of(1), issued(1, 0)]
-    with pytest.raises(AccountingError, match="ticket 1 was issued at version 0, but 1 was served before"):
+    with pytest.raises(CountsError, match="ticket 1 was issued at version 0, but 1 was served before"):
         verify(journal_of(tmp_path / "served", *backwards))
-    with pytest.raises(AccountingError, match="ticket 0 was issued at version 2, .* step 1 is the next one"):
+    with pytest.raises(CountsError, match="ticket 0 was issued at version 2, .* step 1 is the next one"):
         verify(journal_of(tmp_path / "ahead", *step_of(0), issued(0, 2)))
-    with pytest.raises(AccountingError, match="version 2 with the weights of step 0 .* step 1 were there before"):
+    with pytest.raises(CountsError, match="version 2 with the weights of step 0 .* step 1 were there before"):
         verify(journal_of(tmp_path / "weights", *step_of(0), *step_of(1, weights=0)))
-    with pytest.raises(AccountingError, match="version 5 .* but step 1 ended"):
+    with pytest.raises(CountsError, match="version 5 .* but step 1 ended"):
         verify(journal_of(tmp_path / "skipped", *step_of(0)[:1], ("version", {"step": 5, "weights": 5})))
 
 

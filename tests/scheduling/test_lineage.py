@@ -11,14 +11,14 @@ from distflow.scheduling.lineage import step_lineage
 
 
 def plan_of(**options):
-    defaults = {"num_rows": 10, "consumer_batch": 2, "group_size": 4, "total_tickets": 40, "total_steps": 20}
+    defaults = {"num_rows": 10, "consumer_batch": 2, "group_size": 4, "total_groups": 40, "total_steps": 20}
     return DataPlan(**{**defaults, **options})
 
 
 def run_step(coordinator, drop=()):
     """One step, its groups judged in waves; the tickets in `drop` are dropped."""
     while (numbers := coordinator.ready(coordinator.step)) is None:
-        for ticket in coordinator.take_tickets():
+        for ticket in coordinator.take_groups():
             if ticket.number in drop:
                 coordinator.drop(ticket.number, "equal_rewards")
             else:
@@ -48,7 +48,7 @@ def test_workers_and_attempts_of_groups_that_were_lost(tmp_path):
     with Ledger(path) as ledger:
         coordinator = Coordinator(plan_of(), ledger)
         for attempt in range(3):
-            for ticket in coordinator.take_tickets():
+            for ticket in coordinator.take_groups():
                 coordinator.assign(ticket.number, f"rank-{ticket.number + attempt}")
                 if ticket.number == 1 or (ticket.number, attempt) == (0, 0):
                     coordinator.retry(ticket.number)
@@ -72,14 +72,14 @@ def test_what_a_resume_took_back_is_no_part_of_it(tmp_path):
         run_step(coordinator)
         snapshot = coordinator.snapshot()
         run_step(coordinator, drop=(3,))
-        coordinator.take_tickets()
+        coordinator.take_groups()
     with path.open("ab") as file:
         file.write(b'{"t":1,"inc":0,"kind":"comp')
     assert [group.ticket for group in step_lineage(path, 2).dropped] == [3]
     with Ledger(path, mark_of(snapshot)) as ledger:
         run_step(Coordinator(plan_of(), ledger, snapshot), drop=(2,))
     lineage = step_lineage(path, 2)
-    assert [group.ticket for group in lineage.dropped] == [2] and lineage.incarnation == 1
+    assert [group.ticket for group in lineage.dropped] == [2] and lineage.restart == 1
     assert [group.ticket for group in lineage.groups] == [3, 4]
     assert [len(group.attempts) for group in lineage.groups] == [1, 1]
 
@@ -89,7 +89,7 @@ def test_the_step_under_way_when_a_run_was_killed(tmp_path):
     with Ledger(path) as ledger:
         coordinator = Coordinator(plan_of(), ledger)
         run_step(coordinator)
-        done, _ = coordinator.take_tickets()
+        done, _ = coordinator.take_groups()
         coordinator.complete(done.number, 9)
     lineage = step_lineage(path, 2)
     assert (lineage.consumed_at, lineage.weights) == (None, None)
@@ -109,7 +109,7 @@ def test_stale_groups_and_weights_that_were_not_sent(tmp_path):
     path = tmp_path / "ledger.jsonl"
     with Ledger(path) as ledger:
         coordinator = Coordinator(plan_of(max_staleness=1), ledger)
-        for ticket in coordinator.take_tickets():
+        for ticket in coordinator.take_groups():
             coordinator.complete(ticket.number, 5)
         coordinator.release(0, published=False)
         coordinator.release(1)
@@ -122,7 +122,7 @@ def test_a_run_that_goes_on_in_another_folder(tmp_path):
     """At staleness 1 it inherits groups of the first run: one that waits for its step, and one that starts again."""
     with Ledger(tmp_path / "first.jsonl") as ledger:
         coordinator = Coordinator(plan_of(max_staleness=1), ledger)
-        *most, _ = coordinator.take_tickets()
+        *most, _ = coordinator.take_groups()
         for ticket in most:
             coordinator.complete(ticket.number, 5)
         coordinator.release(0)
@@ -130,7 +130,7 @@ def test_a_run_that_goes_on_in_another_folder(tmp_path):
     path = tmp_path / "second.jsonl"
     with Ledger(path, mark_of(snapshot)) as ledger:
         coordinator = Coordinator(plan_of(max_staleness=1), ledger, snapshot)
-        for ticket in coordinator.take_tickets():
+        for ticket in coordinator.take_groups():
             coordinator.complete(ticket.number, 5)
         coordinator.release(1)
     inherited, again = step_lineage(path, 2).groups

@@ -13,7 +13,7 @@ from distflow.scheduling.coordinator import Coordinator, mark_of
 from distflow.scheduling.curriculum import Accuracy, CurriculumPlan, SkipPlan
 from distflow.scheduling.data_plan import DataPlan, DomainPlan
 from distflow.scheduling.domain_queue import MAX_ABORTS
-from distflow.scheduling.groups import AccountingError
+from distflow.scheduling.groups import CountsError
 from distflow.scheduling.ledger import Ledger, timeline, verify
 from distflow.scheduling.lineage import step_lineage
 from distflow.scheduling.sample_queue import Exhausted
@@ -27,7 +27,7 @@ class Journal(Ledger):
 
 
 def plan_of(batch=4, share="1/2", **changes):
-    plan = {"num_rows": 100, "total_tickets": None, "total_steps": 5, **changes}
+    plan = {"num_rows": 100, "total_groups": None, "total_steps": 5, **changes}
     return DataPlan(consumer_batch=batch, group_size=2, oversampling=Fraction(share), **plan)
 
 
@@ -38,7 +38,7 @@ def domains_of(*domains, **changes):
 
 def wave(coordinator, order, dropped=lambda ticket: False):
     """One wave as it would be run. order: sorts its tickets as they come first."""
-    tickets = coordinator.take_tickets()
+    tickets = coordinator.take_groups()
     left = sorted(tickets, key=order)
     surplus = []
     while left and not coordinator.is_full:
@@ -87,7 +87,7 @@ def test_few_places_that_are_left_call_for_few_groups():
 
 
 def test_a_part_that_is_no_whole_group_is_rounded_up():
-    assert len(Coordinator(plan_of(batch=4, share="0.1")).take_tickets()) == 5
+    assert len(Coordinator(plan_of(batch=4, share="0.1")).take_groups()) == 5
 
 
 @pytest.mark.parametrize("most", [1, 3, 5])
@@ -119,7 +119,7 @@ def test_a_place_that_was_kept_for_a_group_is_another_s_once_it_is_dropped():
 
 
 def test_data_that_end_are_all_trained_on():
-    coordinator = Coordinator(plan_of(num_rows=11, total_tickets=11, total_steps=3))
+    coordinator = Coordinator(plan_of(num_rows=11, total_groups=11, total_steps=3))
     taken = [step(coordinator, last_first)[0] for _ in range(3)]
     assert sorted(number for numbers in taken for number in numbers) == list(range(11))
     assert coordinator.finished and coordinator.accounting().running == 0
@@ -127,7 +127,7 @@ def test_data_that_end_are_all_trained_on():
 
 def test_each_domain_has_more_in_flight_by_its_places():
     coordinator = Coordinator(domains_of(("a", 9, 3), ("b", 9, 1), batch=8))
-    tickets = coordinator.take_tickets()
+    tickets = coordinator.take_groups()
     assert Counter(ticket.stream for ticket in tickets) == {"train/a": 9, "train/b": 3}
 
 
@@ -174,11 +174,11 @@ def test_why_says_that_a_group_was_aborted(tmp_path):
 
 def test_only_what_runs_can_be_aborted(tmp_path):
     coordinator = Coordinator(plan_of(), Journal(tmp_path / "ledger.jsonl"))
-    coordinator.take_tickets()
+    coordinator.take_groups()
     coordinator.complete(0, 1)
-    with pytest.raises(AccountingError, match="ticket 0 cannot be aborted: it is complete already"):
+    with pytest.raises(CountsError, match="ticket 0 cannot be aborted: it is complete already"):
         coordinator.abort([0], 1)
-    with pytest.raises(AccountingError, match="ticket 9 cannot be aborted"):
+    with pytest.raises(CountsError, match="ticket 9 cannot be aborted"):
         coordinator.abort([9], 1)
 
 
@@ -282,7 +282,7 @@ def test_with_a_curriculum_and_rows_that_are_passed_over(tmp_path_factory, batch
         coordinator = Coordinator(plan, ledger)
         before = run(coordinator, cut)
         snapshot = json.loads(json.dumps(coordinator.snapshot()))
-        coordinator.take_tickets()
+        coordinator.take_groups()
     with Journal(folder / "cut.jsonl", mark_of(snapshot)) as ledger:
         found = before + run(Coordinator(plan, ledger, snapshot), 14 - cut)
     verify(folder / "cut.jsonl")

@@ -11,7 +11,7 @@ from distflow.scheduling.ledger import Ledger, verify
 
 
 def plan_of(staleness: int = 0, batch: int = 2, **changed: object) -> DataPlan:
-    values = {"num_rows": 5, "consumer_batch": batch, "group_size": 1, "total_tickets": None, "total_steps": 50}
+    values = {"num_rows": 5, "consumer_batch": batch, "group_size": 1, "total_groups": None, "total_steps": 50}
     return DataPlan(max_staleness=staleness, shuffle=False, **{**values, **changed})
 
 
@@ -20,7 +20,7 @@ def test_whatever_the_parts_no_group_gets_too_old(staleness: int, batch: int, ch
     """Ends groups in any order, drops some, takes parts of any size, releases whenever nothing is owed."""
     coordinator, running, taken = Coordinator(plan_of(staleness, batch)), [], 0
     for choice in choices:
-        running += coordinator.take_tickets()
+        running += coordinator.take_groups()
         if running and choice % 4 < 2:
             ticket = running.pop(choice % len(running))
             if choice % 7 == 0:
@@ -43,7 +43,7 @@ def test_a_loop_that_takes_its_batch_in_parts_owes_nothing_and_never_stalls(stal
     for step in range(8):
         sizes = [size, batch - size]
         while sizes:
-            running += coordinator.take_tickets()
+            running += coordinator.take_groups()
             if coordinator.part(step, sizes[0]):
                 sizes.pop(0)
                 continue
@@ -57,49 +57,49 @@ def test_a_loop_that_takes_its_batch_in_parts_owes_nothing_and_never_stalls(stal
 
 def test_a_step_that_took_too_few_owes_the_rest() -> None:
     coordinator = Coordinator(plan_of(batch=3))
-    for ticket in coordinator.take_tickets():
+    for ticket in coordinator.take_groups():
         coordinator.complete(ticket.number, 1)
     assert coordinator.part(0, 1) == (0,) and coordinator.num_owed() == 2
     assert coordinator.part(0, 2) == (1, 2) and coordinator.num_owed() == 0
     assert coordinator.part(0, 1) is None and coordinator.stalled
     coordinator.release(0)
-    coordinator.take_tickets()
+    coordinator.take_groups()
     assert not coordinator.stalled
 
 
 def test_offered_rows_go_first_and_no_row_of_the_data_is_passed_over(tmp_path: Path) -> None:
     coordinator = Coordinator(plan_of(batch=3), Ledger(tmp_path / "ledger.jsonl"))
     assert [coordinator.offer(), coordinator.offer()] == [5, 6]
-    assert [(t.epoch, t.row) for t in coordinator.take_tickets()] == [(0, 5), (0, 6), (0, 0)]
+    assert [(t.epoch, t.row) for t in coordinator.take_groups()] == [(0, 5), (0, 6), (0, 0)]
     for number in range(3):
         coordinator.complete(number, 1)
     coordinator.ready(0)
     coordinator.release(0)
-    assert [t.row for t in coordinator.take_tickets()] == [1, 2, 3]
+    assert [t.row for t in coordinator.take_groups()] == [1, 2, 3]
     verify(tmp_path / "ledger.jsonl")
 
 
 def test_while_the_data_are_shut_only_offered_rows_are_handed_out() -> None:
     coordinator = Coordinator(plan_of(staleness=1))
     coordinator.tickets.data_open = False
-    assert coordinator.take_tickets() == [] and coordinator.stalled
+    assert coordinator.take_groups() == [] and coordinator.stalled
     coordinator.offer()
     assert not coordinator.stalled
-    assert [ticket.row for ticket in coordinator.take_tickets()] == [5]
+    assert [ticket.row for ticket in coordinator.take_groups()] == [5]
     coordinator.tickets.data_open = True
-    assert [ticket.row for ticket in coordinator.take_tickets()] == [0, 1, 2]
+    assert [ticket.row for ticket in coordinator.take_groups()] == [0, 1, 2]
 
 
 def test_an_offer_behind_the_end_of_the_data_is_taken_too() -> None:
-    coordinator = Coordinator(plan_of(batch=2, num_rows=2, total_tickets=2))
-    for ticket in coordinator.take_tickets():
+    coordinator = Coordinator(plan_of(batch=2, num_rows=2, total_groups=2))
+    for ticket in coordinator.take_groups():
         coordinator.complete(ticket.number, 1)
     coordinator.ready(0)
     coordinator.release(0)
     assert coordinator.finished
     coordinator.offer()
     assert not coordinator.finished
-    (ticket,) = coordinator.take_tickets()
+    (ticket,) = coordinator.take_groups()
     coordinator.complete(ticket.number, 1)
     assert coordinator.ready(1) == (2,), "a short step"
 
@@ -108,12 +108,12 @@ def test_offered_rows_that_ran_when_the_process_ended_are_dropped_as_lost(tmp_pa
     path = tmp_path / "ledger.jsonl"
     coordinator = Coordinator(plan_of(staleness=1, batch=1), Ledger(path))
     coordinator.offer()
-    coordinator.take_tickets()  # the offered row, and row 0 of the data
+    coordinator.take_groups()  # the offered row, and row 0 of the data
     coordinator.complete(1, 1)
     assert coordinator.part(0, 1) == (1,)
     coordinator.release(0)
     snapshot = coordinator.snapshot()
     resumed = Coordinator(plan_of(staleness=1, batch=1), Ledger(path, mark_of(snapshot)), snapshot)
     assert resumed.accounting().dropped == {LOST: 1}
-    assert [ticket.row for ticket in resumed.take_tickets()] == [1, 2]
+    assert [ticket.row for ticket in resumed.take_groups()] == [1, 2]
     verify(path)

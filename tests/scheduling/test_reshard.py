@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.scheduling.bin_packing import partition
-from distflow.scheduling.reshard import Exchange, ExchangeError, Key, Metas, Readers, SampleInfo, Select
+from distflow.scheduling.reshard import Key, Metas, Readers, Reshard, ReshardError, SampleInfo, Select
 
 STEP = Key("rollout to actor", 3, 2)
 
@@ -49,7 +49,7 @@ def passed(
     parts: Sequence[Sequence[Row]], readers: Readers, nodes: Sequence[str] = (), select: Select | None = None
 ) -> list[list[Row]]:
     """What each rank reads of what the writers put."""
-    exchange: Exchange[Object] = Exchange(limit_bytes=10**9)
+    exchange: Reshard[Object] = Reshard(limit_bytes=10**9)
     for writer, rows in enumerate(parts):
         assert exchange.reserve(STEP, writer, len(parts), len(rows))
         exchange.put(STEP, writer, metas(rows, nodes[writer] if nodes else ""), tuple(rows))
@@ -149,7 +149,7 @@ def test_a_selection_by_length_or_by_machine_takes_in_the_order_of_tickets():
 
 
 def test_a_selection_that_fails_leaves_the_step_as_it_was():
-    exchange: Exchange[str] = Exchange(100)
+    exchange: Reshard[str] = Reshard(100)
     exchange.reserve(STEP, 0, 1, 1)
     exchange.put(STEP, 0, metas([Row(0, 0, 1, 1)]), "object")
     with pytest.raises(KeyError, match="scores"):
@@ -167,7 +167,7 @@ def test_samples_of_one_length_are_as_many_on_each_rank_as_can_be(num_samples, n
 
 
 def test_a_step_that_was_read_is_forgotten_and_may_come_again():
-    exchange: Exchange[str] = Exchange(100)
+    exchange: Reshard[str] = Reshard(100)
     for ref in ("first", "second"):
         assert exchange.missing(STEP) == "none of its writers has put any"
         assert exchange.reserve(STEP, 0, 1, 7)
@@ -179,7 +179,7 @@ def test_a_step_that_was_read_is_forgotten_and_may_come_again():
 
 
 def test_a_rank_without_samples_is_told_where_their_columns_are():
-    exchange: Exchange[str] = Exchange(100)
+    exchange: Reshard[str] = Reshard(100)
     for writer in range(2):
         exchange.reserve(STEP, writer, 2, 1)
         exchange.put(STEP, writer, metas([Row(0, 0, 1, 1)] if writer else []), f"object {writer}")
@@ -189,7 +189,7 @@ def test_a_rank_without_samples_is_told_where_their_columns_are():
 
 
 def test_a_step_is_complete_once_each_of_its_writers_has_put():
-    exchange: Exchange[str] = Exchange(100)
+    exchange: Reshard[str] = Reshard(100)
     assert exchange.missing(STEP) == "none of its writers has put any"
     for writer in (2, 0):
         exchange.reserve(STEP, writer, 3, 1)
@@ -201,7 +201,7 @@ def test_a_step_is_complete_once_each_of_its_writers_has_put():
 
 
 def test_edges_steps_and_versions_are_kept_apart():
-    exchange: Exchange[str] = Exchange(100)
+    exchange: Reshard[str] = Reshard(100)
     keys = [Key(edge, step, version) for edge in "ab" for step in (1, 2) for version in (0, 1)]
     for key in keys:
         assert exchange.reserve(key, 0, 1, 1)
@@ -213,7 +213,7 @@ def test_edges_steps_and_versions_are_kept_apart():
 
 
 def test_a_full_exchange_admits_the_oldest_step_of_each_edge_alone():
-    exchange: Exchange[str] = Exchange(limit_bytes=10)
+    exchange: Reshard[str] = Reshard(limit_bytes=10)
     first, second, other = Key("a", 0, 0), Key("a", 1, 0), Key("b", 0, 0)
     assert exchange.reserve(first, 0, 2, 8)
     assert not exchange.reserve(second, 0, 2, 3) and exchange.reserve(second, 1, 2, 2)
@@ -230,20 +230,20 @@ def test_a_full_exchange_admits_the_oldest_step_of_each_edge_alone():
 
 
 def test_writers_and_readers_who_disagree_are_named():
-    exchange: Exchange[str] = Exchange(100)
+    exchange: Reshard[str] = Reshard(100)
     exchange.reserve(STEP, 0, 1, 1)
-    with pytest.raises(ExchangeError, match=r"writer 0 puts step 3 of edge 'rollout to actor' \(version 2\) twice"):
+    with pytest.raises(ReshardError, match=r"writer 0 puts step 3 of edge 'rollout to actor' \(version 2\) twice"):
         exchange.reserve(STEP, 0, 1, 1)
-    with pytest.raises(ExchangeError, match="has 1 writers, but 1 of 2 writes to it"):
+    with pytest.raises(ReshardError, match="has 1 writers, but 1 of 2 writes to it"):
         exchange.reserve(STEP, 1, 2, 1)
     exchange.put(STEP, 0, metas([]), "")
     exchange.take(STEP, 0, Readers(2))
-    with pytest.raises(ExchangeError, match=r"is read by Readers\(num_ranks=2.*but rank 1 says Readers\(num_ranks=3"):
+    with pytest.raises(ReshardError, match=r"is read by Readers\(num_ranks=2.*but rank 1 says Readers\(num_ranks=3"):
         exchange.take(STEP, 1, Readers(3))
 
 
 def test_samples_of_no_group_are_divided_one_by_one():
-    exchange: Exchange[str] = Exchange(100)
+    exchange: Reshard[str] = Reshard(100)
     lengths = np.full(4, 3, np.int32)
     for writer in range(2):
         exchange.reserve(STEP, writer, 2, 1)
@@ -257,7 +257,7 @@ def test_ranks_that_share_a_step_already_pick_their_own_rows_in_their_own_order(
     """Through any chain of widths, whoever shares the step how; tensor-parallel writers put the same twice."""
     parts: list[list[Row]] = [rows, rows]
     for width in widths:
-        exchange: Exchange[Object] = Exchange(limit_bytes=0)
+        exchange: Reshard[Object] = Reshard(limit_bytes=0)
         for writer, part in enumerate(parts):
             assert exchange.reserve(STEP, writer, len(parts), len(part))
             exchange.put(STEP, writer, metas(part), tuple(part))
@@ -274,10 +274,10 @@ def test_ranks_that_share_a_step_already_pick_their_own_rows_in_their_own_order(
 
 
 def test_a_sample_that_nobody_put_is_named():
-    exchange: Exchange[Object] = Exchange(limit_bytes=0)
+    exchange: Reshard[Object] = Reshard(limit_bytes=0)
     exchange.reserve(STEP, 0, 1, 0)
     exchange.put(STEP, 0, metas([Row(0, 0, 1, 1)]), ())
-    with pytest.raises(ExchangeError, match=r"step 3 of edge 'rollout to actor' \(version 2\) has no sample '7-0'"):
+    with pytest.raises(ReshardError, match=r"step 3 of edge 'rollout to actor' \(version 2\) has no sample '7-0'"):
         exchange.pick(STEP, 2, ["0-0", "7-0"])
-    with pytest.raises(ExchangeError, match="one of its readers says they are 3"):
+    with pytest.raises(ReshardError, match="one of its readers says they are 3"):
         exchange.pick(STEP, 3, ["0-0"])

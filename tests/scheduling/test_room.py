@@ -5,11 +5,11 @@ from hypothesis import strategies as st
 
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.data_plan import DataPlan
-from distflow.scheduling.rollout_capacity import Room
+from distflow.scheduling.rollout_capacity import MemoryLimit
 
 
 def test_groups_that_run_count_as_large_as_those_before_them() -> None:
-    room = Room(1000)
+    room = MemoryLimit(1000)
     assert room.left(0) == 0, "nothing is known yet"
     room.weigh(0, 100)
     room.weigh(1, 300)
@@ -18,7 +18,7 @@ def test_groups_that_run_count_as_large_as_those_before_them() -> None:
     assert room.held_bytes == 300 and room.left(0) == 3
     room.weigh(2, 10_000)
     assert room.left(0) == 0
-    assert Room(None).left(10**6) is None
+    assert MemoryLimit(None).left(10**6) is None
 
 
 @st.composite
@@ -28,7 +28,7 @@ def plans(draw: st.DrawFn) -> DataPlan:
         num_rows=draw(st.integers(1, 9)),
         consumer_batch=draw(st.integers(1, 5)),
         group_size=1,
-        total_tickets=None,
+        total_groups=None,
         total_steps=draw(st.integers(1, 8)),
         max_staleness=staleness,
         max_concurrent=draw(st.none() | st.integers(1, 9)),
@@ -46,7 +46,7 @@ def test_every_run_comes_to_its_end_and_holds_no_more_than_the_bound_or_a_step(p
     for _ in range(10_000):
         if coordinator.finished:
             break
-        running += [ticket.number for ticket in coordinator.take_tickets()]
+        running += [ticket.number for ticket in coordinator.take_groups()]
         account = coordinator.accounting()
         assert (account.running + account.complete) * size <= limit
         numbers = coordinator.ready(coordinator.step)

@@ -4,14 +4,14 @@ import itertools
 
 import pytest
 
-from distflow.scheduling.groups import AccountingError, Ticket
-from distflow.scheduling.sample_queue import Exhausted, ExperienceEdge
+from distflow.scheduling.groups import CountsError, PromptGroup
+from distflow.scheduling.sample_queue import Exhausted, SampleQueue
 
 
 def edge_with(num_tickets, **options):
-    edge = ExperienceEdge(options.pop("consumer_batch", 2), **options)
+    edge = SampleQueue(options.pop("consumer_batch", 2), **options)
     for number in range(num_tickets):
-        edge.issue(Ticket(number, 0, number, 4, 0))
+        edge.issue(PromptGroup(number, 0, number, 4, 0))
     return edge
 
 
@@ -107,9 +107,9 @@ def test_what_runs_may_still_fill_the_step():
 
 def staggered(versions, **options):
     """An edge of steps of 2 at staleness 2, a group for each version."""
-    edge = ExperienceEdge(2, max_staleness=2, **options)
+    edge = SampleQueue(2, max_staleness=2, **options)
     for number, version in enumerate(versions):
-        edge.issue(Ticket(number, 0, number, 4, version))
+        edge.issue(PromptGroup(number, 0, number, 4, version))
     return edge
 
 
@@ -162,7 +162,7 @@ def test_a_group_that_waits_to_start_again_holds_up_no_step():
 def test_more_than_can_be_consumed_in_time_is_a_fault_and_no_wait():
     edge = staggered([0, 0, 0], next_step=2)
     complete(edge, 0, 1, 2)
-    with pytest.raises(AccountingError, match="step 2 would leave 1 groups that are due by step 2.* ticket 0"):
+    with pytest.raises(CountsError, match="step 2 would leave 1 groups that are due by step 2.* ticket 0"):
         edge.ready(2)
 
 
@@ -172,7 +172,7 @@ def test_tokens_of_weights_that_the_step_may_not_train_on_are_a_fault(version):
     edge = staggered([2, 3], next_step=3)
     edge.complete(0, 1, version)
     edge.complete(1, 1)
-    with pytest.raises(AccountingError, match=f"ticket 0 holds tokens of version {version}, which step 3 may not"):
+    with pytest.raises(CountsError, match=f"ticket 0 holds tokens of version {version}, which step 3 may not"):
         edge.ready(3)
 
 
@@ -186,7 +186,7 @@ def test_an_older_token_makes_a_group_due_earlier():
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda edge: edge.issue(Ticket(1, 0, 1, 4, 0)),
+        lambda edge: edge.issue(PromptGroup(1, 0, 1, 4, 0)),
         lambda edge: edge.complete(1, 5),
         lambda edge: edge.drop(1, "late"),
         lambda edge: edge.retry(1),
@@ -195,7 +195,7 @@ def test_an_older_token_makes_a_group_due_earlier():
 def test_a_complete_ticket_moves_only_to_its_step(wrong):
     edge = edge_with(2)
     edge.complete(1, 5)
-    with pytest.raises(AccountingError, match="ticket 1 "):
+    with pytest.raises(CountsError, match="ticket 1 "):
         wrong(edge)
 
 
@@ -203,10 +203,10 @@ def test_a_lost_group_waits_and_is_no_longer_running():
     edge = edge_with(2)
     assert edge.retry(1)
     for wrong in (lambda: edge.complete(1, 5), lambda: edge.drop(1, "late"), lambda: edge.retry(1)):
-        with pytest.raises(AccountingError, match="ticket 1 .* waits to be issued again"):
+        with pytest.raises(CountsError, match="ticket 1 .* waits to be issued again"):
             wrong()
     assert edge.num_waiting == 1
-    assert edge.reissue(1, 0) == Ticket(1, 0, 1, 4, 0, attempt=1)
+    assert edge.reissue(1, 0) == PromptGroup(1, 0, 1, 4, 0, attempt=1)
     assert edge.waiting == []
     edge.complete(1, 5)
     edge.complete(0, 5)
@@ -219,7 +219,7 @@ def test_groups_left_behind_count_among_those_that_a_later_step_lacks():
         edge.complete(number, 1)
     edge.release(0)
     for number in (3, 4):
-        edge.issue(Ticket(number, 0, number, 4, 1))
+        edge.issue(PromptGroup(number, 0, number, 4, 1))
         edge.drop(number, "equal_rewards")
     wanted = r"of the 3 drawn for it and those up to step 2 1 are left \(dropped: 2 equal_rewards\)"
     with pytest.raises(Exhausted, match=wanted):
@@ -228,9 +228,9 @@ def test_groups_left_behind_count_among_those_that_a_later_step_lacks():
 
 def test_unknown_tickets_and_steps_are_refused():
     edge = edge_with(1)
-    with pytest.raises(AccountingError, match="ticket 9 "):
+    with pytest.raises(CountsError, match="ticket 9 "):
         edge.complete(9, 1)
-    with pytest.raises(AccountingError, match="step 3 .* next one is 0"):
+    with pytest.raises(CountsError, match="step 3 .* next one is 0"):
         edge.ready(3)
-    with pytest.raises(AccountingError, match="step 0 .* before it was formed"):
+    with pytest.raises(CountsError, match="step 0 .* before it was formed"):
         edge.release(0)

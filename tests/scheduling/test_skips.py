@@ -48,7 +48,7 @@ def run(coordinator, num_steps):
     worked = []
     for _ in range(num_steps):
         while coordinator.ready(coordinator.step) is None:
-            tickets = coordinator.take_tickets(coordinator.step)
+            tickets = coordinator.take_groups(coordinator.step)
             for ticket in tickets:
                 worked.append((ticket.number, ticket.stream, ticket.epoch, ticket.row))
                 coordinator.judged(ticket, Accuracy(right_of(ticket), 4))
@@ -73,7 +73,7 @@ def test_rows_come_back_after_as_many_rounds_as_are_asked_for(tmp_path, epochs):
     assert all(row % 5 in (1, 2, 3) for _, _, epoch, row in worked if rounds[epoch] == 6)
     num_passed = 2 * rounds.count(6)
     assert account.dropped == {TOO_EASY: num_passed, TOO_HARD: num_passed}
-    assert account.issued == plan.total_tickets and coordinator.finished
+    assert account.issued == plan.total_groups and coordinator.finished
     assert verify(tmp_path / "ledger.jsonl") == account
 
 
@@ -132,7 +132,7 @@ def test_against_a_count_of_ones_own(tmp_path_factory, sizes, staleness, batch, 
     cut = json.dumps([coordinator.snapshot(), []])
     while not coordinator.finished:
         before = coordinator.accounting().issued
-        tickets = coordinator.take_tickets(coordinator.step)
+        tickets = coordinator.take_groups(coordinator.step)
         check_issued(plan, path, before, [t for t in tickets if t.number >= before], expected)
         running += tickets
         for ticket in [*running] if staleness == 0 else running[: choice.randint(0, len(running))]:

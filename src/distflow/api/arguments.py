@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from distflow.config import Config, Loaded, program_name
+from distflow.config import Config, Loaded, pipeline_name
 from distflow.config.compose.origins import COMMAND_LINE
 from distflow.config.derived_settings import is_rl
 from distflow.config.keys.declare import dotted
@@ -127,7 +127,7 @@ class Given:
 
         config, keys = loaded.config, list[str]()
         if self.reward is not None and not is_rl(config):
-            raise UserError(f"reward is given, and the program {program_name(config)} judges no answers: leave it out")
+            raise UserError(f"reward is given, and the program {pipeline_name(config)} judges no answers: leave it out")
         for key, file, _ in self._files(config):
             files: dict[str, Any] = {f"{key}_files": (str(file),)}
             config = replace(config, data=replace(config.data, **files))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from distflow.api.arguments import Given, Overrides, Reward, Rows
 from distflow.api.run import Run
 from distflow.api.train import PresetOrConfig, make_spec_of, preset_and_lines, read, say, settings_kept
-from distflow.config import Config, Loaded, load_config, program_name
+from distflow.config import Config, Loaded, load_config, pipeline_name
 from distflow.config.derived_settings import is_rl
 from distflow.config.per_domain import train_files
 from distflow.errors import UserError
@@ -54,7 +54,7 @@ def rollouts(
         given = replace(given, data=_placeholders(_peek(preset_or_config, overrides)))
     loaded = read(preset_or_config, overrides, given, resume)
     if not is_rl(loaded.config):
-        raise UserError(f"the program {program_name(loaded.config)} generates nothing: distflow.train runs it")
+        raise UserError(f"the program {pipeline_name(loaded.config)} generates nothing: distflow.train runs it")
     if loaded.config.trainer.launcher != "local":
         raise UserError(f"trainer.launcher={loaded.config.trainer.launcher}: a loop of your own needs local")
     if loaded.config.algorithm.filter_groups.oversampling:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from distflow.algorithms.registry import find_adv_est
 from distflow.audit.check import Check, Wrong
-from distflow.audit.recorded_data import BUILTIN, Evidence, Sample, doubles, module_of
+from distflow.audit.recorded_data import BUILTIN, RecordedStep, Sample, doubles, module_of
 from distflow.audit.reward_functions import functions_of
 from distflow.config.derived_settings import algorithms
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
@@ -261,7 +261,7 @@ LIMIT = 1e-3
 MOST_TOKENS = 2**20
 
 
-def prove(evidence: Evidence) -> str | None:
+def prove(evidence: RecordedStep) -> str | None:
     if not evidence.is_ours("advantages"):
         return "the estimator is the user's" if evidence.is_written("advantages") else ""
     if sum(len(sample["response_ids"]) for sample in evidence.samples) > MOST_TOKENS:
@@ -279,7 +279,7 @@ def prove(evidence: Evidence) -> str | None:
     return why_not[0] if why_not else None
 
 
-def _prove(evidence: Evidence, settings: AlgorithmConfig, samples: list[Sample]) -> str | None:
+def _prove(evidence: RecordedStep, settings: AlgorithmConfig, samples: list[Sample]) -> str | None:
     """Of those that share the settings."""
     name = settings.adv_estimator
     if evidence.parts.num_ranks > 1 and (name in GLOBAL or settings.scale_rewards == "batch"):

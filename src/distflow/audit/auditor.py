@@ -12,16 +12,16 @@ from distflow.audit.all_checks import AFTER, BEFORE, OF_A_FEW_GROUPS, OF_EVERY_S
 from distflow.audit.check import Check, Wrong
 from distflow.audit.log_probs import score_before
 from distflow.audit.old_weights import KeptWeights
-from distflow.audit.recorded_data import Evidence, Inputs, Parts
-from distflow.audit.recorder import GroupRecord, OpenEngine, UpdateRecord, UpdateWatch, Witness
+from distflow.audit.recorded_data import Inputs, Parts, RecordedStep
+from distflow.audit.recorder import GroupRecord, GroupRecorder, OpenEngine, UpdateRecord, UpdateWatch
 from distflow.audit.schedule import AuditSchedule
 from distflow.audit.sharded_forward import Turns
 from distflow.data import random_streams
 from distflow.data.batch import Batch
 from distflow.errors import TrustError
-from distflow.graph import Program
+from distflow.graph import BoundPipeline
 from distflow.models.shards import is_spread
-from distflow.rewards.score import Verdict
+from distflow.rewards.score import RewardResult
 from distflow.rollout.weights import stripe_hash
 from distflow.runtime.context import NodeContext, NodeState
 from distflow.runtime.recorder import Recorder
@@ -82,7 +82,7 @@ class Auditor:
     def __init__(
         self,
         parts: Parts,
-        witness: Witness,
+        witness: GroupRecorder,
         state: dict[str, Any],
         note: Note,
         schedule: AuditSchedule,
@@ -104,7 +104,7 @@ class Auditor:
         self._records: Mapping[int, GroupRecord] = {}
         self._batch: Batch | None = None
         self._step = first_step
-        self._evidence: Evidence | None = None
+        self._evidence: RecordedStep | None = None
         self._watch: UpdateWatch | None = None
         self._seen: list[UpdateRecord] = []
         self._before: dict[str, int] = {}
@@ -223,8 +223,8 @@ class Auditor:
             part.metrics, part.partial = metrics, True
             self._prove(OF_A_FEW_GROUPS, part)
 
-    def _evidence_of(self, batch: Batch) -> Evidence:
-        return Evidence(
+    def _evidence_of(self, batch: Batch) -> RecordedStep:
+        return RecordedStep(
             parts=self._parts,
             step=self._step,
             total_steps=self._total_steps,
@@ -241,7 +241,7 @@ class Auditor:
             say=self._say,
         )
 
-    def _prove(self, checks: Sequence[Check], evidence: Evidence) -> dict[str, str | None]:
+    def _prove(self, checks: Sequence[Check], evidence: RecordedStep) -> dict[str, str | None]:
         """What each check returned, by its name."""
         found: dict[str, str | None] = {}
         for check in checks:
@@ -288,7 +288,7 @@ def _copied(batch: Batch) -> Batch:
 
 def make_auditor(
     spec: Spec,
-    program: Program,
+    program: BoundPipeline,
     learning: Sequence[Step],
     resources: Resources,
     session: Session,
@@ -299,12 +299,12 @@ def make_auditor(
     bring: Callable[[], None],
 ) -> Auditor:
     """Of a worker. state: of all nodes. group: the ranks that learn the same. bring: see `Parts`."""
-    witness, judge = Witness(), resources.judge
+    witness, judge = GroupRecorder(), resources.judge
     if judge is not None and spec.options.audit_freq > 0:
         judge.pools.tell(witness.judged)
     estimator = next((step for step in learning if "advantages" in step.node.contract.writes), None)
 
-    def ask(name: str, arguments: Mapping[str, object]) -> Verdict:
+    def ask(name: str, arguments: Mapping[str, object]) -> RewardResult:
         assert judge is not None, "asked only where there is one"
         return session.call(judge.pools.judge(name, arguments))
 

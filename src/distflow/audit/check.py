@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from distflow.audit.recorded_data import Evidence
+from distflow.audit.recorded_data import RecordedStep
 
 
 class Wrong(Exception):
@@ -23,4 +23,4 @@ class Check:
     claim: str
     needs: str
     limit: str
-    prove: Callable[[Evidence], str | None]
+    prove: Callable[[RecordedStep], str | None]

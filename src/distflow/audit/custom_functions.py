@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from distflow.audit.check import Check
-from distflow.audit.recorded_data import BUILTIN, Evidence, module_of
+from distflow.audit.recorded_data import BUILTIN, RecordedStep, module_of
 from distflow.audit.recorder import UpdateRecord
 
 GARBAGE, WIDTH, LIMIT = 1e3, 3, 1e-4
 Call = Callable[[Sequence[object], Mapping[str, object]], tuple[Tensor, ...]]
 
 
-def prove(evidence: Evidence) -> str | None:
+def prove(evidence: RecordedStep) -> str | None:
     """What it sees is told, and the run goes on: a user may know better than these rules."""
     estimator, losses = _estimator(evidence), _losses(evidence)
     if estimator is None and losses is None:
@@ -25,7 +25,7 @@ def prove(evidence: Evidence) -> str | None:
     return told[0] if told else None
 
 
-def _estimator(evidence: Evidence) -> list[str] | None:
+def _estimator(evidence: RecordedStep) -> list[str] | None:
     """What is wrong with the user's estimator; None where there is none."""
     if evidence.is_ours("advantages") or evidence.parts.estimate is None:
         return None
@@ -58,7 +58,7 @@ def _estimator(evidence: Evidence) -> list[str] | None:
     return told
 
 
-def _mixes_groups(evidence: Evidence, call: Call) -> bool:
+def _mixes_groups(evidence: RecordedStep, call: Call) -> bool:
     assert evidence.parts.estimate is not None
     node = next(node for node in evidence.parts.program.nodes if "advantages" in node.contract.writes)
     groups = evidence.batch["group_index"].tolist()
@@ -74,7 +74,7 @@ def _mixes_groups(evidence: Evidence, call: Call) -> bool:
     return not _equal(apart, tuple(tensor[rows][:, :length] for tensor in together))
 
 
-def _losses(evidence: Evidence) -> list[str] | None:
+def _losses(evidence: RecordedStep) -> list[str] | None:
     """What is wrong with the user's loss; None where there is none of our own signature."""
     for update in evidence.updates_of("actor")[:1]:
         loss = getattr(update.loss, "loss", None)

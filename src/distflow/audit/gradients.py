@@ -10,22 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from distflow.audit.check import Check, Wrong
-from distflow.audit.log_probs import dtype_of, ids_of, proved_samples
+from distflow.audit.log_probs import audited_samples, dtype_of, ids_of
 from distflow.audit.plain_model import logits_of, plainly
-from distflow.audit.recorded_data import Evidence, Sample
+from distflow.audit.recorded_data import RecordedStep, Sample
 from distflow.audit.recorder import OpenEngine, UpdateRecord, striped
 
 NUM_SAMPLES = 2
 EXACT, ROUNDED = 1e-3, 0.5
 
 
-def prove_backward(evidence: Evidence) -> str | None:
+def audit_backward(evidence: RecordedStep) -> str | None:
     actor = evidence.parts.actor
     scorer = getattr(actor, "scorer", None)
     if not isinstance(actor, OpenEngine) or scorer is None:
         return "the train engine does not show its inside"
     turns = evidence.parts.turns
-    chosen = sorted(proved_samples(evidence), key=lambda sample: len(sample["response_ids"]))[:NUM_SAMPLES]
+    chosen = sorted(audited_samples(evidence), key=lambda sample: len(sample["response_ids"]))[:NUM_SAMPLES]
     if not chosen and not turns.is_spread(actor.model):
         return "no sample is short enough"
     names = dict(striped(actor.model, evidence.step))
@@ -51,7 +51,7 @@ def prove_backward(evidence: Evidence) -> str | None:
 
 
 def _through_packing(
-    evidence: Evidence, actor: OpenEngine, scorer: object, chosen: Sequence[Sample], weights: Sequence[nn.Parameter]
+    evidence: RecordedStep, actor: OpenEngine, scorer: object, chosen: Sequence[Sample], weights: Sequence[nn.Parameter]
 ) -> list[Tensor]:
     rows = [list(evidence.batch["uid"]).index(sample["uid"]) for sample in chosen]
     batch = evidence.batch.select(rows)
@@ -65,7 +65,7 @@ def _through_packing(
 
 
 def _through_padding(
-    evidence: Evidence, actor: OpenEngine, chosen: Sequence[Sample], weights: Sequence[nn.Parameter]
+    evidence: RecordedStep, actor: OpenEngine, chosen: Sequence[Sample], weights: Sequence[nn.Parameter]
 ) -> list[Tensor]:
     """chosen: one sample, or none: then a token is sent through the model, and its gradient is 0."""
     tokens = [ids_of(sample) for sample in chosen] or [((0,), (0,))]
@@ -96,14 +96,14 @@ BACKWARD = Check(
     "a gradient by log-probs reaches the weights through the packed pass as through the model's own padded one",
     "a train engine that shows its inside",
     f"{EXACT:g} relative (bfloat16: {ROUNDED:g})",
-    prove_backward,
+    audit_backward,
 )
 
 
 LIMIT = 1e-3
 
 
-def prove_gradients(evidence: Evidence) -> str | None:
+def audit_gradients(evidence: RecordedStep) -> str | None:
     seen = [update for update in evidence.updates if isinstance(update.engine, OpenEngine)]
     if not seen:
         return "no update was seen of an engine that shows its inside"
@@ -118,7 +118,7 @@ def prove_gradients(evidence: Evidence) -> str | None:
     return "gradients of several ranks are summed before they are seen" if evidence.parts.num_ranks > 1 else None
 
 
-def _clipped(evidence: Evidence, update: UpdateRecord, norm: float) -> None:
+def _clipped(evidence: RecordedStep, update: UpdateRecord, norm: float) -> None:
     settings = evidence.config.critic if update.role == "critic" else evidence.config.actor_rollout_ref.actor
     reported, most = float(update.metrics["grad_norm"]), settings.max_grad_norm
     factor = 1.0 if most is None else min(1.0, most / (reported + 1e-6))
@@ -145,5 +145,5 @@ GRADIENTS = Check(
     "a mini-batch's gradient starts from zero and is the sum of its micro-batches' gradients, clipped to max_grad_norm",
     "a train engine that shows its inside",
     f"{LIMIT:g} relative",
-    prove_gradients,
+    audit_gradients,
 )

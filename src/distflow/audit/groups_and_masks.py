@@ -6,12 +6,12 @@ Claim: every token that the policy made, its end token too, is trained on where 
 from collections import Counter
 
 from distflow.audit.check import Check, Wrong
-from distflow.audit.recorded_data import Evidence, Sample
+from distflow.audit.recorded_data import RecordedStep, Sample
 from distflow.config.derived_settings import algorithm_of
 from distflow.config.per_domain import filters_groups, unfiltered_domains
 
 
-def prove_groups(evidence: Evidence) -> str | None:
+def audit_groups(evidence: RecordedStep) -> str | None:
     if evidence.parts.num_ranks > 1:
         return "a step's groups lie on several ranks"
     groups: dict[int, list[Sample]] = {}
@@ -35,7 +35,7 @@ def prove_groups(evidence: Evidence) -> str | None:
     return None
 
 
-def _teach(evidence: Evidence, groups: dict[int, list[Sample]]) -> None:
+def _teach(evidence: RecordedStep, groups: dict[int, list[Sample]]) -> None:
     settings = evidence.config.algorithm.filter_groups
     filters = any(node.node_id == "dynamic_sampling" for node in evidence.parts.program.nodes)
     if not filters_groups(evidence.config) or not filters or settings.metric != "acc":
@@ -57,11 +57,11 @@ GROUPS = Check(
     "none whose samples all have the same",
     "one rank",
     "equal",
-    prove_groups,
+    audit_groups,
 )
 
 
-def prove_masks(evidence: Evidence) -> str | None:
+def audit_masks(evidence: RecordedStep) -> str | None:
     if evidence.is_written("loss_mask") and not evidence.is_ours("loss_mask"):
         return "a node of the user's writes loss_mask"
     for sample in evidence.samples:
@@ -95,5 +95,5 @@ MASKS = Check(
     "loss_mask is on each token that the policy made, the end token included, and on no other",
     "no node of the user's that writes loss_mask",
     "equal",
-    prove_masks,
+    audit_masks,
 )

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from distflow.audit.check import Check, Wrong
-from distflow.audit.recorded_data import Evidence, doubles
+from distflow.audit.recorded_data import RecordedStep, doubles
 from distflow.audit.reward_sum import kl
 
 KL_LIMIT = 1e-4
 
 
-def prove_kl_control(evidence: Evidence) -> str | None:
+def audit_kl_control(evidence: RecordedStep) -> str | None:
     control = evidence.config.algorithm.kl_ctrl
     if not evidence.config.algorithm.use_kl_in_reward or not evidence.is_written("token_level_rewards"):
         return ""
@@ -39,7 +39,7 @@ def prove_kl_control(evidence: Evidence) -> str | None:
     return None
 
 
-def _same_mean(evidence: Evidence) -> None:
+def _same_mean(evidence: RecordedStep) -> None:
     """The KL that the controller is fed: over tokens of valid samples, or the mean of samples' means."""
     if evidence.parts.num_ranks > 1 or not evidence.is_ours("token_level_rewards"):
         return
@@ -64,14 +64,14 @@ KL_CONTROL = Check(
     "KL (arXiv:1909.08593)",
     "a program with the KL in the reward, and the step before in this process or its checkpoint",
     f"{KL_LIMIT:g} relative",
-    prove_kl_control,
+    audit_kl_control,
 )
 
 
 CORRECTION_LIMIT = 1e-3
 
 
-def prove_correction(evidence: Evidence) -> str | None:
+def audit_correction(evidence: RecordedStep) -> str | None:
     settings = evidence.config.algorithm.rollout_correction
     if "rollout_is_weights" not in evidence.batch:
         return ""
@@ -110,5 +110,5 @@ CORRECTION = Check(
     "mean, truncated or masked as the config says",
     "weights that are not divided by their mean",
     f"{CORRECTION_LIMIT:g} relative",
-    prove_correction,
+    audit_correction,
 )

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from distflow.audit.check import Check, Wrong
 from distflow.audit.plain_model import Ids, fits, log_probs_of, logits_of, plain_scores, plainly, vocabulary_of
-from distflow.audit.recorded_data import Evidence, Sample, doubles
+from distflow.audit.recorded_data import RecordedStep, Sample, doubles
 from distflow.audit.recorder import OpenEngine, UpdateRecord
 from distflow.config.derived_settings import is_rl
 
@@ -18,10 +18,10 @@ MOST_ENTRIES = 2**26  # of softmaxes in float64: about a second on one core
 EXACT, ROUNDED = (1e-4, 3e-3), (0.15, 5.0)
 
 
-def prove(evidence: Evidence) -> str | None:
+def prove(evidence: RecordedStep) -> str | None:
     if not any(evidence.is_written(column) for column in ("old_log_probs", "ref_log_prob", "values")):
         return ""
-    chosen = proved_samples(evidence)
+    chosen = audited_samples(evidence)
     if not chosen:
         return "no sample is short enough for the logits of all its tokens"
     parts = evidence.parts
@@ -61,20 +61,20 @@ def prove(evidence: Evidence) -> str | None:
     return None if proven else "no built-in node scores by a model that shows its inside"
 
 
-def _is_the_engines(evidence: Evidence) -> None:
+def _is_the_engines(evidence: RecordedStep) -> None:
     """Where the config says that nothing scores a step before its update."""
     for sample in evidence.samples:
         if not torch.equal(sample["old_log_probs"], sample["rollout_log_probs"]):
             raise Wrong(f"old_log_probs of sample {sample['uid']} must be the engine's, by the config")
 
 
-def _copied(evidence: Evidence, own: str) -> bool:
+def _copied(evidence: RecordedStep, own: str) -> bool:
     """In low precision engine and trainer never round alike over a whole step."""
     ours, theirs = evidence.batch.flat(own), evidence.batch.flat("rollout_log_probs")
     return len(ours) >= 50 and torch.equal(ours, theirs)
 
 
-def proved_samples(evidence: Evidence) -> list[Sample]:
+def audited_samples(evidence: RecordedStep) -> list[Sample]:
     """Few: their tokens are a small share of the step's, but a few samples at least."""
     model = getattr(evidence.parts.actor, "model", None)
     total = sum(len(sample["response_ids"]) + len(sample["prompt_ids"]) for sample in evidence.samples)
@@ -101,17 +101,17 @@ def dtype_of(engine: object) -> torch.dtype | None:
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
-def _score_policy(evidence: Evidence, model: nn.Module, chosen: list[Sample]) -> None:
+def _score_policy(evidence: RecordedStep, model: nn.Module, chosen: list[Sample]) -> None:
     with torch.no_grad(), plainly(model, compute_dtype=dtype_of(evidence.parts.actor)):
         found = logits_of(evidence.parts.turns.run, model, [ids_of(sample) for sample in chosen])
         for logits, sample in zip(found, chosen, strict=True):
             evidence.plain[sample["uid"]] = plain_scores(logits, ids_of(sample)[1], evidence.sampling(sample))
 
 
-def score_before(evidence: Evidence, update: UpdateRecord) -> None:
+def score_before(evidence: RecordedStep, update: UpdateRecord) -> None:
     """Run the policy on one sample of a later mini-batch: it has moved since the step was scored."""
     actor = evidence.parts.actor
-    chosen = {str(sample["uid"]): sample for sample in proved_samples(evidence)}
+    chosen = {str(sample["uid"]): sample for sample in audited_samples(evidence)}
     uid = next((uid for uid in update.uids if uid in chosen), None)
     if not isinstance(actor, OpenEngine) or uid is None:
         return
@@ -126,7 +126,7 @@ def ids_of(sample: Sample) -> Ids:
     return sample["prompt_ids"].tolist(), sample["response_ids"].tolist()
 
 
-def _same(evidence: Evidence, sample: Sample, column: str, expected: Tensor) -> None:
+def _same(evidence: RecordedStep, sample: Sample, column: str, expected: Tensor) -> None:
     policy = sample["response_mask"] > 0
     gap = (doubles(sample[column]) - doubles(expected)).abs()[policy]
     if not len(gap):
@@ -141,7 +141,7 @@ def _same(evidence: Evidence, sample: Sample, column: str, expected: Tensor) -> 
         )
 
 
-def _starts_equal(evidence: Evidence, sample: Sample, reference: Tensor) -> None:
+def _starts_equal(evidence: RecordedStep, sample: Sample, reference: Tensor) -> None:
     gap = (evidence.plain[sample["uid"]].log_probs - reference).abs()
     if not float(gap.mean()) <= (EXACT if evidence.parts.exact else ROUNDED)[0]:
         raise Wrong(
@@ -164,7 +164,7 @@ NUM_ROWS, NUM_TOKENS, STRIDE = 2, 32, 7919
 REFERENCE_EXACT, REFERENCE_ROUNDED = 3e-5, 0.02
 
 
-def prove_reference(evidence: Evidence) -> str | None:
+def audit_reference(evidence: RecordedStep) -> str | None:
     model = getattr(evidence.parts.ref, "model", None)
     if not isinstance(model, nn.Module):
         return "" if evidence.parts.ref is None else "the reference does not show its inside"
@@ -180,7 +180,7 @@ def prove_reference(evidence: Evidence) -> str | None:
     return None
 
 
-def _on_fixed_tokens(evidence: Evidence, model: nn.Module) -> Tensor:
+def _on_fixed_tokens(evidence: RecordedStep, model: nn.Module) -> Tensor:
     """Log-probs of tokens from all over the vocabulary, float64."""
     size = vocabulary_of(model)
     ids = [[(STRIDE * i + row) % size for i in range(NUM_TOKENS)] for row in range(NUM_ROWS)]
@@ -195,5 +195,5 @@ REFERENCE = Check(
     "on fixed tokens the reference gives the log-probs that it gave at the start of the run",
     "a program with a reference",
     f"mean {REFERENCE_EXACT:g} (bfloat16: {REFERENCE_ROUNDED:g})",
-    prove_reference,
+    audit_reference,
 )

@@ -9,7 +9,7 @@ from torch import Tensor
 from distflow.audit.check import Check, Wrong
 from distflow.audit.plain_model import PlainScores
 from distflow.audit.policy_losses import FORMULAS, Tokens, ratio_to
-from distflow.audit.recorded_data import BUILTIN, Evidence, Sample, doubles, module_of
+from distflow.audit.recorded_data import BUILTIN, RecordedStep, Sample, doubles, module_of
 from distflow.audit.recorder import UpdateRecord
 from distflow.audit.reward_sum import kl
 from distflow.config import Config
@@ -48,7 +48,7 @@ class MiniBatch:
     sample: Tensor
 
 
-def prove(evidence: Evidence) -> str | None:
+def prove(evidence: RecordedStep) -> str | None:
     if evidence.parts.num_ranks > 1:
         return "a mini-batch lies on several ranks"
     seen, why, tokens = 0, "no update was seen", 0
@@ -73,7 +73,7 @@ def prove(evidence: Evidence) -> str | None:
     return None if seen else why
 
 
-def _formula(evidence: Evidence, update: UpdateRecord) -> Total | str:
+def _formula(evidence: RecordedStep, update: UpdateRecord) -> Total | str:
     """The loss of a mini-batch as a function of the model's outputs, or why there is none."""
     config = evidence.config
     if update.role == "critic":
@@ -92,7 +92,7 @@ def _formula(evidence: Evidence, update: UpdateRecord) -> Total | str:
     return lambda batch, outputs: _policy_loss(evidence, batch, outputs)
 
 
-def _ratio_is_one(evidence: Evidence, batch: MiniBatch) -> None:
+def _ratio_is_one(evidence: RecordedStep, batch: MiniBatch) -> None:
     """Without old log-probs the loss takes its own for them, which only the first optimizer step of a step may."""
     steps = [update for update in evidence.updates_of("actor") if not update.metrics.get("empty")]
     derived = evidence.is_written("old_log_probs") and "old_log_probs" not in batch.columns
@@ -122,7 +122,7 @@ def _prove_update(update: UpdateRecord, batch: MiniBatch, total: Total) -> None:
             raise Wrong(_message(update, name, batch, expected[name], int(wrong.nonzero()[0])))
 
 
-def _same_outputs(evidence: Evidence, batch: MiniBatch, plain: Mapping[str, PlainScores]) -> None:
+def _same_outputs(evidence: RecordedStep, batch: MiniBatch, plain: Mapping[str, PlainScores]) -> None:
     """What the loss is given is what the policy's own forward gives at that moment, at the sampling temperature."""
     for number, sample in enumerate(batch.samples):
         scores = plain.get(str(sample["uid"]))
@@ -165,7 +165,7 @@ def _message(update: UpdateRecord, name: str, batch: MiniBatch, expected: Tensor
     )
 
 
-def _mini_batch(evidence: Evidence, update: UpdateRecord) -> MiniBatch:
+def _mini_batch(evidence: RecordedStep, update: UpdateRecord) -> MiniBatch:
     """Raises Wrong where the micro-batches are not exactly the mini-batch's samples."""
     known = {str(sample["uid"]): sample for sample in evidence.samples}
     taken = [uid for micro in update.micros for uid in micro.uids]
@@ -204,7 +204,7 @@ def _flat(parts: Sequence[Tensor]) -> Tensor:
     return doubles(torch.cat(list(parts))) if parts else torch.zeros(0, dtype=torch.float64)
 
 
-def _policy_loss(evidence: Evidence, batch: MiniBatch, outputs: Outputs) -> Tensor:
+def _policy_loss(evidence: RecordedStep, batch: MiniBatch, outputs: Outputs) -> Tensor:
     config = evidence.config
     actor = config.actor_rollout_ref.actor
     counted = batch.counted

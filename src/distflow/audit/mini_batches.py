@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from distflow.audit.check import Check, Wrong
-from distflow.audit.recorded_data import BUILTIN, Evidence, module_of, samples_of
+from distflow.audit.recorded_data import BUILTIN, RecordedStep, module_of, samples_of
 from distflow.audit.recorder import UpdateRecord
 from distflow.config import Config
 from distflow.config.derived_settings import algorithm_of, is_rl, takes_values
@@ -15,7 +15,7 @@ from distflow.config.derived_settings import algorithm_of, is_rl, takes_values
 COLUMNS = ("response_ids", "loss_mask", "advantages", "returns", "old_log_probs", "ref_log_prob", "values")
 
 
-def prove(evidence: Evidence) -> str | None:
+def prove(evidence: RecordedStep) -> str | None:
     if not evidence.updates and not _is_ours(evidence):
         return "no update was seen"
     for role in sorted({update.role for update in evidence.updates}):
@@ -23,7 +23,7 @@ def prove(evidence: Evidence) -> str | None:
     return taken_once(evidence)
 
 
-def taken_once(evidence: Evidence) -> str | None:
+def taken_once(evidence: RecordedStep) -> str | None:
     """That every pass took every sample, in the order that is drawn. Looks at no column but the samples' names."""
     if not _is_ours(evidence):
         return "a node of the user's chooses the mini-batches"
@@ -32,12 +32,12 @@ def taken_once(evidence: Evidence) -> str | None:
     return None
 
 
-def _is_ours(evidence: Evidence) -> bool:
+def _is_ours(evidence: RecordedStep) -> bool:
     nodes = [node for node in evidence.parts.learning if not node.contract.writes]
     return all(module_of(node.fn).startswith(BUILTIN) for node in nodes)
 
 
-def _expected(evidence: Evidence) -> set[str]:
+def _expected(evidence: RecordedStep) -> set[str]:
     """Who is trained by the program: the critic always, the policy once the critic has warmed up."""
     names = {getattr(node.fn, "keywords", {}).get("name") for node in evidence.parts.learning}
     roles = {"critic"} & names
@@ -45,7 +45,7 @@ def _expected(evidence: Evidence) -> set[str]:
     return roles | ({"actor"} if names & {"actor", "sft"} and (warm or not is_rl(evidence.config)) else set())
 
 
-def _each_once(evidence: Evidence, role: str, updates: list[UpdateRecord]) -> None:
+def _each_once(evidence: RecordedStep, role: str, updates: list[UpdateRecord]) -> None:
     passes, num_prompts = plan_of(evidence.config, role)
     if role == "actor" and is_rl(evidence.config) and evidence.step < evidence.config.trainer.critic_warmup:
         passes = 0
@@ -68,7 +68,7 @@ def _each_once(evidence: Evidence, role: str, updates: list[UpdateRecord]) -> No
         )
 
 
-def _rows(evidence: Evidence, role: str) -> list[int]:
+def _rows(evidence: RecordedStep, role: str) -> list[int]:
     """Those that the role learns from: a critic not from domains whose estimator reads no values."""
     domains = evidence.batch["domain"]
     if role != "critic" or not evidence.config.algorithm.domains:
@@ -76,7 +76,7 @@ def _rows(evidence: Evidence, role: str) -> list[int]:
     return [row for row, domain in enumerate(domains) if takes_values(algorithm_of(evidence.config, domain))]
 
 
-def _in_order(evidence: Evidence, role: str, updates: list[UpdateRecord], passes: int, num_prompts: int) -> None:
+def _in_order(evidence: RecordedStep, role: str, updates: list[UpdateRecord], passes: int, num_prompts: int) -> None:
     """Groups go into mini-batches in the order of sorted raw Philox words, keyed by seed, step and pass."""
     if evidence.parts.num_ranks > 1 or not updates:
         return
@@ -104,7 +104,7 @@ def plan_of(config: Config, role: str) -> tuple[int, int]:
     return (actor.ppo_epochs if is_rl(config) else 1), actor.ppo_mini_batch_size
 
 
-def _same_columns(evidence: Evidence, updates: list[UpdateRecord]) -> None:
+def _same_columns(evidence: RecordedStep, updates: list[UpdateRecord]) -> None:
     known = {sample["uid"]: sample for sample in evidence.samples}
     for number, update in enumerate(updates):
         if update.metrics.get("skipped"):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from distflow.audit.check import Check, Wrong
 from distflow.audit.mini_batches import plan_of
-from distflow.audit.recorded_data import Evidence
+from distflow.audit.recorded_data import RecordedStep
 from distflow.audit.recorder import Stripe, UpdateRecord
 from distflow.config.derived_settings import is_rl
 from distflow.config.keys.engines import OptimConfig
@@ -15,14 +15,14 @@ from distflow.config.keys.engines import OptimConfig
 LIMIT = 1e-3
 
 
-def prove(evidence: Evidence) -> str | None:
+def prove(evidence: RecordedStep) -> str | None:
     if not evidence.updates:
         return "no update was seen"
     known = [_same_weights(update, settings, rate, taken) for update, settings, rate, taken in scheduled(evidence)]
     return None if any(known) else "only the learning rate: the optimizer is neither adamw nor sgd, or shows nothing"
 
 
-def scheduled(evidence: Evidence) -> Iterator[tuple[UpdateRecord, OptimConfig, float, int]]:
+def scheduled(evidence: RecordedStep) -> Iterator[tuple[UpdateRecord, OptimConfig, float, int]]:
     """Each update that was not skipped, its optimizer's keys, its rate by the schedule, and how many were taken before.
     Raises Wrong where it was taken at another rate."""
     for role in sorted({update.role for update in evidence.updates}):
@@ -37,14 +37,14 @@ def scheduled(evidence: Evidence) -> Iterator[tuple[UpdateRecord, OptimConfig, f
             taken += 1
 
 
-def right_rates(evidence: Evidence) -> str | None:
+def right_rates(evidence: RecordedStep) -> str | None:
     """That the learning rate of each update is the schedule's."""
     for _ in scheduled(evidence):
         pass
     return None
 
 
-def total_updates(evidence: Evidence, role: str) -> int:
+def total_updates(evidence: RecordedStep, role: str) -> int:
     """Optimizer steps of the whole run, for which the schedule is made."""
     config = evidence.config
     passes, num_prompts = plan_of(config, role)

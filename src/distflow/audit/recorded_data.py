@@ -18,12 +18,12 @@ from distflow.audit.sharded_forward import Turns
 from distflow.config import Config
 from distflow.data.batch import Batch
 from distflow.data.prompts import PromptRow
-from distflow.graph import BoundNode, Program
+from distflow.graph import BoundNode, BoundPipeline
 from distflow.graph.fields import TOKEN_AXES
-from distflow.rewards.score import Verdict
+from distflow.rewards.score import RewardResult
 from distflow.rollout.engine import GenerateRequest, Generation, SamplingParams
 from distflow.scheduling.data_plan import DataPlan
-from distflow.scheduling.groups import Ticket
+from distflow.scheduling.groups import PromptGroup
 from distflow.training.engine import Scorer, TrainEngine
 
 BUILTIN = "distflow."
@@ -46,7 +46,7 @@ class Parts:
     """
 
     config: Config
-    program: Program
+    program: BoundPipeline
     learning: Sequence[BoundNode]
     rows: Sequence[PromptRow]
     data: DataPlan
@@ -56,7 +56,7 @@ class Parts:
     actor: TrainEngine | None
     critic: TrainEngine | None
     ref: Scorer | None
-    judge: Callable[[str, Mapping[str, object]], Verdict] | None
+    judge: Callable[[str, Mapping[str, object]], RewardResult] | None
     judged_in_groups: Collection[str]
     hashes: Callable[[], dict[str, str]] | None
     weight_dtype: torch.dtype
@@ -68,7 +68,7 @@ class Parts:
 
 
 @dataclass
-class Evidence:
+class RecordedStep:
     """A step, as it was before its first update, and its updates.
 
     records: by ticket, of groups that this worker made. tickets: of the whole step. batch: columns as the nodes wrote
@@ -149,7 +149,7 @@ class Evidence:
         """How its tokens are to be drawn."""
         return self.parts.sampling_of.get(str(sample["domain"]), self.parts.sampling)
 
-    def place_of(self, ticket: Ticket) -> tuple[int, int]:
+    def place_of(self, ticket: PromptGroup) -> tuple[int, int]:
         """Epoch and row that a ticket names by its number, of a domain by its position there: sorted raw Philox words,
         keyed by the seed, the epoch and the domain's name."""
         data, first, word = self.parts.data, 0, 0

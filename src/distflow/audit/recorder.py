@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from distflow.audit.plain_model import PlainScores
 from distflow.data.batch import Batch
 from distflow.models.shards import own_part, square_sum
-from distflow.rewards.score import Verdict
+from distflow.rewards.score import RewardResult
 from distflow.rollout.engine import GenerateRequest, GenerateResult
-from distflow.scheduling.groups import Ticket
+from distflow.scheduling.groups import PromptGroup
 from distflow.training.engine import Counts, LossFn, Sums, TrainEngine
 
 
@@ -26,22 +26,22 @@ from distflow.training.engine import Counts, LossFn, Sums, TrainEngine
 class GroupRecord:
     """generated: each request with its result. judged: the verifier's name, its arguments, its verdict."""
 
-    ticket: Ticket
+    ticket: PromptGroup
     generated: list[tuple[GenerateRequest, GenerateResult]] = field(default_factory=list)
-    judged: list[tuple[str, Mapping[str, object], Verdict]] = field(default_factory=list)
+    judged: list[tuple[str, Mapping[str, object], RewardResult]] = field(default_factory=list)
 
 
 _current: ContextVar[GroupRecord | None] = ContextVar("group_record", default=None)
 """The record of the group whose task is running; tasks that it starts inherit it. None in a validation."""
 
 
-class Witness:
+class GroupRecorder:
     """Keeps the records of groups that wait for their step. What it keeps are references to what lives anyhow."""
 
     def __init__(self) -> None:
         self._kept: dict[int, GroupRecord] = {}
 
-    def begin(self, ticket: Ticket) -> None:
+    def begin(self, ticket: PromptGroup) -> None:
         """From here on the running task works for this ticket's group."""
         _current.set(GroupRecord(ticket))
 
@@ -49,7 +49,7 @@ class Witness:
         if (record := _current.get()) is not None:
             record.generated.append((request, result))
 
-    def judged(self, name: str, arguments: Mapping[str, object], verdict: Verdict) -> None:
+    def judged(self, name: str, arguments: Mapping[str, object], verdict: RewardResult) -> None:
         if (record := _current.get()) is not None:
             record.judged.append((name, arguments, verdict))
 

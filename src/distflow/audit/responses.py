@@ -3,14 +3,14 @@
 import torch
 
 from distflow.audit.check import Check, Wrong
-from distflow.audit.recorded_data import Evidence, Sample, index_of
+from distflow.audit.recorded_data import RecordedStep, Sample, index_of
 from distflow.config.per_domain import response_limit
 from distflow.data.prompts import PromptRow
 
 MOST = 64
 
 
-def prove(evidence: Evidence) -> str | None:
+def prove(evidence: RecordedStep) -> str | None:
     if not evidence.is_ours("responses"):
         return "a node of the user's makes the answers"
     seen = 0
@@ -62,7 +62,7 @@ def _same(sample: Sample, column: str, found: object, expected: object, source: 
         raise Wrong(f"{column} of sample {sample['uid']} is {_short(found)}, but {source} says {_short(expected)}")
 
 
-def _tokenised(evidence: Evidence, sample: Sample, row: PromptRow) -> None:
+def _tokenised(evidence: RecordedStep, sample: Sample, row: PromptRow) -> None:
     """The prompt's tokens are its text's, with or without special tokens; one that was cut may be others."""
     tokenizer = evidence.parts.tokenizer
     texts = [
@@ -72,7 +72,7 @@ def _tokenised(evidence: Evidence, sample: Sample, row: PromptRow) -> None:
         raise Wrong(f"the prompt of sample {sample['uid']} is not what its text {_short(row.prompt_text)} tokenises to")
 
 
-def _ended(evidence: Evidence, sample: Sample) -> None:
+def _ended(evidence: RecordedStep, sample: Sample) -> None:
     """A sample is finished where its last token or its text ends it, else it must be as long as it may be."""
     sampling, ids = evidence.sampling(sample), sample["response_ids"].tolist()
     text = evidence.parts.tokenizer.decode(ids, skip_special_tokens=False)

@@ -4,11 +4,11 @@ import time
 from collections.abc import Sequence
 
 from distflow.audit.check import Check, Wrong
-from distflow.audit.recorded_data import Evidence, Sample
+from distflow.audit.recorded_data import RecordedStep, Sample
 from distflow.audit.recorder import GroupRecord
 from distflow.config.per_domain import reward_functions
 from distflow.rewards.functions import FAILS
-from distflow.rewards.score import Score, Verdict
+from distflow.rewards.score import RewardResult, Score
 
 MOST = 16
 TRIES, MOST_TWICE = 6, 4
@@ -16,7 +16,7 @@ _DECIDES_WITHIN_S = 5.0
 """At least, of what a difference comes: a busy machine must not pass for a verifier that contradicts itself."""
 
 
-def prove(evidence: Evidence) -> str | None:
+def prove(evidence: RecordedStep) -> str | None:
     if evidence.parts.judge is None or not evidence.is_ours("reward_parts"):
         return "no built-in reward node judges" if evidence.is_written("scores") else ""
     failed = evidence.parts.judge(FAILS, {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": {}})
@@ -40,14 +40,14 @@ def prove(evidence: Evidence) -> str | None:
     return None if seen else "no verifier could be asked again in time, or none is deterministic"
 
 
-def functions_of(evidence: Evidence, sample: Sample) -> dict[str, float]:
+def functions_of(evidence: RecordedStep, sample: Sample) -> dict[str, float]:
     """Names and weights of the verifiers of the sample's domain."""
     functions = reward_functions(evidence.config)
     parts = functions.get(sample["domain"]) or functions.get("default") or ()
     return {part.name: part.weight for part in parts}
 
 
-def _compare(evidence: Evidence, record: GroupRecord, sample: Sample, name: str) -> str | None:
+def _compare(evidence: RecordedStep, record: GroupRecord, sample: Sample, name: str) -> str | None:
     """What differs between the sample's verdict and a new one; raises Wrong where the sample was judged on another's
     text, or holds another verdict than its own."""
     row = evidence.parts.rows[record.ticket.row]
@@ -84,7 +84,7 @@ def _compare(evidence: Evidence, record: GroupRecord, sample: Sample, name: str)
     return f"it holds {held}, and asked again {_shown([again])}"
 
 
-def _judge_differences(evidence: Evidence, differing: Sequence[tuple[Sample, str, str]], asked: int) -> None:
+def _judge_differences(evidence: RecordedStep, differing: Sequence[tuple[Sample, str, str]], asked: int) -> None:
     """The sample holds what the verifier said, which now says something else. Where many differ, and the verifier says
     the same of each as often as it is asked, verdicts were handed to other samples before they were recorded; else it
     contradicts itself, and is left out from here on."""
@@ -103,7 +103,7 @@ def _judge_differences(evidence: Evidence, differing: Sequence[tuple[Sample, str
         )
 
 
-def _are_swapped(evidence: Evidence, name: str, samples: Sequence[Sample]) -> bool:
+def _are_swapped(evidence: RecordedStep, name: str, samples: Sequence[Sample]) -> bool:
     """Whether the verifier says the same of each sample as often as it is asked, within the time that asking may take,
     and what the samples hold is what it says of others."""
     began, few = time.monotonic(), samples[:MOST_TWICE]
@@ -118,11 +118,11 @@ def _are_swapped(evidence: Evidence, name: str, samples: Sequence[Sample]) -> bo
     return all(str(sample["reward_parts"].get(name)) in known for sample in few)
 
 
-def _text(evidence: Evidence, sample: Sample) -> str:
+def _text(evidence: RecordedStep, sample: Sample) -> str:
     return str(evidence.parts.tokenizer.decode(sample["response_ids"].tolist(), skip_special_tokens=True))
 
 
-def _ask(evidence: Evidence, sample: Sample, name: str) -> Verdict:
+def _ask(evidence: RecordedStep, sample: Sample, name: str) -> RewardResult:
     """By plain arguments of the row, one at a time."""
     assert evidence.parts.judge is not None
     row = evidence.parts.rows[evidence.records[int(sample["group_index"])].ticket.row]
@@ -137,7 +137,7 @@ def _ask(evidence: Evidence, sample: Sample, name: str) -> Verdict:
     )
 
 
-def _shown(verdicts: Sequence[Verdict]) -> str:
+def _shown(verdicts: Sequence[RewardResult]) -> str:
     return ", ".join(
         str(verdict.value) if isinstance(verdict, Score) else f"no verdict ({verdict})" for verdict in verdicts
     )

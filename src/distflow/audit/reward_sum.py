@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from distflow.audit.check import Check, Wrong
-from distflow.audit.recorded_data import Evidence, Sample, doubles
+from distflow.audit.recorded_data import RecordedStep, Sample, doubles
 from distflow.audit.reward_functions import functions_of
 from distflow.config.derived_settings import algorithm_of, algorithms
 from distflow.config.keys.algorithm import AlgorithmConfig, is_on
@@ -17,7 +17,7 @@ from distflow.rewards.score import Score
 LIMIT = 1e-4
 
 
-def prove(evidence: Evidence) -> str | None:
+def prove(evidence: RecordedStep) -> str | None:
     if not evidence.is_ours("scores"):
         return "a node of the user's writes the scores" if evidence.is_written("scores") else ""
     for sample in evidence.samples:
@@ -41,7 +41,7 @@ def prove(evidence: Evidence) -> str | None:
     return None
 
 
-def _total(evidence: Evidence, sample: Sample) -> float:
+def _total(evidence: RecordedStep, sample: Sample) -> float:
     """The weighted sum of its verdicts, or the score that a sample without one is given."""
     if sample["reward_errors"] is not None:
         given = on_error_of(evidence.config.reward, sample["domain"])
@@ -59,7 +59,7 @@ def _processes(algorithm: AlgorithmConfig) -> bool:
     return moved or is_on(algorithm.reward_norm) or algorithm.whiten_rewards
 
 
-def _same_baseline(evidence: Evidence, sample: Sample) -> None:
+def _same_baseline(evidence: RecordedStep, sample: Sample) -> None:
     """ReMax's baseline is the score of the group's one greedy answer, as the verifiers gave it."""
     record = evidence.records.get(int(sample["group_index"]))
     if "reward_baselines" not in sample or record is None or not evidence.is_ours("reward_baselines"):
@@ -90,7 +90,7 @@ def _same_baseline(evidence: Evidence, sample: Sample) -> None:
         )
 
 
-def _overlong(evidence: Evidence, domain: str, length: int) -> float:
+def _overlong(evidence: RecordedStep, domain: str, length: int) -> float:
     """0 until the zone before the limit, falling to −factor at the limit (DAPO, arXiv:2503.14476)."""
     zone = evidence.config.reward.overlong
     if zone.buffer_tokens <= 0:
@@ -99,7 +99,7 @@ def _overlong(evidence: Evidence, domain: str, length: int) -> float:
     return -zone.factor * min(max(inside / zone.buffer_tokens, 0.0), 1.0)
 
 
-def _kl_penalty(evidence: Evidence, sample: Sample) -> Tensor:
+def _kl_penalty(evidence: RecordedStep, sample: Sample) -> Tensor:
     domain = sample["domain"]
     algorithm, is_own = algorithm_of(evidence.config, domain), domain in evidence.config.algorithm.domains
     if not algorithm.use_kl_in_reward:

@@ -10,28 +10,30 @@ import torch
 from torch import Tensor
 
 from distflow.audit.check import Check, Wrong
-from distflow.audit.log_probs import dtype_of, ids_of, proved_samples
+from distflow.audit.log_probs import audited_samples, dtype_of, ids_of
 from distflow.audit.plain_model import logits_of, plain_scores, plainly
-from distflow.audit.recorded_data import Evidence, Sample
+from distflow.audit.recorded_data import RecordedStep, Sample
 from distflow.audit.recorder import OpenEngine
 from distflow.rollout.engine import GenerateRequest
 
 
-def moved_draws(evidence: Evidence) -> float:
+def moved_draws(evidence: RecordedStep) -> float:
     """By how much probability a draw moves between the policy's precision and float32: the root mean square, over the
     tokens of the proved samples, of the change in the mass of the tokens before them in the vocabulary.
 
     What the rollout engine did has no part in it. 0 where the model can only be run in one precision: where its train
     engine does not show it, or its weights lie over ranks.
     """
-    actor, samples = evidence.parts.actor, proved_samples(evidence)
+    actor, samples = evidence.parts.actor, audited_samples(evidence)
     if not isinstance(actor, OpenEngine) or not samples:
         return 0.0
     low = _masses_below(evidence, actor, samples, dtype_of(actor))
     return float((low - _masses_below(evidence, actor, samples, None)).square().mean().sqrt())
 
 
-def _masses_below(evidence: Evidence, actor: OpenEngine, samples: list[Sample], dtype: torch.dtype | None) -> Tensor:
+def _masses_below(
+    evidence: RecordedStep, actor: OpenEngine, samples: list[Sample], dtype: torch.dtype | None
+) -> Tensor:
     """Float64 `(response tokens of all samples,)`."""
     tokens = [ids_of(sample) for sample in samples]
     with torch.no_grad(), plainly(actor.model, compute_dtype=dtype):
@@ -52,7 +54,7 @@ MASK = 2**64 - 1
 TWIN_NATS = -30.0
 
 
-def prove(evidence: Evidence) -> str | None:
+def prove(evidence: RecordedStep) -> str | None:
     if not evidence.is_written("rollout_log_probs"):
         return ""
     _no_twins(evidence)
@@ -113,7 +115,7 @@ def _missed(draws: list[_Draw], limit: float) -> list[_Draw]:
     return [draw for draw in draws if not draw.low - limit <= draw.uniform <= draw.high + limit]
 
 
-def _by_the_config(evidence: Evidence, request: GenerateRequest, domain: str) -> None:
+def _by_the_config(evidence: RecordedStep, request: GenerateRequest, domain: str) -> None:
     settings, own = evidence.config.actor_rollout_ref.rollout, evidence.config.data.domains.get(domain)
     for name in ("temperature", "top_p", "top_k", "min_p"):
         wanted = getattr(own, name, None)
@@ -121,7 +123,7 @@ def _by_the_config(evidence: Evidence, request: GenerateRequest, domain: str) ->
             raise Wrong(f"tokens were drawn with {name}={getattr(request.params, name)}, rollout.{name} is another")
 
 
-def _no_twins(evidence: Evidence) -> None:
+def _no_twins(evidence: RecordedStep) -> None:
     """Two answers of one group are equal by chance where they are likely only."""
     seen: dict[tuple[int, tuple[int, ...]], Sample] = {}
     for sample in evidence.samples:

@@ -13,16 +13,16 @@ from torch.func import functional_call
 from transformers import DynamicCache
 
 from distflow.audit.check import Check, Wrong
-from distflow.audit.log_probs import dtype_of, ids_of, proved_samples
+from distflow.audit.log_probs import audited_samples, dtype_of, ids_of
 from distflow.audit.old_weights import Weights
 from distflow.audit.plain_model import PlainScores, plain_scores, plainly, vocabulary_of
-from distflow.audit.recorded_data import Evidence, Sample, doubles
+from distflow.audit.recorded_data import RecordedStep, Sample, doubles
 from distflow.audit.recorder import OpenEngine
 from distflow.audit.sharded_forward import Turns
 from distflow.models.heads import unwrapped
 
 
-def prove_weights(evidence: Evidence) -> str | None:
+def audit_weights(evidence: RecordedStep) -> str | None:
     parts = evidence.parts
     _scaled(evidence)
     if parts.hashes is None or parts.actor is None:
@@ -39,7 +39,7 @@ def prove_weights(evidence: Evidence) -> str | None:
     return None
 
 
-def _scaled(evidence: Evidence) -> None:
+def _scaled(evidence: RecordedStep) -> None:
     """An adapter counts by alpha over rank."""
     settings, model = evidence.config.actor_rollout_ref.model, getattr(evidence.parts.actor, "model", None)
     if not settings.lora_rank or model is None:
@@ -57,7 +57,7 @@ WEIGHTS = Check(
     "dtype",
     "an engine on this worker; not an adapter that it applies unmerged",
     "equal hashes of a stripe of each tensor",
-    prove_weights,
+    audit_weights,
 )
 
 
@@ -66,14 +66,14 @@ PRESENT: Weights = {}
 """In the place of kept weights: those that the policy has."""
 
 
-def prove_versions(evidence: Evidence) -> str | None:
+def audit_versions(evidence: RecordedStep) -> str | None:
     if not evidence.is_written("rollout_log_probs"):
         return ""
     actor = evidence.parts.actor
     if not isinstance(actor, OpenEngine):
         return "the train engine does not show its inside"
     with torch.no_grad(), plainly(actor.model, compute_dtype=dtype_of(actor)):
-        for sample in proved_samples(evidence):
+        for sample in audited_samples(evidence):
             evidence.drawn[sample["uid"]] = _scores(evidence, actor.model, sample)
     if not any(bool(known.any()) for _, known in evidence.drawn.values()):
         return "no token of the drawn samples is of weights that were kept"
@@ -87,7 +87,7 @@ def prove_versions(evidence: Evidence) -> str | None:
     return None
 
 
-def _scores(evidence: Evidence, model: nn.Module, sample: Sample) -> tuple[PlainScores, Tensor]:
+def _scores(evidence: RecordedStep, model: nn.Module, sample: Sample) -> tuple[PlainScores, Tensor]:
     """Of a sample's tokens by the weights of their versions, and which tokens these scores are of."""
     weights = [_weights_of(evidence, int(version)) for version in sample["versions"]]
     known = torch.tensor([one is not None for one in weights])
@@ -102,7 +102,7 @@ def _scores(evidence: Evidence, model: nn.Module, sample: Sample) -> tuple[Plain
     return plain_scores(logits, response, evidence.sampling(sample)), known & policy
 
 
-def _weights_of(evidence: Evidence, version: int) -> Weights | None:
+def _weights_of(evidence: RecordedStep, version: int) -> Weights | None:
     """The policy is the version that was published last only where that was right before this step."""
     return PRESENT if version == evidence.served == evidence.step else evidence.kept.of(version)
 
@@ -143,7 +143,7 @@ def _forward(turns: Turns, model: nn.Module, weights: Weights, ids: Sequence[int
     return logits.float().cpu()
 
 
-def _same(evidence: Evidence, sample: Sample, scores: PlainScores, known: Tensor) -> None:
+def _same(evidence: RecordedStep, sample: Sample, scores: PlainScores, known: Tensor) -> None:
     gap = (doubles(sample["rollout_log_probs"]) - scores.log_probs).abs()[known]
     if not len(gap):
         return
@@ -167,5 +167,5 @@ VERSIONS = Check(
     "values of the versions that `kv_on_update` names: old ones are kept for the audit",
     "tokens of the present weights, or of those that were kept",
     f"mean {EXACT[0]:g}, largest {EXACT[1]:g} (bfloat16: {ROUNDED[0]:g}, {ROUNDED[1]:g})",
-    prove_versions,
+    audit_versions,
 )

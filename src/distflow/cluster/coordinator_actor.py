@@ -10,17 +10,17 @@ from typing import Any
 
 from distflow.cluster.object_store import GroupRef, to_group
 from distflow.observe.metrics import Measured
-from distflow.rewards.call_counts import Judged
+from distflow.rewards.call_counts import RewardCounts
 from distflow.runtime.checkpoint.state import load_live
-from distflow.runtime.run_setup import Start, begin_account
-from distflow.runtime.sample_queue.local import held_groups
+from distflow.runtime.run_setup import Start, begin_ledger
+from distflow.runtime.sample_queue.local import pending_groups_of
 from distflow.runtime.sample_queue.pending_groups import Consumed, Facts, Held, Portion, Team
-from distflow.runtime.sample_queue.protocol import Failure, Newcomers
-from distflow.runtime.sample_queue.shared import SharedEdge
+from distflow.runtime.sample_queue.protocol import Failure, NewWorkers
+from distflow.runtime.sample_queue.shared import SharedSampleQueue
 from distflow.runtime.spec import Spec
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.curriculum import Accuracy
-from distflow.scheduling.groups import Account, Ticket, Version
+from distflow.scheduling.groups import GroupCounts, PromptGroup, Version
 from distflow.scheduling.snapshot import Snapshot
 
 News = tuple[str, tuple[Any, ...]]
@@ -39,10 +39,10 @@ class Standing:
     """How the run stands. total_steps: as far as the data last."""
 
     version: Version
-    incarnation: int
+    restart: int
     total_steps: int
     finished: bool
-    account: Account
+    account: GroupCounts
 
 
 @dataclass(frozen=True)
@@ -63,17 +63,17 @@ class CoordinatorActor:
     def __init__(
         self, spec: Spec, start: Start, allowed: tuple[str, ...], teams: Sequence[Team], workers: Sequence[str]
     ) -> None:
-        """See `SharedEdge`."""
+        """See `SharedSampleQueue`."""
         os.umask(0o077)
-        self._coordinator, self._ledger = begin_account(spec, start.checkpoint, allowed)
-        live = held_groups(load_live(start.checkpoint)) if start.checkpoint else {}
+        self._coordinator, self._ledger = begin_ledger(spec, start.checkpoint, allowed)
+        live = pending_groups_of(load_live(start.checkpoint)) if start.checkpoint else {}
         held: dict[int, Held[GroupRef]] = {}
         for number, each in live.items():
             group, num_bytes = to_group(each.group)
             held[number] = Held(group, each.num_tokens, each.measured)
             if self._coordinator.holds(number):
                 self._coordinator.weigh(number, num_bytes)
-        self._edge = SharedEdge[GroupRef](
+        self._edge = SharedSampleQueue[GroupRef](
             self._coordinator, Waits(), teams, workers, live=held, changed=self._show_queue, may_be_lost=True
         )
         self._rests: dict[int, Sequence[GroupRef]] = {}  # of portions, by rank
@@ -87,7 +87,7 @@ class CoordinatorActor:
         coordinator = self._coordinator
         return Standing(
             coordinator.version,
-            self._ledger.incarnation,
+            self._ledger.restart,
             coordinator.plan.total_steps,
             coordinator.finished,
             coordinator.accounting(),
@@ -96,11 +96,13 @@ class CoordinatorActor:
     def alive(self) -> None:
         """Answered on a thread of its own."""
 
-    def wait_for_tickets(self, worker: int, served: int | None) -> list[Ticket] | None:
-        """See `SharedEdge`."""
-        return self._edge.wait_for_tickets(worker, served)
+    def wait_for_groups(self, worker: int, served: int | None) -> list[PromptGroup] | None:
+        """See `SharedSampleQueue`."""
+        return self._edge.wait_for_groups(worker, served)
 
-    def put(self, ticket: Ticket, group: GroupRef, facts: Facts, measured: Sequence[Measured], judged: Judged) -> None:
+    def put(
+        self, ticket: PromptGroup, group: GroupRef, facts: Facts, measured: Sequence[Measured], judged: RewardCounts
+    ) -> None:
         """judged: by its worker since the group before it."""
         try:
             self._edge.count(judged)
@@ -110,12 +112,12 @@ class CoordinatorActor:
 
     def drop(
         self,
-        ticket: Ticket,
+        ticket: PromptGroup,
         reason: str,
         failure: Failure | None,
         lost: bool,
         accuracy: Accuracy | None,
-        judged: Judged,
+        judged: RewardCounts,
     ) -> None:
         """judged: see `put`."""
         try:
@@ -125,21 +127,21 @@ class CoordinatorActor:
             self._edge.fail(err)
 
     def lose(self, worker: int) -> int:
-        """See `SharedEdge`."""
+        """See `SharedSampleQueue`."""
         return self._edge.lose(worker)
 
     def join(self, name: str) -> int:
-        """See `SharedEdge`."""
+        """See `SharedSampleQueue`."""
         return self._edge.join(name)
 
-    def tell_of_newcomers(self) -> None:
-        """See `SharedEdge`."""
-        self._edge.tell_of_newcomers()
+    def tell_of_new_workers(self) -> None:
+        """See `SharedSampleQueue`."""
+        self._edge.tell_of_new_workers()
 
-    def take(self, step: int, rank: int) -> Portion[GroupRef] | Newcomers | None:
-        """See `EdgePort`. The first of its groups; `rest` has the others."""
+    def take(self, step: int, rank: int) -> Portion[GroupRef] | NewWorkers | None:
+        """See `SampleQueuePort`. The first of its groups; `rest` has the others."""
         portion = self._edge.take(step, rank)
-        if portion is None or isinstance(portion, Newcomers):
+        if portion is None or isinstance(portion, NewWorkers):
             return portion
         if rank == 0:
             self._consumed = None
@@ -153,11 +155,11 @@ class CoordinatorActor:
         return found
 
     def read(self, step: int, rank: int, lost: Sequence[int]) -> bool:
-        """See `SharedEdge`."""
+        """See `SharedSampleQueue`."""
         return self._edge.read(step, rank, lost)
 
     def release(self, step: int, rank: int, published: bool) -> Consumed[GroupRef]:
-        """See `EdgePort`; what a checkpoint goes on from, `kept` has."""
+        """See `SampleQueuePort`; what a checkpoint goes on from, `kept` has."""
         consumed = self._edge.release(step, rank, published)
         if rank == 0:
             self._consumed = consumed
@@ -172,11 +174,11 @@ class CoordinatorActor:
         )
 
     def stop(self) -> None:
-        """See `SharedEdge`."""
+        """See `SharedSampleQueue`."""
         self._edge.stop()
 
     def fail(self, failure: BaseException) -> None:
-        """See `SharedEdge`."""
+        """See `SharedSampleQueue`."""
         self._edge.fail(failure)
 
     def end(self) -> None:
@@ -205,7 +207,7 @@ class CoordinatorActor:
                 num_bytes += len(pickle.dumps(found[-1]))
             return found
 
-    def _show_queue(self, account: Account) -> None:
+    def _show_queue(self, account: GroupCounts) -> None:
         with self._told:
             self._news.append(("queue", (account.running, account.complete, sum(account.dropped.values()))))
 

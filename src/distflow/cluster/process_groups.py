@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distflow.models.sharding import DATA, REPLICA, SHARD, TENSOR
 from distflow.planning.layout import Axis, Layout, Part
 from distflow.planning.plan import Plan
-from distflow.runtime.rank_info import Place, team_layout
+from distflow.runtime.rank_info import Place, dp_group_layout
 from distflow.runtime.spec import Spec
 from distflow.training.collective import Collective, Named, OneRank, Plain, Reducible
 
@@ -162,7 +162,7 @@ class Collectives:
             rank=learners.index(place.rank),
             world_size=len(learners),
         )
-        groups, layout = ProcessGroups(spec.plan, place.teams, timeout), team_layout(spec.plan, place.team)
+        groups, layout = ProcessGroups(spec.plan, place.teams, timeout), dp_group_layout(spec.plan, place.team)
         return Collectives(
             TorchCollective(),
             TorchCollective(groups.of(place.team)),

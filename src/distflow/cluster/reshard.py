@@ -19,19 +19,19 @@ from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from distflow.data.batch import Batch
 from distflow.data.buffers import Buffers, gather, to_buffers
 from distflow.runtime.wait_log import Waits
-from distflow.scheduling.reshard import Exchange, ExchangeError, Key, Metas, Readers, Select, Share
+from distflow.scheduling.reshard import Key, Metas, Readers, Reshard, ReshardError, Select, Share
 
 
 @ray.remote(num_cpus=0)
-class ExchangeActor:
+class ReshardActor:
     """Drives the state machine on Ray's asyncio loop: who must wait costs no thread, and nobody polls.
 
     Each wait ends with its condition, with `timeout_s` (TimeoutError; None is for ever) or with `fail`. limit_bytes:
-    see `Exchange`.
+    see `Reshard`.
     """
 
     def __init__(self, limit_bytes: int, timeout_s: float | None = None) -> None:
-        self._exchange: Exchange[ObjectRef] = Exchange(limit_bytes)
+        self._exchange: Reshard[ObjectRef] = Reshard(limit_bytes)
         self._timeout_s = timeout_s
         self._failure: BaseException | None = None
         self._changed = asyncio.Condition()
@@ -108,7 +108,7 @@ LITTLE_BYTES = 2**20
 """A put of no more than this is in shared memory before there is room for it, which saves a question."""
 
 
-class RayExchange:
+class RayReshard:
     """What a worker puts and gets steps by; each call waits until it is done."""
 
     def __init__(self, actor: ActorHandle, waits: Waits) -> None:
@@ -116,10 +116,10 @@ class RayExchange:
         self._node_id = ray.get_runtime_context().get_node_id()
 
     def put(self, key: Key, batch: Batch, writer: int, num_writers: int, info: Sequence[str] = ()) -> None:
-        """See `ExchangePort`.
+        """See `ReshardPort`.
 
         info: columns of numbers, one a sample, that a selection may see. Waits while the exchange is full. Raises
-        TypeError for an object that is no JSON value, TimeoutError, and ExchangeError where this step cannot be.
+        TypeError for an object that is no JSON value, TimeoutError, and ReshardError where this step cannot be.
         """
         buffers = to_buffers(batch)
         num_bytes = sum(array.nbytes for array in buffers.values())
@@ -136,14 +136,14 @@ class RayExchange:
         """This rank's samples of a step, in ticket order and in memory of its own.
 
         select: which samples are read at all, the same of every rank; it is shipped to the actor. Waits until the step
-        is complete. Raises TimeoutError, and ExchangeError where the step cannot be completed any more.
+        is complete. Raises TimeoutError, and ReshardError where the step cannot be completed any more.
         """
         with self._waits("exchange", str(key), on="writers"):
             share: Share[ObjectRef] = _result(self._actor.take.remote(key, rank, readers, select))
         return self._fetched(key, rank, share)
 
     def pick(self, key: Key, rank: int, num_ranks: int, uids: Sequence[str]) -> Batch:
-        """See `ExchangePort`."""
+        """See `ReshardPort`."""
         with self._waits("exchange", str(key), on="writers"):
             share: Share[ObjectRef] = _result(self._actor.pick.remote(key, rank, num_ranks, uids))
         return self._fetched(key, rank, share)
@@ -153,7 +153,7 @@ class RayExchange:
         try:
             parts: list[Buffers] = ray.get(list(share.refs))
         except ObjectLostError as lost:
-            raise ExchangeError(
+            raise ReshardError(
                 f"samples of {key} are lost: of the writers {list(share.writers)} one has died that held them"
             ) from lost
         batch = gather(parts, [(part, row) for part, row in share.rows.tolist()])
@@ -181,4 +181,4 @@ def _result(ref: ObjectRef) -> Any:
     except RayTaskError as error:
         raise error.cause from error
     except RayActorError as gone:
-        raise ExchangeError(f"the exchange has ended: {gone}") from gone
+        raise ReshardError(f"the exchange has ended: {gone}") from gone

@@ -17,7 +17,7 @@ from distflow.errors import UserError
 from distflow.rewards.pool.domain_pools import StartPool
 from distflow.rewards.pool.pool import OnAgain, Told, VerifierPool
 from distflow.rewards.pool.prestart import PoolSettings
-from distflow.rewards.score import Error, Verdict
+from distflow.rewards.score import Error, RewardResult
 from distflow.runtime.rank_info import Home
 from distflow.runtime.spec import Spec
 
@@ -26,7 +26,7 @@ _PULSE = "pulse"
 
 
 @ray.remote(concurrency_groups={_PULSE: 1})  # type: ignore[call-overload]  # Ray's types do not know it
-class JudgeActor:
+class RewardActor:
     """Starts the pools that it is asked for, and judges in them: what hangs or crashes is a process of theirs."""
 
     def __init__(self, home: Home) -> None:
@@ -44,12 +44,12 @@ class JudgeActor:
 
     async def judge(
         self, settings: PoolSettings, name: str, asked: Sequence[Mapping[str, object]], timeout_s: float | None
-    ) -> tuple[str, list[Verdict], int]:
+    ) -> tuple[str, list[RewardResult], int]:
         """That text, the verdicts of the pool of these settings, and how many of them it asked for once more
         because a process died. An actor that Ray has started again has no pool yet."""
         pool = await self._pool(settings)
         again: list[int] = []
-        verdicts = await pool.judge_group(name, asked, timeout_s, again.append)
+        verdicts = await pool.score_group(name, asked, timeout_s, again.append)
         return self._born, verdicts, sum(again)
 
     @ray.method(concurrency_group=_PULSE)
@@ -72,7 +72,7 @@ class JudgeActor:
             raise
 
 
-class JudgePool:
+class RewardPool:
     """A `Pool` in the actors: each request goes to the one that has the fewest of this worker's."""
 
     def __init__(self, judges: Sequence[Any], settings: PoolSettings) -> None:
@@ -91,24 +91,24 @@ class JudgePool:
         arguments: Mapping[str, object],
         timeout_s: float | None = None,
         on_again: OnAgain = lambda number: None,
-    ) -> Verdict:
-        (verdict,) = await self.judge_group(name, [arguments], timeout_s, on_again)
+    ) -> RewardResult:
+        (verdict,) = await self.score_group(name, [arguments], timeout_s, on_again)
         return verdict
 
-    async def judge_group(
+    async def score_group(
         self,
         name: str,
         asked: Sequence[Mapping[str, object]],
         timeout_s: float | None = None,
         on_again: OnAgain = lambda number: None,
-    ) -> list[Verdict]:
+    ) -> list[RewardResult]:
         if len(asked) > 1 and name not in self.takes_groups:
-            one_by_one = (self.judge_group(name, [arguments], timeout_s, on_again) for arguments in asked)
+            one_by_one = (self.score_group(name, [arguments], timeout_s, on_again) for arguments in asked)
             return [verdict for verdicts in await asyncio.gather(*one_by_one) for verdict in verdicts]
         number = min(range(len(self._judges)), key=self._under_way.__getitem__)
         self._under_way[number] += 1
         known = self._born[number]
-        verdicts: list[Verdict]
+        verdicts: list[RewardResult]
         try:
             born, verdicts, again = await self._judges[number].judge.remote(
                 self._settings, name, [dict(arguments) for arguments in asked], timeout_s
@@ -117,7 +117,7 @@ class JudgePool:
                 on_again(again)
             self._born[number] = born
         except RayActorError:
-            verdicts = [Error("the actor that judges has died, twice")] * len(asked)  # see `start_judges`
+            verdicts = [Error("the actor that judges has died, twice")] * len(asked)  # see `start_reward_actors`
         except RayTaskError as err:
             verdicts = [Error(f"the actor that judges failed: {type(err.cause).__name__}: {err.cause}")] * len(asked)
         finally:
@@ -177,14 +177,14 @@ def _why(lived: "ray.ObjectRef[Any]") -> str:
     raise AssertionError("it lives until it dies")
 
 
-def start_judges(spec: Spec) -> list[Any]:
+def start_reward_actors(spec: Spec) -> list[Any]:
     """The actors that the config asks for. One that dies is started again, and what it was at is asked for once more.
     Raises UserError where the cluster has no room for them."""
     needs = spec.options.worker
     judges = [  # Ray's handles have no types
-        cast(Any, JudgeActor)
+        cast(Any, RewardActor)
         .options(
-            num_cpus=needs.judge_cpus,
+            num_cpus=needs.reward_cpus,
             max_concurrency=_AT_ONCE,
             max_restarts=-1,
             max_task_retries=1,
@@ -192,7 +192,7 @@ def start_judges(spec: Spec) -> list[Any]:
             runtime_env={"env_vars": dict(needs.env)} if needs.env else None,
         )
         .remote(Home.of_driver())
-        for _ in range(needs.num_judges)
+        for _ in range(needs.num_reward_actors)
     ]
     try:
         ray.get([judge.alive.remote() for judge in judges], timeout=STARTS_WITHIN_S)
@@ -200,7 +200,7 @@ def start_judges(spec: Spec) -> list[Any]:
         for judge in judges:
             ray.kill(judge)
         raise UserError(
-            f"the cluster has no room for {needs.num_judges} actors of {needs.judge_cpus} CPUs that judge, "
+            f"the cluster has no room for {needs.num_reward_actors} actors of {needs.reward_cpus} CPUs that judge, "
             "beside the workers: lower reward.num_actors or reward.actor_cpus, or add machines"
         ) from None
     return judges
@@ -208,4 +208,4 @@ def start_judges(spec: Spec) -> list[Any]:
 
 def pools_of(judges: Sequence[Any]) -> StartPool:
     """What a worker starts its pools by, if there are such actors."""
-    return partial(JudgePool, judges)
+    return partial(RewardPool, judges)

@@ -11,14 +11,14 @@ from distflow.cluster.coordinator_actor import Page
 from distflow.cluster.object_store import GroupLost, GroupRef, answer, lost_among, shortened, to_batch, to_group
 from distflow.data.batch import Batch
 from distflow.observe.metrics import Measured
-from distflow.rewards.call_counts import Judged
+from distflow.rewards.call_counts import RewardCounts
 from distflow.runtime import fault_injection
 from distflow.runtime.sample_queue.local import facts_of, live_of
 from distflow.runtime.sample_queue.pending_groups import Consumed, Held, Portion
-from distflow.runtime.sample_queue.protocol import Failure, Kept, Newcomers, Released, Share
+from distflow.runtime.sample_queue.protocol import Failure, Kept, NewWorkers, Released, Share
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.curriculum import Accuracy
-from distflow.scheduling.groups import Ticket
+from distflow.scheduling.groups import PromptGroup
 
 
 class AgreedStop:
@@ -27,7 +27,7 @@ class AgreedStop:
     wanted = False
 
 
-class RayEdge:
+class RaySampleQueue:
     """Asks the coordinator's actor, and moves the groups themselves from worker to worker."""
 
     def __init__(
@@ -44,15 +44,15 @@ class RayEdge:
         where it has them from the start."""
         self._coordinator, self._worker, self._first, self._waits = coordinator, worker, first, waits
         self._stop, self._ready = stop, ready
-        self._judged = Judged()  # of groups that end next
+        self._judged = RewardCounts()  # of groups that end next
 
-    async def tickets(self, served: Callable[[], int | None]) -> AsyncIterator[list[Ticket]]:
-        """See `EdgePort`."""
+    async def tickets(self, served: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
+        """See `SampleQueuePort`."""
         if self._ready is not None:
             with self._waits("experience", "weights", on="learner"):
                 await asyncio.wrap_future(self._ready)
         while True:
-            asked = self._coordinator.wait_for_tickets.remote(self._worker, served())
+            asked = self._coordinator.wait_for_groups.remote(self._worker, served())
             with self._waits("experience", "credits", on="coordinator"):
                 tickets = await asyncio.wrap_future(asked.future())
             if tickets is None:
@@ -60,8 +60,8 @@ class RayEdge:
             if tickets:
                 yield tickets
 
-    def put(self, ticket: Ticket, batch: Batch, measured: Sequence[Measured]) -> None:
-        """See `EdgePort`."""
+    def put(self, ticket: PromptGroup, batch: Batch, measured: Sequence[Measured]) -> None:
+        """See `SampleQueuePort`."""
         fault_injection.reach("edge.put")
         facts, (group, num_bytes) = facts_of(batch), to_group(batch)
         facts = replace(facts, failure=_shortened(facts.failure), num_bytes=num_bytes)
@@ -69,32 +69,33 @@ class RayEdge:
 
     def drop(
         self,
-        ticket: Ticket,
+        ticket: PromptGroup,
         reason: str,
         failure: Failure | None = None,
         *,
         lost: bool = False,
         accuracy: Accuracy | None = None,
     ) -> None:
-        """See `EdgePort`."""
+        """See `SampleQueuePort`."""
         told = shortened(reason), _shortened(failure), lost, accuracy, self._take_judged()
         self._coordinator.drop.remote(ticket, *told)
 
-    def count(self, judged: Judged) -> None:
-        """See `EdgePort`. It goes with the group: the actor, whose calls run on many threads, may take two of them in
-        any order."""
+    def count(self, judged: RewardCounts) -> None:
+        """See `SampleQueuePort`. It goes with the group: the actor, whose calls run on many threads, may take two of
+        them in any order."""
         verdicts = judged.verdicts._replace(first=shortened(judged.verdicts.first))
-        self._judged = Judged.joined([self._judged, judged._replace(verdicts=verdicts)])
+        self._judged = RewardCounts.joined([self._judged, judged._replace(verdicts=verdicts)])
 
     def take(
         self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
-    ) -> Share | Newcomers | None:
-        """See `EdgePort`; whole steps only. Groups that are gone with the worker that held them are made again."""
+    ) -> Share | NewWorkers | None:
+        """See `SampleQueuePort`; whole steps only. Groups that are gone with the worker that held them are made
+        again."""
         assert wanted is None and deadline is None, "a loop of the user's own runs in one process"
         while True:
             with self._waits("learner", f"step {step}", on="experience"):
                 portion = answer(self._coordinator.take.remote(step, self._first + rank))
-            if portion is None or isinstance(portion, Newcomers):
+            if portion is None or isinstance(portion, NewWorkers):
                 return portion
             groups = [*portion.groups]
             while more := answer(self._coordinator.rest.remote(self._first + rank)):
@@ -108,15 +109,15 @@ class RayEdge:
                 return Share(portion.tickets, batch, portion.metrics, portion.judged)
 
     def release(self, step: int, rank: int, published: bool) -> Released:
-        """See `EdgePort`."""
+        """See `SampleQueuePort`."""
         fault_injection.reach("release")
         with self._waits("learner", f"release of step {step}", on="other ranks"):
             end: Consumed[GroupRef] = answer(self._coordinator.release.remote(step, self._first + rank, published))
         self._stop.wanted = end.stopping
         return Released(end.version, end.finished, end.account, self._kept, end.domains)
 
-    def _take_judged(self) -> Judged:
-        judged, self._judged = self._judged, Judged()
+    def _take_judged(self) -> RewardCounts:
+        judged, self._judged = self._judged, RewardCounts()
         return judged
 
     def _kept(self) -> Kept:

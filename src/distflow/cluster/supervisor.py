@@ -23,9 +23,9 @@ from distflow.cluster.heartbeat import COORDINATOR, ENDS_WITHIN_S, EXCHANGE, FIR
 from distflow.cluster.local_ray import gone
 from distflow.cluster.log_forwarding import Told
 from distflow.cluster.placement import bound_of, bundles_of, connected
-from distflow.cluster.reshard import ExchangeActor
+from distflow.cluster.reshard import ReshardActor
 from distflow.cluster.restarts import Replacements
-from distflow.cluster.reward_actors import Deaths, start_judges
+from distflow.cluster.reward_actors import Deaths, start_reward_actors
 from distflow.cluster.worker_actor import Built, WorkerActor
 from distflow.errors import UserError
 from distflow.observe.reading.run_reader import read_events
@@ -33,7 +33,7 @@ from distflow.observe.report.build import write_report
 from distflow.observe.writing.folder_lock import writer_of
 from distflow.observe.writing.run_folder import RunFolder
 from distflow.observe.writing.terminal import TerminalView
-from distflow.planning.plan import RankPlan, learning_teams
+from distflow.planning.plan import RankPlan, dp_groups_of
 from distflow.planning.threads import share_threads, usable_cores
 from distflow.runtime.checkpoint.state import check_same_facts
 from distflow.runtime.engine_watch import STACKS
@@ -64,8 +64,8 @@ class RayRun:
         self._spec, self._start = spec, start
         ranks, max_held_bytes = spec.plan.ranks, bound_of(spec)
         spec = replace(spec, data=replace(spec.data, max_held_bytes=max_held_bytes))
-        self._judges = start_judges(spec)  # first, as there may be no room for them
-        teams = learning_teams(spec.plan)
+        self._judges = start_reward_actors(spec)  # first, as there may be no room for them
+        teams = dp_groups_of(spec.plan)
         generators = tuple(rank.rank for rank in ranks if rank.experience)
         for left in spec.run_dir.glob(".meeting-*"):  # by a driver that was killed: the folder is this one's now
             left.unlink(missing_ok=True)
@@ -78,7 +78,7 @@ class RayRun:
             .remote(spec, start, allowed, [edge_team(spec, team) for team in teams], [str(rank) for rank in generators])
         )
         exchanges = any(channel.kind == "exchange" for channel in spec.plan.channels)
-        self._exchange = cast(Any, ExchangeActor).remote(max_held_bytes) if exchanges else None
+        self._exchange = cast(Any, ReshardActor).remote(max_held_bytes) if exchanges else None
         self._bundles = bundles
         places = []
         for rank in ranks:
@@ -276,7 +276,7 @@ def launch(
         start.set_aside(spec, say)
     needs = spec.options.worker
     with (
-        connected(spec.plan, say, needs.num_judges * needs.judge_cpus) as ends,
+        connected(spec.plan, say, needs.num_reward_actors * needs.reward_cpus) as ends,
         bundles_of(spec.plan, needs, say, ends) as bundles,
         reported(spec.run_dir, say),
     ):

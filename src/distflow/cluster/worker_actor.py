@@ -17,10 +17,10 @@ from distflow.cluster.failures import PeersLate
 from distflow.cluster.log_forwarding import RemoteView, Teller, remote_callbacks
 from distflow.cluster.object_store import answer, shorten
 from distflow.cluster.process_groups import Collectives
-from distflow.cluster.reshard import RayExchange
+from distflow.cluster.reshard import RayReshard
 from distflow.cluster.reward_actors import pools_of
 from distflow.cluster.rollout_workers import Members
-from distflow.cluster.sample_queue import AgreedStop, RayEdge
+from distflow.cluster.sample_queue import AgreedStop, RaySampleQueue
 from distflow.cluster.weight_sync import Fleet, RayWeights, carrier_of
 from distflow.observe.writing.terminal import TerminalView
 from distflow.rewards.pool.prestart import take_pool
@@ -107,7 +107,7 @@ class WorkerActor:
         with Recorder(
             spec,
             standing.total_steps,
-            standing.incarnation,
+            standing.restart,
             start.resumed_at,
             remote_callbacks(tell) if place.leads else Callbacks(),
             part=place.part,
@@ -130,7 +130,7 @@ class WorkerActor:
                 set_generators(start.checkpoint, spec.options.seed, place.part)
                 self._entered.set_result(entered)
                 with self._telling_failure():
-                    steps = entered.learning_loop() if place.team else entered.serve()
+                    steps = entered.training_loop() if place.team else entered.serve()
             if place.leads:
                 self._note_end(recorder, standing.total_steps)
         tell.end()
@@ -150,7 +150,7 @@ class WorkerActor:
     def join(self, rank: int, worker: Any) -> None:
         """A worker that generates has come in place of one that is gone."""
         self._members.join(rank, worker)
-        self._coordinator.tell_of_newcomers.remote()
+        self._coordinator.tell_of_new_workers.remote()
 
     def serving(self) -> list[int]:
         """Ranks of the other workers that serve the newest weights."""
@@ -169,18 +169,18 @@ class WorkerActor:
         write_stacks(path)
 
     def validate(self, step: int, part: int, num_parts: int) -> Answers:
-        """See `HeldOut`."""
-        return self._entered.result().held_out.answer(step, part, num_parts)
+        """See `ValidationRunner`."""
+        return self._entered.result().validation_runner.answer(step, part, num_parts)
 
     def _ports(self, recorder: Recorder, sends: bool) -> Ports:
         place, waits, among = self._place, recorder.waits, self._among
         awaits = not place.team and "rollout" in self._spec.plan.ranks[place.rank].engines
         ready = self._arrivals.ready if awaits else None
-        edge = RayEdge(self._coordinator, place.generator, place.first, waits, self._stop, ready)
+        edge = RaySampleQueue(self._coordinator, place.generator, place.first, waits, self._stop, ready)
         if not place.team:
             return Ports(edge, None, self._arrivals, among.team, among.data, among.everyone, self._abort)
         own: WeightPort = LocalWeights(waits) if among.mesh is None else StreamedWeights(waits)
-        exchange = RayExchange(self._exchange, waits) if self._exchange is not None else None
+        exchange = RayReshard(self._exchange, waits) if self._exchange is not None else None
         ports = Ports(edge, None, own, among.team, among.data, among.everyone, self._abort, exchange=exchange)
         if not (place.leads and sends):
             return ports

@@ -9,7 +9,7 @@ from distflow.config import Config
 from distflow.config.derived_settings import find_pipeline
 from distflow.rewards.pool.domain_pools import pool_settings, verifiers_of
 from distflow.rewards.pool.prestart import started_ahead
-from distflow.rewards.self_check import faults_certified
+from distflow.rewards.self_check import self_check_once
 
 
 @contextmanager
@@ -23,8 +23,8 @@ def verifiers_ahead(config: Config) -> Iterator[None]:
         if program is not None and program.generates:
             for each in pool_settings(*verifiers_of(config)).values():
                 stack.enter_context(started_ahead(each))
-            if config.trust.certify_rewards:
-                faults_certified()
+            if config.trust.check_rewards:
+                self_check_once()
         yield
 
 

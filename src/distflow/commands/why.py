@@ -60,7 +60,7 @@ def _head(lineage: "StepLineage", run_dir: Path) -> list[str]:
     bound = "" if lineage.max_staleness is None else f", staleness at most {lineage.max_staleness}"
     return [
         f"{name}: {len(lineage.groups)} groups, {tokens:,} tokens{bound}",
-        f"consumed {_moment(lineage.consumed_at)} by incarnation {lineage.incarnation}; {_outcome(lineage)}",
+        f"consumed {_moment(lineage.consumed_at)} by incarnation {lineage.restart}; {_outcome(lineage)}",
     ]
 
 
@@ -159,7 +159,7 @@ def _said(groups: Sequence["GroupLineage"], answers: Mapping[int, "Answers"]) ->
 def _start(attempt: "Attempt") -> str:
     worker = f" by {visible(attempt.worker, MAX_TEXT, one_line=True)}" if attempt.worker else ""
     ended = ", aborted: its step had all it needs" if attempt.aborted else ""
-    return f"{_moment(attempt.t)} at version {attempt.version}{worker} (incarnation {attempt.incarnation}{ended})"
+    return f"{_moment(attempt.t)} at version {attempt.version}{worker} (incarnation {attempt.restart}{ended})"
 
 
 def _by_ticket(rows: "Answers") -> dict[int, list[Mapping[str, "JSON"]]]:

@@ -10,7 +10,7 @@ from distflow.config.compose.load import (
 )
 from distflow.config.compose.loaded import Loaded
 from distflow.config.compose.origins import preset_names
-from distflow.config.derived_settings import Room, program_name
+from distflow.config.derived_settings import RunLimits, pipeline_name
 from distflow.config.describe import describe, explain
 from distflow.config.keys.declare import key
 from distflow.config.keys.schema import Config, register_config_group
@@ -24,7 +24,7 @@ __all__ = [
     "ConfigError",
     "Loaded",
     "Problem",
-    "Room",
+    "RunLimits",
     "UserError",
     "changed_keys",
     "check",
@@ -39,7 +39,7 @@ __all__ = [
     "load_config",
     "preset_config",
     "preset_names",
-    "program_name",
+    "pipeline_name",
     "register_config_group",
     "to_dict",
     "to_yaml",

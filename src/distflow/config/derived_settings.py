@@ -54,7 +54,7 @@ def takes_values(algorithm: AlgorithmConfig) -> bool:
 CUSTOM = "custom"
 
 
-def program_name(config: Config) -> str:
+def pipeline_name(config: Config) -> str:
     """The built-in program that runs, or `custom` where the user gives one.
 
     `dag.custom_pipeline_fn` and `dag.nodes` come first, then `dag.pipeline`; else `algorithm.workflow_type` and
@@ -91,7 +91,7 @@ def reads_values(config: Config) -> bool:
 
 def find_pipeline(config: Config) -> BuiltinPipeline | None:
     """The built-in program that runs; None for a user's."""
-    return PIPELINES.get(program_name(config))
+    return PIPELINES.get(pipeline_name(config))
 
 
 def find_estimator(config: Config) -> Estimator | None:
@@ -152,14 +152,14 @@ _ACTOR = "actor_rollout_ref.actor"
 
 
 @dataclass(frozen=True)
-class Room:
+class RunLimits:
     """What a run has to fit into, each None until it is known: rows to train on, the model's context in tokens."""
 
     rows: int | None = None
     context: int | None = None
 
 
-def run_steps(config: Config, room: Room) -> int | None:
+def run_steps(config: Config, room: RunLimits) -> int | None:
     """Training steps of the run, where they are known."""
     trainer, batch = config.trainer, config.data.train_batch_size
     if trainer.total_training_steps is not None or room.rows is None:

@@ -13,7 +13,7 @@ from distflow.config.derived_settings import (
     find_estimator,
     is_rl,
     optimizer_steps_a_step,
-    program_name,
+    pipeline_name,
 )
 from distflow.config.keys.declare import KeyInfo
 from distflow.config.keys.schema import Config, schema_keys
@@ -61,7 +61,7 @@ def _updates(config: Config, group_size: int, *others: int) -> str:
 
 def _objective(config: Config) -> str:
     actor = config.actor_rollout_ref.actor
-    name = "a program of the user's" if program_name(config) == CUSTOM else f"program {program_name(config)}"
+    name = "a program of the user's" if pipeline_name(config) == CUSTOM else f"program {pipeline_name(config)}"
     details = [actor.loss_agg_mode, *_clips(config)]
     if actor.entropy_coef:
         details.append(f"entropy bonus {actor.entropy_coef:g}")
@@ -93,7 +93,7 @@ def _kl(config: Config) -> str:
     if actor.use_kl_loss:
         terms.append(f"in the loss ({actor.kl_loss_type} × {actor.kl_loss_coef:g})")
     if not terms:  # a program of the user's may have a reference for what else it likes
-        return "no KL term" if program_name(config) == CUSTOM else "no KL term: no reference is built"
+        return "no KL term" if pipeline_name(config) == CUSTOM else "no KL term: no reference is built"
     return f"KL to the reference {' and '.join(terms)}"
 
 

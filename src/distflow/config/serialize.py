@@ -53,7 +53,7 @@ RESUMABLE: frozenset[str] = frozenset(
         "trainer.resume_mode",
         *_DEVICES,
         "reward.timeout_s",
-        "reward.max_error_share",
+        "reward.max_error_rate",
         *_PATHS,
     )
 )

@@ -5,7 +5,7 @@ from distflow.graph.fields import Field, PipelineError, find_field, register_fie
 from distflow.graph.node_spec import node, node_factory, spec_of
 from distflow.graph.nodes import Drop, Node, NodeOutput
 from distflow.graph.pipeline import Inputs, Pipeline, compile_inputs, pipeline_from_config
-from distflow.graph.program import BoundNode, Program
+from distflow.graph.program import BoundNode, BoundPipeline
 from distflow.graph.roles import SCORE_FIELDS, NodeRole, NodeStatus, NodeType
 from distflow.graph.task_graph import TaskGraph
 
@@ -24,7 +24,7 @@ __all__ = [
     "NodeType",
     "Pipeline",
     "PipelineError",
-    "Program",
+    "BoundPipeline",
     "TaskGraph",
     "compile_inputs",
     "find_field",

@@ -14,7 +14,7 @@ from distflow.errors import hint
 from distflow.graph.contract import REQUIRED, Contract, Declared, Form, canonical, read_contract
 from distflow.graph.fields import Axis, Field, MissingColumn, PipelineError, find_field
 from distflow.graph.nodes import Node, made, node_scope
-from distflow.graph.program import BoundNode, Program
+from distflow.graph.program import BoundNode, BoundPipeline
 from distflow.graph.wiring import Vertex, Wiring
 
 _PLAIN_TYPES = {t.__name__: t for t in (bool, int, float, str)}
@@ -150,7 +150,7 @@ class _Settled:
     group: ConfigGroup
 
 
-def bind_program(graph_id: str, nodes: tuple[Node, ...], config: object, data_fields: DataFields) -> Program:
+def bind_pipeline(graph_id: str, nodes: tuple[Node, ...], config: object, data_fields: DataFields) -> BoundPipeline:
     """The program of a graph whose structure was checked.
 
     Raises PipelineError for a role without its config group, a factory that finds fault with the config, an option
@@ -164,7 +164,7 @@ def bind_program(graph_id: str, nodes: tuple[Node, ...], config: object, data_fi
     wiring.check()
     _check_reads(wiring, settled, frozenset(loaded))
     bound = tuple(_bind_node(wiring, settled[key]) for key in wiring.order)
-    return Program(
+    return BoundPipeline(
         graph_id=graph_id,
         nodes=bound,
         fields=loaded | _written(wiring),
@@ -174,7 +174,7 @@ def bind_program(graph_id: str, nodes: tuple[Node, ...], config: object, data_fi
 
 
 def bind_alone(node: Node, config: object) -> BoundNode:
-    """A node outside of a graph: whoever calls it sees to its columns. Raises PipelineError as `bind_program` does."""
+    """A node outside of a graph: whoever calls it sees to its columns. Raises PipelineError as `bind_pipeline` does."""
     settled = _settle(node, config)
     contract = read_contract(settled.node.fn, _declared(settled, frozenset()))
     return _bind_node(Wiring({node.node_id: Vertex(settled.node, contract, ())}), settled)

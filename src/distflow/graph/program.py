@@ -37,7 +37,7 @@ class BoundNode:
 
 
 @dataclass(frozen=True)
-class Program:
+class BoundPipeline:
     """The nodes in one deterministic topological order, and what they use.
 
     fields: what each column is that a node writes or the data have. engines, services: those that some node uses.

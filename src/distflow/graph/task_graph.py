@@ -5,13 +5,13 @@ from dataclasses import fields, replace
 from typing import Any
 
 from distflow.errors import hint
-from distflow.graph.bind import bind_program, check_options
+from distflow.graph.bind import bind_pipeline, check_options
 from distflow.graph.contract import Contract, canonical
 from distflow.graph.drawing import Box, flowchart
 from distflow.graph.fields import Field, PipelineError
 from distflow.graph.node_spec import is_factory
 from distflow.graph.nodes import Node, early_contract, engines_of
-from distflow.graph.program import Program
+from distflow.graph.program import BoundPipeline
 from distflow.graph.wiring import Vertex, Wiring, check_edges, dependents, topological_order
 
 _SETTABLE = tuple(f.name for f in fields(Node) if f.init and f.name not in ("node_id", "options"))
@@ -114,14 +114,14 @@ class TaskGraph:
         graph.nodes = dict(self.nodes)
         return graph
 
-    def bind(self, config: object, data_fields: Iterable[str] | Mapping[str, Field]) -> Program:
+    def bind(self, config: object, data_fields: Iterable[str] | Mapping[str, Field]) -> BoundPipeline:
         """The frozen program under this config, over data that have these columns.
 
         config: any object with the config groups as attributes. data_fields: what the loader delivers.
-        Raises PipelineError for whatever does not fit: see `bind_program`.
+        Raises PipelineError for whatever does not fit: see `bind_pipeline`.
         """
         self.check()
-        return bind_program(self.graph_id, tuple(self.nodes.values()), config, data_fields)
+        return bind_pipeline(self.graph_id, tuple(self.nodes.values()), config, data_fields)
 
     def to_mermaid(self) -> str:
         """The graph as a Mermaid flowchart; an edge shows the fields that its end reads of what its start writes."""

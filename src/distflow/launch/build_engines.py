@@ -76,7 +76,7 @@ def build_alone(get: Get, device: torch.device, make: Callable[[], object]) -> o
     return make()
 
 
-def build_judge(get: Get, device: torch.device, make: Callable[..., RewardRouter]) -> RewardRouter:
+def build_reward_router(get: Get, device: torch.device, make: Callable[..., RewardRouter]) -> RewardRouter:
     return make(start=get("start_pool"))
 
 

@@ -23,7 +23,7 @@ from distflow.data.rows import DEFAULT_DOMAIN, BadRows, Columns, RawRow, Record,
 from distflow.data.sources import load_rows
 from distflow.data.tokenizing import encode_rows
 from distflow.errors import UserError
-from distflow.graph import Program
+from distflow.graph import BoundPipeline
 from distflow.models.tokenizer import end_token_ids
 from distflow.registry import REWARDS, Reward
 from distflow.rewards.known_solutions import find_broken
@@ -45,7 +45,7 @@ def data_plan(config: Config, rows: Mapping[str, int]) -> DataPlan:
         num_rows=num_rows,
         consumer_batch=data.train_batch_size,
         group_size=config.actor_rollout_ref.rollout.n if is_rl(config) else 1,
-        total_tickets=None if steps or data.domains else epochs * num_rows,
+        total_groups=None if steps or data.domains else epochs * num_rows,
         total_steps=steps or total_steps(epochs, num_rows, data.train_batch_size),
         seed=data.seed if data.shuffle else 0,
         shuffle=data.shuffle,
@@ -172,7 +172,7 @@ def train_sources(config: Config, judged: bool) -> list[DataSource]:
     return [replace(each, rewards=reward_functions(config), broken_tests=data.broken_tests) for each in found]
 
 
-def held_out_sources(config: Config, judged: bool) -> list[DataSource]:
+def validation_sources(config: Config, judged: bool) -> list[DataSource]:
     """As many as name files."""
     data = config.data
     if data.val_files:
@@ -269,7 +269,7 @@ class OwnRows(Sequence[PromptRow]):
 
 
 def encode_row(
-    values: object, number: int, config: Config, program: Program, tokenizer: PreTrainedTokenizerBase
+    values: object, number: int, config: Config, program: BoundPipeline, tokenizer: PreTrainedTokenizerBase
 ) -> PromptRow:
     """A row of Python as a prompt; its columns are those of the data set. number: for messages, from 1.
 

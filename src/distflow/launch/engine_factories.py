@@ -24,9 +24,9 @@ from distflow.launch.build_engines import (
     build_adapted_reference,
     build_alone,
     build_critic,
-    build_judge,
     build_policy,
     build_reference,
+    build_reward_router,
     build_rollout,
     build_stop_token_ids,
 )
@@ -83,7 +83,7 @@ def make_factories(
     if "rollout" in engines:
         factories["rollout"] = _rollout_factory(config)
     if "judge" in services:
-        factories["judge"] = partial(build_judge, make=_router(config))
+        factories["judge"] = partial(build_reward_router, make=_router(config))
     return factories
 
 

@@ -3,20 +3,20 @@
 from collections.abc import Callable
 from typing import NoReturn
 
-from distflow.audit.recorder import Witness
+from distflow.audit.recorder import GroupRecorder
 from distflow.checks.canary import make_canary
 from distflow.errors import UserError
 from distflow.rewards.call_counts import VALIDATION
 from distflow.runtime.context import Contexts
 from distflow.runtime.errors import warn_of_errors
 from distflow.runtime.resources import build_resources
-from distflow.runtime.rollout_loop import ExperiencePlane
+from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.rollout_services import Session
 from distflow.runtime.spec import Spec
-from distflow.runtime.validation import Validator, held_out_loss
+from distflow.runtime.validation import Validator, validation_loss
 from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync.protocol import LocalWeights
-from distflow.runtime.weight_sync.sender import Publisher, Receiver
+from distflow.runtime.weight_sync.sender import WeightReceiver, WeightSender
 from distflow.scheduling.groups import Version
 
 
@@ -32,21 +32,21 @@ def evaluate(spec: Spec, say: Callable[[str], None]) -> dict[str, float]:
     actor = resources.actor
     assert actor is not None, "a program trains something"
     if resources.rollout is None:
-        return held_out_loss(spec.validation, actor)
+        return validation_loss(spec.validation, actor)
     session = Session.of(spec, resources, stacks=None)  # the folder of an evaluation goes away with it
     resources, rollout = session.resources, session.resources.rollout
     assert rollout is not None, "as was just seen"
     contexts = Contexts(spec.config, resources, {}, _no_update, _no_update)
     nodes = [program.node(name) for name in rank.experience]
-    plane = ExperiencePlane.of(spec, nodes, resources, contexts, _ignore, Witness())
+    plane = RolloutLoop.of(spec, nodes, resources, contexts, _ignore, GroupRecorder())
     validator = Validator(spec.validation, contexts, plane, resources.stop_token_ids, spec.options.seed, say)
     with session:
         weights = LocalWeights(Waits())
-        weights.attach(Receiver(rollout, session))
+        weights.attach(WeightReceiver(rollout, session))
         canary = make_canary(spec, resources)
         sends, dtype = spec.sends_weights, spec.weight_dtype
-        publisher = Publisher(actor, weights, dtype, sends=sends, canary=canary, session=session)
-        publisher.publish(Version(0, 0), at_start=True)
+        publisher = WeightSender(actor, weights, dtype, sends=sends, canary=canary, session=session)
+        publisher.sync(Version(0, 0), at_start=True)
         metrics = session.call(validator.run(0)).metrics()
         warn_of_errors(plane.tally.take(VALIDATION), say)
     return metrics

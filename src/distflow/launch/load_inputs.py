@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from distflow.config import Config, Loaded, Room, fit_to, flatten, with_changes
+from distflow.config import Config, Loaded, RunLimits, fit_to, flatten, with_changes
 from distflow.config.compose.key_usage import watch
 from distflow.config.compose.origins import is_preset
-from distflow.config.derived_settings import CUSTOM, program_name
+from distflow.config.derived_settings import CUSTOM, pipeline_name
 from distflow.config.migration.verl_defaults import is_verls
 from distflow.data.prompts import PromptSet
 from distflow.errors import UserError
-from distflow.graph import Program
+from distflow.graph import BoundPipeline
 from distflow.launch.check_serializable import check_importable
-from distflow.launch.data_sets import DataSource, held_out_sources, train_sources
+from distflow.launch.data_sets import DataSource, train_sources, validation_sources
 from distflow.launch.model_sources import load_policy_tokenizer, policy_context
 from distflow.launch.run_options import run_options, sampling_params, spec_settings, validation_params
 from distflow.launch.select_pipeline import bind, generates, import_user_modules, make_process_ready
@@ -32,7 +32,7 @@ _REASONS = {
 _COEFFICIENTS = ("algorithm.kl_ctrl.kl_coef", "actor_rollout_ref.actor.kl_loss_coef")
 
 
-def refuse_inert_keys(loaded: Loaded, reads: set[str], program: Program) -> list[str]:
+def refuse_inert_keys(loaded: Loaded, reads: set[str], program: BoundPipeline) -> list[str]:
     """Raises UserError with the keys and where they were set. Those of a preset of ours are no mistake of whoever took
     another program than it was made for: they are returned, as they are shown.
 
@@ -64,10 +64,10 @@ def refuse_inert_keys(loaded: Loaded, reads: set[str], program: Program) -> list
 class Reading:
     """What the config alone says. unused: keys of a preset that the program does not take, as they are shown."""
 
-    program: Program
+    program: BoundPipeline
     unused: list[str]
     train: list[DataSource]
-    held_out: list[DataSource]
+    validation_runner: list[DataSource]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Data:
 
     tokenizer: PreTrainedTokenizerBase
     train: PromptSet
-    held_out: dict[str, PromptSet]
+    validation_runner: dict[str, PromptSet]
     broken: list[str]
 
 
@@ -91,7 +91,7 @@ def read_config(loaded: Loaded) -> Reading:
     import_user_modules(config)
     program = bind(config)
     judged = "judge" in program.services
-    train, held_out = train_sources(config, judged), held_out_sources(config, judged)
+    train, validation_runner = train_sources(config, judged), validation_sources(config, judged)
     settings = spec_settings(config, program, num_rows={source.domain: 1 for source in train})
     run_options(config, program, settings["plan"])
     validation_params(config, sampling_params(config))
@@ -99,14 +99,14 @@ def read_config(loaded: Loaded) -> Reading:
         sampling_params(config, source.domain)
     unused = refuse_inert_keys(loaded, reads, program)
     check_importable(loaded.config)
-    return Reading(program, unused, train, held_out)
+    return Reading(program, unused, train, validation_runner)
 
 
-def follow_program(loaded: Loaded) -> Loaded:
+def follow_pipeline(loaded: Loaded) -> Loaded:
     """The config of a program of the user's that generates nothing says so. Raises ConfigError where other keys do not
     go with that."""
     config = loaded.config
-    if program_name(config) != CUSTOM or config.dag.generates is not None:
+    if pipeline_name(config) != CUSTOM or config.dag.generates is not None:
         return loaded
     import_user_modules(config)
     if generates(bind(config)):
@@ -116,19 +116,19 @@ def follow_program(loaded: Loaded) -> Loaded:
 
 def fit_to_files(loaded: Loaded) -> Loaded:
     """The config that a run would have, made to fit its model and data. Starts none. Raises as `make_spec` does."""
-    loaded = follow_program(loaded)
+    loaded = follow_pipeline(loaded)
     return fitted_to_files(loaded, read_config(loaded))[0]
 
 
 def fitted_to_files(loaded: Loaded, reading: Reading) -> tuple[Loaded, Reading, Data]:
     context = policy_context(loaded.config)
-    loaded, reading = _fitted(loaded, reading, Room(context=context))
+    loaded, reading = _fitted(loaded, reading, RunLimits(context=context))
     data = _read_data(loaded.config, reading)
-    loaded, reading = _fitted(loaded, reading, Room(len(data.train), context))
+    loaded, reading = _fitted(loaded, reading, RunLimits(len(data.train), context))
     return loaded, reading, data
 
 
-def _fitted(loaded: Loaded, reading: Reading, room: Room) -> tuple[Loaded, Reading]:
+def _fitted(loaded: Loaded, reading: Reading, room: RunLimits) -> tuple[Loaded, Reading]:
     """The config in that room, read again where it became another. Raises ConfigError where something does not fit."""
     fitted = fit_to(loaded, room)
     return (loaded, reading) if fitted is loaded else (fitted, read_config(fitted))
@@ -137,10 +137,14 @@ def _fitted(loaded: Loaded, reading: Reading, room: Room) -> tuple[Loaded, Readi
 def _read_data(config: Config, reading: Reading) -> Data:
     """All files are read before anything is loaded. What validates comes first: `eval` trains on nothing else."""
     run_dir = config.trainer.run_dir
-    held_out_rows = [source.read(run_dir) for source in reading.held_out]
+    held_out_rows = [source.read(run_dir) for source in reading.validation_runner]
     rows = [source.read(run_dir) for source in reading.train]
     tokenizer = load_policy_tokenizer(config)
-    encoded = [source.encode(own, tokenizer) for source, own in zip(reading.held_out, held_out_rows, strict=True)]
-    held_out = {source.domain: prompts for source, prompts in zip(reading.held_out, encoded, strict=True)}
+    encoded = [
+        source.encode(own, tokenizer) for source, own in zip(reading.validation_runner, held_out_rows, strict=True)
+    ]
+    validation_runner = {
+        source.domain: prompts for source, prompts in zip(reading.validation_runner, encoded, strict=True)
+    }
     train = [source.encode(own, tokenizer) for source, own in zip(reading.train, rows, strict=True)]
-    return Data(tokenizer, PromptSet.joined(train), held_out, [each for _, bad in rows for each in bad.broken])
+    return Data(tokenizer, PromptSet.joined(train), validation_runner, [each for _, bad in rows for each in bad.broken])

@@ -10,7 +10,7 @@ from distflow.runtime.recorder import Recorder, reported
 from distflow.runtime.resources import Resources, build_resources
 from distflow.runtime.run_setup import (
     Start,
-    begin_account,
+    begin_ledger,
     done_before,
     find_accuracies,
     model_line,
@@ -19,7 +19,7 @@ from distflow.runtime.run_setup import (
     starting,
     write_facts,
 )
-from distflow.runtime.sample_queue.local import LocalEdge
+from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.sample_queue.protocol import IntakePort, Live
 from distflow.runtime.spec import Outcome, Spec
 from distflow.runtime.stop import StopRequest
@@ -28,7 +28,7 @@ from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync.protocol import LocalWeights
 from distflow.runtime.worker import Worker
 from distflow.scheduling.coordinator import Coordinator
-from distflow.scheduling.groups import Account
+from distflow.scheduling.groups import GroupCounts
 from distflow.training.collective import OneRank
 
 LASTING_S = 5.0
@@ -55,7 +55,7 @@ def launch_local(
             return StopRequest(asked_to_stop, ends_process=not embedded)
 
         with _running(spec, start, built, allow_change, say, callbacks, make_stop) as running:
-            steps = running.worker.learning_loop()
+            steps = running.worker.training_loop()
     before, after = find_accuracies(spec.run_dir)
     # Written once the recorder is closed: the report also says how the run ended.
     stop, recorder = running.stop, running.recorder
@@ -64,7 +64,7 @@ def launch_local(
 
 @contextmanager
 def open_local(spec: Spec, say: Callable[[str], None], callbacks: Callbacks) -> Iterator["Running"]:
-    """The same run, driven by whoever enters it in place of `Worker.learning_loop`. Signals are his own."""
+    """The same run, driven by whoever enters it in place of `Worker.training_loop`. Signals are his own."""
     with (
         starting(spec, ()) as start,
         _running(spec, start, _build(spec, start, say), (), say, callbacks, _never_stopped, own_loop=True) as running,
@@ -122,11 +122,11 @@ def _running(
     checkpoint, resources = start.checkpoint, built.resources
     start.set_aside(spec, say)
     state, live = restore(checkpoint, resources) if checkpoint else ({}, None)
-    coordinator, ledger = begin_account(spec, checkpoint, allow_change)
+    coordinator, ledger = begin_ledger(spec, checkpoint, allow_change)
     total_steps = coordinator.plan.total_steps
     with (
         reported(spec.run_dir, say),
-        Recorder(spec, total_steps, ledger.incarnation, start.resumed_at, callbacks) as recorder,
+        Recorder(spec, total_steps, ledger.restart, start.resumed_at, callbacks) as recorder,
         ledger,
         make_stop(recorder) as stop,
     ):
@@ -155,10 +155,10 @@ def local_ports(
     waits: Waits,
     live: Live | None = None,
     num_ranks: int = 1,
-    changed: Callable[[Account], None] = lambda account: None,
+    changed: Callable[[GroupCounts], None] = lambda account: None,
 ) -> Ports:
     """Ports for workers of this process. changed: told how many groups are where whenever that changes."""
-    edge = LocalEdge(coordinator, waits, num_ranks, live, changed)
+    edge = LocalSampleQueue(coordinator, waits, num_ranks, live, changed)
     return Ports(edge, edge.shared, LocalWeights(waits), OneRank(), OneRank(), OneRank(), edge.shared.fail)
 
 

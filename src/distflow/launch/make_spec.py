@@ -6,11 +6,11 @@ from functools import partial
 from distflow.config import Loaded
 from distflow.data.encoded import EncodedRows, write_encoded
 from distflow.data.sources import forget_rows
-from distflow.graph import Program
+from distflow.graph import BoundPipeline
 from distflow.launch.check_serializable import check_pickles
 from distflow.launch.data_sets import num_rows_of
 from distflow.launch.initial_policy import with_models_of_runs
-from distflow.launch.load_inputs import Data, fitted_to_files, follow_program, read_config
+from distflow.launch.load_inputs import Data, fitted_to_files, follow_pipeline, read_config
 from distflow.launch.run_fingerprint import description, facts
 from distflow.launch.run_options import run_options, sampling_params, spec_settings, validation_sets
 from distflow.launch.select_pipeline import rebuild
@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 
 def make_spec(loaded: Loaded, say: Say) -> Spec:
     """say: told one line at a time what is being loaded. Raises UserError or PipelineError."""
-    loaded = follow_program(follow_allocation(loaded))
+    loaded = follow_pipeline(follow_allocation(loaded))
     reading = read_config(loaded)
     with claimed(loaded.config.trainer.run_dir):  # first: rows from Python code are kept there; it may be somebody's
         loaded = with_models_of_runs(loaded, say)
@@ -42,7 +42,7 @@ def make_spec(loaded: Loaded, say: Say) -> Spec:
     return spec
 
 
-def _spec(loaded: Loaded, program: Program, data: Data) -> Spec:
+def _spec(loaded: Loaded, program: BoundPipeline, data: Data) -> Spec:
     config, run_dir = loaded.config, loaded.config.trainer.run_dir
     sampling, settings = sampling_params(config), spec_settings(config, program, num_rows_of(config, data.train))
     return Spec(
@@ -51,7 +51,7 @@ def _spec(loaded: Loaded, program: Program, data: Data) -> Spec:
         options=run_options(config, program, settings["plan"]),
         program=partial(rebuild, config),
         rows=EncodedRows(write_encoded(data.train, run_dir, "train")),
-        validation=validation_sets(config, data.held_out),
+        validation=validation_sets(config, data.validation_runner),
         sampling=sampling,
         sampling_of={name: sampling_params(config, name) for name in config.data.domains},
         facts=facts(config, data),

@@ -80,7 +80,10 @@ def _read(name: str) -> DictConfig:
 def description(loaded: Loaded, data: Data) -> dict[str, object]:
     """The head of the report, and what it says about the config."""
     config, (preset, changed) = loaded.config, changes(loaded)
-    counts = {"held out": sum(map(len, data.held_out.values())), "left out, with broken tests": len(data.broken)}
+    counts = {
+        "held out": sum(map(len, data.validation_runner.values())),
+        "left out, with broken tests": len(data.broken),
+    }
     return {
         "experiment": f"{config.trainer.project_name} / {config.trainer.experiment_name}",
         "model": str(config.actor_rollout_ref.model.path),

@@ -21,14 +21,14 @@ from distflow.config.derived_settings import is_rl, is_sharded
 from distflow.config.per_domain import response_limit, validates
 from distflow.data.encoded import EncodedRows, write_encoded
 from distflow.data.prompts import PromptSet
-from distflow.graph import NodeRole, Program
+from distflow.graph import BoundPipeline, NodeRole
 from distflow.launch.data_sets import data_plan
 from distflow.launch.devices import choose_device, refuse_offload_here
 from distflow.launch.engine_factories import compute_dtype, engine_dtype, make_factories, shares_weights
 from distflow.launch.model_sources import check_layouts, model_sizes
 from distflow.pipelines.nodes.objectives import is_anchored, loss_terms
 from distflow.planning.multi_device import plan_ray
-from distflow.planning.part_assignment import program_parts
+from distflow.planning.part_assignment import pipeline_parts
 from distflow.planning.plan import Plan, plan_local
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.errors import is_ours
@@ -51,7 +51,7 @@ class Settings(TypedDict):
     loss_terms: tuple[str, ...]
 
 
-def spec_settings(config: Config, program: Program, num_rows: Mapping[str, int]) -> Settings:
+def spec_settings(config: Config, program: BoundPipeline, num_rows: Mapping[str, int]) -> Settings:
     """num_rows: by domain, as `data_plan` takes them. Raises UserError naming the key."""
     exact, shares = compute_dtype(config) is torch.float32, shares_weights(config)
     data = data_plan(config, num_rows)
@@ -68,19 +68,19 @@ def spec_settings(config: Config, program: Program, num_rows: Mapping[str, int])
     }
 
 
-def _plan(config: Config, program: Program) -> Plan:
+def _plan(config: Config, program: BoundPipeline) -> Plan:
     device = choose_device(config)
     if config.trainer.launcher == "local":
         return plan_local(program, str(device))
     refuse_offload_here(config, device)
-    is_shared_out = not config.trainer.allocation and len(program_parts(program, {})) > 1
+    is_shared_out = not config.trainer.allocation and len(pipeline_parts(program, {})) > 1
     sizes = model_sizes(config, program.engines) if is_shared_out else {}
     plan = plan_ray(program, config, str(device), sizes)
     check_layouts(config, plan.layouts)
     return plan
 
 
-def _trains_by_policy_loss(program: Program) -> bool:
+def _trains_by_policy_loss(program: BoundPipeline) -> bool:
     """Whether a node of it is what `train_actor` makes: only that one reports the terms of its loss."""
     updates = [node.fn for node in program.learning if isinstance(node.fn, partial)]
     return any(isinstance(fn.keywords.get("objective"), PolicyObjective) for fn in updates)
@@ -109,10 +109,10 @@ def sampling_params(config: Config, domain: str = "") -> SamplingParams:
     )
 
 
-def validation_sets(config: Config, held_out: Mapping[str, PromptSet]) -> tuple[ValidationSet, ...]:
+def validation_sets(config: Config, validation_runner: Mapping[str, PromptSet]) -> tuple[ValidationSet, ...]:
     """One set, or one for each domain that has some, under its name."""
     sets = []
-    for domain, prompts in held_out.items():
+    for domain, prompts in validation_runner.items():
         rows = EncodedRows(write_encoded(prompts, config.trainer.run_dir, f"val-{domain}" if domain else "val"))
         sets.append(ValidationSet(domain or "val", rows, *validation_params(config, sampling_params(config, domain))))
     return tuple(sets)
@@ -134,12 +134,12 @@ def validation_params(
     return greedy, sampled, settings.n
 
 
-def run_options(config: Config, program: Program, plan: Plan) -> RunOptions:
+def run_options(config: Config, program: BoundPipeline, plan: Plan) -> RunOptions:
     """What means nothing in this run is looked at without being read, so that it is refused where it was set."""
     trainer, trust = config.trainer, config.trust
     goes_elsewhere = any("rollout" in rank.engines and not rank.learning for rank in plan.ranks)
     has_val = validates(config)
-    certify = trust.certify_rewards if "judge" in program.services else False
+    run_self_check = trust.check_rewards if "judge" in program.services else False
     return RunOptions(
         seed=trainer.seed,
         update_frequency=config.actor_rollout_ref.actor.model_update_frequency if "rollout" in program.engines else 1,
@@ -167,9 +167,9 @@ def run_options(config: Config, program: Program, plan: Plan) -> RunOptions:
         canary_freq=_canary_freq(config, program),
         audit_freq=trust.audit_freq,
         on_mismatch=trust.on_mismatch if "rollout" in program.engines else "warn",
-        certify=certify,
-        solution_columns=_solution_columns(config) if certify else {},
-        max_error_share=(config if _is_judged(program) else peek(config)).reward.max_error_share,
+        run_self_check=run_self_check,
+        solution_columns=_solution_columns(config) if run_self_check else {},
+        max_error_rate=(config if _is_judged(program) else peek(config)).reward.max_error_rate,
         max_skipped=trust.max_skipped_updates,
         unmoved_after=trust.unmoved_after,
         offloads=_offloads(config, program) if is_sharded(config) else {},
@@ -189,10 +189,10 @@ def _worker_needs(config: Config, is_judged: bool) -> WorkerNeeds:
     trainer, reward = config.trainer, config.reward
     env = {name: str(value) for name, value in trainer.worker_env.items()}
     needs = WorkerNeeds(trainer.worker_cpus, trainer.worker_memory_mb, env)
-    return replace(needs, num_judges=reward.num_actors, judge_cpus=reward.actor_cpus) if is_judged else needs
+    return replace(needs, num_reward_actors=reward.num_actors, reward_cpus=reward.actor_cpus) if is_judged else needs
 
 
-def _offloads(config: Config, program: Program) -> dict[str, Offloads]:
+def _offloads(config: Config, program: BoundPipeline) -> dict[str, Offloads]:
     """Of what is trained, by role. What stays on the host always is not moved."""
     settings = {"actor": config.actor_rollout_ref.actor.fsdp_config, "critic": config.critic.fsdp_config}
     found = {
@@ -203,15 +203,15 @@ def _offloads(config: Config, program: Program) -> dict[str, Offloads]:
     return {role: own for role, own in found.items() if own.weights or own.moments}
 
 
-def _has_deadline(program: Program) -> bool:
+def _has_deadline(program: BoundPipeline) -> bool:
     return any(not (node.contract.is_async and is_ours(node)) for node in program.experience)
 
 
-def _is_judged(program: Program) -> bool:
+def _is_judged(program: BoundPipeline) -> bool:
     return any(node.node_role is NodeRole.REWARD for node in program.experience)
 
 
-def _canary_freq(config: Config, program: Program) -> int:
+def _canary_freq(config: Config, program: BoundPipeline) -> int:
     """On shared weights the engine is compared at the start only, so that the number means nothing beyond on or off."""
     if "rollout" not in program.engines:
         return 0

@@ -19,11 +19,20 @@ import torch
 
 from distflow.algorithms.objective import PolicyObjective
 from distflow.config import Config
-from distflow.config.derived_settings import CUSTOM, program_name
+from distflow.config.derived_settings import CUSTOM, pipeline_name
 from distflow.data.batch import Batch
 from distflow.data.prompts import PROMPT_FIELDS
 from distflow.errors import UserError, users_place
-from distflow.graph import BoundNode, Drop, NodeRole, Pipeline, PipelineError, Program, TaskGraph, pipeline_from_config
+from distflow.graph import (
+    BoundNode,
+    BoundPipeline,
+    Drop,
+    NodeRole,
+    Pipeline,
+    PipelineError,
+    TaskGraph,
+    pipeline_from_config,
+)
 from distflow.graph.fields import MissingColumn, innermost
 from distflow.graph.nodes import Node
 from distflow.import_target import LoadError, load_function, load_modules
@@ -64,7 +73,7 @@ _WRITERS = {
 
 def select_pipeline(config: Config) -> TaskGraph:
     """The program of `config`. Raises PipelineError or UserError where the user's own cannot be built."""
-    name = program_name(config)
+    name = pipeline_name(config)
     if name != CUSTOM:
         return cast(TaskGraph, _made(load_function(PIPELINES[name].target), config))
     if config.dag.custom_pipeline_fn:
@@ -72,7 +81,7 @@ def select_pipeline(config: Config) -> TaskGraph:
     return pipeline_from_config("yaml_pipeline", [dict(entry) for entry in config.dag.nodes])
 
 
-def bound(graph: TaskGraph, config: Config) -> Program:
+def bound(graph: TaskGraph, config: Config) -> BoundPipeline:
     """The program with the config's options and the columns of data sets. Raises PipelineError, which says of a column
     that nothing writes which of the standard nodes would."""
     try:
@@ -84,7 +93,7 @@ def bound(graph: TaskGraph, config: Config) -> Program:
         raise PipelineError(f"{err}. A node with distflow.pipelines.nodes:{_WRITERS[err.column]}") from err
 
 
-def generates(program: Program) -> bool:
+def generates(program: BoundPipeline) -> bool:
     """Whether it learns from answers that are sampled, not from those of the rows: it uses the rollout engine, or
     judges what it makes, and does not load answers."""
     if any(innermost(node.fn) is load_answers for node in program.nodes):
@@ -93,7 +102,7 @@ def generates(program: Program) -> bool:
     return "rollout" in program.engines or any(node.node_role in makes for node in program.nodes)
 
 
-def _unscored(graph: TaskGraph, program: Program, config: Config) -> Program:
+def _unscored(graph: TaskGraph, program: BoundPipeline, config: Config) -> BoundPipeline:
     """The program without the forward pass for old log-probs, where the built-in update alone reads them.
 
     A function of the user's that is handed the whole batch may read them.
@@ -189,7 +198,7 @@ def accepting(spec: Spec, should_accept: Callable[[Batch], object]) -> Spec:
     graph.add_node(Node("should_accept", accept, before, writes=(), scope="group", plane="experience", validates=False))
     program = bound(graph, spec.config)
 
-    def made() -> Program:
+    def made() -> BoundPipeline:
         return program
 
     return replace(spec, program=made, plan=plan_local(program, spec.plan.ranks[0].device))
@@ -198,12 +207,12 @@ def accepting(spec: Spec, should_accept: Callable[[Batch], object]) -> Spec:
 _MAX_THREADS = 1024
 
 
-def bind(config: Config) -> Program:
+def bind(config: Config) -> BoundPipeline:
     """The program of a config, bound to it and to the columns that data sets have. Raises PipelineError."""
     return bound(select_pipeline(config), config)
 
 
-def rebuild(config: Config) -> Program:
+def rebuild(config: Config) -> BoundPipeline:
     """The same on a worker, which is to be made ready and has the user's modules to import first."""
     make_process_ready(config)
     import_user_modules(config)

@@ -8,7 +8,7 @@ from distflow.config.derived_settings import algorithms, is_rl
 from distflow.config.per_domain import reward_functions
 from distflow.data.rows import TEMPLATE_KWARGS_COLUMN, listed
 from distflow.errors import hint
-from distflow.graph import NodeRole, Program
+from distflow.graph import BoundPipeline, NodeRole
 from distflow.launch.data_sets import num_rows_of
 from distflow.launch.devices import planes_threads
 from distflow.launch.load_inputs import Data, Reading
@@ -23,7 +23,7 @@ def told(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
     """What the run starts from. Raises UserError for a domain that nothing judges."""
     config = loaded.config
     named = {"train": data.train}
-    named |= {f"validation{' ' if name else ''}{name}": found for name, found in data.held_out.items()}
+    named |= {f"validation{' ' if name else ''}{name}": found for name, found in data.validation_runner.items()}
     for name, found in named.items():
         yield f"{name} data: {', '.join(found.report.lines())}"
         if len(found.domains) > 1 and config.data.domains:
@@ -73,7 +73,7 @@ def _notes(loaded: Loaded, reading: Reading, data: Data) -> Iterator[str]:
                 f"note: rows have the column '{name}', which only a chat template is handed, and prompts are plain "
                 "text: see data.prompt_format"
             )
-    known = {domain for found in (data.train, *data.held_out.values()) for domain in found.domains}
+    known = {domain for found in (data.train, *data.validation_runner.values()) for domain in found.domains}
     for key, named in (("reward.domains", config.reward.domains), ("algorithm.domains", config.algorithm.domains)):
         for name in sorted(set(named) - known):
             yield f"note: {key} has settings of '{name}', and no row is of that domain{hint(name, known)}"
@@ -91,7 +91,7 @@ def _weighs_staleness(config: Config) -> bool:
     return bool(corrects) or loss == "decoupled"
 
 
-def _estimator_options(program: Program, domain: str | None) -> dict[str, object]:
+def _estimator_options(program: BoundPipeline, domain: str | None) -> dict[str, object]:
     for node in program.nodes:
         if node.node_role is NodeRole.ADVANTAGE:
             return options_of(node, domain)

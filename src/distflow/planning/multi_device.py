@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from distflow.config import Config
 from distflow.config.derived_settings import offload_keys
 from distflow.errors import UserError
-from distflow.graph import BoundNode, Program
+from distflow.graph import BoundNode, BoundPipeline
 from distflow.planning.allocation import KEY, Allocation, check_agreement, parse_allocation
 from distflow.planning.cluster import Cluster, place
 from distflow.planning.layout import Layout, Sizes
-from distflow.planning.part_assignment import apportion, program_parts
+from distflow.planning.part_assignment import apportion, pipeline_parts
 from distflow.planning.plan import Plan, choose_backends, make_channels, process_groups, rank_plan
 
 _SIT_WITH_ACTOR = ("critic", "ref", "reward_model")
@@ -18,7 +18,7 @@ _SIT_WITH_ACTOR = ("critic", "ref", "reward_model")
 
 
 @dataclass(frozen=True)
-class Team:
+class DpGroup:
     """Ranks that run the same nodes. roles: engine and sizes of each role whose model they hold."""
 
     num_devices: int
@@ -26,7 +26,7 @@ class Team:
     roles: Mapping[str, tuple[str, Sizes]]
 
 
-def plan_ray(program: Program, config: Config, device: str, sizes: Mapping[str, str | float]) -> Plan:
+def plan_ray(program: BoundPipeline, config: Config, device: str, sizes: Mapping[str, str | float]) -> Plan:
     """One rank a device: `trainer.nnodes` machines with `trainer.n_gpus_per_node` each.
 
     device: what each worker computes on, as it sees it. sizes: parameters of the model of each role, for the scheduler.
@@ -44,7 +44,7 @@ def plan_ray(program: Program, config: Config, device: str, sizes: Mapping[str, 
     return _placed(program, config, device, cluster, teams)
 
 
-def _allocated(program: Program, allocation: Allocation) -> list[Team]:
+def _allocated(program: BoundPipeline, allocation: Allocation) -> list[DpGroup]:
     for part in allocation.parts:
         if part.role not in program.engines:
             has = ", ".join(sorted(program.engines)) or "none"
@@ -58,7 +58,7 @@ def _allocated(program: Program, allocation: Allocation) -> list[Team]:
                 raise UserError(f"{KEY}='{allocation.text}' names no {role}, which program '{program.graph_id}' has")
             main[role] = main["actor"]
     return [
-        Team(group[0].sizes.num_devices, _nodes_of(program, roles, is_main=roles is main), roles)
+        DpGroup(group[0].sizes.num_devices, _nodes_of(program, roles, is_main=roles is main), roles)
         for group, roles in zip(allocation.groups, groups, strict=True)
     ]
 
@@ -74,15 +74,17 @@ def _refuse_unlike(allocation: Allocation) -> None:
                 )
 
 
-def _scheduled(program: Program, config: Config, cluster: Cluster, sizes: Mapping[str, str | float]) -> list[Team]:
+def _scheduled(
+    program: BoundPipeline, config: Config, cluster: Cluster, sizes: Mapping[str, str | float]
+) -> list[DpGroup]:
     """Parts that are independent get devices of their own; what is one part is on all of them."""
-    parts = program_parts(program, sizes)
+    parts = pipeline_parts(program, sizes)
     if len(parts) == 1:
         shares = [cluster.num_devices]
     else:
         shares = apportion([part.size for part in parts], cluster.num_devices, config.dag.apportion_strategy)
     return [
-        Team(share, frozenset(part.nodes), {role: _model(role, config, share) for role in part.engines})
+        DpGroup(share, frozenset(part.nodes), {role: _model(role, config, share) for role in part.engines})
         for part, share in zip(parts, shares, strict=True)
     ]
 
@@ -99,7 +101,7 @@ def _model(role: str, config: Config, num_devices: int) -> tuple[str, Sizes]:
     return rollout.name, Sizes(data=num_devices // tensor, tensor=tensor)
 
 
-def _nodes_of(program: Program, roles: Mapping[str, object], is_main: bool) -> frozenset[str]:
+def _nodes_of(program: BoundPipeline, roles: Mapping[str, object], is_main: bool) -> frozenset[str]:
     """The nodes of a team: those that use its engines, and those without engines that they wait for.
 
     The plane that makes prompt groups is whole where the rollout is, or where learning is if nothing generates. What
@@ -116,7 +118,7 @@ def _nodes_of(program: Program, roles: Mapping[str, object], is_main: bool) -> f
     return frozenset(wanted | (experience if makes_groups else set()))
 
 
-def _idle_ends(program: Program) -> set[str]:
+def _idle_ends(program: BoundPipeline) -> set[str]:
     """Learning nodes without an engine that nothing with one waits for."""
     needed: set[str] = set()
     for node in reversed(program.learning):
@@ -125,7 +127,7 @@ def _idle_ends(program: Program) -> set[str]:
     return {node.node_id for node in program.learning if not node.engines} - needed
 
 
-def _check_teams(program: Program, teams: Sequence[Team]) -> None:
+def _check_teams(program: BoundPipeline, teams: Sequence[DpGroup]) -> None:
     """Raises UserError for a node whose engines lie on different devices, and for a rollout on devices that train
     something else than the policy, whose new weights have no way there while these train."""
     learning = {node.node_id for node in program.learning}
@@ -148,7 +150,7 @@ def _apart(node: BoundNode, engine: str, here: Sequence[str]) -> str:
     return f"{KEY}: node '{node.node_id}' uses '{engine}', which is not on the devices of {beside}: join them with '|'"
 
 
-def _placed(program: Program, config: Config, device: str, cluster: Cluster, teams: Sequence[Team]) -> Plan:
+def _placed(program: BoundPipeline, config: Config, device: str, cluster: Cluster, teams: Sequence[DpGroup]) -> Plan:
     shares = [team.num_devices for team in teams]
     dag = config.dag
     where = place(shares, cluster, dag.consider_node_cohesion, dag.consider_node_load)

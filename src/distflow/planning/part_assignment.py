@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from distflow.errors import UserError
-from distflow.graph import Program
+from distflow.graph import BoundPipeline
 from distflow.graph.wiring import Edges, ancestors, dependents, topological_order
 from distflow.planning.model_size import parse_size
 
@@ -42,7 +42,7 @@ def split(deps: Edges, holds: Mapping[str, Collection[str]]) -> list[tuple[str, 
     return [tuple(node for node in order if node in part) for part in parts]
 
 
-def program_parts(program: Program, sizes: Mapping[str, str | float]) -> list[Part]:
+def pipeline_parts(program: BoundPipeline, sizes: Mapping[str, str | float]) -> list[Part]:
     """The parts of a program, as they are served: the largest model first, then the longest chain.
 
     Every prompt group goes through the whole experience plane, so that all that learns from an engine there is one
@@ -99,7 +99,7 @@ def _quotas(weights: list[Fraction], num_devices: int) -> list[Fraction]:
         small |= below
 
 
-def _part(program: Program, node_ids: Sequence[str], sizes: Mapping[str, str | float]) -> Part:
+def _part(program: BoundPipeline, node_ids: Sequence[str], sizes: Mapping[str, str | float]) -> Part:
     engines = dict.fromkeys(engine for node_id in node_ids for engine in program.node(node_id).engines)
     models = [engine for engine in engines if engine != "rollout"]  # which serves the actor's weights
     return Part(tuple(node_ids), tuple(engines), sum(parse_size(sizes.get(model, 0)) for model in models))

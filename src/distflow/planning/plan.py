@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from distflow.errors import UserError, hint
-from distflow.graph import Program
+from distflow.graph import BoundPipeline
 from distflow.planning.layout import AXES, Axis, Layout, Part
 
 Backend = Literal["gloo", "nccl"]
@@ -122,7 +122,7 @@ def _listed(ranks: Sequence[int]) -> str:
     return f"{ranks[0]} to {ranks[-1]}" if side_by_side else ", ".join(map(str, ranks))
 
 
-def plan_local(program: Program, device: str) -> Plan:
+def plan_local(program: BoundPipeline, device: str) -> Plan:
     """Everything on one worker; the experience edge is where the planes meet."""
     experience = [node.node_id for node in program.experience]
     rank = rank_plan(program, 0, device, experience, [node.node_id for node in program.learning])
@@ -130,7 +130,7 @@ def plan_local(program: Program, device: str) -> Plan:
 
 
 def rank_plan(
-    program: Program, rank: int, device: str, experience: Sequence[str], learning: Sequence[str], node: int = 0
+    program: BoundPipeline, rank: int, device: str, experience: Sequence[str], learning: Sequence[str], node: int = 0
 ) -> RankPlan:
     """A worker that runs these nodes, with the engines and services that they name."""
     nodes = [program.node(node_id) for node_id in (*experience, *learning)]
@@ -139,7 +139,7 @@ def rank_plan(
     return RankPlan(rank, device, tuple(experience), tuple(learning), tuple(engines), tuple(services), node)
 
 
-def check_plan(plan: Plan, program: Program) -> None:
+def check_plan(plan: Plan, program: BoundPipeline) -> None:
     """Raises UserError for a node that the program has not or that no rank runs, for one without its engine, for an
     engine that no node of its rank uses, and for a layout of other ranks than those that hold the engine."""
     for rank in plan.ranks:
@@ -170,7 +170,7 @@ def check_plan(plan: Plan, program: Program) -> None:
             )
 
 
-def learning_teams(plan: Plan) -> tuple[tuple[int, ...], ...]:
+def dp_groups_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
     """Ranks that run the same nodes of the learning plane: they share every step. The team that trains the policy is
     first: what is true of all is told by its first rank."""
     teams: dict[tuple[str, ...], list[int]] = {}
@@ -181,7 +181,7 @@ def learning_teams(plan: Plan) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(found, key=lambda team: "actor" not in plan.ranks[team[0]].engines))
 
 
-def make_channels(program: Program, ranks: Sequence[RankPlan]) -> tuple[Channel, ...]:
+def make_channels(program: BoundPipeline, ranks: Sequence[RankPlan]) -> tuple[Channel, ...]:
     """How each node gets what another writes: by reference where every rank that runs it runs the other too."""
     homes: dict[str, set[int]] = {node.node_id: set() for node in program.nodes}
     for rank in ranks:

@@ -22,7 +22,7 @@ def validating() -> Iterator[None]:
         counted_for.reset(token)
 
 
-class Verdicts(NamedTuple):
+class RewardCallCounts(NamedTuple):
     """asked, failed: numbers of samples. first: whose verdict was the first that failed, and why."""
 
     asked: int = 0
@@ -35,42 +35,44 @@ class Verdicts(NamedTuple):
         return self.failed / self.asked if self.asked else 0.0
 
 
-class Judged(NamedTuple):
+class RewardCounts(NamedTuple):
     """What a worker's verdicts came to: of rewards, and of the verifiers the counts that are metrics."""
 
-    verdicts: Verdicts = Verdicts()
+    verdicts: RewardCallCounts = RewardCallCounts()
     counts: Mapping[str, float] = {}
 
     @staticmethod
-    def joined(parts: Sequence["Judged"]) -> "Judged":
+    def joined(parts: Sequence["RewardCounts"]) -> "RewardCounts":
         """Of several workers together."""
         counts = Counter[str]()
         for part in parts:
             counts.update(part.counts)
-        return Judged(joined([part.verdicts for part in parts]), dict(counts))
+        return RewardCounts(joined([part.verdicts for part in parts]), dict(counts))
 
 
-def joined(parts: Iterable[Verdicts]) -> Verdicts:
+def joined(parts: Iterable[RewardCallCounts]) -> RewardCallCounts:
     """Of several scopes or workers together."""
     known = list(parts)
     first = next((part.first for part in known if part.first), "")
-    return Verdicts(sum(part.asked for part in known), sum(part.failed for part in known), first)
+    return RewardCallCounts(sum(part.asked for part in known), sum(part.failed for part in known), first)
 
 
-class Tally:
+class CallCounts:
     """Counts on the asyncio thread, training and validation apart; the learner takes the counts."""
 
     def __init__(self) -> None:
-        self._counted: dict[str, Verdicts] = defaultdict(Verdicts)
+        self._counted: dict[str, RewardCallCounts] = defaultdict(RewardCallCounts)
         self._lock = threading.Lock()
 
     def add(self, asked: int, failed: int, first: str = "") -> None:
         """first: told where some failed."""
         with self._lock:
             scope = counted_for.get()
-            self._counted[scope] = joined([self._counted[scope], Verdicts(asked, failed, first if failed else "")])
+            self._counted[scope] = joined(
+                [self._counted[scope], RewardCallCounts(asked, failed, first if failed else "")]
+            )
 
-    def take(self, scope: str = TRAINING) -> Verdicts:
+    def take(self, scope: str = TRAINING) -> RewardCallCounts:
         """What was counted since the last call."""
         with self._lock:
-            return self._counted.pop(scope, Verdicts())
+            return self._counted.pop(scope, RewardCallCounts())

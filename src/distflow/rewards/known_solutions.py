@@ -17,7 +17,7 @@ from distflow.errors import UserError
 from distflow.import_target import load
 from distflow.observe.sanitize import visible
 from distflow.registry import CUSTOM_REWARD, REWARDS
-from distflow.rewards.score import Score, Verdict, is_right, own_verdict
+from distflow.rewards.score import RewardResult, Score, is_right, own_result
 
 
 def decoded(value: object) -> object:
@@ -134,20 +134,20 @@ async def _try(router: "RewardRouter", solution: Solution, free: asyncio.Semapho
         }
         for name in judging(router.functions_of(solution.domain)):
             verdict = await router.pools.of(solution.domain).judge(name, asked)
-            if not (isinstance(verdict, Score) and is_right(own_verdict(verdict))):
+            if not (isinstance(verdict, Score) and is_right(own_result(verdict))):
                 return visible(f"{name}: {why(verdict)}", _SHOWN, one_line=True)
         return ""
 
 
-def why(verdict: Verdict) -> str:
+def why(verdict: RewardResult) -> str:
     """What a verdict says for people: the score, and the first case that failed where the reward tells of one."""
     if not isinstance(verdict, Score):
         return str(verdict)
     failed = verdict.extra.get("failed")
     first = failed[0] if isinstance(failed, list) and failed else None
     if isinstance(first, dict) and "why" in first:
-        return f"{own_verdict(verdict):g}, {first.get('case', '')}: {first['why']}"
-    return f"{own_verdict(verdict):g}"
+        return f"{own_result(verdict):g}, {first.get('case', '')}: {first['why']}"
+    return f"{own_result(verdict):g}"
 
 
 def _is_python(text: str) -> bool:

@@ -22,7 +22,7 @@ from distflow.rewards.functions import PROMPT
 from distflow.rewards.known_solutions import why
 from distflow.rewards.math.reward import gold_answer, is_equal
 from distflow.rewards.pool.pool import VerifierPool
-from distflow.rewards.score import RIGHT, Score, Timeout, Verdict, is_right, own_verdict
+from distflow.rewards.score import RIGHT, RewardResult, Score, Timeout, is_right, own_result
 
 OWN = "own response"
 FORMS: Mapping[str, str] = {
@@ -184,7 +184,7 @@ async def try_reward(pool: VerifierPool, name: str, rows: Sequence[Row], num_wor
     known = [(row, answer) for row, answer in zip(rows, answers, strict=True) if answer is not None]
     trial.answers = len(known) or sum(row.response is not None for row in rows)
 
-    async def ask(row: Row, response: Response) -> tuple[Row, Response, Verdict]:
+    async def ask(row: Row, response: Response) -> tuple[Row, Response, RewardResult]:
         async with free:
             started = time.perf_counter()
             verdict = await pool.judge(name, arguments_of(row, response.text))
@@ -216,7 +216,7 @@ async def try_reward(pool: VerifierPool, name: str, rows: Sequence[Row], num_wor
     return trial
 
 
-def _count(trial: Trial, answered: Iterable[tuple[Row, Response, Verdict]]) -> None:
+def _count(trial: Trial, answered: Iterable[tuple[Row, Response, RewardResult]]) -> None:
     for row, response, verdict in answered:
         kind = trial.kinds.setdefault(response.kind, Kind(response.is_right))
         kind.asked += 1
@@ -229,8 +229,8 @@ def _count(trial: Trial, answered: Iterable[tuple[Row, Response, Verdict]]) -> N
             kind.wrong.append(fault)
 
 
-def _is_right(verdict: Verdict) -> bool:
-    return isinstance(verdict, Score) and is_right(own_verdict(verdict))
+def _is_right(verdict: RewardResult) -> bool:
+    return isinstance(verdict, Score) and is_right(own_result(verdict))
 
 
 def arguments_of(row: Row, response: str) -> dict[str, object]:
@@ -270,11 +270,11 @@ async def measure(
     """Ask the pool's function `name` for a verdict on each row's own response. labels: whether it is right, which the
     reward says by a verdict of `right_from` or more."""
 
-    async def ask(row: Row) -> Verdict:
+    async def ask(row: Row) -> RewardResult:
         assert row.response is not None
         return await pool.judge(name, arguments_of(row, row.response))
 
     verdicts = await asyncio.gather(*map(ask, rows))
     judged = [(label, verdict) for label, verdict in zip(labels, verdicts, strict=True) if isinstance(verdict, Score)]
-    counts = Counter((label, own_verdict(verdict) >= right_from) for label, verdict in judged)
+    counts = Counter((label, own_result(verdict) >= right_from) for label, verdict in judged)
     return Agreement(counts, [str(verdict) for verdict in verdicts if not isinstance(verdict, Score)])

@@ -14,12 +14,12 @@ from distflow.algorithms.sample_filters import overlong_penalty
 from distflow.data.sample import Sample
 from distflow.errors import UserError
 from distflow.observe.files import JSON
-from distflow.rewards.call_counts import TRAINING, Tally, counted_for
+from distflow.rewards.call_counts import TRAINING, CallCounts, counted_for
 from distflow.rewards.functions import PROMPT, Functions
 from distflow.rewards.pool.domain_pools import DEFAULT_DOMAIN, Patience, Pools, StartPool, functions_of
 from distflow.rewards.pool.pool import MEMORY_BYTES
 from distflow.rewards.pool.prestart import take_pool
-from distflow.rewards.score import CUT, Error, Score, Timeout, Verdict, accuracy
+from distflow.rewards.score import CUT, Error, RewardResult, Score, Timeout, accuracy
 
 OVERLONG = "overlong"
 _KINDS = ("verdicts", "errors", "timeouts")
@@ -41,15 +41,15 @@ class Overlong(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Judgement:
+class RewardOutcome:
     """The verdict on a sample, and those of its parts by name, unweighted.
 
     accuracy: how right the answer is, 1 being right, whatever the verdict pays for it (see `correctness.py`); 0 where
     there is no verdict.
     """
 
-    verdict: Verdict
-    parts: dict[str, Verdict] = field(default_factory=dict)
+    verdict: RewardResult
+    parts: dict[str, RewardResult] = field(default_factory=dict)
     accuracy: float = 0.0
 
     def scores(self) -> dict[str, float]:
@@ -97,7 +97,7 @@ class RewardRouter:
         self.configured = frozenset(name for parts in functions.values() for name, _, *options in parts if any(options))
         self._overlong, self._max_response_length = overlong, max_response_length
         self._response_limits = dict(response_limits or {})
-        self.tally = Tally()
+        self.tally = CallCounts()
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()  # the asyncio thread counts, the learner takes the counts
         self.names = sorted({name for parts in self._functions.values() for name, _ in parts})
@@ -118,7 +118,7 @@ class RewardRouter:
         """Names and weights that judge the domain. Raises UserError where none do."""
         return functions_of(self._functions, domain)
 
-    async def __call__(self, samples: Sequence[Sample]) -> list[Judgement]:
+    async def __call__(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
         """What the parameter `judge` of a node is called for: a judgement on each sample, in their order.
 
         Raises UserError for a domain that no function judges.
@@ -130,25 +130,25 @@ class RewardRouter:
         answered = await asyncio.gather(
             *(self._ask(domain, name, [samples[i] for i in of_these]) for (domain, name), of_these in asked.items())
         )
-        parts: list[dict[str, Verdict]] = [{} for _ in samples]
+        parts: list[dict[str, RewardResult]] = [{} for _ in samples]
         for ((_, name), of_these), verdicts in zip(asked.items(), answered, strict=True):
             for i, verdict in zip(of_these, verdicts, strict=True):
                 parts[i][name] = verdict
         return [self._judgement(sample, found) for sample, found in zip(samples, parts, strict=True)]
 
-    async def score(self, sample: Sample) -> Judgement:
+    async def score(self, sample: Sample) -> RewardOutcome:
         """The same for one."""
         (judgement,) = await self([sample])
         return judgement
 
-    async def _ask(self, domain: str, name: str, samples: Sequence[Sample]) -> list[Verdict]:
+    async def _ask(self, domain: str, name: str, samples: Sequence[Sample]) -> list[RewardResult]:
         """Of one function, on each sample of the domain; those that fail are asked for again, as it may be patient."""
         pool, patience = self.pools.of(domain, name), self.pools.patience(domain)
         asked = [_arguments(sample) for sample in samples]
         if name in pool.takes_groups:
             asked = [{**each, PROMPT: sample.prompt} for each, sample in zip(asked, samples, strict=True)]
         on_again = partial(self._count_again, "reward/judged_again")
-        verdicts = await pool.judge_group(name, asked, patience.timeout_s, on_again)
+        verdicts = await pool.score_group(name, asked, patience.timeout_s, on_again)
         for attempt in range(patience.retries):
             failed = [i for i, verdict in enumerate(verdicts) if not isinstance(verdict, Score)]
             if not failed or pool.closed:
@@ -156,15 +156,15 @@ class RewardRouter:
             self._count_again("reward/retries", len(failed))
             await asyncio.sleep(patience.backoff_s * 2**attempt)
             if name in pool.takes_batches:  # judges them beside each other
-                again = await pool.judge_group(name, asked, patience.timeout_s, on_again)
+                again = await pool.score_group(name, asked, patience.timeout_s, on_again)
                 verdicts = max(verdicts, again, key=_num_scores)
             else:
-                again = await pool.judge_group(name, [asked[i] for i in failed], patience.timeout_s, on_again)
+                again = await pool.score_group(name, [asked[i] for i in failed], patience.timeout_s, on_again)
                 for i, verdict in zip(failed, again, strict=True):
                     verdicts[i] = verdict
         return verdicts
 
-    def _judgement(self, sample: Sample, parts: dict[str, Verdict]) -> Judgement:
+    def _judgement(self, sample: Sample, parts: dict[str, RewardResult]) -> RewardOutcome:
         """The weighted sum of the parts and the overlong penalty. A part without a score leaves the sample without."""
         weights = dict(self.functions_of(sample.domain))
         scores = {name: part for name, part in parts.items() if isinstance(part, Score)}
@@ -172,7 +172,7 @@ class RewardRouter:
         if self._overlong.buffer_tokens > 0:
             parts[OVERLONG] = Score(self._length_penalty(sample))
             weights[OVERLONG] = 1.0
-        judgement = Judgement(_combine(parts, weights), parts, right)
+        judgement = RewardOutcome(_combine(parts, weights), parts, right)
         self._count(parts, sample.domain)
         failed = not isinstance(judgement.verdict, Score)
         self.tally.add(1, int(failed), f"{judgement.verdict} (domain '{sample.domain}')" if failed else "")
@@ -195,7 +195,7 @@ class RewardRouter:
             with self._lock:
                 self._counts[metric] += number
 
-    def _count(self, parts: Mapping[str, Verdict], domain: str) -> None:
+    def _count(self, parts: Mapping[str, RewardResult], domain: str) -> None:
         if counted_for.get() != TRAINING:
             return
         kinds, by_part = ["verdicts"], list[str]()
@@ -220,7 +220,7 @@ def _arguments(sample: Sample) -> dict[str, object]:
     }
 
 
-def _num_scores(verdicts: Sequence[Verdict]) -> int:
+def _num_scores(verdicts: Sequence[RewardResult]) -> int:
     return sum(isinstance(verdict, Score) for verdict in verdicts)
 
 
@@ -237,7 +237,7 @@ def check_domains(functions: Functions, domains: Iterable[str]) -> None:
             )
 
 
-def _combine(parts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Verdict:
+def _combine(parts: Mapping[str, RewardResult], weights: Mapping[str, float]) -> RewardResult:
     total = 0.0
     for name, part in parts.items():
         if isinstance(part, Error):
@@ -248,6 +248,6 @@ def _combine(parts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Verd
     return Score(total, _remarks(parts))
 
 
-def _remarks(parts: Mapping[str, Verdict]) -> dict[str, JSON]:
+def _remarks(parts: Mapping[str, RewardResult]) -> dict[str, JSON]:
     scored = {name: part for name, part in parts.items() if isinstance(part, Score)}
     return {f"{name}/{key}": value for name, part in scored.items() for key, value in part.extra.items()}

@@ -17,7 +17,7 @@ from distflow.import_target import load, split_name
 from distflow.registry import REWARDS
 from distflow.rewards.extracted_answers import bare_answer
 from distflow.rewards.pool.pool import VerifierPool
-from distflow.rewards.score import Case, Error, Score, Timeout, Verdict
+from distflow.rewards.score import Case, Error, RewardResult, Score, Timeout
 
 if TYPE_CHECKING:  # it loads torch; this does not, so that it can begin before
     from distflow.rewards.router import RewardRouter
@@ -29,7 +29,7 @@ _FAILURES = ("fail", "fail_by_key", "not_a_number", "nothing", "a_text", "leave"
 _PROBES = {name: f"distflow.rewards.self_check:{name}" for name in (*_FAILURES, "hang")}
 
 
-async def certify(router: "RewardRouter") -> None:
+async def run_self_check(router: "RewardRouter") -> None:
     """Judge the `CASES` of every built-in that the router uses, and see a hang killed at its deadline.
 
     Raises RuntimeError naming the verifier, the case and the verdict: the machine's installation is at fault, not the
@@ -42,17 +42,17 @@ async def certify(router: "RewardRouter") -> None:
                 raise RuntimeError(
                     f"the verifier '{name}' is not fit for use here: {case.response!r} against {case.ground_truth!r} "
                     f"should score {case.expected}, it got {verdict}; reinstall distflow and what it stands on, "
-                    "or set trust.certify_rewards=false"
+                    "or set trust.check_rewards=false"
                 )
-    await asyncio.wrap_future(faults_certified())
+    await asyncio.wrap_future(self_check_once())
 
 
 @cache
-def faults_certified() -> "Future[None]":
-    """`certify_faults` once a process, whose machine it is that is tried: it runs from the first call on."""
+def self_check_once() -> "Future[None]":
+    """`self_check_faults` once a process, whose machine it is that is tried: it runs from the first call on."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="distflow-certify")
     try:
-        return thread.submit(asyncio.run, certify_faults())
+        return thread.submit(asyncio.run, self_check_faults())
     finally:
         thread.shutdown(wait=False)
 
@@ -65,7 +65,7 @@ def known_cases(name: str) -> tuple[Case, ...]:
     return tuple(cast(Iterable[Case], load(f"{split_name(entry.target)[0]}:CASES")))
 
 
-async def certify_faults() -> None:
+async def self_check_faults() -> None:
     """Raises RuntimeError unless a function that raises, gives no finite number or ends its process gives no score, and
     one that hangs in C code is killed at its deadline."""
     pool = await asyncio.to_thread(VerifierPool, _PROBES, num_workers=1, timeout_s=HANG_DEADLINE_S)
@@ -81,13 +81,13 @@ async def certify_faults() -> None:
         raise RuntimeError(f"a verifier that hangs was not killed after {HANG_DEADLINE_S} s on this machine: {hung}")
 
 
-async def certify_answers(router: "RewardRouter", rows: Iterable[tuple[str, object, Mapping[str, object]]]) -> None:
+async def self_check_scores(router: "RewardRouter", rows: Iterable[tuple[str, object, Mapping[str, object]]]) -> None:
     """Each row's own answer, put into a box, must score 1: a wrong data.answer_key would else be a reward of 0 for all.
 
     rows: (domain, ground truth, extra info) of some rows. Raises UserError naming the first answer that fails where
     more than half of its domain's do.
     """
-    failures: dict[str, list[tuple[object, Verdict]]] = {}
+    failures: dict[str, list[tuple[object, RewardResult]]] = {}
     totals: dict[str, int] = {}
     for domain, ground_truth, extra_info in rows:
         for name in (name for name, _ in router.functions_of(domain) if _scores_own_answer(name)):
@@ -112,7 +112,12 @@ def _scores_own_answer(name: str) -> bool:
 
 
 def _arguments(response: str, ground_truth: object, extra_info: Mapping[str, object]) -> dict[str, object]:
-    return {"data_source": "certify", "solution_str": response, "ground_truth": ground_truth, "extra_info": extra_info}
+    return {
+        "data_source": "self_check",
+        "solution_str": response,
+        "ground_truth": ground_truth,
+        "extra_info": extra_info,
+    }
 
 
 def hang(solution_str: str, extra_info: object = None) -> float:

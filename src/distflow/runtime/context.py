@@ -11,7 +11,7 @@ from distflow.config import Config
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample
 from distflow.errors import UserError
-from distflow.rewards.router import Judgement, RewardRouter
+from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.runtime.group import Group
 from distflow.runtime.resources import Resources
 from distflow.runtime.user_calls.async_calls import ours
@@ -28,7 +28,7 @@ NodeState = dict[str, dict[str, Any]]
 """JSON values of each node by its id: they live across steps and are in every checkpoint."""
 
 
-async def judged(router: RewardRouter, samples: Sequence[Sample]) -> list[Judgement]:
+async def judged(router: RewardRouter, samples: Sequence[Sample]) -> list[RewardOutcome]:
     """What the parameter `judge` of a node is called for. The verifiers have deadlines of their own."""
     with ours():
         return await router(samples)
@@ -71,7 +71,7 @@ class NodeContext:
         for places in order:
             yield batch.select(sorted(row for place in places for row in rows.get(self.tickets[place], ())))
 
-    async def judge(self, samples: Sequence[Sample] | Batch) -> list[Judgement]:
+    async def judge(self, samples: Sequence[Sample] | Batch) -> list[RewardOutcome]:
         """Verdicts of the reward functions on samples; a batch of the group stands for all of its samples.
 
         Raises UserError where the program starts no verifiers.

@@ -4,9 +4,9 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 
-from distflow.runtime.sample_queue.protocol import StoppingEdge
+from distflow.runtime.sample_queue.protocol import StoppingSampleQueue
 from distflow.runtime.user_calls.sync_calls import PlainCalls
-from distflow.scheduling.groups import Ticket
+from distflow.scheduling.groups import PromptGroup
 
 
 @dataclass
@@ -30,16 +30,16 @@ class EarlyStop:
     All of it runs on the asyncio thread.
     """
 
-    def __init__(self, edge: StoppingEdge) -> None:
+    def __init__(self, edge: StoppingSampleQueue) -> None:
         self.over = False
         self._edge = edge
-        self._tickets: dict[asyncio.Task[None], Ticket] = {}
+        self._tickets: dict[asyncio.Task[None], PromptGroup] = {}
         self._turns: dict[asyncio.Task[None], _Turn] = {}
         self._order: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
         self._unordered: set[asyncio.Task[None]] = set()
         self._num_tokens: Counter[asyncio.Task[None]] = Counter()
 
-    def expect(self, tickets: dict[asyncio.Task[None], Ticket]) -> None:
+    def expect(self, tickets: dict[asyncio.Task[None], PromptGroup]) -> None:
         """The tasks of the wave, of which none has run yet, with their tickets in order."""
         loop = asyncio.get_running_loop()
         self._tickets = tickets
@@ -89,7 +89,7 @@ class EarlyStop:
             if self._edge.is_full():
                 return
 
-    async def abort(self, calls: PlainCalls) -> list[Ticket]:
+    async def abort(self, calls: PlainCalls) -> list[PromptGroup]:
         """End the groups that have not passed on, with all that they wait for; their tickets. No plain function is left
         running: nobody could end it, and it would draw from random generators that are another's by then."""
         self.over = True

@@ -15,7 +15,7 @@ from distflow.errors import UserError, users_place
 from distflow.graph import BoundNode
 from distflow.graph.fields import innermost
 from distflow.observe.sanitize import visible
-from distflow.rewards.call_counts import Verdicts
+from distflow.rewards.call_counts import RewardCallCounts
 
 REPAIR_ADVICE = (
     "Repair the function that is named (custom_reward_function.path, reward.functions, dag), or the answers that it is "
@@ -76,7 +76,7 @@ _SHOWN_CHARACTERS = 500
 
 
 class TooManyErrors(UserError):
-    """More of a step's verdicts failed than `reward.max_error_share` allows."""
+    """More of a step's verdicts failed than `reward.max_error_rate` allows."""
 
 
 @dataclass
@@ -91,14 +91,14 @@ class ErrorShare:
     show: Callable[[str], None] = lambda reason: None
     _told: float = field(default=0.0, init=False)
 
-    def step(self, verdicts: Verdicts, step: int) -> dict[str, float]:
+    def step(self, verdicts: RewardCallCounts, step: int) -> dict[str, float]:
         """After all verdicts of a step, dropped groups' too; its metrics. step: from 1. Raises TooManyErrors."""
         if verdicts.first:
             self.show(verdicts.first)
         if verdicts.share > self.max_share:
             raise TooManyErrors(
-                f"{described(verdicts)} at step {step}, more than reward.max_error_share={self.max_share:g} allows: "
-                f"what is left is chance. {_first(verdicts)}\n{REPAIR_ADVICE}; reward.max_error_share=1 never stops"
+                f"{described(verdicts)} at step {step}, more than reward.max_error_rate={self.max_share:g} allows: "
+                f"what is left is chance. {_first(verdicts)}\n{REPAIR_ADVICE}; reward.max_error_rate=1 never stops"
             )
         if verdicts.share <= WARN_ABOVE:
             self._told = 0.0
@@ -106,22 +106,22 @@ class ErrorShare:
             self._told = verdicts.share
             self.warn(
                 f"{described(verdicts)} at step {step}; such answers are left out of the training. {_first(verdicts)}\n"
-                f"{REPAIR_ADVICE}. Above reward.max_error_share={self.max_share:g} the run stops"
+                f"{REPAIR_ADVICE}. Above reward.max_error_rate={self.max_share:g} the run stops"
             )
         if not verdicts.asked:
             return {}
         return {"reward/verdicts": float(verdicts.asked), "reward/error_share": verdicts.share}
 
 
-def warn_of_errors(verdicts: Verdicts, warn: Callable[[str], None]) -> None:
+def warn_of_errors(verdicts: RewardCallCounts, warn: Callable[[str], None]) -> None:
     """After a validation, in which such answers count as wrong."""
     if verdicts.share > WARN_ABOVE:
         warn(f"{described(verdicts)} in a validation, and count as wrong. {_first(verdicts)}\n{REPAIR_ADVICE}")
 
 
-def described(verdicts: Verdicts) -> str:
+def described(verdicts: RewardCallCounts) -> str:
     return f"{verdicts.failed:,} of {verdicts.asked:,} verdicts failed ({verdicts.share:.0%})"
 
 
-def _first(verdicts: Verdicts) -> str:
+def _first(verdicts: RewardCallCounts) -> str:
     return f"The first said: {visible(verdicts.first, _SHOWN_CHARACTERS, one_line=True)}"

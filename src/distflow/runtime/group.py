@@ -11,7 +11,7 @@ from distflow.data.sample import Sample, Segment
 from distflow.graph.fields import ALIASES
 from distflow.observe.metrics import Measured
 from distflow.rollout.engine import SamplingParams, Stream
-from distflow.scheduling.groups import Ticket
+from distflow.scheduling.groups import PromptGroup
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Group:
     written: what later nodes wrote, by column. measured: by each node.
     """
 
-    ticket: Ticket
+    ticket: PromptGroup
     row: PromptRow
     params: SamplingParams
     stream: Stream
@@ -94,7 +94,7 @@ class Group:
         return self._batch.only(self._batch.names)
 
 
-def new_group(ticket: Ticket, row: PromptRow, params: SamplingParams, seed: int) -> Group:
+def new_group(ticket: PromptGroup, row: PromptRow, params: SamplingParams, seed: int) -> Group:
     """The group of a ticket, not answered yet."""
     stream = Stream(seed, ticket.stream, ticket.epoch, ticket.row)
     return Group(ticket, row, params, stream, tuple(range(ticket.group_size)))

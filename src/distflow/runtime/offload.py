@@ -15,7 +15,7 @@ class Offloads:
     moments: bool
 
 
-class Residence:
+class Offload:
     """Moves engines as they are needed. Those of which nothing is offloaded are never asked."""
 
     def __init__(self, engines: Mapping[str, TrainEngine], offloads: Mapping[str, Offloads]) -> None:

@@ -8,26 +8,26 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from distflow.data.batch import Batch
-from distflow.runtime.sample_queue.protocol import EdgePort, IntakePort
+from distflow.runtime.sample_queue.protocol import IntakePort, SampleQueuePort
 from distflow.runtime.weight_sync.protocol import WeightPort
 from distflow.scheduling.reshard import Key
 from distflow.training.collective import Collective
 
 
-class ExchangePort(Protocol):
+class ReshardPort(Protocol):
     """Between nodes of one team and those of another that read what they wrote."""
 
     def put(self, key: Key, batch: Batch, writer: int, num_writers: int) -> None:
         """This writer's samples of a step, none too: the step is complete once all `num_writers` have put theirs.
 
-        Waits while too much is held. Raises ExchangeError where this step cannot be, and whatever ended another rank.
+        Waits while too much is held. Raises ReshardError where this step cannot be, and whatever ended another rank.
         """
         ...
 
     def pick(self, key: Key, rank: int, num_ranks: int, uids: Sequence[str]) -> Batch:
         """The samples of these uids, in that order, in memory of its own; each of `num_ranks` picks its own.
 
-        Waits until the step is complete. Raises ExchangeError where it cannot be completed any more, and whatever ended
+        Waits until the step is complete. Raises ReshardError where it cannot be completed any more, and whatever ended
         another rank.
         """
         ...
@@ -45,7 +45,7 @@ class Ports:
     validate: has the workers answer held-out prompts that have an engine, for one that has none. exchange: None where
     no column goes from team to team."""
 
-    edge: EdgePort
+    edge: SampleQueuePort
     intake: IntakePort | None
     weights: WeightPort
     collective: Collective
@@ -53,4 +53,4 @@ class Ports:
     everyone: Collective
     abort: Callable[[BaseException], None]
     validate: "Callable[[int], Sequence[Answers]]" = lambda step: ()
-    exchange: ExchangePort | None = None
+    exchange: ReshardPort | None = None

@@ -36,7 +36,7 @@ class Home:
 @dataclass(frozen=True)
 class Place:
     """A worker among the others. rank: in the plan. teams: the ranks that learn the same together, those of each in
-    order; see `learning_teams`. generators: the ranks that generate. threads: of torch. generator: its number among
+    order; see `dp_groups_of`. generators: the ranks that generate. threads: of torch. generator: its number among
     those that generate, one that comes in place of another has a new one; of one that does not, none that is asked
     for."""
 
@@ -73,7 +73,7 @@ class Place:
         return order.index(self.rank)
 
 
-def team_layout(plan: Plan, ranks: tuple[int, ...]) -> Layout:
+def dp_group_layout(plan: Plan, ranks: tuple[int, ...]) -> Layout:
     """How the models of a team lie, which all lie alike."""
     found = (layout for layout in plan.layouts if layout.role != "rollout" and layout.ranks == ranks)
     return next(found, Layout("", "", ranks, Sizes(data=len(ranks))))
@@ -82,7 +82,7 @@ def team_layout(plan: Plan, ranks: tuple[int, ...]) -> Layout:
 def with_samples(plan: Plan, ranks: tuple[int, ...]) -> tuple[int, ...]:
     """Those of a team that have samples of their own: of ranks that compute layers together, which have the same, the
     first."""
-    layout = team_layout(plan, ranks)
+    layout = dp_group_layout(plan, ranks)
     return tuple(rank for rank in ranks if layout.place(rank)["tensor"] == 0)
 
 
@@ -99,5 +99,5 @@ def edge_team(spec: Spec, ranks: Sequence[int]) -> Team:
     size, epochs = actor.ppo_mini_batch_size, actor.ppo_epochs
     if "actor" not in engines:
         size, epochs = critic.ppo_mini_batch_size or size, critic.ppo_epochs
-    layout = team_layout(spec.plan, tuple(ranks))
+    layout = dp_group_layout(spec.plan, tuple(ranks))
     return Team(tuple(layout.place(rank)["data"] for rank in ranks), size, config.trainer.seed, epochs)

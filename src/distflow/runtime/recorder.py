@@ -36,7 +36,7 @@ from distflow.runtime.spec import Spec
 from distflow.runtime.step_metrics import sample_rows, scores
 from distflow.runtime.user_calls.sync_calls import Callbacks, Caller
 from distflow.runtime.wait_log import Wait, Waits
-from distflow.scheduling.groups import Account, Ticket, Version
+from distflow.scheduling.groups import GroupCounts, PromptGroup, Version
 
 TOKENS = "tokens"
 
@@ -147,7 +147,7 @@ class Recorder:
         self,
         spec: Spec,
         total_steps: int,
-        incarnation: int,
+        restart: int,
         resumed_at: int | None,
         callbacks: Callbacks = Callbacks(),  # noqa: B008  immutable
         part: int = 0,
@@ -161,7 +161,7 @@ class Recorder:
         """
         self._options = options = spec.options
         self._leads, self._speaks, self._share = part == 0, speaks, share
-        self.folder = RunFolder(spec.run_dir, incarnation, resumed_at, part)
+        self.folder = RunFolder(spec.run_dir, restart, resumed_at, part)
         self.view = view or TerminalView(f"{options.project} / {options.experiment}", total_steps)
         self._trackers = open_trackers(
             options.logger if self._leads else (),
@@ -207,13 +207,13 @@ class Recorder:
         self.folder.event("audit", message, proven=proven, unproven=unproven)
         self.view.audited(self._step + 1, len(proven), len(proven) + len(unproven))
 
-    def group_ended(self, ticket: Ticket, outcome: str, started: float, ended: float) -> None:
+    def group_ended(self, ticket: PromptGroup, outcome: str, started: float, ended: float) -> None:
         """A span for each prompt group; why it was dropped, where it was."""
         self.folder.span(
             "experience", started, ended, "group", outcome, self._step, ticket.number, version=ticket.version
         )
 
-    def group_dropped(self, ticket: Ticket, reason: str, batch: Batch) -> None:
+    def group_dropped(self, ticket: PromptGroup, reason: str, batch: Batch) -> None:
         """Keeps the answers of the first groups that nodes drop of those that begin in a step."""
         step = ticket.version + 1
         if self._num_dropped[step] < MAX_DROPPED:
@@ -221,7 +221,7 @@ class Recorder:
             rows = [{**row, "dropped": reason} for row in sample_rows(batch)]
             self.folder.samples(step, rows, split=DROPPED, append=True)
 
-    def queue(self, account: Account) -> None:
+    def queue(self, account: GroupCounts) -> None:
         """What the experience edge holds now. From any thread; it costs next to nothing."""
         self.view.queue(account.running, account.complete, sum(account.dropped.values()))
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from distflow.data.batch import Batch
-from distflow.graph import Program
-from distflow.planning.plan import Plan, learning_teams
-from distflow.runtime.ports import ExchangePort
+from distflow.graph import BoundPipeline
+from distflow.planning.plan import Plan, dp_groups_of
+from distflow.runtime.ports import ReshardPort
 from distflow.runtime.rank_info import with_samples
 from distflow.scheduling.reshard import Key
 
@@ -16,7 +16,7 @@ _NAMES = ("uid", "group_index")
 
 
 @dataclass(frozen=True)
-class Handover:
+class ReshardedColumns:
     """What one team writes and all ranks of another read. source: the node that writes. target: the first of the
     other team's that waits for it."""
 
@@ -31,9 +31,9 @@ class Handover:
         return Key(f"{self.source} to {self.target} on ranks {ranks}", step, step)
 
 
-def handovers(plan: Plan, program: Program) -> Iterator[Handover]:
+def handovers(plan: Plan, program: BoundPipeline) -> Iterator[ReshardedColumns]:
     """Of all teams, in the order of the program. Where several teams run a node, the first has what it wrote."""
-    teams = learning_teams(plan)
+    teams = dp_groups_of(plan)
     learning = [node.node_id for node in program.learning]
     runs = [set(plan.ranks[team[0]].learning) for team in teams]
     for readers, own in zip(teams, runs, strict=True):
@@ -42,17 +42,17 @@ def handovers(plan: Plan, program: Program) -> Iterator[Handover]:
             for source in (dep for dep in learning if dep in target.deps and dep not in own | seen):
                 seen.add(source)
                 writers = next(team for team, theirs in zip(teams, runs, strict=True) if source in theirs)
-                yield Handover(source, target.node_id, with_samples(plan, writers), readers)
+                yield ReshardedColumns(source, target.node_id, with_samples(plan, writers), readers)
 
 
-class Handovers:
+class ColumnReshard:
     """Of one rank: what it hands over behind a node, and what it waits for before one.
 
     Every team runs its nodes in the order of the program, and a step is kept until all of its readers have it, so that
     no two teams ever wait for each other.
     """
 
-    def __init__(self, plan: Plan, program: Program, rank: int, port: ExchangePort | None) -> None:
+    def __init__(self, plan: Plan, program: BoundPipeline, rank: int, port: ReshardPort | None) -> None:
         found = [*handovers(plan, program)]
         self._rank, self._port = rank, port
         self._out = [each for each in found if rank in each.writers]

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from distflow.algorithms.sample_filters import TOO_FEW_VERDICTS
-from distflow.audit.recorder import Witness
+from distflow.audit.recorder import GroupRecorder
 from distflow.data.batch import Batch
 from distflow.data.sample import Sample
 from distflow.errors import UserError
 from distflow.graph import BoundNode, Drop, NodeRole
-from distflow.rewards.call_counts import Tally
-from distflow.rewards.router import Judgement, RewardRouter
+from distflow.rewards.call_counts import CallCounts
+from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.rollout.engine import GenerateRequest, GenerateResult, RolloutEngine
 from distflow.runtime import fault_injection
 from distflow.runtime.context import Contexts, NodeContext, judged
@@ -23,18 +23,18 @@ from distflow.runtime.errors import NodeError
 from distflow.runtime.group import Group, new_group
 from distflow.runtime.resources import Resources
 from distflow.runtime.sample_queue.local import accuracy_of
-from distflow.runtime.sample_queue.protocol import EdgePort, Failure, StoppingEdge
+from distflow.runtime.sample_queue.protocol import Failure, SampleQueuePort, StoppingSampleQueue
 from distflow.runtime.spec import Spec
 from distflow.runtime.step import Step, compile_steps
 from distflow.runtime.user_calls.async_calls import ours
 from distflow.runtime.user_calls.sync_calls import PlainCalls
 from distflow.runtime.wait_log import Waits
-from distflow.scheduling.groups import Ticket, Version
+from distflow.scheduling.groups import PromptGroup, Version
 
 MakeContext = Callable[[Group, str], NodeContext]
-OnGroup = Callable[[Ticket, str, float, float], None]
+OnGroup = Callable[[PromptGroup, str, float, float], None]
 """(ticket, "complete" or why it was dropped, started, ended), in `time.time()`."""
-OnDropped = Callable[[Ticket, str, Batch], None]
+OnDropped = Callable[[PromptGroup, str, Batch], None]
 """(ticket, why a node dropped it, what the group then was)."""
 
 _group_task: ContextVar[asyncio.Task[None] | None] = ContextVar("group_task", default=None)
@@ -54,7 +54,7 @@ class SubmissionGate:
     awaits and it needs no lock.
     """
 
-    def __init__(self, engine: RolloutEngine, witness: Witness) -> None:
+    def __init__(self, engine: RolloutEngine, witness: GroupRecorder) -> None:
         self._engine, self._witness = engine, witness
         self._waiting: set[asyncio.Task[None] | None] = set()
         self._all_in = asyncio.Event()
@@ -131,13 +131,13 @@ class SubmissionGate:
             self._all_in.set()
 
 
-async def _judged(router: RewardRouter, waits: Waits, samples: Sequence[Sample]) -> list[Judgement]:
+async def _judged(router: RewardRouter, waits: Waits, samples: Sequence[Sample]) -> list[RewardOutcome]:
     with waits("reward", "verdicts", on="verifiers"):
         return await judged(router, samples)
 
 
 @dataclass
-class ExperiencePlane:
+class RolloutLoop:
     """Runs steps on groups.
 
     make_group: the group of a training ticket, not answered yet. gate: in front of the rollout engine, None where the
@@ -149,16 +149,16 @@ class ExperiencePlane:
     """
 
     steps: Sequence[Step]
-    make_group: Callable[[Ticket], Group]
+    make_group: Callable[[PromptGroup], Group]
     context: MakeContext
     gate: SubmissionGate | None
     timeout_s: float
     ended: OnGroup
-    witness: Witness
+    witness: GroupRecorder
     in_waves: bool = True
     stops_early: bool = False
     plain_calls: PlainCalls = field(default_factory=PlainCalls)
-    tally: Tally = field(default_factory=Tally)
+    tally: CallCounts = field(default_factory=CallCounts)
     dropped: OnDropped = lambda ticket, reason, batch: None
 
     @staticmethod
@@ -168,10 +168,10 @@ class ExperiencePlane:
         resources: Resources,
         contexts: Contexts,
         ended: OnGroup,
-        witness: Witness,
+        witness: GroupRecorder,
         waits: Waits | None = None,
         dropped: OnDropped = lambda ticket, reason, batch: None,
-    ) -> "ExperiencePlane":
+    ) -> "RolloutLoop":
         """The plane of a worker that has these nodes. waits: told how long each group waits for its verdicts."""
         gate = SubmissionGate(resources.rollout, witness) if resources.rollout is not None else None
         parts = {**resources.by_name(), **({"rollout": gate} if gate else {})}
@@ -181,11 +181,11 @@ class ExperiencePlane:
         sampling = replace(spec.sampling, stop_token_ids=ends)
         sampling_of = {name: replace(own, stop_token_ids=ends) for name, own in spec.sampling_of.items()}
 
-        def make_group(ticket: Ticket) -> Group:
+        def make_group(ticket: PromptGroup) -> Group:
             row = spec.rows[ticket.row]
             return new_group(ticket, row, sampling_of.get(row.domain, sampling), spec.options.seed)
 
-        return ExperiencePlane(
+        return RolloutLoop(
             compile_steps(nodes, parts),
             make_group,
             contexts.experience,
@@ -195,7 +195,7 @@ class ExperiencePlane:
             witness,
             in_waves=spec.data.max_staleness == 0,
             stops_early=spec.data.oversampling > 0,
-            tally=resources.judge.tally if resources.judge is not None else Tally(),
+            tally=resources.judge.tally if resources.judge is not None else CallCounts(),
             dropped=dropped,
         )
 
@@ -228,7 +228,7 @@ class ExperiencePlane:
         first = next(filter(None, errors), "no verdict")
         self.tally.add(len(batch), num_failed, f"{first} (node '{node.node_id}')")
 
-    async def loop(self, edge: EdgePort) -> None:
+    async def loop(self, edge: SampleQueuePort) -> None:
         """consumes tickets · waits for credits · unblocked by released steps and ended groups · produces groups
 
         At staleness 0 what the edge hands out at once is a wave: submitted in ticket order to a paused engine that then
@@ -252,9 +252,9 @@ class ExperiencePlane:
                 raise first from None
             raise PlaneFailed(f"the experience plane has failed: {type(first).__name__}: {first}") from first
 
-    async def _wave(self, tickets: Sequence[Ticket], edge: EdgePort) -> None:
+    async def _wave(self, tickets: Sequence[PromptGroup], edge: SampleQueuePort) -> None:
         if self.stops_early:
-            assert isinstance(edge, StoppingEdge), "oversampling is of a run in one process"
+            assert isinstance(edge, StoppingSampleQueue), "oversampling is of a run in one process"
             await self._wave_that_stops(tickets, edge)
             return
         if self.gate is not None:
@@ -270,7 +270,7 @@ class ExperiencePlane:
             for task in tasks:
                 task.cancel()
 
-    async def _wave_that_stops(self, tickets: Sequence[Ticket], edge: StoppingEdge) -> None:
+    async def _wave_that_stops(self, tickets: Sequence[PromptGroup], edge: StoppingSampleQueue) -> None:
         """The same, of more groups than the step may need."""
         gate, stop = self.gate, EarlyStop(edge)
         before = 0
@@ -298,7 +298,7 @@ class ExperiencePlane:
         """The step whose weights the engine serves."""
         return self.gate.version.step if self.gate is not None else None
 
-    async def _run_group(self, ticket: Ticket, edge: EdgePort, stop: EarlyStop | None = None) -> None:
+    async def _run_group(self, ticket: PromptGroup, edge: SampleQueuePort, stop: EarlyStop | None = None) -> None:
         """Whatever a node does costs its own group only, and is recorded. stop: cancels it where its step needs it no
         more."""
         _group_task.set(asyncio.current_task())

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from distflow.data.prompts import PromptRow
 from distflow.rewards.known_solutions import Solution, find_solution, try_solutions
-from distflow.rewards.self_check import certify, certify_answers
+from distflow.rewards.self_check import run_self_check, self_check_scores
 from distflow.rollout.engine import Hosted, Stretch
 from distflow.runtime.engine_watch import Deadline, EngineHangs, WatchedEngine
 from distflow.runtime.loop_thread import LEAVES_WITHIN_S, LoopGivenUp, LoopThread
@@ -150,14 +150,14 @@ class Session:
     def __init__(
         self,
         resources: Resources,
-        certify_on: Sequence[PromptRow] | None,
+        self_check_on: Sequence[PromptRow] | None,
         blocked_after_s: float = math.inf,
         engine_deadline: Deadline | None = None,
         takes_turns: bool = False,
         warn: Warn | None = None,
         find_solutions: Callable[[], Sequence[Solution]] = tuple,
     ) -> None:
-        """certify_on: rows whose answers the verifiers are tried on before they are used; None trusts them.
+        """self_check_on: rows whose answers the verifiers are tried on before they are used; None trusts them.
         find_solutions: what they are tried on besides, where somebody is to be warned.
         blocked_after_s: how long a function of the user may hold the thread up. engine_deadline: None waits for the
         rollout engine as long as it takes. takes_turns: the thread that enters only waits while the engine generates,
@@ -171,25 +171,25 @@ class Session:
             engine.host = self._host
         if engine is not None and engine_deadline is not None:
             resources = replace(resources, rollout=WatchedEngine(engine, engine_deadline, self._give_up))
-        self.resources, self._certify_on = resources, certify_on
+        self.resources, self._certify_on = resources, self_check_on
         self._warn, self._find_solutions = warn, find_solutions
         self._stack = AsyncExitStack()
 
     @staticmethod
     def of(spec: Spec, resources: Resources, stacks: Path | None, warn: Warn | None = None) -> "Session":
-        """That of a worker, whose verifiers are tried on its first rows where `trust.certify_rewards` is on.
+        """That of a worker, whose verifiers are tried on its first rows where `trust.check_rewards` is on.
 
         stacks: see `Deadline`. warn: told which reference solutions of the data fail; None tries none.
         """
         options = spec.options
-        certify_on = _first_rows(spec, NUM_CERTIFIED_ROWS) if options.certify else None
+        self_check_on = _first_rows(spec, NUM_CERTIFIED_ROWS) if options.run_self_check else None
         timeout_s = options.engine_timeout_s
         deadline = Deadline(timeout_s, stacks) if timeout_s is not None else None
         blocked_after_s = options.timeout_s * max(each.group_size or spec.data.group_size for each in spec.data.sources)
         # By the config: the selftest has the engine of a run at some staleness, and an edge at none.
         takes_turns = spec.config.async_.max_staleness == 0
         solutions = partial(_first_solutions, spec, resources)
-        return Session(resources, certify_on, blocked_after_s, deadline, takes_turns, warn, solutions)
+        return Session(resources, self_check_on, blocked_after_s, deadline, takes_turns, warn, solutions)
 
     def __enter__(self) -> "Session":
         self._thread.__enter__()
@@ -242,9 +242,9 @@ class Session:
         if judge is not None:
             self._stack.enter_context(judge)
             if self._certify_on is not None:
-                await certify(judge)
+                await run_self_check(judge)
                 rows = [(row.domain, row.ground_truth, row.extra_info or {}) for row in self._certify_on]
-                await certify_answers(judge, rows)
+                await self_check_scores(judge, rows)
                 if self._warn is not None:
                     for warning in await try_solutions(judge, self._find_solutions(), SOLUTIONS_WITHIN_S):
                         self._warn(warning)

@@ -30,7 +30,7 @@ from distflow.runtime.recorder import Recorder
 from distflow.runtime.spec import Outcome, Spec
 from distflow.runtime.weight_sync.buckets import remove_weights
 from distflow.scheduling.coordinator import Coordinator, mark_of
-from distflow.scheduling.groups import Account
+from distflow.scheduling.groups import GroupCounts
 from distflow.scheduling.ledger import Ledger
 from distflow.scheduling.snapshot import Snapshot
 
@@ -102,14 +102,14 @@ def note_resume(recorder: Recorder, checkpoint: Checkpoint, differences: list[st
         recorder.note("warning", warning)
 
 
-def note_early_end(recorder: Recorder, account: Account, done: int, planned: int) -> None:
+def note_early_end(recorder: Recorder, account: GroupCounts, done: int, planned: int) -> None:
     """Groups that were dropped leave their steps to others, and so a run may have fewer than were planned."""
     if done < planned:
         dropped = ", ".join(f"{n} {reason}" for reason, n in account.dropped.items())
         recorder.note("info", f"the data ended after {done} of {planned} steps: groups were dropped ({dropped})")
 
 
-def begin_account(spec: Spec, checkpoint: Checkpoint | None, allowed: tuple[str, ...]) -> tuple[Coordinator, Ledger]:
+def begin_ledger(spec: Spec, checkpoint: Checkpoint | None, allowed: tuple[str, ...]) -> tuple[Coordinator, Ledger]:
     """The coordinator and its journal, as they stood. allowed: config keys that may differ from the checkpoint's."""
     path = spec.run_dir / LEDGER
     if checkpoint is None:

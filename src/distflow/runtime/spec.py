@@ -10,7 +10,7 @@ import torch
 from distflow.algorithms.mismatch import Tolerance
 from distflow.config import Config
 from distflow.data.prompts import PromptRow
-from distflow.graph import Program
+from distflow.graph import BoundPipeline
 from distflow.planning.plan import Plan
 from distflow.rollout.engine import SamplingParams
 from distflow.runtime.offload import Offloads
@@ -49,13 +49,13 @@ class ValidationSet:
 @dataclass(frozen=True)
 class WorkerNeeds:
     """What each worker's process takes of its machine, and its environment variables. memory_mb: None is what one takes
-    that holds no model yet. num_judges, judge_cpus: actors that hold verifiers, and what each of them takes."""
+    that holds no model yet. num_reward_actors, reward_cpus: actors that hold verifiers, and what each of them takes."""
 
     cpus: int = 1
     memory_mb: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)
-    num_judges: int = 0
-    judge_cpus: int = 1
+    num_reward_actors: int = 0
+    reward_cpus: int = 1
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class RunOptions:
     of the experience plane, for each sample. engine_timeout_s: how long a rollout engine that was asked for something
     may give no sign of life; None is for ever. certify: verifiers are tried on known answers first. solution_columns:
     by domain, "" for all others: that of reference solutions (None where the rewards know it) and that of answers.
-    max_error_share: of a step's verdicts, above which the run ends. max_skipped: updates that are not finite in a row
+    max_error_rate: of a step's verdicts, above which the run ends. max_skipped: updates that are not finite in a row
     before the run ends. unmoved_after: updates after which a weight must have moved. offloads: by role of the engine.
     """
 
@@ -100,9 +100,9 @@ class RunOptions:
     canary_freq: int
     audit_freq: int
     on_mismatch: str
-    certify: bool
+    run_self_check: bool
     solution_columns: Mapping[str, tuple[str | None, str]]
-    max_error_share: float
+    max_error_rate: float
     max_skipped: int
     unmoved_after: int
     offloads: Mapping[str, Offloads]
@@ -142,7 +142,7 @@ class Spec:
     config: Config
     text: str
     options: RunOptions
-    program: Callable[[], Program]
+    program: Callable[[], BoundPipeline]
     factories: Mapping[str, Factory]
     plan: Plan
     data: DataPlan

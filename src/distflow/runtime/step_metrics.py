@@ -12,7 +12,7 @@ from distflow.data.batch import Batch
 from distflow.data.rows import DEFAULT_DOMAIN
 from distflow.errors import UserError
 from distflow.observe.metrics import Measured, find_metric
-from distflow.scheduling.groups import Account
+from distflow.scheduling.groups import GroupCounts
 from distflow.training.collective import Collective
 
 
@@ -157,7 +157,7 @@ def part_means(parts: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, floa
         yield name, sum(values) / len(values)
 
 
-def group_metrics(account: Account, versions: Mapping[int, int], step: int) -> dict[str, float]:
+def group_metrics(account: GroupCounts, versions: Mapping[int, int], step: int) -> dict[str, float]:
     """Counters of prompt groups since the start of the run, and the age of this step's tokens in versions.
 
     versions: how many tokens each made.

@@ -20,15 +20,15 @@ from distflow.runtime import fault_injection
 from distflow.runtime.context import Contexts
 from distflow.runtime.errors import NodeError, warn_of_errors
 from distflow.runtime.group import new_group
-from distflow.runtime.offload import Residence
+from distflow.runtime.offload import Offload
 from distflow.runtime.ports import Ports
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_loop import ExperiencePlane
+from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.rollout_services import Session
 from distflow.runtime.spec import Spec, ValidationSet
 from distflow.runtime.step_metrics import sample_rows
-from distflow.scheduling.groups import Ticket
+from distflow.scheduling.groups import PromptGroup
 from distflow.training.engine import Scorer
 
 SampleRows = list[dict[str, object]]
@@ -47,7 +47,7 @@ class Validator:
 
     sets: Sequence[ValidationSet]
     contexts: Contexts
-    plane: ExperiencePlane
+    plane: RolloutLoop
     stop_token_ids: tuple[int, ...]
     seed: int
     say: Callable[[str], None]
@@ -56,7 +56,7 @@ class Validator:
         """After `step` steps, on every `num_parts`-th prompt from number `part` on."""
         return await validate(self.sets, self._answer, step, part, num_parts)
 
-    async def _answer(self, chosen: ValidationSet, ticket: Ticket, params: SamplingParams) -> Batch | Drop:
+    async def _answer(self, chosen: ValidationSet, ticket: PromptGroup, params: SamplingParams) -> Batch | Drop:
         params = replace(params, stop_token_ids=self.stop_token_ids)
         group = new_group(ticket, chosen.rows[ticket.row], params, self.seed)
         steps = [step for step in self.plane.steps if step.node.validates]
@@ -69,7 +69,7 @@ class Validator:
         return group.batch() if drop is None else drop
 
 
-Answer = Callable[[ValidationSet, Ticket, SamplingParams], Awaitable[Batch | Drop]]
+Answer = Callable[[ValidationSet, PromptGroup, SamplingParams], Awaitable[Batch | Drop]]
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ async def _answer_all(
     chosen: ValidationSet, numbers: range, params: SamplingParams, count: int, answer: Answer, step: int
 ) -> list[Batch | Drop]:
     kind = "greedy" if params.greedy else "sampled"
-    tickets = [Ticket(i, step, i, count, step, stream=f"val/{chosen.name}/{kind}") for i in numbers]
+    tickets = [PromptGroup(i, step, i, count, step, stream=f"val/{chosen.name}/{kind}") for i in numbers]
     return await asyncio.gather(*(answer(chosen, ticket, params) for ticket in tickets))
 
 
@@ -179,7 +179,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
-def held_out_loss(sets: Sequence[ValidationSet], actor: Scorer) -> dict[str, float]:
+def validation_loss(sets: Sequence[ValidationSet], actor: Scorer) -> dict[str, float]:
     """Mean negative log-likelihood a token of the data's own answers (`sft/val_loss`)."""
     total = tokens = 0.0
     for chosen in sets:
@@ -193,7 +193,7 @@ def held_out_loss(sets: Sequence[ValidationSet], actor: Scorer) -> dict[str, flo
     return {"sft/val_loss": total / max(tokens, 1.0)}
 
 
-class HeldOut:
+class ValidationRunner:
     """A worker's part in the validation. step: of the last one."""
 
     def __init__(
@@ -204,7 +204,7 @@ class HeldOut:
         session: Session,
         validator: Validator,
         recorder: Recorder,
-        residence: Residence,
+        residence: Offload,
         step: int,
     ) -> None:
         """step: that the run goes on from."""
@@ -222,7 +222,7 @@ class HeldOut:
                 if self._resources.actor is None:
                     return {}
                 self._residence.only(("actor",))
-                metrics = held_out_loss(self._spec.validation, self._resources.actor)
+                metrics = validation_loss(self._spec.validation, self._resources.actor)
             elif answers := self._answers(step):
                 metrics = Answers.joined(answers).metrics()
             else:

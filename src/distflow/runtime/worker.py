@@ -14,7 +14,7 @@ from distflow.checks.live import LiveChecks
 from distflow.data.batch import Batch
 from distflow.graph import NodeStatus
 from distflow.observe.metrics import Measured
-from distflow.rewards.call_counts import Judged
+from distflow.rewards.call_counts import RewardCounts
 from distflow.rollout.activity import take_activity
 from distflow.runtime.checkpoint.checkpoint import CheckpointStore
 from distflow.runtime.checkpoint.saver import Saver
@@ -22,22 +22,22 @@ from distflow.runtime.checkpoint.state import as_it_stands, joined, part_of_rank
 from distflow.runtime.context import Contexts, NodeContext, NodeState
 from distflow.runtime.engine_watch import STACKS
 from distflow.runtime.errors import ErrorShare
-from distflow.runtime.offload import Residence
+from distflow.runtime.offload import Offload
 from distflow.runtime.ports import Ports
 from distflow.runtime.recorder import Recorder
-from distflow.runtime.reshard import Handovers
+from distflow.runtime.reshard import ColumnReshard
 from distflow.runtime.resources import Resources
-from distflow.runtime.rollout_loop import ExperiencePlane
+from distflow.runtime.rollout_loop import RolloutLoop
 from distflow.runtime.rollout_services import Session
-from distflow.runtime.sample_queue.protocol import Newcomers, Released, Share
+from distflow.runtime.sample_queue.protocol import NewWorkers, Released, Share
 from distflow.runtime.spec import Spec
 from distflow.runtime.step import Step, compile_steps
 from distflow.runtime.step_metrics import Figures, batch_metrics, curriculum_metrics, group_metrics, over_ranks
 from distflow.runtime.stop import Stop
 from distflow.runtime.updates import Updates
-from distflow.runtime.validation import HeldOut, Validator, score
-from distflow.runtime.weight_sync.sender import Receiver, Serving
-from distflow.scheduling.groups import Ticket, Version
+from distflow.runtime.validation import ValidationRunner, Validator, score
+from distflow.runtime.weight_sync.sender import WeightReceiver, WeightSync
+from distflow.scheduling.groups import PromptGroup, Version
 from distflow.scheduling.sample_queue import Exhausted
 from distflow.training.engine import LossFn, TrainEngine
 
@@ -59,7 +59,7 @@ class Worker:
     ) -> None:
         """state: what nodes keep across steps. version: of the weights that the resources hold."""
         plan, program = spec.plan.ranks[rank], spec.program()
-        warn, show = partial(recorder.note, "warning"), recorder.view.verdict_failed
+        warn, show = partial(recorder.note, "warning"), recorder.view.reward_failed
         is_first = rank == min((each.rank for each in spec.plan.ranks if each.experience), default=rank)
         self._session = Session.of(spec, resources, spec.run_dir / STACKS, warn if is_first else None)
         resources = self._session.resources
@@ -68,11 +68,11 @@ class Worker:
         self._recorder, self._stop, self._state = recorder, stop, state
         self._saver = Saver(store, ports.everyone, recorder.saved, waits=recorder.waits, warn=warn)
         self._version = version
-        self._errors = ErrorShare(spec.options.max_error_share, warn, show)
+        self._errors = ErrorShare(spec.options.max_error_rate, warn, show)
         self._checks = LiveChecks.of(spec, resources, recorder.note)
         parts = {**resources.by_name(), "reduce": ports.data, "team": ports.collective}
         self._learning = compile_steps([program.node(name) for name in plan.learning], parts)
-        self._residence = Residence(resources.trained(), spec.options.offloads)
+        self._residence = Offload(resources.trained(), spec.options.offloads)
         self._auditor = make_auditor(
             spec,
             program,
@@ -88,7 +88,7 @@ class Worker:
         self._updates = updates = Updates(self._checks, self._auditor, recorder.phases)
         keeps = bool(plan.learning) and [each.rank for each in spec.plan.ranks if each.experience] == [rank]
         self._contexts = Contexts(spec.config, resources, state, updates.before, updates.after, keeps)
-        self._experience = ExperiencePlane.of(
+        self._experience = RolloutLoop.of(
             spec,
             [program.node(name) for name in plan.experience],
             resources,
@@ -99,12 +99,12 @@ class Worker:
             recorder.group_dropped,
         )
         stop_token_ids, say = resources.stop_token_ids, partial(recorder.note, "warning")
-        self._handovers = Handovers(spec.plan, program, rank, ports.exchange)
+        self._handovers = ColumnReshard(spec.plan, program, rank, ports.exchange)
         validator = Validator(spec.validation, self._contexts, self._experience, stop_token_ids, spec.options.seed, say)
-        self.held_out = HeldOut(
+        self.validation_runner = ValidationRunner(
             spec, resources, ports, self._session, validator, recorder, self._residence, version.step
         )
-        self._serving = Serving(spec, resources, ports, self._session, recorder, updates, self._residence, version)
+        self._serving = WeightSync(spec, resources, ports, self._session, recorder, updates, self._residence, version)
         self._saved_at = version.step
         self._released: Released | None = None
         self.status = {step.node.node_id: NodeStatus.PENDING for step in self._learning}
@@ -115,14 +115,14 @@ class Worker:
             stack.enter_context(self._session)
             stack.enter_context(self._saver)
             if self._resources.rollout is not None:
-                stack.callback(self._ports.weights.attach(Receiver(self._resources.rollout, self._session)))
+                stack.callback(self._ports.weights.attach(WeightReceiver(self._resources.rollout, self._session)))
             if self._learning:
                 self._recorder.started(self._version.step, self._serving.begin())
                 if self._spec.options.val_before_train and self._version.step == 0:
-                    self.held_out.validate(0)
+                    self.validation_runner.validate(0)
             if self._experience.steps:
                 self._generating = self._session.start(self._experience.loop(self._ports.edge))
-                self._generating.add_done_callback(self._experience_ended)
+                self._generating.add_done_callback(self._rollout_ended)
             self._leave = stack.pop_all()
         return self
 
@@ -131,7 +131,7 @@ class Worker:
     ) -> None:
         self._leave.__exit__(kind, error, trace)
 
-    def learning_loop(self) -> int:
+    def training_loop(self) -> int:
         """consumes steps · waits until one is complete · unblocked by the experience plane · produces versions
 
         Returns the steps consumed in all.
@@ -142,7 +142,7 @@ class Worker:
             if share is None:
                 self._end(self.step)
                 break
-            step = _LearningStep(share.tickets, share.batch)
+            step = _TrainingStep(share.tickets, share.batch)
             for node, ctx in self._nodes(step):
                 step.went_on(*node(step.batch, ctx))
             self.finish(step.batch, {**share.metrics, **self._measured(step), **judged})
@@ -166,13 +166,14 @@ class Worker:
         return self._resources
 
     def take(self, wanted: int | None = None, deadline: float | None = None) -> Share | None:
-        """This rank's share of the next step, or of a part of it: see `EdgePort.take`. None where there is none."""
+        """This rank's share of the next step, or of a part of it: see `SampleQueuePort.take`. None where there is
+        none."""
         try:
             with self._recorder.phases("rollout"):
                 self._residence.only(())
                 take = partial(self._ports.edge.take, self.step, self._rank, wanted, deadline)
-                while isinstance(share := self._session.wait_for(take), Newcomers):
-                    self._serving.send_to_newcomers(self.step)
+                while isinstance(share := self._session.wait_for(take), NewWorkers):
+                    self._serving.send_to_new_workers(self.step)
         except Exhausted:
             self.judged()  # which may be why
             raise
@@ -187,14 +188,14 @@ class Worker:
     def judged(self, share: Share | None = None) -> dict[str, float]:
         """Metrics of the verdicts of all workers since this was asked last. Raises TooManyErrors, on every rank."""
         with self._recorder.phases("check"):
-            own = Judged.joined([self._judged(), *([share.judged] if share is not None else [])])
-            every = Judged.joined(self._ports.collective.gather(own))
+            own = RewardCounts.joined([self._judged(), *([share.judged] if share is not None else [])])
+            every = RewardCounts.joined(self._ports.collective.gather(own))
             return {**self._errors.step(every.verdicts, self.step + 1), **every.counts}
 
     def learn(self, tickets: Sequence[int], batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Run the learning plane on this rank's share of a step, for whoever has a loop of his own. tickets: of all
         ranks. Returns the batch with what nodes wrote, and what they measured, over all ranks."""
-        step = _LearningStep(tickets, batch)
+        step = _TrainingStep(tickets, batch)
         for node, ctx in self._nodes(step):
             step.went_on(*node(step.batch, ctx))
         return step.batch, self._measured(step)
@@ -220,7 +221,7 @@ class Worker:
         sent = False
         if (step + 1) % self._spec.options.update_frequency == 0:
             with self._recorder.phases("update_weights"):
-                sent, compared = self._serving.send(Version(self._version.incarnation, step + 1))
+                sent, compared = self._serving.send(Version(self._version.restart, step + 1))
             metrics |= compared
         with self._recorder.phases("release"):
             released = self._ports.edge.release(step, self._rank, sent)
@@ -228,7 +229,7 @@ class Worker:
         self._released = released
         return metrics
 
-    def _nodes(self, step: "_LearningStep") -> Iterator[tuple[Step, NodeContext]]:
+    def _nodes(self, step: "_TrainingStep") -> Iterator[tuple[Step, NodeContext]]:
         """The learning plane, one node after another, each to be run before the next is asked for. Keeps its status,
         and its time in seconds (`perf/NODE`) where `dag.enable_perf` is on."""
         self.status = dict.fromkeys(self.status, NodeStatus.PENDING)
@@ -255,7 +256,7 @@ class Worker:
             if self._spec.options.enable_perf:
                 step.times[f"perf/{name}"] = time.perf_counter() - started
 
-    def _measured(self, step: "_LearningStep") -> dict[str, float]:
+    def _measured(self, step: "_TrainingStep") -> dict[str, float]:
         """What the nodes of all teams measured, over their ranks; where several teams ran one, of the first."""
         with self._recorder.phases("record"):
             measured, everyone = over_ranks(step.measured, self._ports.data), self._ports.everyone
@@ -271,7 +272,9 @@ class Worker:
         """
         options, step, finished = self._spec.options, released.version.step, released.finished
         compares = options.keep_best is not None and _is_due(step, options.save_freq, finished)
-        validated = self.held_out.validate(step) if _is_due(step, options.test_freq, finished) or compares else {}
+        validated = (
+            self.validation_runner.validate(step) if _is_due(step, options.test_freq, finished) or compares else {}
+        )
         with self._recorder.phases("record"):
             figures = Figures.joined(self._ports.data.gather(Figures.of(batch)))
             metrics |= batch_metrics(figures) | group_metrics(released.account, figures.versions, step - 1)
@@ -289,19 +292,23 @@ class Worker:
     def _end(self, step: int) -> None:
         """No group of the last rows came through, so that the step before, the run's `step`-th, had been the last."""
         options = self._spec.options
-        validated = self.held_out.validate(step) if options.test_freq > 0 and self.held_out.step < step else {}
+        validated = (
+            self.validation_runner.validate(step)
+            if options.test_freq > 0 and self.validation_runner.step < step
+            else {}
+        )
         if options.save_freq > 0 and self._saved_at < step:
             assert self._released is not None, "a step that is not saved yet was released"
             self._save(self._released, validated, last=True)
 
-    def _group_ended(self, ticket: Ticket, outcome: str, started: float, ended: float) -> None:
+    def _group_ended(self, ticket: PromptGroup, outcome: str, started: float, ended: float) -> None:
         self._recorder.group_ended(ticket, outcome, started, ended)
         if not self._learning:
             self._recorder.decoded(take_activity(self._resources.rollout))
             self._recorder.folder.flush()
             self._ports.edge.count(self._judged())
 
-    def _experience_ended(self, experience: "Future[None]") -> None:
+    def _rollout_ended(self, experience: "Future[None]") -> None:
         """Whatever ends that plane must wake the learner, which else waits for groups that nobody makes.
 
         Called on the asyncio thread, or by whoever ends it: `abort` may be called on any. A loop that was told of a
@@ -311,10 +318,10 @@ class Worker:
         if error is not None:
             self._ports.abort(error)
 
-    def _judged(self) -> Judged:
+    def _judged(self) -> RewardCounts:
         """By this worker since it was asked last."""
         judge = self._resources.judge
-        return Judged(self._experience.tally.take(), judge.take_counts() if judge is not None else {})
+        return RewardCounts(self._experience.tally.take(), judge.take_counts() if judge is not None else {})
 
     def _save(self, released: Released, validated: Mapping[str, float], last: bool) -> None:
         """validated: the metrics of these very weights, of which `keep_best` compares one. last: wait until it is
@@ -334,7 +341,7 @@ class Worker:
 
 
 @dataclass
-class _LearningStep:
+class _TrainingStep:
     """On its way through the nodes. tickets: of all ranks. times: of nodes, in seconds."""
 
     tickets: Sequence[int]

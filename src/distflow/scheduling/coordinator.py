@@ -9,13 +9,13 @@ from distflow.scheduling.curriculum import Accuracy, Skips
 from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.domain_queue import Group
 from distflow.scheduling.domain_shares import DomainShares
-from distflow.scheduling.groups import Account, AccountingError, Ticket, Version, domain_of
+from distflow.scheduling.groups import CountsError, GroupCounts, PromptGroup, Version, domain_of
 from distflow.scheduling.ledger import Ledger, Mark
 from distflow.scheduling.ledger_audit import STALE
 from distflow.scheduling.ledger_record import inherited_fields, issued_fields
-from distflow.scheduling.next_groups import Counts, NextTickets
+from distflow.scheduling.next_groups import Counts, NextGroups
 from distflow.scheduling.rollout_capacity import Admission
-from distflow.scheduling.sample_queue import ExperienceEdge, still_consumable
+from distflow.scheduling.sample_queue import SampleQueue, still_consumable
 from distflow.scheduling.snapshot import SavedMark, Snapshot, at_start, check_resumable, restored, saved, saved_plan
 
 LOST = "lost"
@@ -25,8 +25,8 @@ LOST = "lost"
 class Coordinator:
     """Metadata only, with no task and no lock of its own: threads share it under a lock, processes through an actor.
 
-    A group goes take_tickets → complete | drop | retry | abort; a step goes ready → release, which makes its groups
-    consumed and ends in a new version. Every move is journaled; one that cannot be made raises AccountingError naming
+    A group goes take_groups → complete | drop | retry | abort; a step goes ready → release, which makes its groups
+    consumed and ends in a new version. Every move is journaled; one that cannot be made raises CountsError naming
     the ticket. At staleness 0 every step consumes all that was drawn for it, so a release leaves nothing behind (but
     what a run of more staleness had begun, and what was aborted), and a run that goes on from one repeats what an
     uninterrupted run would do. Otherwise groups stay on the edge, and the cut lists them.
@@ -36,7 +36,7 @@ class Coordinator:
     is of its domain.
 
     Tickets are of rows of the data set, and of rows that somebody offers: these have the row numbers behind the data
-    set's, and go first (`NextTickets`).
+    set's, and go first (`NextGroups`).
 
     Versions here are steps: version v are the weights after v steps, or those before under a new number where nothing
     was updated. A step that sent no weights although it changed them leaves the engines where they were.
@@ -56,14 +56,14 @@ class Coordinator:
         check_resumable(plan, start)
         self.plan = plan
         self._ledger = ledger
-        self._incarnation = ledger.incarnation if ledger else start["incarnation"] + 1
+        self._incarnation = ledger.restart if ledger else start["restart"] + 1
         self.version = Version(self._incarnation, start["step"])
         self.weights_step = start["step"]  # a run that goes on begins by sending what it goes on from
         self._counts = Counts(start)
-        self.tickets = NextTickets(plan, self._counts, start.get("offered", 0))
+        self.tickets = NextGroups(plan, self._counts, start.get("offered", 0))
         self.shares = DomainShares(plan, start)
         self._skips = Skips(plan.skips, start.get("skips"))
-        self._edge = ExperienceEdge(
+        self._edge = SampleQueue(
             plan.consumer_batch,
             max_staleness=plan.max_staleness,
             next_step=self.step,
@@ -94,21 +94,21 @@ class Coordinator:
         """Whether no step is left: all were consumed, or the data ended and nothing of it is left on the edge."""
         return self.step >= self.plan.total_steps or (self._edge.closed and not self._edge.num_live)
 
-    def take_tickets(self, served_step: int | None = None) -> list[Ticket]:
+    def take_groups(self, served_step: int | None = None) -> list[PromptGroup]:
         """The groups to start now: those that were lost and wait for another attempt, then new ones, each in ticket
         order. At staleness 0 they come in waves, empty while the last one runs or the step is full.
 
         served_step: the lowest version that an engine serves, None for that of the last release. One whose step is not
-        released yet counts as the one before. Raises AccountingError where versions go backwards, or ahead of the
+        released yet counts as the one before. Raises CountsError where versions go backwards, or ahead of the
         steps.
         """
         served = self._admission.see(self.step if served_step is None else served_step)
         if self.finished:
             return []
-        num_credits = self._admission.credits(served)
-        tickets = [self._reissue(number, served) for number in self._admission.waiting(served, num_credits)]
+        num_capacity = self._admission.credits(served)
+        tickets = [self._reissue(number, served) for number in self._admission.waiting(served, num_capacity)]
         # Lost ones are a wave of their own; with oversampling, where every step begins with some, they open one.
-        num_open = num_credits - len(tickets) if self.plan.oversampling else self._admission.credits(served)
+        num_open = num_capacity - len(tickets) if self.plan.oversampling else self._admission.credits(served)
         for source in self._admission.new(served, num_open, self.tickets.num_left):
             if (new := self._issue_next(source, served)) is None:
                 break
@@ -144,7 +144,7 @@ class Coordinator:
         self._journal("dropped", ticket=number, reason=reason)
         self._counts.drop(group.ticket, reason)
 
-    def judged(self, ticket: Ticket, accuracy: Accuracy) -> None:
+    def judged(self, ticket: PromptGroup, accuracy: Accuracy) -> None:
         """A group has its verdicts, whatever becomes of it: told before that is."""
         domain = domain_of(ticket.stream)
         self._skips.judged(domain, ticket.row, accuracy)
@@ -153,7 +153,7 @@ class Coordinator:
     def retry(self, number: int) -> bool:
         """A group was lost while the run goes on: with the engine or the process that worked on it.
 
-        Returns whether it waits for `take_tickets` to hand it out again. If not, this was its third attempt and it is
+        Returns whether it waits for `take_groups` to hand it out again. If not, this was its third attempt and it is
         dropped as quarantined.
         """
         waits = self._edge.retry(number)
@@ -163,11 +163,11 @@ class Coordinator:
 
     @property
     def is_full(self) -> bool:
-        """See `ExperienceEdge.is_full`."""
+        """See `SampleQueue.is_full`."""
         return self._edge.is_full
 
     def has_place(self, number: int) -> bool:
-        """See `ExperienceEdge.has_place`."""
+        """See `SampleQueue.has_place`."""
         return self._edge.has_place(number)
 
     def abort(self, numbers: Sequence[int], num_tokens: int) -> None:
@@ -185,18 +185,18 @@ class Coordinator:
 
     def ready(self, step: int) -> tuple[int, ...] | None:
         """Numbers of the tickets that form `step`, ascending, or None while it waits for groups; see
-        `ExperienceEdge.ready` for short steps. Raises Exhausted, and AccountingError where a group of it is staler than
+        `SampleQueue.ready` for short steps. Raises Exhausted, and CountsError where a group of it is staler than
         the plan allows."""
         numbers = self._edge.ready(step, exhausted=self._admission.is_spent(self.weights_step))
         if numbers is None and self._admission.is_stuck(self.weights_step):
-            raise AccountingError(
+            raise CountsError(
                 f"step {step} can get no groups: the weights that are served are of version {self._admission.served}, "
                 f"max_staleness is {self.plan.max_staleness}, and no later version was sent"
             )
         return numbers
 
     def part(self, step: int, wanted: int) -> tuple[int, ...] | None:
-        """Numbers of `wanted` more tickets of a step that is taken in parts, ascending; see `ExperienceEdge.part`.
+        """Numbers of `wanted` more tickets of a step that is taken in parts, ascending; see `SampleQueue.part`.
 
         A step that is taken so must have taken all that it owes (`num_owed`) when it is released.
         """
@@ -208,7 +208,7 @@ class Coordinator:
         self._edge.untake()
 
     def num_owed(self) -> int:
-        """See `ExperienceEdge.num_owed`."""
+        """See `SampleQueue.num_owed`."""
         return self._edge.num_owed()
 
     @property
@@ -218,7 +218,7 @@ class Coordinator:
 
     @property
     def untaken(self) -> list[int]:
-        """See `ExperienceEdge.untaken`."""
+        """See `SampleQueue.untaken`."""
         return self._edge.untaken
 
     @property
@@ -234,7 +234,7 @@ class Coordinator:
         """The step is consumed and ends in a new version, on the disk when this returns. The account is checked.
 
         published: whether new weights were sent; if not, the version is an alias of the last ones that were, or the
-        engines go on serving an older one. What they serve then is told to `take_tickets`; whoever gives them the alias
+        engines go on serving an older one. What they serve then is told to `take_groups`; whoever gives them the alias
         does so before this. Raises UserError, and changes nothing, where a curriculum fails.
         """
         self.ready(step)
@@ -256,7 +256,7 @@ class Coordinator:
         self._cut = self._describe()
         return self.version
 
-    def accounting(self) -> Account:
+    def accounting(self) -> GroupCounts:
         return self._counts.account(self._edge.num_running, self._edge.num_complete)
 
     def snapshot(self) -> Snapshot:
@@ -267,7 +267,7 @@ class Coordinator:
         if self.tickets.data_open and self.tickets.num_left == 0:
             self._edge.close()
 
-    def _issue_next(self, source: int, served: int) -> Ticket | None:
+    def _issue_next(self, source: int, served: int) -> PromptGroup | None:
         """The next of the source that is not passed over; None where the data end before. Where a whole round would be,
         the row behind it is taken: no source runs empty."""
         num_left = self.plan.sources[source].num_rows
@@ -283,7 +283,7 @@ class Coordinator:
             self.drop(ticket.number, reason)
         return None
 
-    def _reissue(self, number: int, served: int) -> Ticket:
+    def _reissue(self, number: int, served: int) -> PromptGroup:
         if self._edge.was_aborted(number):
             self._admission.issued([*self._edge.lanes.values()].index(self._edge.lane_of(number)), served)
         ticket = self._edge.reissue(number, served)
@@ -310,7 +310,7 @@ class Coordinator:
         counts = self._counts
         described: Snapshot = {
             "plan": saved_plan(self.plan),
-            "incarnation": self._incarnation,
+            "restart": self._incarnation,
             "step": self.step,
             "issued": counts.issued,
             "offered": self.tickets.num_offered,
@@ -337,7 +337,7 @@ class Coordinator:
         account = self.accounting()
         account.check()
         if self._ledger and self._ledger.account != account:
-            raise AccountingError(f"the ledger counts {self._ledger.account}, the coordinator {account}")
+            raise CountsError(f"the ledger counts {self._ledger.account}, the coordinator {account}")
 
 
 def mark_of(snapshot: Snapshot) -> Mark | None:

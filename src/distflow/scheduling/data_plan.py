@@ -21,8 +21,8 @@ class DomainPlan:
 
 @dataclass(frozen=True)
 class DataPlan:
-    """What a run draws from its data, and when it ends: after `total_tickets` or `total_steps`, what comes first.
-    Without `total_tickets` the data go round as often as the steps take.
+    """What a run draws from its data, and when it ends: after `total_groups` or `total_steps`, what comes first.
+    Without `total_groups` the data go round as often as the steps take.
 
     group_size: samples a prompt. consumer_batch: prompt groups a step.
     max_staleness: steps by which weights that made a token may be older than the step that trains on it.
@@ -30,14 +30,14 @@ class DataPlan:
     the tickets drawn for a step, in batches. oversampling: groups that run besides those that a step lacks, as a part
     of these; at staleness 0 alone. max_held_bytes: of groups that wait for their step or are trained on, None for no
     bound. domains: in the order of their rows, none for one source; each goes round by itself, so that with them
-    `total_tickets` is None. curriculum: how their shares change, None where they stay. skips: which rows are passed
+    `total_groups` is None. curriculum: how their shares change, None where they stay. skips: which rows are passed
     over, None for none.
     """
 
     num_rows: int
     consumer_batch: int
     group_size: int
-    total_tickets: int | None
+    total_groups: int | None
     total_steps: int
     seed: int = 1
     shuffle: bool = True
@@ -53,7 +53,7 @@ class DataPlan:
 
     def __post_init__(self) -> None:
         if self.domains:
-            assert self.total_tickets is None and sum(domain.num_rows for domain in self.domains) == self.num_rows
+            assert self.total_groups is None and sum(domain.num_rows for domain in self.domains) == self.num_rows
         assert min(self.num_rows, self.consumer_batch, self.group_size) > 0
         assert self.max_num_gen_batches is None or self.max_num_gen_batches > 0
         assert self.oversampling >= 0 and not (self.oversampling and self.max_staleness)

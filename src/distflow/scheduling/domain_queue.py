@@ -7,7 +7,7 @@ from fractions import Fraction
 from math import ceil
 
 from distflow.scheduling.domain_quotas import Quotas
-from distflow.scheduling.groups import AccountingError, Ticket
+from distflow.scheduling.groups import CountsError, PromptGroup
 
 MAX_ABORTS = 3
 """Times that a group is aborted: after them its place in the step is kept, and the step waits for it."""
@@ -21,7 +21,7 @@ class Group:
     version: the lowest that a token of it has, known once it is complete. num_aborts: times that it was aborted.
     """
 
-    ticket: Ticket
+    ticket: PromptGroup
     complete: bool = False
     num_tokens: int = 0
     failures: int = 0
@@ -43,8 +43,8 @@ class _Due:
     dropped: Counter[str] = field(default_factory=Counter)
 
 
-class Lane:
-    """What of one domain is on the edge. A pure state machine; `ExperienceEdge` sees to it that moves can be made.
+class DomainQueue:
+    """What of one domain is on the edge. A pure state machine; `SampleQueue` sees to it that moves can be made.
 
     num_live: running, complete or waiting to be issued again. formed: tickets that the next step has taken. kept: those
     that run, and were aborted too often before.
@@ -178,7 +178,7 @@ class Lane:
             if num_left > self._later(due) + num_later:
                 if num_running:
                     return None
-                raise AccountingError(
+                raise CountsError(
                     f"step {step} would leave {num_left} groups that are due by step {due}, more than the steps up to "
                     f"there take; of those that it would consume the first is ticket {min(chosen or members.complete)}"
                 )
@@ -200,7 +200,7 @@ class Lane:
             version = self._groups[number].version
             assert version is not None, "it is complete"
             if not 0 <= step - version <= self._max_staleness:
-                raise AccountingError(
+                raise CountsError(
                     f"ticket {number} holds tokens of version {version}, which step {step} may not train on: "
                     f"max_staleness is {self._max_staleness}"
                 )

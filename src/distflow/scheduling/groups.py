@@ -13,12 +13,12 @@ TRAIN = "train"
 class Version:
     """Weights as of the end of a step, ordered lexicographically: each resume raises the incarnation."""
 
-    incarnation: int
+    restart: int
     step: int
 
 
 @dataclass(frozen=True)
-class Ticket:
+class PromptGroup:
     """The identity of one prompt group: numbered globally, independent of the number of workers.
 
     number: position in the run's data order, from 0.
@@ -50,13 +50,13 @@ def domain_of(stream: str) -> str:
     return stream.partition("/")[2]
 
 
-class AccountingError(RuntimeError):
+class CountsError(RuntimeError):
     """A ticket was lost, doubled, or moved in a way that no run makes. A fault of ours; the message names it."""
 
 
 @dataclass(frozen=True)
-class DomainAccount:
-    """Of one domain: tickets that were issued, consumed, and dropped by reason. aborted: times, as in `Account`."""
+class DomainCounts:
+    """Of one domain: tickets that were issued, consumed, and dropped by reason. aborted: times, as in `GroupCounts`."""
 
     issued: int = 0
     consumed: int = 0
@@ -65,7 +65,7 @@ class DomainAccount:
 
 
 @dataclass(frozen=True)
-class Account:
+class GroupCounts:
     """How many tickets are where. dropped: counts by reason. aborted: times that a group was ended because its step had
     all that it needs, so that it waits to be issued again; aborted_tokens: what had been drawn for those. domains: of
     each that a ticket was issued for, empty of a run without them."""
@@ -77,10 +77,10 @@ class Account:
     dropped: Mapping[str, int] = field(default_factory=dict)
     aborted: int = 0
     aborted_tokens: int = 0
-    domains: Mapping[str, DomainAccount] = field(default_factory=dict)
+    domains: Mapping[str, DomainCounts] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raises AccountingError where a ticket is nowhere or in two places."""
+        """Raises CountsError where a ticket is nowhere or in two places."""
         known = self.running + self.complete + self.consumed + sum(self.dropped.values())
         if self.issued != known:
-            raise AccountingError(f"{self.issued} tickets were issued, but {known} are accounted for: {self}")
+            raise CountsError(f"{self.issued} tickets were issued, but {known} are accounted for: {self}")

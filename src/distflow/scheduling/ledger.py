@@ -35,8 +35,8 @@ from typing import cast
 
 from distflow.errors import UserError
 from distflow.observe.files import sync
-from distflow.scheduling.groups import Account, AccountingError
-from distflow.scheduling.ledger_audit import QuotaAudit, StalenessAudit, Tally
+from distflow.scheduling.groups import CountsError, GroupCounts
+from distflow.scheduling.ledger_audit import LedgerCounts, QuotaAudit, StalenessAudit
 from distflow.scheduling.ledger_record import Record
 
 
@@ -46,7 +46,7 @@ class Mark:
 
     ledger: str
     offset: int
-    incarnation: int
+    restart: int
 
 
 class LedgerError(UserError):
@@ -62,8 +62,8 @@ class Ledger:
 
     def __init__(self, path: Path, mark: Mark | None = None) -> None:
         self.path = path
-        self.incarnation = mark.incarnation + 1 if mark else 0
-        self._tally = Tally()
+        self.restart = mark.restart + 1 if mark else 0
+        self._tally = LedgerCounts()
         if _holds_nothing(path):
             self._start(mark)
         else:
@@ -73,13 +73,13 @@ class Ledger:
                 raise LedgerError(f"{path} is damaged: it holds what no run records ({err!r}). Move it away") from err
 
     @property
-    def account(self) -> Account:
+    def account(self) -> GroupCounts:
         """Counted from the records, independently of whoever wrote them."""
         return self._tally.account
 
     def append(self, kind: str, **fields: object) -> None:
-        """Raises AccountingError, and writes nothing, where the record moves a ticket as no run can."""
-        record = cast(Record, {"t": round(time.time(), 3), "inc": self.incarnation, "kind": kind, **fields})
+        """Raises CountsError, and writes nothing, where the record moves a ticket as no run can."""
+        record = cast(Record, {"t": round(time.time(), 3), "inc": self.restart, "kind": kind, **fields})
         self._tally.apply(record)
         self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
         self._file.flush()
@@ -91,7 +91,7 @@ class Ledger:
 
     def mark(self) -> Mark:
         """The place behind the last record."""
-        return Mark(self.id, self._file.tell(), self.incarnation)
+        return Mark(self.id, self._file.tell(), self.restart)
 
     def close(self) -> None:
         with self._file:
@@ -123,7 +123,7 @@ class Ledger:
             last = max(last, record["inc"])
         if last < 0:
             raise LedgerError(f"{self.path} is no ledger: its first line is no record. Move it away")
-        self.incarnation = max(self.incarnation, last + 1)
+        self.restart = max(self.restart, last + 1)
         self.inherits = mark is not None and mark.ledger != self.id
         to = mark.offset if mark and not self.inherits else 0
         if to > self.path.stat().st_size:
@@ -169,20 +169,20 @@ def timeline(path: Path) -> Iterator[tuple[int, Record]]:
             yield position, record
 
 
-def replay(path: Path) -> Account:
-    """The account of the surviving timeline. Raises AccountingError naming a ticket that it moves as no run can,
+def replay(path: Path) -> GroupCounts:
+    """The account of the surviving timeline. Raises CountsError naming a ticket that it moves as no run can,
     such as one consumed twice."""
-    tally = Tally()
+    tally = LedgerCounts()
     for _, record in timeline(path):
         tally.apply(record)
     return tally.account
 
 
-def verify(path: Path) -> Account:
+def verify(path: Path) -> GroupCounts:
     """`replay`, and that each row of an epoch was issued under one ticket only, each step ended in a version, no group
     was staler than the plan in force allowed, versions never went backwards, and each domain had its share.
 
-    Raises AccountingError.
+    Raises CountsError.
     """
     account = replay(path)
     account.check()
@@ -193,7 +193,7 @@ def verify(path: Path) -> Account:
         if record["kind"] == "issued":
             where = (record["epoch"], record["row"])
             if owner.setdefault(where, record["ticket"]) != record["ticket"]:
-                raise AccountingError(
+                raise CountsError(
                     f"row {where[1]} of epoch {where[0]} went out twice, as tickets {owner[where]} and "
                     f"{record['ticket']}"
                 )
@@ -202,7 +202,7 @@ def verify(path: Path) -> Account:
         num_consumed += record["kind"] == "consumed"
         num_versions += record["kind"] == "version"
     if num_consumed > num_versions:
-        raise AccountingError(f"{num_consumed} steps were consumed, but only {num_versions} ended in a version")
+        raise CountsError(f"{num_consumed} steps were consumed, but only {num_versions} ended in a version")
     return account
 
 

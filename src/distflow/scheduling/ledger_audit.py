@@ -12,7 +12,7 @@ from enum import IntEnum
 from fractions import Fraction
 
 from distflow.scheduling.domain_quotas import most_behind
-from distflow.scheduling.groups import Account, AccountingError, DomainAccount
+from distflow.scheduling.groups import CountsError, DomainCounts, GroupCounts
 from distflow.scheduling.ledger_record import Record
 
 STALE = "stale"
@@ -31,7 +31,7 @@ class _State(IntEnum):
 
 @dataclass
 class _Domain:
-    """As `DomainAccount`."""
+    """As `DomainCounts`."""
 
     issued: int = 0
     consumed: int = 0
@@ -39,7 +39,7 @@ class _Domain:
     dropped: Counter[str] = field(default_factory=Counter)
 
 
-class Tally:
+class LedgerCounts:
     """Applies the records of one surviving timeline in order. One byte a ticket.
 
     Records that concern no training ticket are passed over.
@@ -65,9 +65,9 @@ class Tally:
         }
 
     @property
-    def account(self) -> Account:
+    def account(self) -> GroupCounts:
         counts = self._counts
-        return Account(
+        return GroupCounts(
             issued=len(self._states),
             running=counts[_State.RUNNING],
             complete=counts[_State.COMPLETE],
@@ -76,13 +76,13 @@ class Tally:
             aborted=self._num_aborted,
             aborted_tokens=self._num_aborted_tokens,
             domains={
-                name: DomainAccount(counts.issued, counts.consumed, dict(counts.dropped), counts.aborted)
+                name: DomainCounts(counts.issued, counts.consumed, dict(counts.dropped), counts.aborted)
                 for name, counts in self._domains.items()
             },
         )
 
     def apply(self, record: Record) -> None:
-        """Raises AccountingError naming the ticket that the record moves as no run can."""
+        """Raises CountsError naming the ticket that the record moves as no run can."""
         apply = self._apply.get(record["kind"])
         if apply is not None:
             apply(record)
@@ -96,10 +96,10 @@ class Tally:
                 self._domain_of[number] = record["domain"]
                 self._domains.setdefault(record["domain"], _Domain()).issued += 1
         elif number > len(self._states):
-            raise AccountingError(f"ticket {number} was issued, but {len(self._states)} is the next one")
+            raise CountsError(f"ticket {number} was issued, but {len(self._states)} is the next one")
         elif self._states[number] != _State.RUNNING or attempt <= self._attempts[number]:
             state = _State(self._states[number]).name.lower()
-            raise AccountingError(f"ticket {number} was issued twice: it is {state}, attempt {attempt}")
+            raise CountsError(f"ticket {number} was issued twice: it is {state}, attempt {attempt}")
         self._attempts[number] = attempt
 
     def _dropped_one(self, record: Record) -> None:
@@ -119,7 +119,7 @@ class Tally:
 
     def _consumed(self, record: Record) -> None:
         if record["step"] != self.next_step:
-            raise AccountingError(f"step {record['step']} was consumed, but {self.next_step} is the next one")
+            raise CountsError(f"step {record['step']} was consumed, but {self.next_step} is the next one")
         for number in record["tickets"]:
             self._move(number, _State.COMPLETE, _State.CONSUMED)
             if number in self._domain_of:
@@ -128,7 +128,7 @@ class Tally:
 
     def _inherited(self, record: Record) -> None:
         if self._states:
-            raise AccountingError(f"an account was inherited after {len(self._states)} tickets had been issued")
+            raise CountsError(f"an account was inherited after {len(self._states)} tickets had been issued")
         self.next_step = record["step"]
         self._states = bytearray([_State.SETTLED]) * record["issued"]
         self._counts = Counter({_State.CONSUMED: record["consumed"]})
@@ -149,7 +149,7 @@ class Tally:
     def _move(self, number: int, source: _State, target: _State) -> None:
         state = _State(self._states[number]) if number < len(self._states) else _State.UNKNOWN
         if state != source:
-            raise AccountingError(
+            raise CountsError(
                 f"ticket {number} cannot become {target.name.lower()}: it is {state.name.lower()}, not "
                 f"{source.name.lower()}"
             )
@@ -161,7 +161,7 @@ class Tally:
 
 
 class StalenessAudit:
-    """Applies the records of one surviving timeline in order. That tickets move as they may is `Tally`'s to say.
+    """Applies the records of one surviving timeline in order. That tickets move as they may is `LedgerCounts`'s to say.
 
     The staleness of a group is the step that consumed it less the lowest version of its tokens. Earlier releases wrote
     no `plan`, which leaves staleness without a bound, and no version of complete groups, which then is the ticket's.
@@ -184,7 +184,7 @@ class StalenessAudit:
         }
 
     def apply(self, record: Record) -> None:
-        """Raises AccountingError naming the ticket or the step."""
+        """Raises CountsError naming the ticket or the step."""
         if record["inc"] != self._incarnation:
             self._incarnation, self._served, self._weights = record["inc"], 0, 0
         apply = self._apply.get(record["kind"])
@@ -197,7 +197,7 @@ class StalenessAudit:
     def _issued(self, record: Record) -> None:
         version = record["version"]
         if not self._served <= version <= self._next_step:
-            raise AccountingError(
+            raise CountsError(
                 f"ticket {record['ticket']} was issued at version {version}, but {self._served} was served before and "
                 f"step {self._next_step} is the next one: versions never go backwards, nor ahead of the steps"
             )
@@ -216,7 +216,7 @@ class StalenessAudit:
         for number in record["tickets"]:
             version = self._versions.pop(number, None)
             if bound is not None and version is not None and not 0 <= step - version <= bound:
-                raise AccountingError(
+                raise CountsError(
                     f"step {step} consumed ticket {number}, which holds tokens of version {version}, but max_staleness "
                     f"was {bound}"
                 )
@@ -225,7 +225,7 @@ class StalenessAudit:
     def _version(self, record: Record) -> None:
         step, weights = record["step"], record["weights"]
         if step != self._next_step or not self._weights <= weights <= step:
-            raise AccountingError(
+            raise CountsError(
                 f"version {step} with the weights of step {weights} was made, but step {self._next_step} ended and the "
                 f"weights of step {self._weights} were there before: versions never go backwards"
             )
@@ -240,7 +240,7 @@ _Shares = dict[str, Fraction]
 
 
 class QuotaAudit:
-    """Applies the records of one surviving timeline in order. That tickets move as they may is `Tally`'s to say.
+    """Applies the records of one surviving timeline in order. That tickets move as they may is `LedgerCounts`'s to say.
 
     After each step a domain has had its share of all places to within less than one, and the groups by which steps
     were short; where shares have changed, the sum of its shares over all places, behind it by `most_behind` at most. A
@@ -265,7 +265,7 @@ class QuotaAudit:
         }
 
     def apply(self, record: Record) -> None:
-        """Raises AccountingError naming the step and the domain."""
+        """Raises CountsError naming the step and the domain."""
         apply = self._apply.get(record["kind"])
         if apply is not None:
             apply(record)
@@ -274,7 +274,7 @@ class QuotaAudit:
         quotas = record.get("quotas", {})
         lags = {name: Fraction(quota["lag"]) for name, quota in quotas.items()}
         if self._lags and not self._num_missing and lags != self._lags:
-            raise AccountingError(f"the domains were behind their shares by {self._lags}, and went on from {lags}")
+            raise CountsError(f"the domains were behind their shares by {self._lags}, and went on from {lags}")
         shares = {name: Fraction(quota["share"]) for name, quota in quotas.items()}
         self._changed |= bool(self._shares) and shares != self._shares
         self._changed |= any(abs(lag) >= 1 for lag in lags.values())
@@ -284,7 +284,7 @@ class QuotaAudit:
     def _change(self, record: Record) -> None:
         shares = {name: Fraction(share) for name, share in record["shares"].items()}
         if shares.keys() != self._shares.keys() or sum(shares.values()) != 1 or min(shares.values()) < 0:
-            raise AccountingError(f"the shares from step {record['step']} on are no shares of the domains: {shares}")
+            raise CountsError(f"the shares from step {record['step']} on are no shares of the domains: {shares}")
         self._to_come = [change for change in self._to_come if change[0] < record["step"]]
         self._to_come.append((record["step"], shares))
 
@@ -307,7 +307,7 @@ class QuotaAudit:
             self._lags[self._forget(number)] -= 1
         for name, lag in self._lags.items():
             if not self._may_be(lag):
-                raise AccountingError(
+                raise CountsError(
                     f"after step {record['step']} the domain '{name}' is {float(lag):.2f} groups behind its share of "
                     f"{float(self._shares[name]):.3f}"
                 )

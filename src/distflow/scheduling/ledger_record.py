@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, NotRequired, TypedDict
 
-from distflow.scheduling.groups import DomainAccount, Ticket, domain_of
+from distflow.scheduling.groups import DomainCounts, PromptGroup, domain_of
 from distflow.scheduling.snapshot import Snapshot, restored
 
 
@@ -67,7 +67,7 @@ class Record(TypedDict, total=False):
     to: int
 
 
-def issued_fields(ticket: Ticket) -> dict[str, Any]:
+def issued_fields(ticket: PromptGroup) -> dict[str, Any]:
     """Of a record that the ticket was handed out."""
     fields = {
         "ticket": ticket.number,
@@ -80,7 +80,7 @@ def issued_fields(ticket: Ticket) -> dict[str, Any]:
     return {**fields, "domain": name} if name else fields
 
 
-def inherited_fields(start: Snapshot, domains: Mapping[str, DomainAccount]) -> dict[str, Any]:
+def inherited_fields(start: Snapshot, domains: Mapping[str, DomainCounts]) -> dict[str, Any]:
     """Of a record that a run goes on from the snapshot of another, whose journal it does not have."""
     live = [
         {

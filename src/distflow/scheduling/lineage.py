@@ -17,7 +17,7 @@ class Attempt:
     version: int
     worker: str | None
     t: float
-    incarnation: int
+    restart: int
     aborted: bool = False
 
 
@@ -52,7 +52,7 @@ class StepLineage:
     """
 
     step: int
-    incarnation: int
+    restart: int
     groups: tuple[GroupLineage, ...]
     dropped: tuple[GroupLineage, ...]
     consumed_at: float | None

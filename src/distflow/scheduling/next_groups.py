@@ -10,42 +10,43 @@ from typing import cast
 
 from distflow.scheduling.data_order import place
 from distflow.scheduling.data_plan import DataPlan
-from distflow.scheduling.groups import Account, DomainAccount, Ticket, domain_of, stream_of
+from distflow.scheduling.groups import DomainCounts, GroupCounts, PromptGroup, domain_of, stream_of
 from distflow.scheduling.snapshot import SavedDomain, Snapshot
 
 
 class Counts:
-    """The coordinator's own bookkeeping, which that of the journal (`Tally`) must equal. Fields are as in `Account`."""
+    """The coordinator's own bookkeeping, which that of the journal (`LedgerCounts`) must equal. Fields are as in
+    `GroupCounts`."""
 
     def __init__(self, start: Snapshot) -> None:
         self.issued, self.consumed = start["issued"], start["consumed"]
         self.dropped = Counter(start["dropped"])
         self.aborted, self.aborted_tokens = start.get("aborted", 0), start.get("aborted_tokens", 0)
         self.domains = {
-            name: DomainAccount(each["issued"], each["consumed"], each["dropped"], each.get("aborted", 0))
+            name: DomainCounts(each["issued"], each["consumed"], each["dropped"], each.get("aborted", 0))
             for name, each in start.get("domains", {}).items()
             if each["issued"]
         }
 
-    def issue(self, ticket: Ticket) -> None:
+    def issue(self, ticket: PromptGroup) -> None:
         """One that was not issued before."""
         self.issued += 1
         if name := domain_of(ticket.stream):
             self.domains[name] = replace(self.of(name), issued=self.of(name).issued + 1)
 
-    def consume(self, tickets: Iterable[Ticket]) -> None:
+    def consume(self, tickets: Iterable[PromptGroup]) -> None:
         for ticket in tickets:
             self.consumed += 1
             if name := domain_of(ticket.stream):
                 self.domains[name] = replace(self.of(name), consumed=self.of(name).consumed + 1)
 
-    def drop(self, ticket: Ticket, reason: str) -> None:
+    def drop(self, ticket: PromptGroup, reason: str) -> None:
         self.dropped[reason] += 1
         if name := domain_of(ticket.stream):
             before = self.of(name).dropped
             self.domains[name] = replace(self.of(name), dropped={**before, reason: before.get(reason, 0) + 1})
 
-    def abort(self, tickets: Iterable[Ticket], num_tokens: int) -> None:
+    def abort(self, tickets: Iterable[PromptGroup], num_tokens: int) -> None:
         """num_tokens: of all of them."""
         self.aborted_tokens += num_tokens
         for ticket in tickets:
@@ -53,11 +54,11 @@ class Counts:
             if name := domain_of(ticket.stream):
                 self.domains[name] = replace(self.of(name), aborted=self.of(name).aborted + 1)
 
-    def of(self, domain: str) -> DomainAccount:
-        return self.domains.get(domain, DomainAccount())
+    def of(self, domain: str) -> DomainCounts:
+        return self.domains.get(domain, DomainCounts())
 
-    def account(self, running: int, complete: int) -> Account:
-        return Account(
+    def account(self, running: int, complete: int) -> GroupCounts:
+        return GroupCounts(
             issued=self.issued,
             running=running,
             complete=complete,
@@ -79,7 +80,7 @@ class Counts:
         return saved
 
 
-class NextTickets:
+class NextGroups:
     """num_offered: tickets that rows on offer had. data_open: whether there are tickets of the data set;
     they may not be wanted yet."""
 
@@ -108,25 +109,25 @@ class NextTickets:
         """Tickets that there still may be, None for no bound."""
         if not self.data_open:
             return len(self._offered)
-        if self._plan.total_tickets is None:
+        if self._plan.total_groups is None:
             return None
-        return len(self._offered) + max(0, self._plan.total_tickets - self._num_drawn)
+        return len(self._offered) + max(0, self._plan.total_groups - self._num_drawn)
 
-    def make(self, source: int, served: int) -> Ticket:
+    def make(self, source: int, served: int) -> PromptGroup:
         """The next new one of the source. served: the version that it names."""
         plan, number = self._plan, self._counts.issued
         if self._offered:
             self.num_offered += 1
-            return Ticket(number, 0, self._offered.popleft(), plan.group_size, served)
+            return PromptGroup(number, 0, self._offered.popleft(), plan.group_size, served)
         if not plan.domains:
             epoch, row = place(self._num_drawn, plan.num_rows, plan.seed, plan.shuffle)
-            return Ticket(number, epoch, row, plan.group_size, served)
+            return PromptGroup(number, epoch, row, plan.group_size, served)
         domain = plan.domains[source]
         position = self._counts.of(domain.name).issued
         epoch, row = place(position, domain.num_rows, plan.seed, plan.shuffle, domain.name)
         row += sum(other.num_rows for other in plan.domains[:source])
         stream = stream_of(domain.name)
-        return Ticket(
+        return PromptGroup(
             number, epoch, row, domain.group_size or plan.group_size, served, stream=stream, position=position
         )
 

@@ -73,7 +73,7 @@ def _at_home(
 Ref = TypeVar("Ref")
 
 
-class ExchangeError(RuntimeError):
+class ReshardError(RuntimeError):
     """A step that cannot be handed over. The message says which, and who is to blame."""
 
 
@@ -175,7 +175,7 @@ class _Step(Generic[Ref]):
     released: set[int] = field(default_factory=set)
 
 
-class Exchange(Generic[Ref]):
+class Reshard(Generic[Ref]):
     """A pure state machine; who waits for it is told by whoever drives it.
 
     Each of a step's writers first reserves room for its samples and then puts them, one object each, empty ones too.
@@ -203,13 +203,13 @@ class Exchange(Generic[Ref]):
         return self._held_bytes
 
     def reserve(self, key: Key, writer: int, num_writers: int, num_bytes: int) -> bool:
-        """Whether the writer may put so many bytes now. Raises ExchangeError where it did, or says other sizes."""
+        """Whether the writer may put so many bytes now. Raises ReshardError where it did, or says other sizes."""
         steps = self._edges[key.edge]
         step = steps.get(key)
         if step is not None and (step.num_writers != num_writers or not 0 <= writer < num_writers):
-            raise ExchangeError(f"{key} has {step.num_writers} writers, but {writer} of {num_writers} writes to it")
+            raise ReshardError(f"{key} has {step.num_writers} writers, but {writer} of {num_writers} writes to it")
         if step is not None and writer in step.reserved:
-            raise ExchangeError(f"writer {writer} puts {key} twice")
+            raise ReshardError(f"writer {writer} puts {key} twice")
         is_oldest = not steps or next(iter(steps)) == key
         if not is_oldest and self._held_bytes + num_bytes > self._limit_bytes:
             return False
@@ -237,7 +237,7 @@ class Exchange(Generic[Ref]):
         """The share of a rank in a complete step, the same one until it is released.
 
         select: which samples are read at all; the others are let go with the step. The first rank's decides, as all
-        run the same program. Raises ExchangeError where ranks disagree on who reads.
+        run the same program. Raises ReshardError where ranks disagree on who reads.
         """
         step = self._edges[key.edge][key]
         assert self.missing(key) is None
@@ -245,14 +245,14 @@ class Exchange(Generic[Ref]):
             step.shares = _divided(step.puts, readers, select)
             step.readers = readers
         if step.readers != readers or not 0 <= rank < readers.num_ranks:
-            raise ExchangeError(f"{key} is read by {step.readers}, but rank {rank} says {readers}")
+            raise ReshardError(f"{key} is read by {step.readers}, but rank {rank} says {readers}")
         return step.shares[rank]
 
     def pick(self, key: Key, num_ranks: int, uids: Sequence[str]) -> Share[Ref]:
         """The samples of these uids in a complete step, in that order, for one of `num_ranks` that each pick theirs.
 
         What several writers have put alike, as ranks of a tensor-parallel group do, is the first one's. Raises
-        ExchangeError for a sample that is not there, and where ranks disagree on how many they are.
+        ReshardError for a sample that is not there, and where ranks disagree on how many they are.
         """
         step = self._edges[key.edge][key]
         assert self.missing(key) is None
@@ -260,10 +260,10 @@ class Exchange(Generic[Ref]):
             step.readers = Readers(num_ranks)
             step.places = _places(step.puts)
         if step.readers != Readers(num_ranks):
-            raise ExchangeError(f"{key} is read by {step.readers}, but one of its readers says they are {num_ranks}")
+            raise ReshardError(f"{key} is read by {step.readers}, but one of its readers says they are {num_ranks}")
         absent = [uid for uid in uids if uid not in step.places]
         if absent:
-            raise ExchangeError(f"{key} has no sample '{absent[0]}', nor {len(absent) - 1} others that are asked for")
+            raise ReshardError(f"{key} has no sample '{absent[0]}', nor {len(absent) - 1} others that are asked for")
         objects = [(writer, step.puts[writer][1]) for writer in sorted(step.puts)]
         order = {writer: place for place, (writer, _) in enumerate(objects)}
         return _share([(order[writer], row) for writer, row in map(step.places.__getitem__, uids)], objects)

@@ -13,8 +13,8 @@ from functools import partial
 from math import ceil
 
 from distflow.scheduling.data_plan import DataPlan
-from distflow.scheduling.groups import AccountingError
-from distflow.scheduling.sample_queue import ExperienceEdge
+from distflow.scheduling.groups import CountsError
+from distflow.scheduling.sample_queue import SampleQueue
 
 
 def capacity(
@@ -31,7 +31,7 @@ def capacity(
 
 
 @dataclass(frozen=True)
-class Credits:
+class RolloutCapacity:
     """The admission rule of a run.
 
     max_concurrent: groups that may run at once. consumer_batch: groups of a step.
@@ -55,7 +55,7 @@ class Credits:
         )
 
 
-class Draws:
+class GenerationBudget:
     """Counts the tickets of a class, which are those with the same due step.
 
     A class covers the steps behind the last class up to its own due step, the first one all from `next_step` on, and
@@ -79,7 +79,7 @@ class Draws:
         self._num_covered = max(self._num_covered, self._places(due))
 
 
-class Room:
+class MemoryLimit:
     """Counts the bytes of complete groups, and takes those that run to become as large as those before them were.
 
     limit_bytes: of all of them, None for no limit. Before any group is known, there is room for none: whoever asks
@@ -121,15 +121,17 @@ class Admission:
     bound. weights_step: the last version that was sent.
     """
 
-    def __init__(self, plan: DataPlan, edge: ExperienceEdge) -> None:
+    def __init__(self, plan: DataPlan, edge: SampleQueue) -> None:
         self._plan, self._edge = plan, edge
         all_at_once = ceil((plan.max_staleness + 1) * plan.consumer_batch * (1 + plan.oversampling)) + len(plan.sources)
         max_concurrent = plan.max_concurrent or all_at_once  # what is beyond the places is rounded up by source
-        self._credits = Credits(max_concurrent, plan.max_staleness, plan.consumer_batch)
+        self._credits = RolloutCapacity(max_concurrent, plan.max_staleness, plan.consumer_batch)
         batches = plan.max_num_gen_batches
         sources = range(0 if batches is None else len(plan.sources))
-        self._draws = [Draws(batches or 0, edge.next_step, partial(edge.quotas.in_all, number)) for number in sources]
-        self.room = Room(plan.max_held_bytes)
+        self._draws = [
+            GenerationBudget(batches or 0, edge.next_step, partial(edge.quotas.in_all, number)) for number in sources
+        ]
+        self.room = MemoryLimit(plan.max_held_bytes)
         self.served = edge.next_step  # as it was last told
         self._asked = False  # for tickets, since the last release
 
@@ -137,7 +139,7 @@ class Admission:
         """Take note of the version that is served now; the one to issue tickets with."""
         step = self._edge.next_step
         if not self.served <= served_step <= step + 1:
-            raise AccountingError(
+            raise CountsError(
                 f"an engine serves version {served_step}, but version {self.served} was served already and step "
                 f"{step} is the next one: versions never go backwards, nor ahead of the steps"
             )
@@ -153,20 +155,20 @@ class Admission:
         """Groups that may start beside those that run."""
         return self._open(self._edge.num_running - self._edge.num_waiting, served)
 
-    def waiting(self, served: int, num_credits: int) -> list[int]:
+    def waiting(self, served: int, num_capacity: int) -> list[int]:
         """Tickets of groups that wait for another attempt and may start now."""
-        if not num_credits or not self._edge.num_waiting:
+        if not num_capacity or not self._edge.num_waiting:
             return []
         room = {lane: lane.room(self._last_step(served)) + len(lane.waiting) for lane in self._edge.lanes.values()}
         started = list[int]()
-        for number in self._edge.waiting[: None if self._plan.domains else num_credits]:
+        for number in self._edge.waiting[: None if self._plan.domains else num_capacity]:
             lane = self._edge.lane_of(number)
-            if room[lane] > 0 and len(started) < num_credits:
+            if room[lane] > 0 and len(started) < num_capacity:
                 room[lane] -= 1
                 started.append(number)
         return started
 
-    def new(self, served: int, num_credits: int, num_left: int | None) -> list[int]:
+    def new(self, served: int, num_capacity: int, num_left: int | None) -> list[int]:
         """Tickets to issue now, each by its source. Where memory is full these are the ones that the next step waits
         for, and no other."""
         lanes = list(self._edge.lanes.values())
@@ -175,7 +177,7 @@ class Admission:
             due = served + self._plan.max_staleness
             room = [min(own, draws.room(due)) for own, draws in zip(room, self._draws, strict=True)]
         room = [max(0, own) for own in room]
-        bounds = [num_credits, sum(room)]
+        bounds = [num_capacity, sum(room)]
         if (free := self.room.left(self._edge.num_running)) is not None:
             bounds.append(max(free, sum(max(0, lane.room(self._edge.next_step)) for lane in lanes)))
         if num_left is not None:

@@ -5,9 +5,9 @@ from fractions import Fraction
 from typing import Literal
 
 from distflow.errors import UserError
-from distflow.scheduling.domain_queue import Group, Lane
+from distflow.scheduling.domain_queue import DomainQueue, Group
 from distflow.scheduling.domain_quotas import Quotas
-from distflow.scheduling.groups import AccountingError, Ticket, domain_of
+from distflow.scheduling.groups import CountsError, PromptGroup, domain_of
 
 MAX_ATTEMPTS = 3
 """Attempts that a group has: lost in the last one too, it is not tried again."""
@@ -17,7 +17,7 @@ class Exhausted(UserError):
     """A step did not fill although all the tickets that it may have were issued."""
 
 
-class ExperienceEdge:
+class SampleQueue:
     """A pure state machine; who waits for it is told by whoever drives it.
 
     A group whose ticket was issued at version v is due at step v + `max_staleness`. Step s takes complete groups by due
@@ -61,8 +61,8 @@ class ExperienceEdge:
         self._max_staleness = max_staleness
         self._when_exhausted = when_exhausted
         self._groups: dict[int, Group] = {}
-        self.lanes: Mapping[str, Lane] = {
-            name: Lane(self._groups, self.quotas, number, max_staleness, oversampling)
+        self.lanes: Mapping[str, DomainQueue] = {
+            name: DomainQueue(self._groups, self.quotas, number, max_staleness, oversampling)
             for number, name in enumerate(domains)
         }
         self._closed = False
@@ -119,14 +119,14 @@ class ExperienceEdge:
         """Whether the group is complete and no step has consumed it."""
         return number in self._groups and self._groups[number].complete
 
-    def lane_of(self, number: int) -> Lane:
+    def lane_of(self, number: int) -> DomainQueue:
         """That of a group on the edge."""
         return self._lane(self._groups[number])
 
-    def issue(self, ticket: Ticket) -> None:
-        """A group starts. Raises AccountingError where its ticket is on the edge already."""
+    def issue(self, ticket: PromptGroup) -> None:
+        """A group starts. Raises CountsError where its ticket is on the edge already."""
         if ticket.number in self._groups:
-            raise AccountingError(f"ticket {ticket.number} was issued twice: it is on the experience edge already")
+            raise CountsError(f"ticket {ticket.number} was issued twice: it is on the experience edge already")
         self._groups[ticket.number] = Group(ticket)
         self.lane_of(ticket.number).issue(self._groups[ticket.number])
 
@@ -145,9 +145,9 @@ class ExperienceEdge:
 
     def lose(self, number: int) -> None:
         """What was made of a complete group is gone, by no fault of the group's: it waits to be issued again. Raises
-        AccountingError where it is not complete, or a step has taken it."""
+        CountsError where it is not complete, or a step has taken it."""
         if not self.holds(number) or number in self._formed:
-            raise AccountingError(f"ticket {number} cannot be lost: it is not complete, or a step has taken it")
+            raise CountsError(f"ticket {number} cannot be lost: it is not complete, or a step has taken it")
         self.lane_of(number).wait(self._groups[number])
 
     @property
@@ -172,7 +172,7 @@ class ExperienceEdge:
         """Whether the group waits, or runs again, after an abort."""
         return self._groups[number].num_aborts > 0
 
-    def reissue(self, number: int, version: int) -> Ticket:
+    def reissue(self, number: int, version: int) -> PromptGroup:
         """A group that waits starts again under the same number, its attempt raised."""
         group = self._groups[number]
         self._lane(group).reissue(group, version)
@@ -201,7 +201,7 @@ class ExperienceEdge:
         It holds fewer than `consumer_batch` at the end of the data, and where tickets are exhausted and the run is to
         continue; never none. exhausted: no further ticket may be drawn before this step is consumed for a domain that
         lacks some. Raises Exhausted where the run is not to continue, or nothing is left to continue with, and
-        AccountingError where a group was made by weights that are too old for the step.
+        CountsError where a group was made by weights that are too old for the step.
         """
         return tuple(sorted(self._formed)) or self.part(step, self._consumer_batch, exhausted)
 
@@ -212,7 +212,7 @@ class ExperienceEdge:
         exhausted, and how many there are at the end: as in `ready`. Raises as it does.
         """
         if step != self.next_step:
-            raise AccountingError(f"step {step} was asked for, but the next one is {self.next_step}")
+            raise CountsError(f"step {step} was asked for, but the next one is {self.next_step}")
         if len(self.lanes) == 1:
             needs = [(lane, wanted) for lane in self.lanes.values()]
         else:
@@ -236,10 +236,10 @@ class ExperienceEdge:
         return sum(lane.num_owed() for lane in self.lanes.values())
 
     def release(self, step: int) -> list[Group]:
-        """The step is consumed: its groups leave the edge. Raises AccountingError where it was not formed yet."""
+        """The step is consumed: its groups leave the edge. Raises CountsError where it was not formed yet."""
         numbers = self.ready(step)
         if numbers is None:
-            raise AccountingError(f"step {step} was released before it was formed: {self.num_running} groups run")
+            raise CountsError(f"step {step} was released before it was formed: {self.num_running} groups run")
         groups = [self._groups.pop(number) for number in sorted(numbers)]
         self.next_step += 1
         self.quotas.consume()
@@ -251,10 +251,10 @@ class ExperienceEdge:
     def _formed(self) -> tuple[int, ...]:
         return tuple(number for lane in self.lanes.values() for number in lane.formed)
 
-    def _lane(self, group: Group) -> Lane:
+    def _lane(self, group: Group) -> DomainQueue:
         return self.lanes[domain_of(group.ticket.stream)]
 
-    def _form(self, step: int, needs: Sequence[tuple[Lane, int]], exhausted: bool) -> list[list[int]] | None:
+    def _form(self, step: int, needs: Sequence[tuple[DomainQueue, int]], exhausted: bool) -> list[list[int]] | None:
         """What each lane gives to the step."""
         if self._max_staleness == 0 and self.num_running > self.num_waiting:
             return None  # the wave is not over
@@ -287,11 +287,11 @@ class ExperienceEdge:
     def _running_group(self, number: int, verb: str) -> Group:
         group = self._groups.get(number)
         if group is None:
-            raise AccountingError(f"ticket {number} cannot {verb}: it was never issued, or is consumed or dropped")
+            raise CountsError(f"ticket {number} cannot {verb}: it was never issued, or is consumed or dropped")
         if group.complete:
-            raise AccountingError(f"ticket {number} cannot {verb}: it is complete already")
+            raise CountsError(f"ticket {number} cannot {verb}: it is complete already")
         if number in self._lane(group).waiting:
-            raise AccountingError(f"ticket {number} cannot {verb}: it was lost, and waits to be issued again")
+            raise CountsError(f"ticket {number} cannot {verb}: it was lost, and waits to be issued again")
         return group
 
 

@@ -6,11 +6,11 @@ from distflow.errors import UserError
 from distflow.scheduling.curriculum import SavedCurriculum, SavedSkips
 from distflow.scheduling.data_plan import DataPlan
 from distflow.scheduling.domain_queue import Group
-from distflow.scheduling.groups import Ticket
+from distflow.scheduling.groups import PromptGroup
 
 
-class SavedTicket(TypedDict):
-    """The fields of a `Ticket`."""
+class SavedGroupStart(TypedDict):
+    """The fields of a `PromptGroup`."""
 
     number: int
     epoch: int
@@ -22,14 +22,14 @@ class SavedTicket(TypedDict):
     position: NotRequired[int]
 
 
-class LiveGroup(TypedDict):
+class SavedGroup(TypedDict):
     """A group that was on the edge at the cut: complete ones keep their batch, the others start again.
 
     num_tokens: 0 until complete. failures: times that it was lost and tried again. version: the lowest of its tokens,
     None until complete. aborts: times that it was aborted, missing where it never was.
     """
 
-    ticket: SavedTicket
+    ticket: SavedGroupStart
     complete: bool
     num_tokens: int
     failures: int
@@ -68,17 +68,17 @@ class SavedMark(TypedDict):
 
     ledger: str
     offset: int
-    incarnation: int
+    restart: int
 
 
 class Snapshot(TypedDict):
-    """issued, consumed, dropped, aborted, aborted_tokens: as in `Account`. offered: issued for rows that are not of the
-    data set. live: groups on the edge, in ticket order. ledger: where it stood, None without one. domains: by name,
-    missing without any. shares, curriculum: missing where shares stay; those of the next step, then
-    those to come. skips: missing where no row is passed over."""
+    """issued, consumed, dropped, aborted, aborted_tokens: as in `GroupCounts`. offered: issued for rows that are not of
+    the data set. live: groups on the edge, in ticket order. ledger: where it stood, None without one. domains: by name,
+    missing without any. shares, curriculum: missing where shares stay; those of the next step, then those to come.
+    skips: missing where no row is passed over."""
 
     plan: SavedPlan
-    incarnation: int
+    restart: int
     step: int
     issued: int
     offered: NotRequired[int]
@@ -86,7 +86,7 @@ class Snapshot(TypedDict):
     dropped: dict[str, int]
     aborted: NotRequired[int]
     aborted_tokens: NotRequired[int]
-    live: list[LiveGroup]
+    live: list[SavedGroup]
     ledger: SavedMark | None
     domains: NotRequired[dict[str, SavedDomain]]
     shares: NotRequired[list[SavedShares]]
@@ -98,7 +98,7 @@ def at_start(plan: DataPlan) -> Snapshot:
     """Of a run that has done nothing yet."""
     return {
         "plan": saved_plan(plan),
-        "incarnation": -1,
+        "restart": -1,
         "step": 0,
         "issued": 0,
         "consumed": 0,
@@ -115,10 +115,10 @@ def saved_plan(plan: DataPlan) -> SavedPlan:
     return saved
 
 
-def saved(group: Group) -> LiveGroup:
+def saved(group: Group) -> SavedGroup:
     """A group on the edge as JSON."""
-    live: LiveGroup = {
-        "ticket": cast(SavedTicket, dict(vars(group.ticket))),
+    live: SavedGroup = {
+        "ticket": cast(SavedGroupStart, dict(vars(group.ticket))),
         "complete": group.complete,
         "num_tokens": group.num_tokens,
         "failures": group.failures,
@@ -127,9 +127,9 @@ def saved(group: Group) -> LiveGroup:
     return {**live, "aborts": group.num_aborts} if group.num_aborts else live
 
 
-def restored(group: LiveGroup) -> Group:
+def restored(group: SavedGroup) -> Group:
     """The inverse of `saved`."""
-    ticket = Ticket(**group["ticket"])
+    ticket = PromptGroup(**group["ticket"])
     # Checkpoints of earlier releases do not have it; they were synchronous.
     version = group.get("version", ticket.version if group["complete"] else None)
     return Group(ticket, group["complete"], group["num_tokens"], group["failures"], version, group.get("aborts", 0))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from distflow.config import Config, ConfigError, Loaded, Room, fit_to, flatten, load_config
+from distflow.config import Config, ConfigError, Loaded, RunLimits, fit_to, flatten, load_config
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 GOOD = ("data.train_files=train.jsonl", f"{MODEL}.path=model")
@@ -43,23 +43,27 @@ FITS = [
 def test_what_nobody_chose_becomes_what_fits(
     preset: str, overrides: list[str], rows: int | None, context: int | None, becomes: dict[str, int]
 ) -> None:
-    loaded = fit_to(load(preset, *overrides), Room(rows, context))
+    loaded = fit_to(load(preset, *overrides), RunLimits(rows, context))
     assert fitted(loaded) == becomes
     assert all(f"{key.rpartition('.')[2]}: {value}\n" in loaded.text for key, value in becomes.items())
 
 
 CHOSEN = [
-    (["data.train_batch_size=64"], Room(rows=30), "data.train_batch_size=30 or less"),
-    ([f"{MINI}=64"], Room(rows=30), f"{MINI}=30 or less"),
-    ([f"{PROMPT}=512", f"{RESPONSE}=512"], Room(context=1000), f"{RESPONSE}=488 or less"),
-    ([f"{PROMPT}=900", f"{RESPONSE}=200"], Room(context=1000), f"{PROMPT}=800 or less"),
-    ([f"{RESPONSE}=1000"], Room(context=1000), "1000 together or less"),
-    ([f"{WARM_UP}=40", "trainer.total_epochs=2", f"{BATCH}=10", f"{MINI}=10"], Room(rows=100), "less than 20, e.g. 2"),
+    (["data.train_batch_size=64"], RunLimits(rows=30), "data.train_batch_size=30 or less"),
+    ([f"{MINI}=64"], RunLimits(rows=30), f"{MINI}=30 or less"),
+    ([f"{PROMPT}=512", f"{RESPONSE}=512"], RunLimits(context=1000), f"{RESPONSE}=488 or less"),
+    ([f"{PROMPT}=900", f"{RESPONSE}=200"], RunLimits(context=1000), f"{PROMPT}=800 or less"),
+    ([f"{RESPONSE}=1000"], RunLimits(context=1000), "1000 together or less"),
+    (
+        [f"{WARM_UP}=40", "trainer.total_epochs=2", f"{BATCH}=10", f"{MINI}=10"],
+        RunLimits(rows=100),
+        "less than 20, e.g. 2",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("overrides", "room", "advice"), CHOSEN)
-def test_what_somebody_chose_is_refused_with_its_fix(overrides: list[str], room: Room, advice: str) -> None:
+def test_what_somebody_chose_is_refused_with_its_fix(overrides: list[str], room: RunLimits, advice: str) -> None:
     loaded = load("grpo", *overrides)
     with pytest.raises(ConfigError) as refused:
         fit_to(loaded, room)
@@ -69,9 +73,9 @@ def test_what_somebody_chose_is_refused_with_its_fix(overrides: list[str], room:
 def test_a_file_of_the_users_chooses_and_a_preset_of_ours_does_not(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("defaults: [sft, _self_]\ndata: {train_batch_size: 64}\n")
-    assert fitted(fit_to(load("sft"), Room(rows=5)))[BATCH] == 5
+    assert fitted(fit_to(load("sft"), RunLimits(rows=5)))[BATCH] == 5
     with pytest.raises(ConfigError, match="a batch of 64 is larger than the data set, which has 5 rows"):
-        fit_to(load(str(file)), Room(rows=5))
+        fit_to(load(str(file)), RunLimits(rows=5))
 
 
 def test_a_warm_up_of_a_file_that_is_built_on_is_the_users(tmp_path: Path) -> None:
@@ -83,18 +87,18 @@ def test_a_warm_up_of_a_file_that_is_built_on_is_the_users(tmp_path: Path) -> No
 
 
 def test_the_changes_are_told_with_both_values_and_why() -> None:
-    lines = [str(change) for change in fit_to(load("grpo"), Room(rows=30)).fitted]
+    lines = [str(change) for change in fit_to(load("grpo"), RunLimits(rows=30)).fitted]
     assert lines[0] == f"{BATCH}=30 instead of 512: there are 30 rows to train on"
-    assert fit_to(load("grpo"), Room(rows=30)).origin(BATCH) == "made to fit: there are 30 rows to train on"
+    assert fit_to(load("grpo"), RunLimits(rows=30)).origin(BATCH) == "made to fit: there are 30 rows to train on"
 
 
 def test_the_same_room_gives_the_same_config_and_loading_it_again_changes_nothing(tmp_path: Path) -> None:
-    once = fit_to(load("dapo"), Room(30, 512))
-    assert fit_to(once, Room(30, 512)) is once
+    once = fit_to(load("dapo"), RunLimits(30, 512))
+    assert fit_to(once, RunLimits(30, 512)) is once
     file = tmp_path / "resolved.yaml"
     file.write_text(once.text)
     again = load_config(str(file))
-    assert again.config == once.config and fit_to(again, Room(30, 512)) is again
+    assert again.config == once.config and fit_to(again, RunLimits(30, 512)) is again
 
 
 def rewards(*overrides: str, preset: str = "grpo") -> dict[str, list[str]]:

@@ -153,9 +153,9 @@ def test_names_of_the_users_own_are_left_to_the_registry_where_modules_are_named
     ],
 )
 def test_what_selects_the_program(write, overrides, program):
-    from distflow.config import program_name
+    from distflow.config import pipeline_name
 
-    assert program_name(load_config(write(BASE), overrides).config) == program
+    assert pipeline_name(load_config(write(BASE), overrides).config) == program
 
 
 def test_workflow_type_dapo_contradicts_gae_even_without_a_pipeline(write):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from distflow.config import Config, Loaded, config_from_dict, load_config, to_dict
 from distflow.data.batch import Batch
 from distflow.data.prompts import PromptSet
-from distflow.launch.data_sets import held_out_sources, train_sources
+from distflow.launch.data_sets import train_sources, validation_sources
 from distflow.launch.devices import choose_device
 from distflow.launch.local_launcher import launch_local
 from distflow.launch.make_spec import make_spec
@@ -77,7 +77,7 @@ GENERATING = {
     "reward.functions.default": "[custom]",
     "custom_reward_function.path": "{lab}/reward.py",
     "reward.num_workers": "1",
-    "trust.certify_rewards": "false",
+    "trust.check_rewards": "false",
 }
 GROUP_RELATIVE = {f"{ACTOR}.entropy_coef": "0.0", f"{ACTOR}.use_kl_loss": "false"}
 BASES: dict[str, tuple[str, dict[str, str]]] = {
@@ -223,7 +223,7 @@ class Lab:
         tokenizer = load_tokenizer(config.actor_rollout_ref.model.path or "")
         folder = self.folder / "prompts"
         (train,) = train_sources(config, judged=True)
-        held_out = held_out_sources(config, judged=True)
+        held_out = validation_sources(config, judged=True)
         return (
             train.encode(train.read(folder), tokenizer),
             held_out[0].encode(held_out[0].read(folder), tokenizer) if held_out else None,

@@ -206,10 +206,10 @@ REWARDS = (
         ),
     ),
     Case(
-        "reward.max_error_share",
-        "reward.max_error_share=0",
+        "reward.max_error_rate",
+        "reward.max_error_rate=0",
         "the run stops at the first verdict that fails",
-        refused("reward.max_error_share=0"),
+        refused("reward.max_error_rate=0"),
         given=(ONE, "custom_reward_function.name=sometimes"),
     ),
     Case(
@@ -217,7 +217,7 @@ REWARDS = (
         "reward.on_error={score: -0.5}",
         "scores of samples without a verdict",
         failed_are_given_a_score,
-        given=(ONE, "custom_reward_function.name=sometimes", "reward.max_error_share=1"),
+        given=(ONE, "custom_reward_function.name=sometimes", "reward.max_error_rate=1"),
     ),
     Case(
         "reward.num_workers",
@@ -357,8 +357,8 @@ TRUST = (
         given=(f"{ACTOR}.optim.lr=1e-15",),
     ),
     Case(
-        "trust.certify_rewards",
-        "trust.certify_rewards=true",
+        "trust.check_rewards",
+        "trust.check_rewards=true",
         "answers that do not match themselves are found",
         refused("data.answer_key"),
         given=(

@@ -216,7 +216,7 @@ def test_a_curve_stands_beside_its_range_and_verdicts_that_fail_beside_why(monke
     view = TerminalView("run", 9, file=terminal.file)
     for step, reward in enumerate((0.25, 0.75, 0.5), 1):
         view.log(step, {"reward/mean_score": reward, "reward/verdicts": 64.0, "reward/error_share": 3 / 64})
-    view.verdict_failed(f"ValueError: {EVIL} (at reward.py:3)")
+    view.reward_failed(f"ValueError: {EVIL} (at reward.py:3)")
     view.audited(3, 15, 17)
     view.note("warning", "look here")
     view.close()

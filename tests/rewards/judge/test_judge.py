@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from distflow.data.sample import Sample, Segment
-from distflow.rewards.judge.cache import BudgetSpent, JudgeStore
+from distflow.rewards.judge.cache import BudgetSpent, JudgeCache
 from distflow.rewards.judge.reward import compute_score
 from distflow.rewards.pool.pool import VerifierPool
 from distflow.rewards.router import RewardRouter
@@ -170,7 +170,7 @@ def test_answers_are_kept_by_everything_that_was_sent(runner, server, tmp_path):
     for number, options in enumerate([{"response": "five"}, {"temperature": 1.0}, {"template": "{response}!"}], 2):
         ask(runner, server, store=store, **options)
         assert len(server.asked) == number
-    assert JudgeStore(store).spent() == (4, 28)
+    assert JudgeCache(store).spent() == (4, 28)
     server.reply = lambda content, number: completion("garbage")
     for number in (5, 6):
         with pytest.raises(ValueError, match="no JSON"):
@@ -235,7 +235,7 @@ def test_a_group_waits_together_in_its_process_and_a_silent_endpoint_is_a_timeou
     def check(deadline_s: float) -> None:
         server.asked.clear()
         all_asked.clear()
-        verdicts = asyncio.run(pool.judge_group("judge", asked, deadline_s))
+        verdicts = asyncio.run(pool.score_group("judge", asked, deadline_s))
         assert [found.value for found in verdicts[:9] if isinstance(found, Score)] == [n / 10 for n in range(9)]
         assert verdicts[9] == Timeout(deadline_s)
 
@@ -268,7 +268,7 @@ def test_a_wait_beyond_the_deadline_is_told_at_once_and_a_date_is_a_wait(server)
     asked = [{"data_source": "d", "solution_str": str(n), "ground_truth": None, "extra_info": {}} for n in range(2)]
     pool = VerifierPool({"judge": target}, num_workers=1, timeout_s=20.0)
     try:
-        verdicts = asyncio.run(pool.judge_group("judge", asked, 20.0))
+        verdicts = asyncio.run(pool.score_group("judge", asked, 20.0))
     finally:
         pool.close()
     for found in verdicts:
@@ -291,9 +291,9 @@ def test_tokens_that_the_endpoint_does_not_tell_are_estimated(runner, server, tm
     store = str(tmp_path / "judge.sqlite")
     for tokens in (0, 10**30, None):
         server.reply = lambda content, number, tokens=tokens: completion('{"score": 1, "reason": "x"}', tokens)
-        before = JudgeStore(store).spent()[1]
+        before = JudgeCache(store).spent()[1]
         ask(runner, server, str(tokens), store=store)
-        assert 100 < JudgeStore(store).spent()[1] - before < 400
+        assert 100 < JudgeCache(store).spent()[1] - before < 400
 
 
 def test_a_damaged_store_is_told_and_a_damaged_answer_is_asked_for_again(runner, server, tmp_path):

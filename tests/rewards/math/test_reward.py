@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distflow.rewards.extracted_answers import after_hashes, last_box, marked_answer, phrased_answer
-from distflow.rewards.math.reward import compute_score, compute_verdict, gold_answer, is_equal, normalise
+from distflow.rewards.math.reward import compute_result, compute_score, gold_answer, is_equal, normalise
 
 SETS = Path(__file__).parents[2] / "data" / "sets"
 
@@ -255,4 +255,4 @@ def test_normalising():
     ],
 )
 def test_what_was_compared_is_told(response, truth, verdict):
-    assert compute_verdict("", response, truth) == verdict
+    assert compute_result("", response, truth) == verdict

@@ -10,7 +10,7 @@ import pytest
 from distflow.data.sample import Sample, Segment
 from distflow.errors import UserError
 from distflow.rewards.pool.domain_pools import Patience, Pools
-from distflow.rewards.router import Judgement, RewardRouter
+from distflow.rewards.router import RewardOutcome, RewardRouter
 from distflow.rewards.score import Error, Score, Timeout
 from tests.patience import at_some_deadline
 
@@ -29,7 +29,7 @@ def router_of(*domains: str, **settings: object) -> RewardRouter:
     return RewardRouter(dict.fromkeys(domains, CUSTOM), custom=(FAULTY, "compute_score"), **settings)  # type: ignore[arg-type]
 
 
-def judge(router: RewardRouter, samples: Sequence[Sample]) -> list[Judgement]:
+def judge(router: RewardRouter, samples: Sequence[Sample]) -> list[RewardOutcome]:
     return asyncio.run(router(samples))
 
 

@@ -17,7 +17,7 @@ from distflow.rewards.pool import process
 from distflow.rewards.pool.framing import Channel
 from distflow.rewards.pool.pool import VerifierPool
 from distflow.rewards.router import RewardRouter
-from distflow.rewards.score import Error, Score, Timeout, Verdict
+from distflow.rewards.score import Error, RewardResult, Score, Timeout
 from tests.patience import at_some_deadline
 
 FAULTY = f"{Path(__file__).with_name('faulty_verifiers.py')}:compute_score"
@@ -35,7 +35,7 @@ def pool() -> Iterator[VerifierPool]:
     pool.close()
 
 
-def judge(pool: VerifierPool, what: str, timeout_s: float | None = None, **extra) -> Verdict:
+def judge(pool: VerifierPool, what: str, timeout_s: float | None = None, **extra) -> RewardResult:
     return asyncio.run(pool.judge("faulty", arguments(what, **extra), timeout_s))
 
 
@@ -154,7 +154,7 @@ def test_answers_belong_to_their_requests_while_others_hang_and_crash():
     """40 requests, 4 of which hang and 4 crash: every other one gets its own number back."""
     pool = make_pool(num_workers=2)
 
-    async def judge_all() -> list[Verdict]:
+    async def judge_all() -> list[RewardResult]:
         def request(i: int):
             if i % 10 == 3:
                 return pool.judge("faulty", arguments("hang in c"), SHORT_S)
@@ -183,7 +183,7 @@ def test_what_befalls_one_of_a_group_befalls_no_other():
     whats = ["echo"] * 4 + ["hang in c"] + ["echo"] * 4 + ["exit 0"] + ["echo"] * 4
     asked = [arguments(what, value=i) for i, what in enumerate(whats)]
     try:
-        verdicts = asyncio.run(pool.judge_group("faulty", asked, on_again=again.append))
+        verdicts = asyncio.run(pool.score_group("faulty", asked, on_again=again.append))
         for i, (what, verdict) in enumerate(zip(whats, verdicts, strict=True)):
             if what == "echo":
                 assert verdict == Score(float(i))
@@ -202,7 +202,7 @@ def test_a_process_that_has_died_when_the_next_is_sent_died_of_what_it_did_not_a
     pool, again = make_pool(), list[int]()
     asked = [arguments(what, value=i) for i, what in enumerate(["echo"] * 12 + ["exit 0"] + ["echo"] * 12)]
     try:
-        verdicts = asyncio.run(pool.judge_group("faulty", asked, on_again=again.append))
+        verdicts = asyncio.run(pool.score_group("faulty", asked, on_again=again.append))
         assert isinstance(verdicts.pop(12), Error) and again == [1]
         assert verdicts == [Score(float(i)) for i in range(25) if i != 12]
     finally:
@@ -219,9 +219,9 @@ def test_hangs_that_were_sent_ahead_to_one_process_are_left_to_all():
     def check(deadline_s: float) -> None:
         pool = make_pool(num_workers=4, timeout_s=deadline_s)
         try:
-            asyncio.run(pool.judge_group("faulty", [arguments("sleep", seconds=0.3)] * 4))  # all four are up
+            asyncio.run(pool.score_group("faulty", [arguments("sleep", seconds=0.3)] * 4))  # all four are up
             began = time.monotonic()
-            verdicts = asyncio.run(pool.judge_group("faulty", asked))
+            verdicts = asyncio.run(pool.score_group("faulty", asked))
             took = time.monotonic() - began
         finally:
             pool.close()
@@ -235,7 +235,7 @@ def test_time_in_the_queue_does_not_count():
     """Verdicts of a third of the deadline each in one process: six together are longer than it."""
     pool = make_pool()
 
-    async def judge_all(deadline_s: float) -> list[Verdict]:
+    async def judge_all(deadline_s: float) -> list[RewardResult]:
         asked = arguments("sleep", seconds=deadline_s / 3)
         return await asyncio.gather(*(pool.judge("faulty", asked, deadline_s) for _ in range(6)))
 
@@ -258,7 +258,7 @@ def test_a_process_that_is_killed_while_idle_is_replaced(pool):
 def test_close_leaves_no_process_and_waits_for_no_verifier():
     pool = make_pool(num_workers=2)
 
-    async def close_while_busy() -> tuple[list[int], list[Verdict]]:
+    async def close_while_busy() -> tuple[list[int], list[RewardResult]]:
         tasks = [asyncio.create_task(pool.judge("faulty", arguments("hang with signals blocked"))) for _ in range(5)]
         while len(pool.pids()) < 2:
             await asyncio.sleep(0.01)

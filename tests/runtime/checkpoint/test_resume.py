@@ -11,7 +11,7 @@ from distflow.runtime.spec import Outcome
 from distflow.scheduling.ledger import verify
 from tests.e2e.runs import Playground
 
-CHEAP = ("trust.certify_rewards=false", "trust.audit_freq=0", "trainer.save_freq=1", "trainer.keep_last=9")
+CHEAP = ("trust.check_rewards=false", "trust.audit_freq=0", "trainer.save_freq=1", "trainer.keep_last=9")
 STEPS = "trainer.total_training_steps"
 
 

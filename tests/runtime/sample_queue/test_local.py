@@ -11,11 +11,11 @@ import pytest
 from distflow.data.batch import Batch
 from distflow.data.sample import Segment
 from distflow.errors import UserError
-from distflow.runtime.sample_queue.local import LocalEdge
+from distflow.runtime.sample_queue.local import LocalSampleQueue
 from distflow.runtime.sample_queue.protocol import Failure, NoProgress, Released, Share, UserNoProgress
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.coordinator import Coordinator
-from distflow.scheduling.groups import AccountingError, Ticket
+from distflow.scheduling.groups import CountsError, PromptGroup
 from distflow.scheduling.sample_queue import Exhausted
 from tests.runtime.groups import coordinator, group, samples
 
@@ -30,12 +30,12 @@ class Driven:
         self.coordinator: Coordinator = coordinator(**changes)
         self.waits: list[tuple[str, str, str]] = []
         told = Waits(lambda wait, ended: self.waits.append((wait.who, wait.what, wait.on)))
-        self.edge = LocalEdge(self.coordinator, told, num_ranks)
+        self.edge = LocalSampleQueue(self.coordinator, told, num_ranks)
 
-    def issue(self) -> list[Ticket]:
-        return self.coordinator.take_tickets()
+    def issue(self) -> list[PromptGroup]:
+        return self.coordinator.take_groups()
 
-    def put(self, ticket: Ticket, batch: Batch | None = None, **metrics: float) -> None:
+    def put(self, ticket: PromptGroup, batch: Batch | None = None, **metrics: float) -> None:
         batch = group(ticket.number, version=ticket.version) if batch is None else batch
         self.edge.put(ticket, batch, [(metrics, float(len(batch)))])
 
@@ -224,7 +224,7 @@ def test_groups_of_later_steps_are_in_the_checkpoint_and_go_on_from_it() -> None
     sizes = [saved["num_tokens"] for saved in released.kept().cut["live"]]
     assert sizes == [2 * 3 + 2 + 4] * 2, "of prompts and answers"
     resumed = Coordinator(driven.coordinator.plan, None, released.kept().cut)
-    share = LocalEdge(resumed, Waits(), live=live).take(1, 0)
+    share = LocalSampleQueue(resumed, Waits(), live=live).take(1, 0)
     assert rows(share) == [2, 2, 3, 3] and share is not None and share.metrics == {"mine": 2.5}
 
 
@@ -235,9 +235,9 @@ def test_groups_that_a_smaller_bound_made_stale_are_forgotten_with_their_batches
     released = driven.edge.release(0, 0, published=True)
     plan = replace(driven.coordinator.plan, max_staleness=0)
     resumed = Coordinator(plan, None, released.kept().cut)
-    edge = LocalEdge(resumed, Waits(), live=released.kept().live)
+    edge = LocalSampleQueue(resumed, Waits(), live=released.kept().live)
     assert resumed.accounting().dropped == {"stale": 2}
-    for ticket in resumed.take_tickets():
+    for ticket in resumed.take_groups():
         edge.put(ticket, group(ticket.number, version=1), [])
     assert rows(edge.take(1, 0)) == [4, 4, 5, 5]
     live = edge.release(1, 0, published=True).kept().live
@@ -245,7 +245,7 @@ def test_groups_that_a_smaller_bound_made_stale_are_forgotten_with_their_batches
 
 
 def test_the_lowest_version_of_any_token_is_told_to_the_ledger_s_keeper() -> None:
-    driven = Driven(max_staleness=1, total_tickets=100, total_steps=50)
+    driven = Driven(max_staleness=1, total_groups=100, total_steps=50)
     driven.fill()
     driven.edge.take(0, 0)
     driven.edge.release(0, 0, published=True)
@@ -259,7 +259,7 @@ def test_the_lowest_version_of_any_token_is_told_to_the_ledger_s_keeper() -> Non
     driven.put(first, Batch.from_samples(made))
     for ticket in others:
         driven.put(ticket)
-    with pytest.raises(AccountingError, match=f"ticket {first.number} holds tokens of version 0, which step 2 may not"):
+    with pytest.raises(CountsError, match=f"ticket {first.number} holds tokens of version 0, which step 2 may not"):
         driven.edge.take(2, 0)
 
 
@@ -331,7 +331,7 @@ def test_a_group_that_comes_through_starts_the_count_anew_and_a_filtered_one_too
 
 
 def test_data_that_end_in_nothing_but_failures_are_no_success() -> None:
-    driven = Driven(num_rows=2, total_tickets=2, total_steps=1)
+    driven = Driven(num_rows=2, total_groups=2, total_steps=1)
     driven.fail_all()
     with pytest.raises(UserNoProgress):
         driven.edge.take(0, 0)

@@ -8,26 +8,26 @@ from typing import Any
 import pytest
 
 from distflow.runtime.sample_queue.pending_groups import Facts, Held, Portion, Team
-from distflow.runtime.sample_queue.protocol import Newcomers
-from distflow.runtime.sample_queue.shared import SharedEdge
+from distflow.runtime.sample_queue.protocol import NewWorkers
+from distflow.runtime.sample_queue.shared import SharedSampleQueue
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.bin_packing import divide_step
 from distflow.scheduling.data_order import minibatches
-from distflow.scheduling.groups import Ticket
+from distflow.scheduling.groups import PromptGroup
 from tests.runtime.groups import coordinator
 
 TOKENS = (40, 10, 30, 20, 25, 5)
 
 
-def edge(*teams: Team) -> SharedEdge[str]:
+def edge(*teams: Team) -> SharedSampleQueue[str]:
     counted = coordinator(consumer_batch=len(TOKENS))
-    made = SharedEdge[str](counted, Waits(), teams)
-    for ticket in counted.take_tickets():
+    made = SharedSampleQueue[str](counted, Waits(), teams)
+    for ticket in counted.take_groups():
         made.put(ticket, f"group {ticket.number}", Facts(TOKENS[ticket.number], 0, None), [])
     return made
 
 
-def taken(shared: SharedEdge[str], rank: int) -> list[int]:
+def taken(shared: SharedSampleQueue[str], rank: int) -> list[int]:
     portion = shared.take(0, rank)
     assert isinstance(portion, Portion) and portion.tickets == tuple(range(len(TOKENS)))
     return [int(group.split()[1]) for group in portion.groups]
@@ -77,17 +77,19 @@ class Shared:
     def __init__(self, num_ranks: int = 1, may_be_lost: bool = False, **changes: Any) -> None:
         self.coordinator = coordinator(max_staleness=1, **changes)
         teams = (Team(tuple(range(num_ranks))),)
-        self.edge = SharedEdge[Ticket](self.coordinator, Waits(), teams, ("0", "1"), may_be_lost=may_be_lost)
+        self.edge = SharedSampleQueue[PromptGroup](
+            self.coordinator, Waits(), teams, ("0", "1"), may_be_lost=may_be_lost
+        )
 
-    def tickets(self, worker: int, served: int = 0) -> list[Ticket]:
+    def tickets(self, worker: int, served: int = 0) -> list[PromptGroup]:
         found = self.edge.tickets(worker, served)
         assert found is not None
         return found
 
-    def put(self, ticket: Ticket) -> None:
+    def put(self, ticket: PromptGroup) -> None:
         self.edge.put(ticket, ticket, FACTS, [])
 
-    def portion(self, rank: int) -> Portion[Ticket]:
+    def portion(self, rank: int) -> Portion[PromptGroup]:
         found = self.edge.take(0, rank)
         assert isinstance(found, Portion)
         return found
@@ -117,7 +119,7 @@ def test_groups_of_a_worker_that_is_gone_go_to_others_and_what_still_comes_of_it
         shared.put(ticket)
     assert shared.edge.tickets(0, 0) is None, "it is told to end"
     portion = shared.edge.take(0, 0)
-    assert portion is not None and not isinstance(portion, Newcomers)
+    assert portion is not None and not isinstance(portion, NewWorkers)
     assert {ticket.attempt for ticket in portion.groups} == {0, 1}
 
 
@@ -156,13 +158,13 @@ def test_a_failure_ends_the_wait_for_ranks_that_have_not_read_yet() -> None:
 
 def test_complete_groups_whose_batch_a_checkpoint_does_not_have_are_made_again() -> None:
     counted = coordinator(max_staleness=1)
-    numbers = [ticket.number for ticket in counted.take_tickets()]
+    numbers = [ticket.number for ticket in counted.take_groups()]
     for number in numbers:
         counted.complete(number, 5)
     kept = Held(None, 5, ())
-    SharedEdge[None](counted, Waits(), live=dict.fromkeys(numbers[:-1], kept))
+    SharedSampleQueue[None](counted, Waits(), live=dict.fromkeys(numbers[:-1], kept))
     assert counted.untaken == numbers[:-1] and counted.accounting().running == 1
-    assert [ticket.number for ticket in counted.take_tickets()][0] == numbers[-1]
+    assert [ticket.number for ticket in counted.take_groups()][0] == numbers[-1]
 
 
 def test_a_worker_that_comes_gets_no_ticket_before_it_asks() -> None:
@@ -182,9 +184,9 @@ def test_all_ranks_hear_of_newcomers_at_the_same_place_and_before_any_has_a_part
     for worker in (0, 1):
         for ticket in shared.tickets(worker):
             shared.put(ticket)
-    shared.edge.tell_of_newcomers()
-    assert isinstance(shared.edge.take(0, 0), Newcomers)
-    assert isinstance(shared.edge.take(0, 1), Newcomers)
-    assert not isinstance(shared.edge.take(0, 1), Newcomers)
-    shared.edge.tell_of_newcomers()
-    assert not isinstance(shared.edge.take(0, 0), Newcomers), "the other one has its part already"
+    shared.edge.tell_of_new_workers()
+    assert isinstance(shared.edge.take(0, 0), NewWorkers)
+    assert isinstance(shared.edge.take(0, 1), NewWorkers)
+    assert not isinstance(shared.edge.take(0, 1), NewWorkers)
+    shared.edge.tell_of_new_workers()
+    assert not isinstance(shared.edge.take(0, 0), NewWorkers), "the other one has its part already"

@@ -12,7 +12,7 @@ from distflow.errors import TrustError
 from distflow.rollout.engine import Receipt
 from distflow.rollout.weights import stripe_hashes
 from distflow.runtime.weight_sync import sender
-from distflow.runtime.weight_sync.sender import Publisher, Receiver, buckets
+from distflow.runtime.weight_sync.sender import WeightReceiver, WeightSender, buckets
 from distflow.scheduling.groups import Version
 
 
@@ -44,9 +44,9 @@ def test_garbage_is_not_served(value: float, dtype: torch.dtype) -> None:
             return iter([("w0", torch.ones(3)), ("w1", torch.tensor([0.0, value]))])
 
     port: Any = Port()
-    publisher = Publisher(Broken(), port, dtype, sends=True, canary=None, session=None)  # type: ignore[arg-type]
+    publisher = WeightSender(Broken(), port, dtype, sends=True, canary=None, session=None)  # type: ignore[arg-type]
     with pytest.raises(TrustError, match=r"version 3 must not be served: 'w1' holds"):
-        publisher.publish(Version(0, 3))
+        publisher.sync(Version(0, 3))
     assert "commit" not in port.log
 
 
@@ -106,27 +106,27 @@ class Session:
         raise AssertionError("it waited")
 
 
-def publisher(port: Port, *, sends: bool = True, canary: Any = None) -> Publisher:
-    return Publisher(Actor(), port, torch.bfloat16, sends=sends, canary=canary, session=Session())  # type: ignore[arg-type]
+def publisher(port: Port, *, sends: bool = True, canary: Any = None) -> WeightSender:
+    return WeightSender(Actor(), port, torch.bfloat16, sends=sends, canary=canary, session=Session())  # type: ignore[arg-type]
 
 
 def test_a_version_is_pushed_in_buckets_of_the_engine_s_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sender, "BUCKET_BYTES", 4)
     port = Port()
-    assert publisher(port).publish(Version(0, 3)) == {}
+    assert publisher(port).sync(Version(0, 3)) == {}
     assert port.log == [("begin", 3), [("w0", torch.bfloat16)], [("w1", torch.bfloat16)], "commit"]
 
 
 def test_an_engine_on_the_trainer_s_storage_is_only_told() -> None:
     port = Port()
-    publisher(port, sends=False).publish(Version(0, 3))
+    publisher(port, sends=False).sync(Version(0, 3))
     assert port.log == [("begin", 3), "commit"]
 
 
 def test_the_canary_sings_when_it_is_due() -> None:
     made = publisher(Port(), canary=Canary())
-    assert made.publish(Version(0, 0), at_start=True) == {"canary/mean_abs": 1.0}
-    assert made.publish(Version(0, 1)) == {}
+    assert made.sync(Version(0, 0), at_start=True) == {"canary/mean_abs": 1.0}
+    assert made.sync(Version(0, 1)) == {}
 
 
 class Engine:
@@ -150,7 +150,7 @@ class Engine:
 
 
 def receive_from(engine: Engine) -> Any:
-    return Receiver(engine, Session())  # type: ignore[arg-type]
+    return WeightReceiver(engine, Session())  # type: ignore[arg-type]
 
 
 def test_a_receiver_asks_the_engine_what_it_holds() -> None:
@@ -168,7 +168,7 @@ def test_an_engine_that_claims_what_it_does_not_hold_is_refused(engine: Engine) 
 
 def test_versions_are_published_in_their_order() -> None:
     made = publisher(Port())
-    made.publish(Version(1, 3))
+    made.sync(Version(1, 3))
     for older in (Version(0, 4), Version(1, 3), Version(1, 2)):
         with pytest.raises(TrustError, match="are to be published behind those of"):
-            made.publish(older)
+            made.sync(older)

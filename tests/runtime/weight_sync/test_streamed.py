@@ -15,7 +15,7 @@ from distflow.rollout.weights import stripe_hashes
 from distflow.runtime.loop_thread import LoopThread
 from distflow.runtime.wait_log import Waits
 from distflow.runtime.weight_sync import sender
-from distflow.runtime.weight_sync.sender import Publisher, Receiver
+from distflow.runtime.weight_sync.sender import WeightReceiver, WeightSender
 from distflow.runtime.weight_sync.streamed import StreamedWeights
 from distflow.scheduling.groups import Version
 from tests.rollout.drive import make_engine, make_model, prompt_of, request_of
@@ -31,7 +31,7 @@ class Serving:
         self.model, self.source = make_model(seed=0), make_model(seed=1)
         self.engine: EmbeddedEngine = make_engine(self.model)
         self.thread, self.port = thread, StreamedWeights(Waits())
-        self.detach = self.port.attach(Receiver(self.engine, thread))
+        self.detach = self.port.attach(WeightReceiver(self.engine, thread))
 
     def sent(self) -> list[tuple[str, Tensor]]:
         return list(self.source.named_parameters())
@@ -88,7 +88,7 @@ def test_an_engine_with_a_part_of_a_version_serves_nobody(serving: Serving) -> N
     serving.detach()
     with pytest.raises(RuntimeError, match="took a part of its last weights only"):
         serving.generate().result(WITHIN_S)
-    serving.port.attach(Receiver(serving.engine, serving.thread))
+    serving.port.attach(WeightReceiver(serving.engine, serving.thread))
     serving.detach = lambda: None
 
 
@@ -131,6 +131,6 @@ def test_no_more_is_held_than_a_bucket_and_the_tensors_beside_it(
     whole = sum(tensor.nbytes for _, tensor in serving.sent())
     monkeypatch.setattr(sender, "BUCKET_BYTES", largest)
     actor: Any = Gathers(serving.sent())
-    Publisher(actor, serving.port, torch.float32, sends=True, canary=None, session=serving.thread).publish(ONE)
+    WeightSender(actor, serving.port, torch.float32, sends=True, canary=None, session=serving.thread).sync(ONE)
     assert serving.engine.version == ONE and actor.held == 0
     assert actor.most <= 3 * largest < whole / 2, "one bucket, the tensor that follows it, the last that was copied"

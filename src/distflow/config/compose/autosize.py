@@ -8,7 +8,7 @@ from typing import Any
 from distflow.config.compose.origins import is_preset
 from distflow.config.compose.values import show
 from distflow.config.derived_settings import (
-    Room,
+    RunLimits,
     is_rl,
     learning_rate_warm_ups,
     may_have_critic,
@@ -42,7 +42,7 @@ class Fitted:
         return f"{self.key}={self.value} instead of {self.before}: {self.why}"
 
 
-def fit(config: Config, origins: Mapping[str, str], room: Room) -> tuple[Config, list[Fitted]]:
+def fit(config: Config, origins: Mapping[str, str], room: RunLimits) -> tuple[Config, list[Fitted]]:
     """The config with every default that cannot work in that room made smaller, and what was changed.
 
     The same config in the same room always becomes the same one.
@@ -69,7 +69,7 @@ def is_free(key: str, origins: Mapping[str, str]) -> bool:
     return origin == "default" or is_preset(origin)
 
 
-def _domains(config: Config, is_free: IsFree, room: Room) -> Iterator[Change]:
+def _domains(config: Config, is_free: IsFree, room: RunLimits) -> Iterator[Change]:
     """What names data and rewards for all gives way to domains, which name their own."""
     if not config.data.domains:
         return
@@ -79,7 +79,7 @@ def _domains(config: Config, is_free: IsFree, room: Room) -> Iterator[Change]:
             yield key, nothing, "data.domains is given"
 
 
-def _reward(config: Config, is_free: IsFree, room: Room) -> Iterator[Change]:
+def _reward(config: Config, is_free: IsFree, room: RunLimits) -> Iterator[Change]:
     """A function that is given judges the domains that name no other."""
     functions = config.reward.functions
     if config.custom_reward_function.path is None or _uses_custom(reward_functions(config)) or not is_rl(config):
@@ -93,7 +93,7 @@ def _reward(config: Config, is_free: IsFree, room: Room) -> Iterator[Change]:
         yield "reward.functions", value, "custom_reward_function.path is given"
 
 
-def _lengths(config: Config, is_free: IsFree, room: Room) -> Iterator[Change]:
+def _lengths(config: Config, is_free: IsFree, room: RunLimits) -> Iterator[Change]:
     """Prompt and response share the context as they share their sum, or one has what the other leaves."""
     prompt, response, context = config.data.max_prompt_length, config.data.max_response_length, room.context
     if context is None or prompt + response <= context or context < 2:
@@ -110,13 +110,13 @@ def _lengths(config: Config, is_free: IsFree, room: Room) -> Iterator[Change]:
         yield "data.max_prompt_length", context - response, f"{why}, and responses have up to {response}"
 
 
-def _overlong_zone(config: Config, is_free: IsFree, room: Room) -> Iterator[Change]:
+def _overlong_zone(config: Config, is_free: IsFree, room: RunLimits) -> Iterator[Change]:
     limit, key = config.data.max_response_length, "reward.overlong.buffer_tokens"
     if is_rl(config) and config.reward.overlong.buffer_tokens >= limit > 1 and is_free(key):
         yield key, max(limit // 4, 1), f"a response has at most {limit} tokens"
 
 
-def _batch(config: Config, is_free: IsFree, room: Room) -> Iterator[Change]:
+def _batch(config: Config, is_free: IsFree, room: RunLimits) -> Iterator[Change]:
     batch, key = config.data.train_batch_size, "data.train_batch_size"
     for rows, why in (
         (config.data.train_max_samples, "data.train_max_samples allows no more rows"),
@@ -127,14 +127,14 @@ def _batch(config: Config, is_free: IsFree, room: Room) -> Iterator[Change]:
             yield key, rows, why
 
 
-def _mini_batches(config: Config, is_free: IsFree, room: Room) -> Iterator[Change]:
+def _mini_batches(config: Config, is_free: IsFree, room: RunLimits) -> Iterator[Change]:
     batch = config.data.train_batch_size
     for key, size in mini_batch_sizes(config):
         if size > batch > 0 and is_free(key):
             yield key, batch, f"a batch has {batch} prompts"
 
 
-def _warm_ups(config: Config, is_free: IsFree, room: Room) -> Iterator[Change]:
+def _warm_ups(config: Config, is_free: IsFree, room: RunLimits) -> Iterator[Change]:
     """A tenth of what there is, as `warmup_ratio` has it."""
     steps = run_steps(config, room)
     if steps is None:

@@ -14,7 +14,7 @@ from distflow.config.compose.origins import COMMAND_LINE, Setting, settings_of_v
 from distflow.config.compose.paths import find_missing
 from distflow.config.compose.unknown_keys import is_known, judge_settings, parents
 from distflow.config.compose.values import Mismatch, convert
-from distflow.config.derived_settings import Room
+from distflow.config.derived_settings import RunLimits
 from distflow.config.keys.declare import KeyInfo, dotted, is_group, yaml_name
 from distflow.config.keys.schema import Config, find_group, group_names, schema_keys
 from distflow.config.migration.verl_defaults import differing, verl_preset
@@ -121,7 +121,7 @@ def _load(
     return replace(loaded, notes=(*judgement.accepted.values(), *_differences_from_verl(loaded, judgement.accepted)))
 
 
-def fit_to(loaded: Loaded, room: Room) -> Loaded:
+def fit_to(loaded: Loaded, room: RunLimits) -> Loaded:
     """The same in the room that the run turned out to have. Raises ConfigError with all sizes that do not fit it."""
     config, fitted = fit(loaded.config, loaded.origins, room)
     problems = find_size_problems(config, loaded.origins, room)
@@ -193,7 +193,7 @@ def _finish(
     problems = [*problems, *builder.problems]
     fitted: list[Fitted] = []
     if judge:
-        config, fitted = fit(config, origins, Room())
+        config, fitted = fit(config, origins, RunLimits())
         problems += find_problems(config, origins, builder.faulty, complete)
         problems += find_missing(config, origins, set(needed) - builder.faulty)
     if problems:

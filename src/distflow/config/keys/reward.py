@@ -143,7 +143,7 @@ class RewardConfig:
         plain=plain_functions,
     )
     timeout_s: float = key(10.0, "seconds that one verdict may take", above=0)
-    max_error_share: float = key(
+    max_error_rate: float = key(
         0.5, "share of a step's verdicts that may fail before the run stops; 1 never stops", minimum=0, maximum=1
     )
     num_workers: int = key(

@@ -102,7 +102,7 @@ class TrustConfig:
     )
     max_skipped_updates: int = key(5, "stop after so many updates in a row with a loss that is not finite", minimum=1)
     unmoved_after: int = key(20, "warn of a weight that has not moved after so many updates", minimum=1)
-    certify_rewards: bool = key(True, "before the start, see that verifiers accept good answers and refuse bad ones")
+    check_rewards: bool = key(True, "before the start, see that verifiers accept good answers and refuse bad ones")
 
 
 @dataclass(frozen=True)

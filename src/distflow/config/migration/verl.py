@@ -386,7 +386,7 @@ PAGES: tuple[tuple[str, str], ...] = (
     ),
     ("the adaptive controller's mean of sequence means", "`algorithm.kl_ctrl.mean=sequence`"),
     ("`trainer.default_local_dir` holds checkpoints", "it is the run's whole folder"),
-    ("`RayPPOTrainer.fit`", "a [program](programs.md), and `Worker.learning_loop`"),
+    ("`RayPPOTrainer.fit`", "a [program](programs.md), and `Worker.training_loop`"),
     ("`DataProto`", "`Batch`: per-token columns flat, padded when asked for"),
 )
 """What is no key: there, here."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 
 from distflow.config.compose.values import check_bounds, show
-from distflow.config.derived_settings import Room
+from distflow.config.derived_settings import RunLimits
 from distflow.config.keys.schema import Config, schema_keys
 from distflow.config.rules import advantages, algorithm, data, devices, domains, models, pipeline, rewards, run
 from distflow.config.rules.finding import Finding
@@ -53,7 +53,7 @@ def find_problems(config: Config, origins: Mapping[str, str], faulty: set[str], 
     return problems
 
 
-def find_size_problems(config: Config, origins: Mapping[str, str], room: Room) -> list[Problem]:
+def find_size_problems(config: Config, origins: Mapping[str, str], room: RunLimits) -> list[Problem]:
     """Sizes that do not fit into the room that a run turned out to have."""
     values = flatten(config)
     return [_problem(finding, values, origins) for rule in SIZE_RULES for finding in rule(config, room)]
@@ -73,7 +73,7 @@ def _findings(config: Config) -> Iterator[Finding]:
     for rule in RULES:
         yield from rule(config)
     for size_rule in SIZE_RULES:
-        yield from size_rule(config, Room())
+        yield from size_rule(config, RunLimits())
 
 
 def _problem(finding: Finding, values: Mapping[str, object], origins: Mapping[str, str]) -> Problem:

@@ -12,7 +12,7 @@ from distflow.config.derived_settings import (
     find_pipeline,
     is_rl,
     may_have_critic,
-    program_name,
+    pipeline_name,
     takes_values,
 )
 from distflow.config.domains import DomainConfig
@@ -235,14 +235,14 @@ def of_each(config: Config) -> Iterator[Finding]:
 
 def critics(config: Config) -> Iterator[Finding]:
     """A domain whose estimator reads values has a program with a critic."""
-    if not is_rl(config) or program_name(config) == CUSTOM or may_have_critic(config):
+    if not is_rl(config) or pipeline_name(config) == CUSTOM or may_have_critic(config):
         return
     for domain in config.algorithm.domains:
         own = config_of(config, domain).algorithm
         if takes_values(own):
             yield Finding(
                 (f"algorithm.domains.{domain}.adv_estimator", "dag.pipeline"),
-                f"{own.adv_estimator} needs the values of a critic, and the program {program_name(config)} has none",
+                f"{own.adv_estimator} needs the values of a critic, and the program {pipeline_name(config)} has none",
                 "set dag.pipeline=rlvr, or an estimator without a critic such as reinforce",
             )
 

@@ -9,7 +9,7 @@ from distflow.config.derived_settings import (
     is_rl,
     may_have_critic,
     may_have_user_names,
-    program_name,
+    pipeline_name,
 )
 from distflow.config.keys.schema import Config
 from distflow.config.rules.finding import ACTOR, ROLLOUT, Finding
@@ -18,7 +18,7 @@ from distflow.import_target import split_name
 from distflow.registry import ESTIMATORS, POLICY_LOSSES, REWARDS
 
 
-def one_program(config: Config) -> Iterator[Finding]:
+def one_pipeline(config: Config) -> Iterator[Finding]:
     """A program of the user's own is given in one way."""
     if config.dag.custom_pipeline_fn and config.dag.nodes:
         yield Finding(
@@ -33,10 +33,10 @@ def one_program(config: Config) -> Iterator[Finding]:
         )
 
 
-def program_and_workflow(config: Config) -> Iterator[Finding]:
+def pipeline_and_workflow(config: Config) -> Iterator[Finding]:
     """`workflow_type` selects the program only where nothing else does, and must not contradict what does."""
     pipeline = config.dag.pipeline
-    if program_name(config) != CUSTOM and config.algorithm.workflow_type == "DAPO" and pipeline not in (None, "dapo"):
+    if pipeline_name(config) != CUSTOM and config.algorithm.workflow_type == "DAPO" and pipeline not in (None, "dapo"):
         yield Finding(
             ("algorithm.workflow_type", "dag.pipeline"),
             f"workflow_type=DAPO asks for the program dapo, dag.pipeline for {pipeline}",
@@ -44,12 +44,12 @@ def program_and_workflow(config: Config) -> Iterator[Finding]:
         )
 
 
-def program_and_estimator(config: Config) -> Iterator[Finding]:
+def pipeline_and_estimator(config: Config) -> Iterator[Finding]:
     """An estimator that reads values needs the program with a critic, and the other way round."""
     pipeline, estimator = find_pipeline(config), find_estimator(config)
     if pipeline is None or not pipeline.generates or pipeline.by_estimator or estimator is None:
         return
-    program = program_name(config)
+    program = pipeline_name(config)
     name = config.algorithm.adv_estimator
     # What named the program: the key to look at besides the estimator.
     selector = "dag.pipeline" if config.dag.pipeline else "algorithm.workflow_type"
@@ -111,7 +111,7 @@ def critic_warmup(config: Config) -> Iterator[Finding]:
     if warmup > 0 and not may_have_critic(config):
         yield Finding(
             ("trainer.critic_warmup", "dag.pipeline"),
-            f"the program {program_name(config)} has no critic: nothing would be trained for {warmup} steps",
+            f"the program {pipeline_name(config)} has no critic: nothing would be trained for {warmup} steps",
             "set trainer.critic_warmup=0",
         )
 
@@ -125,9 +125,9 @@ def _is_reference(text: str) -> bool:
 
 
 RULES = (
-    one_program,
-    program_and_workflow,
-    program_and_estimator,
+    one_pipeline,
+    pipeline_and_workflow,
+    pipeline_and_estimator,
     group_of_one,
     known_names,
     critic_warmup,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from distflow.config.derived_settings import (
-    Room,
+    RunLimits,
     is_rl,
     learning_rate_warm_ups,
     may_have_critic,
@@ -117,7 +117,7 @@ def user_modules(config: Config) -> Iterator[Finding]:
 RULES = (validation, keep_best, resume, run_folder, saved_groups, user_modules)
 
 
-def mini_batches(config: Config, room: Room) -> Iterator[Finding]:
+def mini_batches(config: Config, room: RunLimits) -> Iterator[Finding]:
     """A mini-batch is a part of the batch; it need not divide it."""
     batch = config.data.train_batch_size
     for key, size in mini_batch_sizes(config):
@@ -129,7 +129,7 @@ def mini_batches(config: Config, room: Room) -> Iterator[Finding]:
             )
 
 
-def batch(config: Config, room: Room) -> Iterator[Finding]:
+def batch(config: Config, room: RunLimits) -> Iterator[Finding]:
     """The first pass over the data fills a batch."""
     size, most = config.data.train_batch_size, config.data.train_max_samples
     if 0 < most < size:
@@ -146,7 +146,7 @@ def batch(config: Config, room: Room) -> Iterator[Finding]:
         )
 
 
-def lengths(config: Config, room: Room) -> Iterator[Finding]:
+def lengths(config: Config, room: RunLimits) -> Iterator[Finding]:
     """The longest prompt and the longest response fit into the model's context."""
     prompt, response, context = config.data.max_prompt_length, config.data.max_response_length, room.context
     if context is None or prompt + response <= context:
@@ -166,7 +166,7 @@ def lengths(config: Config, room: Room) -> Iterator[Finding]:
     )
 
 
-def overlong_zone(config: Config, room: Room) -> Iterator[Finding]:
+def overlong_zone(config: Config, room: RunLimits) -> Iterator[Finding]:
     """The zone of the penalty is a part of the response."""
     zone, limit = config.reward.overlong.buffer_tokens, config.data.max_response_length
     if zone >= limit and is_rl(config):
@@ -177,7 +177,7 @@ def overlong_zone(config: Config, room: Room) -> Iterator[Finding]:
         )
 
 
-def warm_ups(config: Config, room: Room) -> Iterator[Finding]:
+def warm_ups(config: Config, room: RunLimits) -> Iterator[Finding]:
     """What warms up is warm before the run ends."""
     steps, length = run_steps(config, room), "trainer.total_training_steps"
     if config.trainer.total_training_steps is None:
@@ -201,7 +201,7 @@ def warm_ups(config: Config, room: Room) -> Iterator[Finding]:
             )
 
 
-SIZE_RULES: tuple[Callable[[Config, Room], Iterator[Finding]], ...] = (
+SIZE_RULES: tuple[Callable[[Config, RunLimits], Iterator[Finding]], ...] = (
     mini_batches,
     batch,
     lengths,

@@ -32,7 +32,7 @@ from distflow.observe.report.charts import (
 from distflow.observe.report.domains import Domain, domain_charts, domain_docs, domain_table
 from distflow.observe.report.findings import Finding, findings, idle_planes, no_answer_counts
 from distflow.observe.report.page import page, tiles
-from distflow.observe.report.pipeline import DrawnNode, program_graph
+from distflow.observe.report.pipeline import DrawnNode, pipeline_graph
 from distflow.observe.report.samples import Samples, before_and_after, num_problems, thin_samples
 from distflow.observe.report.summary import (
     Accuracy,
@@ -154,7 +154,7 @@ def report_data(run_dir: Path) -> ReportData:
         "units": {name: unit for name in others if (unit := unit_of(name))},
         "docs": describe(columns["y"]) | domain_docs(columns["y"]),
         "histograms": histograms(run_dir, timeline),
-        "program": program_graph(run_dir, steps),
+        "program": pipeline_graph(run_dir, steps),
         "timelines": timelines(planes, records),
         "preset": str(run.get("preset", "")),
         "changed": _changed(run),

@@ -37,7 +37,7 @@ def findings(run_dir: Path, timeline: Timeline, steps: Steps, config: Mapping[st
         no_answer_counts(steps),
         truncation(steps, config),
         equal_groups(steps),
-        verdict_errors(run_dir, timeline, steps),
+        reward_errors_of(run_dir, timeline, steps),
         greedy_and_sampled(run_dir, timeline, steps, config),
     ]
     return [finding for finding in found if finding]
@@ -112,7 +112,7 @@ def equal_groups(steps: Steps) -> Finding | None:
     )
 
 
-def verdict_errors(run_dir: Path, timeline: Timeline, steps: Steps) -> Finding | None:
+def reward_errors_of(run_dir: Path, timeline: Timeline, steps: Steps) -> Finding | None:
     """Answers whose reward function failed, with what it said most."""
     errors = {step: n for step, values in steps.items() if (n := _failed(values))}
     held_out = {step: n for step, values in steps.items() if (n := _finite(values.get("val/errors", 0.0)))}

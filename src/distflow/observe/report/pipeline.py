@@ -28,7 +28,7 @@ class DrawnNode(TypedDict):
     seconds: float | None
 
 
-def program_graph(run_dir: Path, steps: Steps) -> list[DrawnNode]:
+def pipeline_graph(run_dir: Path, steps: Steps) -> list[DrawnNode]:
     """The nodes in an order in which they may run; none where plan.json tells none, or something that is no graph."""
     plan = read_json(run_dir, "plan.json")
     nodes = _nodes(plan)

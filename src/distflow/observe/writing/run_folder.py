@@ -101,9 +101,9 @@ class RunFolder:
     Raises RunFolderError when the folder is in use by another process, or is somebody's.
     """
 
-    def __init__(self, path: Path, incarnation: int, resumed_at: int | None = None, part: int = 0):
+    def __init__(self, path: Path, restart: int, resumed_at: int | None = None, part: int = 0):
         self.path = Path(path)
-        self.incarnation = incarnation
+        self.restart = restart
         self._part = part
         self._lock = threading.Lock()  # the lines of two threads would mix, and those that wait for a flush be lost
         self._owner = None if part else own(self.path)
@@ -114,7 +114,7 @@ class RunFolder:
         if part:
             return
         where = {} if resumed_at is None else {"resumed_at": resumed_at}
-        self.event("start", f"incarnation {incarnation} started", schema=SCHEMA_VERSION, pid=os.getpid(), **where)
+        self.event("start", f"incarnation {restart} started", schema=SCHEMA_VERSION, pid=os.getpid(), **where)
 
     def write_json(self, name: str, data: object) -> None:
         """Write `name` (e.g. "run.json") whole or not at all."""
@@ -129,7 +129,7 @@ class RunFolder:
         record = {
             "step": step,
             "t": time.time(),
-            "inc": self.incarnation,
+            "inc": self.restart,
             "kind": kind,
             "m": nest({name: float(value) for name, value in values.items()}),
         }
@@ -148,7 +148,7 @@ class RunFolder:
 
         `step` among the fields places it on the timeline.
         """
-        record = {"t": time.time(), "inc": self.incarnation, "kind": kind, "message": message, **fields}
+        record = {"t": time.time(), "inc": self.restart, "kind": kind, "message": message, **fields}
         with self._lock:
             self._events.append(record)
 
@@ -165,7 +165,7 @@ class RunFolder:
         on: str | None = None,
     ) -> None:
         """Append to `spans/ACTOR.jsonl` what an actor did or waited for (`on`: for whom); times are `time.time()`."""
-        record = {"t0": t0, "t1": t1, "kind": kind, "what": what, "inc": self.incarnation}
+        record = {"t0": t0, "t1": t1, "kind": kind, "what": what, "inc": self.restart}
         given = {"step": step, "ticket": ticket, "version": version, "on": on}
         record.update({key: value for key, value in given.items() if value is not None})
         actor = f"{actor}-{self._part}" if self._part else actor
@@ -182,7 +182,7 @@ class RunFolder:
         it."""
         folder = samples_dir(self.path, split)
         folder.mkdir(mode=0o700, exist_ok=True)
-        lines = [encode({**_in_order(row), "inc": self.incarnation}) for row in rows]
+        lines = [encode({**_in_order(row), "inc": self.restart}) for row in rows]
         path, whole = folder / sample_file_name(step, split, self._part), b"".join(line + b"\n" for line in lines)
         if not append:
             write_atomically(path, whole)

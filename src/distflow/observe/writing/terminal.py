@@ -91,7 +91,7 @@ class TerminalView:
         else:
             self._unsaid = line
 
-    def verdict_failed(self, reason: str) -> None:
+    def reward_failed(self, reason: str) -> None:
         """Why the last verdict that failed did."""
         with self._lock:
             self._panel.failure = visible(reason, 300, one_line=True)

@@ -77,7 +77,7 @@ def compute_reward(config: Config) -> Callable[..., object]:
         name: (_min_valid(algorithm_of(config, name)), on_error_of(config.reward, name))
         for name in {**config.reward.domains, **config.algorithm.domains}
     }
-    return partial(judge_samples, min_valid=_min_valid(config.algorithm), on_error=config.reward.on_error, domains=own)
+    return partial(reward_samples, min_valid=_min_valid(config.algorithm), on_error=config.reward.on_error, domains=own)
 
 
 def _min_valid(algorithm: AlgorithmConfig) -> int:
@@ -86,7 +86,7 @@ def _min_valid(algorithm: AlgorithmConfig) -> int:
 
 
 @node(writes=SCORED_FIELDS, role=NodeRole.REWARD, scope="group", reads=("responses", "domain", "ground_truth"))
-async def judge_samples(
+async def reward_samples(
     samples: Sequence[Sample],
     judge: RewardRouter,
     ctx: NodeContext,

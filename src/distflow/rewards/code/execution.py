@@ -125,7 +125,7 @@ class Box:
         return self._sandbox.run(code, stdin, self._bounded(limits._replace(output_bytes=limits.printed_bytes)))
 
     @contextmanager
-    def used_by_program(self) -> Iterator[None]:
+    def used_by_pipeline(self) -> Iterator[None]:
         """Inside, it is the program under test that takes its time, but for the start of its process."""
         began, waited_s = time.monotonic(), self._sandbox.waited_s
         try:
@@ -162,7 +162,7 @@ class Tested:
         while True:
             session = self._process()
             try:
-                with self._box.used_by_program():
+                with self._box.used_by_pipeline():
                     value = session.call(name, args, kwargs)
             except Raised:
                 self._num_answers += 1
@@ -195,7 +195,7 @@ class Tested:
         if self._session is None:
             self._printed = ""
             try:
-                with self._box.used_by_program():
+                with self._box.used_by_pipeline():
                     self._session = self._box.open(self.code)
             except Raised as error:
                 raise Stopped(f"it raised {error}") from None
@@ -207,7 +207,7 @@ class Tested:
 def run_streams(box: Box, code: str, tests: StreamTests) -> Iterator[Outcome]:
     """Raises Stopped where the rest is not run."""
     for given, wanted in zip(tests.inputs, tests.outputs, strict=True):
-        with box.used_by_program():
+        with box.used_by_pipeline():
             ran = box.run(code, given)
         shown = f"stdin {_short(given)}"
         printed = (ran.stdout[-_SHOWN:] + ran.stderr[-_SHOWN:]).strip()

@@ -15,7 +15,7 @@ class BudgetSpent(ValueError):
     """No more calls or tokens may be spent: there is no verdict."""
 
 
-class JudgeStore:
+class JudgeCache:
     """Answers by what was asked; calls and tokens of all that use the file."""
 
     def __init__(self, file: str) -> None:

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from distflow.rewards.judge.cache import BudgetSpent, JudgeStore
+from distflow.rewards.judge.cache import BudgetSpent, JudgeCache
 from distflow.rewards.score import Case, left_s
 
 try:
@@ -163,7 +163,7 @@ async def _answer(
     asked: Mapping[str, object],
     client: "openai.AsyncOpenAI",
     retries: int,
-    kept: JudgeStore,
+    kept: JudgeCache,
     budget: tuple[int, int],
 ) -> bytes:
     """The body of what the judge answered. Each attempt is a call of the budget.
@@ -287,5 +287,5 @@ def _client(base_url: str, secret: str) -> "openai.AsyncOpenAI":
 
 
 @cache
-def _store(file: str) -> JudgeStore:
-    return JudgeStore(file)
+def _store(file: str) -> JudgeCache:
+    return JudgeCache(file)

@@ -36,10 +36,10 @@ def compute_score(data_source: str, solution_str: str, ground_truth: object, ext
 
     Raises ValueError where there is no ground truth to compare with.
     """
-    return 1.0 if compute_verdict(data_source, solution_str, ground_truth, extra_info)["score"] else 0.0
+    return 1.0 if compute_result(data_source, solution_str, ground_truth, extra_info)["score"] else 0.0
 
 
-def compute_verdict(
+def compute_result(
     data_source: str, solution_str: str, ground_truth: object, extra_info: object = None
 ) -> dict[str, JSON]:
     """The same as `score`, with what was compared: `extracted` from the response, None where it gives no answer, and

@@ -15,7 +15,7 @@ from distflow.registry import REWARDS
 from distflow.rewards.functions import FAILS, FAILS_TARGET, Functions, find_targets
 from distflow.rewards.pool.pool import MEMORY_BYTES, OnAgain, Told
 from distflow.rewards.pool.prestart import PoolSettings, take_pool
-from distflow.rewards.score import Verdict
+from distflow.rewards.score import RewardResult
 
 _Part = TypeVar("_Part")
 DEFAULT_DOMAIN = "default"
@@ -33,13 +33,13 @@ class Pool(Protocol):
     @property
     def closed(self) -> bool: ...
 
-    async def judge_group(
+    async def score_group(
         self,
         name: str,
         asked: Sequence[Mapping[str, object]],
         timeout_s: float | None = None,
         on_again: OnAgain = ...,
-    ) -> list[Verdict]: ...
+    ) -> list[RewardResult]: ...
 
     async def judge(
         self,
@@ -47,7 +47,7 @@ class Pool(Protocol):
         arguments: Mapping[str, object],
         timeout_s: float | None = None,
         on_again: OnAgain = ...,
-    ) -> Verdict: ...
+    ) -> RewardResult: ...
 
     def pids(self) -> list[int]: ...
 
@@ -153,7 +153,7 @@ class Pools:
     def patience(self, domain: str) -> Patience:
         return self._patience[self._place(domain)]
 
-    async def judge(self, name: str, arguments: Mapping[str, object]) -> Verdict:
+    async def judge(self, name: str, arguments: Mapping[str, object]) -> RewardResult:
         """What function `name` says once, in the pool of the domain `data_source`; where that domain has no such
         function, in any that has."""
         domain = self._place(str(arguments["data_source"]))

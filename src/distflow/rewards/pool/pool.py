@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from distflow.errors import UserError
 from distflow.rewards.pool.framing import PeerGone, encode
 from distflow.rewards.pool.process import Request, StartFailed, VerifierProcess, take
-from distflow.rewards.score import Error, Timeout, Verdict
+from distflow.rewards.score import Error, RewardResult, Timeout
 
 MEMORY_BYTES = 4 * 2**30
 START_TIMEOUT_S = 60.0
-Told = Callable[[str, Mapping[str, object], Verdict], None]
+Told = Callable[[str, Mapping[str, object], RewardResult], None]
 """(function's name, arguments, verdict)."""
 OnAgain = Callable[[int], None]
 """Called with how many verdicts were asked for once more because the process that was at them died."""
@@ -71,9 +71,9 @@ class VerifierPool:
         arguments: Mapping[str, object],
         timeout_s: float | None = None,
         on_again: OnAgain = lambda number: None,
-    ) -> Verdict:
+    ) -> RewardResult:
         """Call function `name` with `arguments` (by their names in `functions.PARAMETERS`; plain JSON values)."""
-        (verdict,) = await self.judge_group(name, [arguments], timeout_s, on_again)
+        (verdict,) = await self.score_group(name, [arguments], timeout_s, on_again)
         return verdict
 
     @property
@@ -81,13 +81,13 @@ class VerifierPool:
         """Whether it was closed: no verdict will come any more."""
         return self._closed
 
-    async def judge_group(
+    async def score_group(
         self,
         name: str,
         asked: Sequence[Mapping[str, object]],
         timeout_s: float | None = None,
         on_again: OnAgain = lambda number: None,
-    ) -> list[Verdict]:
+    ) -> list[RewardResult]:
         """The same for several at once; timeout_s: of each."""
         if self._closed:
             return [Error(_CLOSING)] * len(asked)
@@ -146,7 +146,7 @@ class VerifierPool:
         if not take(left, at):
             return
         process = self._idle.get()
-        failure: Verdict | None = None
+        failure: RewardResult | None = None
         try:
             if process is None or not process.is_alive():
                 process = self._start(process)
@@ -166,7 +166,7 @@ class VerifierPool:
             self._fail(at.popleft(), failure, left)
             left.extendleft(reversed(at))  # what was sent ahead had no part in it
 
-    def _fail(self, request: Request, failure: Verdict | None, left: deque[Request]) -> None:
+    def _fail(self, request: Request, failure: RewardResult | None, left: deque[Request]) -> None:
         """None: it is asked once more. What fails while the pool closes fails because of that."""
         if self._closed:
             failure = Error(_CLOSING)

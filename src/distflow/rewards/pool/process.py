@@ -16,7 +16,7 @@ from typing import cast
 from distflow.observe.files import JSON
 from distflow.rewards.pool.framing import Channel, PeerGone, encode
 from distflow.rewards.pool.worker import EXIT_OUT_OF_MEMORY
-from distflow.rewards.score import Error, Score, Timeout, Verdict
+from distflow.rewards.score import Error, RewardResult, Score, Timeout
 
 _SHOWN_STDERR_BYTES = 300
 _QUICK_S = 0.005  # sent ahead of less than this: to wake a process takes about 0.1 ms, which most verdicts take too
@@ -33,7 +33,7 @@ class Request:
 
     frame: bytes
     num_asked: int
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[RewardResult] = field(default_factory=list)
     crashes: int = 0
 
 
@@ -169,7 +169,7 @@ def _left_s(due: float) -> float:
     return max(due - time.monotonic(), 0.0)
 
 
-def _read_answer(answer: JSON, timeout_s: float) -> Verdict:
+def _read_answer(answer: JSON, timeout_s: float) -> RewardResult:
     """Raises ValueError for nonsense."""
     if isinstance(answer, dict):
         score, extra = answer.get("score"), answer.get("extra")

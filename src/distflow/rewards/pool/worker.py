@@ -85,7 +85,7 @@ async def _judge_at_once(
     """Each with a deadline of its own; one that computes without awaiting holds up the others, until it is killed."""
     import asyncio
 
-    async def judge_one(arguments: Arguments) -> Answer:
+    async def score_one(arguments: Arguments) -> Answer:
         try:
             async with asyncio.timeout(timeout_s) as deadline:
                 with due_within(timeout_s):
@@ -96,7 +96,7 @@ async def _judge_at_once(
             return {"timeout": True} if deadline.expired() else {"error": describe(error)}
 
     random_streams.seed(name, [sorted(arguments.items()) for arguments in asked])
-    return list(await asyncio.gather(*(judge_one(arguments) for arguments in asked)))
+    return list(await asyncio.gather(*(score_one(arguments) for arguments in asked)))
 
 
 @cache

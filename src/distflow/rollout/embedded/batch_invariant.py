@@ -25,9 +25,9 @@ from torch import Tensor
 from distflow.models.attention import BLOCK
 from distflow.models.model_runner import DecoderView, PromptKV
 from distflow.rollout.embedded.kv_cache import KVSlots
-from distflow.rollout.embedded.request_lane import Drawn, Lane
+from distflow.rollout.embedded.request_lane import Drawn, RequestLane
 from distflow.rollout.embedded.sampler import Draws, sample
-from distflow.rollout.embedded.scheduler import Law, Prefill, Sequence, Work
+from distflow.rollout.embedded.scheduler import Prefill, SamplingLaw, Sequence, Work
 
 LARGEST = 32
 _TRIED_LAYERS = 64
@@ -45,12 +45,12 @@ class Tiles:
         while self.size > 1 and not self._is_same_in_each_place():
             self.size //= 2
 
-    def draw(self, lane: Lane, work: Work, weights: object) -> Draws:
+    def draw(self, lane: RequestLane, work: Work, weights: object) -> Draws:
         """The next token of each of the work's sequences. weights: names those that the decoder holds."""
         hidden = self._prefill(lane, work, weights) if work.prefills else self._decode(lane, _last)
         return self._sample(self._logits(hidden), work.sequences)
 
-    def _prefill(self, lane: Lane, work: Work, weights: object) -> Tensor:
+    def _prefill(self, lane: RequestLane, work: Work, weights: object) -> Tensor:
         """Returns `(rows, hidden)` of the last token of each sequence."""
         slot, parts = work.first_slot, []
         for prompt, sequences in itertools.groupby(work.sequences, key=lambda sequence: sequence.prompt_ids):
@@ -65,14 +65,14 @@ class Tiles:
             return hidden
         return torch.where(begun[:, None], self._decode_again(lane)[work.first_slot :], hidden)
 
-    def _decode_again(self, lane: Lane) -> Tensor:
+    def _decode_again(self, lane: RequestLane) -> Tensor:
         """All tokens that running sequences have drawn. One that has none, or no more, writes what its next step
         writes again."""
         for index in range(max(len(sequence.token_ids) for sequence in lane.scheduler.running)):
             hidden = self._decode(lane, partial(_drawn, index))
         return hidden
 
-    def _decode(self, lane: Lane, feed: Feed) -> Tensor:
+    def _decode(self, lane: RequestLane, feed: Feed) -> Tensor:
         """One token of each running sequence; `(rows, hidden)` in the order of the slots."""
         running, device = lane.scheduler.running, self._decoder.device
         fed = [feed(sequence) for sequence in running]
@@ -98,7 +98,7 @@ class Tiles:
         return torch.cat([self._decoder.logits(tile) for tile in tiles])
 
     def _sample(self, logits: Tensor, sequences: Rows[Sequence]) -> Draws:
-        laws: dict[Law, list[int]] = {}
+        laws: dict[SamplingLaw, list[int]] = {}
         for row, sequence in enumerate(sequences):
             laws.setdefault(sequence.law, []).append(row)
         parts, order = [], []
@@ -144,7 +144,7 @@ def _drawn(index: int, sequence: Sequence) -> tuple[int, int]:
     return (sequence.token_ids[number] if sequence.token_ids else 0), len(sequence.prompt_ids) + max(number, 0)
 
 
-def step_here(lane: Lane, decoder: DecoderView, tiles: Tiles | None, weights: object) -> Drawn:
+def step_here(lane: RequestLane, decoder: DecoderView, tiles: Tiles | None, weights: object) -> Drawn:
     """The lane's next step. weights: names those that the decoder holds."""
     work = lane.scheduler.schedule()
     if tiles is not None:
@@ -155,7 +155,7 @@ def step_here(lane: Lane, decoder: DecoderView, tiles: Tiles | None, weights: ob
     return Drawn(work.sequences, *(column.tolist() for column in draws))
 
 
-def _prefill(lane: Lane, decoder: DecoderView, work: Work, weights: object) -> Tensor:
+def _prefill(lane: RequestLane, decoder: DecoderView, work: Work, weights: object) -> Tensor:
     """Returns `(rows, hidden)` of the last prompt tokens, in the order of the slots."""
     slot, hidden = work.first_slot, []
     num_tokens_at_most = max(len(each.prompt_ids) + each.params.max_tokens for each in work.sequences)
@@ -167,7 +167,9 @@ def _prefill(lane: Lane, decoder: DecoderView, work: Work, weights: object) -> T
     return torch.cat(hidden)
 
 
-def _rows_of(lane: Lane, decoder: DecoderView, prefill: Prefill, weights: object) -> list[tuple[PromptKV, list[int]]]:
+def _rows_of(
+    lane: RequestLane, decoder: DecoderView, prefill: Prefill, weights: object
+) -> list[tuple[PromptKV, list[int]]]:
     """Forwards with the rows to copy from each, a row for each sequence, in order."""
     places = lane.prompts.rows(weights, prefill.contexts, decoder.prefill)
     places = [place for place, starts in zip(places, prefill.starts, strict=True) for _ in starts]
@@ -175,7 +177,7 @@ def _rows_of(lane: Lane, decoder: DecoderView, prefill: Prefill, weights: object
     return [(run[0][0], [row for _, row in run]) for run in (list(group) for _, group in runs)]
 
 
-def _decode(lane: Lane, decoder: DecoderView, work: Work) -> Tensor:
+def _decode(lane: RequestLane, decoder: DecoderView, work: Work) -> Tensor:
     positions = [sequence.position for sequence in work.sequences]
     tokens = torch.tensor([sequence.token_ids[-1] for sequence in work.sequences], device=decoder.device)
     keys, values = lane.slots.window(len(positions), max(positions) + 1, lane.scheduler.num_wanted)

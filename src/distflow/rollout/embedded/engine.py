@@ -18,9 +18,9 @@ from distflow.models.model_runner import DecoderView
 from distflow.rollout.activity import Activity, ActivityLog
 from distflow.rollout.embedded.batch_invariant import Tiles, step_here
 from distflow.rollout.embedded.cuda.async_steps import Chain, DeviceOptions
-from distflow.rollout.embedded.cuda.request_lane import DeviceLane
+from distflow.rollout.embedded.cuda.request_lane import CudaRequestLane
 from distflow.rollout.embedded.engine_loop import StepLoop, settle
-from distflow.rollout.embedded.request_lane import Drawn, Lane
+from distflow.rollout.embedded.request_lane import Drawn, RequestLane
 from distflow.rollout.embedded.scheduler import Sequence, sequences_of
 from distflow.rollout.engine import GenerateRequest, GenerateResult, Host, KVOnUpdate, Receipt
 from distflow.rollout.requests import check_request, finish_reason
@@ -34,7 +34,7 @@ class _Pending:
 
     loop: asyncio.AbstractEventLoop
     future: "asyncio.Future[GenerateResult]"
-    lane: Lane | DeviceLane
+    lane: RequestLane | CudaRequestLane
     sequences: list[Sequence]
 
 
@@ -108,8 +108,12 @@ class EmbeddedEngine:
         self.host: Host | None = None
         self._loop = StepLoop("embedded-rollout", self.step, self._has_work, self._fail, num_threads)
 
-    def _make_lane(self, name: str, *limits: int) -> Lane | DeviceLane:
-        return Lane(name, *limits) if self._chain is None else DeviceLane(name, self._chain, self._decoder, *limits)
+    def _make_lane(self, name: str, *limits: int) -> RequestLane | CudaRequestLane:
+        return (
+            RequestLane(name, *limits)
+            if self._chain is None
+            else CudaRequestLane(name, self._chain, self._decoder, *limits)
+        )
 
     async def __aenter__(self) -> "EmbeddedEngine":
         self._loop.start(self.host)
@@ -185,13 +189,13 @@ class EmbeddedEngine:
         lane = next(lane for lane in self._lanes if lane.can_step)
         drawn = (
             lane.step(self._num_loads)
-            if isinstance(lane, DeviceLane)
+            if isinstance(lane, CudaRequestLane)
             else step_here(lane, self._decoder, self._tiles, self._num_loads)
         )
         if drawn is not None and drawn.sequences:  # all may have ended meanwhile
             self._take(lane, drawn, t0)
 
-    def _take(self, lane: Lane | DeviceLane, drawn: Drawn, t0: float) -> None:
+    def _take(self, lane: RequestLane | CudaRequestLane, drawn: Drawn, t0: float) -> None:
         finished = self._append(drawn)
         self._activity.decoded(t0, time.time(), self.version.step, lane.name, len(drawn.sequences))
         self._finish(lane, finished)
@@ -200,7 +204,7 @@ class EmbeddedEngine:
         """Read all that was launched: what follows changes what its tokens would be recorded as, or what they cost."""
         try:
             for lane in self._lanes:
-                while isinstance(lane, DeviceLane) and (drawn := lane.read()) is not None:
+                while isinstance(lane, CudaRequestLane) and (drawn := lane.read()) is not None:
                     self._take(lane, drawn, time.time())
         except Exception as error:  # a step's failure, seen late: every waiting request gets it
             self._fail(error)
@@ -219,7 +223,7 @@ class EmbeddedEngine:
         self.num_generated_tokens += len(drawn.sequences)
         return finished
 
-    def _finish(self, lane: Lane | DeviceLane, finished: list[Sequence]) -> None:
+    def _finish(self, lane: RequestLane | CudaRequestLane, finished: list[Sequence]) -> None:
         """Free their slots, and answer the requests that have no other sequence left, those that came first before."""
         self._leave(lane, finished)
         for number in sorted({sequence.request for sequence in finished}):
@@ -228,7 +232,7 @@ class EmbeddedEngine:
                 pending = self._pending.pop(number)
                 settle(pending.loop, pending.future, GenerateResult(tuple(seq.generation() for seq in sequences)))
 
-    def _leave(self, lane: Lane | DeviceLane, gone: list[Sequence]) -> None:
+    def _leave(self, lane: RequestLane | CudaRequestLane, gone: list[Sequence]) -> None:
         lane.leave(gone)
         if not self._has_work():
             self._activity.stopped()

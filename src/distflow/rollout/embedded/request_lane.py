@@ -16,7 +16,7 @@ class Drawn(NamedTuple):
     sampling_log_probs: list[float]
 
 
-class Lane:
+class RequestLane:
     """Shares nothing with another lane, so that what is served there leaves no trace in the batches here."""
 
     def __init__(self, name: str, max_num_seqs: int, max_prefill_tokens: int, prompt_cache_tokens: int) -> None:

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from distflow.models.cpu_kernels import build as native
 from distflow.models.cpu_kernels.decode_step import draw
-from distflow.rollout.embedded.scheduler import Law, Sequence
+from distflow.rollout.embedded.scheduler import SamplingLaw, Sequence
 from distflow.rollout.requests import uniforms
 
 BLOCK = 256  # the CDF is searched by blocks of this many tokens first; float64 is needed for one block a row only
@@ -68,7 +68,7 @@ def sample(logits: Tensor, sequences: Rows[Sequence]) -> Draws:
 
     Raises FloatingPointError for logits that are NaN or +inf, or -inf for a whole row.
     """
-    groups: dict[Law, list[int]] = {}
+    groups: dict[SamplingLaw, list[int]] = {}
     for row, sequence in enumerate(sequences):
         groups.setdefault(sequence.law, []).append(row)
     uniform = _uniforms_of(sequences).to(logits.device)
@@ -106,13 +106,13 @@ def _draw_rows(logits: Tensor, sequences: Rows[Sequence], uniform: Tensor) -> Dr
     return draw_by_law(policy, logits, law, uniform, seen, (TOP_P_CANDIDATES, logits.shape[-1]))
 
 
-def _is_plain(law: Law, vocab_size: int) -> bool:
+def _is_plain(law: SamplingLaw, vocab_size: int) -> bool:
     """Whether it is the policy itself that is drawn from."""
     truncates = 0 < law.top_k < vocab_size or law.top_p < 1.0 or law.min_p > 0.0
     return not (law.greedy or truncates or law.repetition_penalty != 1.0)
 
 
-def policy_of(logits: Tensor, law: Law) -> Distribution:
+def policy_of(logits: Tensor, law: SamplingLaw) -> Distribution:
     """softmax(logits / temperature), `(rows, vocab)`."""
     return Distribution(logits if law.temperature == 1.0 else logits / law.temperature)
 
@@ -120,7 +120,7 @@ def policy_of(logits: Tensor, law: Law) -> Distribution:
 def draw_by_law(
     policy: Distribution,
     logits: Tensor,
-    law: Law,
+    law: SamplingLaw,
     uniform: Tensor,
     seen: Tensor | None,
     candidates: tuple[int, ...],
@@ -149,7 +149,7 @@ def _penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def _truncated(full: Distribution, law: Law, candidates: tuple[int, ...]) -> Distribution:
+def _truncated(full: Distribution, law: SamplingLaw, candidates: tuple[int, ...]) -> Distribution:
     """Top-k, then top-p of what is left, then min-p; tokens tied with the last one that is kept are kept too."""
     current = full
     if 0 < law.top_k < full.scores.shape[-1]:

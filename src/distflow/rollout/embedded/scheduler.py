@@ -15,7 +15,7 @@ from distflow.rollout.engine import FinishReason, GenerateRequest, Generation, S
 from distflow.rollout.requests import sample_key
 
 
-class Law(NamedTuple):
+class SamplingLaw(NamedTuple):
     """The part of `SamplingParams` that shapes the distribution: rows with equal ones are drawn together."""
 
     temperature: float
@@ -35,7 +35,7 @@ class Sequence:
     sample: int
     prompt_ids: tuple[int, ...]
     params: SamplingParams
-    law: Law
+    law: SamplingLaw
     key: int
     num_drawn: int = 0
     token_ids: list[int] = field(default_factory=list)
@@ -75,7 +75,9 @@ class Sequence:
 def sequences_of(number: int, request: GenerateRequest) -> list[Sequence]:
     """One sequence for each wanted sample."""
     params = request.params
-    law = Law(params.temperature, params.top_p, params.top_k, params.min_p, params.repetition_penalty, params.greedy)
+    law = SamplingLaw(
+        params.temperature, params.top_p, params.top_k, params.min_p, params.repetition_penalty, params.greedy
+    )
     return [
         Sequence(number, sample, request.prompt_ids, params, law, sample_key(request.stream, sample), request.num_drawn)
         for sample in request.samples

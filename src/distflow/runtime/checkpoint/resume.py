@@ -52,16 +52,16 @@ def is_done(checkpoint: Checkpoint, spec: Spec) -> bool:
 
 def remaining(plan: DataPlan, snapshot: Snapshot) -> DataPlan:
     """Epochs that were raised go on behind a step that was short because they had ended: that takes a step more."""
-    if plan.total_tickets is None:
+    if plan.total_groups is None:
         return plan
     drawn = snapshot["issued"] - snapshot.get("offered", 0)
-    tickets = max(plan.total_tickets - drawn, 0) + len(snapshot["live"])
+    tickets = max(plan.total_groups - drawn, 0) + len(snapshot["live"])
     return replace(plan, total_steps=snapshot["step"] + -(-tickets // plan.consumer_batch))
 
 
 def told_done(checkpoint: Checkpoint, spec: Spec, goes_on: bool) -> str:
     """For the user. goes_on: the run that is done is the folder's own; raises UserError where it is another."""
-    by_steps = spec.data.total_tickets is None
+    by_steps = spec.data.total_groups is None
     longer = f"trainer.total_training_steps={2 * checkpoint.step}" if by_steps else _more_epochs(spec)
     ways = as_list({"to go on": longer, **ways_to_start(spec)})
     if not goes_on:

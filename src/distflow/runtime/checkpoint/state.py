@@ -13,7 +13,7 @@ from distflow.data import random_streams
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.models.weight_checks import magnitudes, unsound
-from distflow.planning.plan import learning_teams
+from distflow.planning.plan import dp_groups_of
 from distflow.runtime.checkpoint.checkpoint import Checkpoint
 from distflow.runtime.checkpoint.files import shard_name
 from distflow.runtime.checkpoint.folder import CheckpointError
@@ -134,7 +134,7 @@ def set_generators(checkpoint: Checkpoint | None, seed: int, rank: int = 0) -> N
 
 def _first_with(role: str, spec: Spec) -> int:
     """The first of the ranks that learn which trains this model."""
-    learners = [rank for team in learning_teams(spec.plan) for rank in team]
+    learners = [rank for team in dp_groups_of(spec.plan) for rank in team]
     return next(place for place, rank in enumerate(learners) if role in spec.plan.ranks[rank].engines)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from distflow.scheduling.groups import Ticket
+from distflow.scheduling.groups import PromptGroup
 
 _MOST_TICKETS = 1000
 """In one answer: 40 kB, where they go to another process."""
@@ -17,8 +17,8 @@ class Generator:
 
     name: str
     served: int | None
-    given: list[Ticket] = field(default_factory=list)
-    running: dict[int, Ticket] = field(default_factory=dict)
+    given: list[PromptGroup] = field(default_factory=list)
+    running: dict[int, PromptGroup] = field(default_factory=dict)
     holds: set[int] = field(default_factory=set)
     takes: bool = True
     gone: bool = False
@@ -30,12 +30,12 @@ class Generators:
     def __init__(self, names: Sequence[str], served: int) -> None:
         self._all = [Generator(name, served) for name in names]
         self._working_on: dict[int, Generator] = {}  # by ticket
-        self._taken_away = set[Ticket]()  # from those that are gone
+        self._taken_away = set[PromptGroup]()  # from those that are gone
 
     def is_gone(self, number: int) -> bool:
         return self._all[number].gone
 
-    def is_passed_over(self, ticket: Ticket) -> bool:
+    def is_passed_over(self, ticket: PromptGroup) -> bool:
         """It was taken from one that is gone: what still comes of it does not count."""
         return ticket in self._taken_away
 
@@ -44,7 +44,7 @@ class Generators:
         self._all[number].served, self._all[number].takes = served, True
         return min((each.served for each in self._all if each.served is not None), default=None)
 
-    def give(self, ticket: Ticket) -> str:
+    def give(self, ticket: PromptGroup) -> str:
         """To the one that has the fewest groups, the first of such; its name."""
         chosen = min((each for each in self._all if each.takes), key=lambda each: len(each.running))
         chosen.given.append(ticket)
@@ -52,13 +52,13 @@ class Generators:
         self._working_on[ticket.number] = chosen
         return chosen.name
 
-    def fetch(self, number: int) -> list[Ticket]:
+    def fetch(self, number: int) -> list[PromptGroup]:
         """What was given to it, no more than go into one answer."""
         mine = self._all[number]
         tickets, mine.given = mine.given[:_MOST_TICKETS], mine.given[_MOST_TICKETS:]
         return tickets
 
-    def end(self, ticket: Ticket, complete: bool) -> None:
+    def end(self, ticket: PromptGroup, complete: bool) -> None:
         """Its group runs no more. complete: it lies with who made it. One that somebody else handed out is nobody's."""
         worked = self._working_on.pop(ticket.number, None)
         if worked is not None:
@@ -73,7 +73,7 @@ class Generators:
             each.holds.discard(number)
         return holders
 
-    def lose(self, number: int) -> tuple[str, list[Ticket], list[int]]:
+    def lose(self, number: int) -> tuple[str, list[PromptGroup], list[int]]:
         """It is gone: its name, the tickets that it had, and the numbers of the complete groups that lay with it."""
         gone = self._all[number]
         tickets, holds = list(gone.running.values()), list(gone.holds)

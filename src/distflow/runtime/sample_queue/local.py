@@ -5,19 +5,19 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from distflow.data.batch import Batch
 from distflow.observe.metrics import Measured
-from distflow.rewards.call_counts import Judged
+from distflow.rewards.call_counts import RewardCounts
 from distflow.rewards.score import is_right
 from distflow.runtime.sample_queue.pending_groups import Facts, Held, Portion, Team
-from distflow.runtime.sample_queue.protocol import Failure, Kept, Live, Newcomers, Released, Share
-from distflow.runtime.sample_queue.shared import SharedEdge
+from distflow.runtime.sample_queue.protocol import Failure, Kept, Live, NewWorkers, Released, Share
+from distflow.runtime.sample_queue.shared import SharedSampleQueue
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.curriculum import Accuracy
-from distflow.scheduling.groups import Account, Ticket
+from distflow.scheduling.groups import GroupCounts, PromptGroup
 
 
-class LocalEdge:
-    """Groups are held as the batches that they are. See `SharedEdge` for what it decides.
+class LocalSampleQueue:
+    """Groups are held as the batches that they are. See `SharedSampleQueue` for what it decides.
 
     `tickets`, `put` and `drop` are called on the asyncio thread, which must not block: it holds the lock only for as
     long as the coordinator decides, and is woken through an event of its loop.
@@ -29,20 +29,20 @@ class LocalEdge:
         waits: Waits,
         num_ranks: int = 1,
         live: Live | None = None,
-        changed: Callable[[Account], None] = lambda account: None,
+        changed: Callable[[GroupCounts], None] = lambda account: None,
     ) -> None:
-        """See `SharedEdge`."""
-        held = held_groups(live)
+        """See `SharedSampleQueue`."""
+        held = pending_groups_of(live)
         teams = (Team(tuple(range(num_ranks))),)
-        self.shared = SharedEdge[Batch](coordinator, waits, teams, live=held, changed=changed, wake=self._wake)
+        self.shared = SharedSampleQueue[Batch](coordinator, waits, teams, live=held, changed=changed, wake=self._wake)
         self._waits = waits
         # Set by `tickets` before it first looks at what the lock guards: whoever changes that and finds no loop to
         # wake changed it in time to be seen.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._credits = asyncio.Event()  # an event of the loop: other threads set it through `_wake` alone
 
-    async def tickets(self, served: Callable[[], int | None]) -> AsyncIterator[list[Ticket]]:
-        """See `EdgePort`."""
+    async def tickets(self, served: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
+        """See `SampleQueuePort`."""
         self._loop = asyncio.get_running_loop()
         while True:
             self._credits.clear()  # before it looks: a wake from here on is not lost
@@ -55,46 +55,46 @@ class LocalEdge:
             with self._waits("experience", "credits", on="learner"):
                 await self._credits.wait()
 
-    def put(self, ticket: Ticket, batch: Batch, measured: Sequence[Measured]) -> None:
-        """See `EdgePort`."""
+    def put(self, ticket: PromptGroup, batch: Batch, measured: Sequence[Measured]) -> None:
+        """See `SampleQueuePort`."""
         self.shared.put(ticket, batch, facts_of(batch), measured)
 
     def drop(
         self,
-        ticket: Ticket,
+        ticket: PromptGroup,
         reason: str,
         failure: Failure | None = None,
         *,
         lost: bool = False,
         accuracy: Accuracy | None = None,
     ) -> None:
-        """See `EdgePort`."""
+        """See `SampleQueuePort`."""
         self.shared.drop(ticket, reason, failure, lost=lost, accuracy=accuracy)
 
-    def has_place(self, ticket: Ticket) -> bool:
-        """See `StoppingEdge`."""
+    def has_place(self, ticket: PromptGroup) -> bool:
+        """See `StoppingSampleQueue`."""
         return self.shared.has_place(ticket)
 
     def is_full(self) -> bool:
-        """See `StoppingEdge`."""
+        """See `StoppingSampleQueue`."""
         return self.shared.is_full()
 
-    def abort(self, tickets: Sequence[Ticket], num_tokens: int) -> None:
-        """See `StoppingEdge`."""
+    def abort(self, tickets: Sequence[PromptGroup], num_tokens: int) -> None:
+        """See `StoppingSampleQueue`."""
         self.shared.abort(tickets, num_tokens)
 
-    def count(self, judged: Judged) -> None:
-        """See `EdgePort`."""
+    def count(self, judged: RewardCounts) -> None:
+        """See `SampleQueuePort`."""
         self.shared.count(judged)
 
     def take(self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None) -> Share | None:
-        """See `EdgePort`."""
+        """See `SampleQueuePort`."""
         portion = self.shared.take(step, rank, wanted, deadline)
-        assert not isinstance(portion, Newcomers), "the engine of one process is there from the start"
+        assert not isinstance(portion, NewWorkers), "the engine of one process is there from the start"
         return None if portion is None else share_of(portion)
 
     def release(self, step: int, rank: int, published: bool) -> Released:
-        """See `EdgePort`."""
+        """See `SampleQueuePort`."""
         end = self.shared.release(step, rank, published)
         return Released(end.version, end.finished, end.account, lambda: Kept(end.cut, live_of(end.live)), end.domains)
 
@@ -107,7 +107,7 @@ class LocalEdge:
 def facts_of(batch: Batch) -> Facts:
     """Of a group."""
     num_tokens = int(batch.lengths("sequence").sum())
-    return Facts(num_tokens, _lowest_version(batch), _without_verdict(batch), accuracy=accuracy_of(batch))
+    return Facts(num_tokens, _lowest_version(batch), _without_result(batch), accuracy=accuracy_of(batch))
 
 
 def accuracy_of(batch: Batch) -> Accuracy | None:
@@ -118,7 +118,7 @@ def accuracy_of(batch: Batch) -> Accuracy | None:
     return Accuracy(sum(map(is_right, judged)), len(judged))
 
 
-def held_groups(live: Live | None) -> dict[int, Held[Batch]]:
+def pending_groups_of(live: Live | None) -> dict[int, Held[Batch]]:
     """By ticket. The inverse of `live_of`."""
     if live is None or live.batch is None:
         return {}
@@ -144,7 +144,7 @@ def live_of(held: Mapping[int, Held[Batch]]) -> Live:
     return Live(batch, {number: each.measured for number, each in held.items()})
 
 
-def _without_verdict(batch: Batch) -> Failure | None:
+def _without_result(batch: Batch) -> Failure | None:
     if "reward_errors" not in batch or bool(batch["valid"].any()):
         return None
     return Failure(str(batch["reward_errors"][0]), users=True)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from distflow.observe.metrics import Measured
-from distflow.rewards.call_counts import Judged
+from distflow.rewards.call_counts import RewardCounts
 from distflow.runtime.errors import REPAIR_ADVICE
 from distflow.runtime.sample_queue.protocol import Failure, NoProgress, UserNoProgress
 from distflow.scheduling.bin_packing import divide_step
 from distflow.scheduling.curriculum import Accuracy
 from distflow.scheduling.data_order import minibatches
-from distflow.scheduling.groups import Account, Version
+from distflow.scheduling.groups import GroupCounts, Version
 from distflow.scheduling.snapshot import Snapshot
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class Portion(Generic[T]):
     groups: Sequence[T]
     like: T
     metrics: Mapping[str, float]
-    judged: Judged
+    judged: RewardCounts
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Consumed(Generic[T]):
     version: Version
     finished: bool
     stopping: bool
-    account: Account
+    account: GroupCounts
     cut: Snapshot
     live: Mapping[int, Held[T]]
     domains: Mapping[str, Mapping[str, float]]

@@ -10,9 +10,9 @@ from typing import Protocol, runtime_checkable
 from distflow.data.batch import Batch
 from distflow.errors import UserError
 from distflow.observe.metrics import Measured
-from distflow.rewards.call_counts import Judged
+from distflow.rewards.call_counts import RewardCounts
 from distflow.scheduling.curriculum import Accuracy
-from distflow.scheduling.groups import Account, Ticket, Version
+from distflow.scheduling.groups import GroupCounts, PromptGroup, Version
 from distflow.scheduling.snapshot import Snapshot
 
 
@@ -41,11 +41,11 @@ class Share:
     tickets: tuple[int, ...]
     batch: Batch
     metrics: Mapping[str, float]
-    judged: Judged = Judged()
+    judged: RewardCounts = RewardCounts()
 
 
 @dataclass(frozen=True)
-class Newcomers:
+class NewWorkers:
     """In place of a share: engines of other processes have come that have no weights yet. All ranks are told it at the
     same place, send what they have, and ask for the step again."""
 
@@ -77,28 +77,28 @@ class Released:
 
     version: Version
     finished: bool
-    account: Account
+    account: GroupCounts
     kept: Callable[[], Kept]
     domains: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
-class EdgePort(Protocol):
+class SampleQueuePort(Protocol):
     """Between the workers that fill it and those that learn from it."""
 
-    def tickets(self, served: Callable[[], int | None]) -> AsyncIterator[list[Ticket]]:
+    def tickets(self, served: Callable[[], int | None]) -> AsyncIterator[list[PromptGroup]]:
         """consumes credits · waits for released steps and dropped groups · produces groups to start together
 
         served: the lowest step whose weights an engine of this worker serves; None where it has none.
         """
         ...
 
-    def put(self, ticket: Ticket, batch: Batch, measured: Sequence[Measured]) -> None:
+    def put(self, ticket: PromptGroup, batch: Batch, measured: Sequence[Measured]) -> None:
         """A group has passed the experience plane. measured: by its nodes."""
         ...
 
     def drop(
         self,
-        ticket: Ticket,
+        ticket: PromptGroup,
         reason: str,
         failure: Failure | None = None,
         *,
@@ -112,13 +112,13 @@ class EdgePort(Protocol):
         """
         ...
 
-    def count(self, judged: Judged) -> None:
+    def count(self, judged: RewardCounts) -> None:
         """By a worker that does not learn, before it puts or drops the group: whoever takes a step has its verdicts."""
         ...
 
     def take(
         self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
-    ) -> Share | Newcomers | None:
+    ) -> Share | NewWorkers | None:
         """consumes this step's groups · waits until they are complete · produces this rank's share, in ticket order
 
         rank: among those that learn. wanted: groups of a step that is taken in parts, None for the whole step.
@@ -136,11 +136,11 @@ class EdgePort(Protocol):
 
 
 @runtime_checkable
-class StoppingEdge(EdgePort, Protocol):
+class StoppingSampleQueue(SampleQueuePort, Protocol):
     """One that more groups run for than its steps have places, so that some are ended early. Of one process: what comes
     first is decided where it is made, by the order in which the engine answers."""
 
-    def has_place(self, ticket: Ticket) -> bool:
+    def has_place(self, ticket: PromptGroup) -> bool:
         """Whether the step that is being made has a place for a group that runs."""
         ...
 
@@ -148,7 +148,7 @@ class StoppingEdge(EdgePort, Protocol):
         """Whether the step has all groups that it needs."""
         ...
 
-    def abort(self, tickets: Sequence[Ticket], num_tokens: int) -> None:
+    def abort(self, tickets: Sequence[PromptGroup], num_tokens: int) -> None:
         """Groups that ran were ended because the step is full. Each is handed out again, before any new one.
 
         num_tokens: drawn for them and thrown away.
@@ -165,7 +165,7 @@ class Standing:
     """How the prompt groups stand. num_offered: rows that wait for a credit. num_owed: groups that must still be taken
     before the step may be released."""
 
-    account: Account
+    account: GroupCounts
     num_offered: int
     num_owed: int
 

@@ -10,14 +10,14 @@ from typing import Generic, TypeVar
 
 from distflow.errors import UserError
 from distflow.observe.metrics import Measured, combine
-from distflow.rewards.call_counts import Judged
+from distflow.rewards.call_counts import RewardCounts
 from distflow.runtime.sample_queue.generator_states import Generator, Generators
 from distflow.runtime.sample_queue.pending_groups import Consumed, Facts, FailuresInARow, Held, Portion, Team, places
-from distflow.runtime.sample_queue.protocol import Failure, Newcomers, NoProgress, NothingToWaitFor, Standing
+from distflow.runtime.sample_queue.protocol import Failure, NewWorkers, NoProgress, NothingToWaitFor, Standing
 from distflow.runtime.wait_log import Waits
 from distflow.scheduling.coordinator import Coordinator
 from distflow.scheduling.curriculum import Accuracy
-from distflow.scheduling.groups import Account, Ticket
+from distflow.scheduling.groups import GroupCounts, PromptGroup
 from distflow.scheduling.sample_queue import Exhausted
 
 T = TypeVar("T")
@@ -31,16 +31,16 @@ class _Reading(Generic[T]):
 
     groups: dict[int, Held[T]] = field(default_factory=dict)
     holders: dict[int, Generator] = field(default_factory=dict)
-    judged: Judged = Judged()
+    judged: RewardCounts = RewardCounts()
     ranks: set[int] = field(default_factory=set)
     missing: set[int] = field(default_factory=set)
     whole: bool | None = None
 
 
-class SharedEdge(Generic[T]):
+class SharedSampleQueue(Generic[T]):
     """The coordinator decides; this object only guards it with a lock, holds the groups, and wakes who waits.
 
-    Any method may be called on any thread; `take`, `release` and `wait_for_tickets` wait. Learners wait on the lock's
+    Any method may be called on any thread; `take`, `release` and `wait_for_groups` wait. Learners wait on the lock's
     condition; whoever must not block asks `tickets` again when he is woken.
 
     A failure on either side is raised on the other, so that nobody waits for what is gone. Groups that fail one after
@@ -59,7 +59,7 @@ class SharedEdge(Generic[T]):
         teams: Sequence[Team] = (Team(),),
         workers: Sequence[str] = ("",),
         live: Mapping[int, Held[T]] | None = None,
-        changed: Callable[[Account], None] = lambda account: None,
+        changed: Callable[[GroupCounts], None] = lambda account: None,
         wake: Callable[[], None] = lambda: None,
         may_be_lost: bool = False,
     ) -> None:
@@ -89,7 +89,7 @@ class SharedEdge(Generic[T]):
         self._divided_step = -1
         self._num_waiting = 0  # learners inside `take`
         self._num_wakes = 0
-        self._judged = Judged()
+        self._judged = RewardCounts()
         self._held = False
         self._stopping = False
         self._portions: dict[int, Portion[T]] = {}
@@ -97,13 +97,13 @@ class SharedEdge(Generic[T]):
         self._released: set[int] = set()
         self._outcome: Consumed[T] | None = None  # of the last step that all ranks have released
 
-    def tickets(self, worker: int, served: int | None) -> list[Ticket] | None:
+    def tickets(self, worker: int, served: int | None) -> list[PromptGroup] | None:
         """The groups that this worker is to start now; None where the run has failed. served: the lowest step whose
         weights its engine serves; None where it has none."""
         with self._lock:
             return None if self._is_over(worker) else self._hand_out(worker, served)
 
-    def wait_for_tickets(self, worker: int, served: int | None) -> list[Ticket] | None:
+    def wait_for_groups(self, worker: int, served: int | None) -> list[PromptGroup] | None:
         """The same, once there are any or something has changed that the worker may know better, such as what it
         serves."""
         with self._lock:
@@ -115,8 +115,8 @@ class SharedEdge(Generic[T]):
                 self._askers.wait()
             return None
 
-    def put(self, ticket: Ticket, group: T, facts: Facts, measured: Sequence[Measured]) -> None:
-        """See `EdgePort`. A group without any verdict counts among those that fail."""
+    def put(self, ticket: PromptGroup, group: T, facts: Facts, measured: Sequence[Measured]) -> None:
+        """See `SampleQueuePort`. A group without any verdict counts among those that fail."""
         with self._lock:
             if self._generators.is_passed_over(ticket):
                 return
@@ -133,14 +133,14 @@ class SharedEdge(Generic[T]):
 
     def drop(
         self,
-        ticket: Ticket,
+        ticket: PromptGroup,
         reason: str,
         failure: Failure | None = None,
         *,
         lost: bool = False,
         accuracy: Accuracy | None = None,
     ) -> None:
-        """See `EdgePort`."""
+        """See `SampleQueuePort`."""
         with self._lock:
             if self._generators.is_passed_over(ticket):
                 return
@@ -155,18 +155,18 @@ class SharedEdge(Generic[T]):
             self._askers.notify_all()
         self._wake_tickets()
 
-    def has_place(self, ticket: Ticket) -> bool:
-        """See `StoppingEdge`."""
+    def has_place(self, ticket: PromptGroup) -> bool:
+        """See `StoppingSampleQueue`."""
         with self._lock:
             return self._coordinator.has_place(ticket.number)
 
     def is_full(self) -> bool:
-        """See `StoppingEdge`."""
+        """See `StoppingSampleQueue`."""
         with self._lock:
             return self._coordinator.is_full
 
-    def abort(self, tickets: Sequence[Ticket], num_tokens: int) -> None:
-        """See `StoppingEdge`."""
+    def abort(self, tickets: Sequence[PromptGroup], num_tokens: int) -> None:
+        """See `StoppingSampleQueue`."""
         with self._lock:
             self._coordinator.abort([ticket.number for ticket in tickets], num_tokens)
             for ticket in tickets:
@@ -175,10 +175,10 @@ class SharedEdge(Generic[T]):
             self._askers.notify_all()
         self._wake_tickets()
 
-    def count(self, judged: Judged) -> None:
-        """See `EdgePort`."""
+    def count(self, judged: RewardCounts) -> None:
+        """See `SampleQueuePort`."""
         with self._lock:
-            self._judged = Judged.joined([self._judged, judged])
+            self._judged = RewardCounts.joined([self._judged, judged])
 
     def lose(self, worker: int) -> int:
         """A worker is gone, and what it made that no step has taken: its groups are handed out again, and what still
@@ -200,7 +200,7 @@ class SharedEdge(Generic[T]):
         with self._lock:
             return self._generators.join(name)
 
-    def tell_of_newcomers(self) -> None:
+    def tell_of_new_workers(self) -> None:
         """Engines that have come since wait for weights: all ranks that learn hear of it where none has a part of the
         next step yet, so that they can send together what they have."""
         with self._lock:
@@ -209,14 +209,14 @@ class SharedEdge(Generic[T]):
 
     def take(
         self, step: int, rank: int, wanted: int | None = None, deadline: float | None = None
-    ) -> Portion[T] | Newcomers | None:
-        """See `EdgePort`."""
+    ) -> Portion[T] | NewWorkers | None:
+        """See `SampleQueuePort`."""
         with self._lock, self._waiting(step):
             while True:
                 if self._failure is not None:
                     raise self._failure
                 if self._tells(rank):
-                    return Newcomers()
+                    return NewWorkers()
                 if rank in self._portions:
                     return self._portions.pop(rank)
                 if self._coordinator.finished:
@@ -251,7 +251,7 @@ class SharedEdge(Generic[T]):
             return reading.whole
 
     def release(self, step: int, rank: int, published: bool) -> Consumed[T]:
-        """See `EdgePort`."""
+        """See `SampleQueuePort`."""
         with self._lock:
             self._released.add(rank)
             if len(self._released) == self._num_ranks:
@@ -333,11 +333,11 @@ class SharedEdge(Generic[T]):
         self._telling.discard(rank)
         return told
 
-    def _hand_out(self, worker: int, served: int | None) -> list[Ticket]:
+    def _hand_out(self, worker: int, served: int | None) -> list[PromptGroup]:
         """Inside the lock."""
         oldest = self._generators.ask(worker, served)
         if not self._held and (self._num_waiting >= self._num_ranks or self._coordinator.plan.max_staleness > 0):
-            for ticket in self._coordinator.take_tickets(oldest):
+            for ticket in self._coordinator.take_groups(oldest):
                 if name := self._generators.give(ticket):
                     self._coordinator.assign(ticket.number, name)
                 self._askers.notify_all()
@@ -374,7 +374,7 @@ class SharedEdge(Generic[T]):
         if not reading.whole:
             self._coordinator.untake()
             self._divided_step = step - 1
-            self._judged = Judged.joined([reading.judged, self._judged])
+            self._judged = RewardCounts.joined([reading.judged, self._judged])
             for number, held in reading.groups.items():
                 if number in reading.missing:
                     self._coordinator.lose(number)
@@ -386,8 +386,8 @@ class SharedEdge(Generic[T]):
         self._tell()
         self._wake()
 
-    def _take_judged(self) -> Judged:
-        judged, self._judged = self._judged, Judged()
+    def _take_judged(self) -> RewardCounts:
+        judged, self._judged = self._judged, RewardCounts()
         return judged
 
     def _release(self, step: int, published: bool) -> Consumed[T]:

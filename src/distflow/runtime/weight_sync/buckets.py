@@ -143,7 +143,7 @@ class InFile:
 
 def write_bucket(run_dir: Path, version: Version, number: int, packed: Packed) -> InFile:
     """See `Carry`. Raises UserError for a disk that is full or refuses."""
-    folder = run_dir / WEIGHTS / f"{version.incarnation}-{version.step:06d}"
+    folder = run_dir / WEIGHTS / f"{version.restart}-{version.step:06d}"
     path = folder / f"bucket-{number:05d}.safetensors"
     with writing_to(run_dir):
         for each in (folder.parent, folder):

@@ -17,7 +17,7 @@ from distflow.models.weight_checks import magnitudes, unsound
 from distflow.rollout.engine import Receipt, RolloutEngine
 from distflow.rollout.weights import stripe_hashes
 from distflow.runtime import fault_injection
-from distflow.runtime.offload import Residence
+from distflow.runtime.offload import Offload
 from distflow.runtime.ports import Ports
 from distflow.runtime.recorder import Recorder
 from distflow.runtime.resources import Resources
@@ -31,7 +31,7 @@ from distflow.training.engine import TrainEngine
 BUCKET_BYTES = 2**28
 
 
-class Publisher:
+class WeightSender:
     """Pushes versions of one train engine's weights.
 
     sends: False where engines need no tensor, only to know of the version (an adapter that is applied unmerged on
@@ -53,8 +53,8 @@ class Publisher:
         self._last: dict[str, str] = {}  # hashes of what was pushed last
         self._version: Version | None = None
 
-    def publish_changed(self, version: Version, updated: bool) -> tuple[bool, dict[str, float]]:
-        """As `publish`, but weights that are those of the last version get its number, and nothing is pushed.
+    def sync_changed(self, version: Version, updated: bool) -> tuple[bool, dict[str, float]]:
+        """As `sync`, but weights that are those of the last version get its number, and nothing is pushed.
 
         updated: whether an optimizer step was taken since; a node may change weights without one. Returns whether they
         were pushed as well.
@@ -65,9 +65,9 @@ class Publisher:
                 self._follow(version)
                 self._port.alias(version, now)
                 return False, {}
-        return True, self.publish(version)
+        return True, self.sync(version)
 
-    def publish(self, version: Version, at_start: bool = False) -> dict[str, float]:
+    def sync(self, version: Version, at_start: bool = False) -> dict[str, float]:
         """Push a version and wait until every engine serves it; the metrics of the canary's comparison, if one was due.
 
         at_start: the first of this process, before any step. Raises TrustError where weights are garbage, did not
@@ -120,7 +120,7 @@ class Publisher:
         return ((name, tensor.to(self._dtype)) for name, tensor in weights)
 
 
-class Receiver:
+class WeightReceiver:
     """Hands versions to the engine on its own thread.
 
     A receipt's hashes are those that the engine gives when asked afterwards, whatever it says that it took. Raises
@@ -176,7 +176,7 @@ def buckets(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[B
         yield bucket
 
 
-class Serving:
+class WeightSync:
     """Sends the weights of a worker when they are due. It sends none where it trains none, or no worker generates."""
 
     def __init__(
@@ -187,51 +187,51 @@ class Serving:
         session: Session,
         recorder: Recorder,
         updates: Updates,
-        residence: Residence,
+        residence: Offload,
         version: Version,
     ) -> None:
         """version: of the weights that the resources hold."""
         self._ports, self._recorder, self._updates, self._version = ports, recorder, updates, version
         self._residence = residence
         self._engine = resources.rollout
-        self._publisher: Publisher | None = None
+        self._sender: WeightSender | None = None
         if resources.actor is not None and spec.plan.generates:
             canary = make_canary(spec, resources) if self._engine is not None else None
             sends, dtype = spec.sends_weights, spec.weight_dtype
-            self._publisher = Publisher(
+            self._sender = WeightSender(
                 resources.actor, ports.weights, dtype, sends=sends, canary=canary, session=session
             )
         self.step = version.step  # whose weights the engines were given last
 
     def begin(self) -> dict[str, float]:
         """The weights that this process begins with; the canary's metrics."""
-        if self._publisher is None:
+        if self._sender is None:
             return {}
-        compared = self._publisher.publish(self._version, at_start=True)
+        compared = self._sender.sync(self._version, at_start=True)
         self._recorder.serves(self._version)
         return compared
 
     def send(self, version: Version) -> tuple[bool, dict[str, float]]:
         """The weights of a step's end to the engines. Whether they had changed, and the canary's metrics."""
         self.step, updated = version.step, self._updates.since_sent()
-        if self._publisher is None:
+        if self._sender is None:
             return updated, {}
         self._residence.only(("actor",))
-        outcome = self._publisher.publish_changed(version, updated)
+        outcome = self._sender.sync_changed(version, updated)
         check_served(self._served(), version)
-        check_replicas(self._publisher.hashes, version.step, self._ports.collective)
+        check_replicas(self._sender.hashes, version.step, self._ports.collective)
         self._recorder.serves(version)
         return outcome
 
-    def send_to_newcomers(self, step: int) -> None:
+    def send_to_new_workers(self, step: int) -> None:
         """Between two steps, `step` being the next. The weights are those that were sent last, or newer ones, which
         then go to all."""
-        if self._publisher is None:
+        if self._sender is None:
             return
         self._residence.only(("actor",))
-        sent = self.step < step and self.send(Version(self._version.incarnation, step))[0]
+        sent = self.step < step and self.send(Version(self._version.restart, step))[0]
         if not sent:
-            self._publisher.push_again()
+            self._sender.push_again()
 
     def _served(self) -> Version | None:
         """What the engines serve to which this rank publishes, the oldest of them; None where it has none."""

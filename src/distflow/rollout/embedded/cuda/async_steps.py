@@ -18,7 +18,7 @@ from distflow.errors import UserError
 from distflow.models.model_runner import DecoderView, PromptKV
 from distflow.rollout.embedded.cuda.block_manager import PagedAttention, PageMemory, Pages, Part, pages_for, upload
 from distflow.rollout.embedded.cuda.state import DecodeState, Laws, Seat
-from distflow.rollout.embedded.scheduler import Law, Sequence
+from distflow.rollout.embedded.scheduler import SamplingLaw, Sequence
 
 _log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class Chain:
         self._most_pages = pages_for(decoder.max_positions, options.page_tokens)
         self._memory: PageMemory | None = None
         self._rows: dict[int, tuple[tuple[int, ...], Tensor]] = {}  # by size: the slots that are in the tensor
-        self._laws: tuple[tuple[Law, ...], Laws] = ((), [])
+        self._laws: tuple[tuple[SamplingLaw, ...], Laws] = ((), [])
         self.pages = Pages(0)
         self._state = DecodeState(0, 0, 0, torch.device("cpu"))
 
@@ -217,7 +217,7 @@ class Chain:
         """Rows without a sequence have the law of the first."""
         laws = tuple(sequence.law for sequence in sequences) + (sequences[0].law,) * (size - len(sequences))
         if self._laws[0] != laws:
-            rows: dict[Law, list[int]] = {}
+            rows: dict[SamplingLaw, list[int]] = {}
             for row, law in enumerate(laws):
                 rows.setdefault(law, []).append(row)
             groups = [(law, upload(torch.tensor(own), self._decoder.device)) for law, own in rows.items()]

@@ -28,8 +28,8 @@ class _Launched:
     done: torch.cuda.Event | None
 
 
-class DeviceLane:
-    """As `Lane`, but the tokens of a step are read `Chain.lag` steps after it was launched.
+class CudaRequestLane:
+    """As `RequestLane`, but the tokens of a step are read `Chain.lag` steps after it was launched.
 
     The host learns late that a sequence has ended, so that up to `lag` tokens of it are computed in vain, and left out
     when they are read. A sequence that has as many tokens as it may have is launched no further, so that none is

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distflow.rollout.embedded.cuda.block_manager import TRASH, upload
 from distflow.rollout.embedded.sampler import Draws, draw_by_law, policy_of
-from distflow.rollout.embedded.scheduler import Law, Sequence
+from distflow.rollout.embedded.scheduler import SamplingLaw, Sequence
 
 _BITS = 1 << 64
 _WEYL = 0x9E3779B97F4A7C15
@@ -44,7 +44,7 @@ def _shifted(bits: Tensor, count: int) -> Tensor:
     return (bits >> count) & ((1 << (64 - count)) - 1)
 
 
-Laws = list[tuple[Law, Tensor]]
+Laws = list[tuple[SamplingLaw, Tensor]]
 """Each law with its rows of a batch."""
 
 
@@ -125,7 +125,9 @@ class DecodeState:
             self._seen[slots, draws.token_ids] = True
         return torch.stack([column.double() for column in (*draws, finite)])
 
-    def _draw_law(self, logits: Tensor, slots: Tensor, uniform: Tensor, law: Law, rows: Tensor) -> tuple[Draws, Tensor]:
+    def _draw_law(
+        self, logits: Tensor, slots: Tensor, uniform: Tensor, law: SamplingLaw, rows: Tensor
+    ) -> tuple[Draws, Tensor]:
         """rows: those of the law; as many as there are means all, in order."""
         if len(rows) != len(slots):
             logits, slots, uniform = logits[rows], slots[rows], uniform[rows]
